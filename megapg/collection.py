@@ -1,0 +1,358 @@
+"""The value that carries live process groups: :class:`ProcessGroupCollection`.
+
+It has Megatron-core's field names, so it goes wherever Megatron-core takes a ``pg_collection``, and
+it is frozen: what a model was built with cannot change under it. Three meanings of "no group" that
+Megatron mixes are kept apart:
+
+* a **group** this rank is in;
+* **None**, where Megatron means "this rank is outside" (``embd``, ``pos_embd``) or "not configured"
+  (``hcp``, ``inter_dist_opt``, the all-gather twins, the GTP family);
+* **absent**: the attribute does not exist, ``hasattr`` is false, it is not in ``vars()``, and
+  reading it raises :class:`~megapg.errors.MissingGroupError`.
+
+The collection never creates and never destroys anything: that is the session's work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
+
+import torch.distributed as dist
+
+from megapg.errors import (
+    ForeignGroupError,
+    MissingGroupError,
+    StaleGroupError,
+    UnknownFieldError,
+)
+from megapg.layout import FIELDS, ParallelLayout
+
+ProcessGroup: TypeAlias = dist.ProcessGroup
+
+OPTIONAL_FIELDS = frozenset(
+    {"embd", "pos_embd", "hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag"}
+    | {"gtp_remat", "expt_gtp_remat"}
+)
+"""Fields that may hold None, because None means something there. See the module's docstring."""
+
+
+class LeaseState(enum.Enum):
+    """What the owner of a collection's groups says about them."""
+
+    LIVE = "live"
+    SUSPENDED = "suspended"
+    CLOSED = "closed"
+
+
+@dataclass
+class Lease:
+    """The owner's word on whether the groups may still be used. Only the owner changes it.
+
+    Attributes:
+        owner: the session, for messages.
+        generation: how often the owner's name was opened in this job, from 1.
+        state: live, suspended or closed.
+        since: where and when the state last changed, for messages.
+    """
+
+    owner: str
+    generation: int = 1
+    state: LeaseState = LeaseState.LIVE
+    since: str = ""
+
+    def check(self, purpose: str) -> None:
+        """Raise :class:`StaleGroupError` unless the groups are live."""
+        if self.state is not LeaseState.LIVE:
+            raise StaleGroupError(
+                f"{purpose}: the process groups of {self.owner} (generation {self.generation}) "
+                f"were {self.state.value} {self.since}. Use them inside the session, or take "
+                "`session.groups` from an open one."
+            )
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One group seen from this rank, as plain values: its global ranks and our index in them."""
+
+    rank: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class ProcessGroupCollection:
+    """Frozen process groups of one layout, as this rank sees them.
+
+    Made by :func:`megapg.session`, by :meth:`from_groups`, or by the adapters in
+    :mod:`megapg.megatron`. Equality and hash go by the identity of the groups; ``copy`` and
+    ``deepcopy`` return the same object, so models that hold one can still be copied; pickling
+    raises, since a process group lives in one process. Keep collections out of configs that go
+    through ``dataclasses.asdict``: torch groups can't be copied. :meth:`describe` gives plain data.
+    """
+
+    tp: ProcessGroup
+    pp: ProcessGroup
+    mp: ProcessGroup
+    embd: ProcessGroup | None
+    pos_embd: ProcessGroup | None
+    cp: ProcessGroup
+    tp_cp: ProcessGroup
+    hcp: tuple[ProcessGroup, ...] | None
+    ep: ProcessGroup
+    expt_tp: ProcessGroup
+    tp_ep: ProcessGroup
+    tp_ep_pp: ProcessGroup
+    tp_ep_pp_with_egtp_remat: ProcessGroup
+    tp_dp: ProcessGroup
+    tp_dp_cp: ProcessGroup
+    dp: ProcessGroup
+    dp_cp: ProcessGroup
+    dp_cp_ag: ProcessGroup | None
+    dp_cp_gtp_remat: ProcessGroup
+    gtp_remat: ProcessGroup | None
+    expt_gtp_remat: ProcessGroup | None
+    expt_dp: ProcessGroup
+    expt_dp_ag: ProcessGroup | None
+    expt_dp_gtp_remat: ProcessGroup
+    intra_dp_cp: ProcessGroup
+    intra_expt_dp: ProcessGroup
+    inter_dist_opt: ProcessGroup | None
+    intra_dist_opt: ProcessGroup
+
+    # Slots beside __dict__, so that vars() holds the present fields and nothing else: Megatron-core
+    # 0.19 tests presence with vars(), 0.16 with hasattr().
+    __slots__ = ("__dict__", "__weakref__", "_lease", "_members", "layout")
+
+    if TYPE_CHECKING:
+        _lease: Lease
+        _members: dict[str, Membership]
+        layout: ParallelLayout | None
+
+    def __init__(
+        self,
+        groups: Mapping[str, ProcessGroup | Sequence[ProcessGroup] | None],
+        members: Mapping[str, Membership],
+        lease: Lease,
+        layout: ParallelLayout | None = None,
+    ) -> None:
+        """For owners and adapters; most code calls :meth:`from_groups` or opens a session.
+
+        Args:
+            groups: field -> group, None, or for ``hcp`` the groups of its levels.
+            members: field -> this rank's place in it, for every group; ``hcp.0``... for levels.
+            lease: shared with the owner, who ends it.
+            layout: the layout the groups were made from, where it is known.
+        """
+        for field, group in groups.items():
+            _check_field(field, group)
+            vars(self)[field] = tuple(group) if isinstance(group, Sequence) else group
+        object.__setattr__(self, "_members", dict(members))
+        object.__setattr__(self, "_lease", lease)
+        object.__setattr__(self, "layout", layout)
+
+    @classmethod
+    def from_groups(
+        cls, **groups: ProcessGroup | Sequence[ProcessGroup] | None
+    ) -> ProcessGroupCollection:
+        """A collection of groups that you made: borrowed, never closed by megapg.
+
+        Args:
+            **groups: field -> group, for example ``tp=group``. None only where it has a meaning
+                (see the module's docstring). ``hcp`` takes the list of its levels.
+
+        Raises:
+            UnknownFieldError: a name that is no field.
+            ForeignGroupError: not a live group that this rank is a member of.
+        """
+        members = {}
+        for field, group in groups.items():
+            _check_field(field, group)
+            if isinstance(group, Sequence):
+                for level, inner in enumerate(group):
+                    members[f"{field}.{level}"] = _membership(f"{field}.{level}", inner)
+            elif group is not None:
+                members[field] = _membership(field, group)
+        return cls(groups, members, Lease(owner="groups passed to from_groups()"))
+
+    # -- plain values ------------------------------------------------------------------------
+
+    def rank(self, field: str) -> int:
+        """This rank's index in the group of ``field``, from 0.
+
+        Raises:
+            MissingGroupError: there is no such group here.
+        """
+        return self._member(field).rank
+
+    def size(self, field: str) -> int:
+        """Number of ranks in the group of ``field``.
+
+        Raises:
+            MissingGroupError: there is no such group here.
+        """
+        return len(self._member(field).ranks)
+
+    def ranks(self, field: str) -> tuple[int, ...]:
+        """Global ranks of the group of ``field``, in the group's order.
+
+        Raises:
+            MissingGroupError: there is no such group here.
+        """
+        return self._member(field).ranks
+
+    def present(self) -> tuple[str, ...]:
+        """Names of the fields this collection has, those that hold None included."""
+        return tuple(field for field in FIELDS if field in vars(self))
+
+    def describe(self) -> dict[str, list[int] | list[list[int]] | None]:
+        """Plain data for logs and JSON: field -> global ranks, or None; ``hcp`` a list of them."""
+        plain: dict[str, list[int] | list[list[int]] | None] = {}
+        for field in self.present():
+            value = vars(self)[field]
+            if isinstance(value, tuple):
+                plain[field] = [list(self.ranks(f"{field}.{i}")) for i in range(len(value))]
+            else:
+                plain[field] = None if value is None else list(self.ranks(field))
+        return plain
+
+    # -- checks at a boundary ----------------------------------------------------------------
+
+    def require(self, *fields: str, owner: str = "require()") -> ProcessGroupCollection:
+        """This collection, once it is certain that it holds live groups for ``fields``.
+
+        Args:
+            *fields: names that must be present; a field that may be None passes as None.
+            owner: who asks, for the message.
+
+        Raises:
+            MissingGroupError: a field is absent; every absent one is named.
+            StaleGroupError: the owner closed or suspended the groups.
+            ForeignGroupError: a group was destroyed behind the owner's back.
+        """
+        self._lease.check(owner)
+        missing = [field for field in fields if field not in vars(self)]
+        if missing:
+            raise MissingGroupError(self._absent(owner, missing))
+        for field in fields:
+            for group in self._groups(field):
+                _registered_ranks(f"{owner}: {field}", group)
+        return self
+
+    @property
+    def lease(self) -> Lease:
+        """Who owns the groups, and whether they may still be used."""
+        return self._lease
+
+    # -- a value -----------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Reached only where normal lookup found nothing: an absent field, or no field at all.
+        if name in FIELDS:
+            raise MissingGroupError(self._absent(type(self).__name__, [name]))
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def _identity(self) -> tuple[tuple[str, object], ...]:
+        def key(value: object) -> object:
+            return tuple(map(id, value)) if isinstance(value, tuple) else id(value)
+
+        return tuple((field, key(vars(self)[field])) for field in self.present())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ProcessGroupCollection):
+            return NotImplemented
+        return self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __copy__(self) -> ProcessGroupCollection:
+        return self
+
+    def __deepcopy__(self, memo: object) -> ProcessGroupCollection:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a ProcessGroupCollection can't be pickled: its groups live in this process. Send "
+            "`pg.describe()`, or the ParallelLayout, and open a session on the other side."
+        )
+
+    def __repr__(self) -> str:
+        state = "" if self._lease.state is LeaseState.LIVE else f" {self._lease.state.value}"
+        shown = ", ".join(f"{field}={self._shown(field)}" for field in self.present())
+        return f"<ProcessGroupCollection{state}: {shown or 'empty'}>"
+
+    def _groups(self, field: str) -> tuple[ProcessGroup, ...]:
+        """The groups behind a present field: none for None, several for hcp."""
+        value: ProcessGroup | tuple[ProcessGroup, ...] | None = vars(self)[field]
+        if value is None:
+            return ()
+        return value if isinstance(value, tuple) else (value,)
+
+    def _shown(self, field: str) -> str:
+        value = vars(self)[field]
+        if value is None:
+            return "None"
+        names = [f"{field}.{i}" for i in range(len(value))] if isinstance(value, tuple) else [field]
+        parts = [f"{self._members[name].rank}/{len(self._members[name].ranks)}" for name in names]
+        return "+".join(parts)
+
+    def _member(self, field: str) -> Membership:
+        if field in self._members:
+            return self._members[field]
+        if field not in FIELDS:
+            raise UnknownFieldError(f"{field!r} is no field; the fields are {', '.join(FIELDS)}.")
+        if field in vars(self):
+            why = "has levels: ask for hcp.0, hcp.1, ..." if vars(self)[field] else "is None here"
+            raise MissingGroupError(f"{field} {why}; {self!r}")
+        raise MissingGroupError(self._absent(type(self).__name__, [field]))
+
+    def _absent(self, owner: str, missing: Sequence[str]) -> str:
+        have = ", ".join(self.present()) or "nothing"
+        return (
+            f"{owner}: this collection has no {', '.join(missing)}; it has {have}. Open a "
+            "session (it makes every field), or pass the group: "
+            f"ProcessGroupCollection.from_groups({missing[0]}=...)."
+        )
+
+
+def _check_field(field: str, group: object) -> None:
+    if field not in FIELDS:
+        close = ", ".join(FIELDS)
+        raise UnknownFieldError(f"{field!r} is no field of a collection; the fields are {close}.")
+    if group is None and field not in OPTIONAL_FIELDS:
+        raise ForeignGroupError(
+            f"{field}=None: torch takes None for WORLD, so it can't stand for 'no group' here. "
+            "Leave the field out."
+        )
+    for level in group if isinstance(group, Sequence) and field == "hcp" else (group,):
+        if level is not None and not isinstance(level, dist.ProcessGroup):
+            what = "the non-member mark" if level == dist.GroupMember.NON_GROUP_MEMBER else level
+            raise ForeignGroupError(f"{field}: {what!r} is no process group of this rank.")
+
+
+def _membership(field: str, group: ProcessGroup) -> Membership:
+    ranks = _registered_ranks(field, group)
+    me = dist.get_rank()
+    if me not in ranks:
+        raise ForeignGroupError(f"{field}: rank {me} is not in this group of ranks {ranks}.")
+    return Membership(ranks.index(me), ranks)
+
+
+def _registered_ranks(purpose: str, group: ProcessGroup) -> tuple[int, ...]:
+    """Global ranks of a group that torch knows: a destroyed gloo group still answers itself."""
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise ForeignGroupError(
+            f"{purpose}: torch.distributed does not know this process group; it was destroyed, or "
+            "WORLD was re-created since."
+        ) from error
+
+
+FIELD_NAMES = tuple(f.name for f in dataclasses.fields(ProcessGroupCollection))
+if set(FIELD_NAMES) != set(FIELDS):  # the two lists are one vocabulary
+    raise RuntimeError(f"layout and collection disagree on {set(FIELD_NAMES) ^ set(FIELDS)}")

@@ -1,0 +1,124 @@
+"""Making and ending communicators in torch.distributed. The only place that does either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megapg.comms.backends import backend_for
+from megapg.comms.plan import Communicator
+from megapg.comms.world import World, scoped_environment
+from megapg.errors import TeardownError
+
+
+def make(
+    world: World,
+    wanted: Sequence[Communicator],
+    *,
+    store: dist.Store,
+    prefix: str,
+    timeout: timedelta,
+) -> dict[Communicator, dist.ProcessGroup]:
+    """Make this rank's communicators; only their members take part.
+
+    torch's ``new_group`` wants every rank of WORLD to call it for every group, because it counts
+    groups to name them: hundreds of calls where a rank is in ten. Its way around that
+    (``use_local_synchronization``) hashes the same counter and reuses names. Here a name comes
+    from the session's own namespace and the ranks, so it depends on nothing else and never repeats.
+
+    Args:
+        world: the WORLD the ranks are counted in.
+        wanted: the communicators this rank is in.
+        store: where the members of a communicator find each other; the session's own.
+        prefix: makes the names unique in torch's registry.
+        timeout: of collectives on the communicators.
+    """
+    row = backend_for(world.backend)
+    made: dict[Communicator, dist.ProcessGroup] = {}
+    with scoped_environment(row.creation_environment):
+        try:
+            for communicator in wanted:
+                group, _ = c10d._new_process_group_helper(
+                    len(communicator.ranks),
+                    communicator.ranks.index(world.rank),
+                    list(communicator.ranks),
+                    dist.Backend(world.backend),
+                    store,
+                    c10d.GroupName(f"{prefix}/{communicator.label}"),
+                    backend_options=row.options(
+                        "/".join(communicator.fields), communicator.options
+                    ),
+                    timeout=timeout,
+                    group_desc="+".join(communicator.fields),
+                )
+                made[communicator] = group
+                c10d._world.pg_group_ranks[group] = {
+                    rank: index for index, rank in enumerate(communicator.ranks)
+                }
+        except BaseException:
+            end(made.items(), abort=True)
+            raise
+    return made
+
+
+def make_together(
+    world: World, everyone: Iterable[Communicator], *, timeout: timedelta
+) -> dict[Communicator, dist.ProcessGroup]:
+    """Make the communicators of all ranks, every rank of WORLD calling for each in one order.
+
+    Needed where WORLD is bound to a device: torch then splits every group from WORLD's own
+    communicator, which takes all of its ranks.
+    """
+    row = backend_for(world.backend)
+    made: dict[Communicator, dist.ProcessGroup] = {}
+    try:
+        for communicator in everyone:
+            group = dist.new_group(
+                list(communicator.ranks),
+                timeout=timeout,
+                backend=world.backend,
+                pg_options=row.options("/".join(communicator.fields), communicator.options),
+                group_desc="+".join(communicator.fields),
+            )
+            if world.rank in communicator.ranks:
+                made[communicator] = group
+    except BaseException:
+        end(made.items(), abort=True)
+        raise
+    return made
+
+
+def end(groups: Iterable[tuple[Communicator, dist.ProcessGroup]], *, abort: bool) -> None:
+    """Destroy communicators in the reverse order of creation; every one is attempted.
+
+    One that torch no longer knows (WORLD was destroyed, and all groups with it) is already ended.
+
+    Args:
+        groups: in the order they were made.
+        abort: do not wait for work under way; its peers fail.
+
+    Raises:
+        TeardownError: some could not be destroyed; each error notes the fields and the ranks.
+    """
+    failures: list[Exception] = []
+    for communicator, group in reversed(list(groups)):
+        try:
+            if abort and is_registered(group):
+                c10d._abort_process_group(group)
+            if is_registered(group):
+                dist.destroy_process_group(group)
+        except Exception as error:
+            error.add_note(
+                f"closing {', '.join(communicator.fields)} of ranks {communicator.ranks}"
+            )
+            failures.append(error)
+    if failures:
+        raise TeardownError(f"{len(failures)} communicators could not be closed", failures)
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch still knows the group; a destroyed gloo group would answer as if it did."""
+    return group in c10d._world.pg_map

@@ -1,0 +1,88 @@
+"""Which communicators one rank needs, and which fields share them. Nothing is created here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from megapg.comms.options import CommunicatorOptions
+from megapg.layout import ParallelLayout
+
+ALL_GATHER_FIELDS = frozenset({"dp_cp_ag", "expt_dp_ag"})
+# Size-1 families of Megatron-core 0.19's GTP with rematerialisation off: "not configured", so None.
+_NOT_CONFIGURED = frozenset({"gtp_remat", "expt_gtp_remat"})
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the communicators of a session are made, apart from who is in them."""
+
+    backend: str
+    lanes: Mapping[str, str]
+    options: Mapping[str, CommunicatorOptions]
+    dedicated: frozenset[str]
+    all_gather_groups: bool
+
+    def lane(self, field: str) -> str:
+        """Fields on different lanes never share a communicator."""
+        return f"dedicated:{field}" if field in self.dedicated else self.lanes.get(field, "")
+
+    def option(self, field: str) -> CommunicatorOptions:
+        """The options of a field; the levels of ``hcp`` share theirs."""
+        return self.options.get(field.partition(".")[0], CommunicatorOptions())
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """One communicator to be made: its ranks, and the fields that it serves on every one of them.
+
+    Attributes:
+        fields: the fields that share it, in the collection's order.
+        ranks: its global ranks, ascending.
+        options: what the backend is asked for.
+    """
+
+    fields: tuple[str, ...]
+    ranks: tuple[int, ...]
+    options: CommunicatorOptions
+
+    @property
+    def label(self) -> str:
+        """Names the communicator alike on all its ranks, and no other one of the session."""
+        digest = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
+        return f"{self.fields[0]}-{digest}"
+
+
+def created_fields(layout: ParallelLayout, recipe: Recipe) -> tuple[str, ...]:
+    """The families of ``layout`` that a session makes communicators for."""
+    left_out = _NOT_CONFIGURED if recipe.all_gather_groups else _NOT_CONFIGURED | ALL_GATHER_FIELDS
+    return tuple(field for field in layout.families if field not in left_out)
+
+
+def communicators(layout: ParallelLayout, recipe: Recipe, rank: int) -> list[Communicator]:
+    """The communicators that ``rank`` is in: one per distinct (ranks, lane, options).
+
+    All its ranks find the same fields for a communicator, since each family is a partition.
+    """
+    shared: dict[tuple[tuple[int, ...], str, CommunicatorOptions], list[str]] = {}
+    for field in created_fields(layout, recipe):
+        if ranks := layout.members(field, rank):
+            key = (ranks, recipe.lane(field), recipe.option(field))
+            shared.setdefault(key, []).append(field)
+    return [Communicator(tuple(f), ranks, options) for (ranks, _, options), f in shared.items()]
+
+
+def every_communicator(layout: ParallelLayout, recipe: Recipe) -> Iterator[Communicator]:
+    """The communicators of all ranks, each once, in one order that every rank derives alike."""
+    seen: set[Communicator] = set()
+    for rank in layout.ranks:
+        for communicator in communicators(layout, recipe, rank):
+            if communicator not in seen:
+                seen.add(communicator)
+                yield communicator
+
+
+def by_field(wanted: Collection[Communicator]) -> dict[str, Communicator]:
+    """field -> the communicator that serves it."""
+    return {field: communicator for communicator in wanted for field in communicator.fields}

@@ -1,0 +1,96 @@
+"""Every exception of megapg. Catch :class:`MegapgError` to catch them all.
+
+Each error says what is wrong, where, and what to do about it; the classes exist so that code can
+tell the cases apart, and they derive from the builtin a caller would expect (``ValueError``,
+``AttributeError``, ``RuntimeError``) where that matters to existing code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class MegapgError(Exception):
+    """Base class of every exception raised by megapg."""
+
+
+class LayoutError(MegapgError, ValueError):
+    """The sizes, order or ranks given do not form a parallel layout."""
+
+
+class UnknownFieldError(MegapgError, ValueError):
+    """A name that is no field of a process-group collection."""
+
+
+class MissingGroupError(MegapgError, AttributeError):
+    """A collection was asked for a group that it does not hold.
+
+    It is an ``AttributeError`` because Megatron-core 0.16 tests presence with ``hasattr``.
+    """
+
+
+class StaleGroupError(MegapgError, RuntimeError):
+    """The session that owns these groups has closed or suspended them."""
+
+
+class ForeignGroupError(MegapgError, ValueError):
+    """Something that is not a live process group of this process and rank."""
+
+
+class SessionError(MegapgError, RuntimeError):
+    """A session was used out of turn: opened twice, used after close, name taken."""
+
+
+class UnsupportedOptionError(MegapgError, ValueError):
+    """An option that this backend or this version cannot honour; named instead of ignored."""
+
+
+class UnsupportedVersionError(MegapgError, ImportError):
+    """The installed Megatron-core (or the lack of one) cannot do what was asked."""
+
+
+class LaunchError(MegapgError, RuntimeError):
+    """The environment does not say, or contradicts itself about, who this process is."""
+
+
+class RendezvousError(MegapgError, RuntimeError):
+    """The ranks could not come together in time.
+
+    Attributes:
+        missing: global ranks that did not arrive, in ascending order; empty where unknown.
+    """
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class LayoutMismatchError(RendezvousError):
+    """The ranks came together with different layouts or options.
+
+    Attributes:
+        differences: setting name -> {global rank: the value it came with}.
+    """
+
+    def __init__(self, message: str, differences: Mapping[str, Mapping[int, str]]) -> None:
+        super().__init__(message)
+        self.differences = {name: dict(values) for name, values in differences.items()}
+
+
+class TeardownError(MegapgError, ExceptionGroup[Exception]):
+    """Some groups could not be closed; every one was attempted.
+
+    The exceptions inside carry a note each that names the fields and ranks of the group.
+    """
+
+
+class RankFailedError(MegapgError, ExceptionGroup[Exception]):
+    """One or more ranks of a ``run_distributed`` call failed.
+
+    Attributes:
+        failures: rank -> what it raised.
+        results: rank -> what it returned, for the ranks that finished.
+    """
+
+    failures: Mapping[int, BaseException]
+    results: Mapping[int, object]
