@@ -281,9 +281,18 @@ class ProcessGroupCollection:
         )
 
     def __repr__(self) -> str:
+        """Fields by communicator, each with this rank's index and the group's size."""
         state = "" if self._lease.state is LeaseState.LIVE else f" {self._lease.state.value}"
-        shown = ", ".join(f"{field}={self._shown(field)}" for field in self.present())
-        return f"<ProcessGroupCollection{state}: {shown or 'empty'}>"
+        shared: dict[object, list[str]] = {}
+        for field in self.present():
+            groups = self._groups(field)
+            key = tuple(map(id, groups)) if groups else None
+            shared.setdefault(key, []).append(field)
+        nothing = shared.pop(None, [])
+        parts = [f"{' '.join(fields)} = {self._place(fields[0])}" for fields in shared.values()]
+        if nothing:
+            parts.append(f"{' '.join(nothing)} = None")
+        return f"<ProcessGroupCollection{state}: {'; '.join(parts) or 'empty'}>"
 
     def _groups(self, field: str) -> tuple[ProcessGroup, ...]:
         """The groups behind a present field: none for None, several for hcp."""
@@ -292,13 +301,9 @@ class ProcessGroupCollection:
             return ()
         return value if isinstance(value, tuple) else (value,)
 
-    def _shown(self, field: str) -> str:
-        value = vars(self)[field]
-        if value is None:
-            return "None"
-        names = [f"{field}.{i}" for i in range(len(value))] if isinstance(value, tuple) else [field]
-        parts = [f"{self._members[name].rank}/{len(self._members[name].ranks)}" for name in names]
-        return "+".join(parts)
+    def _place(self, field: str) -> str:
+        known = [m for name, m in self._members.items() if name.partition(".")[0] == field]
+        return " and ".join(f"rank {member.rank} of {len(member.ranks)}" for member in known)
 
     def _member(self, field: str) -> Membership:
         if field in self._members:

@@ -1,0 +1,39 @@
+"""All that megapg knows of Megatron-core: its collection, its globals, its versions.
+
+The only package of megapg that touches ``megatron.core.parallel_state``; whoever needs it (the
+demo's comparison run, the tests, the benchmarks) takes it from here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megapg.megatron.adapter import from_megatron, from_parallel_state, to_megatron
+from megapg.megatron.arguments import session_arguments
+from megapg.megatron.core import core_version, parallel_state_module
+from megapg.megatron.publish import published
+from megapg.megatron.trace import GlobalRead, Trace, trace_global_reads
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    parallel_state: ModuleType
+
+__all__ = [
+    "GlobalRead",
+    "Trace",
+    "core_version",
+    "from_megatron",
+    "from_parallel_state",
+    "parallel_state",
+    "published",
+    "session_arguments",
+    "to_megatron",
+    "trace_global_reads",
+]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "parallel_state":  # loaded on use: importing it takes seconds
+        return parallel_state_module()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

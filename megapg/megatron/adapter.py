@@ -1,0 +1,77 @@
+"""From and to Megatron-core's own collection, and from its globals."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from megapg.collection import OPTIONAL_FIELDS, ProcessGroupCollection
+from megapg.errors import MissingGroupError
+from megapg.layout import FIELDS
+from megapg.megatron.core import (
+    MegatronCollection,
+    collection_class,
+    collection_fields,
+    parallel_state_module,
+)
+from megapg.megatron.tables import GROUP_GLOBALS
+
+
+def to_megatron(pg: ProcessGroupCollection) -> MegatronCollection:
+    """An instance of the core's own class that holds exactly the fields ``pg`` has.
+
+    Only for the few places where the core tests the class or writes to the collection; everywhere
+    else a :class:`ProcessGroupCollection` goes as it is. Fields that the installed version does
+    not know are left out.
+
+    Raises:
+        StaleGroupError: the session behind ``pg`` has ended.
+    """
+    pg.require(owner="to_megatron()")
+    known = collection_fields()
+    values = {
+        field: list(value) if isinstance(value, tuple) else value
+        for field, value in vars(pg).items()
+        if field in known
+    }
+    return collection_class()(**values)
+
+
+def from_megatron(collection: MegatronCollection) -> ProcessGroupCollection:
+    """A frozen view of the groups that the core's collection holds now; they stay borrowed.
+
+    What the core leaves unset, or sets to None where None means nothing, is absent here.
+
+    Raises:
+        ForeignGroupError: a field holds something that is no live group of this rank.
+    """
+    return _borrow(
+        {field: vars(collection)[field] for field in FIELDS if field in vars(collection)}
+    )
+
+
+def from_parallel_state() -> ProcessGroupCollection:
+    """A frozen collection of the groups that ``parallel_state`` holds now; they stay borrowed.
+
+    Raises:
+        MissingGroupError: ``parallel_state`` is not initialised.
+    """
+    globals_of_core = vars(parallel_state_module())
+    found: dict[str, object] = {}
+    for name, field in GROUP_GLOBALS.items():
+        found.setdefault(field, globals_of_core.get(name))
+    if found["tp"] is None:
+        raise MissingGroupError(
+            "from_parallel_state(): megatron.core.parallel_state is not initialised. Open a "
+            "session (`megapg.session(tp=..., pp=...)`), or call initialize_model_parallel() first."
+        )
+    return _borrow(found)
+
+
+def _borrow(values: dict[str, object]) -> ProcessGroupCollection:
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    groups = {
+        field: None if value == outside else value
+        for field, value in values.items()
+        if field in OPTIONAL_FIELDS or (value is not None and value != outside)
+    }
+    return ProcessGroupCollection.from_groups(**groups)  # type: ignore[arg-type]

@@ -1,0 +1,107 @@
+"""What differs between Megatron-core versions, and where its globals live, as data.
+
+A name that a version does not have is simply not there; nothing else in megapg asks for a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+OLDEST_CORE = (0, 16)
+
+# private global of parallel_state -> collection field. Where several globals hold one field (the
+# GTP aliases of 0.19 with rematerialisation off), the first is the one it is read back from.
+GROUP_GLOBALS: Mapping[str, str] = {
+    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "_MODEL_PARALLEL_GROUP": "mp",
+    "_EMBEDDING_GROUP": "embd",
+    "_POSITION_EMBEDDING_GROUP": "pos_embd",
+    "_CONTEXT_PARALLEL_GROUP": "cp",
+    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": "hcp",
+    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
+    "_DATA_PARALLEL_GROUP": "dp",
+    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "dp",
+    "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "_DATA_PARALLEL_GROUP_WITH_CP_AG": "dp_cp_ag",
+    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "dp_cp_gtp_remat",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "intra_dp_cp",
+    "_GTP_WEIGHT_REMAT_GROUP": "gtp_remat",
+    "_EXPERT_GTP_WEIGHT_REMAT_GROUP": "expt_gtp_remat",
+    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "tp_ep",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "tp_ep_pp",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": "tp_ep_pp_with_egtp_remat",
+    "_EXPERT_DATA_PARALLEL_GROUP": "expt_dp",
+    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "expt_dp_gtp_remat",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "intra_expt_dp",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "intra_expt_dp",
+    "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "inter_dist_opt",
+    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
+}
+
+# private global -> the field whose global ranks it lists.
+RANK_GLOBALS: Mapping[str, str] = {
+    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tp",
+    "_PIPELINE_GLOBAL_RANKS": "pp",
+    "_MODEL_PARALLEL_GLOBAL_RANKS": "mp",
+    "_EMBEDDING_GLOBAL_RANKS": "embd",
+    "_POSITION_EMBEDDING_GLOBAL_RANKS": "pos_embd",
+    "_CONTEXT_PARALLEL_GLOBAL_RANKS": "cp",
+    "_DATA_PARALLEL_GLOBAL_RANKS": "dp",
+    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "dp_cp",
+    "_EXPERT_MODEL_PARALLEL_RANKS": "ep",
+    "_GTP_WEIGHT_REMAT_GLOBAL_RANKS": "gtp_remat",
+    "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": "expt_gtp_remat",
+}
+
+# What is neither a group nor a rank list but belongs to the published layout.
+VIRTUAL_PIPELINE_SIZE = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"
+VIRTUAL_PIPELINE_RANK = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"
+MEMORY_BUFFER = "_GLOBAL_MEMORY_BUFFER"
+HYBRID_GROUPS = "_HYBRID_DP_CP_GROUPS"
+
+# The middle of a getter's name (get_<middle>_group, _rank, _world_size, ...) -> what it reads.
+GETTER_FIELDS: Mapping[str, str] = {
+    "tensor_model_parallel": "tp",
+    "pipeline_model_parallel": "pp",
+    "model_parallel": "mp",
+    "data_parallel": "dp / dp_cp",
+    "context_parallel": "cp",
+    "hierarchical_context_parallel_groups": "hcp",
+    "tensor_and_context_parallel": "tp_cp",
+    "tensor_and_data_parallel": "tp_dp / tp_dp_cp",
+    "amax_reduction": "tp_dp_cp",
+    "embedding": "embd",
+    "position_embedding": "pos_embd",
+    "expert_model_parallel": "ep",
+    "expert_tensor_parallel": "expt_tp",
+    "expert_tensor_and_model_parallel": "tp_ep",
+    "expert_tensor_model_pipeline_parallel": "tp_ep_pp",
+    "expert_data_parallel": "expt_dp",
+    "intra_distributed_optimizer_instance": "intra_dist_opt",
+    "inter_distributed_optimizer_instance": "inter_dist_opt",
+    "gtp_weight_remat": "gtp_remat",
+    "expert_gtp_weight_remat": "expt_gtp_remat",
+}
+GETTER_SUFFIXES = ("_group", "_groups", "_rank", "_world_size", "_global_ranks", "_src_rank")
+
+# Name of a communicator in Megatron's NCCL configuration file -> the fields that it configures.
+NCCL_NAMES: Mapping[str, tuple[str, ...]] = {
+    **{
+        name: (name,)
+        for name in ("tp", "pp", "mp", "cp", "tp_cp", "tp_dp", "tp_dp_cp", "embd", "pos_embd")
+    },
+    **{name: (name,) for name in ("dp", "hcp", "intra_dp_cp", "ep", "tp_ep_pp")},
+    "dp_cp": ("dp_cp", "dp_cp_ag"),
+    "ep_tp": ("expt_tp",),
+    "tp_ep_mp": ("tp_ep",),
+    "ep_dp": ("expt_dp", "expt_dp_ag"),
+    "intra_ep_dp": ("intra_expt_dp",),
+    "inter_ep_dp": ("inter_dist_opt",),
+    "intra_dist_opt_instance": ("intra_dist_opt",),
+}
