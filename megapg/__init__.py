@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megapg.errors import MegapgError
     from megapg.layout import ParallelLayout
     from megapg.megatron import from_megatron, from_parallel_state, published, to_megatron
-    from megapg.session import Session, session
+    from megapg.sessions import Session, session
 
 __version__ = "0.1.0"
 
@@ -27,11 +27,11 @@ _HOMES = {
     "ParallelLayout": "megapg.layout",
     "ProcessGroup": "megapg.collection",
     "ProcessGroupCollection": "megapg.collection",
-    "Session": "megapg.session",
+    "Session": "megapg.sessions",
     "from_megatron": "megapg.megatron",
     "from_parallel_state": "megapg.megatron",
     "published": "megapg.megatron",
-    "session": "megapg.session",
+    "session": "megapg.sessions",
     "to_megatron": "megapg.megatron",
 }
 

@@ -148,7 +148,7 @@ class RollCall:
         hellos = self._gather(deadline)
         arrived = {r: h for r, h in hellos.items() if h is not None and h.state == "arrived"}
         if len(arrived) < len(self._ranks):
-            missing = tuple(r for r in self._ranks if r not in arrived)
+            missing = _missing(hellos)
             verdict = _Verdict(problem=self._absence(missing, hellos), missing=missing)
         elif differences := _differences(arrived):
             verdict = _Verdict(problem=_mismatch(self._name, differences), differences=differences)
@@ -178,8 +178,8 @@ class RollCall:
         self._refuse_if_behind(leader, self._hello(leader))
         if not self._wait([f"verdict/{self._mine.nonce}"], deadline + GRACE):
             hellos = {rank: self._hello(rank) for rank in self._ranks}
-            missing = tuple(r for r, h in hellos.items() if h is None or h.state != "arrived")
-            raise RendezvousError(self._absence(missing or (leader,), hellos), missing or (leader,))
+            missing = _missing(hellos) or (leader,)
+            raise RendezvousError(self._absence(missing, hellos), missing)
         return self._verdict()
 
     def _verdict(self) -> _Verdict:
@@ -244,6 +244,8 @@ class RollCall:
         try:
             self._store.set(f"{bye}/{self._rank}", problem or "")
             if problem is not None:
+                if self._leading:
+                    self._store.set(f"{bye}/all", json.dumps({self._rank: problem}))
                 return {self._rank: problem}
             deadline = time.monotonic() + timeout
             if self._leading:
@@ -309,6 +311,13 @@ class RollCall:
         if not expected or self._wait([key(rank) for rank in expected], deadline):
             return []
         return [rank for rank in expected if not self._store.check([key(rank)])]
+
+
+def _missing(hellos: Mapping[int, _Hello | None]) -> tuple[int, ...]:
+    """The ranks that are not here; those that only gave up waiting are not to blame."""
+    gone = {r: h for r, h in hellos.items() if h is None or h.state != "arrived"}
+    never = tuple(rank for rank, hello in gone.items() if hello is None or hello.state != "left")
+    return never or tuple(gone)
 
 
 def _differences(hellos: Mapping[int, _Hello]) -> dict[str, dict[str, str]]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -167,15 +169,8 @@ def _meeting_place(launch: Launch, timeout: float) -> dist.Store:
     if place not in _MEETING_PLACES:
         hosting = launch.rank == 0 and not launch.hosted
         try:
-            _MEETING_PLACES[place] = dist.TCPStore(
-                launch.address,
-                launch.port,
-                is_master=hosting,
-                timeout=timedelta(seconds=timeout),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except dist.DistError as error:
+            _MEETING_PLACES[place] = _connect(launch, hosting, timeout)
+        except (dist.DistError, TimeoutError) as error:
             doing = "host" if hosting else "reach"
             raise RendezvousError(
                 f"rank {launch.rank} could not {doing} the store at {launch.address}:"
@@ -189,6 +184,35 @@ def _meeting_place(launch: Launch, timeout: float) -> dist.Store:
                 () if hosting else (0,),
             ) from error
     return _MEETING_PLACES[place]
+
+
+def _connect(launch: Launch, hosting: bool, timeout: float) -> dist.Store:
+    """Open the store within ``timeout`` seconds, come what may.
+
+    torch's own timeout does not cover a port where something listens that is no store and says
+    nothing; the thread that is left waiting for it in that case is a daemon.
+    """
+    connecting: Future[dist.Store] = Future()
+
+    def connect() -> None:
+        try:
+            store = dist.TCPStore(
+                launch.address,
+                launch.port,
+                is_master=hosting,
+                timeout=timedelta(seconds=timeout),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+            connecting.set_result(store)
+        except BaseException as error:
+            connecting.set_exception(error)
+
+    threading.Thread(target=connect, daemon=True, name="megapg store").start()
+    try:
+        return connecting.result(timeout + 1.0)  # torch's message is the better one
+    except TimeoutError:
+        raise TimeoutError("something listens there that is no store") from None
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -1,0 +1,42 @@
+"""A collection for unit tests in one process: any layout, any rank, nothing communicated."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Unpack
+
+from megapg.collection import ProcessGroupCollection
+from megapg.layout import ParallelLayout
+from megapg.sessions import LayoutSizes, pretend
+
+
+@contextlib.contextmanager
+def fake_collection(
+    rank: int = 0, world_size: int = 0, **sizes: Unpack[LayoutSizes]
+) -> Iterator[ProcessGroupCollection]:
+    """Play one rank of a layout: ``with fake_collection(tp=2, rank=1) as pg: ...``.
+
+    The groups are torch's *fake* process groups: they know their ranks and sizes, and collectives
+    return at once without touching the data. For code that asks where it is rather than for
+    numbers; :func:`~megapg.testing.run_distributed` runs the real thing.
+
+    Args:
+        rank: global rank to play.
+        world_size: number of ranks in the layout; the smallest that fits the sizes unless given.
+        **sizes: see :class:`~megapg.layout.ParallelLayout`.
+
+    Raises:
+        LayoutError: the sizes don't fit, or ``rank`` is not in the layout.
+        SessionError: torch.distributed is initialised in this process.
+    """
+    if not world_size:
+        tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
+        dense = tp * pp * sizes.get("cp", 1) * sizes.get("optimizer_instances", 1)
+        expert = (sizes.get("expt_tp") or tp) * sizes.get("ep", 1) * pp
+        world_size = len(sizes.get("ranks") or ()) or math.lcm(dense, expert)
+    layout = ParallelLayout(world_size=world_size, **sizes)
+    layout.coordinates(rank)  # a rank outside the layout is refused before anything is set up
+    with pretend(layout, rank) as session:
+        yield session.groups

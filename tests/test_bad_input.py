@@ -1,0 +1,245 @@
+"""What goes wrong at the start: a named error on every rank that is there, soon, and no residue."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megapg
+from megapg.comms.options import CommunicatorOptions
+from megapg.comms.rollcall import RollCall
+from megapg.errors import (
+    LaunchError,
+    LayoutError,
+    LayoutMismatchError,
+    MegapgError,
+    RankFailedError,
+    RendezvousError,
+    SessionError,
+    StaleGroupError,
+    UnknownFieldError,
+    UnsupportedOptionError,
+)
+from megapg.launch import detect
+from megapg.megatron import published, to_megatron
+from megapg.testing import run_distributed
+
+SOON = 3.0  # seconds that a rank may be late in these tests
+BOUND = SOON + 6.0  # by when everyone must have heard, on a loaded machine
+
+
+def fresh_session_works(**sizes):
+    with megapg.session(timeout=20, **sizes) as session:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=session.groups.intra_dist_opt)
+        assert total.item() == len(session.layout.ranks)
+
+
+def sizes_and_names():
+    me = int(os.environ["RANK"])
+    for sizes in ({"tp": 3}, {"ep": 3}, {"cp": 8}, {"ep": 8}, {"order": "tp-tp"}, {"vpp": 2}):
+        with pytest.raises(LayoutError):
+            megapg.session(timeout=SOON, **sizes)
+        assert not dist.is_initialized()
+    with pytest.raises(UnknownFieldError, match="'tensor' is no field"):
+        megapg.session(dedicated=("tensor",), timeout=SOON)
+    with pytest.raises(UnsupportedOptionError, match=r"tp.*max_ctas=8 are NCCL settings"):
+        megapg.session(options={"tp": CommunicatorOptions(max_ctas=8)}, timeout=SOON)
+    with pytest.raises(UnsupportedOptionError, match="only with all_gather_groups=True"):
+        megapg.session(dedicated=("dp_cp_ag",), timeout=SOON)
+    with pytest.raises(UnsupportedOptionError, match="backend='carrier pigeon'"):
+        megapg.session(backend="carrier pigeon", timeout=SOON)
+    with megapg.session(tp=2, timeout=20) as first:
+        with pytest.raises(SessionError, match="'default' is already open in this process"):
+            megapg.session(pp=2, timeout=SOON)
+        if me < 2:
+            with pytest.raises(SessionError, match=r"rank . is not in the layout's ranks"):
+                megapg.session(name="other", ranks=(2, 3), timeout=SOON)
+        with pytest.raises(SessionError, match=r"ranks \[9\], but WORLD has 4"):
+            megapg.session(name="other", ranks=(me, 9), timeout=SOON)
+        dist.all_reduce(torch.ones(1), group=first.groups.tp)  # unharmed
+        pg = first.groups
+    for boundary in (pg.require, partial(to_megatron, pg), published(pg).__enter__):
+        with pytest.raises(StaleGroupError, match=r"session 'default' .* closed"):
+            boundary()
+    with pytest.raises(SessionError, match="Open a new one"):
+        _ = first.groups
+    fresh_session_works(tp=4)
+    return True
+
+
+def test_what_one_rank_can_see_alone():
+    assert run_distributed(sizes_and_names, 4) == [True] * 4
+
+
+def other_layouts():
+    me = int(os.environ["RANK"])
+    for mine, setting in (
+        ({"tp": 2 if me == 1 else 1}, "tp"),
+        ({"tp": 2, "order": "tp-dp-pp" if me == 2 else "tp-cp-ep-dp-pp"}, "order"),
+        ({"dedicated": ("tp",) if me == 3 else ()}, "dedicated"),
+        (
+            {"pp": 2, "embedding_ranks": (lambda p: p[:1]) if me == 0 else (lambda p: p)},
+            "embedding_ranks",
+        ),
+    ):
+        started = time.monotonic()
+        with pytest.raises(LayoutMismatchError, match=rf"{setting} is .* on rank") as caught:
+            megapg.session(timeout=SOON, **mine)
+        assert time.monotonic() - started < BOUND
+        assert set(caught.value.differences[setting]) == {0, 1, 2, 3}
+        assert not dist.is_initialized()
+    fresh_session_works(tp=2)
+    return True
+
+
+def test_a_rank_with_another_layout_is_named_on_every_rank():
+    assert run_distributed(other_layouts, 4) == [True] * 4
+
+
+def one_is_late(late):
+    me = int(os.environ["RANK"])
+    started = time.monotonic()
+    if me == late:
+        time.sleep(BOUND)
+    else:
+        with pytest.raises(RendezvousError, match=rf"rank {late} never arrived") as caught:
+            megapg.session(timeout=SOON)
+        assert caught.value.missing == (late,)
+        assert time.monotonic() - started < BOUND
+        assert not dist.is_initialized()
+        time.sleep(max(0.0, started + BOUND - time.monotonic()))
+    fresh_session_works(tp=2)
+    return True
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_that_never_arrives_is_named_and_may_come_later(late):
+    assert run_distributed(partial(one_is_late, late), 4) == [True] * 4
+
+
+def one_dies():
+    dist.init_process_group("gloo")
+    dist.barrier()
+    me = dist.get_rank()
+    if me == 2:
+        os._exit(3)
+    started = time.monotonic()
+    with pytest.raises(RendezvousError, match="Missing: rank 2 never arrived"):
+        megapg.session(tp=2, timeout=SOON)
+    assert time.monotonic() - started < BOUND
+    fresh_session_works(ranks=(0, 1, 3))
+    return True
+
+
+def test_a_child_that_dies_during_start_up():
+    with pytest.raises(RankFailedError) as caught:
+        run_distributed(one_dies, 4)
+    assert set(caught.value.failures) == {2}
+    assert caught.value.results == {0: True, 1: True, 3: True}
+
+
+def behind():
+    """A rank whose history is lost would open a generation that the others have left behind."""
+    me = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    for _ in range(2):
+        fresh_session_works(tp=2)
+    store = dist.distributed_c10d._get_default_store()
+    roll_call = RollCall(store, "default", me, (0, 1))
+    if me == 0:
+        with megapg.session(ranks=(0,), timeout=SOON) as alone:
+            assert alone.generation == 3
+            dist.barrier()
+            dist.barrier()
+    else:
+        store.delete_key("megapg/default/hello/1")
+        dist.barrier()
+        with pytest.raises(
+            SessionError, match=r"would open generation 1, but rank 0 .* is live in "
+        ):
+            roll_call.meet({}, timeout=SOON)
+        dist.barrier()
+    dist.barrier()  # rank 0 has closed
+    fresh_session_works(tp=2)
+    return True
+
+
+def test_a_rank_in_an_older_generation_is_told_both_numbers():
+    assert run_distributed(behind, 2) == [True, True]
+
+
+def port_taken(port):
+    me = int(os.environ["RANK"])
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    free, os.environ["MASTER_PORT"] = os.environ["MASTER_PORT"], str(port)
+    started = time.monotonic()
+    doing = "host" if me == 0 else "reach"
+    with pytest.raises(RendezvousError, match=rf"could not {doing} the store at 127.0.0.1:{port}"):
+        megapg.session(tp=2, timeout=SOON)
+    assert time.monotonic() - started < BOUND
+    os.environ.update(MASTER_PORT=free, TORCHELASTIC_USE_AGENT_STORE="True")
+    fresh_session_works(tp=2)
+    return True
+
+
+def test_a_port_in_use_is_named_on_every_rank():
+    with socket.socket() as taken:  # bound but silent: neither a store nor a refusal
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert run_distributed(partial(port_taken, port), 2) == [True, True]
+
+
+def test_without_torch_distributed():
+    script = """
+        import torch.distributed as dist
+        import megapg
+        dist.is_available = lambda: False  # as in a torch built without it
+        from megapg.errors import SessionError
+        try:
+            megapg.session()
+        except SessionError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "built without torch.distributed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0"}, "has RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "two"}, "RANK='two' is no whole number"),
+        ({"RANK": "4"}, "RANK=4 is not within WORLD_SIZE=4"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' is no whole number"),
+    ],
+)
+def test_an_environment_that_does_not_add_up(environment, message):
+    whole = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    given = environment if message.startswith("has") else {**whole, **environment}
+    with pytest.raises(LaunchError, match=message):
+        detect(given)
+
+
+def test_every_error_has_the_one_base():
+    from megapg import errors
+
+    classes = [
+        c for c in vars(errors).values() if isinstance(c, type) and c.__module__ == errors.__name__
+    ]
+    assert len(classes) > 10
+    assert all(issubclass(c, MegapgError) for c in classes)

@@ -1,0 +1,333 @@
+"""Sessions on real gloo ranks: what they make, what they share, what they leave behind."""
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from datetime import timedelta
+from functools import partial
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import megapg
+from megapg.collection import LeaseState
+from megapg.errors import SessionError, StaleGroupError
+from megapg.layout import ParallelLayout
+from megapg.testing import run_distributed
+
+LAYOUTS = {
+    1: [{}],
+    2: [{"tp": 2}, {"pp": 2}, {"ep": 2}],
+    4: [{"tp": 2, "pp": 2}, {"ep": 2, "cp": 2}, {"optimizer_instances": 2}],
+    8: [
+        {"tp": 2, "pp": 2, "ep": 2},
+        {"tp": 2, "ep": 4, "expt_tp": 1, "pp": 2, "vpp": 2},
+        {"cp": 4, "hierarchical_cp": (2, 2), "tp": 2, "order": "tp-cp-ep-dp-pp"},
+        {"optimizer_instances": 2, "ep": 2, "tp": 2, "order": "tp-ep-dp-pp-cp"},
+    ],
+}
+
+
+def registered():
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def groups_by_field(pg):
+    found = {}
+    for field in pg.present():
+        value = getattr(pg, field)
+        levels = (
+            {f"{field}.{i}": g for i, g in enumerate(value)} if field == "hcp" and value else {}
+        )
+        found.update(levels or ({field: value} if value is not None else {}))
+    return found
+
+
+def every_field_sums_its_members(layouts):
+    me = int(os.environ["RANK"])
+    for sizes in layouts:
+        with megapg.session(**sizes, timeout=30) as session:
+            groups = groups_by_field(session.groups)
+            assert set(groups) >= set(session.layout.families) - {
+                "gtp_remat",
+                "expt_gtp_remat",
+                "dp_cp_ag",
+                "expt_dp_ag",
+                "embd",
+                "pos_embd",
+            }
+            for field in session.layout.families:
+                if field not in groups:
+                    continue
+                members = session.layout.members(field, me)
+                total = torch.tensor([float(me)])
+                dist.all_reduce(total, group=groups[field])
+                assert total.item() == sum(members), (sizes, field)
+                assert dist.get_process_group_ranks(groups[field]) == list(members)
+            # One communicator per distinct rank set, and WORLD is never one of them.
+            distinct = {tuple(dist.get_process_group_ranks(g)) for g in groups.values()}
+            assert len({id(g) for g in groups.values()}) == len(distinct)
+            assert dist.group.WORLD not in groups.values()
+            assert registered() == len(distinct) + 1
+            del groups
+        assert not dist.is_initialized()
+    return True
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_every_field_reduces_over_exactly_its_members(world_size):
+    work = partial(every_field_sums_its_members, LAYOUTS[world_size])
+    assert run_distributed(work, world_size) == [True] * world_size
+
+
+def cycles(count, caller_has_world):
+    if caller_has_world:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+        dist.barrier()
+    me = psutil.Process()
+
+    def usage():
+        return {
+            "groups": registered(),
+            "threads": me.num_threads(),
+            "fds": me.num_fds(),
+            "names": len(dist.distributed_c10d._world.pg_names),
+        }
+
+    seen = []
+    for _ in range(count):
+        with megapg.session(tp=2, pp=2, timeout=30) as session:
+            for group in groups_by_field(session.groups).values():
+                dist.all_reduce(torch.ones(1), group=group)
+            generation = session.generation
+            del group, session
+        seen.append(usage())
+    assert generation == count
+    if caller_has_world:
+        dist.barrier()
+        dist.destroy_process_group()
+    return seen
+
+
+@pytest.mark.parametrize("caller_has_world", [False, True], ids=["own-world", "callers-world"])
+def test_fifty_cycles_leave_nothing(caller_has_world):
+    for seen in run_distributed(partial(cycles, 50, caller_has_world), 4, deadline=200):
+        # The first cycle opens what stays open by design: the connection to the meeting place.
+        first, last = seen[1], seen[-1]
+        assert last["groups"] == first["groups"] == (1 if caller_has_world else 0)
+        assert last["names"] == first["names"]
+        assert last["threads"] <= first["threads"]
+        assert last["fds"] <= first["fds"] + 1, seen  # a socket may still be closing
+
+
+def inside_a_callers_world():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=41))
+    me = dist.get_rank()
+    mine = dist.new_group([0, 1])
+    before = (
+        dist.group.WORLD,
+        registered(),
+        dict(os.environ),
+        dist.distributed_c10d._world.group_count,
+    )
+    with megapg.session(tp=2, timeout=20) as session:
+        assert not session.owns_world
+        assert session.describe()["world_timeout"] == 41.0
+        assert session.groups.tp._get_backend(torch.device("cpu")).options._timeout == timedelta(
+            seconds=41
+        )
+        pg = session.groups
+    after = (
+        dist.group.WORLD,
+        registered(),
+        dict(os.environ),
+        dist.distributed_c10d._world.group_count,
+    )
+    assert before == after
+    total = torch.tensor([me + 1.0])
+    dist.all_reduce(total)
+    dist.all_reduce(total, group=mine)
+    assert total.item() == 6.0
+    with pytest.raises(StaleGroupError):
+        pg.require("tp")
+    # A WORLD that the session made and the caller replaced is the caller's.
+    dist.destroy_process_group()
+    owner = megapg.session(tp=2, timeout=20)
+    assert owner.owns_world
+    dist.destroy_process_group()
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    dist.init_process_group("gloo", store=dist.PrefixStore("theirs", store), rank=me, world_size=2)
+    theirs = dist.group.WORLD
+    owner.close()
+    assert dist.group.WORLD is theirs
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return True
+
+
+def test_what_the_caller_opened_is_left_alone():
+    assert run_distributed(inside_a_callers_world, 2) == [True, True]
+
+
+def two_models_side_by_side():
+    me = int(os.environ["RANK"])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    half = range(2) if me < 2 else range(2, 4)
+    with (
+        megapg.session(tp=4, name="actor", timeout=20) as actor,
+        megapg.session(pp=4, name="critic", timeout=20) as critic,
+        megapg.session(tp=2, name="reward", ranks=half, timeout=20) as reward,
+    ):
+        assert actor.groups.ranks("tp") == critic.groups.ranks("pp") == (0, 1, 2, 3)
+        assert actor.groups.tp is not critic.groups.pp
+        assert reward.groups.ranks("tp") == tuple(half)
+        total = torch.tensor([float(me)])
+        dist.all_reduce(total, group=reward.groups.tp)
+        assert total.item() == sum(half)
+        dist.all_reduce(total, group=actor.groups.tp)
+        dist.all_reduce(total, group=critic.groups.pp)
+    if me == 3:  # a rank that is not in the layout does nothing at all
+        assert registered() == 1
+        return True
+    with megapg.session(tp=3, ranks=range(3), timeout=20) as three:
+        total = torch.tensor([float(me)])
+        dist.all_reduce(total, group=three.groups.tp)
+        assert total.item() == 3.0
+    return True
+
+
+def test_several_layouts_in_one_process_and_on_part_of_the_world():
+    assert run_distributed(two_models_side_by_side, 4) == [True] * 4
+
+
+def sharing_options():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    with megapg.session(
+        tp=2, dedicated=("tp", "dp_cp"), all_gather_groups=True, timeout=20
+    ) as session:
+        pg = session.groups
+        assert pg.tp is not pg.expt_tp
+        assert pg.expt_tp is pg.tp_ep
+        assert pg.dp_cp is not pg.dp
+        assert pg.dp_cp_ag is pg.dp
+        assert pg.expt_dp_ag is not None
+        for group in groups_by_field(pg).values():
+            dist.all_reduce(torch.ones(1), group=group)
+    return True
+
+
+def test_dedicated_fields_share_with_nobody():
+    assert run_distributed(sharing_options, 2) == [True, True]
+
+
+def failing_body(who):
+    me = int(os.environ["RANK"])
+    failing = pytest.raises(ZeroDivisionError, match="the body failed")
+    with (
+        failing if me == who else contextlib.nullcontext(),
+        megapg.session(tp=2, pp=2, timeout=20) as session,
+    ):
+        pg = session.groups
+        if me == who:
+            raise ZeroDivisionError("the body failed")
+    assert pg.lease.state is LeaseState.CLOSED
+    assert session.closed
+    assert not dist.is_initialized()
+    with megapg.session(tp=4, timeout=20) as again:  # and a fresh one works
+        dist.all_reduce(torch.ones(1), group=again.groups.tp)
+    return True
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_failing_body_keeps_its_exception_and_closes_everywhere(who):
+    assert run_distributed(partial(failing_body, who), 4) == [True] * 4
+
+
+def test_a_single_process_needs_no_launcher(monkeypatch, caplog):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with caplog.at_level(logging.INFO, logger="megapg"), megapg.session() as session:
+        assert session.owns_world
+        total = torch.ones(1)
+        dist.all_reduce(total, group=session.groups.tp)
+        assert total.item() == 1.0
+        assert session.describe()["communicators"] == {"+".join(sorted_fields(session)): [0]}
+    assert "WORLD's timeout of 0:30:00" in caplog.text
+    assert not dist.is_initialized()
+    session.close()  # closing twice does nothing
+    with pytest.raises(SessionError, match="was closed at"):
+        _ = session.groups
+
+
+def sorted_fields(session):
+    pg = session.groups
+    return [f for f in session.layout.families if getattr(pg, f, None) is not None]
+
+
+def test_live_references_name_the_holder(monkeypatch):
+    with megapg.session() as session:
+
+        class Keeper:
+            def __init__(self, group):
+                self.group = group
+
+        keeper = Keeper(session.groups.tp)
+        assert any("Keeper" in line for line in session.live_references())
+        del keeper
+        assert not any("Keeper" in line for line in session.live_references())
+
+
+def static_launch(port, count):
+    """As a launcher without an agent's store does it: rank 0 hosts the store."""
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    os.environ["MASTER_PORT"] = str(port)
+    for expected in range(1, count + 1):
+        with megapg.session(tp=2, timeout=20) as session:
+            assert session.generation == expected
+            dist.all_reduce(torch.ones(1), group=session.groups.tp)
+    return True
+
+
+def test_reopening_where_rank_0_hosts_the_store():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert run_distributed(partial(static_launch, port, 10), 2) == [True, True]
+
+
+def test_under_torchrun(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch, torch.distributed as dist, megapg
+            for generation in (1, 2, 3):
+                with megapg.session(tp=2, timeout=30) as session:
+                    total = torch.tensor([session.rank + 1.0])
+                    dist.all_reduce(total, group=session.groups.tp)
+                    assert session.generation == generation and total.item() == 3.0
+            print("rank", session.rank, "fine")
+            """
+        )
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(line for line in done.stdout.splitlines() if "fine" in line) == [
+        "rank 0 fine",
+        "rank 1 fine",
+    ]
+
+
+def test_layout_and_sizes_exclude_each_other():
+    with pytest.raises(SessionError, match="not both"):
+        megapg.session(ParallelLayout(world_size=1), tp=1)
+    assert not dist.is_initialized()
