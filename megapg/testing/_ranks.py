@@ -1,0 +1,236 @@
+"""The processes behind ``run_distributed``: a guard, a launcher and the ranks.
+
+The caller starts this file as a script: the *guard*. It forks the *launcher*, which imports the
+preload modules and forks the ranks. The guard stays single-threaded and imports nothing heavy, so
+it can always answer: it ends with the caller (end of file on its standard input), and on its way
+out it kills and reaps whatever descends from it.
+
+Only the standard library is imported here, and nothing of megapg, so that the guard starts in
+milliseconds and the ranks hold no module that the caller did not ask for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import io
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from multiprocessing import process, spawn
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn, TypedDict
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Makes a rank (or the launcher, while it imports) write its Python stack and die."""
+
+MAGIC = b"megapg-outcome\n"
+"""Starts a rank's file when it holds an outcome; a stack dump starts otherwise."""
+
+LAUNCHER = -1
+"""Reported like a rank: exit code 0 says that the ranks run, 1 that file 0 says why they do not."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None)
+
+
+class Job(TypedDict):
+    """What the guard receives. A plain dict when pickled, so that loading it imports nothing."""
+
+    function: bytes  # pickled; only the ranks load it
+    world_size: int
+    preload: list[str]
+    main: dict[str, Any]  # for multiprocessing.spawn.prepare
+    sys_path: list[str]
+    directory: str
+    port: int
+    reports: int  # descriptor: (rank, exit code, time.monotonic()) messages to the caller
+    files: list[int]  # descriptors: one file per rank, for its outcome or its stack
+
+
+def guard() -> None:
+    caller = os.getppid()
+    orders = Connection(0, writable=False)
+    try:
+        job: Job = pickle.loads(orders.recv_bytes())
+    except EOFError:
+        return
+    descriptors = [job["reports"], *job["files"]]
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    me = os.getpid()
+    launcher = os.fork()
+    if not launcher:
+        _die_with(me)
+        os.setpgid(0, 0)
+        _launch(job)
+    for descriptor in descriptors:  # the caller must see end of file when the launcher dies
+        os.close(descriptor)
+    # A process that the caller forked may hold our pipe open after the caller died.
+    while os.getppid() == caller:
+        if orders.poll(1.0):
+            try:
+                orders.recv_bytes()
+            except EOFError:
+                break
+            os.kill(launcher, STACK_SIGNAL)
+    with contextlib.suppress(OSError):
+        os.killpg(launcher, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            # Orphans of every depth become children of the subreaper, also those in new sessions.
+            with contextlib.suppress(OSError), open(f"/proc/{me}/task/{me}/children") as children:
+                for child in children.read().split():
+                    os.kill(int(child), signal.SIGKILL)
+            os.wait()
+
+
+def _launch(job: Job) -> NoReturn:
+    reports = Connection(job["reports"], readable=False)
+    try:
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        faulthandler.enable(file=job["files"][0])
+        faulthandler.register(STACK_SIGNAL, file=job["files"][0], all_threads=True, chain=True)
+        for stream in (sys.stdout, sys.stderr):  # what a killed rank printed must not be lost
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True)
+        sys.path[:] = job["sys_path"]
+        os.chdir(job["directory"])
+        for name in job["preload"]:
+            importlib.import_module(name)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])
+        faulthandler.unregister(STACK_SIGNAL)
+        me = os.getpid()
+        running: dict[int, int] = {}
+        for rank in range(job["world_size"]):
+            pid = os.fork()
+            if not pid:
+                _die_with(me)
+                reports.close()
+                _run(rank, job)
+            running[pid] = rank
+
+        def forward(*_: object) -> None:
+            for pid in running:  # only their parent can be sure that a pid is still theirs
+                with contextlib.suppress(ProcessLookupError):  # os.wait is returning this one
+                    os.kill(pid, STACK_SIGNAL)
+
+        signal.signal(STACK_SIGNAL, forward)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
+    except BaseException as error:
+        _write_outcome(job["files"][0], error, None)
+        reports.send((LAUNCHER, 1, time.monotonic()))
+        os._exit(1)
+    with contextlib.suppress(BrokenPipeError):  # the caller is gone, and the guard will see to us
+        reports.send((LAUNCHER, 0, time.monotonic()))
+        while running:
+            pid, status = os.wait()
+            if pid in running:
+                exit_code = os.waitstatus_to_exitcode(status)
+                reports.send((running.pop(pid), exit_code, time.monotonic()))
+    os._exit(0)
+
+
+def _run(rank: int, job: Job) -> NoReturn:
+    file = job["files"][rank]
+    try:
+        for other in job["files"]:
+            if other != file:
+                os.close(other)
+        faulthandler.enable(file=file)
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=True)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
+        os.environ.update(_environment(rank, job["world_size"], job["port"]))
+        current: Any = process.current_process()
+        current._inheriting = True  # multiprocessing's mark: a script without a guard is refused
+        spawn.prepare(job["main"])
+        del current._inheriting
+        result = pickle.loads(job["function"])()
+        try:
+            error, payload = None, pickle.dumps(result)
+        except Exception as reason:
+            kind = f"{type(result).__module__}.{type(result).__qualname__}"
+            raise TypeError(
+                f"the function returned a {kind} that cannot be pickled ({reason}); return plain "
+                "data, arrays or tensors"
+            ) from reason
+    except BaseException as raised:
+        error, payload = raised, None
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    _libc.fflush(None)
+    # From here on the file holds an outcome, and a late signal must not write a stack into it.
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+    faulthandler.disable()
+    try:
+        _write_outcome(file, error, payload)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # destructors of torch and gloo may wait for ranks that are gone
+
+
+def _write_outcome(file: int, error: BaseException | None, payload: bytes | None) -> None:
+    """Write (ok, summary, traceback, time) as one pickle, then the result or the exception."""
+    now = time.monotonic()
+    summary, trace = "", ""
+    if error is not None:
+        summary = f"{type(error).__name__}: {error}"
+        own = error.__traceback__
+        trace = "".join(traceback.format_exception(type(error), error, own and own.tb_next))
+        payload = pickle.dumps(None)
+        with contextlib.suppress(Exception):
+            payload = pickle.dumps(error)
+    os.ftruncate(file, 0)
+    os.lseek(file, 0, os.SEEK_SET)
+    with open(file, "wb", closefd=False) as stream:
+        stream.write(MAGIC)
+        pickle.dump((error is None, summary, trace, now), stream)
+        stream.write(payload or b"")
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables that ``torchrun --nproc-per-node=<world_size>`` sets."""
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "ROLE_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "ROLE_WORLD_SIZE": world_size,
+        "GROUP_WORLD_SIZE": 1,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+    }
+    return {name: str(value) for name, value in variables.items()}
+
+
+def _die_with(parent: int) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(AttributeError):  # Linux only
+        _libc.prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    guard()
