@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from megapg.errors import MegapgError
     from megapg.layout import ParallelLayout
     from megapg.megatron import from_megatron, from_parallel_state, published, to_megatron
-    from megapg.sessions import Session, session
+    from megapg.sessions import LayoutSizes, Session, session
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CommunicatorOptions": "megapg.comms.options",
+    "LayoutSizes": "megapg.sessions",
     "Lease": "megapg.collection",
     "MegapgError": "megapg.errors",
     "ParallelLayout": "megapg.layout",
@@ -37,6 +38,7 @@ _HOMES = {
 
 __all__ = [
     "CommunicatorOptions",
+    "LayoutSizes",
     "Lease",
     "MegapgError",
     "ParallelLayout",

@@ -1,0 +1,185 @@
+"""The command line: ``megapg demo``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megapg.errors import LayoutError, MegapgError, RankFailedError
+from megapg.layout import ParallelLayout
+
+app = typer.Typer(
+    help="Process groups for Megatron-core by injection instead of module globals.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@app.callback()
+def main() -> None:
+    """Process groups for Megatron-core by injection instead of module globals."""
+
+
+def _group(title: str, text: str, **limits: int) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(help=text, rich_help_panel=title, **limits)  # type: ignore[arg-type]
+    return option
+
+
+_LAYOUT, _MODEL, _TRAINING = "Layout", "Model", "Training"
+
+
+@app.command()
+def demo(
+    world_size: Annotated[int, _group(_LAYOUT, "Ranks to start on this machine.", min=1)] = 4,
+    tp: Annotated[
+        int | None, _group(_LAYOUT, "Tensor parallel size. [default: 2 if it fits]")
+    ] = None,
+    pp: Annotated[
+        int | None, _group(_LAYOUT, "Pipeline parallel size. [default: 2 if it fits]")
+    ] = None,
+    vpp: Annotated[
+        int | None, _group(_LAYOUT, "Virtual pipeline: model chunks per rank, with pp > 1.")
+    ] = None,
+    cp: Annotated[int, _group(_LAYOUT, "Context parallel size; only 1 runs on CPU.")] = 1,
+    ep: Annotated[int, _group(_LAYOUT, "Expert parallel size; needs --experts.")] = 1,
+    expt_tp: Annotated[
+        int | None, _group(_LAYOUT, "Tensor parallel size inside an expert. [default: tp]")
+    ] = None,
+    experts: Annotated[
+        int | None, _group(_MODEL, "Experts per layer (MoE); a dense model without it.")
+    ] = None,
+    layers: Annotated[int, _group(_MODEL, "Transformer layers.", min=1)] = 4,
+    hidden: Annotated[int, _group(_MODEL, "Width of the model.", min=4)] = 64,
+    heads: Annotated[int, _group(_MODEL, "Attention heads.", min=1)] = 4,
+    seq_length: Annotated[int, _group(_MODEL, "Bytes in a sample.", min=2)] = 64,
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option(
+            help="Sequence parallelism; always on for experts with tp > 1.", rich_help_panel=_MODEL
+        ),
+    ] = False,
+    recompute: Annotated[
+        bool,
+        typer.Option(help="Recompute activations in the backward pass.", rich_help_panel=_MODEL),
+    ] = False,
+    steps: Annotated[int, _group(_TRAINING, "Optimizer steps.", min=1)] = 30,
+    micro_batch_size: Annotated[int, _group(_TRAINING, "Samples in a microbatch.", min=1)] = 2,
+    microbatches: Annotated[
+        int, _group(_TRAINING, "Microbatches per step and data parallel rank.", min=1)
+    ] = 4,
+    seed: Annotated[int, _group(_TRAINING, "Seed of weights, dropout and data.", min=1)] = 1234,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File or directory to train on; may be given more than once. "
+            "[default: the Python standard library's sources]",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    deadline: Annotated[
+        int, _group(_TRAINING, "Seconds that each of the two runs may take.", min=1)
+    ] = 600,
+) -> None:
+    """Train a real Megatron-core GPT on CPU ranks, on groups that a session made.
+
+    Trains it a second time on Megatron's own globals, compares the two bit by bit, lists what
+    Megatron-core read from its globals all the same, and checks that nothing is left behind.
+    Exit code 0: every row of the verdict holds; 1: one does not, or a rank failed; 2: the
+    arguments don't fit together.
+    """
+    console = Console()
+    try:
+        from megapg.demo.job import GPTRun
+        from megapg.demo.screen import show
+        from megapg.demo.text import read_text
+    except ImportError as error:
+        _refuse(
+            f"{error}. The demo needs torch and Megatron-core: "
+            "pip install 'megapg[torch,megatron]'."
+        )
+    try:
+        if cp > 1:
+            _refuse(
+                "--cp: Megatron-core's attention has context parallelism with TransformerEngine "
+                "only, which needs a GPU. Groups with cp > 1 work; only this model can't use them."
+            )
+        _check_model(experts, ep, layers, hidden, heads, (pp or 1) * (vpp or 1))
+        layout = _layout(world_size, tp, pp, vpp, ep, expt_tp)
+        run = GPTRun(
+            tp=layout.tp,
+            pp=layout.pp,
+            vpp=vpp,
+            ep=ep,
+            expt_tp=expt_tp,
+            experts=experts,
+            # Megatron-core refuses experts with tensor parallelism without it.
+            sequence_parallel=layout.tp > 1 and (sequence_parallel or experts is not None),
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            num_microbatches=microbatches,
+            steps=steps,
+            seed=seed,
+            recompute=recompute,
+        )
+        text = read_text(data or [], at_least=seq_length + 1)
+        good = show(console, layout, run, text, deadline)
+    except RankFailedError as error:
+        console.print(f"[bold red]failed[/] {error}", highlight=False, markup=True)
+        raise typer.Exit(1) from error
+    except MegapgError as error:
+        _refuse(str(error))
+    except KeyboardInterrupt:
+        console.print("\nstopped; no process is left", style="yellow")
+        raise typer.Exit(130) from None
+    raise typer.Exit(0 if good else 1)
+
+
+def _layout(
+    world_size: int, tp: int | None, pp: int | None, vpp: int | None, ep: int, expt_tp: int | None
+) -> ParallelLayout:
+    """The layout asked for; sizes that were left open are 2 where that fits, else 1."""
+    error: LayoutError | None = None
+    for tensor in (2, 1) if tp is None else (tp,):
+        for pipeline in (2, 1) if pp is None else (pp,):
+            try:
+                return ParallelLayout(
+                    world_size=world_size,
+                    tp=tensor,
+                    pp=pipeline,
+                    vpp=vpp,
+                    ep=ep,
+                    expt_tp=expt_tp or 0,
+                )
+            except LayoutError as problem:
+                error = error or problem
+    raise error or LayoutError("no sizes to try")
+
+
+def _check_model(
+    experts: int | None, ep: int, layers: int, hidden: int, heads: int, stages: int
+) -> None:
+    """Refuse what Megatron-core would refuse deep inside every rank."""
+    if ep > 1 and experts is None:
+        _refuse(f"--ep {ep} spreads experts over ranks: give --experts, a multiple of {ep}.")
+    if experts is not None and experts % ep:
+        _refuse(f"--experts {experts} does not divide by --ep {ep}.")
+    if hidden % heads:
+        _refuse(f"--hidden {hidden} does not divide by --heads {heads}.")
+    if layers % stages:
+        _refuse(f"--layers {layers} does not divide by the {stages} stages of the pipeline.")
+
+
+def _refuse(message: str) -> None:
+    Console(stderr=True).print(f"[bold red]error[/] {message}", highlight=False)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,286 @@
+"""A small, real Megatron-core GPT training run: the work the demo and the tests do.
+
+Model, pipeline schedule, optimizer and gradient exchange are Megatron-core's own; nothing is
+simulated. :func:`train` runs the same job in two ways, from a process-group collection or the
+classic way from the globals of ``parallel_state``, and both give the same bits.
+
+It runs as it is on GPUs; on a CPU, inside :func:`megapg.testing.cpu.megatron_on_cpu`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+from megapg.collection import ProcessGroup, ProcessGroupCollection
+from megapg.demo.job import GPTRun, TrainingResult
+from megapg.megatron import parallel_state, to_megatron
+
+VOCABULARY = 256  # a token is one byte of the text
+
+
+def train(
+    run: GPTRun,
+    text: bytes,
+    pg_collection: ProcessGroupCollection | None,
+    on_step: Callable[[int, float, int], None] | None = None,
+) -> TrainingResult:
+    """Train a GPT on ``text``. Every rank of the job calls it.
+
+    The samples of a step depend on the seed and on their place in the global batch alone, so
+    layouts with the same global batch see the same data.
+
+    Args:
+        run: the job. Its sizes are those of the groups.
+        text: what to learn, longer than ``run.seq_length`` bytes; the same on every rank.
+        pg_collection: the groups. What no argument reaches (the unfused cross entropy, the
+            memory buffer) Megatron-core still reads from ``parallel_state``, so publish the
+            collection around this call. None: take every group from ``parallel_state``.
+        on_step: called after each step with the step's number from 0, its mean loss, and the
+            tokens trained on so far.
+
+    Raises:
+        ValueError: ``text`` is too short.
+    """
+    if len(text) <= run.seq_length:
+        raise ValueError(f"text has {len(text)} bytes, needs more than {run.seq_length}")
+    pp_group, dp_group = _pipeline_and_data_groups(pg_collection)
+    _seed(run.seed + 100 * pp_group.rank(), pg_collection)
+    chunks = _build_chunks(run, pg_collection, pp_group)
+    optimizer = _build_optimizer(run, chunks, pg_collection)
+    forward_backward = _schedule(run, chunks, pg_collection)
+
+    tokens = run.seq_length * run.micro_batch_size * run.num_microbatches * dp_group.size()
+    losses: list[float] = []
+    start = time.perf_counter()
+    for step in range(run.steps):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        # Every chunk of this stage walks through the same microbatches on its own.
+        batches = [_batches(run, text, step, dp_group) for _ in chunks]
+        reported = forward_backward(data_iterator=batches if run.vpp else batches[0])
+        optimizer.step()
+        losses.append(_mean_over_job(reported, pp_group, dp_group))
+        if on_step is not None:
+            on_step(step, losses[-1], (step + 1) * tokens)
+    seconds = time.perf_counter() - start
+
+    for chunk in chunks:
+        # The optimizer left the other ranks' shards to be gathered by the next forward pass.
+        chunk.start_param_sync(force_sync=True)
+    result = TrainingResult(
+        losses=tuple(losses),
+        weights_sha256=_digest(chunks),
+        tokens=run.steps * tokens,
+        seconds=seconds,
+        parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
+    )
+    _let_go(chunks)
+    return result
+
+
+def _pipeline_and_data_groups(
+    pg_collection: ProcessGroupCollection | None,
+) -> tuple[ProcessGroup, ProcessGroup]:
+    if pg_collection is not None:
+        return pg_collection.pp, pg_collection.dp
+    return (
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_data_parallel_group(),
+    )
+
+
+def _seed(seed: int, pg_collection: ProcessGroupCollection | None) -> None:
+    """Seed as ``megatron.training``'s ``_set_random_seed`` does; ranks left out are globals."""
+    ranks = {}
+    if pg_collection is not None:
+        ranks = {
+            "tp_rank": pg_collection.rank("tp"),
+            "ep_rank": pg_collection.rank("ep"),
+            "etp_rank": pg_collection.rank("expt_tp"),
+        }
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, **ranks)
+
+
+def _transformer_config(run: GPTRun) -> Any:
+    return TransformerConfig(
+        num_layers=run.layers,
+        hidden_size=run.hidden,
+        num_attention_heads=run.heads,
+        hidden_dropout=run.dropout,
+        attention_dropout=run.dropout,
+        tensor_model_parallel_size=run.tp,
+        pipeline_model_parallel_size=run.pp,
+        virtual_pipeline_model_parallel_size=run.vpp,
+        expert_model_parallel_size=run.ep,
+        expert_tensor_parallel_size=run.expt_tp,
+        sequence_parallel=run.sequence_parallel,
+        # Experts with a bias are refused when they are tensor-parallel.
+        add_bias_linear=run.experts is None,
+        pipeline_dtype=torch.float32,
+        num_moe_experts=run.experts,
+        moe_token_dispatcher_type=run.dispatcher,
+        # The balancing losses are kept in a module global, groups and all, after the run.
+        moe_router_load_balancing_type="none",
+        recompute_granularity="full" if run.recompute else None,
+        recompute_method="uniform" if run.recompute else None,
+        recompute_num_layers=1 if run.recompute else None,
+        masked_softmax_fusion=False,
+        # With two interleaved stages, batched p2p pairs messages wrongly on gloo: no error, and
+        # a wrong loss. Without interleaving the schedule refuses to overlap.
+        overlap_p2p_comm=run.vpp is not None,
+        batch_p2p_comm=run.vpp is None,
+    )
+
+
+def _build_chunks(
+    run: GPTRun, pg_collection: ProcessGroupCollection | None, pp_group: ProcessGroup
+) -> list[Any]:
+    """This stage's model chunks, one without interleaving, each wrapped for data parallelism."""
+    config = _transformer_config(run)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
+    first, last = pp_group.rank() == 0, pp_group.rank() == pp_group.size() - 1
+    count = run.vpp or 1
+    chunks = []
+    for stage in range(count):
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(num_experts=run.experts),
+            vocab_size=VOCABULARY,
+            max_sequence_length=run.seq_length,
+            pre_process=first and stage == 0,
+            post_process=last and stage == count - 1,
+            share_embeddings_and_output_weights=True,
+            position_embedding_type="rope",
+            pg_collection=pg_collection,
+            vp_stage=stage if run.vpp else None,
+        ).cuda()
+        wrapped = DistributedDataParallel(
+            config, ddp_config, model, disable_bucketing=stage > 0, pg_collection=pg_collection
+        )
+        chunks.append(wrapped)
+    # Gradients are reduced while the last microbatch's backward pass runs, not before.
+    config.no_sync_func = [c.no_sync for c in chunks] if run.vpp else chunks[0].no_sync
+    config.finalize_model_grads_func = finalize_model_grads
+    return chunks
+
+
+def _build_optimizer(
+    run: GPTRun, chunks: list[Any], pg_collection: ProcessGroupCollection | None
+) -> Any:
+    config = OptimizerConfig(
+        optimizer="adam", lr=run.lr, use_distributed_optimizer=True, overlap_param_gather=True
+    )
+    # The gloo groups serve an old checkpoint format, and a collection is refused with them.
+    return get_megatron_optimizer(
+        config, chunks, use_gloo_process_groups=False, pg_collection=pg_collection
+    )
+
+
+def _schedule(
+    run: GPTRun, chunks: list[Any], pg_collection: ProcessGroupCollection | None
+) -> Callable[..., list[torch.Tensor]]:
+    """Megatron-core's schedule for this layout, to be called with a step's ``data_iterator``."""
+    if pg_collection is None:
+        forward_backward = get_forward_backward_func()
+        groups = {}
+    else:
+        forward_backward = get_forward_backward_func(pp_size=run.pp, vp_size=run.vpp)
+        groups = {
+            # From 0.17 on the schedule without interleaving takes the core's own class only.
+            "pg_collection": to_megatron(pg_collection),
+            "p2p_communicator": P2PCommunicator(pg_collection.pp, chunks[0].config),
+        }
+    return partial(
+        forward_backward,
+        forward_step_func=_forward_step,
+        model=chunks,
+        num_microbatches=run.num_microbatches,
+        seq_length=run.seq_length,
+        micro_batch_size=run.micro_batch_size,
+        **groups,
+    )
+
+
+def _forward_step(batches: Iterator[Any], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    tokens, labels, positions = next(batches)
+    output = model(tokens, positions, None, labels=labels)
+    return output, _mean_loss
+
+
+def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = losses.mean()
+    return loss, loss.detach().clone()  # the schedule scales the first one in place
+
+
+def _batches(
+    run: GPTRun, text: bytes, step: int, dp_group: ProcessGroup
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Tokens, labels and positions of this rank's microbatches in one step."""
+    positions = torch.arange(run.seq_length, device="cuda").expand(run.micro_batch_size, -1)
+    for microbatch in range(run.num_microbatches):
+        place = microbatch * dp_group.size() + dp_group.rank()
+        choose = random.Random(f"{run.seed}/{step}/{place}")
+        starts = [choose.randrange(len(text) - run.seq_length) for _ in range(run.micro_batch_size)]
+        windows = torch.tensor(
+            [list(text[start : start + run.seq_length + 1]) for start in starts], device="cuda"
+        )
+        yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), positions
+
+
+def _mean_over_job(
+    reported: list[torch.Tensor], pp_group: ProcessGroup, dp_group: ProcessGroup
+) -> float:
+    """Mean over microbatches and data-parallel ranks, known to every rank afterwards.
+
+    Only the last pipeline stage reports losses, so summing over the pipeline hands them on.
+    """
+    total = torch.zeros((), dtype=torch.float64, device="cuda")
+    if reported:
+        total += torch.stack(reported).double().mean()
+    dist.all_reduce(total, group=pp_group)
+    dist.all_reduce(total, group=dp_group)
+    return total.item() / dp_group.size()
+
+
+def _digest(chunks: list[Any]) -> str:
+    digest = hashlib.sha256()
+    for index, chunk in enumerate(chunks):
+        for name, parameter in sorted(chunk.named_parameters()):
+            digest.update(f"{index}.{name}".encode())
+            digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _let_go(chunks: list[Any]) -> None:
+    """Undo what keeps a Megatron-core model, and the groups in it, alive for ever.
+
+    That is a cycle through autograd's hooks, which the collector can't see, and a class-wide cache.
+    """
+    for chunk in chunks:
+        chunk.grad_accs.clear()
+    RotaryEmbedding.forward.cache_clear()

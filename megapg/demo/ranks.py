@@ -1,0 +1,145 @@
+"""What each process of the demo does: the same training, on a session's groups and on globals."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+import megapg
+from megapg.demo.job import GPTRun, TrainingResult
+from megapg.megatron import GlobalRead, trace_global_reads
+from megapg.testing import megatron_on_cpu
+
+TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What this process holds of things that leak."""
+
+    groups: int
+    threads: int
+    descriptors: int
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank brings home.
+
+    Attributes:
+        result: losses, weights and pace.
+        communicators: process groups it was in, WORLD apart.
+        reads: reads of Megatron's globals while it trained on a session.
+        before: usage when the groups were not yet there.
+        after: usage when they were gone again.
+    """
+
+    result: TrainingResult
+    communicators: int
+    reads: tuple[GlobalRead, ...]
+    before: Usage
+    after: Usage
+
+
+def on_a_session(run: GPTRun, text: bytes, progress: Path) -> RankReport:
+    """Train on groups from a session; Megatron's forced reads are answered from it, and listed."""
+    with megapg.session(name="warm-up"):  # opens the connection that outlives sessions by design
+        pass
+    train = _trainer()
+    before = _usage()
+    with megatron_on_cpu(), megapg.session(**_sizes(run), collective_timeout=TIMEOUT) as session:
+        pg = session.groups
+        with megapg.published(pg), trace_global_reads(session=pg) as trace:
+            result = train(run, text, pg, _reporter(progress, session.rank))
+        communicators = _registered() - 1
+        del pg
+    del session
+    _release_models()
+    return RankReport(result, communicators, trace.reads, before, _usage())
+
+
+def on_globals(run: GPTRun, text: bytes, progress: Path) -> RankReport:
+    """The same training the classic way, on ``initialize_model_parallel``."""
+    from megapg.megatron import parallel_state
+
+    train = _trainer()
+    before = _usage()
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=run.tp,
+        pipeline_model_parallel_size=run.pp,
+        virtual_pipeline_model_parallel_size=run.vpp,
+        expert_model_parallel_size=run.ep,
+        expert_tensor_parallel_size=run.expt_tp,
+        create_gloo_process_groups=False,
+    )
+    communicators = _registered() - 1
+    with megatron_on_cpu():
+        result = train(run, text, None, _reporter(progress, dist.get_rank()))
+    parallel_state.destroy_model_parallel()
+    _release_models()
+    after = _usage()
+    dist.destroy_process_group()
+    return RankReport(result, communicators, (), before, after)
+
+
+def _trainer() -> Callable[..., TrainingResult]:
+    """Loads Megatron-core, which takes seconds: the ranks need it, the process that shows not."""
+    warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+    from megapg.demo.gpt import train
+
+    return train
+
+
+def _release_models() -> None:
+    """Let go of the models, and so of the groups that they hold.
+
+    Megatron-core caches the rotary embeddings of every model on the class, and through their
+    hooks the whole model; what is left are reference cycles.
+    """
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    for method in vars(RotaryEmbedding).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
+    gc.collect()
+
+
+def _sizes(run: GPTRun) -> megapg.LayoutSizes:
+    return {
+        "tp": run.tp,
+        "pp": run.pp,
+        "vpp": run.vpp,
+        "ep": run.ep,
+        "expt_tp": run.expt_tp or run.tp,
+    }
+
+
+def _reporter(progress: Path, rank: int) -> Callable[[int, float, int], None] | None:
+    """Rank 0 writes a line per step; the losses are the same on every rank."""
+    if rank != 0:
+        return None
+
+    def report(step: int, loss: float, tokens: int) -> None:
+        with progress.open("a") as file:
+            file.write(json.dumps({"step": step, "loss": loss, "tokens": tokens}) + "\n")
+
+    return report
+
+
+def _registered() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def _usage() -> Usage:
+    me = psutil.Process(os.getpid())
+    return Usage(_registered(), me.num_threads(), me.num_fds())

@@ -1,0 +1,176 @@
+"""The demo on the terminal: the layout, the training as it goes, the reads, the verdict."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import psutil
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from megapg.demo.job import GPTRun
+from megapg.demo.ranks import RankReport, on_a_session, on_globals
+from megapg.demo.verdict import Row, judge, reads_of
+from megapg.layout import ParallelLayout
+from megapg.megatron import GlobalRead
+from megapg.testing import Ranks
+
+_PRELOAD = ("megapg.demo.ranks", "megapg.demo.gpt")
+# Megatron-core warns of everything that a CPU lacks, on every rank.
+_QUIET = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def show(
+    console: Console, layout: ParallelLayout, run: GPTRun, text: bytes, deadline: float
+) -> bool:
+    """Run the demo and show it.
+
+    Args:
+        console: where to.
+        layout: the layout to train on.
+        run: the training job.
+        text: what to train on.
+        deadline: seconds that each of the two runs may take.
+
+    Returns:
+        Whether every row of the verdict held.
+
+    Raises:
+        RankFailedError: a rank failed or the deadline passed; no process is left.
+    """
+    version = importlib.metadata.version("megatron-core")
+    console.print(
+        f"[bold]megapg demo[/]: a Megatron-core {version} GPT on {layout.world_size} CPU ranks "
+        f"(gloo), {len(text):,} bytes of text\n"
+    )
+    console.print(_picture(layout))
+    session = _train(console, "on a session's groups", on_a_session, layout, run, text, deadline)
+    globals_ = _train(
+        console, "again, on Megatron's globals", on_globals, layout, run, text, deadline
+    )
+    rows = judge(session, globals_, left_over=len(psutil.Process().children(recursive=True)))
+    console.print(_reads(reads_of(session)))
+    console.print(_verdict(rows))
+    return all(row.held for row in rows)
+
+
+def _train(
+    console: Console,
+    title: str,
+    work: Callable[[GPTRun, bytes, Path], RankReport],
+    layout: ParallelLayout,
+    run: GPTRun,
+    text: bytes,
+    deadline: float,
+) -> list[RankReport]:
+    with tempfile.TemporaryDirectory(prefix="megapg-demo-") as directory:
+        progress = Path(directory) / "progress.jsonl"
+        board = _Board(title, run.steps)
+        job = partial(work, run, text, progress)
+        with (
+            Live(console=console, refresh_per_second=8, get_renderable=board.render) as live,
+            Ranks(job, layout.world_size, deadline=deadline, preload=_PRELOAD, env=_QUIET) as ranks,
+        ):
+            while not ranks.done(timeout=0.1):
+                board.read(progress)
+            board.read(progress)
+            live.refresh()
+        console.print()
+        return ranks.results()
+
+
+class _Board:
+    """The live view of one run, fed from the lines that rank 0 writes."""
+
+    def __init__(self, title: str, steps: int) -> None:
+        self._losses: list[float] = []
+        self._tokens = 0
+        self._started = 0.0
+        self._pace = 0.0
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            TimeElapsedColumn(),
+        )
+        self._task = self._bar.add_task(title, total=steps)
+
+    def read(self, progress: Path) -> None:
+        lines = progress.read_text().splitlines() if progress.exists() else []
+        for line in lines[len(self._losses) :]:
+            step = json.loads(line)
+            now = time.monotonic()
+            if not self._losses:
+                self._started, first = now, step["tokens"]
+                self._tokens = first
+            elif now > self._started:
+                self._pace = (step["tokens"] - self._tokens) / (now - self._started)
+            self._losses.append(step["loss"])
+        self._bar.update(self._task, completed=len(self._losses))
+
+    def render(self) -> RenderableType:
+        if not self._losses:
+            return Group(self._bar, Text("  starting the ranks ...", style="dim"))
+        line = f"  loss {self._losses[-1]:.4f}  {_sparkline(self._losses)}"
+        pace = f"  {self._pace:,.0f} tokens/s" if self._pace else ""
+        return Group(self._bar, Text(line + pace, style="cyan"))
+
+
+def _sparkline(values: Sequence[float], width: int = 40) -> str:
+    stride = max(1, len(values) // width)
+    shown = values[::stride][-width:]
+    low, high = min(shown), max(shown)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in shown)
+
+
+def _picture(layout: ParallelLayout) -> Table:
+    """Where each rank sits: one row a rank, for as many as fit on a screen."""
+    table = Table(title="layout", title_justify="left", pad_edge=False)
+    names = ("tp", "pp", "dp", "ep", "expt_dp")
+    for heading in ("rank", *(f"{name} group" for name in names)):
+        table.add_column(heading, justify="right")
+    ranks = list(layout.ranks)[:16]
+    for rank in ranks:
+        groups = [" ".join(map(str, layout.members(name, rank))) for name in names]
+        table.add_row(str(rank), *groups)
+    if len(ranks) < layout.world_size:
+        table.add_row("...", *("..." for _ in names))
+    return table
+
+
+def _reads(reads: Sequence[GlobalRead]) -> Table:
+    table = Table(
+        title="reads of globals that Megatron-core made although it was given everything",
+        title_justify="left",
+        pad_edge=False,
+    )
+    for heading in ("place", "getter", "field", "answered by", "reads"):
+        table.add_column(
+            heading, justify="right" if heading == "reads" else "left", overflow="fold"
+        )
+    for read in reads:
+        place = f"{read.file.rpartition('megatron/core/')[2]}:{read.line}"
+        table.add_row(place, read.getter, read.field, read.answered_by, f"{read.count:,}")
+    return table
+
+
+def _verdict(rows: Sequence[Row]) -> Table:
+    table = Table(title="verdict", title_justify="left", pad_edge=False)
+    table.add_column("")
+    table.add_column("claim")
+    table.add_column("figures")
+    for row in rows:
+        mark = "[green]yes[/]" if row.held else "[bold red]NO[/]"
+        table.add_row(mark, row.claim, row.figures)
+    return table

@@ -1,0 +1,121 @@
+"""Did it work? Every row is computed from what the ranks brought home."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megapg.demo.ranks import RankReport, Usage
+from megapg.megatron import GlobalRead
+
+
+@dataclass(frozen=True)
+class Row:
+    """One claim, whether it held, and the figures behind it."""
+
+    claim: str
+    held: bool
+    figures: str
+
+
+def judge(
+    session: Sequence[RankReport], globals_: Sequence[RankReport], left_over: int
+) -> tuple[Row, ...]:
+    """The verdict on the two runs, rank by rank.
+
+    Args:
+        session: reports of the run on a session, in rank order.
+        globals_: reports of the same run on Megatron's globals.
+        left_over: processes that the demo started and that still live.
+    """
+    return (
+        _losses(session, globals_),
+        _weights(session, globals_),
+        _communicators(session, globals_),
+        _answers(session),
+        _leaks(session, globals_),
+        Row("no process left behind", left_over == 0, f"{left_over} left"),
+    )
+
+
+def reads_of(session: Sequence[RankReport]) -> tuple[GlobalRead, ...]:
+    """The reads of globals of all ranks, one entry per place, by file and line."""
+    places: dict[GlobalRead, int] = {}
+    for report in session:
+        for read in report.reads:
+            place = replace(read, count=0)
+            places[place] = places.get(place, 0) + read.count
+    found = [replace(place, count=count) for place, count in places.items()]
+    return tuple(sorted(found, key=lambda read: (read.file, read.line, read.getter)))
+
+
+def _losses(session: Sequence[RankReport], globals_: Sequence[RankReport]) -> Row:
+    pairs = [
+        (ours, theirs)
+        for mine, other in zip(session, globals_, strict=True)
+        for ours, theirs in zip(mine.result.losses, other.result.losses, strict=True)
+    ]
+    equal = sum(ours.hex() == theirs.hex() for ours, theirs in pairs)
+    losses = session[0].result.losses
+    return Row(
+        "losses equal the run on globals, bit for bit",
+        equal == len(pairs) > 0,
+        f"{equal} of {len(pairs)} equal; {losses[0]:.4f} at first, {losses[-1]:.4f} at last",
+    )
+
+
+def _weights(session: Sequence[RankReport], globals_: Sequence[RankReport]) -> Row:
+    pairs = zip(session, globals_, strict=True)
+    equal = sum(a.result.weights_sha256 == b.result.weights_sha256 for a, b in pairs)
+    return Row(
+        "final weights equal the run on globals, bit for bit",
+        equal == len(session) > 0,
+        f"{equal} of {len(session)} ranks; {session[0].result.parameters:,} parameters on rank 0",
+    )
+
+
+def _communicators(session: Sequence[RankReport], globals_: Sequence[RankReport]) -> Row:
+    ours = [report.communicators for report in session]
+    theirs = [report.communicators for report in globals_]
+    return Row(
+        "no more communicators per rank than Megatron makes",
+        all(mine <= other for mine, other in zip(ours, theirs, strict=True)),
+        f"{_span(ours)} against {_span(theirs)} (without Megatron's gloo twins)",
+    )
+
+
+def _answers(session: Sequence[RankReport]) -> Row:
+    reads = reads_of(session)
+    other = {read.answered_by for read in reads} - {"session"}
+    total = sum(read.count for read in reads)
+    return Row(
+        "what Megatron still read from globals came from this session",
+        not other,
+        f"{total:,} reads from {len(reads)} places, listed above"
+        + (f"; answered by {', '.join(sorted(other))}" if other else ""),
+    )
+
+
+def _leaks(session: Sequence[RankReport], globals_: Sequence[RankReport]) -> Row:
+    held = all(
+        report.after.groups <= report.before.groups
+        and report.after.threads <= report.before.threads
+        and report.after.descriptors <= report.before.descriptors
+        for report in session
+    )
+    first, other = session[0], globals_[0]
+    return Row(
+        "groups, threads and descriptors as before the session",
+        held,
+        f"rank 0: {_usage(first.before)} before, {_usage(first.after)} after "
+        f"(destroy_model_parallel leaves {other.after.groups - 1} groups)",
+    )
+
+
+def _usage(usage: Usage) -> str:
+    return f"{usage.groups}/{usage.threads}/{usage.descriptors}"
+
+
+def _span(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low} to {high}"

@@ -1,0 +1,315 @@
+"""Let Megatron-core train on a CPU with gloo.
+
+Megatron-core assumes CUDA in some dozens of places. :func:`megatron_on_cpu` answers each of
+them for the length of a ``with`` block, by replacing attributes of torch and of Megatron-core
+and putting the old ones back.
+
+``PATCHES`` lists them: a row says where, what stands in, and which upstream file needs it. A row
+whose attribute is gone from the installed Megatron-core or torch is an error, unless the row is
+marked ``optional``, so the kit fails when upstream moves instead of doing half its job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["megatron_on_cpu"]
+
+_CPU = torch.device("cpu")
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Run Megatron-core on the CPU inside the ``with`` block.
+
+    Enter it on every rank, before the first Megatron-core module is built and until the last
+    backward pass and optimizer step are done; the process groups must be gloo ones. It nests,
+    and leaves every attribute as it was, also when the block raises.
+
+    With a CUDA device present everything still runs on the CPU: ``torch.cuda.is_available()``
+    answers False inside. TransformerEngine and Apex must not be installed, as their kernels
+    take CUDA tensors only and Megatron-core picks them at import.
+
+    What the kit does not stand in for (CUDA graphs, offloading, context parallelism, grouped
+    GEMM) fails with the error torch or Megatron-core gives on a machine without CUDA.
+
+    The CPU generator plays the CUDA generator, so the random state a run leaves behind is not
+    restored. Patched attributes are seen by all threads of the process; ``device="cuda"`` is
+    understood in the thread that entered, and in the backward passes it starts.
+
+    Raises:
+        AttributeError: the installed Megatron-core or torch lacks a name the kit replaces.
+    """
+    # Owners first: importing Megatron-core while patched would let it keep patched names.
+    owners = [pkgutil.resolve_name(patch.owner) for patch in PATCHES]
+    with contextlib.ExitStack() as undo:
+        for owner, patch in zip(owners, PATCHES, strict=True):
+            _apply(undo, owner, patch)
+        rng_log = logging.getLogger("megatron.core.tensor_parallel.random")
+        rng_log.addFilter(_is_not_the_rng_alarm)
+        undo.callback(rng_log.removeFilter, _is_not_the_rng_alarm)
+        # jit.py: jit_fuser is torch.compile, which on a CPU needs a C++ compiler and a minute.
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        undo.enter_context(_CudaMeansCpu())
+        yield
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """Replace ``name`` of ``owner`` by ``make(old value)``."""
+
+    owner: str  # "package.module" or "package.module:Class"
+    name: str
+    make: Callable[[Any], Any]
+    optional: bool = False  # True: some supported version lacks it
+
+
+def _apply(undo: contextlib.ExitStack, owner: Any, patch: _Patch) -> None:
+    """Put one patch in place and register its removal."""
+    # vars(), not getattr(): a staticmethod has to come back as the staticmethod it was.
+    old = vars(owner).get(patch.name, _ABSENT)
+    if old is _ABSENT:
+        if not patch.optional:
+            raise AttributeError(
+                f"megatron_on_cpu: {patch.owner} has no attribute {patch.name!r}: this version "
+                "of Megatron-core or torch is not known to the CPU kit"
+            )
+        undo.callback(delattr, owner, patch.name)
+    else:
+        undo.callback(setattr, owner, patch.name, old)
+    setattr(owner, patch.name, patch.make(old))
+
+
+def _always(value: Any) -> Callable[[Any], Any]:
+    """A replacement that does not depend on the old value."""
+    return lambda _old: value
+
+
+# --- what the patches put in place --------------------------------------------------------
+
+
+class _NoStream:
+    """Stands in for a CUDA stream or event. On a CPU all work is done when the call returns."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def _done(self, *args: object) -> None:
+        pass
+
+    wait = wait_event = wait_stream = record = synchronize = _done
+
+    def record_event(self, event: _NoStream | None = None) -> _NoStream:
+        return event or _NoStream()
+
+    def query(self) -> bool:
+        return True
+
+
+def _no_op(*args: object, **kwargs: object) -> None:
+    pass
+
+
+def _get_rng_state(device: object = None) -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def _set_rng_state(state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
+    if graph_safe:
+        raise RuntimeError("megatron_on_cpu: graph-safe RNG states need a CUDA device")
+    torch.default_generator.set_state(state)
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+def _is_not_the_rng_alarm(record: logging.LogRecord) -> bool:
+    """Drop the tracker's alarm about a used CPU generator: here that generator is its own."""
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+def _on_the_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """``maybe_move_tensor_to_cpu``, which forgets ``as_numpy`` for tensors that are there."""
+    return value.numpy() if as_numpy and isinstance(value, torch.Tensor) else value
+
+
+def _norm_with_sequence_parallel(old: Any) -> Any:
+    """Build the torch norm as the fused ones are built under sequence parallelism.
+
+    They compute the same, and mark their parameters, whose gradients finalize_model_grads.py
+    then sums over the tensor-parallel group.
+    """
+
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = old.__func__(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return staticmethod(new)
+
+
+def _uneven_all_gather(old: Any) -> Any:
+    """Gather pieces of unequal size as NCCL does, by a broadcast each."""
+
+    def all_gather(pieces: Any, piece: Any, group: Any = None, async_op: bool = False) -> Any:
+        if async_op or len({other.shape for other in pieces}) == 1:
+            return old(pieces, piece, group, async_op)
+        pieces[dist.get_rank(group)].copy_(piece)
+        for source, other in enumerate(pieces):
+            dist.broadcast(other, group=group, group_src=source)
+        return None
+
+    return all_gather
+
+
+def _uneven_reduce_scatter(old: Any) -> Any:
+    """Sum and scatter pieces of unequal size as NCCL does, by a reduction each."""
+
+    def reduce_scatter(
+        result: Any, pieces: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **kwargs: Any
+    ) -> Any:
+        if kwargs or len({piece.shape for piece in pieces}) == 1:
+            return old(result, pieces, op, group, **kwargs)
+        for target, piece in enumerate(pieces):
+            summed = piece.clone()
+            dist.reduce(summed, op=op, group=group, group_dst=target)
+            if target == dist.get_rank(group):
+                result.copy_(summed)
+        return None
+
+    return reduce_scatter
+
+
+def _backward_inside_the_mode(old: Any) -> Any:
+    """Run the autograd engine with the mode on.
+
+    torch switches a mode off while the mode handles a call, ``backward()`` is such a call, and
+    so everything below it would run without.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _CudaMeansCpu():
+            return old(*args, **kwargs)
+
+    return run
+
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+_MOE = "megatron.core.transformer.moe"
+
+PATCHES: tuple[_Patch, ...] = (
+    # param_and_grad_buffer.py, optimizer.py, p2p_communication.py, mappings.py: device=...
+    _Patch("torch.cuda", "current_device", _always(lambda: _CPU)),
+    # utils.py, moe/moe_logging.py: code for the CPU where there is no CUDA, or none to be used
+    _Patch("torch.cuda", "is_available", _always(lambda: False)),
+    # p2p_communication.py (batched p2p), dist_checkpointing/strategies/filesystem_async.py
+    _Patch("torch.cuda", "synchronize", _always(_no_op)),
+    # distributed_data_parallel.py, moe/token_dispatcher.py, moe/shared_experts.py
+    _Patch("torch.cuda", "Stream", _always(_NoStream)),
+    # moe/token_dispatcher.py (d2h_event), dist_checkpointing/strategies/async_utils.py
+    _Patch("torch.cuda", "Event", _always(_NoStream)),
+    # param_and_grad_buffer.py (0.19), moe/token_dispatcher.py, moe/shared_experts.py
+    _Patch("torch.cuda", "current_stream", _always(_NoStream)),
+    # param_and_grad_buffer.py (0.16)
+    _Patch("torch.cuda", "default_stream", _always(_NoStream)),
+    # param_and_grad_buffer.py, moe/token_dispatcher.py: "with torch.cuda.stream(...)"
+    _Patch("torch.cuda", "stream", _always(contextlib.nullcontext)),
+    # tensor_parallel/random.py: CudaRNGStatesTracker.add, rerun_state_machine.py
+    _Patch("torch.cuda", "get_rng_state", _always(_get_rng_state)),
+    _Patch("torch.cuda", "set_rng_state", _always(_set_rng_state)),
+    # tensor_parallel/random.py: _get_cuda_rng_state reaches through torch.cuda.random
+    _Patch("torch.cuda.random", "get_rng_state", _always(_get_rng_state)),
+    _Patch("torch.cuda.random", "set_rng_state", _always(_set_rng_state)),
+    # tensor_parallel/random.py: model_parallel_cuda_manual_seed, CudaRNGStatesTracker.add
+    _Patch("torch.cuda", "manual_seed", _always(_manual_seed)),
+    # tensor_parallel/random.py: CudaRNGStatesTracker.fork queues it for a CUDA that never comes
+    _Patch(_RANDOM, "_set_cuda_rng_state", _always(_set_rng_state)),
+    # tensor_parallel/random.py CheckpointFunction.backward, layers.py (sequence parallel)
+    _Patch("torch.autograd", "_engine_run_backward", _backward_inside_the_mode),
+    # tensor_parallel/mappings.py: _gather_along_first_dim, _reduce_scatter_along_first_dim with
+    # split sizes (alltoall dispatcher with expert tensor parallelism); gloo wants equal ones
+    _Patch("torch.distributed", "all_gather", _uneven_all_gather),
+    _Patch("torch.distributed", "reduce_scatter", _uneven_reduce_scatter),
+    # transformer/torch_norm.py: "sequence parallel not supported by torch LayerNorm"
+    _Patch(
+        "megatron.core.transformer.torch_norm:WrappedTorchNorm",
+        "__new__",
+        _norm_with_sequence_parallel,
+    ),
+    # moe/moe_utils.py: RouterGatingLinearFunction; 0.16 leaves it undefined without TE
+    _Patch(f"{_MOE}.moe_utils", "te_general_gemm", _always(None), optional=True),
+    # moe/token_dispatcher.py: alltoall split sizes stay tensors when they were never on CUDA
+    _Patch(f"{_MOE}.token_dispatcher", "maybe_move_tensor_to_cpu", _always(_on_the_host)),
+    # moe/token_dispatcher.py, moe/shared_experts.py: streams kept on the class, made on demand;
+    # one made in here must not be found after, nor one from before in here
+    _Patch(
+        f"{_MOE}.token_dispatcher:MoEAlltoAllTokenDispatcher", "cuda_dtoh_stream", _always(None)
+    ),
+    _Patch(f"{_MOE}.shared_experts:SharedExpertMLP", "stream", _always(None)),
+)
+
+
+# --- device="cuda", Tensor.cuda(), Tensor.to("cuda"), Tensor.type() -------------------------
+
+
+def _on_cpu(value: Any) -> Any:
+    """The CPU for whatever names a CUDA device, else the value itself."""
+    named = isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == "cuda"
+    return _CPU if named else value
+
+
+def _type_name(tensor: torch.Tensor, *dtype: Any, **kwargs: Any) -> Any:
+    """``Tensor.type()``, which names a CUDA type when Megatron-core's optimizer asks.
+
+    distrib_optimizer.py, optimizer.py and clip_grads.py sort parameters by these names and
+    refuse any other.
+    """
+    name = tensor.type(*dtype, **kwargs)
+    asking = sys._getframe(2).f_globals.get("__name__", "")
+    if isinstance(name, str) and asking.startswith("megatron.core.optimizer."):
+        return name.replace("torch.", "torch.cuda.", 1)
+    return name
+
+
+_SPECIAL: Mapping[Any, Callable[..., Any]] = {
+    torch.Tensor.cuda: lambda tensor, *args, **kwargs: tensor,  # language_module.py, optimizer.py
+    torch.Tensor.type: _type_name,
+    torch.device: torch.device,  # moe/token_dispatcher.py; translated when a tensor is made
+}
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Replaces CUDA devices by the CPU in the arguments of every torch function."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _SPECIAL:
+            return _SPECIAL[func](*args, **kwargs)
+        if isinstance(kwargs.get("device"), int):  # an index is a CUDA device
+            kwargs["device"] = _CPU
+        return func(
+            *(_on_cpu(value) for value in args),
+            **{name: _on_cpu(value) for name, value in kwargs.items()},
+        )

@@ -1,0 +1,346 @@
+"""The bridge to Megatron-core, held to the installed version's own code."""
+
+import dataclasses
+import inspect
+import re
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection as CoreCollection
+
+from megapg.collection import ProcessGroupCollection
+from megapg.comms.backends import BACKENDS
+from megapg.comms.options import CommunicatorOptions
+from megapg.errors import MissingGroupError, UnsupportedOptionError
+from megapg.layout import FIELDS
+from megapg.megatron import (
+    core_version,
+    from_megatron,
+    from_parallel_state,
+    parallel_state,
+    published,
+    session_arguments,
+    to_megatron,
+    trace_global_reads,
+)
+from megapg.megatron.tables import GROUP_GLOBALS, RANK_GLOBALS
+from megapg.testing import fake_collection
+
+pytestmark = pytest.mark.contract
+
+# A name bound long before any trace begins, as users bind them.
+bound_early = parallel_state.get_tensor_model_parallel_rank
+
+
+def state():
+    return {n: v for n, v in vars(parallel_state).items() if re.match(r"_[A-Z]", n)}
+
+
+def same(before, after):
+    return before.keys() == after.keys() and all(before[n] is after[n] for n in before)
+
+
+@pytest.fixture
+def pg():
+    with fake_collection(tp=2, pp=2, ep=2, world_size=8, vpp=2, rank=3) as collection:
+        yield collection
+
+
+@pytest.fixture
+def globals_of_a_layout():
+    """Real ``initialize_model_parallel`` on torch's fake backend; exactly undone."""
+    before = state()
+    with fake_collection(world_size=16, rank=5):
+        arguments = {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "context_parallel_size": 2,
+            "expert_model_parallel_size": 2,
+            "create_gloo_process_groups": False,
+        }
+        parallel_state.initialize_model_parallel(**arguments)
+        try:
+            yield arguments
+        finally:
+            vars(parallel_state).update(before)
+
+
+def test_the_tables_know_every_group_this_core_has():
+    groups = {n for n in state() if re.search(r"_GROUPS?(_|$)", n) and "GLOO" not in n}
+    assert groups - set(GROUP_GLOBALS) == {"_HYBRID_DP_CP_GROUPS"}
+    rank_lists = {n for n in state() if n.endswith(("_RANKS", "_RANKS_WITH_CP"))}
+    assert rank_lists == {n for n in RANK_GLOBALS if n in state()}
+    declared = {f.name for f in dataclasses.fields(CoreCollection)}
+    assert declared <= set(FIELDS)
+    assert set(FIELDS) - declared - {"tp_dp"} <= {
+        "dp_cp_ag",
+        "expt_dp_ag",
+        "gtp_remat",
+        "expt_gtp_remat",
+        "dp_cp_gtp_remat",
+        "expt_dp_gtp_remat",
+        "tp_ep_pp_with_egtp_remat",
+    }
+    assert core_version()[:2] in {(0, 16), (0, 19)}
+
+
+def test_to_megatron_holds_exactly_the_present_fields(pg):
+    declared = {f.name for f in dataclasses.fields(CoreCollection)}
+    core = to_megatron(pg)
+    assert isinstance(core, CoreCollection)
+    assert vars(core) == {f: g for f, g in vars(pg).items() if f in declared}
+    part = to_megatron(ProcessGroupCollection.from_groups(tp=pg.tp, embd=None))
+    assert vars(part) == {"tp": pg.tp, "embd": None}
+    back = from_megatron(core)
+    assert all(getattr(back, f) is getattr(pg, f) for f in back.present())
+    assert set(back.present()) == set(pg.present()) & declared
+    core.dp = None  # a core sets None where it means nothing: absent here
+    assert not hasattr(from_megatron(core), "dp")
+
+
+def test_hierarchical_groups_are_a_list_for_the_core():
+    with fake_collection(cp=4, hierarchical_cp=(2, 2)) as pg:
+        core = to_megatron(pg)
+        assert core.hcp == list(pg.hcp)
+        assert from_megatron(core).hcp == pg.hcp
+        with published(pg):
+            assert parallel_state.get_hierarchical_context_parallel_groups() == list(pg.hcp)
+
+
+def test_the_cores_own_presence_rules_accept_a_collection(pg):
+    """Upstream's helpers test presence with hasattr (0.16) or vars() (0.19)."""
+
+    class Chunk:
+        ddp_config = None
+
+    config = type("Config", (), {"context_parallel_size": 1})()
+    ddp_config = type(
+        "DDP",
+        (),
+        {"num_distributed_optimizer_instances": 1, "use_distributed_optimizer": True},
+    )()
+    chunk = Chunk()
+    chunk.ddp_config, chunk.config = ddp_config, config
+    groups = CoreCollection.setup_process_groups_for_ddp(pg, config, ddp_config)
+    assert groups["tp_group"] is pg.tp
+    assert groups["expt_dp_group"] is pg.expt_dp
+    groups = CoreCollection.setup_process_groups_for_optimizer(
+        pg, [chunk], use_gloo_process_groups=False
+    )
+    assert groups["intra_dist_opt_group"] is pg.intra_dist_opt
+    part = ProcessGroupCollection.from_groups(tp=pg.tp)
+    with pytest.raises(ValueError, match="dp process group is required"):
+        CoreCollection.setup_process_groups_for_ddp(part, config, ddp_config)
+    without = {f: g for f, g in vars(pg).items() if f != "mp"}
+    with pytest.raises(ValueError, match="mp process group is required"):
+        CoreCollection.setup_process_groups_for_optimizer(
+            ProcessGroupCollection.from_groups(**without), [chunk], use_gloo_process_groups=False
+        )
+
+
+def test_from_parallel_state(globals_of_a_layout):
+    pg = from_parallel_state()
+    assert pg.ranks("tp") == (4, 5)
+    assert pg.tp_dp is parallel_state.get_tensor_and_data_parallel_group()
+    assert pg.inter_dist_opt is None
+    # What the core itself would collect, field by field.
+    for field, group in vars(CoreCollection.use_mpu_process_groups()).items():
+        assert getattr(pg, field, None) is group, field
+
+
+def test_from_parallel_state_needs_one():
+    with pytest.raises(MissingGroupError, match=r"not initialised\. Open a session"):
+        from_parallel_state()
+
+
+def test_published_answers_every_getter(pg):
+    with published(pg):
+        ps = parallel_state
+        assert ps.model_parallel_is_initialized()
+        assert ps.get_tensor_model_parallel_group() is pg.tp
+        assert ps.get_tensor_model_parallel_rank() == pg.rank("tp") == 1
+        assert ps.get_tensor_model_parallel_src_rank() == pg.ranks("tp")[0]
+        assert ps.get_pipeline_model_parallel_world_size() == 2
+        assert ps.get_pipeline_model_parallel_next_rank() == 7
+        assert ps.get_virtual_pipeline_model_parallel_world_size() == 2
+        assert ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=0)
+        assert not ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=1)
+        assert ps.get_data_parallel_group(with_context_parallel=True) is pg.dp_cp
+        assert ps.get_tensor_and_data_parallel_group() is pg.tp_dp
+        assert ps.get_expert_data_parallel_group() is pg.expt_dp
+        assert ps.is_rank_in_embedding_group(ignore_virtual=True)
+        assert ps.get_global_memory_buffer() is not None
+        with pytest.raises(AssertionError):
+            ps.get_data_parallel_group_gloo()
+        # And the core's own collector finds what was published.
+        for field, group in vars(CoreCollection.use_mpu_process_groups()).items():
+            assert group is getattr(pg, field), field
+
+
+def fail_while_published(pg):
+    with published(pg):
+        assert parallel_state.get_tensor_model_parallel_group() is pg.tp
+        with pytest.raises(AssertionError):
+            parallel_state.get_expert_data_parallel_group()
+        parallel_state._LEFT_BEHIND = 1
+        raise ZeroDivisionError
+
+
+def test_published_restores_exactly(pg, monkeypatch):
+    other = ProcessGroupCollection.from_groups(tp=pg.pp, pp=pg.tp, dp=pg.dp)
+    monkeypatch.setattr(parallel_state, "_MPU_TENSOR_MODEL_PARALLEL_RANK", 7)
+    before = state()
+    with published(pg):
+        inside = state()
+        assert parallel_state.get_tensor_model_parallel_rank() == 1  # not the override
+        with pytest.raises(ZeroDivisionError):
+            fail_while_published(other)
+        assert same(inside, state())
+        with published(pg):  # re-entrant
+            pass
+        assert same(inside, state())
+    assert same(before, state())
+
+
+def test_the_trace_sees_early_names_and_other_threads_and_leaves_no_trace(pg):
+    functions = [f for f in vars(parallel_state).values() if inspect.isfunction(f)]
+    before = [(f, f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions]
+    names = set(vars(parallel_state))
+    with published(pg), trace_global_reads(mine=pg) as trace:
+        assert bound_early() == 1
+        for _ in range(3):
+            parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        thread = threading.Thread(target=parallel_state.get_global_memory_buffer)
+        thread.start()
+        thread.join()
+    assert [(f, f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions] == before
+    assert set(vars(parallel_state)) == names
+    reads = {read.getter: read for read in trace.reads}
+    assert set(reads) == {
+        "get_tensor_model_parallel_rank",
+        "get_data_parallel_rank",
+        "get_global_memory_buffer",
+    }
+    rank = reads["get_tensor_model_parallel_rank"]
+    assert (rank.field, rank.answered_by, rank.count) == ("tp", "mine", 1)
+    assert rank.file == __file__
+    assert rank.function.startswith("test_the_trace_sees")
+    assert reads["get_data_parallel_rank"].count == 3
+    assert reads["get_data_parallel_rank"].field == "dp / dp_cp"
+    assert reads["get_global_memory_buffer"].file == threading.__file__
+
+
+def test_the_trace_says_who_answered(pg):
+    other = ProcessGroupCollection.from_groups(tp=pg.pp, pp=pg.tp, dp=pg.dp)
+    with trace_global_reads(mine=pg) as trace:
+        parallel_state.is_initialized()
+        with published(other):
+            parallel_state.get_tensor_model_parallel_rank()
+        with pytest.raises(AssertionError):
+            parallel_state.get_tensor_model_parallel_group()
+    answers = {(read.getter, read.answered_by) for read in trace.reads}
+    assert answers == {
+        ("is_initialized", "nothing: not initialised"),
+        ("get_tensor_model_parallel_rank", "other globals"),
+        ("get_tensor_model_parallel_group", "nothing: not initialised"),
+    }
+
+
+def test_session_arguments_knows_every_parameter_of_this_core(tmp_path):
+    nccl = tmp_path / "nccl.yaml"
+    nccl.write_text("dp_cp: {max_ctas: 8, min_ctas: 2}\nep_tp: {net_name: IB}\n")
+    values = {
+        "nccl_communicator_config_path": str(nccl),
+        "high_priority_stream_groups": ["dp_cp", "tp"],
+        "hierarchical_context_parallel_sizes": [2, 2],
+        "order": "tp-pp-dp",
+        "get_embedding_ranks": list,
+        "get_position_embedding_ranks": list,
+        "sharp_enabled_group": "dp",
+        "pipeline_model_parallel_comm_backend": "ucc",
+    }
+    refused = set()
+    for name, parameter in inspect.signature(
+        parallel_state.initialize_model_parallel
+    ).parameters.items():
+        other = True if isinstance(parameter.default, bool) else 4
+        value = values.get(name, other)
+        if name == "rank_offset":
+            continue  # only with local_world_size, below
+        try:
+            assert session_arguments(**{name: value}), name
+        except UnsupportedOptionError as error:
+            refused.add(str(error).partition("=")[0])
+    assert refused <= {
+        "create_gloo_process_groups",
+        "expert_gtp_remat_size",
+        "gtp_remat_size",
+        "hybrid_context_parallel",
+        "pipeline_model_parallel_comm_backend",
+        "sharp_enabled_group",
+        "use_sharp",
+    }
+
+
+def test_session_arguments_translates(tmp_path):
+    nccl = tmp_path / "nccl.yaml"
+    nccl.write_text("dp_cp: {max_ctas: 8}\nep_tp: {net_name: IB}\n")
+    assert session_arguments(
+        tensor_model_parallel_size=2,
+        expert_tensor_parallel_size=1,
+        num_distributed_optimizer_instances=2,
+        distributed_timeout_minutes=5,
+        create_gloo_process_groups=False,
+        use_sharp=False,
+        nccl_communicator_config_path=str(nccl),
+        high_priority_stream_groups=["dp_cp"],
+    ) == {
+        "tp": 2,
+        "expt_tp": 1,
+        "optimizer_instances": 2,
+        "collective_timeout": timedelta(minutes=5),
+        "options": {
+            "dp_cp": CommunicatorOptions(max_ctas=8, is_high_priority_stream=True),
+            "dp_cp_ag": CommunicatorOptions(max_ctas=8, is_high_priority_stream=True),
+            "expt_tp": CommunicatorOptions(net_name="IB"),
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"use_sharp": True}, "use_sharp=True: NCCL gives SHARP to one"),
+        ({"create_gloo_process_groups": True}, "no gloo twins"),
+        ({"tensor_size": 2}, "tensor_size is no argument"),
+        ({"high_priority_stream_groups": ["dpcp"]}, "'dpcp' is no communicator; known are"),
+        ({"nccl_communicator_config_path": "nowhere.yaml"}, r"nowhere\.yaml can't be read"),
+    ],
+)
+def test_session_arguments_refuses_by_name(arguments, message):
+    with pytest.raises(UnsupportedOptionError, match=message):
+        session_arguments(**arguments)
+
+
+def test_an_unknown_nccl_setting_is_named(tmp_path):
+    nccl = tmp_path / "nccl.yaml"
+    nccl.write_text("dp_cp: {ctas: 8}\n")
+    with pytest.raises(UnsupportedOptionError, match=r"dp_cp has ctas; known are cga_cluster_size"):
+        session_arguments(nccl_communicator_config_path=str(nccl))
+
+
+def test_nccl_options_become_torchs_where_torch_has_nccl():
+    translate = BACKENDS["nccl"].options
+    assert translate("tp", CommunicatorOptions()) is None
+    options = CommunicatorOptions(max_ctas=8, net_name="Socket", is_high_priority_stream=True)
+    if not dist.is_nccl_available():
+        with pytest.raises(UnsupportedOptionError, match="tp: this torch was built without NCCL"):
+            translate("tp", options)
+        return
+    made = translate("tp", options)
+    assert made.is_high_priority_stream
+    assert (made.config.max_ctas, made.config.net_name) == (8, "Socket")
+    with pytest.raises(UnsupportedOptionError, match="net_name='tin cans'"):
+        translate("tp", CommunicatorOptions(net_name="tin cans"))
