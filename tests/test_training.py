@@ -101,7 +101,8 @@ def test_losses_and_weights_equal_the_globals_run_bit_for_bit(world_size):
         for run, ours, theirs, answered in compared:
             assert len(ours.losses) == run.steps
             assert all(math.isfinite(loss) for loss in ours.losses), run
-            assert [loss.hex() for loss in ours.losses] == [loss.hex() for loss in theirs.losses], run
+            for mine, other in zip(ours.losses, theirs.losses, strict=True):
+                assert mine.hex() == other.hex(), run
             assert ours.weights_sha256 == theirs.weights_sha256, run
             assert answered <= {"session"}, run
     # Every rank reports the one loss of the job, and training moves it.
@@ -131,7 +132,7 @@ def wrong_grid():
 
 
 def test_the_silent_wrong_grid_of_the_readme():
-    """Explicit tp=2 groups while the globals say tp=1: no error, another loss; published() cures."""
+    """Groups with tp=2 while the globals say tp=1: no error, a wrong loss; published() cures."""
     for right, silent, cured in run_distributed(
         wrong_grid,
         2,

@@ -279,8 +279,10 @@ def _digest(chunks: list[Any]) -> str:
 def _let_go(chunks: list[Any]) -> None:
     """Undo what keeps a Megatron-core model, and the groups in it, alive for ever.
 
-    That is a cycle through autograd's hooks, which the collector can't see, and a class-wide cache.
+    That is a class-wide cache, and cycles that the collector can't see, since they lead through
+    autograd: its hooks hold the wrapper, the wrapper the model, and a token dispatcher in the model
+    the last graph, whose nodes hold the hooks.
     """
     for chunk in chunks:
-        chunk.grad_accs.clear()
+        vars(chunk).clear()
     RotaryEmbedding.forward.cache_clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -63,7 +64,7 @@ def on_a_session(run: GPTRun, text: bytes, progress: Path) -> RankReport:
         communicators = _registered() - 1
         del pg
     del session
-    _release_models()
+    gc.collect()  # the model and the optimizer hold groups, and are cycles
     return RankReport(result, communicators, trace.reads, before, _usage())
 
 
@@ -86,7 +87,7 @@ def on_globals(run: GPTRun, text: bytes, progress: Path) -> RankReport:
     with megatron_on_cpu():
         result = train(run, text, None, _reporter(progress, dist.get_rank()))
     parallel_state.destroy_model_parallel()
-    _release_models()
+    gc.collect()
     after = _usage()
     dist.destroy_process_group()
     return RankReport(result, communicators, (), before, after)
@@ -95,23 +96,10 @@ def on_globals(run: GPTRun, text: bytes, progress: Path) -> RankReport:
 def _trainer() -> Callable[..., TrainingResult]:
     """Loads Megatron-core, which takes seconds: the ranks need it, the process that shows not."""
     warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     from megapg.demo.gpt import train
 
     return train
-
-
-def _release_models() -> None:
-    """Let go of the models, and so of the groups that they hold.
-
-    Megatron-core caches the rotary embeddings of every model on the class, and through their
-    hooks the whole model; what is left are reference cycles.
-    """
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    for method in vars(RotaryEmbedding).values():
-        if hasattr(method, "cache_clear"):
-            method.cache_clear()
-    gc.collect()
 
 
 def _sizes(run: GPTRun) -> megapg.LayoutSizes:

@@ -1,0 +1,76 @@
+# `make demo` and `make test` are the two commands to know. Both make .venv first when it is missing
+# or pyproject.toml has changed; that takes minutes once and a moment afterwards.
+#
+# Every variable below can be given on the command line: make demo ARGS="--experts 4 --ep 2"
+
+# Handed to what the target runs: the demo, pytest, the benchmarks.
+ARGS ?=
+
+# The interpreters. Left empty, .ci/venv.sh looks for one that really runs and says which it took.
+PYTHON ?=
+PYTHON312 ?=
+
+# The Megatron-core that users are on, and the newest one (which needs Python 3.12).
+MCORE ?= 0.16.1
+MCORE_NEWEST ?= 0.19.2
+
+# torch is installed only where none can be imported yet. All of megapg's tests run on the CPU, so
+# a build for GPUs (gigabytes) is fetched only when asked for: by ALLOW_CUDA_TORCH=1, or by
+# `make test-newest`, which says so. TORCH_INDEX is asked for a CPU build where pip's own indexes
+# offer none, as PyPI on Linux; empty: ask no one.
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+ALLOW_CUDA_TORCH ?=
+
+# A stamp says "installed". Its name carries the version: `make test MCORE=0.17.0` installs that.
+READY := .venv/.ready-megatron-core-$(MCORE)
+READY_NEWEST := .venv-newest/.ready-megatron-core-$(MCORE_NEWEST)
+
+# benchmarks/ may be absent from a source archive.
+SOURCES := megapg tests $(wildcard benchmarks)
+
+export PYTHON TORCH TORCH_INDEX ALLOW_CUDA_TORCH
+
+.PHONY: help setup demo test test-newest bench lint clean distclean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets (what a plain `make` does)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+setup: $(READY)  ## make .venv with torch, Megatron-core and megapg, for those who want it apart
+	@echo ".venv is ready"
+
+demo: $(READY)  ## train a small model on injected groups; options in ARGS, see `make demo ARGS=--help`
+	.venv/bin/megapg demo $(ARGS)
+
+# Each rank is a process of its own; with more threads than one they would fight for the cores.
+test: $(READY)  ## run all tests (CPU only, minutes); pytest's options in ARGS
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(ARGS)
+
+test-newest: $(READY_NEWEST)  ## run the contract tests on the newest Megatron-core (python3.12, may download gigabytes)
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -m contract $(ARGS)
+
+bench: $(READY)  ## run the benchmarks; options in ARGS
+	.venv/bin/python -m benchmarks $(ARGS)
+
+lint: $(READY)  ## check format, lint and types
+	.venv/bin/ruff format --check $(SOURCES)
+	.venv/bin/ruff check $(SOURCES)
+	.venv/bin/mypy
+
+clean:  ## remove caches and build outputs; the environments stay
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean  ## clean, and remove .venv and .venv-newest too
+	rm -rf .venv .venv-newest
+
+$(READY): pyproject.toml
+	@sh .ci/venv.sh .venv $(MCORE) 3.11 newer
+	@rm -f .venv/.ready-* && touch $@
+
+$(READY_NEWEST): export PYTHON := $(PYTHON312)
+$(READY_NEWEST): export ALLOW_CUDA_TORCH := 1
+$(READY_NEWEST): pyproject.toml
+	@sh .ci/venv.sh .venv-newest $(MCORE_NEWEST) 3.12
+	@rm -f .venv-newest/.ready-* && touch $@

@@ -1,0 +1,148 @@
+"""``megapg demo`` as a user types it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megapg.demo.job import TrainingResult
+from megapg.demo.ranks import RankReport, Usage
+from megapg.demo.text import NoTextError, read_text
+from megapg.demo.verdict import judge
+from megapg.megatron import GlobalRead
+
+DEMO = [sys.executable, "-m", "megapg.cli", "demo"]
+SMALL = ["--steps", "3", "--hidden", "32", "--seq-length", "32", "--microbatches", "2"]
+
+
+def demo(*arguments, code=0):
+    done = subprocess.run(
+        [*DEMO, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, "COLUMNS": "140"},
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.contract
+def test_the_default_layout_holds_every_row():
+    shown = demo(*SMALL)
+    assert "on 4 CPU ranks" in shown
+    assert "cross_entropy.py" in shown or "dot_product_attention.py" in shown
+    verdict = shown.partition("verdict")[2]
+    assert verdict.count("yes") == 6
+    assert "12 of 12 equal" in verdict
+    assert "4 of 4 ranks" in verdict
+
+
+def test_experts_and_the_users_own_text(tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_bytes(b"call me Ishmael. " * 100)
+    shown = demo(
+        *SMALL, "--experts", "4", "--ep", "2", "--tp", "2", "--world-size", "4", "--data", str(text)
+    )
+    assert "1,700 bytes" in shown
+
+
+@pytest.mark.slow
+def test_eight_ranks():
+    assert "on 8 CPU ranks" in demo("--world-size", "8", "--steps", "3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cp", "2"], "TransformerEngine only"),
+        (["--tp", "3"], "does not divide by tp=3"),
+        (["--ep", "2"], "give --experts"),
+        (["--experts", "3", "--ep", "2"], "--experts 3 does not divide by --ep 2"),
+        (["--hidden", "30"], "--hidden 30 does not divide by --heads 4"),
+        (["--layers", "3", "--pp", "2"], "--layers 3 does not divide by the 2 stages"),
+        (["--data", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_arguments_that_do_not_fit_exit_with_2(arguments, message):
+    assert message in " ".join(demo(*arguments, code=2).split())
+
+
+def test_ctrl_c_leaves_no_process():
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [*DEMO, "--steps", "100000"],
+        env={**os.environ, "MEGAPG_TEST_MARK": mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+    def marked():
+        found = []
+        for other in psutil.process_iter():
+            try:
+                if other.environ().get("MEGAPG_TEST_MARK") == mark:
+                    found.append(other)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    deadline = time.monotonic() + 60
+    while len(marked()) < 6 and time.monotonic() < deadline:  # demo, its guard, 4 ranks
+        time.sleep(0.1)
+    assert len(marked()) >= 6
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130, output
+    assert "no process is left" in output
+    assert marked() == []
+
+
+def report(**changes):
+    read = GlobalRead("get_tensor_model_parallel_group", "a.py", 1, "f", "tp", "session")
+    values = {
+        "result": TrainingResult((5.0, 4.0), "abc", 10, 1.0, 7),
+        "communicators": 4,
+        "reads": (read,),
+        "before": Usage(0, 1, 6),
+        "after": Usage(0, 1, 6),
+    }
+    return RankReport(**{**values, **changes})
+
+
+def test_each_row_of_the_verdict_can_fail():
+    good = [report(), report()]
+    assert all(row.held for row in judge(good, good, left_over=0))
+    stranger = GlobalRead("get_x", "b.py", 2, "g", "", "other globals")
+    spoilt = {
+        0: [report(), report(result=TrainingResult((5.0, 4.000001), "abc", 10, 1.0, 7))],
+        1: [report(), report(result=TrainingResult((5.0, 4.0), "abd", 10, 1.0, 7))],
+        2: [report(), report(communicators=5)],
+        3: [report(), report(reads=(stranger,))],
+        4: [report(), report(after=Usage(0, 2, 6))],
+    }
+    for failing, session in spoilt.items():
+        rows = judge(session, good, left_over=0)
+        assert [index for index, row in enumerate(rows) if not row.held] == [failing]
+    assert not judge(good, good, left_over=1)[5].held
+
+
+def test_text_is_real_and_bounded(tmp_path):
+    library = read_text([], at_least=1000)
+    assert len(library) == 1 << 20
+    assert b"import" in library
+    (tmp_path / "b.txt").write_bytes(b"second")
+    (tmp_path / "a.txt").write_bytes(b"first ")
+    assert read_text([tmp_path], at_least=5) == b"first second"
+    with pytest.raises(NoTextError, match="12 bytes of text, but 100 are needed"):
+        read_text([tmp_path], at_least=100)
+    with pytest.raises(NoTextError, match="nowhere"):
+        read_text([Path("nowhere")], at_least=1)

@@ -1,0 +1,65 @@
+"""What the README shows, run as it stands there."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def run(tmp_path, source, *launcher):
+    script = tmp_path / "example.py"
+    script.write_text(source)
+    done = subprocess.run(
+        [*(launcher or [sys.executable]), str(script)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_there_are_as_many_examples_as_tests_here():
+    assert len(BLOCKS) == 4
+
+
+@pytest.mark.contract
+def test_the_training_example(tmp_path):
+    lines = sorted(
+        line for line in run(tmp_path, BLOCKS[0], *TORCHRUN).splitlines() if "loss" in line
+    )
+    assert [line.partition(":")[0] for line in lines] == [
+        "rank 0 of tp group (0, 1)",
+        "rank 1 of tp group (0, 1)",
+    ]
+    assert len({line.partition("loss ")[2] for line in lines}) == 1
+
+
+def test_two_models_example(tmp_path):
+    assert run(tmp_path, BLOCKS[1], *TORCHRUN).split() == ["2", "2", "1"] * 2
+
+
+def test_unit_test_example(tmp_path):
+    run(tmp_path, BLOCKS[2])
+
+
+def test_real_ranks_example(tmp_path):
+    run(tmp_path, BLOCKS[3])
+
+
+def test_the_commands_and_the_error_are_real():
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    for target in re.findall(r"^\$ make (\S+)", README, re.M):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+    # The message that test_bad_input.py provokes on real ranks, with the README's values.
+    from megapg.comms.rollcall import _mismatch
+
+    shown = _mismatch("default", {"tp": {"0": "1", "1": "2", "2": "1", "3": "1"}})
+    assert f"LayoutMismatchError: {shown}" in README
