@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 import json
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -31,8 +33,10 @@ EmbeddingRanks: TypeAlias = Callable[[list[int]], Sequence[int]]
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
-# field -> (grid, the axes its groups span). The singleton families (no axes) and the twins of
-# dp_cp, expt_dp and tp_ep_pp are Megatron-core 0.19's GTP fields with weight rematerialisation off.
+# field -> (grid, the axes its groups span). "instance" is the slow part of the expert grid's dp:
+# which replica of the distributed optimizer; the dense grid is sliced differently (intra_dp_cp).
+# The singleton families (no axes) and the twins of dp_cp, expt_dp and tp_ep_pp are Megatron-core
+# 0.19's GTP fields with weight rematerialisation off.
 _DENSE, _EXPERT = "dense", "expert"
 _SPANS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tp": (_DENSE, ("tp",)),
@@ -52,18 +56,15 @@ _SPANS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tp_ep": (_EXPERT, ("tp", "ep")),
     "tp_ep_pp": (_EXPERT, ("tp", "ep", "pp")),
     "tp_ep_pp_with_egtp_remat": (_EXPERT, ("tp", "ep", "pp")),
-    "expt_dp": (_EXPERT, ("dp",)),
-    "expt_dp_ag": (_EXPERT, ("dp",)),
-    "expt_dp_gtp_remat": (_EXPERT, ("dp",)),
+    "expt_dp": (_EXPERT, ("dp", "instance")),
+    "expt_dp_ag": (_EXPERT, ("dp", "instance")),
+    "expt_dp_gtp_remat": (_EXPERT, ("dp", "instance")),
     "expt_gtp_remat": (_EXPERT, ()),
+    "intra_expt_dp": (_EXPERT, ("dp",)),
+    "inter_dist_opt": (_EXPERT, ("instance",)),
+    "intra_dist_opt": (_EXPERT, ("tp", "ep", "dp", "pp")),
 }
-# Slices of data parallelism between optimizer instances: field -> (what is sliced, which level).
-_INSTANCE_LEVELS = {
-    "intra_dp_cp": ("dp_cp", 0),
-    "intra_expt_dp": ("expt_dp", 0),
-    "inter_dist_opt": ("expt_dp", 1),
-}
-_DERIVED = ("embd", "pos_embd", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "intra_dist_opt")
+_DERIVED = ("embd", "pos_embd", "intra_dp_cp")
 
 FIELDS: tuple[str, ...] = (*_SPANS, *_DERIVED, "hcp")
 """Every field a collection can hold. ``hcp`` is a list of groups: its levels are ``hcp.0``, ..."""
@@ -77,6 +78,9 @@ def default_embedding_ranks(pipeline: list[int]) -> list[int]:
 def default_position_embedding_ranks(pipeline: list[int]) -> list[int]:
     """First stage only, as Megatron's default: where the position embeddings live."""
     return pipeline[:1]
+
+
+_DEFAULT_CHOICES = (default_embedding_ranks, default_position_embedding_ranks)
 
 
 @dataclass(frozen=True)
@@ -111,15 +115,33 @@ class _Grid:
         stride, size = self._digits[axis]
         return position // stride % size
 
-    def through(self, position: int, spanned: Sequence[str]) -> list[int]:
+    def through(self, position: int, spanned: Sequence[str]) -> Sequence[int]:
         """Positions that share every coordinate with ``position`` but those of ``spanned``."""
-        found = [position - sum(self._offset(axis, position) for axis in spanned)]
+        first = position - sum(self._offset(axis, position) for axis in spanned)
+        (stride, size), *outer = self._runs(spanned)
+        starts = [first]
+        for outer_stride, outer_size in outer:
+            starts = [start + outer_stride * n for n in range(outer_size) for start in starts]
+        runs = [range(start, start + stride * size, stride) for start in starts]
+        return runs[0] if len(runs) == 1 else list(itertools.chain.from_iterable(runs))
+
+    def _runs(self, spanned: Sequence[str]) -> list[tuple[int, int]]:
+        """(stride, size) of the spanned axes, neighbouring ones merged: a group of the whole world
+        is then one range, whatever it is factored into.
+        """
+        runs = [(1, 1)]
         for axis in (axis for axis in self.axes if axis in spanned):
             stride, size = self._digits[axis]
-            found = [first + stride * step for step in range(size) for first in found]
-        return found
+            last_stride, last_size = runs[-1]
+            if last_size == 1:
+                runs[-1] = (stride, size)
+            elif last_stride * last_size == stride:
+                runs[-1] = (last_stride, last_size * size)
+            elif size > 1:
+                runs.append((stride, size))
+        return runs
 
-    def origins(self, spanned: Sequence[str]) -> list[int]:
+    def origins(self, spanned: Sequence[str]) -> Sequence[int]:
         """The lowest position of every group over ``spanned``, ascending."""
         return self.through(0, [axis for axis in self.axes if axis not in spanned])
 
@@ -172,8 +194,7 @@ class ParallelLayout:
         self._normalise("order", self.order.lower())
         self._normalise("hierarchical_cp", tuple(self.hierarchical_cp or ()))
         self._check_sizes()
-        ranks = self.ranks or range(self.world_size)
-        self._normalise("ranks", ranks if isinstance(ranks, range) else tuple(ranks))
+        self._normalise("ranks", _one_form(self.ranks or range(self.world_size)))
         self._check_order()
         self._check_ranks()
 
@@ -192,11 +213,9 @@ class ParallelLayout:
     @property
     def families(self) -> tuple[str, ...]:
         """Every name ``members`` and ``partition`` answer for in this layout."""
-        derived = [name for name in _DERIVED if name != "inter_dist_opt"]
-        if self.optimizer_instances > 1:
-            derived.append("inter_dist_opt")
+        spanned = [f for f in _SPANS if f != "inter_dist_opt" or self.optimizer_instances > 1]
         levels = range(len(self.hierarchical_cp))
-        return (*_SPANS, *derived, *(f"hcp.{level}" for level in levels))
+        return (*spanned, *_DERIVED, *(f"hcp.{level}" for level in levels))
 
     def members(self, field: str, rank: int) -> tuple[int, ...]:
         """Global ranks of the group of ``field`` that ``rank`` is in, ascending.
@@ -235,14 +254,15 @@ class ParallelLayout:
             pp=dense.coordinate("pp", at),
             expt_tp=expert.coordinate("tp", at),
             ep=expert.coordinate("ep", at),
-            expt_dp=expert.coordinate("dp", at),
+            expt_dp=expert.coordinate("dp", at)
+            + expert.coordinate("instance", at) * (self.expt_dp // self.optimizer_instances),
         )
 
     def describe(self) -> dict[str, str]:
         """Every setting as text: equal on two ranks exactly when their layouts are equal."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in ("embedding_ranks", "position_embedding_ranks"):
-            values[name] = self._describe_embedding(values[name])
+        values["embedding_ranks"] = self._describe_embedding("embd")
+        values["position_embedding_ranks"] = self._describe_embedding("pos_embd")
         return {name: _text(value) for name, value in values.items()}
 
     def fingerprint(self) -> str:
@@ -253,15 +273,21 @@ class ParallelLayout:
 
     @cached_property
     def _dense(self) -> _Grid:
-        return self._grid(tp=self.tp, cp=self.cp, ep=1, dp=self.dp, pp=self.pp)
+        return self._grid(tp=self.tp, cp=self.cp, ep=1, dp=self.dp, instance=1, pp=self.pp)
 
     @cached_property
     def _expert(self) -> _Grid:
-        return self._grid(tp=self.expt_tp, cp=1, ep=self.ep, dp=self.expt_dp, pp=self.pp)
+        instances = self.optimizer_instances
+        slice_ = self.expt_dp // instances
+        return self._grid(
+            tp=self.expt_tp, cp=1, ep=self.ep, dp=slice_, instance=instances, pp=self.pp
+        )
 
     def _grid(self, **sizes: int) -> _Grid:
         axes = tuple(self.order.split("-"))
         axes += tuple(axis for axis in AXES if axis not in axes)  # only size 1 may be left out
+        at = axes.index("dp") + 1
+        axes = (*axes[:at], "instance", *axes[at:])
         return _Grid(axes, tuple(sizes[axis] for axis in axes))
 
     def _positions(self, field: str, at: int) -> Sequence[int]:
@@ -270,19 +296,11 @@ class ParallelLayout:
             return (self._dense if grid == _DENSE else self._expert).through(at, spanned)
         if field in ("embd", "pos_embd"):
             return self._embedding(field, at)
-        if field == "intra_dist_opt":
-            # All of the world that shares this rank's slice of expert data parallelism.
-            columns = self._positions("intra_expt_dp", at)
-            every = self._expert.through
-            return sorted(p for c in columns for p in every(c, ("tp", "ep", "pp")))
-        if field.startswith("hcp."):
-            return _level(self._positions("cp", at), at, self.hierarchical_cp, int(field[4:]))
-        base, level = _INSTANCE_LEVELS[field]
-        return _level(self._positions(base, at), at, self._instances(base), level)
-
-    def _instances(self, field: str) -> tuple[int, int]:
-        size = self.expt_dp if field == "expt_dp" else self.dp * self.cp
-        return (size // self.optimizer_instances, self.optimizer_instances)
+        if field == "intra_dp_cp":
+            instances = self.optimizer_instances
+            slices = (self.dp * self.cp // instances, instances)
+            return _level(self._positions("dp_cp", at), at, slices, 0)
+        return _level(self._positions("cp", at), at, self.hierarchical_cp, int(field[4:]))
 
     def _embedding(self, field: str, at: int) -> list[int]:
         pipeline = self._positions("pp", at)
@@ -290,9 +308,11 @@ class ParallelLayout:
         positions = sorted(self._position(rank) for rank in chosen)
         return positions if at in positions else []
 
+    def _chooser(self, field: str) -> EmbeddingRanks:
+        return self.embedding_ranks if field == "embd" else self.position_embedding_ranks
+
     def _chosen(self, field: str, pipeline: tuple[int, ...]) -> list[int]:
-        choose = self.embedding_ranks if field == "embd" else self.position_embedding_ranks
-        chosen = list(choose(list(pipeline)))
+        chosen = [operator.index(rank) for rank in self._chooser(field)(list(pipeline))]
         if len(set(chosen)) < len(chosen) or not set(chosen) <= set(pipeline):
             raise LayoutError(
                 f"{field}: the callable chose the ranks {chosen} for the pipeline "
@@ -302,9 +322,10 @@ class ParallelLayout:
 
     def _groups(self, field: str) -> Iterator[tuple[int, ...]]:
         if field in ("embd", "pos_embd"):
-            for pipeline in self._groups("pp"):
-                if chosen := self._chosen(field, pipeline):
-                    yield tuple(sorted(chosen))
+            chosen = (tuple(sorted(self._chosen(field, each))) for each in self._groups("pp"))
+            groups = (group for group in chosen if group)
+            # A callable may choose stages whose ranks come in another order than the pipelines.
+            yield from groups if self._chooser(field) in _DEFAULT_CHOICES else sorted(groups)
             return
         if field in _SPANS:
             grid, spanned = _SPANS[field]
@@ -319,6 +340,8 @@ class ParallelLayout:
                 yield self._to_ranks(group)
 
     def _to_ranks(self, positions: Sequence[int]) -> tuple[int, ...]:
+        if self.ranks == range(self.world_size):
+            return tuple(positions)  # the groups of a large job are large
         return tuple(self.ranks[p] for p in positions)
 
     def _position(self, rank: int) -> int:
@@ -353,12 +376,14 @@ class ParallelLayout:
             name: getattr(self, name)
             for name in ("world_size", "tp", "pp", "cp", "ep", "expt_tp", "optimizer_instances")
         }
+        sizes |= {f"hierarchical_cp[{i}]": level for i, level in enumerate(self.hierarchical_cp)}
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise LayoutError(f"{name}={size!r}: sizes are whole numbers from 1.")
         if problem := self._misfit():
-            raise LayoutError(f"{problem} {self._suggest()}")
-        if self.vpp is not None and (self.vpp < 1 or self.pp < 2):
+            raise LayoutError(f"{problem} {self._suggest()}".rstrip())
+        whole = isinstance(self.vpp, int)
+        if self.vpp is not None and (not whole or self.vpp < 1 or self.pp < 2):
             raise LayoutError(
                 f"vpp={self.vpp} with pp={self.pp}: a virtual pipeline is a whole number of model "
                 "chunks per rank and needs pp > 1."
@@ -411,6 +436,7 @@ class ParallelLayout:
         )
         below = self.world_size // unit * unit
         changes += [{"world_size": size} for size in (below, below + unit) if size]
+        changes = [change for change in changes if self._fits(change)]
         for name in ("tp", "pp", "cp", "ep", "expt_tp", "optimizer_instances"):
             size = getattr(self, name)
             nearest = sorted(_divisors(self.world_size), key=lambda n: (abs(n - size), n))
@@ -418,11 +444,22 @@ class ParallelLayout:
                 change = {name: other}
                 if name == "tp" and self.expt_tp == self.tp:
                     change["expt_tp"] = other
-                if other != size and self._with(**change)._misfit() is None:
+                if other != size and self._fits(change):
                     changes.append(change)
                     break
         options = [", ".join(f"{k}={v}" for k, v in change.items()) for change in changes]
         return f"Nearest that fit: {'; or '.join(options)}." if options else ""
+
+    def _fits(self, change: dict[str, int]) -> bool:
+        """Whether the changed layout can be made: its order, levels, chunks and ranks included."""
+        changed = self._with(**change)
+        if changed._misfit() is not None:
+            return False  # and the checks would ask for suggestions in turn
+        try:
+            changed.__post_init__()
+        except LayoutError:
+            return False
+        return True
 
     def _with(self, **sizes: int) -> ParallelLayout:
         """A copy with other sizes that was not checked: only for asking whether it would fit."""
@@ -477,12 +514,26 @@ class ParallelLayout:
                 "torch sorts the ranks of a group, so another order could not be kept."
             )
 
-    def _describe_embedding(self, choose: EmbeddingRanks) -> str:
-        if choose in (default_embedding_ranks, default_position_embedding_ranks):
+    def _describe_embedding(self, field: str) -> str:
+        choose = self._chooser(field)
+        if choose in _DEFAULT_CHOICES:
             return choose.__name__
         # A callable is what it answers: names and source differ between equal functions.
-        answers = [list(choose(list(pipeline))) for pipeline in self._groups("pp")]
+        answers = list(self._groups(field))
         return "custom:" + hashlib.sha256(json.dumps(answers).encode()).hexdigest()[:16]
+
+
+def _one_form(ranks: Sequence[int]) -> Sequence[int]:
+    """Evenly spaced ranks as a range, others as a tuple, so that the same ranks are equal."""
+    try:
+        given = ranks if isinstance(ranks, range) else tuple(map(operator.index, ranks))
+    except TypeError:
+        raise LayoutError(f"ranks={ranks!r}: ranks are whole numbers from 0.") from None
+    step = given[1] - given[0] if len(given) > 1 else 1
+    if step < 1:
+        return given
+    even = range(given[0], given[0] + step * len(given), step)
+    return even if given == even or given == tuple(even) else given
 
 
 def _level(group: Sequence[int], at: int, sizes: Sequence[int], level: int) -> list[int]:
