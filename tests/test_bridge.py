@@ -5,9 +5,13 @@ import inspect
 import re
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_pipelining_without_interleaving,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection as CoreCollection
 
 from megapg.collection import ProcessGroupCollection
@@ -138,6 +142,51 @@ def test_the_cores_own_presence_rules_accept_a_collection(pg):
         CoreCollection.setup_process_groups_for_optimizer(
             ProcessGroupCollection.from_groups(**without), [chunk], use_gloo_process_groups=False
         )
+
+
+class ReachedSchedule(Exception):
+    pass
+
+
+def enter_schedule(pg_collection):
+    """Call the core's pipelined schedule up to where it starts its timer."""
+
+    def timers(*_, **__):
+        raise ReachedSchedule
+
+    config = SimpleNamespace(overlap_p2p_comm=False, finalize_model_grads_func=None, timers=timers)
+    forward_backward_pipelining_without_interleaving(
+        forward_step_func=None,
+        data_iterator=None,
+        model=SimpleNamespace(config=config, model_type=1),
+        num_microbatches=2,
+        seq_length=8,
+        micro_batch_size=1,
+        p2p_communicator=SimpleNamespace(config=config),
+        pg_collection=pg_collection,
+    )
+
+
+def test_where_the_core_tests_the_class_it_takes_to_megatron(pg):
+    """pipeline_parallel/schedules.py: 0.19.2:2192 tests the class (0.17.1:2091, 0.18.2:2142);
+    0.16.1 does not.
+    """
+    with pytest.raises(ReachedSchedule):
+        enter_schedule(to_megatron(pg))
+    expected = ReachedSchedule if core_version() < (0, 17) else TypeError
+    with pytest.raises(expected):
+        enter_schedule(pg)
+
+
+def test_where_the_core_writes_to_a_collection_it_takes_to_megatron(pg):
+    """resharding/refit.py: 0.19.2:195, 0.16.1:104 fill in a missing ``dp`` from the globals."""
+    part = ProcessGroupCollection.from_groups(tp=pg.tp)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        part.dp = pg.dp
+    core = to_megatron(part)
+    assert getattr(core, "dp", None) is None
+    core.dp = pg.dp
+    assert not hasattr(part, "dp")
 
 
 def test_from_parallel_state(globals_of_a_layout):
