@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, islice
 from typing import Any, overload
@@ -692,6 +693,27 @@ def test_members_looks_at_the_group_not_at_the_world(family: str) -> None:
     # The embedding fields translate a pipeline to ranks and the choice back to positions.
     pipeline = 3 * layout.pp * A_BISECTION if family in ("embd", "pos_embd") else 0
     assert ranks.looks <= len(group) + A_BISECTION + pipeline
+
+
+SMALL_GROUPS = [
+    family
+    for family in LARGE_FAMILIES
+    if len(ParallelLayout(**LARGE_SETTINGS).members(family, 70_000)) < 1000
+]
+
+
+@pytest.mark.parametrize("family", SMALL_GROUPS)
+def test_members_of_a_small_group_allocates_nothing_the_size_of_the_world(family: str) -> None:
+    """Positions are not counted above; a list of all of them would be a megabyte."""
+    layout = ParallelLayout(**LARGE_SETTINGS)
+    layout.members(family, 0)  # what is computed once per layout
+    tracemalloc.start()
+    try:
+        layout.members(family, 70_000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * layout.world_size / 10
 
 
 @pytest.mark.parametrize("family", LARGE_FAMILIES)
