@@ -11,6 +11,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megapg import megatron as megatron
+    from megapg import testing as testing
     from megapg.collection import Lease, ProcessGroup, ProcessGroupCollection
     from megapg.comms.options import CommunicatorOptions
     from megapg.errors import MegapgError
@@ -36,6 +38,9 @@ _HOMES = {
     "to_megatron": "megapg.megatron",
 }
 
+# Parts that `import megapg` alone makes reachable, as in `megapg.testing.run_distributed`.
+_SUBMODULES = ("megatron", "testing")
+
 __all__ = [
     "CommunicatorOptions",
     "LayoutSizes",
@@ -54,6 +59,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"megapg.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'megapg' has no attribute {name!r}")
     value: object = getattr(importlib.import_module(_HOMES[name]), name)
@@ -62,4 +69,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_SUBMODULES})

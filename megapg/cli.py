@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from megapg.demo.job import VOCABULARY, GPTRun
 from megapg.errors import LayoutError, MegapgError, RankFailedError
 from megapg.layout import ParallelLayout
 
@@ -36,21 +37,21 @@ _LAYOUT, _MODEL, _TRAINING = "Layout", "Model", "Training"
 def demo(
     world_size: Annotated[int, _group(_LAYOUT, "Ranks to start on this machine.", min=1)] = 4,
     tp: Annotated[
-        int | None, _group(_LAYOUT, "Tensor parallel size. [default: 2 if it fits]")
+        int | None, _group(_LAYOUT, "Tensor parallel size. [default: 2 if it fits]", min=1)
     ] = None,
     pp: Annotated[
-        int | None, _group(_LAYOUT, "Pipeline parallel size. [default: 2 if it fits]")
+        int | None, _group(_LAYOUT, "Pipeline parallel size. [default: 2 if it fits]", min=1)
     ] = None,
     vpp: Annotated[
-        int | None, _group(_LAYOUT, "Virtual pipeline: model chunks per rank, with pp > 1.")
+        int | None, _group(_LAYOUT, "Virtual pipeline: model chunks per rank, with pp > 1.", min=1)
     ] = None,
-    cp: Annotated[int, _group(_LAYOUT, "Context parallel size; only 1 runs on CPU.")] = 1,
-    ep: Annotated[int, _group(_LAYOUT, "Expert parallel size; needs --experts.")] = 1,
+    cp: Annotated[int, _group(_LAYOUT, "Context parallel size; only 1 runs on CPU.", min=1)] = 1,
+    ep: Annotated[int, _group(_LAYOUT, "Expert parallel size; needs --experts.", min=1)] = 1,
     expt_tp: Annotated[
-        int | None, _group(_LAYOUT, "Tensor parallel size inside an expert. [default: tp]")
+        int | None, _group(_LAYOUT, "Tensor parallel size inside an expert. [default: tp]", min=1)
     ] = None,
     experts: Annotated[
-        int | None, _group(_MODEL, "Experts per layer (MoE); a dense model without it.")
+        int | None, _group(_MODEL, "Experts per layer (MoE); a dense model without it.", min=1)
     ] = None,
     layers: Annotated[int, _group(_MODEL, "Transformer layers.", min=1)] = 4,
     hidden: Annotated[int, _group(_MODEL, "Width of the model.", min=4)] = 64,
@@ -93,7 +94,6 @@ def demo(
     """
     console = Console()
     try:
-        from megapg.demo.job import GPTRun
         from megapg.demo.screen import show
         from megapg.demo.text import read_text
     except ImportError as error:
@@ -107,7 +107,6 @@ def demo(
                 "--cp: Megatron-core's attention has context parallelism with TransformerEngine "
                 "only, which needs a GPU. Groups with cp > 1 work; only this model can't use them."
             )
-        _check_model(experts, ep, layers, hidden, heads, (pp or 1) * (vpp or 1))
         layout = _layout(world_size, tp, pp, vpp, ep, expt_tp)
         run = GPTRun(
             tp=layout.tp,
@@ -128,6 +127,7 @@ def demo(
             seed=seed,
             recompute=recompute,
         )
+        _check_model(run)
         text = read_text(data or [], at_least=seq_length + 1)
         good = show(console, layout, run, text, deadline)
     except RankFailedError as error:
@@ -162,18 +162,38 @@ def _layout(
     raise error or LayoutError("no sizes to try")
 
 
-def _check_model(
-    experts: int | None, ep: int, layers: int, hidden: int, heads: int, stages: int
-) -> None:
+def _check_model(run: GPTRun) -> None:
     """Refuse what Megatron-core would refuse deep inside every rank."""
-    if ep > 1 and experts is None:
-        _refuse(f"--ep {ep} spreads experts over ranks: give --experts, a multiple of {ep}.")
-    if experts is not None and experts % ep:
-        _refuse(f"--experts {experts} does not divide by --ep {ep}.")
-    if hidden % heads:
-        _refuse(f"--hidden {hidden} does not divide by --heads {heads}.")
-    if layers % stages:
-        _refuse(f"--layers {layers} does not divide by the {stages} stages of the pipeline.")
+    if run.ep > 1 and run.experts is None:
+        _refuse(
+            f"--ep {run.ep} spreads experts over ranks: give --experts, a multiple of {run.ep}."
+        )
+    if run.experts is not None:
+        _divides("--experts", run.experts, f"--ep {run.ep}", run.ep)
+    _divides("--hidden", run.hidden, f"--heads {run.heads}", run.heads)
+    if (width := run.hidden // run.heads) % 2:
+        _refuse(
+            f"--hidden {run.hidden} / --heads {run.heads} = {width}: a head's width must be even, "
+            "for the rotary position embedding."
+        )
+    _divides("--heads", run.heads, f"--tp {run.tp}", run.tp)
+    _divides("the vocabulary of", VOCABULARY, f"--tp {run.tp}", run.tp)
+    if run.experts is not None and run.expt_tp:
+        _divides("4 times --hidden,", 4 * run.hidden, f"--expt-tp {run.expt_tp}", run.expt_tp)
+    stages = f"the {run.pp * (run.vpp or 1)} stages of the pipeline, --pp {run.pp}"
+    if run.vpp:
+        stages += f" x --vpp {run.vpp}"
+        _divides("--microbatches", run.num_microbatches, f"--pp {run.pp}, with --vpp", run.pp)
+    _divides("--layers", run.layers, stages, run.pp * (run.vpp or 1))
+    if run.sequence_parallel:
+        why = f"--tp {run.tp}, with sequence parallelism"
+        _divides("--seq-length", run.seq_length, why, run.tp)
+
+
+def _divides(option: str, whole: int, name: str, part: int) -> None:
+    if whole % part:
+        arithmetic = f"{whole} = {whole // part} x {part} + {whole % part}"
+        _refuse(f"{option} {whole} does not divide by {name}: {arithmetic}.")
 
 
 def _refuse(message: str) -> None:

@@ -224,7 +224,8 @@ class ProcessGroupCollection:
         """This collection, once it is certain that it holds live groups for ``fields``.
 
         Args:
-            *fields: names that must be present; a field that may be None passes as None.
+            *fields: names that must be present; a field that may be None passes as None. Without
+                any, every present field must be live.
             owner: who asks, for the message.
 
         Raises:
@@ -236,7 +237,7 @@ class ProcessGroupCollection:
         missing = [field for field in fields if field not in vars(self)]
         if missing:
             raise MissingGroupError(self._absent(owner, missing))
-        for field in fields:
+        for field in fields or self.present():
             for group in self._groups(field):
                 _registered_ranks(f"{owner}: {field}", group)
         return self
@@ -333,8 +334,10 @@ def _check_field(field: str, group: object) -> None:
             f"{field}=None: torch takes None for WORLD, so it can't stand for 'no group' here. "
             "Leave the field out."
         )
+    if group is None:
+        return
     for level in group if isinstance(group, Sequence) and field == "hcp" else (group,):
-        if level is not None and not isinstance(level, dist.ProcessGroup):
+        if not isinstance(level, dist.ProcessGroup):
             what = "the non-member mark" if level == dist.GroupMember.NON_GROUP_MEMBER else level
             raise ForeignGroupError(f"{field}: {what!r} is no process group of this rank.")
 

@@ -72,9 +72,11 @@ class LayoutMismatchError(RendezvousError):
         differences: setting name -> {global rank: the value it came with}.
     """
 
-    def __init__(self, message: str, differences: Mapping[str, Mapping[int, str]]) -> None:
+    def __init__(
+        self, message: str, differences: Mapping[str, Mapping[int, str]] | None = None
+    ) -> None:
         super().__init__(message)
-        self.differences = {name: dict(values) for name, values in differences.items()}
+        self.differences = {name: dict(values) for name, values in (differences or {}).items()}
 
 
 class TeardownError(MegapgError, ExceptionGroup[Exception]):

@@ -39,7 +39,12 @@ from megapg.comms.plan import (
 )
 from megapg.comms.rollcall import RollCall
 from megapg.comms.world import World, adopt, found, imagine
-from megapg.errors import SessionError, UnknownFieldError, UnsupportedOptionError
+from megapg.errors import (
+    RendezvousError,
+    SessionError,
+    UnknownFieldError,
+    UnsupportedOptionError,
+)
 from megapg.layout import FIELDS, EmbeddingRanks, ParallelLayout
 
 logger = logging.getLogger(__name__)
@@ -128,6 +133,12 @@ def session(
             dedicated=frozenset(dedicated),
             all_gather_groups=all_gather_groups,
         )
+        _check_recipe(recipe, world, layout)
+    except BaseException as error:
+        RollCall(world.store, name, world.rank, range(world.size)).decline(error)
+        world.close(abort=True, timeout=0)
+        raise
+    try:
         return Session(
             layout,
             world,
@@ -179,15 +190,10 @@ class Session:
     ) -> None:
         self.name, self.layout = name, layout
         self._world, self._timeout = world, timeout
-        row = backend_for(recipe.backend)
-        _check_recipe(recipe, world, layout)
-        wanted = communicators(layout, recipe, world.rank)
-        for communicator in wanted:  # refuse options before anyone waits for anyone
-            row.options("/".join(communicator.fields), communicator.options)
         self._roll_call: RollCall | None = None
         store: dist.Store = world.store
         self.generation = max(world.generation, 1)
-        if not row.alone:
+        if not backend_for(recipe.backend).alone:
             roll_call = RollCall(world.store, name, world.rank, layout.ranks)
             settings = _settings(layout, recipe, collective_timeout)
             agreement = roll_call.meet(settings, timeout=timeout, at_least=self.generation)
@@ -196,33 +202,45 @@ class Session:
                 agreement.generation,
                 roll_call,
             )
+        made: dict[Communicator, ProcessGroup] = {}
         try:
-            if world.device_bound:
-                everyone = every_communicator(layout, recipe)
-                made = communicators_of_torch.make_together(
-                    world, everyone, timeout=collective_timeout
-                )
-            else:
-                prefix = f"megapg/{name}/{self.generation}"
-                made = communicators_of_torch.make(
-                    world, wanted, store=store, prefix=prefix, timeout=collective_timeout
-                )
+            made = self._make(recipe, store, collective_timeout)
+            self._made = list(made.items())
+            self._lease = Lease(owner=f"session {name!r}", generation=self.generation)
+            self._groups: ProcessGroupCollection | None = _collect(
+                layout, recipe, made, world, self._lease
+            )
+            if self._roll_call is not None:
+                self._roll_call.confirm(None, timeout=timeout)
+            world.enter(name)
         except BaseException as error:
-            self._part(error)
+            communicators_of_torch.end(made.items(), abort=True)
+            if self._roll_call is not None and not isinstance(error, RendezvousError):
+                self._roll_call.confirm(error, timeout=timeout)
             raise
-        self._made: list[tuple[Communicator, ProcessGroup]] = list(made.items())
-        self._lease = Lease(owner=f"session {name!r}", generation=self.generation)
-        self._groups: ProcessGroupCollection | None = _collect(
-            layout, recipe, made, world, self._lease
-        )
         logger.info("%s", self)
         if world.rank == layout.ranks[0]:
             logger.info(
-                "collectives inside Megatron run under WORLD's timeout of %s; start-up and close "
-                "under megapg's own of %g s",
+                "collectives time out after %s on this session's groups and after %s on WORLD; "
+                "start-up and close after megapg's own %g s",
+                collective_timeout,
                 world.timeout,
                 timeout,
             )
+
+    def _make(
+        self, recipe: Recipe, store: dist.Store, timeout: timedelta
+    ) -> dict[Communicator, ProcessGroup]:
+        if self._world.device_bound:
+            everyone = every_communicator(self.layout, recipe)
+            return communicators_of_torch.make_together(self._world, everyone, timeout=timeout)
+        return communicators_of_torch.make(
+            self._world,
+            communicators(self.layout, recipe, self._world.rank),
+            store=store,
+            prefix=f"megapg/{self.name}/{self.generation}",
+            timeout=timeout,
+        )
 
     # -- use ---------------------------------------------------------------------------------
 
@@ -263,6 +281,7 @@ class Session:
         return {
             "name": self.name,
             "generation": self.generation,
+            "layout": self.layout.fingerprint(),
             "state": self._lease.state.value,
             "world_size": self._world.size,
             "owns_world": self.owns_world,
@@ -303,12 +322,13 @@ class Session:
     def close(self) -> None:
         """Close the groups, and WORLD if this session made it. Closing twice does nothing.
 
-        The ranks tell each other how they fared, for ten seconds at most: where all are well the
-        groups are closed in order, otherwise aborted. Either way the collection's lease ends, and
-        the session drops every reference to a group; gloo's threads and sockets go when the last
-        reference anywhere (a model, an optimizer) does.
+        The ranks tell each other how they fared, and wait some ten seconds for those that are
+        late: where all are well the groups are closed in order, otherwise aborted. Either way the
+        collection's lease ends, and the session drops every reference to a group; gloo's threads
+        and sockets go when the last reference anywhere (a model, an optimizer) does.
 
         Raises:
+            SessionError: this session made WORLD, and others are still open on it.
             TeardownError: some groups could not be closed; every one was attempted.
         """
         self._close(None)
@@ -332,7 +352,14 @@ class Session:
     def _close(self, error: BaseException | None) -> None:
         if self._groups is None:
             return
+        others = [name for name in self._world.sessions() if name != self.name]
+        if error is None and others and self._world.ours:
+            raise SessionError(
+                f"session {self.name!r} made WORLD, and {', '.join(map(repr, others))} on this "
+                "rank would lose it. Close the others first."
+            )
         problems = self._part(error)
+        self._world.leave(self.name)
         made, self._made, self._groups = self._made, [], None
         self._lease.state = LeaseState.CLOSED
         self._lease.since = f"at {time.strftime('%H:%M:%S')} on rank {self._world.rank}" + (
@@ -352,16 +379,19 @@ class Session:
     def _part(self, error: BaseException | None) -> dict[int, str]:
         if self._roll_call is None:
             return {}
-        problem = None if error is None else f"{type(error).__name__}: {error}"
-        return self._roll_call.part(problem, timeout=min(self._timeout, _FAREWELL))
+        return self._roll_call.part(error, timeout=min(self._timeout, _FAREWELL))
 
 
 def _check_recipe(recipe: Recipe, world: World, layout: ParallelLayout) -> None:
+    made = {field.partition(".")[0] for field in created_fields(layout, recipe)}
     for field in (*recipe.options, *recipe.dedicated):
         if field not in FIELDS:
             raise UnknownFieldError(f"{field!r} is no field; the fields are {', '.join(FIELDS)}.")
-        if field in ALL_GATHER_FIELDS and not recipe.all_gather_groups:
-            raise UnsupportedOptionError(f"{field} exists only with all_gather_groups=True.")
+        if field not in made:
+            needs = "all_gather_groups=True" if field in ALL_GATHER_FIELDS else "another layout"
+            raise UnsupportedOptionError(f"{field} is not made here; that takes {needs}.")
+    for field, options in recipe.options.items():  # refused before anyone waits for anyone
+        backend_for(recipe.backend).options(field, options)
     outside = [rank for rank in layout.ranks if rank >= world.size]
     if outside:
         raise SessionError(

@@ -52,7 +52,7 @@ def sizes_and_names():
         megapg.session(dedicated=("tensor",), timeout=SOON)
     with pytest.raises(UnsupportedOptionError, match=r"tp.*max_ctas=8 are NCCL settings"):
         megapg.session(options={"tp": CommunicatorOptions(max_ctas=8)}, timeout=SOON)
-    with pytest.raises(UnsupportedOptionError, match="only with all_gather_groups=True"):
+    with pytest.raises(UnsupportedOptionError, match="takes all_gather_groups=True"):
         megapg.session(dedicated=("dp_cp_ag",), timeout=SOON)
     with pytest.raises(UnsupportedOptionError, match="backend='carrier pigeon'"):
         megapg.session(backend="carrier pigeon", timeout=SOON)
@@ -133,17 +133,111 @@ def one_dies():
         os._exit(3)
     started = time.monotonic()
     with pytest.raises(RendezvousError, match="Missing: rank 2 never arrived"):
-        megapg.session(tp=2, timeout=1.0)
+        megapg.session(tp=2, timeout=SOON)
     assert time.monotonic() - started < BOUND
     fresh_session_works(ranks=(0, 1, 3))
     return True
 
 
-def test_a_child_that_dies_during_start_up():
+def test_a_child_that_dies_during_start_up(monkeypatch):
+    # The others outlive it here, on a loaded machine too.
+    monkeypatch.setattr("megapg.testing.distributed._GRACE_S", 40.0)
     with pytest.raises(RankFailedError) as caught:
         run_distributed(one_dies, 4)
     assert set(caught.value.failures) == {2}
     assert caught.value.results == {0: True, 1: True, 3: True}
+
+
+def dies_in(moment):
+    """Rank 1 of 3 dies at a moment of the start-up that only a look inside can hit."""
+    me = int(os.environ["RANK"])
+    if me == 1:
+        if moment == "before the verdict":
+            RollCall._follow = lambda *_: os._exit(3)
+        else:
+            RollCall.confirm = lambda *_, **__: os._exit(3)
+    started = time.monotonic()
+    with pytest.raises(RendezvousError, match="rank 1") as caught:
+        megapg.session(timeout=SOON)
+    assert caught.value.missing == (1,)
+    assert time.monotonic() - started < 2 * BOUND
+    assert not dist.is_initialized()
+    return True
+
+
+@pytest.mark.parametrize("moment", ["before the verdict", "before it confirms"])
+def test_a_child_that_dies_between_the_steps_of_the_roll_call(moment, monkeypatch):
+    monkeypatch.setattr("megapg.testing.distributed._GRACE_S", 40.0)
+    with pytest.raises(RankFailedError) as caught:
+        run_distributed(partial(dies_in, moment), 3)
+    assert set(caught.value.failures) == {1}
+    assert caught.value.results == {0: True, 2: True}
+
+
+def the_host_of_the_store_dies(port):
+    me = int(os.environ["RANK"])
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    os.environ["MASTER_PORT"] = str(port)
+    if me == 0:
+        RollCall._lead = lambda *_: os._exit(3)
+    started = time.monotonic()
+    with pytest.raises(RendezvousError, match=r"(?i)rank 0 hosts"):
+        megapg.session(timeout=SOON)
+    assert time.monotonic() - started < BOUND
+    return True
+
+
+def test_a_store_that_dies_with_its_host_is_named(monkeypatch):
+    monkeypatch.setattr("megapg.testing.distributed._GRACE_S", 40.0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(RankFailedError) as caught:
+        run_distributed(partial(the_host_of_the_store_dies, port), 2)
+    assert set(caught.value.failures) == {0}
+
+
+def only_one_is_wrong(wrong):
+    me = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    started = time.monotonic()
+    if me == wrong:
+        with pytest.raises(LayoutError, match="tp=3"):
+            megapg.session(tp=3, timeout=60)
+    else:
+        with pytest.raises(RendezvousError, match=rf"rank {wrong} on .* LayoutError.*tp=3"):
+            megapg.session(tp=2, timeout=60)
+    assert time.monotonic() - started < BOUND  # and not the sixty seconds
+    dist.barrier()  # or the wrong rank would be back with the right layout in time for the others
+    fresh_session_works(tp=2)
+    return True
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_layout_that_is_wrong_on_one_rank_is_heard_by_all(wrong):
+    assert run_distributed(partial(only_one_is_wrong, wrong), 4) == [True] * 4
+
+
+def cannot_make_groups():
+    from megapg.comms import groups
+
+    me = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    if me == 1:
+        make, groups.make = groups.make, None  # as if descriptors had run out
+        with pytest.raises(TypeError):
+            megapg.session(tp=2, timeout=SOON)
+        groups.make = make
+    else:
+        with pytest.raises(RendezvousError, match="could open: rank 1: TypeError"):
+            megapg.session(tp=2, timeout=SOON)
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+    fresh_session_works(tp=2)
+    return True
+
+
+def test_groups_that_fail_on_one_rank_are_heard_by_all():
+    assert run_distributed(cannot_make_groups, 2) == [True, True]
 
 
 def behind():

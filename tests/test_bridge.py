@@ -14,17 +14,18 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection as CoreCollection
 
-from megapg.collection import ProcessGroupCollection
+from megapg.collection import Lease, ProcessGroupCollection
 from megapg.comms.backends import BACKENDS
 from megapg.comms.options import CommunicatorOptions
 from megapg.errors import MissingGroupError, UnsupportedOptionError
-from megapg.layout import FIELDS
+from megapg.layout import FIELDS, ParallelLayout
 from megapg.megatron import (
     core_version,
     from_megatron,
     from_parallel_state,
     parallel_state,
     published,
+    schedule_collection,
     session_arguments,
     to_megatron,
     trace_global_reads,
@@ -60,6 +61,7 @@ def globals_of_a_layout():
         arguments = {
             "tensor_model_parallel_size": 2,
             "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
             "context_parallel_size": 2,
             "expert_model_parallel_size": 2,
             "create_gloo_process_groups": False,
@@ -178,6 +180,13 @@ def test_where_the_core_tests_the_class_it_takes_to_megatron(pg):
         enter_schedule(pg)
 
 
+def test_schedule_collection_is_what_the_schedules_of_this_core_take(pg):
+    with pytest.raises(ReachedSchedule):
+        enter_schedule(schedule_collection(pg))
+    # No twin where the frozen collection itself will do.
+    assert (schedule_collection(pg) is pg) == (core_version() < (0, 17))
+
+
 def test_where_the_core_writes_to_a_collection_it_takes_to_megatron(pg):
     """resharding/refit.py: 0.19.2:195, 0.16.1:104 fill in a missing ``dp`` from the globals."""
     part = ProcessGroupCollection.from_groups(tp=pg.tp)
@@ -226,6 +235,22 @@ def test_published_answers_every_getter(pg):
         # And the core's own collector finds what was published.
         for field, group in vars(CoreCollection.use_mpu_process_groups()).items():
             assert group is getattr(pg, field), field
+
+
+def test_publishing_borrowed_groups_keeps_the_virtual_pipeline(globals_of_a_layout, monkeypatch):
+    """They have no layout to say it; a layout without one says that there is none."""
+    ps = parallel_state
+    monkeypatch.setattr(ps, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", 1)
+    borrowed = from_parallel_state()
+    with published(borrowed):
+        assert ps.get_virtual_pipeline_model_parallel_world_size() == 2
+        assert ps.get_virtual_pipeline_model_parallel_rank() == 1
+        assert not ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=1)
+    layout = ParallelLayout(world_size=16, tp=2, pp=2, cp=2, ep=2)
+    groups = {field: getattr(borrowed, field) for field in borrowed.present()}
+    plain = ProcessGroupCollection(groups, borrowed._members, Lease("plain"), layout)
+    with published(plain):
+        assert ps.get_virtual_pipeline_model_parallel_world_size() is None
 
 
 def fail_while_published(pg):
@@ -281,6 +306,59 @@ def test_the_trace_sees_early_names_and_other_threads_and_leaves_no_trace(pg):
     assert reads["get_global_memory_buffer"].file == threading.__file__
 
 
+def code_of_the_getters():
+    functions = [f for f in vars(parallel_state).values() if inspect.isfunction(f)]
+    return [(f, f.__code__) for f in functions], set(vars(parallel_state))
+
+
+def getters_in(trace):
+    return {read.getter: (read.answered_by, read.count) for read in trace.reads}
+
+
+def test_traces_nest(pg):
+    before = code_of_the_getters()
+    with published(pg), trace_global_reads(outer=pg) as outer:
+        with trace_global_reads(inner=pg) as inner:
+            assert bound_early() == 1
+        assert code_of_the_getters()[0] != before[0]
+        parallel_state.get_data_parallel_rank()
+    assert code_of_the_getters() == before
+    assert getters_in(inner) == {"get_tensor_model_parallel_rank": ("inner", 1)}
+    assert getters_in(outer) == {
+        "get_tensor_model_parallel_rank": ("outer", 1),
+        "get_data_parallel_rank": ("outer", 1),
+    }
+
+
+def test_traces_end_in_any_order(pg):
+    before = code_of_the_getters()
+    with published(pg):
+        first, second = trace_global_reads(pg=pg), trace_global_reads(pg=pg)
+        early, late = first.__enter__(), second.__enter__()
+        first.__exit__(None, None, None)
+        assert bound_early() == 1
+        second.__exit__(None, None, None)
+        assert bound_early() == 1
+    assert code_of_the_getters() == before
+    assert getters_in(early) == {}
+    assert getters_in(late) == {"get_tensor_model_parallel_rank": ("pg", 1)}
+
+
+def fail_in_a_trace(pg):
+    with trace_global_reads(pg=pg):
+        raise ZeroDivisionError
+
+
+def test_an_exception_ends_its_own_trace_only(pg):
+    before = code_of_the_getters()
+    with published(pg), trace_global_reads(pg=pg) as trace:
+        with pytest.raises(ZeroDivisionError):
+            fail_in_a_trace(pg)
+        assert bound_early() == 1
+    assert code_of_the_getters() == before
+    assert getters_in(trace) == {"get_tensor_model_parallel_rank": ("pg", 1)}
+
+
 def test_the_trace_says_who_answered(pg):
     other = ProcessGroupCollection.from_groups(tp=pg.pp, pp=pg.tp, dp=pg.dp)
     with trace_global_reads(mine=pg) as trace:
@@ -319,7 +397,7 @@ def test_session_arguments_knows_every_parameter_of_this_core(tmp_path):
         if name == "rank_offset":
             continue  # only with local_world_size, below
         try:
-            assert session_arguments(**{name: value}), name
+            assert session_arguments(**{name: value}) != session_arguments(), name
         except UnsupportedOptionError as error:
             refused.add(str(error).partition("=")[0])
     assert refused <= {
@@ -352,10 +430,93 @@ def test_session_arguments_translates(tmp_path):
         "collective_timeout": timedelta(minutes=5),
         "options": {
             "dp_cp": CommunicatorOptions(max_ctas=8, is_high_priority_stream=True),
-            "dp_cp_ag": CommunicatorOptions(max_ctas=8, is_high_priority_stream=True),
+            "dp_cp_gtp_remat": CommunicatorOptions(max_ctas=8, is_high_priority_stream=True),
             "expt_tp": CommunicatorOptions(net_name="IB"),
         },
     }
+
+
+def test_megatrons_own_timeout_holds_also_when_it_is_not_given():
+    assert session_arguments() == {"collective_timeout": timedelta(minutes=30)}
+
+
+def options_for(tmp_path, content, **arguments):
+    nccl = tmp_path / "nccl.yaml"
+    nccl.write_text(content)
+    made = session_arguments(nccl_communicator_config_path=str(nccl), **arguments)
+    return {field: options.max_ctas for field, options in made.get("options", {}).items()}
+
+
+def test_fields_that_share_a_group_in_megatron_share_its_nccl_options(tmp_path):
+    text = "dp_cp: {max_ctas: 1}\nep_dp: {max_ctas: 2}\ntp_ep_pp: {max_ctas: 3}\n"
+    own = {"dp_cp": 1, "dp_cp_gtp_remat": 1, "expt_dp": 2, "expt_dp_gtp_remat": 2}
+    own |= {"tp_ep_pp": 3, "tp_ep_pp_with_egtp_remat": 3}
+    assert options_for(tmp_path, text) == own | {"intra_dp_cp": 1, "intra_expt_dp": 2}
+    assert options_for(tmp_path, text, num_distributed_optimizer_instances=2) == own
+    # With two instances Megatron makes these groups, with one it never looks at their settings.
+    intra = "intra_dp_cp: {max_ctas: 4}\nintra_ep_dp: {max_ctas: 5}\ninter_ep_dp: {max_ctas: 6}\n"
+    two = options_for(tmp_path, text + intra, num_distributed_optimizer_instances=2)
+    assert two == own | {"intra_dp_cp": 4, "intra_expt_dp": 5, "inter_dist_opt": 6}
+    assert options_for(tmp_path, text + intra) == own | {"intra_dp_cp": 1, "intra_expt_dp": 2}
+    assert options_for(tmp_path, intra) == {}
+
+
+def test_no_nccl_options_for_a_group_that_is_not_made(tmp_path):
+    text = "hcp: {max_ctas: 1}\ndp: {max_ctas: 2}\n"
+    assert options_for(tmp_path, text) == {"dp": 2}
+    hierarchical = {
+        "context_parallel_size": 4,
+        "hierarchical_context_parallel_sizes": [2, 2],
+    }
+    assert options_for(tmp_path, text, **hierarchical) == {"hcp": 1, "dp": 2}
+    if (
+        "create_all_gather_group"
+        not in inspect.signature(parallel_state.initialize_model_parallel).parameters
+    ):
+        return
+    text = "dp_cp: {max_ctas: 1}\nep_dp: {max_ctas: 2}\n"
+    apart = options_for(tmp_path, text)
+    twins = options_for(tmp_path, text, create_all_gather_group=True)
+    assert twins == apart | {"dp_cp_ag": 1, "expt_dp_ag": 2}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("- dp_cp\n", r"nccl\.yaml: a list at the top"),
+        ("dp_cp\n", r"nccl\.yaml: a str at the top"),
+        ("dp_cp:\n", r"nccl\.yaml: dp_cp is None, not a mapping"),
+        ("dp_cp: 8\n", r"nccl\.yaml: dp_cp is 8, not a mapping"),
+        ("dp_cp: [max_ctas]\n", r"nccl\.yaml: dp_cp is \['max_ctas'\], not a mapping"),
+        ("dp_cp: {1: 2}\n", r"nccl\.yaml: dp_cp has 1; known are"),
+        ("dpcp: {max_ctas: 8}\n", r"nccl\.yaml: 'dpcp' is no communicator"),
+        ("dp_cp: {\n", r"nccl\.yaml can't be read"),
+    ],
+)
+def test_a_malformed_nccl_file_is_refused_by_entry(tmp_path, content, message):
+    with pytest.raises(UnsupportedOptionError, match=message):
+        options_for(tmp_path, content)
+
+
+def test_settings_shared_by_a_yaml_anchor_stay_apart(tmp_path):
+    text = "dp: &same {max_ctas: 8}\ntp: *same\n"
+    nccl = tmp_path / "nccl.yaml"
+    nccl.write_text(text)
+    made = session_arguments(
+        nccl_communicator_config_path=str(nccl), high_priority_stream_groups=["tp"]
+    )
+    assert made["options"] == {
+        "dp": CommunicatorOptions(max_ctas=8),
+        "tp": CommunicatorOptions(max_ctas=8, is_high_priority_stream=True),
+    }
+
+
+@pytest.mark.skipif(core_version() < (0, 19), reason="this core has no rank_offset")
+def test_a_part_of_the_world_is_an_offset_and_a_size():
+    assert session_arguments(rank_offset=4, local_world_size=2)["ranks"] == range(4, 6)
+    assert session_arguments(local_world_size=2)["ranks"] == range(2)
+    with pytest.raises(UnsupportedOptionError, match="rank_offset=4 needs local_world_size"):
+        session_arguments(rank_offset=4)
 
 
 @pytest.mark.parametrize(

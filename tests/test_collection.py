@@ -83,6 +83,17 @@ def test_none_is_refused_where_torch_would_take_it_for_world(pg):
         assert getattr(Collection.from_groups(**{field: None}), field) is None
 
 
+def test_boundaries_without_named_fields_check_every_group(pg):
+    group = dist.new_group([4, 5])
+    part = Collection.from_groups(tp=group)
+    part.require()
+    dist.destroy_process_group(group)
+    with pytest.raises(ForeignGroupError, match=r"tp: .* destroyed"):
+        part.require()
+    with pytest.raises(ForeignGroupError, match="hcp: None is no process group"):
+        Collection.from_groups(hcp=[None])
+
+
 def test_what_is_no_live_group_of_this_rank_is_refused(pg):
     with pytest.raises(ForeignGroupError, match="non-member mark"):
         Collection.from_groups(tp=dist.GroupMember.NON_GROUP_MEMBER)
@@ -229,3 +240,20 @@ def test_fake_collection_refuses_what_it_cannot_play():
 def test_fake_collection_picks_the_smallest_world():
     with fake_collection(tp=2, ep=3, expt_tp=1) as pg:
         assert pg.layout == ParallelLayout(world_size=6, tp=2, ep=3, expt_tp=1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size"),
+    [
+        ({"ep": 2, "optimizer_instances": 2}, 4),
+        ({"cp": 2, "optimizer_instances": 2}, 2),  # the instances divide dp x cp of the dense grid
+        ({"cp": 2, "tp": 2, "expt_tp": 1, "ep": 3, "optimizer_instances": 2}, 12),
+        ({"pp": 2, "tp": 2, "optimizer_instances": 3}, 12),
+    ],
+)
+def test_fake_collection_counts_the_optimizer_instances(sizes, world_size):
+    with fake_collection(**sizes) as pg:
+        assert pg.layout.world_size == world_size
+    for smaller in range(1, world_size):
+        with pytest.raises(LayoutError):
+            ParallelLayout(world_size=smaller, **sizes)

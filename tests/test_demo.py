@@ -10,12 +10,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
-from megapg.demo.job import TrainingResult
+from megapg.demo import ranks
+from megapg.demo.job import GPTRun, TrainingResult
 from megapg.demo.ranks import RankReport, Usage
 from megapg.demo.text import NoTextError, read_text
 from megapg.demo.verdict import judge
 from megapg.megatron import GlobalRead
+from megapg.testing import run_distributed
 
 DEMO = [sys.executable, "-m", "megapg.cli", "demo"]
 SMALL = ["--steps", "3", "--hidden", "32", "--seq-length", "32", "--microbatches", "2"]
@@ -65,9 +68,28 @@ def test_eight_ranks():
         (["--cp", "2"], "TransformerEngine only"),
         (["--tp", "3"], "does not divide by tp=3"),
         (["--ep", "2"], "give --experts"),
-        (["--experts", "3", "--ep", "2"], "--experts 3 does not divide by --ep 2"),
-        (["--hidden", "30"], "--hidden 30 does not divide by --heads 4"),
-        (["--layers", "3", "--pp", "2"], "--layers 3 does not divide by the 2 stages"),
+        (["--experts", "3", "--ep", "2"], "--experts 3 does not divide by --ep 2: 3 = 1 x 2 + 1"),
+        (["--experts", "4", "--ep", "0"], "Invalid value for '--ep'"),
+        (["--experts", "0"], "Invalid value for '--experts'"),
+        (["--hidden", "30"], "--hidden 30 does not divide by --heads 4: 30 = 7 x 4 + 2"),
+        (["--hidden", "12"], "--hidden 12 / --heads 4 = 3: a head's width must be even"),
+        (["--heads", "1"], "--heads 1 does not divide by --tp 2"),
+        (["--layers", "3"], "--layers 3 does not divide by the 2 stages of the pipeline, --pp 2"),
+        (["--layers", "6", "--vpp", "2"], "the 4 stages of the pipeline, --pp 2 x --vpp 2"),
+        (["--vpp", "2", "--microbatches", "3"], "--microbatches 3 does not divide by --pp 2"),
+        (
+            ["--seq-length", "33", "--sequence-parallel"],
+            "--seq-length 33 does not divide by --tp 2, with sequence parallelism",
+        ),
+        (["--seq-length", "33", "--experts", "2"], "--seq-length 33 does not divide by --tp 2"),
+        (
+            ["--world-size", "3", "--tp", "3", "--heads", "3", "--hidden", "48"],
+            "the vocabulary of 256 does not divide by --tp 3",
+        ),
+        (
+            ["--world-size", "3", "--experts", "2", "--expt-tp", "3"],
+            "4 times --hidden, 256 does not divide by --expt-tp 3",
+        ),
         (["--data", "nowhere.txt"], "nowhere.txt"),
     ],
 )
@@ -132,7 +154,38 @@ def test_each_row_of_the_verdict_can_fail():
     for failing, session in spoilt.items():
         rows = judge(session, good, left_over=0)
         assert [index for index, row in enumerate(rows) if not row.held] == [failing]
+    saw_nothing = [report(reads=()), report(reads=())]
+    assert not judge(saw_nothing, good, left_over=0)[3].held
     assert not judge(good, good, left_over=1)[5].held
+
+
+def trains_and_makes_groups(count):
+    """``ranks._trainer`` for a training that makes groups on the way."""
+
+    def train(*_):
+        kept.extend(dist.new_group([0]) for _ in range(count))
+        return report().result
+
+    kept = []
+    return lambda: train
+
+
+def communicators_of(way, count):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "_trainer", trains_and_makes_groups(count))
+        return way(GPTRun(), b"", Path(os.devnull)).communicators
+
+
+def count_both_ways():
+    ways = (ranks.on_a_session, ranks.on_globals)
+    return [[communicators_of(way, count) for count in (0, 2)] for way in ways]
+
+
+def test_communicators_are_counted_at_one_point_of_both_runs():
+    """After training: Megatron-core makes some when it first needs them."""
+    (result,) = run_distributed(count_both_ways, 1, deadline=120)
+    for without, with_two_more in result:
+        assert with_two_more == without + 2
 
 
 def test_text_is_real_and_bounded(tmp_path):

@@ -234,6 +234,17 @@ def test_the_public_names_are_told_alike_to_type_checkers() -> None:
     assert megapg.__all__ == sorted(megapg._HOMES)
 
 
+@pytest.mark.parametrize("name", ["megatron.session_arguments", "testing.run_distributed"])
+def test_import_megapg_alone_reaches_the_parts(name: str) -> None:
+    code = (
+        "import megapg, sys\n"
+        f"assert {name.partition('.')[0]!r} in dir(megapg)\n"
+        "assert not {'torch', 'megatron', 'megapg.megatron', 'megapg.testing'} & set(sys.modules)\n"
+        f"print(megapg.{name}.__name__)"
+    )
+    assert python("-c", code).stdout.strip() == name.partition(".")[2]
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         _ = megapg.no_such_name
@@ -285,7 +296,7 @@ def clone(tmp_path: Path) -> Path:
     """What make needs of a clean clone: nothing is installed yet."""
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     return tmp_path
 
 

@@ -3,10 +3,12 @@
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import time
 from datetime import timedelta
 from functools import partial
 
@@ -258,7 +260,7 @@ def test_a_single_process_needs_no_launcher(monkeypatch, caplog):
         dist.all_reduce(total, group=session.groups.tp)
         assert total.item() == 1.0
         assert session.describe()["communicators"] == {"+".join(sorted_fields(session)): [0]}
-    assert "WORLD's timeout of 0:30:00" in caplog.text
+    assert "time out after 0:30:00 on this session's groups" in caplog.text
     assert not dist.is_initialized()
     session.close()  # closing twice does nothing
     with pytest.raises(SessionError, match="was closed at"):
@@ -281,6 +283,74 @@ def test_live_references_name_the_holder(monkeypatch):
         assert any("Keeper" in line for line in session.live_references())
         del keeper
         assert not any("Keeper" in line for line in session.live_references())
+
+
+def closing_out_of_order():
+    me = int(os.environ["RANK"])
+    actor = megapg.session(tp=2, name="actor", timeout=20)
+    critic = megapg.session(pp=2, name="critic", timeout=20)
+    with pytest.raises(SessionError, match=r"'actor' made WORLD, and 'critic' .* would lose it"):
+        actor.close()
+    dist.all_reduce(torch.ones(1), group=critic.groups.pp)  # unharmed
+    dist.all_reduce(torch.ones(1), group=actor.groups.tp)
+    critic.close()
+    actor.close()
+    assert not dist.is_initialized()
+    return me
+
+
+def test_the_owner_of_world_is_closed_last():
+    assert run_distributed(closing_out_of_order, 2) == [0, 1]
+
+
+def slow_first_use():
+    """Ranks 0 and 1 have closed long before 2 and 3 first use a group that connects lazily."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    me = dist.get_rank()
+    session = megapg.session(tp=2, timeout=1)
+    if me >= 2:
+        time.sleep(5)
+        dist.all_reduce(torch.ones(1), group=session.groups.tp)
+    session.close()
+    dist.barrier()
+    with megapg.session(tp=4, timeout=20) as again:  # which also clears what was left
+        dist.all_reduce(torch.ones(1), group=again.groups.tp)
+    if me == 0:
+        keys = dist.distributed_c10d._get_default_store().list_keys()
+        left = [key for key in keys if "megapg/default/" in key and "/hello/" not in key]
+        assert left == [], left
+    dist.barrier()
+    return True
+
+
+def test_closing_early_does_not_pull_the_rug_from_slow_ranks():
+    assert run_distributed(slow_first_use, 4) == [True] * 4
+
+
+def interrupted(seconds):
+    me = int(os.environ["RANK"])
+    if me == 1:
+        time.sleep(seconds)
+        return 0.0
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(1)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        megapg.session(timeout=60)
+    return time.monotonic() - started
+
+
+def test_ctrl_c_is_felt_while_waiting():
+    assert run_distributed(partial(interrupted, 5), 2)[0] < 3.0
+
+
+def store_timeout():
+    with megapg.session(timeout=7, collective_timeout=timedelta(seconds=99)):
+        return dist.distributed_c10d._get_default_store().timeout.total_seconds()
+
+
+def test_the_start_up_timeout_does_not_outlive_the_start_up():
+    assert run_distributed(store_timeout, 2) == [99.0, 99.0]
 
 
 def static_launch(port, count):

@@ -33,8 +33,15 @@ RUNS = {
     4: [
         replace(SHORT, tp=2, pp=2),
         replace(SHORT, tp=2, ep=2, experts=4, sequence_parallel=True),
+        replace(
+            SHORT, tp=2, ep=2, experts=4, sequence_parallel=True, dispatcher="alltoall", steps=2
+        ),
+        replace(SHORT, pp=2, vpp=2, steps=2),  # and dp=2
     ],
-    8: [replace(SHORT, tp=2, pp=2, steps=2)],
+    8: [
+        replace(SHORT, tp=2, pp=2, steps=2),
+        replace(SHORT, tp=2, pp=2, ep=2, experts=4, sequence_parallel=True, steps=2),
+    ],
 }
 
 

@@ -12,6 +12,7 @@ from megapg.layout import ParallelLayout
 ALL_GATHER_FIELDS = frozenset({"dp_cp_ag", "expt_dp_ag"})
 # Size-1 families of Megatron-core 0.19's GTP with rematerialisation off: "not configured", so None.
 _NOT_CONFIGURED = frozenset({"gtp_remat", "expt_gtp_remat"})
+_DEDICATED = "dedicated:"
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,11 @@ class Recipe:
 
     def lane(self, field: str) -> str:
         """Fields on different lanes never share a communicator."""
-        return f"dedicated:{field}" if field in self.dedicated else self.lanes.get(field, "")
+        base = field.partition(".")[0]  # the levels of hcp go by their field
+        return f"{_DEDICATED}{field}" if base in self.dedicated else self.lanes.get(base, "")
 
     def option(self, field: str) -> CommunicatorOptions:
-        """The options of a field; the levels of ``hcp`` share theirs."""
+        """The options of a field."""
         return self.options.get(field.partition(".")[0], CommunicatorOptions())
 
 
@@ -68,7 +70,10 @@ def communicators(layout: ParallelLayout, recipe: Recipe, rank: int) -> list[Com
     shared: dict[tuple[tuple[int, ...], str, CommunicatorOptions], list[str]] = {}
     for field in created_fields(layout, recipe):
         if ranks := layout.members(field, rank):
-            key = (ranks, recipe.lane(field), recipe.option(field))
+            lane, options = recipe.lane(field), recipe.option(field)
+            if len(ranks) == 1 and not lane.startswith(_DEDICATED):
+                lane, options = "alone", CommunicatorOptions()  # nothing is ever sent
+            key = (ranks, lane, options)
             shared.setdefault(key, []).append(field)
     return [Communicator(tuple(f), ranks, options) for (ranks, _, options), f in shared.items()]
 

@@ -6,10 +6,12 @@ communicator broken. So megapg's own waits go over the key-value store, under me
 1. every rank says *hello*: a nonce, its settings, the generation it proposes;
 2. the first rank, the *leader*, waits for all of them, compares the settings, and gives each one
    the same *verdict*: a namespace that no other meeting ever had, or what is wrong;
-3. every rank answers *ready*, and the leader says *go*.
+3. once it has made what it came for, every rank says *ready*, or what went wrong, and the leader
+   lets all of them *go*, or none.
 
-A stale hello (of a rank that died, or of an earlier session) can't pass: verdicts are addressed to
-nonces, and a nonce is never used twice. The leader keeps the work linear in the number of ranks.
+Verdicts are addressed to nonces, and a nonce is never used twice, so no rank acts on what was meant
+for an earlier meeting. The leader keeps the work linear in the number of ranks. Waiting is polling,
+so that Ctrl-C is felt at once and a rank can look at more than one thing.
 """
 
 from __future__ import annotations
@@ -20,9 +22,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -31,7 +32,6 @@ from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
 # How long beyond its deadline a rank waits for the leader's word: the leader knows more, so its
 # error is the better one. Seconds.
 GRACE = 2.0
-_POLL = 0.005
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,26 @@ class Agreement:
 
 @dataclass(frozen=True)
 class _Hello:
-    """What a rank last said about itself: arrived, live, left (it gave up) or closed."""
+    """What a rank last said about itself.
+
+    Its state is *arrived*, *live* or *closed*; *declined* if it could not even try; *left* if it
+    tried and gave up. ``attempt`` counts its tries, the same number on all ranks that try together.
+    """
 
     state: str
     nonce: str
-    generation: int
-    host: str
-    pid: int
-    settings: dict[str, str]
+    generation: int = 0
+    attempt: int = 0
+    host: str = ""
+    pid: int = 0
+    settings: dict[str, str] | None = None
     why: str = ""
+    namespace: str = ""
+    leftover: Sequence[str] = ()  # namespaces of earlier meetings whose keys still exist
 
     def status(self) -> str:
         match self.state:
-            case "left":
+            case "left" | "declined":
                 return f"gave up: {self.why}"
             case "live":
                 return f"is still in generation {self.generation}"
@@ -76,7 +83,7 @@ class _Verdict:
     namespace: str = ""
     generation: int = 0
     problem: str = ""
-    missing: tuple[int, ...] = ()
+    missing: Sequence[int] = ()
     differences: dict[str, dict[str, str]] | None = None
 
     def check(self) -> None:
@@ -98,19 +105,26 @@ class RollCall:
         name: what the meeting is called, for the keys and the messages.
         rank: this rank.
         ranks: everyone expected, ascending; the first one leads.
+        host: who hosts the store, for the message when it is gone.
     """
 
-    def __init__(self, store: dist.Store, name: str, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        host: str = "the store behind WORLD",
+    ) -> None:
         self._store = dist.PrefixStore(f"megapg/{name}", store)
-        self._name, self._rank, self._ranks = name, rank, ranks
+        self._name, self._rank, self._ranks, self._host = name, rank, ranks, host
         self._leading = rank == ranks[0]
-        self._mine = _Hello("new", secrets.token_hex(8), 0, socket.gethostname(), os.getpid(), {})
-        self._namespace = ""
+        self._mine = _Hello("new", secrets.token_hex(8), host=socket.gethostname(), pid=os.getpid())
 
     # -- meeting -----------------------------------------------------------------------------
 
     def meet(self, settings: Mapping[str, str], *, timeout: float, at_least: int = 1) -> Agreement:
-        """Wait until every rank is here with equal settings.
+        """Wait until every rank is here with equal settings. :meth:`confirm` must follow.
 
         Args:
             settings: must be equal on every rank; the error names the one that is not.
@@ -120,99 +134,166 @@ class RollCall:
         Raises:
             SessionError: the name is open in this process, or the others are in a later generation.
             LayoutMismatchError: settings differ.
-            RendezvousError: a rank did not arrive in time; it is named on every rank that did.
+            RendezvousError: a rank did not arrive in time; it is named on every rank that did. Or
+                the store is gone.
         """
         deadline = time.monotonic() + timeout
+        with self._reaching_the_store():
+            before = self._arrive(dict(settings), at_least)
+            try:
+                verdict = self._lead(before, deadline) if self._leading else self._follow(deadline)
+                verdict.check()
+            except BaseException as error:
+                if self._mine.state != "declined":
+                    self._leave("left", error)
+                raise
+        self._mine = replace(self._mine, namespace=verdict.namespace, generation=verdict.generation)
+        return Agreement(dist.PrefixStore(verdict.namespace, self._store), verdict.generation)
+
+    def confirm(self, problem: BaseException | None, *, timeout: float) -> None:
+        """Tell the others that this rank has made what it came for, or why not.
+
+        Args:
+            problem: what went wrong here, if anything did.
+            timeout: seconds to wait for the others.
+
+        Raises:
+            RendezvousError: another rank failed or is gone; every rank that is there hears of it.
+        """
+        here = self._mine.namespace
+        deadline = time.monotonic() + timeout
+        with self._reaching_the_store():
+            try:
+                said = "" if problem is None else _brief(problem)
+                self._store.set(f"{here}/ready/{self._rank}", said)
+                if self._leading:
+                    ready = [f"{here}/ready/{rank}" for rank in self._ranks]
+                    self._until(lambda: self._store.check(ready), deadline)
+                    problems = self._answers(f"{here}/ready", "did not confirm in time")
+                    self._store.set(f"{here}/go", json.dumps(problems))
+                elif self._until(lambda: self._store.check([f"{here}/go"]), deadline + GRACE):
+                    problems = self._read_problems(f"{here}/go")
+                else:
+                    problems = {self._ranks[0]: "did not answer in time"}
+                if problems and problem is None:
+                    raise RendezvousError(self._failure(problems), sorted(problems))
+            except BaseException as error:
+                self._leave("left", error)
+                raise
+            if problem is None:
+                self._say(state="live")
+            else:
+                self._leave("left", problem)
+
+    def decline(self, error: BaseException) -> None:
+        """Say that this rank can't even come, and why, so that nobody waits for it."""
+        with contextlib.suppress(dist.DistError):
+            before = self._hello(self._rank)
+            if before is None or before.state != "live":  # an open session's hello stays
+                self._begin("declined", before, why=_brief(error))
+
+    def _arrive(self, settings: dict[str, str], at_least: int) -> _Hello | None:
         before = self._hello(self._rank)
         if before and before.state == "live" and before.pid == os.getpid():
             raise SessionError(
                 f"{self._name!r} is already open in this process (generation "
                 f"{before.generation}). Close it first, or give this one another name=."
             )
-        proposal = max(at_least, before.generation + 1 if before else 1)
-        self._say(state="arrived", generation=proposal, settings=dict(settings))
-        try:
-            verdict = self._lead(deadline) if self._leading else self._follow(deadline)
-            verdict.check()
-            self._namespace = verdict.namespace
-            self._confirm(deadline)
-        except BaseException as error:
-            # Best effort: the store may be what failed.
-            with contextlib.suppress(RuntimeError):
-                self._say(state="left", generation=proposal - 1, why=_brief(error))
-            raise
-        self._say(state="live", generation=verdict.generation)
-        return Agreement(dist.PrefixStore(verdict.namespace, self._store), verdict.generation)
+        last = before.generation if before else 0
+        self._begin("arrived", before, generation=max(at_least, last + 1), settings=settings)
+        return before
 
-    def _lead(self, deadline: float) -> _Verdict:
+    def _begin(self, state: str, before: _Hello | None, **changes: object) -> None:
+        leftover: list[str] = []
+        if before is not None:
+            leftover = [*before.leftover, *filter(None, [before.namespace])]
+            changes = {"generation": before.generation, **changes}
+        attempt = before.attempt + 1 if before else 1
+        self._say(state=state, attempt=attempt, leftover=leftover, **changes)
+
+    def _leave(self, state: str, error: BaseException) -> None:
+        with contextlib.suppress(dist.DistError):  # the store may be what failed
+            self._say(state=state, generation=self._mine.generation - 1, why=_brief(error))
+
+    def _lead(self, before: _Hello | None, deadline: float) -> _Verdict:
         hellos = self._gather(deadline)
         arrived = {r: h for r, h in hellos.items() if h is not None and h.state == "arrived"}
         if len(arrived) < len(self._ranks):
-            missing = _missing(hellos)
+            missing = self._missing(hellos)
             verdict = _Verdict(problem=self._absence(missing, hellos), missing=missing)
+            if any(self._has_declined(hellos[rank]) for rank in missing):
+                # Whoever arrives from now on need not wait either.
+                self._leave("declined", RendezvousError(verdict.problem))
         elif differences := _differences(arrived):
             verdict = _Verdict(problem=_mismatch(self._name, differences), differences=differences)
         else:
             highest = max(hello.generation for hello in arrived.values())
             verdict = _Verdict(namespace=secrets.token_hex(8), generation=highest)
-        for hello in arrived.values():
-            self._store.set(f"verdict/{hello.nonce}", json.dumps(asdict(verdict)))
-        return self._verdict()
+            if self._mine.leftover or (before and before.state != "closed"):
+                # Everyone has come back, so nobody can be in an earlier meeting any more.
+                self._forget([*self._mine.leftover, "verdict"])
+                self._say(leftover=[])
+        for rank, hello in arrived.items():
+            if rank != self._rank:
+                self._store.set(f"verdict/{hello.nonce}", json.dumps(asdict(verdict)))
+        return verdict
 
     def _gather(self, deadline: float) -> dict[int, _Hello | None]:
         """Everyone's hello; of a rank that is not here by the deadline, what it last said."""
         hellos: dict[int, _Hello | None] = dict.fromkeys(self._ranks)
         waiting = list(self._ranks)
-        while waiting:
+
+        def all_here_or_hopeless() -> bool:
+            nonlocal waiting
             for rank in waiting:
-                hellos[rank] = self._hello(rank)
-                self._refuse_if_behind(rank, hellos[rank])
+                hellos[rank] = hello = self._hello(rank)
+                self._refuse_if_behind(rank, hello)
+                if hello and self._store.check([f"verdict/{hello.nonce}"]):
+                    hellos[rank] = replace(hello, state="left")  # it has only not read that yet
             waiting = [r for r in waiting if (h := hellos[r]) is None or h.state != "arrived"]
-            if time.monotonic() > deadline:
-                break
-            time.sleep(_POLL if waiting else 0)
+            return not waiting or any(self._has_declined(hellos[rank]) for rank in waiting)
+
+        self._until(all_here_or_hopeless, deadline)
         return hellos
 
     def _follow(self, deadline: float) -> _Verdict:
-        leader = self._ranks[0]
-        self._refuse_if_behind(leader, self._hello(leader))
-        if not self._wait([f"verdict/{self._mine.nonce}"], deadline + GRACE):
+        leader, key = self._ranks[0], f"verdict/{self._mine.nonce}"
+
+        def answered_or_hopeless() -> bool:
+            if self._store.check([key]):
+                return True
+            hello = self._hello(leader)
+            self._refuse_if_behind(leader, hello)
+            return self._has_declined(hello)
+
+        self._until(answered_or_hopeless, deadline + GRACE)
+        if not self._store.check([key]):
             hellos = {rank: self._hello(rank) for rank in self._ranks}
-            missing = _missing(hellos) or (leader,)
+            missing = self._missing(hellos) or (leader,)
             raise RendezvousError(self._absence(missing, hellos), missing)
-        return self._verdict()
+        return _Verdict(**json.loads(self._store.get(key)))
 
-    def _verdict(self) -> _Verdict:
-        key = f"verdict/{self._mine.nonce}"
-        verdict = _Verdict(**json.loads(self._store.get(key)))
-        self._store.delete_key(key)
-        return replace(verdict, missing=tuple(verdict.missing))
-
-    def _confirm(self, deadline: float) -> None:
-        self._store.set(f"{self._namespace}/ready/{self._rank}", "")
-        go = f"{self._namespace}/go"
-        if self._leading:
-            absent = self._wait_each(lambda rank: f"{self._namespace}/ready/{rank}", deadline)
-            self._store.set(go, ",".join(map(str, absent)))
-        elif not self._wait([go], deadline + GRACE):
-            absent = [self._ranks[0]]
-            raise RendezvousError(self._absence(absent, {}), absent)
-        else:
-            absent = [int(rank) for rank in self._store.get(go).decode().split(",") if rank]
-        if absent:
-            raise RendezvousError(
-                self._absence(absent, {rank: self._hello(rank) for rank in absent}), absent
-            )
+    def _has_declined(self, hello: _Hello | None) -> bool:
+        """Whether the rank won't come to this very attempt; it may have failed an earlier one."""
+        return (
+            hello is not None and hello.state == "declined" and hello.attempt == self._mine.attempt
+        )
 
     def _refuse_if_behind(self, rank: int, hello: _Hello | None) -> None:
-        if rank != self._rank and hello and hello.state == "live":
-            ours = self._mine.generation
-            if hello.generation >= ours:
-                raise SessionError(
-                    f"{self._name!r}: rank {self._rank} would open generation {ours}, but rank "
-                    f"{rank} on {hello.host} is live in generation {hello.generation}. Close it on "
-                    "every rank and open it again together."
-                )
+        ours = self._mine.generation
+        if rank != self._rank and hello and hello.state == "live" and hello.generation >= ours:
+            raise SessionError(
+                f"{self._name!r}: rank {self._rank} would open generation {ours}, but rank "
+                f"{rank} on {hello.host} is live in generation {hello.generation}. Close it on "
+                "every rank and open it again together."
+            )
+
+    def _missing(self, hellos: Mapping[int, _Hello | None]) -> tuple[int, ...]:
+        """The ranks to blame: those that declined, else those that never came, else that left."""
+        gone = {r: h for r, h in hellos.items() if h is None or h.state != "arrived"}
+        declined = tuple(rank for rank, hello in gone.items() if self._has_declined(hello))
+        never = tuple(r for r, h in gone.items() if h is None or h.state in ("live", "closed"))
+        return declined or never or tuple(gone)
 
     def _absence(self, missing: Sequence[int], hellos: Mapping[int, _Hello | None]) -> str:
         lines = [
@@ -227,9 +308,16 @@ class RollCall:
             "ranks, or raise timeout= if they are only slow to start."
         )
 
+    def _failure(self, problems: Mapping[int, str]) -> str:
+        lines = "; ".join(f"rank {rank}: {text}" for rank, text in list(problems.items())[:8])
+        return (
+            f"{self._name!r}: all ranks came, but not all could open: {lines}. Nothing stays open; "
+            "look at the logs of those ranks."
+        )
+
     # -- parting -----------------------------------------------------------------------------
 
-    def part(self, problem: str | None, *, timeout: float) -> dict[int, str]:
+    def part(self, problem: BaseException | None, *, timeout: float) -> dict[int, str]:
         """Tell the others how this rank ended, and hear how they did.
 
         Args:
@@ -240,49 +328,42 @@ class RollCall:
             rank -> what went wrong there, a rank that did not answer in time included. Empty
             means that every rank is well and knows that every rank is.
         """
-        bye = f"{self._namespace}/bye"
+        bye = f"{self._mine.namespace}/bye"
+        deadline = time.monotonic() + timeout
         try:
-            self._store.set(f"{bye}/{self._rank}", problem or "")
+            self._store.set(f"{bye}/{self._rank}", "" if problem is None else _brief(problem))
             if problem is not None:
+                problems = {self._rank: _brief(problem)}
                 if self._leading:
-                    self._store.set(f"{bye}/all", json.dumps({self._rank: problem}))
-                return {self._rank: problem}
-            deadline = time.monotonic() + timeout
-            if self._leading:
-                return self._dismiss(bye, deadline)
-            if not self._wait([f"{bye}/all"], deadline + GRACE):
-                return {self._ranks[0]: "did not answer"}
-            answer = json.loads(self._store.get(f"{bye}/all"))
-            self._say(state="closed")  # before the leader may go, and the store with it
-            self._store.set(f"{bye}/heard/{self._rank}", "")
-            return {int(rank): text for rank, text in answer.items()}
+                    self._store.set(f"{bye}/all", json.dumps(problems))
+            elif self._leading:
+                problems = self._dismiss(bye, deadline)
+            elif self._until(lambda: self._store.check([f"{bye}/all"]), deadline + GRACE):
+                problems = self._read_problems(f"{bye}/all")
+                self._say(state="closed")  # before the leader may go, and the store with it
+                self._store.set(f"{bye}/heard/{self._rank}", "")
+                return problems
+            else:
+                problems = {self._ranks[0]: "did not answer"}
+                self._store.set(f"{bye}/{self._rank}", "gave up waiting for the others to close")
+            self._say(state="closed")
         except dist.DistError as error:
-            return {self._ranks[0]: f"the store is gone: {_brief(error)}"}
-        finally:
-            if self._mine.state != "closed":
-                with contextlib.suppress(RuntimeError):
-                    self._say(state="closed")
-
-    def _dismiss(self, bye: str, deadline: float) -> dict[int, str]:
-        silent = self._wait_each(lambda rank: f"{bye}/{rank}", deadline)
-        problems = dict.fromkeys(silent, "did not answer")
-        for rank in self._ranks:
-            if rank not in problems and (text := self._store.get(f"{bye}/{rank}").decode()):
-                problems[rank] = text
-        self._store.set(f"{bye}/all", json.dumps(problems))
-        # Whoever hosts the store may exit next: not before the others have heard.
-        others = [rank for rank in self._ranks[1:] if rank not in problems]
-        self._wait_each(lambda rank: f"{bye}/heard/{rank}", deadline + GRACE, others)
-        self._forget()
+            return {self._ranks[0]: f"{self._host} is gone: {_brief(error)}"}
         return problems
 
-    def _forget(self) -> None:
-        """Delete the keys of this meeting, those that communicators left in its store included."""
-        inside = f"{self._namespace}/"
-        for key in self._store.list_keys():
-            _, found, rest = key.partition(inside)
-            if found:
-                self._store.delete_key(inside + rest)
+    def _dismiss(self, bye: str, deadline: float) -> dict[int, str]:
+        everyone = [f"{bye}/{rank}" for rank in self._ranks]
+        self._until(lambda: self._store.check(everyone), deadline)
+        problems = self._answers(bye, "did not answer")
+        self._store.set(f"{bye}/all", json.dumps(problems))
+        if problems:
+            return problems  # some may still be at work: their keys are left to the next meeting
+        # Whoever hosts the store may exit next: not before the others have heard.
+        heard = [f"{bye}/heard/{rank}" for rank in self._ranks[1:]]
+        if not heard or self._until(lambda: self._store.check(heard), deadline + GRACE):
+            self._forget([self._mine.namespace, "verdict"])
+            self._say(namespace="")
+        return problems
 
     # -- the store ---------------------------------------------------------------------------
 
@@ -294,38 +375,58 @@ class RollCall:
         key = f"hello/{rank}"
         return _Hello(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
-    def _wait(self, keys: list[str], deadline: float) -> bool:
-        """Whether the keys exist by the deadline."""
-        left = max(deadline - time.monotonic(), 0.001)
+    def _answers(self, prefix: str, silence: str) -> dict[int, str]:
+        """rank -> what it said went wrong, or ``silence`` where it said nothing at all."""
+        problems = {}
+        for rank in self._ranks:
+            key = f"{prefix}/{rank}"
+            said = self._store.get(key).decode() if self._store.check([key]) else silence
+            if said:
+                problems[rank] = said
+        return problems
+
+    def _read_problems(self, key: str) -> dict[int, str]:
+        return {int(rank): text for rank, text in json.loads(self._store.get(key)).items()}
+
+    def _forget(self, folders: Collection[str]) -> None:
+        """Delete the keys inside these folders, those that communicators left there included."""
         try:
-            self._store.wait(keys, timedelta(seconds=left))
-        except dist.DistStoreError:
-            return False
+            keys = self._store.list_keys()
+        except RuntimeError:  # a store that can't list, such as a file
+            return
+        for key in keys:
+            if key.partition("/")[0] in folders:
+                self._store.delete_key(key)
+
+    def _until(self, done: Callable[[], bool], deadline: float) -> bool:
+        """Whether it was done by the deadline. Sleeps longer in large jobs, to spare the store."""
+        longest = 0.05 + len(self._ranks) / 20_000
+        pause = 0.001
+        while not done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, longest)
         return True
 
-    def _wait_each(
-        self, key: Callable[[int], str], deadline: float, ranks: Iterable[int] | None = None
-    ) -> list[int]:
-        """The ranks whose key does not exist by the deadline."""
-        expected = list(self._ranks if ranks is None else ranks)
-        if not expected or self._wait([key(rank) for rank in expected], deadline):
-            return []
-        return [rank for rank in expected if not self._store.check([key(rank)])]
-
-
-def _missing(hellos: Mapping[int, _Hello | None]) -> tuple[int, ...]:
-    """The ranks that are not here; those that only gave up waiting are not to blame."""
-    gone = {r: h for r, h in hellos.items() if h is None or h.state != "arrived"}
-    never = tuple(rank for rank, hello in gone.items() if hello is None or hello.state != "left")
-    return never or tuple(gone)
+    @contextlib.contextmanager
+    def _reaching_the_store(self) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistError as error:
+            raise RendezvousError(
+                f"{self._name!r}: {self._host} is gone ({_brief(error)}). Whoever hosts it died or "
+                "was stopped; look at its log."
+            ) from error
 
 
 def _differences(hellos: Mapping[int, _Hello]) -> dict[str, dict[str, str]]:
     """setting -> {rank: value} for every setting that is not the same on all ranks."""
-    names = {name for hello in hellos.values() for name in hello.settings}
+    names = {name for hello in hellos.values() for name in hello.settings or {}}
     found = {}
     for name in sorted(names):
-        values = {str(r): hello.settings.get(name, "not set") for r, hello in hellos.items()}
+        values = {str(r): (h.settings or {}).get(name, "not set") for r, h in hellos.items()}
         if len(set(values.values())) > 1:
             found[name] = values
     return found

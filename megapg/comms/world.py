@@ -7,6 +7,7 @@ object it made, so what a caller set up, or put in its place since, is never tou
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -61,6 +62,24 @@ class World:
         """Whether WORLD is tied to one device: then torch splits every group from it, together."""
         return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
 
+    def sessions(self) -> list[str]:
+        """Names of the sessions that this rank has open on WORLD."""
+        key = f"megapg/sessions/{self.rank}"
+        found: list[str] = json.loads(self.store.get(key)) if self.store.check([key]) else []
+        return found
+
+    def enter(self, name: str) -> None:
+        """Note that a session is open on WORLD."""
+        self._note([*self.sessions(), name])
+
+    def leave(self, name: str) -> None:
+        """Note that it is not any more."""
+        with contextlib.suppress(dist.DistError):  # WORLD's store may be gone by then
+            self._note([other for other in self.sessions() if other != name])
+
+    def _note(self, names: list[str]) -> None:
+        self.store.set(f"megapg/sessions/{self.rank}", json.dumps(names))
+
     def close(self, *, abort: bool, timeout: float) -> None:
         """Destroy WORLD if it is ours; leave it alone if it is not.
 
@@ -71,7 +90,8 @@ class World:
         if self._made is None:
             return
         if self._roll_call is not None:
-            self._roll_call.part("aborted" if abort else None, timeout=timeout)
+            problem = RendezvousError("aborted") if abort else None
+            self._roll_call.part(problem, timeout=timeout)
         if self.ours:
             if abort:
                 c10d._abort_process_group()
@@ -113,21 +133,33 @@ def found(*, backend: str | None, timeout: float, collective_timeout: timedelta 
     row = backend_for(chosen)
     launch = detect()
     store = _meeting_place(launch, timeout)
-    roll_call = RollCall(store, "WORLD", launch.rank, range(launch.world_size))
+    host = "the launcher's store" if launch.hosted else "the store that rank 0 hosts"
+    roll_call = RollCall(store, "WORLD", launch.rank, range(launch.world_size), host)
     agreement = roll_call.meet({"backend": chosen}, timeout=timeout)
-    if "nccl" in chosen:
-        torch.cuda.set_device(launch.local_rank)  # before init: NCCL takes the current device
-    with scoped_environment(row.creation_environment):
-        dist.init_process_group(
-            chosen,
-            store=agreement.store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=collective_timeout,
-        )
-    world = adopt()
-    world.generation, world._roll_call = agreement.generation, roll_call
-    world._made = dist.group.WORLD
+    made: dist.ProcessGroup | None = None
+    try:
+        if "nccl" in chosen:
+            torch.cuda.set_device(launch.local_rank)  # before init: NCCL takes the current device
+        with scoped_environment(row.creation_environment):
+            dist.init_process_group(
+                chosen,
+                store=agreement.store,
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=collective_timeout,
+            )
+        made = dist.group.WORLD
+        world = adopt()
+        # Backends read keys under the store's own timeout, and may first do so much later.
+        store.set_timeout(world.timeout)
+        roll_call.confirm(None, timeout=timeout)
+    except BaseException as error:
+        if made is not None and dist.group.WORLD is made:
+            dist.destroy_process_group()
+        else:
+            roll_call.confirm(error, timeout=timeout)
+        raise
+    world.generation, world._roll_call, world._made = agreement.generation, roll_call, made
     return world
 
 
@@ -167,6 +199,7 @@ def _meeting_place(launch: Launch, timeout: float) -> dist.Store:
         return dist.HashStore()
     place = (launch.address, launch.port)
     if place not in _MEETING_PLACES:
+        # One connection a process; what a launcher starts again meets apart from the dead.
         hosting = launch.rank == 0 and not launch.hosted
         try:
             _MEETING_PLACES[place] = _connect(launch, hosting, timeout)
@@ -183,7 +216,7 @@ def _meeting_place(launch: Launch, timeout: float) -> dist.Store:
                 ),
                 () if hosting else (0,),
             ) from error
-    return _MEETING_PLACES[place]
+    return dist.PrefixStore(f"megapg/attempt {launch.attempt}", _MEETING_PLACES[place])
 
 
 def _connect(launch: Launch, hosting: bool, timeout: float) -> dist.Store:

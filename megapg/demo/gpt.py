@@ -33,10 +33,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from megapg.collection import ProcessGroup, ProcessGroupCollection
-from megapg.demo.job import GPTRun, TrainingResult
-from megapg.megatron import parallel_state, to_megatron
-
-VOCABULARY = 256  # a token is one byte of the text
+from megapg.demo.job import VOCABULARY, GPTRun, TrainingResult
+from megapg.megatron import parallel_state, schedule_collection
 
 
 def train(
@@ -211,8 +209,7 @@ def _schedule(
     else:
         forward_backward = get_forward_backward_func(pp_size=run.pp, vp_size=run.vpp)
         groups = {
-            # From 0.17 on the schedule without interleaving takes the core's own class only.
-            "pg_collection": to_megatron(pg_collection),
+            "pg_collection": schedule_collection(pg_collection),
             "p2p_communicator": P2PCommunicator(pg_collection.pp, chunks[0].config),
         }
     return partial(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+VOCABULARY = 256  # a token is one byte of the text
+
 
 @dataclass(frozen=True)
 class GPTRun:

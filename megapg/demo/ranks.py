@@ -83,9 +83,9 @@ def on_globals(run: GPTRun, text: bytes, progress: Path) -> RankReport:
         expert_tensor_parallel_size=run.expt_tp,
         create_gloo_process_groups=False,
     )
-    communicators = _registered() - 1
     with megatron_on_cpu():
         result = train(run, text, None, _reporter(progress, dist.get_rank()))
+    communicators = _registered() - 1  # after training, as on a session
     parallel_state.destroy_model_parallel()
     gc.collect()
     after = _usage()

@@ -90,7 +90,7 @@ def _answers(session: Sequence[RankReport]) -> Row:
     total = sum(read.count for read in reads)
     return Row(
         "what Megatron still read from globals came from this session",
-        not other,
+        not other and total > 0,  # Megatron does read some: no reads are a trace that saw nothing
         f"{total:,} reads from {len(reads)} places, listed above"
         + (f"; answered by {', '.join(sorted(other))}" if other else ""),
     )

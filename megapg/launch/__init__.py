@@ -23,6 +23,7 @@ class Launch:
         address: host where the ranks meet; empty for a process alone.
         port: TCP port there.
         hosted: the launcher runs the store, so that no rank has to.
+        attempt: how often the launcher has started this job again, from 0.
     """
 
     launcher: str
@@ -32,6 +33,7 @@ class Launch:
     address: str = ""
     port: int = 0
     hosted: bool = False
+    attempt: int = 0
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Launch:
@@ -56,6 +58,7 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch:
         address=environment["MASTER_ADDR"],
         port=_number(environment, "MASTER_PORT"),
         hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", default="0"),
     )
     if not 0 <= launch.rank < launch.world_size:
         raise LaunchError(f"RANK={launch.rank} is not within WORLD_SIZE={launch.world_size}.")

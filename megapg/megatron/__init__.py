@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megapg.megatron.adapter import from_megatron, from_parallel_state, to_megatron
+from megapg.megatron.adapter import (
+    from_megatron,
+    from_parallel_state,
+    schedule_collection,
+    to_megatron,
+)
 from megapg.megatron.arguments import session_arguments
 from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.publish import published
@@ -27,6 +32,7 @@ __all__ = [
     "from_parallel_state",
     "parallel_state",
     "published",
+    "schedule_collection",
     "session_arguments",
     "to_megatron",
     "trace_global_reads",

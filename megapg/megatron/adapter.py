@@ -11,9 +11,10 @@ from megapg.megatron.core import (
     MegatronCollection,
     collection_class,
     collection_fields,
+    core_version,
     parallel_state_module,
 )
-from megapg.megatron.tables import GROUP_GLOBALS
+from megapg.megatron.tables import GROUP_GLOBALS, SCHEDULE_TESTS_CLASS
 
 
 def to_megatron(pg: ProcessGroupCollection) -> MegatronCollection:
@@ -34,6 +35,21 @@ def to_megatron(pg: ProcessGroupCollection) -> MegatronCollection:
         if field in known
     }
     return collection_class()(**values)
+
+
+def schedule_collection(
+    pg: ProcessGroupCollection,
+) -> ProcessGroupCollection | MegatronCollection:
+    """``pg`` in the form that the installed core's pipeline schedules take as ``pg_collection``.
+
+    That is ``pg`` itself where they don't test its class, else :func:`to_megatron` of it.
+
+    Raises:
+        StaleGroupError: the session behind ``pg`` has ended.
+    """
+    if core_version() >= SCHEDULE_TESTS_CLASS:
+        return to_megatron(pg)
+    return pg.require(owner="schedule_collection()")
 
 
 def from_megatron(collection: MegatronCollection) -> ProcessGroupCollection:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from megapg.comms.options import CommunicatorOptions
+from megapg.comms.plan import ALL_GATHER_FIELDS
 from megapg.errors import UnsupportedOptionError
 from megapg.layout import EmbeddingRanks
 from megapg.megatron.core import parallel_state_module
-from megapg.megatron.tables import NCCL_NAMES
+from megapg.megatron.tables import NCCL_NAMES, NCCL_NAMES_OF_ONE_INSTANCE
 
 
 class SessionArguments(TypedDict, total=False):
@@ -102,27 +103,60 @@ def session_arguments(**arguments: object) -> SessionArguments:
             given[name] = value
     if "hierarchical_context_parallel_sizes" in given:
         made["hierarchical_cp"] = tuple(given["hierarchical_context_parallel_sizes"])
-    if "distributed_timeout_minutes" in given:
-        made["collective_timeout"] = timedelta(minutes=given["distributed_timeout_minutes"])
+    # Also where it was not given: a session's own default is WORLD's timeout, not Megatron's.
+    minutes = given.get("distributed_timeout_minutes", defaults["distributed_timeout_minutes"])
+    made["collective_timeout"] = timedelta(minutes=minutes)
     if "local_world_size" in given:
         first = given.get("rank_offset", 0)
         made["ranks"] = range(first, first + given["local_world_size"])
-    if options := _options(
+    elif "rank_offset" in given:
+        raise UnsupportedOptionError(
+            f"rank_offset={given['rank_offset']!r} needs local_world_size: a session lives on a "
+            "known set of ranks."
+        )
+    settings = _settings(
         given.get("nccl_communicator_config_path"), given.get("high_priority_stream_groups", ())
-    ):
+    )
+    if options := _options(settings, made):
         made["options"] = options
     return cast(SessionArguments, made)
 
 
-def _options(path: str | None, high_priority: Sequence[str]) -> dict[str, CommunicatorOptions]:
+def _settings(path: str | None, high_priority: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Megatron's name of a communicator -> its settings."""
     settings = _read_nccl_file(Path(path)) if path else {}
     for name in high_priority:
-        for field in _fields_of(name, "high_priority_stream_groups"):
-            settings.setdefault(field, {})["is_high_priority_stream"] = True
-    return {field: CommunicatorOptions(**values) for field, values in settings.items()}
+        _check_name(name, "high_priority_stream_groups")
+        settings.setdefault(name, {})["is_high_priority_stream"] = True
+    return settings
 
 
-def _defaults() -> dict[str, object]:
+def _options(
+    settings: Mapping[str, dict[str, Any]], made: Mapping[str, object]
+) -> dict[str, CommunicatorOptions]:
+    """The options by field, for the fields that a session with the arguments ``made`` makes.
+
+    It refuses options for any other field, where Megatron ignores them.
+    """
+    names = dict(NCCL_NAMES)
+    left_out: set[str] = set()
+    if not made.get("hierarchical_cp"):
+        left_out |= {"hcp"}
+    if not made.get("all_gather_groups"):
+        left_out |= ALL_GATHER_FIELDS
+    if "optimizer_instances" not in made:
+        left_out |= {"inter_dist_opt"}
+        for name, whole in NCCL_NAMES_OF_ONE_INSTANCE.items():
+            names[whole] += names.pop(name)
+    return {
+        field: CommunicatorOptions(**values)
+        for name, values in settings.items()
+        for field in names.get(name, ())
+        if field not in left_out
+    }
+
+
+def _defaults() -> dict[str, Any]:
     initialise: Callable[..., None] = parallel_state_module().initialize_model_parallel
     parameters = inspect.signature(initialise).parameters
     return {name: parameter.default for name, parameter in parameters.items()}
@@ -136,25 +170,34 @@ def _read_nccl_file(path: Path) -> dict[str, dict[str, Any]]:
             f"{path} is YAML, which needs PyYAML: pip install 'megapg[nccl-config]'."
         ) from error
     try:
-        content = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UnsupportedOptionError(f"NCCL configuration {path} can't be read: {error}") from error
+    if content is None:  # an empty file
+        return {}
+    if not isinstance(content, dict):
+        raise UnsupportedOptionError(
+            f"{path}: a {type(content).__name__} at the top; an NCCL configuration maps names of "
+            "communicators to their settings, as in `dp_cp: {max_ctas: 8}`."
+        )
     known = set(CommunicatorOptions.__dataclass_fields__)
-    options: dict[str, dict[str, Any]] = {}
     for name, settings in content.items():
+        _check_name(name, str(path))
+        if not isinstance(settings, dict):
+            raise UnsupportedOptionError(
+                f"{path}: {name} is {settings!r}, not a mapping of settings such as "
+                f"`{name}: {{max_ctas: 8}}`."
+            )
         if unknown := set(settings) - known:
             raise UnsupportedOptionError(
-                f"{path}: {name} has {', '.join(sorted(unknown))}; known are "
+                f"{path}: {name} has {', '.join(sorted(map(str, unknown)))}; known are "
                 f"{', '.join(sorted(known))}."
             )
-        for field in _fields_of(name, str(path)):
-            options[field] = dict(settings)
-    return options
+    return {name: dict(settings) for name, settings in content.items()}
 
 
-def _fields_of(name: str, where: str) -> tuple[str, ...]:
+def _check_name(name: str, where: str) -> None:
     if name not in NCCL_NAMES:
         raise UnsupportedOptionError(
             f"{where}: {name!r} is no communicator; known are {', '.join(sorted(NCCL_NAMES))}."
         )
-    return NCCL_NAMES[name]

@@ -31,7 +31,9 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
     """For the duration of the block every getter of ``parallel_state`` answers from ``pg``.
 
     Blocks nest; on exit, also after an exception, all of the module's state is what it was. A
-    field that ``pg`` lacks is None in the globals, so its getter says "not initialized".
+    field that ``pg`` lacks is None in the globals, so its getter says "not initialized". The
+    virtual pipeline's size and rank come from the layout; a collection of borrowed groups has
+    none, and leaves them as they are.
 
     Raises:
         StaleGroupError: the session behind ``pg`` has ended.
@@ -59,7 +61,10 @@ def _answers(pg: ProcessGroupCollection, before: dict[str, object]) -> dict[str,
         answers[name] = list(pg.ranks(field)) if groups.get(field) is not None else None
     answers[HYBRID_GROUPS] = {}
     answers[MEMORY_BUFFER] = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer()
-    if pg.layout is not None and pg.layout.vpp is not None:
+    if pg.layout is None:  # borrowed groups don't say, so what the globals say stands
+        for name in (VIRTUAL_PIPELINE_SIZE, VIRTUAL_PIPELINE_RANK):
+            answers[name] = before.get(name)
+    elif pg.layout.vpp is not None:
         answers[VIRTUAL_PIPELINE_SIZE] = pg.layout.vpp
         answers[VIRTUAL_PIPELINE_RANK] = 0
     return {name: value for name, value in answers.items() if name in before}

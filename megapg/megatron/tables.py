@@ -9,6 +9,10 @@ from collections.abc import Mapping
 
 OLDEST_CORE = (0, 16)
 
+# The first version whose pipelined schedule (pipeline_parallel/schedules.py) takes instances of the
+# core's own collection class only.
+SCHEDULE_TESTS_CLASS = (0, 17)
+
 # private global of parallel_state -> collection field. Where several globals hold one field (the
 # GTP aliases of 0.19 with rematerialisation off), the first is the one it is read back from.
 GROUP_GLOBALS: Mapping[str, str] = {
@@ -90,18 +94,24 @@ GETTER_FIELDS: Mapping[str, str] = {
 }
 GETTER_SUFFIXES = ("_group", "_groups", "_rank", "_world_size", "_global_ranks", "_src_rank")
 
-# Name of a communicator in Megatron's NCCL configuration file -> the fields that it configures.
+# Name of a communicator in Megatron's NCCL configuration file -> the fields that it configures:
+# also those that are the same ranks while rematerialisation is off, so that they go on sharing it.
 NCCL_NAMES: Mapping[str, tuple[str, ...]] = {
     **{
         name: (name,)
         for name in ("tp", "pp", "mp", "cp", "tp_cp", "tp_dp", "tp_dp_cp", "embd", "pos_embd")
     },
-    **{name: (name,) for name in ("dp", "hcp", "intra_dp_cp", "ep", "tp_ep_pp")},
-    "dp_cp": ("dp_cp", "dp_cp_ag"),
+    **{name: (name,) for name in ("dp", "hcp", "intra_dp_cp", "ep")},
+    "dp_cp": ("dp_cp", "dp_cp_ag", "dp_cp_gtp_remat"),
     "ep_tp": ("expt_tp",),
     "tp_ep_mp": ("tp_ep",),
-    "ep_dp": ("expt_dp", "expt_dp_ag"),
+    "tp_ep_pp": ("tp_ep_pp", "tp_ep_pp_with_egtp_remat"),
+    "ep_dp": ("expt_dp", "expt_dp_ag", "expt_dp_gtp_remat"),
     "intra_ep_dp": ("intra_expt_dp",),
     "inter_ep_dp": ("inter_dist_opt",),
     "intra_dist_opt_instance": ("intra_dist_opt",),
 }
+
+# With one optimizer instance Megatron makes no communicator for the first name: the group is the
+# one of the second.
+NCCL_NAMES_OF_ONE_INSTANCE: Mapping[str, str] = {"intra_dp_cp": "dp_cp", "intra_ep_dp": "ep_dp"}

@@ -14,12 +14,13 @@ from megapg.megatron.core import parallel_state_module
 from megapg.megatron.tables import GETTER_FIELDS, GETTER_SUFFIXES
 
 if TYPE_CHECKING:
-    from types import CodeType, FrameType
+    from types import CodeType, FrameType, ModuleType
 
     from megapg.collection import ProcessGroupCollection
 
 _HOOK = "__megapg_read__"
 _UNANSWERED = "nothing: not initialised"
+_installing = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -68,36 +69,74 @@ def trace_global_reads(**known: ProcessGroupCollection) -> Iterator[Trace]:
     """Record every call of a ``parallel_state`` getter while the block runs, in all threads.
 
     The getters themselves are made to report, so names bound by ``from ... import`` long before
-    are seen as well; on exit each getter is exactly what it was.
+    are seen as well; on exit each getter is exactly what it was. Traces may overlap, and end in
+    any order: each records what happens while it runs.
 
     Args:
         **known: collections by name, to say which of them the globals held at each read.
     """
     module = parallel_state_module()
-    state = vars(module)
-    trace = Trace()
-    originals: dict[str, FunctionType] = {}
-
-    def read(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        caller = sys._getframe(2)
-        if caller.f_globals is not state:  # a getter that calls a getter is one read
-            trace._add(_describe(name, caller, state, known))
-        return originals[name](*args, **kwargs)
-
-    swapped: list[tuple[FunctionType, CodeType]] = []
-    for name, function in list(state.items()):
-        if isinstance(function, FunctionType) and _is_getter(name, function, module.__name__):
-            originals[name] = _twin(function)
-            swapped.append((function, function.__code__))
-    state[_HOOK] = read
+    mine = _Listener(known)
+    with _installing:
+        hook = vars(module).get(_HOOK)
+        if hook is None:
+            hook = _Hook(module)
+            hook.install()
+        hook.listeners = (*hook.listeners, mine)
     try:
-        for function, _ in swapped:
-            function.__code__ = _reporting_code(function.__name__)
-        yield trace
+        yield mine.trace
     finally:
-        for function, code in swapped:
-            function.__code__ = code
-        del state[_HOOK]
+        with _installing:
+            hook.listeners = tuple(other for other in hook.listeners if other is not mine)
+            if not hook.listeners:
+                hook.uninstall()
+
+
+@dataclass(frozen=True, eq=False)
+class _Listener:
+    """One running trace."""
+
+    known: Mapping[str, ProcessGroupCollection]
+    trace: Trace = field(default_factory=Trace)
+
+
+class _Hook:
+    """What the getters report to while at least one trace runs. It lives in ``parallel_state``.
+
+    There is one for all traces: a second one would find the reporting code where the getters' own
+    should be, and take that for the original.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        self.listeners: tuple[_Listener, ...] = ()  # replaced, never changed: other threads read it
+        self._state = vars(module)
+        self._getters = {
+            name: function
+            for name, function in self._state.items()
+            if isinstance(function, FunctionType) and _is_getter(name, function, module.__name__)
+        }
+        self._originals = {name: _twin(getter) for name, getter in self._getters.items()}
+
+    def __call__(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        caller = sys._getframe(2)
+        if caller.f_globals is not self._state:  # a getter that calls a getter is one read
+            for listener in self.listeners:
+                listener.trace._add(_describe(name, caller, self._state, listener.known))
+        return self._originals[name](*args, **kwargs)
+
+    def install(self) -> None:
+        self._state[_HOOK] = self
+        try:
+            for name, getter in self._getters.items():
+                getter.__code__ = _reporting_code(name)
+        except BaseException:
+            self.uninstall()
+            raise
+
+    def uninstall(self) -> None:
+        for name, getter in self._getters.items():
+            getter.__code__ = self._originals[name].__code__
+        del self._state[_HOOK]
 
 
 def _is_getter(name: str, function: FunctionType, module: str) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import pkgutil
 import sys
@@ -58,8 +59,11 @@ def megatron_on_cpu() -> Iterator[None]:
         for owner, patch in zip(owners, PATCHES, strict=True):
             _apply(undo, owner, patch)
         rng_log = logging.getLogger("megatron.core.tensor_parallel.random")
-        rng_log.addFilter(_is_not_the_rng_alarm)
-        undo.callback(rng_log.removeFilter, _is_not_the_rng_alarm)
+        # A fresh object each time: a logger holds an object once, so that the end of an inner
+        # block would take the outer one's filter away.
+        quiet = functools.partial(_is_not_the_rng_alarm)
+        rng_log.addFilter(quiet)
+        undo.callback(rng_log.removeFilter, quiet)
         # jit.py: jit_fuser is torch.compile, which on a CPU needs a C++ compiler and a minute.
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         undo.enter_context(_CudaMeansCpu())

@@ -33,8 +33,10 @@ def fake_collection(
     """
     if not world_size:
         tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
-        dense = tp * pp * sizes.get("cp", 1) * sizes.get("optimizer_instances", 1)
-        expert = (sizes.get("expt_tp") or tp) * sizes.get("ep", 1) * pp
+        instances = sizes.get("optimizer_instances", 1)
+        # The instances divide dp x cp of the dense grid, and the expert grid's dp alone.
+        dense = tp * pp * math.lcm(sizes.get("cp", 1), instances)
+        expert = (sizes.get("expt_tp") or tp) * sizes.get("ep", 1) * pp * instances
         world_size = len(sizes.get("ranks") or ()) or math.lcm(dense, expert)
     layout = ParallelLayout(world_size=world_size, **sizes)
     layout.coordinates(rank)  # a rank outside the layout is refused before anything is set up
