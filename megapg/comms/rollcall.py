@@ -233,9 +233,9 @@ class RollCall:
                 # Everyone has come back, so nobody can be in an earlier meeting any more.
                 self._forget([*self._mine.leftover, "verdict"])
                 self._say(leftover=[])
-        for rank, hello in arrived.items():
-            if rank != self._rank:
-                self._store.set(f"verdict/{hello.nonce}", json.dumps(asdict(verdict)))
+        told = [f"verdict/{hello.nonce}" for rank, hello in arrived.items() if rank != self._rank]
+        if told:
+            self._store.multi_set(told, [json.dumps(asdict(verdict))] * len(told))  # type: ignore[attr-defined]
         return verdict
 
     def _gather(self, deadline: float) -> dict[int, _Hello | None]:
@@ -245,11 +245,11 @@ class RollCall:
 
         def all_here_or_hopeless() -> bool:
             nonlocal waiting
-            for rank in waiting:
-                hellos[rank] = hello = self._hello(rank)
+            for rank, hello in self._hellos(waiting).items():
+                hellos[rank] = hello
                 self._refuse_if_behind(rank, hello)
-                if hello and self._store.check([f"verdict/{hello.nonce}"]):
-                    hellos[rank] = replace(hello, state="left")  # it has only not read that yet
+                if hello and self._has_its_verdict(hello):
+                    hellos[rank] = replace(hello, state="left")
             waiting = [r for r in waiting if (h := hellos[r]) is None or h.state != "arrived"]
             return not waiting or any(self._has_declined(hellos[rank]) for rank in waiting)
 
@@ -258,17 +258,22 @@ class RollCall:
 
     def _follow(self, deadline: float) -> _Verdict:
         leader, key = self._ranks[0], f"verdict/{self._mine.nonce}"
+        look_again = 0.0
 
         def answered_or_hopeless() -> bool:
+            nonlocal look_again
             if self._store.check([key]):
                 return True
+            if time.monotonic() < look_again:  # every rank asks for the leader: not too often
+                return False
+            look_again = time.monotonic() + 0.25
             hello = self._hello(leader)
             self._refuse_if_behind(leader, hello)
             return self._has_declined(hello)
 
         self._until(answered_or_hopeless, deadline + GRACE)
         if not self._store.check([key]):
-            hellos = {rank: self._hello(rank) for rank in self._ranks}
+            hellos = self._hellos(self._ranks)
             missing = self._missing(hellos) or (leader,)
             raise RendezvousError(self._absence(missing, hellos), missing)
         return _Verdict(**json.loads(self._store.get(key)))
@@ -278,6 +283,10 @@ class RollCall:
         return (
             hello is not None and hello.state == "declined" and hello.attempt == self._mine.attempt
         )
+
+    def _has_its_verdict(self, hello: _Hello) -> bool:
+        """Whether the rank is still here from an earlier attempt that failed: it will know soon."""
+        return hello.attempt != self._mine.attempt and self._store.check([f"verdict/{hello.nonce}"])
 
     def _refuse_if_behind(self, rank: int, hello: _Hello | None) -> None:
         ours = self._mine.generation
@@ -375,15 +384,24 @@ class RollCall:
         key = f"hello/{rank}"
         return _Hello(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
+    def _hellos(self, ranks: Sequence[int]) -> dict[int, _Hello | None]:
+        keys = [f"hello/{rank}" for rank in ranks]
+        if not self._store.check(keys):  # some were never here
+            return {rank: self._hello(rank) for rank in ranks}
+        said = self._store.multi_get(keys)
+        return {rank: _Hello(**json.loads(text)) for rank, text in zip(ranks, said, strict=True)}
+
     def _answers(self, prefix: str, silence: str) -> dict[int, str]:
         """rank -> what it said went wrong, or ``silence`` where it said nothing at all."""
-        problems = {}
-        for rank in self._ranks:
-            key = f"{prefix}/{rank}"
-            said = self._store.get(key).decode() if self._store.check([key]) else silence
-            if said:
-                problems[rank] = said
-        return problems
+        keys = [f"{prefix}/{rank}" for rank in self._ranks]
+        if self._store.check(keys):
+            said = [text.decode() for text in self._store.multi_get(keys)]
+        else:
+            said = [
+                self._store.get(key).decode() if self._store.check([key]) else silence
+                for key in keys
+            ]
+        return {rank: text for rank, text in zip(self._ranks, said, strict=True) if text}
 
     def _read_problems(self, key: str) -> dict[int, str]:
         return {int(rank): text for rank, text in json.loads(self._store.get(key)).items()}
@@ -399,15 +417,19 @@ class RollCall:
                 self._store.delete_key(key)
 
     def _until(self, done: Callable[[], bool], deadline: float) -> bool:
-        """Whether it was done by the deadline. Sleeps longer in large jobs, to spare the store."""
-        longest = 0.05 + len(self._ranks) / 20_000
-        pause = 0.001
+        """Whether it was done by the deadline.
+
+        Asks often at first and ever less, so that it is late by a twentieth of the wait at most;
+        and less in large jobs, to spare the store.
+        """
+        started = time.monotonic()
+        shortest = 0.001 + len(self._ranks) / 20_000
         while not done():
-            left = deadline - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            if now >= deadline:
                 return False
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, longest)
+            pause = min(max((now - started) / 20, shortest), shortest + 0.05)
+            time.sleep(min(pause, deadline - now))
         return True
 
     @contextlib.contextmanager
