@@ -1,5 +1,6 @@
 """What the README shows, run as it stands there."""
 
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,8 @@ def run(tmp_path, source, *launcher):
         text=True,
         timeout=200,
         check=False,
+        # Buffered, so that each rank writes its few lines at once and none ends up in another's.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -388,7 +388,13 @@ def test_under_torchrun(tmp_path):
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, timeout=120, check=False
+        [*command, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        # Buffered, so that each rank writes its line at once and none ends up in the other's.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(line for line in done.stdout.splitlines() if "fine" in line) == [
