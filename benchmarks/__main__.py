@@ -1,0 +1,165 @@
+"""``python -m benchmarks``: run the benchmarks and say how megapg compares."""
+
+from __future__ import annotations
+
+import enum
+import pathlib
+import shlex
+import sys
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+if TYPE_CHECKING:  # what is heavy is imported once the command line has been understood
+    from benchmarks.report import Report
+
+RESULTS = pathlib.Path(__file__).with_name("RESULTS.md")
+QUICK_WORLDS = (4, 8)
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+
+class Part(enum.StrEnum):
+    """What there is to measure."""
+
+    CREATION = "creation"
+    LAYOUT = "layout"
+    ACCESS = "access"
+
+
+def _worlds(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(dict.fromkeys(int(size) for size in text.split(",")))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: give numbers with commas, such as 4,8,16.") from None
+    for size in sizes:
+        if size < 4 or size % 4:
+            raise typer.BadParameter(f"{size}: the layouts have tp=2 pp=2; give multiples of 4.")
+    return sizes
+
+
+@app.command()
+def main(
+    worlds: Annotated[
+        str, typer.Option(help="World sizes for *creation*: multiples of 4, with commas.")
+    ] = "4,8,16,32",
+    repeat: Annotated[
+        int, typer.Option(min=1, help="How often each contestant of *creation* runs.")
+    ] = 3,
+    only: Annotated[
+        list[Part] | None, typer.Option(help="Measure only this; may be given several times.")
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Worlds 4 and 8 and the smallest layout, in a minute, to see that all works.",
+        ),
+    ] = False,
+    output: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            dir_okay=False,
+            help="The Markdown file to write; benchmarks/RESULTS.md where everything is measured.",
+        ),
+    ] = None,
+) -> None:
+    """Measure megapg next to what people use today; each figure is a ratio to a peer.
+
+    **creation** makes every process group of a layout (tp=2 pp=2, with and without ep=2) on gloo
+    and uses each once: `megapg.session` against `initialize_model_parallel`, Megatron-Bridge's
+    recipe on `HyperCommGrid`, and torch's `init_device_mesh`. It also counts the calls, threads,
+    descriptors and memory that each adds to a rank.
+
+    **layout** asks for the ranks of one rank's groups among up to 131,072, against Megatron's
+    `RankGenerator`.
+
+    **access** reads `pg.tp` and the like, against the getters of `parallel_state`.
+
+    All ranks are processes on this host. The whole takes about eight minutes on two cores
+    that have nothing else to do, and 10 GiB of memory at world 32. On a busy machine wall times
+    mislead; look at the ratios of CPU time there.
+
+    Examples:
+
+    - `python -m benchmarks --quick`
+
+    - `python -m benchmarks --only creation --worlds 16,32 --repeat 5`
+    """
+    sizes = QUICK_WORLDS if quick else _worlds(worlds)
+    parts = set(only or Part)
+    console = Console()
+    warnings.simplefilter("ignore")  # Megatron-core warns of every package that it could use
+    with console.status("importing torch and Megatron-core"):
+        from benchmarks.report import Report
+    report = Report(
+        command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]), repeats=repeat
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        if Part.CREATION in parts:
+            _creation(report, sizes, progress)
+        if Part.LAYOUT in parts:
+            _layout(report, quick, progress)
+        if Part.ACCESS in parts:
+            _access(report, progress)
+    for table in report.tables():
+        table.print(console)
+    everything = parts == set(Part) and not quick
+    target = output or (RESULTS if everything else None)
+    if target is not None:
+        target.write_text(report.markdown())
+        console.print(f"written to {target.name}")
+
+
+def _creation(report: Report, sizes: tuple[int, ...], progress: Progress) -> None:
+    from benchmarks import creation
+
+    tasks = [
+        progress.add_task(
+            f"creation, world {size}", total=len(creation.plans(size, report.repeats))
+        )
+        for size in sizes
+    ]
+    trials = []
+    for size, task in zip(sizes, tasks, strict=True):
+        trials += creation.run(size, report.repeats, partial(_advance, progress, task))
+    report.contests = creation.contests(trials)
+
+
+def _advance(progress: Progress, task: TaskID, done: int) -> None:
+    progress.update(task, completed=done)
+
+
+def _layout(report: Report, quick: bool, progress: Progress) -> None:
+    from benchmarks import layout
+
+    sizes = layout.QUICK_WORLD_SIZES if quick else layout.WORLD_SIZES
+    task = progress.add_task("layout", total=len(sizes) * len(layout.families()))
+    for size in sizes:
+        for answer in layout.run(size):
+            report.answers.append(answer)
+            progress.advance(task)
+
+
+def _access(report: Report, progress: Progress) -> None:
+    from benchmarks import access
+
+    task = progress.add_task("access", total=1)
+    report.readings = access.run()
+    progress.advance(task)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m benchmarks")

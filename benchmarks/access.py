@@ -1,0 +1,67 @@
+"""What reading one value costs: attributes of a collection against parallel_state's getters."""
+
+from __future__ import annotations
+
+import timeit
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megapg import session
+from megapg.megatron import parallel_state
+from megapg.testing.distributed import run_distributed
+
+# What it is, as written with megapg, as written with Megatron-core.
+PAIRS = (
+    ("the group", "pg.tp", "parallel_state.get_tensor_model_parallel_group()"),
+    ("rank in it", 'pg.rank("tp")', "parallel_state.get_tensor_model_parallel_rank()"),
+    ("its size", 'pg.size("tp")', "parallel_state.get_tensor_model_parallel_world_size()"),
+    (
+        "rank in data x context parallelism",
+        'pg.rank("dp_cp")',
+        "parallel_state.get_data_parallel_rank(with_context_parallel=True)",
+    ),
+)
+_CALLS = 20_000
+_ROUNDS = 50
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One value, read both ways; nanoseconds, the best of many rounds.
+
+    The best and not the median: what disturbs a loop of nanoseconds only ever adds.
+    """
+
+    what: str
+    ours: str
+    theirs: str
+    our_ns: float
+    their_ns: float
+
+    @property
+    def ratio(self) -> float:
+        return self.our_ns / self.their_ns
+
+
+def run() -> list[Reading]:
+    """Read everything in a process of its own, alone in its world."""
+    return run_distributed(_read_all, 1, env={"PYTHONWARNINGS": "ignore"})[0]
+
+
+def _read_all() -> list[Reading]:
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    with session() as opened:
+        names = {"pg": opened.groups, "parallel_state": parallel_state}
+        return [
+            Reading(what, ours, theirs, *_nanoseconds((ours, theirs), names))
+            for what, ours, theirs in PAIRS
+        ]
+
+
+def _nanoseconds(statements: Sequence[str], names: dict[str, object]) -> list[float]:
+    timers = [timeit.Timer(statement, globals=names) for statement in statements]
+    rounds = [[timer.timeit(_CALLS) for timer in timers] for _ in range(_ROUNDS)]  # take turns
+    return [min(seconds) / _CALLS * 1e9 for seconds in zip(*rounds, strict=True)]

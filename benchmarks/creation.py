@@ -1,0 +1,355 @@
+"""Creating every group and using each once: seconds, calls and what a rank then holds.
+
+A *trial* is one contestant in one fresh set of processes: every rank forks a child from the same
+warm image (all imports done, no WORLD yet), and the child takes its pages for its own, makes WORLD,
+warms it up, runs the contestant and dies. So nobody inherits a predecessor's sockets, threads or
+globals, and nobody pays for imports or for having been forked. Within a repeat the contestants
+follow each other directly, and each repeat starts with another one, so a noisy moment does not
+always hit the same. The first trial of a world size is thrown away: the ranks are still arriving
+from their launch.
+
+Wall time on a few cores depends on who else uses them. The CPU time that all ranks spend together
+does so much less, which is why both are reported.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.peers import BASELINE, CONTESTANTS, SESSION, Contestant, Groups, Shape
+from benchmarks.probe import CallCounter, Holdings, own_every_page
+from megapg.testing.distributed import Ranks
+
+SHAPES = (Shape(tp=2, pp=2, ep=1), Shape(tp=2, pp=2, ep=2))
+USE = "create + use"
+STAGES = ("create", USE, "... + all pairs")
+"""Moments on a trial's clock. *use* is a one-element all_reduce on every field; *all pairs* is an
+all_to_all after it, which makes even a lazily connected group connect everybody with everybody."""
+
+TARGETS = {16: 0.4, 32: 0.3}
+"""World size -> most that the session may cost of initialize_model_parallel, create + use."""
+
+_WARM_UP = -1
+_TRIAL_S = 90.0  # torch's own waits in a trial; a trial takes seconds
+
+
+@dataclass(frozen=True)
+class RankTrial:
+    """One rank's part of a trial.
+
+    Attributes:
+        wall: seconds from the common start to each stage.
+        cpu: CPU seconds, of all threads, user and system, to each stage.
+        calls: calls that make groups.
+        communicators: added to torch's registry by this contestant; likewise the rest.
+        threads: of the process.
+        descriptors: open files and sockets.
+        memory: proportional set size in KiB.
+    """
+
+    wall: tuple[float, ...]
+    cpu: tuple[float, ...]
+    calls: int
+    communicators: int
+    threads: int
+    descriptors: int
+    memory: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One contestant, one layout, one repeat, on all ranks."""
+
+    world_size: int
+    shape: Shape
+    contestant: Contestant
+    repeat: int
+    ranks: tuple[RankTrial, ...]
+
+    def seconds(self, stage: str) -> float:
+        """From the common start until the slowest rank had finished the stage."""
+        index = STAGES.index(stage)
+        slowest: float = max(rank.wall[index] for rank in self.ranks)
+        return slowest
+
+    def cpu_seconds(self, stage: str) -> float:
+        """CPU time until the stage, of all ranks together."""
+        index = STAGES.index(stage)
+        return sum(rank.cpu[index] for rank in self.ranks)
+
+    def per_rank(self, quantity: str) -> float:
+        """The median over the ranks of something that each rank holds."""
+        # Ranks differ by one or so (pos_embd is on the first stage only); no halves, please.
+        median: float = statistics.median_high(getattr(rank, quantity) for rank in self.ranks)
+        return median
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One trial to be run; every rank derives the same list."""
+
+    shape: Shape
+    contestant: int  # an index: the functions stay out of the pickles
+    repeat: int
+
+
+def plans(world_size: int, repeats: int) -> list[Plan]:
+    """The trials of one world size, in the order they are run."""
+    count = len(CONTESTANTS)
+    return [Plan(SHAPES[0], 0, _WARM_UP)] + [
+        Plan(shape, (turn + repeat) % count, repeat)
+        for repeat in range(repeats)
+        for shape in SHAPES
+        if shape.fits(world_size)
+        for turn in range(count)
+    ]
+
+
+def run(world_size: int, repeats: int, advanced: Callable[[int], None]) -> list[Trial]:
+    """Run every trial of one world size.
+
+    Args:
+        world_size: number of processes, all on this host.
+        repeats: how often each contestant runs.
+        advanced: called now and then with the number of trials finished so far.
+    """
+    todo = plans(world_size, repeats)
+    with tempfile.NamedTemporaryFile() as progress:
+        work = partial(_every_trial, todo, progress.name)
+        deadline = 60 + len(todo) * (5 + world_size / 2)
+        with Ranks(
+            work,
+            world_size,
+            deadline=deadline,
+            preload=["benchmarks.creation"],
+            env={"PYTHONWARNINGS": "ignore"},  # Megatron-core tells each process what it lacks
+        ) as ranks:
+            while not ranks.done(timeout=0.2):
+                advanced(os.path.getsize(progress.name))
+            by_rank = ranks.results()
+    advanced(len(todo))
+    return [
+        Trial(world_size, plan.shape, CONTESTANTS[plan.contestant], plan.repeat, tuple(parts))
+        for plan, *parts in zip(todo, *by_rank, strict=True)
+        if plan.repeat != _WARM_UP
+    ]
+
+
+# -- in the ranks ----------------------------------------------------------------------------------
+
+
+def _every_trial(todo: Sequence[Plan], progress: str) -> list[RankTrial]:
+    gc.collect()
+    gc.freeze()  # or the children's collector would touch, and so copy, every inherited page
+    done = []
+    with open(progress, "ab", buffering=0) as marks:
+        for index, plan in enumerate(todo):
+            done.append(_in_child(partial(_trial, plan, index)))
+            if os.environ["RANK"] == "0":
+                marks.write(b".")
+    return done
+
+
+def _in_child(work: Callable[[], RankTrial]) -> RankTrial:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        _report(work, writer)
+    os.close(writer)
+    with open(reader, "rb") as stream:
+        answer = stream.read()
+    os.waitpid(child, 0)
+    if not answer:
+        raise ChildProcessError("the process of a trial died without an answer")
+    result = pickle.loads(answer)
+    if isinstance(result, str):
+        raise RuntimeError(f"a trial failed:\n{result}")
+    trial: RankTrial = result
+    return trial
+
+
+def _report(work: Callable[[], RankTrial], writer: int) -> NoReturn:
+    try:
+        result: RankTrial | str = work()
+    except BaseException:
+        result = traceback.format_exc()
+    with open(writer, "wb") as stream:
+        pickle.dump(result, stream)
+    os._exit(0)
+
+
+def _trial(plan: Plan, index: int) -> RankTrial:
+    own_every_page()
+    contestant = CONTESTANTS[plan.contestant]
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    waiting = timedelta(seconds=_TRIAL_S)
+    shared = dist.TCPStore(address, port, is_master=False, timeout=waiting)
+    store = dist.PrefixStore(f"trial/{index}", shared)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=waiting)
+    _reduce(None)  # warms up WORLD, and what torch loads at the first collective
+    dist.barrier()
+
+    before, counter = Holdings.now(), CallCounter()
+    started, cpu_before = _start_together(store, rank, world_size), time.process_time()
+    moments = []
+    groups = contestant.create(plan.shape)
+    moments.append((time.monotonic(), time.process_time()))
+    for group in _used(contestant, groups):
+        _reduce(group)
+    moments.append((time.monotonic(), time.process_time()))
+    for group in _used(contestant, groups):
+        _exchange(group)
+    moments.append((time.monotonic(), time.process_time()))
+    dist.barrier()  # outside the clock: nobody looks at what it holds while others still connect
+
+    after = Holdings.now()
+    _leave_together(store, rank, world_size)
+    return RankTrial(
+        wall=tuple(wall - started for wall, _ in moments),
+        cpu=tuple(cpu - cpu_before for _, cpu in moments),
+        calls=counter.calls,
+        communicators=after.communicators - before.communicators,
+        threads=after.threads - before.threads,
+        descriptors=after.descriptors - before.descriptors,
+        memory=after.memory - before.memory,
+    )
+
+
+def _start_together(store: dist.Store, rank: int, world_size: int) -> float:
+    """Wait for an instant that rank 0 names: ranks leave a barrier one after the other.
+
+    One host, so the ranks share the monotonic clock.
+    """
+    dist.barrier()
+    if rank == 0:
+        store.set("start", repr(time.monotonic() + 0.1 + 0.005 * world_size))
+    start = float(store.get("start"))
+    time.sleep(max(0.0, start - time.monotonic()))
+    return start
+
+
+def _leave_together(store: dist.Store, rank: int, world_size: int) -> None:
+    """Over the store, which outlives the ranks: one that exits early would break a collective."""
+    store.set(f"left/{rank}", "")
+    store.wait([f"left/{other}" for other in range(world_size)])
+
+
+def _used(contestant: Contestant, groups: Groups) -> Iterator[dist.ProcessGroup]:
+    for field in contestant.fields:
+        group = groups.get(field)
+        if group is not None:
+            yield group
+        elif field not in ("embd", "pos_embd"):
+            raise LookupError(f"{contestant.name} has no group for {field}")
+
+
+def _reduce(group: dist.ProcessGroup | None) -> None:
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)
+    if int(value) != dist.get_world_size(group):
+        raise ArithmeticError(f"{int(value)} ranks answered of {dist.get_world_size(group)}")
+
+
+def _exchange(group: dist.ProcessGroup) -> None:
+    values = torch.ones(dist.get_world_size(group))
+    dist.all_to_all_single(torch.empty_like(values), values, group=group)
+
+
+# -- what came out ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One contestant at one world size and shape, over the repeats."""
+
+    trials: tuple[Trial, ...]
+
+    @property
+    def contestant(self) -> Contestant:
+        return self.trials[0].contestant
+
+    def seconds(self, stage: str) -> float:
+        """The median over the repeats."""
+        return statistics.median(trial.seconds(stage) for trial in self.trials)
+
+    def cpu_seconds(self, stage: str) -> float:
+        """The median over the repeats."""
+        return statistics.median(trial.cpu_seconds(stage) for trial in self.trials)
+
+    def per_rank(self, quantity: str) -> float:
+        """The median over ranks and repeats."""
+        return statistics.median(trial.per_rank(quantity) for trial in self.trials)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """All contestants at one world size and shape."""
+
+    world_size: int
+    shape: Shape
+    standings: tuple[Standing, ...]
+
+    def of(self, contestant: Contestant) -> Standing:
+        """The standing of one contestant."""
+        return next(s for s in self.standings if s.contestant is contestant)
+
+    def ratio(self, stage: str, peer: Contestant = BASELINE) -> float:
+        """The session's median wall time as a part of the peer's."""
+        return self.of(SESSION).seconds(stage) / self.of(peer).seconds(stage)
+
+    def cpu_ratio(self, stage: str, peer: Contestant = BASELINE) -> float:
+        """The same for CPU time."""
+        return self.of(SESSION).cpu_seconds(stage) / self.of(peer).cpu_seconds(stage)
+
+    def spread(self, stage: str, peer: Contestant = BASELINE) -> tuple[float, float]:
+        """The lowest and the highest ratio of wall times within one repeat."""
+        pairs = zip(self.of(SESSION).trials, self.of(peer).trials, strict=True)
+        ratios = [ours.seconds(stage) / theirs.seconds(stage) for ours, theirs in pairs]
+        return min(ratios), max(ratios)
+
+    @property
+    def floor(self) -> float:
+        """What ``ratio(USE)`` would be if creating cost nothing and using cost what peers pay."""
+        peer = self.of(BASELINE)
+        return 1 - peer.seconds("create") / peer.seconds(USE)
+
+    @property
+    def target(self) -> float | None:
+        """Most that ``ratio(USE)`` may be; None where nothing was promised."""
+        return TARGETS.get(self.world_size)
+
+    @property
+    def met(self) -> bool:
+        """Whether the target is met; also where there is none."""
+        return self.target is None or self.ratio(USE) <= self.target
+
+
+def contests(trials: Sequence[Trial]) -> list[Contest]:
+    """Group trials by world size and shape, in the order of first appearance."""
+    by_contest: dict[tuple[int, Shape], list[Trial]] = {}
+    for trial in trials:
+        by_contest.setdefault((trial.world_size, trial.shape), []).append(trial)
+    return [Contest(*key, _standings(found)) for key, found in by_contest.items()]
+
+
+def _standings(trials: Sequence[Trial]) -> tuple[Standing, ...]:
+    by_name: dict[str, list[Trial]] = {}
+    for trial in trials:
+        by_name.setdefault(trial.contestant.name, []).append(trial)
+    return tuple(Standing(tuple(by_name[contestant.name])) for contestant in CONTESTANTS)

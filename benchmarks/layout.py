@@ -1,0 +1,140 @@
+"""What it costs to know the ranks of one rank's groups: closed form against enumeration.
+
+``ParallelLayout.members`` answers for one rank. Megatron-core's ``RankGenerator.get_ranks`` is what
+``initialize_model_parallel`` calls for each family, and it lists every group of the whole world.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from megapg import ParallelLayout
+from megapg.megatron import parallel_state
+
+WORLD_SIZES = (8_192, 65_536, 131_072)
+QUICK_WORLD_SIZES = (8_192,)
+TP, PP, CP, EP = 8, 8, 2, 8
+TARGET = 1 / 1000
+"""Most that members() may cost of get_ranks() at the largest world."""
+
+Families: TypeAlias = list[list[int]]
+
+# field -> (grid, token): what initialize_model_parallel asks its two generators for. Fields that
+# alias another one in Megatron (intra_dp_cp, intra_expt_dp) enumerate nothing of their own.
+_TOKENS = {
+    "tp": ("dense", "tp"),
+    "pp": ("dense", "pp"),
+    "mp": ("dense", "tp-pp"),
+    "cp": ("dense", "cp"),
+    "tp_cp": ("dense", "tp-cp"),
+    "dp": ("dense", "dp"),
+    "dp_cp": ("dense", "dp-cp"),
+    "tp_dp": ("dense", "tp-dp"),
+    "tp_dp_cp": ("dense", "tp-dp-cp"),
+    "embd": ("dense", "pp"),
+    "pos_embd": ("dense", "pp"),
+    "ep": ("expert", "ep"),
+    "expt_tp": ("expert", "tp"),
+    "tp_ep": ("expert", "tp-ep"),
+    "tp_ep_pp": ("expert", "tp-ep-pp"),
+    "expt_dp": ("expert", "dp"),
+    "intra_dist_opt": ("expert", "tp-ep-pp"),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one family cost at one world size.
+
+    Attributes:
+        world_size: ranks in the layout.
+        field: the family.
+        group_size: ranks in the group that was asked for.
+        ours: seconds of ``members(field, rank)``.
+        theirs: seconds of ``get_ranks`` for the family.
+    """
+
+    world_size: int
+    field: str
+    group_size: int
+    ours: float
+    theirs: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs
+
+    @property
+    def met(self) -> bool:
+        return self.ratio <= TARGET
+
+
+def families() -> tuple[str, ...]:
+    """The fields that are compared."""
+    return tuple(_TOKENS)
+
+
+def run(world_size: int) -> Iterator[Answer]:
+    """Ask both for every family, one after the other; answers come as they are found.
+
+    Raises:
+        ArithmeticError: the two disagree on the ranks.
+    """
+    layout = ParallelLayout(world_size=world_size, tp=TP, pp=PP, cp=CP, ep=EP)
+    generators = _generators(world_size)
+    rank = world_size // 3  # somewhere in the middle of every grid
+    for field, (grid, token) in _TOKENS.items():
+        started = time.perf_counter()
+        groups = _shape_as_megatron(field, generators[grid].get_ranks(token))
+        theirs = time.perf_counter() - started
+        members = layout.members(field, rank)
+        expected = next((tuple(sorted(group)) for group in groups if rank in group), ())
+        if members != expected:
+            raise ArithmeticError(f"{field} of rank {rank}: {members} is not {expected}")
+        # Outside the family, as most ranks are of the embedding groups: time one that is inside.
+        rank_asked = rank if members else groups[0][0]
+        members = members or layout.members(field, rank_asked)
+        del groups, expected
+        ours = _seconds(partial(layout.members, field, rank_asked))
+        yield Answer(world_size, field, len(members), ours, theirs)
+
+
+def _generators(world_size: int) -> dict[str, Any]:
+    make, order = parallel_state.RankGenerator, "tp-cp-ep-dp-pp"
+    return {
+        "dense": make(tp=TP, ep=1, dp=world_size // (TP * PP * CP), pp=PP, cp=CP, order=order),
+        "expert": make(tp=TP, ep=EP, dp=world_size // (TP * PP * EP), pp=PP, cp=1, order=order),
+    }
+
+
+def _shape_as_megatron(field: str, groups: Families) -> Families:
+    """The step from what the generator lists to the groups of the field, as Megatron does it."""
+    if field == "embd":
+        return [[group[0], group[-1]] for group in groups]
+    if field == "pos_embd":
+        return [group[:1] for group in groups]
+    if field == "intra_dist_opt":
+        return [[rank for group in groups for rank in group]]
+    return groups
+
+
+def _seconds(ask: Callable[[], object]) -> float:
+    """The median of five timings, each long enough for the clock."""
+    calls, taken = 1, 0.0
+    while True:
+        taken = _timed(ask, calls)
+        if taken > 0.005:
+            return statistics.median([taken, *(_timed(ask, calls) for _ in range(4))]) / calls
+        calls *= 4
+
+
+def _timed(ask: Callable[[], object], calls: int) -> float:
+    started = time.perf_counter()
+    for _ in range(calls):
+        ask()
+    return time.perf_counter() - started

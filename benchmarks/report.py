@@ -1,0 +1,283 @@
+"""The findings as tables, for the terminal and for a Markdown file."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import rich.box
+import rich.table
+import torch
+from rich.console import Console
+
+import megapg
+from benchmarks import layout as layouts
+from benchmarks.access import Reading
+from benchmarks.creation import STAGES, USE, Contest
+from benchmarks.layout import Answer
+from benchmarks.peers import BASELINE, FIELDS, SESSION
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a title; the first column is words, the others are numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def markdown(self) -> str:
+        """As GitHub renders it."""
+        lines = [f"### {self.title}", "", _row(self.columns)]
+        lines.append(_row([":--", *["--:"] * (len(self.columns) - 1)]))
+        lines += [_row(row) for row in self.rows]
+        lines += [f"\n{note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def print(self, console: Console) -> None:
+        """On the terminal."""
+        shown = rich.table.Table(title=self.title, box=rich.box.SIMPLE, title_justify="left")
+        for index, column in enumerate(self.columns):
+            shown.add_column(column, justify="right" if index else "left", overflow="fold")
+        for row in self.rows:
+            shown.add_row(*row)
+        console.print(shown)
+        for note in self.notes:
+            console.print(note, style="dim", markup=False)
+        console.print()
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+@dataclass
+class Report:
+    """Everything that one run found; what was not measured is empty."""
+
+    command: str
+    repeats: int
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
+    contests: list[Contest] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+
+    def tables(self) -> list[Table]:
+        """The findings, creation first."""
+        found = []
+        if self.contests:
+            found += [make(self.contests) for make in (_verdicts, _creation, _holdings)]
+        if self.answers:
+            found += [_layout_summary(self.answers), _layout(self.answers)]
+        if self.readings:
+            found.append(_access(self.readings))
+        return found
+
+    def markdown(self) -> str:
+        """The whole file."""
+        head = [
+            "# What megapg costs, measured",
+            "",
+            f"Written by `{self.command}` on {datetime.date.today().isoformat()}; do not edit.",
+            "",
+            f"- {', '.join(f'{name} {version}' for name, version in _versions().items())}",
+            f"- {os.cpu_count()} cores, {_memory_gib():.0f} GiB of memory, all ranks on one host, "
+            "gloo",
+            f"- medians of {self.repeats} repeats unless a table says otherwise",
+            f"- load average (one minute) {self.load:.1f} before the run: what else ran here",
+            "",
+            "A ratio is megapg's cost divided by the peer's, measured in the same run: below 1 "
+            "megapg is cheaper. Absolute times are there for orientation; they are noise of this "
+            "machine, which has fewer cores than ranks.",
+            "",
+        ]
+        return "\n\n".join(["\n".join(head), *(table.markdown() for table in self.tables())]) + "\n"
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "megapg": megapg.__version__,
+        "Megatron-core": importlib.metadata.version("megatron-core"),
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+    }
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+# -- the tables ------------------------------------------------------------------------------------
+
+
+def _verdicts(contests: Sequence[Contest]) -> Table:
+    rows = []
+    for contest in contests:
+        low, high = contest.spread(USE)
+        target = "-" if contest.target is None else f"at most {contest.target}"
+        verdict = "-" if contest.target is None else "met" if contest.met else "MISSED"
+        rows.append(
+            (
+                f"world {contest.world_size}, {contest.shape}",
+                f"{contest.ratio(USE):.2f}",
+                f"{low:.2f} to {high:.2f}",
+                f"{contest.cpu_ratio(USE):.2f}",
+                f"{contest.floor:.2f}",
+                target,
+                verdict,
+            )
+        )
+    return Table(
+        f"Create every group and use each once: {SESSION.name} against {BASELINE.name}",
+        ("", "ratio", "within one repeat", "ratio of CPU time", "floor", "wanted", ""),
+        tuple(rows),
+        (
+            f"Use is a one-element all_reduce on each of the {len(FIELDS)} fields, in one order. "
+            "The clock starts at one instant for all ranks, WORLD being up and warm, and stops "
+            "when the slowest rank is done. CPU time is that of all ranks and threads together, "
+            "user and system: it depends less on who else uses the machine. The floor is the share "
+            "of use in the peer's time: what is left to one that creates groups for free.",
+        ),
+    )
+
+
+def _creation(contests: Sequence[Contest]) -> Table:
+    rows = []
+    for contest in contests:
+        for standing in contest.standings:
+            peer = standing.contestant
+            if peer is SESSION:
+                continue
+            seconds = contest.of(SESSION).seconds(USE), standing.seconds(USE)
+            rows.append(
+                (
+                    f"{contest.world_size}, {contest.shape}",
+                    peer.name,
+                    *(f"{contest.ratio(stage, peer):.2f}" for stage in STAGES),
+                    f"{contest.cpu_ratio(USE, peer):.2f}",
+                    " / ".join(f"{each:.3f}" for each in seconds),
+                )
+            )
+    return Table(
+        f"{SESSION.name} as a part of each peer",
+        ("world, layout", "peer", *STAGES, f"CPU, {USE}", f"s, {USE} (noise)"),
+        tuple(rows),
+        (
+            "All pairs adds an all_to_all on every field: the session connects gloo's pairs when "
+            "they first talk, the peers at creation. Gloo twins are the second groups beside the "
+            "data parallel ones that initialize_model_parallel makes by default. HyperCommGrid is "
+            "Megatron-Bridge's recipe of two grids, with intra_dist_opt added. init_device_mesh "
+            "has tp, cp, dp and pp only, so it makes and uses 4 fields where the others make and "
+            f"use {len(FIELDS)}.",
+        ),
+    )
+
+
+def _holdings(contests: Sequence[Contest]) -> Table:
+    counted = ("calls", "communicators", "threads", "descriptors")
+    rows = tuple(
+        (
+            f"{contest.world_size}, {contest.shape}",
+            standing.contestant.name,
+            *(f"{standing.per_rank(quantity):.0f}" for quantity in counted),
+            f"{standing.per_rank('memory') / 1024:.1f}",
+        )
+        for contest in contests
+        for standing in contest.standings
+    )
+    return Table(
+        "What it adds to one rank",
+        ("world, layout", "contestant", *counted, "memory in MiB"),
+        rows,
+        (
+            "Medians over the ranks, taken after all pairs have talked. Calls are of new_group, "
+            "split_group and torch's helper behind them, outermost ones only. Memory is the "
+            "proportional set size.",
+        ),
+    )
+
+
+def _layout_summary(answers: Sequence[Answer]) -> Table:
+    rows = []
+    for world_size in dict.fromkeys(answer.world_size for answer in answers):
+        here = [answer for answer in answers if answer.world_size == world_size]
+        ours, theirs = sum(a.ours for a in here), sum(a.theirs for a in here)
+        worst = max(here, key=lambda answer: answer.ratio)
+        rows.append(
+            (
+                f"{world_size:,} ranks",
+                _one_in(ours / theirs),
+                f"{_one_in(worst.ratio)} ({worst.field})",
+                f"{sum(a.met for a in here)} of {len(here)}",
+                f"{ours * 1e3:.2f} ms / {theirs:.2f} s",
+            )
+        )
+    sizes = f"tp={layouts.TP} pp={layouts.PP} cp={layouts.CP} ep={layouts.EP}"
+    return Table(
+        f"ParallelLayout.members for one rank against RankGenerator.get_ranks, {sizes}",
+        (
+            "",
+            "all families",
+            "dearest family",
+            f"families at most {_one_in(layouts.TARGET)}",
+            "ours / theirs (noise)",
+        ),
+        tuple(rows),
+        ("Both gave the same ranks for every family. One timing of get_ranks per family.",),
+    )
+
+
+def _layout(answers: Sequence[Answer]) -> Table:
+    largest = max(answer.world_size for answer in answers)
+    return Table(
+        f"The same by family, {largest:,} ranks",
+        (
+            "family",
+            "ranks in the group",
+            "ratio",
+            f"at most {_one_in(layouts.TARGET)}",
+            "ours / theirs (noise)",
+        ),
+        tuple(
+            (
+                answer.field,
+                f"{answer.group_size:,}",
+                _one_in(answer.ratio),
+                "yes" if answer.met else "NO",
+                f"{answer.ours * 1e6:,.1f} us / {answer.theirs * 1e3:,.0f} ms",
+            )
+            for answer in answers
+            if answer.world_size == largest
+        ),
+        (
+            "An answer costs at least its own length: members() returns the ranks as a tuple, and "
+            "the group of intra_dist_opt is the whole world.",
+        ),
+    )
+
+
+def _one_in(ratio: float) -> str:
+    return f"1/{1 / ratio:,.0f}"
+
+
+def _access(readings: Sequence[Reading]) -> Table:
+    return Table(
+        "Reading one value",
+        ("", "megapg", "Megatron-core", "ratio", "ns (noise)"),
+        tuple(
+            (
+                reading.what,
+                f"`{reading.ours}`",
+                f"`{reading.theirs}`",
+                f"{reading.ratio:.2f}",
+                f"{reading.our_ns:.0f} / {reading.their_ns:.0f}",
+            )
+            for reading in readings
+        ),
+        ("Best of many rounds taken in turns, in a world of one rank.",),
+    )
