@@ -307,8 +307,9 @@ class ProcessGroupCollection:
         return " and ".join(f"rank {member.rank} of {len(member.ranks)}" for member in known)
 
     def _member(self, field: str) -> Membership:
-        if field in self._members:
-            return self._members[field]
+        found = self._members.get(field)
+        if found is not None:
+            return found
         if field not in FIELDS:
             raise UnknownFieldError(f"{field!r} is no field; the fields are {', '.join(FIELDS)}.")
         if field in vars(self):

@@ -6,31 +6,19 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 from megapg.comms.options import CommunicatorOptions
 from megapg.comms.plan import ALL_GATHER_FIELDS
 from megapg.errors import UnsupportedOptionError
-from megapg.layout import EmbeddingRanks
 from megapg.megatron.core import parallel_state_module
 from megapg.megatron.tables import NCCL_NAMES, NCCL_NAMES_OF_ONE_INSTANCE
+from megapg.sessions import LayoutSizes
 
 
-class SessionArguments(TypedDict, total=False):
+class SessionArguments(LayoutSizes, total=False):
     """What :func:`megapg.session` takes of what Megatron's function takes."""
 
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    expt_tp: int
-    order: str
-    optimizer_instances: int
-    hierarchical_cp: tuple[int, ...]
-    embedding_ranks: EmbeddingRanks
-    position_embedding_ranks: EmbeddingRanks
-    vpp: int | None
-    ranks: Sequence[int]
     collective_timeout: timedelta
     all_gather_groups: bool
     options: Mapping[str, CommunicatorOptions]
