@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-import itertools
 import json
 import math
 import operator
@@ -118,12 +117,22 @@ class _Grid:
     def through(self, position: int, spanned: Sequence[str]) -> Sequence[int]:
         """Positions that share every coordinate with ``position`` but those of ``spanned``."""
         first = position - sum(self._offset(axis, position) for axis in spanned)
-        (stride, size), *outer = self._runs(spanned)
-        starts = [first]
-        for outer_stride, outer_size in outer:
-            starts = [start + outer_stride * n for n in range(outer_size) for start in starts]
-        runs = [range(start, start + stride * size, stride) for start in starts]
-        return runs[0] if len(runs) == 1 else list(itertools.chain.from_iterable(runs))
+        runs = self._runs(spanned)
+        if len(runs) == 1:
+            stride, size = runs[0]
+            return range(first, first + stride * size, stride)
+        # The longest run goes in as whole ranges: element by element, a large group is slow.
+        longest = max(range(len(runs)), key=lambda index: runs[index][1])
+        stride, size = runs[longest]
+        inner, outer = _sums(runs[:longest]), _sums(runs[longest + 1 :])
+        block = len(inner) * size
+        found = [0] * (block * len(outer))
+        for n, far in enumerate(outer):
+            for i, near in enumerate(inner):
+                start = first + near + far
+                slots = slice(n * block + i, (n + 1) * block, len(inner))
+                found[slots] = range(start, start + stride * size, stride)
+        return found
 
     def _runs(self, spanned: Sequence[str]) -> list[tuple[int, int]]:
         """(stride, size) of the spanned axes, neighbouring ones merged: a group of the whole world
@@ -147,6 +156,14 @@ class _Grid:
 
     def _offset(self, axis: str, position: int) -> int:
         return self.coordinate(axis, position) * self.stride(axis)
+
+
+def _sums(runs: Sequence[tuple[int, int]]) -> list[int]:
+    """Every multiple of each run's stride added up, the first run varying fastest."""
+    sums = [0]
+    for stride, size in runs:
+        sums = [total + stride * n for n in range(size) for total in sums]
+    return sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +227,7 @@ class ParallelLayout:
         """Data parallel size of the expert grid."""
         return self.world_size // (self.expt_tp * self.ep * self.pp)
 
-    @property
+    @cached_property
     def families(self) -> tuple[str, ...]:
         """Every name ``members`` and ``partition`` answer for in this layout."""
         spanned = [f for f in _SPANS if f != "inter_dist_opt" or self.optimizer_instances > 1]
@@ -270,6 +287,10 @@ class ParallelLayout:
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()
 
     # -- how the groups come about -----------------------------------------------------------
+
+    @cached_property
+    def _everyone(self) -> tuple[int, ...]:
+        return tuple(self.ranks)
 
     @cached_property
     def _dense(self) -> _Grid:
@@ -340,6 +361,8 @@ class ParallelLayout:
                 yield self._to_ranks(group)
 
     def _to_ranks(self, positions: Sequence[int]) -> tuple[int, ...]:
+        if len(positions) == self.world_size:
+            return self._everyone
         if self.ranks == range(self.world_size):
             return tuple(positions)  # the groups of a large job are large
         return tuple(self.ranks[p] for p in positions)

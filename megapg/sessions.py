@@ -26,6 +26,7 @@ from megapg.collection import (
     ProcessGroupCollection,
 )
 from megapg.comms import groups as communicators_of_torch
+from megapg.comms.addresses import AddressBook
 from megapg.comms.backends import backend_for
 from megapg.comms.options import CommunicatorOptions
 from megapg.comms.plan import (
@@ -203,16 +204,18 @@ class Session:
                 roll_call,
             )
         made: dict[Communicator, ProcessGroup] = {}
+        lazy = backend_for(recipe.backend).connects_lazily
+        book = AddressBook(store, lazy=lazy, timeout=collective_timeout)
         try:
-            made = self._make(recipe, store, collective_timeout)
+            made = self._make(recipe, book, collective_timeout)
             self._made = list(made.items())
             self._lease = Lease(owner=f"session {name!r}", generation=self.generation)
             self._groups: ProcessGroupCollection | None = _collect(
                 layout, recipe, made, world, self._lease
             )
             if self._roll_call is not None:
-                self._roll_call.confirm(None, timeout=timeout)
-            world.enter(name)
+                self._roll_call.confirm(None, timeout=timeout, telling=book.mine(world.rank))
+            book.fill_in(world.rank)
         except BaseException as error:
             communicators_of_torch.end(made.items(), abort=True)
             if self._roll_call is not None and not isinstance(error, RendezvousError):
@@ -229,16 +232,19 @@ class Session:
             )
 
     def _make(
-        self, recipe: Recipe, store: dist.Store, timeout: timedelta
+        self, recipe: Recipe, book: AddressBook, timeout: timedelta
     ) -> dict[Communicator, ProcessGroup]:
+        prefix = communicators_of_torch.prefix_of(self.name, self.generation)
         if self._world.device_bound:
             everyone = every_communicator(self.layout, recipe)
-            return communicators_of_torch.make_together(self._world, everyone, timeout=timeout)
+            return communicators_of_torch.make_together(
+                self._world, everyone, prefix=prefix, timeout=timeout
+            )
         return communicators_of_torch.make(
             self._world,
             communicators(self.layout, recipe, self._world.rank),
-            store=store,
-            prefix=f"megapg/{self.name}/{self.generation}",
+            store_for=book.store_for,
+            prefix=prefix,
             timeout=timeout,
         )
 
@@ -352,14 +358,13 @@ class Session:
     def _close(self, error: BaseException | None) -> None:
         if self._groups is None:
             return
-        others = [name for name in self._world.sessions() if name != self.name]
+        others = sorted({*communicators_of_torch.sessions_in_torch()} - {self.name})
         if error is None and others and self._world.ours:
             raise SessionError(
                 f"session {self.name!r} made WORLD, and {', '.join(map(repr, others))} on this "
                 "rank would lose it. Close the others first."
             )
         problems = self._part(error)
-        self._world.leave(self.name)
         made, self._made, self._groups = self._made, [], None
         self._lease.state = LeaseState.CLOSED
         self._lease.since = f"at {time.strftime('%H:%M:%S')} on rank {self._world.rank}" + (

@@ -89,6 +89,36 @@ def test_every_field_reduces_over_exactly_its_members(world_size):
     assert run_distributed(work, world_size) == [True] * world_size
 
 
+def however_the_ranks_find_each_other():
+    from megapg.comms import addresses
+
+    def keys_about_addresses():
+        with megapg.session(tp=2, timeout=30) as session:
+            for group in groups_by_field(session.groups).values():
+                total = torch.ones(1)
+                dist.all_reduce(total, group=group)
+                assert total.item() == dist.get_world_size(group)
+            dist.barrier()
+            known = dist.distributed_c10d._get_default_store().list_keys()
+            dist.barrier()
+        return sum("/address/" in key for key in known)
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    told_at_once = keys_about_addresses()
+    addresses._LARGEST = 1  # as in a job whose every group is too large to be told
+    looked_up = keys_about_addresses()
+    addresses._LARGEST = 64
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # the user's choice; then creation itself connects
+    eager = keys_about_addresses()
+    dist.destroy_process_group()
+    return told_at_once, looked_up, eager
+
+
+def test_addresses_are_told_in_one_message_or_looked_up():
+    # Of four ranks with tp=2, each is in groups of 2, 2 and 4 ranks.
+    assert run_distributed(however_the_ranks_find_each_other, 4) == [(12, 0, 0)] * 4
+
+
 def cycles(count, caller_has_world):
     if caller_has_world:
         dist.init_process_group("gloo", timeout=timedelta(seconds=30))

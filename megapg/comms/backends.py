@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -52,6 +53,14 @@ class Backend:
     lanes: Mapping[str, str] = field(default_factory=dict)
     creation_environment: Mapping[str, str] = field(default_factory=dict)
     alone: bool = False
+
+    @property
+    def connects_lazily(self) -> bool:
+        """Whether making a communicator waits for nobody, and its members connect at first use."""
+        switches = self.creation_environment.items()
+        return bool(switches) and all(
+            os.environ.get(key, value) == value for key, value in switches
+        )
 
 
 def _no_options(where: str, options: CommunicatorOptions) -> None:

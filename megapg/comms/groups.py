@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -13,12 +13,14 @@ from megapg.comms.plan import Communicator
 from megapg.comms.world import World, scoped_environment
 from megapg.errors import TeardownError
 
+_OURS = "megapg/"
+
 
 def make(
     world: World,
     wanted: Sequence[Communicator],
     *,
-    store: dist.Store,
+    store_for: Callable[[Communicator], dist.Store],
     prefix: str,
     timeout: timedelta,
 ) -> dict[Communicator, dist.ProcessGroup]:
@@ -32,8 +34,8 @@ def make(
     Args:
         world: the WORLD the ranks are counted in.
         wanted: the communicators this rank is in.
-        store: where the members of a communicator find each other; the session's own.
-        prefix: makes the names unique in torch's registry.
+        store_for: where the members of a communicator find each other.
+        prefix: makes the names unique in torch's registry, as :func:`prefix_of` gives it.
         timeout: of collectives on the communicators.
     """
     row = backend_for(world.backend)
@@ -46,13 +48,13 @@ def make(
                     communicator.ranks.index(world.rank),
                     list(communicator.ranks),
                     dist.Backend(world.backend),
-                    store,
+                    store_for(communicator),
                     c10d.GroupName(f"{prefix}/{communicator.label}"),
                     backend_options=row.options(
                         "/".join(communicator.fields), communicator.options
                     ),
                     timeout=timeout,
-                    group_desc="+".join(communicator.fields),
+                    group_desc=_description(prefix, communicator),
                 )
                 made[communicator] = group
                 c10d._world.pg_group_ranks[group] = {
@@ -65,7 +67,7 @@ def make(
 
 
 def make_together(
-    world: World, everyone: Iterable[Communicator], *, timeout: timedelta
+    world: World, everyone: Iterable[Communicator], *, prefix: str, timeout: timedelta
 ) -> dict[Communicator, dist.ProcessGroup]:
     """Make the communicators of all ranks, every rank of WORLD calling for each in one order.
 
@@ -81,7 +83,7 @@ def make_together(
                 timeout=timeout,
                 backend=world.backend,
                 pg_options=row.options("/".join(communicator.fields), communicator.options),
-                group_desc="+".join(communicator.fields),
+                group_desc=_description(prefix, communicator),
             )
             if world.rank in communicator.ranks:
                 made[communicator] = group
@@ -117,6 +119,22 @@ def end(groups: Iterable[tuple[Communicator, dist.ProcessGroup]], *, abort: bool
             failures.append(error)
     if failures:
         raise TeardownError(f"{len(failures)} communicators could not be closed", failures)
+
+
+def prefix_of(session: str, generation: int) -> str:
+    """What the names and descriptions of a session's groups begin with."""
+    return f"{_OURS}{session}/{generation}"
+
+
+def sessions_in_torch() -> list[str]:
+    """Names of the sessions with groups that torch knows, in this process."""
+    prefixes = {group.group_desc.rpartition(": ")[0] for group in c10d._world.pg_map}
+    ours = sorted(prefix for prefix in prefixes if prefix.startswith(_OURS))
+    return [prefix.removeprefix(_OURS).rpartition("/")[0] for prefix in ours]
+
+
+def _description(prefix: str, communicator: Communicator) -> str:
+    return f"{prefix}: {'+'.join(communicator.fields)}"
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from megapg.comms.options import CommunicatorOptions
 from megapg.layout import ParallelLayout
@@ -49,7 +50,7 @@ class Communicator:
     ranks: tuple[int, ...]
     options: CommunicatorOptions
 
-    @property
+    @cached_property
     def label(self) -> str:
         """Names the communicator alike on all its ranks, and no other one of the session."""
         digest = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]

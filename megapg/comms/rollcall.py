@@ -23,7 +23,8 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -32,6 +33,12 @@ from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
 # How long beyond its deadline a rank waits for the leader's word: the leader knows more, so its
 # error is the better one. Seconds.
 GRACE = 2.0
+# How long a wait for what must come soon is left to the store, in seconds.
+_PATIENCE = 0.5
+# The longest pause between two questions to the store, in seconds.
+_PAUSE = 0.05
+# No key ever holds this: what the store answers when there is nothing.
+_NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
@@ -150,12 +157,19 @@ class RollCall:
         self._mine = replace(self._mine, namespace=verdict.namespace, generation=verdict.generation)
         return Agreement(dist.PrefixStore(verdict.namespace, self._store), verdict.generation)
 
-    def confirm(self, problem: BaseException | None, *, timeout: float) -> None:
+    def confirm(
+        self,
+        problem: BaseException | None,
+        *,
+        timeout: float,
+        telling: Mapping[str, bytes] | None = None,
+    ) -> None:
         """Tell the others that this rank has made what it came for, or why not.
 
         Args:
             problem: what went wrong here, if anything did.
             timeout: seconds to wait for the others.
+            telling: key -> value, to be in the agreement's store of every rank afterwards.
 
         Raises:
             RendezvousError: another rank failed or is gone; every rank that is there hears of it.
@@ -164,14 +178,19 @@ class RollCall:
         deadline = time.monotonic() + timeout
         with self._reaching_the_store():
             try:
-                said = "" if problem is None else _brief(problem)
-                self._store.set(f"{here}/ready/{self._rank}", said)
+                message: dict[str, str | bytes] = {
+                    f"{here}/{key}": value for key, value in (telling or {}).items()
+                }
+                if problem is None:
+                    self._mine = replace(self._mine, state="live")
+                    message[f"hello/{self._rank}"] = json.dumps(vars(self._mine))
+                message[f"{here}/ready/{self._rank}"] = "" if problem is None else _brief(problem)
+                self._set(message)
                 if self._leading:
-                    ready = [f"{here}/ready/{rank}" for rank in self._ranks]
-                    self._until(lambda: self._store.check(ready), deadline)
+                    self._expect([f"{here}/ready/{rank}" for rank in self._ranks], deadline)
                     problems = self._answers(f"{here}/ready", "did not confirm in time")
                     self._store.set(f"{here}/go", json.dumps(problems))
-                elif self._until(lambda: self._store.check([f"{here}/go"]), deadline + GRACE):
+                elif self._expect([f"{here}/go"], deadline + GRACE):
                     problems = self._read_problems(f"{here}/go")
                 else:
                     problems = {self._ranks[0]: "did not answer in time"}
@@ -180,9 +199,7 @@ class RollCall:
             except BaseException as error:
                 self._leave("left", error)
                 raise
-            if problem is None:
-                self._say(state="live")
-            else:
+            if problem is not None:
                 self._leave("left", problem)
 
     def decline(self, error: BaseException) -> None:
@@ -234,8 +251,7 @@ class RollCall:
                 self._forget([*self._mine.leftover, "verdict"])
                 self._say(leftover=[])
         told = [f"verdict/{hello.nonce}" for rank, hello in arrived.items() if rank != self._rank]
-        if told:
-            self._store.multi_set(told, [json.dumps(asdict(verdict))] * len(told))  # type: ignore[attr-defined]
+        self._set(dict.fromkeys(told, json.dumps(vars(verdict))))
         return verdict
 
     def _gather(self, deadline: float) -> dict[int, _Hello | None]:
@@ -258,11 +274,13 @@ class RollCall:
 
     def _follow(self, deadline: float) -> _Verdict:
         leader, key = self._ranks[0], f"verdict/{self._mine.nonce}"
-        look_again = 0.0
+        answer: bytes | None = None
+        look_again = time.monotonic() + _PAUSE
 
         def answered_or_hopeless() -> bool:
-            nonlocal look_again
-            if self._store.check([key]):
+            nonlocal answer, look_again
+            answer = self._peek(key)
+            if answer is not None:
                 return True
             if time.monotonic() < look_again:  # every rank asks for the leader: not too often
                 return False
@@ -272,11 +290,12 @@ class RollCall:
             return self._has_declined(hello)
 
         self._until(answered_or_hopeless, deadline + GRACE)
-        if not self._store.check([key]):
+        answer = answer or self._peek(key)
+        if answer is None:
             hellos = self._hellos(self._ranks)
             missing = self._missing(hellos) or (leader,)
             raise RendezvousError(self._absence(missing, hellos), missing)
-        return _Verdict(**json.loads(self._store.get(key)))
+        return _Verdict(**json.loads(answer))
 
     def _has_declined(self, hello: _Hello | None) -> bool:
         """Whether the rank won't come to this very attempt; it may have failed an earlier one."""
@@ -347,7 +366,7 @@ class RollCall:
                     self._store.set(f"{bye}/all", json.dumps(problems))
             elif self._leading:
                 problems = self._dismiss(bye, deadline)
-            elif self._until(lambda: self._store.check([f"{bye}/all"]), deadline + GRACE):
+            elif self._expect([f"{bye}/all"], deadline + GRACE):
                 problems = self._read_problems(f"{bye}/all")
                 self._say(state="closed")  # before the leader may go, and the store with it
                 self._store.set(f"{bye}/heard/{self._rank}", "")
@@ -378,11 +397,20 @@ class RollCall:
 
     def _say(self, **changes: object) -> None:
         self._mine = replace(self._mine, **changes)  # type: ignore[arg-type]
-        self._store.set(f"hello/{self._rank}", json.dumps(asdict(self._mine)))
+        self._store.set(f"hello/{self._rank}", json.dumps(vars(self._mine)))
+
+    def _set(self, message: Mapping[str, str | bytes]) -> None:
+        if message:
+            self._store.multi_set(list(message), list(message.values()))  # type: ignore[attr-defined]
+
+    def _peek(self, key: str) -> bytes | None:
+        """What the key holds, None if nothing: one round trip, where check and get are three."""
+        found: bytes = self._store.compare_set(key, _NOTHING, _NOTHING)
+        return None if found == _NOTHING.encode() else found
 
     def _hello(self, rank: int) -> _Hello | None:
-        key = f"hello/{rank}"
-        return _Hello(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+        said = self._peek(f"hello/{rank}")
+        return None if said is None else _Hello(**json.loads(said))
 
     def _hellos(self, ranks: Sequence[int]) -> dict[int, _Hello | None]:
         keys = [f"hello/{rank}" for rank in ranks]
@@ -397,10 +425,8 @@ class RollCall:
         if self._store.check(keys):
             said = [text.decode() for text in self._store.multi_get(keys)]
         else:
-            said = [
-                self._store.get(key).decode() if self._store.check([key]) else silence
-                for key in keys
-            ]
+            found = [self._peek(key) for key in keys]
+            said = [silence if text is None else text.decode() for text in found]
         return {rank: text for rank, text in zip(self._ranks, said, strict=True) if text}
 
     def _read_problems(self, key: str) -> dict[int, str]:
@@ -416,6 +442,18 @@ class RollCall:
             if key.partition("/")[0] in folders:
                 self._store.delete_key(key)
 
+    def _expect(self, keys: Sequence[str], deadline: float) -> bool:
+        """Whether the keys were all there by the deadline; for keys that are on their way.
+
+        The store itself waits, at first: one question instead of many, while the ranks that are
+        to write the answer need the processor. Ctrl-C is felt once that is over.
+        """
+        patience = min(_PATIENCE, deadline - time.monotonic())
+        with contextlib.suppress(dist.DistStoreError):  # what a wait that took too long raises
+            self._store.wait(list(keys), timedelta(seconds=max(patience, 0.001)))
+            return True
+        return self._until(lambda: self._store.check(list(keys)), deadline)
+
     def _until(self, done: Callable[[], bool], deadline: float) -> bool:
         """Whether it was done by the deadline.
 
@@ -428,7 +466,7 @@ class RollCall:
             now = time.monotonic()
             if now >= deadline:
                 return False
-            pause = min(max((now - started) / 20, shortest), shortest + 0.05)
+            pause = min(max((now - started) / 20, shortest), shortest + _PAUSE)
             time.sleep(min(pause, deadline - now))
         return True
 

@@ -7,7 +7,6 @@ object it made, so what a caller set up, or put in its place since, is never tou
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -61,24 +60,6 @@ class World:
     def device_bound(self) -> bool:
         """Whether WORLD is tied to one device: then torch splits every group from it, together."""
         return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
-
-    def sessions(self) -> list[str]:
-        """Names of the sessions that this rank has open on WORLD."""
-        key = f"megapg/sessions/{self.rank}"
-        found: list[str] = json.loads(self.store.get(key)) if self.store.check([key]) else []
-        return found
-
-    def enter(self, name: str) -> None:
-        """Note that a session is open on WORLD."""
-        self._note([*self.sessions(), name])
-
-    def leave(self, name: str) -> None:
-        """Note that it is not any more."""
-        with contextlib.suppress(dist.DistError):  # WORLD's store may be gone by then
-            self._note([other for other in self.sessions() if other != name])
-
-    def _note(self, names: list[str]) -> None:
-        self.store.set(f"megapg/sessions/{self.rank}", json.dumps(names))
 
     def close(self, *, abort: bool, timeout: float) -> None:
         """Destroy WORLD if it is ours; leave it alone if it is not.

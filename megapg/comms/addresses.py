@@ -1,0 +1,76 @@
+"""Handing round the addresses of lazily connected communicators: one message a rank, not one each.
+
+A gloo communicator that connects lazily does two things with its store: it writes its own address
+when it is made, and reads a peer's when the two first talk. Over the network that is a round trip
+per communicator and two per pair, all to the one process that hosts the store. Here each gets a
+store inside its own process; what it wrote there goes to the others together with the word that
+this rank is ready, and theirs are fetched at once when all are.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megapg.comms.plan import Communicator
+
+# Every member fetches every other member's address, so the traffic grows with the square; a larger
+# communicator looks up those it needs.
+_LARGEST = 64
+# Between the key that the communicator chose and the address, which may be any bytes.
+_SEPARATOR = b"\0"
+
+
+class AddressBook:
+    """The addresses of one rank's communicators.
+
+    Args:
+        shared: a store that all the ranks share and nobody else uses.
+        lazy: whether the communicators connect lazily; otherwise they meet in the shared store.
+        timeout: how long a communicator waits for an address.
+    """
+
+    def __init__(self, shared: dist.Store, *, lazy: bool, timeout: timedelta) -> None:
+        self._shared, self._lazy, self._timeout = shared, lazy, timeout
+        self._pages: dict[Communicator, dist.Store] = {}
+
+    def store_for(self, communicator: Communicator) -> dist.Store:
+        """Where the communicator shall write its address and read those of others."""
+        if not self._lazy or len(communicator.ranks) > _LARGEST:
+            return self._shared
+        page = dist.HashStore()
+        page.set_timeout(self._timeout)
+        self._pages[communicator] = page
+        return page
+
+    def mine(self, rank: int) -> dict[str, bytes]:
+        """What the others must know of this rank, for the shared store: key -> value."""
+        return {
+            _key(communicator, rank): _entry(page)
+            for communicator, page in self._pages.items()
+            if len(communicator.ranks) > 1
+        }
+
+    def fill_in(self, rank: int) -> None:
+        """Fetch the others' entries; all of them must be in the shared store by now."""
+        missing = [
+            (page, _key(communicator, other))
+            for communicator, page in self._pages.items()
+            for other in communicator.ranks
+            if other != rank
+        ]
+        if missing:
+            entries = self._shared.multi_get([key for _, key in missing])
+            for (page, _), entry in zip(missing, entries, strict=True):
+                key, _, address = entry.partition(_SEPARATOR)
+                page.set(key.decode(), address)  # type: ignore[arg-type]  # bytes too
+
+
+def _key(communicator: Communicator, rank: int) -> str:
+    return f"address/{communicator.label}/{rank}"
+
+
+def _entry(page: dist.Store) -> bytes:
+    (key,) = page.list_keys()
+    return key.encode() + _SEPARATOR + page.get(key)
