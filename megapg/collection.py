@@ -19,6 +19,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import torch.distributed as dist
@@ -124,9 +125,10 @@ class ProcessGroupCollection:
 
     # Slots beside __dict__, so that vars() holds the present fields and nothing else: Megatron-core
     # 0.19 tests presence with vars(), 0.16 with hasattr().
-    __slots__ = ("__dict__", "__weakref__", "_lease", "_members", "layout")
+    __slots__ = ("__dict__", "__weakref__", "_extras", "_lease", "_members", "layout")
 
     if TYPE_CHECKING:
+        _extras: dict[str, ProcessGroup]
         _lease: Lease
         _members: dict[str, Membership]
         layout: ParallelLayout | None
@@ -137,6 +139,7 @@ class ProcessGroupCollection:
         members: Mapping[str, Membership],
         lease: Lease,
         layout: ParallelLayout | None = None,
+        extras: Mapping[str, ProcessGroup] = MappingProxyType({}),
     ) -> None:
         """For owners and adapters; most code calls :meth:`from_groups` or opens a session.
 
@@ -145,6 +148,7 @@ class ProcessGroupCollection:
             members: field -> this rank's place in it, for every group; ``hcp.0``... for levels.
             lease: shared with the owner, who ends it.
             layout: the layout the groups were made from, where it is known.
+            extras: name -> group, for groups that are no field; see :attr:`extras`.
         """
         for field, group in groups.items():
             _check_field(field, group)
@@ -152,6 +156,7 @@ class ProcessGroupCollection:
         object.__setattr__(self, "_members", dict(members))
         object.__setattr__(self, "_lease", lease)
         object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "_extras", dict(extras))
 
     @classmethod
     def from_groups(
@@ -243,6 +248,16 @@ class ProcessGroupCollection:
         return self
 
     @property
+    def extras(self) -> Mapping[str, ProcessGroup]:
+        """Groups that Megatron has no field for, if the session was asked for them.
+
+        ``gloo.dp_cp`` and the like with ``session(gloo=("dp_cp", ...))``; ``hybrid.2`` and its
+        multiples with ``session(hybrid_cp=True)``. :meth:`rank`, :meth:`size` and :meth:`ranks`
+        take these names as well. They don't count for equality.
+        """
+        return MappingProxyType(self._extras)
+
+    @property
     def lease(self) -> Lease:
         """Who owns the groups, and whether they may still be used."""
         return self._lease
@@ -310,6 +325,13 @@ class ProcessGroupCollection:
         found = self._members.get(field)
         if found is not None:
             return found
+        kind, _, which = field.partition(".")
+        if kind in ("gloo", "hybrid"):
+            asked = f'gloo=("{which}",)' if kind == "gloo" else "hybrid_cp=True"
+            have = ", ".join(self._extras) or "none"
+            raise MissingGroupError(
+                f"there is no group {field!r} here (extras: {have}); open the session with {asked}."
+            )
         if field not in FIELDS:
             raise UnknownFieldError(f"{field!r} is no field; the fields are {', '.join(FIELDS)}.")
         if field in vars(self):

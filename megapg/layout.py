@@ -184,6 +184,8 @@ class ParallelLayout:
         embedding_ranks: which ranks of a pipeline hold the word embeddings.
         position_embedding_ranks: the same for the position embeddings.
         vpp: virtual pipeline size, the model chunks a rank holds; needs ``pp`` > 1.
+        hybrid_cp: also form the groups by size of hybrid context parallelism, ``hybrid.2``,
+            ``hybrid.4``, ...: neighbours within data x context parallelism.
         ranks: the global ranks the layout lives on, ascending, for a model that has only part of
             the job, for example ``range(4, 8)``. All ranks from 0 unless given.
 
@@ -204,6 +206,7 @@ class ParallelLayout:
     embedding_ranks: EmbeddingRanks = default_embedding_ranks
     position_embedding_ranks: EmbeddingRanks = default_position_embedding_ranks
     vpp: int | None = None
+    hybrid_cp: bool = False
     ranks: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -232,7 +235,22 @@ class ParallelLayout:
         """Every name ``members`` and ``partition`` answer for in this layout."""
         spanned = [f for f in _SPANS if f != "inter_dist_opt" or self.optimizer_instances > 1]
         levels = range(len(self.hierarchical_cp))
-        return (*spanned, *_DERIVED, *(f"hcp.{level}" for level in levels))
+        sizes = self.hybrid_cp_sizes
+        return (
+            *spanned,
+            *_DERIVED,
+            *(f"hcp.{level}" for level in levels),
+            *(f"hybrid.{size}" for size in sizes),
+        )
+
+    @property
+    def hybrid_cp_sizes(self) -> tuple[int, ...]:
+        """Sizes of the groups that hybrid context parallelism picks from: the powers of two from
+        2 to half of dp x cp, as Megatron's; none unless ``hybrid_cp``.
+        """
+        if not self.hybrid_cp:
+            return ()
+        return tuple(2**n for n in range(1, (self.dp * self.cp).bit_length() - 1))
 
     def members(self, field: str, rank: int) -> tuple[int, ...]:
         """Global ranks of the group of ``field`` that ``rank`` is in, ascending.
@@ -321,6 +339,10 @@ class ParallelLayout:
             instances = self.optimizer_instances
             slices = (self.dp * self.cp // instances, instances)
             return _level(self._positions("dp_cp", at), at, slices, 0)
+        if field.startswith("hybrid."):
+            size, whole = int(field[7:]), self._positions("dp_cp", at)
+            first = whole.index(at) // size * size
+            return whole[first : first + size]
         return _level(self._positions("cp", at), at, self.hierarchical_cp, int(field[4:]))
 
     def _embedding(self, field: str, at: int) -> list[int]:
@@ -387,6 +409,9 @@ class ParallelLayout:
                 if levels
                 else f"{field} exists only with hierarchical_cp=(...)."
             )
+        if field.partition(".")[0] == "hybrid":
+            sizes = ", ".join(map(str, self.hybrid_cp_sizes)) or "none; they take hybrid_cp=True"
+            raise UnknownFieldError(f"{field}: the sizes of hybrid groups here are {sizes}.")
         raise UnknownFieldError(f"{field!r} is no field; the fields are {', '.join(FIELDS)}.")
 
     # -- checks ------------------------------------------------------------------------------
@@ -410,6 +435,11 @@ class ParallelLayout:
             raise LayoutError(
                 f"vpp={self.vpp} with pp={self.pp}: a virtual pipeline is a whole number of model "
                 "chunks per rank and needs pp > 1."
+            )
+        if self.hybrid_cp and self.dp * self.cp % 2:
+            raise LayoutError(
+                f"hybrid_cp with dp x cp = {self.dp} x {self.cp}: hybrid context parallelism "
+                "takes an even number of ranks."
             )
         levels = self.hierarchical_cp
         if levels and math.prod(levels) != self.cp:

@@ -69,6 +69,7 @@ class LayoutSizes(TypedDict, total=False):
     embedding_ranks: EmbeddingRanks
     position_embedding_ranks: EmbeddingRanks
     vpp: int | None
+    hybrid_cp: bool
     ranks: Sequence[int]
 
 
@@ -82,6 +83,7 @@ def session(
     options: Mapping[str, CommunicatorOptions] | None = None,
     dedicated: Collection[str] = (),
     all_gather_groups: bool = False,
+    gloo: Collection[str] = (),
     **sizes: Unpack[LayoutSizes],
 ) -> Session:
     """Open the process groups of one layout. Every rank of it calls this, with equal values.
@@ -101,6 +103,8 @@ def session(
         dedicated: fields that share their communicator with no other field.
         all_gather_groups: also make ``dp_cp_ag`` and ``expt_dp_ag``, twins of ``dp_cp`` and
             ``expt_dp`` on communicators of their own, so that all-gathers overlap reductions.
+        gloo: fields that also get a companion on gloo, for objects and tensors on the CPU:
+            ``gloo=("dp_cp",)`` makes ``groups.extras["gloo.dp_cp"]``.
         **sizes: see :class:`~megapg.layout.ParallelLayout`.
 
     Raises:
@@ -133,6 +137,7 @@ def session(
             options=dict(options or {}),
             dedicated=frozenset(dedicated),
             all_gather_groups=all_gather_groups,
+            gloo=frozenset(gloo),
         )
         _check_recipe(recipe, world, layout)
     except BaseException as error:
@@ -153,15 +158,16 @@ def session(
         raise
 
 
-def pretend(layout: ParallelLayout, rank: int) -> Session:
+def pretend(layout: ParallelLayout, rank: int, *, gloo: Collection[str] = ()) -> Session:
     """A session on torch's fake backend: one process plays ``rank``, nothing is communicated.
 
     Raises:
         SessionError: torch.distributed is initialised already.
     """
     world = imagine(rank, max(layout.ranks) + 1)
-    recipe = Recipe("fake", {}, {}, frozenset(), all_gather_groups=False)
+    recipe = Recipe("fake", {}, {}, frozenset(), all_gather_groups=False, gloo=frozenset(gloo))
     try:
+        _check_recipe(recipe, world, layout)
         return Session(
             layout, world, recipe, name="pretend", timeout=0, collective_timeout=world.timeout
         )
@@ -204,8 +210,7 @@ class Session:
                 roll_call,
             )
         made: dict[Communicator, ProcessGroup] = {}
-        lazy = backend_for(recipe.backend).connects_lazily
-        book = AddressBook(store, lazy=lazy, timeout=collective_timeout)
+        book = AddressBook(store, collective_timeout)
         try:
             made = self._make(recipe, book, collective_timeout)
             self._made = list(made.items())
@@ -389,12 +394,14 @@ class Session:
 
 def _check_recipe(recipe: Recipe, world: World, layout: ParallelLayout) -> None:
     made = {field.partition(".")[0] for field in created_fields(layout, recipe)}
-    for field in (*recipe.options, *recipe.dedicated):
+    for field in (*recipe.options, *recipe.dedicated, *recipe.gloo):
         if field not in FIELDS:
             raise UnknownFieldError(f"{field!r} is no field; the fields are {', '.join(FIELDS)}.")
         if field not in made:
             needs = "all_gather_groups=True" if field in ALL_GATHER_FIELDS else "another layout"
             raise UnsupportedOptionError(f"{field} is not made here; that takes {needs}.")
+    if "hcp" in recipe.gloo:
+        raise UnsupportedOptionError("gloo: hcp is several groups, which have no companions.")
     for field, options in recipe.options.items():  # refused before anyone waits for anyone
         backend_for(recipe.backend).options(field, options)
     outside = [rank for rank in layout.ranks if rank >= world.size]
@@ -425,6 +432,7 @@ def _settings(
         "options": str({field: o.given() for field, o in sorted(recipe.options.items())}),
         "dedicated": str(sorted(recipe.dedicated)),
         "all_gather_groups": str(recipe.all_gather_groups),
+        "gloo": str(sorted(recipe.gloo)),
         "collective_timeout": str(collective_timeout),
     }
 
@@ -441,6 +449,7 @@ def _collect(
     members = {}
     serving = by_field(made)
     levels: list[ProcessGroup] = []
+    extras: dict[str, ProcessGroup] = {}
     for field in created_fields(layout, recipe):
         communicator = serving.get(field)
         if communicator is None:
@@ -448,10 +457,12 @@ def _collect(
         members[field] = Membership(communicator.ranks.index(world.rank), communicator.ranks)
         if field.startswith("hcp."):
             levels.append(made[communicator])
+        elif field not in FIELDS:
+            extras[field] = made[communicator]
         else:
             values[field] = made[communicator]
     values["hcp"] = levels or None
-    return ProcessGroupCollection(values, members, lease, layout)
+    return ProcessGroupCollection(values, members, lease, layout, extras)
 
 
 def _holder(holder: object) -> str:

@@ -401,10 +401,8 @@ def test_session_arguments_knows_every_parameter_of_this_core(tmp_path):
         except UnsupportedOptionError as error:
             refused.add(str(error).partition("=")[0])
     assert refused <= {
-        "create_gloo_process_groups",
         "expert_gtp_remat_size",
         "gtp_remat_size",
-        "hybrid_context_parallel",
         "pipeline_model_parallel_comm_backend",
         "sharp_enabled_group",
         "use_sharp",
@@ -434,6 +432,13 @@ def test_session_arguments_translates(tmp_path):
             "expt_tp": CommunicatorOptions(net_name="IB"),
         },
     }
+
+
+def test_gloo_twins_are_made_where_they_are_asked_for():
+    twins = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
+    assert session_arguments(create_gloo_process_groups=True)["gloo"] == twins
+    assert "gloo" not in session_arguments()  # though Megatron's default is True
+    assert session_arguments(hybrid_context_parallel=True)["hybrid_cp"] is True
 
 
 def test_megatrons_own_timeout_holds_also_when_it_is_not_given():
@@ -523,7 +528,6 @@ def test_a_part_of_the_world_is_an_offset_and_a_size():
     ("arguments", "message"),
     [
         ({"use_sharp": True}, "use_sharp=True: NCCL gives SHARP to one"),
-        ({"create_gloo_process_groups": True}, "no gloo twins"),
         ({"tensor_size": 2}, "tensor_size is no argument"),
         ({"high_priority_stream_groups": ["dpcp"]}, "'dpcp' is no communicator; known are"),
         ({"nccl_communicator_config_path": "nowhere.yaml"}, r"nowhere\.yaml can't be read"),

@@ -560,6 +560,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "embedding_ranks": {"embedding_ranks": first_stage},
     "position_embedding_ranks": {"position_embedding_ranks": lambda pipeline: pipeline[-1:]},
     "vpp": {"vpp": 2},
+    "hybrid_cp": {"hybrid_cp": True},
     "ranks": {"ranks": range(1, 17)},
 }
 
@@ -736,3 +737,25 @@ def test_importing_the_layout_imports_no_torch() -> None:
 def test_importing_the_layout_works_where_torch_is_not_installed() -> None:
     code = "import sys; sys.modules['torch'] = None; import megapg.layout as m; print(m.AXES[0])"
     assert run_python(code) == "tp"
+
+
+def test_hybrid_groups_are_neighbours_in_data_and_context_parallelism():
+    layout = ParallelLayout(world_size=24, tp=2, cp=2, hybrid_cp=True)  # 12 ranks of dp x cp
+    assert layout.members("dp_cp", 5) == (1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23)
+    assert layout.hybrid_cp_sizes == (2, 4)
+    assert layout.members("hybrid.2", 5) == (5, 7)
+    assert layout.members("hybrid.4", 5) == (1, 3, 5, 7)
+    assert list(layout.partition("hybrid.4"))[:2] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    uneven = ParallelLayout(world_size=10, hybrid_cp=True)
+    assert list(uneven.partition("hybrid.4")) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
+    with pytest.raises(
+        UnknownFieldError, match=r"hybrid\.8: the sizes of hybrid groups here are 2, 4"
+    ):
+        layout.members("hybrid.8", 5)
+    with pytest.raises(UnknownFieldError, match="they take hybrid_cp=True"):
+        ParallelLayout(world_size=8).members("hybrid.2", 0)
+    with pytest.raises(
+        LayoutError, match=r"hybrid_cp with dp x cp = 3 x 1: .* even number of ranks"
+    ):
+        ParallelLayout(world_size=6, tp=2, hybrid_cp=True)
+    assert layout.fingerprint() != ParallelLayout(world_size=24, tp=2, cp=2).fingerprint()

@@ -56,3 +56,22 @@ def test_every_rank_lists_all_communicators_in_one_order():
     for rank in range(8):
         mine = [c for c in everyone if rank in c.ranks]
         assert set(mine) == set(communicators(layout, recipe("nccl"), rank))
+
+
+def test_a_gloo_companion_is_another_communicator_only_where_the_backend_is_another():
+    layout = ParallelLayout(world_size=16, tp=2, pp=2, hybrid_cp=True)
+    asked = frozenset({"dp_cp", "expt_dp"})
+    same = communicators(layout, recipe("gloo", gloo=asked), 0)
+    assert {c.backend for c in same} == {"gloo"}
+    assert {"dp", "dp_cp", "gloo.dp_cp", "gloo.expt_dp"} <= set(
+        next(c.fields for c in same if "dp" in c.fields)
+    )
+    apart = communicators(layout, recipe("nccl", gloo=asked), 0)
+    assert [(c.fields, c.backend) for c in apart if c.backend != "nccl"] == [
+        (("gloo.dp_cp", "gloo.expt_dp"), "gloo")
+    ]
+    assert not any(
+        "gloo." in field for c in communicators(layout, recipe("nccl"), 0) for field in c.fields
+    )
+    fake = communicators(layout, recipe("fake", gloo=asked), 0)
+    assert {c.backend for c in fake} == {"fake"}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import megapg
 from megapg.collection import LeaseState
-from megapg.errors import SessionError, StaleGroupError
+from megapg.errors import MissingGroupError, SessionError, StaleGroupError
 from megapg.layout import ParallelLayout
 from megapg.testing import run_distributed
 
@@ -87,6 +87,47 @@ def every_field_sums_its_members(layouts):
 def test_every_field_reduces_over_exactly_its_members(world_size):
     work = partial(every_field_sums_its_members, LAYOUTS[world_size])
     assert run_distributed(work, world_size) == [True] * world_size
+
+
+def extras_sum_their_members():
+    me = int(os.environ["RANK"])
+    asked = ("dp_cp", "expt_dp", "embd")
+    with megapg.session(pp=2, hybrid_cp=True, gloo=asked, timeout=30) as session:
+        pg = session.groups
+        assert list(pg.extras) == ["hybrid.2", "gloo.dp_cp", "gloo.expt_dp", "gloo.embd"]
+        for name, group in pg.extras.items():
+            members = session.layout.members(name.removeprefix("gloo."), me)
+            total = torch.tensor([float(me)])
+            dist.all_reduce(total, group=group)
+            assert total.item() == sum(members), name
+            assert pg.ranks(name) == members
+            assert pg.size(name) == len(members)
+            assert members[pg.rank(name)] == me
+        assert pg.extras["gloo.dp_cp"] is pg.dp_cp  # on gloo anyway: no second communicator
+        assert set(pg.extras).isdisjoint(vars(pg))
+        del pg
+    complaints = []
+    with megapg.session(pp=2, timeout=30) as session:
+        for name in ("gloo.dp_cp", "hybrid.2", "gloo.nothing"):
+            with pytest.raises(MissingGroupError) as error:
+                session.groups.ranks(name)
+            complaints.append(str(error.value))
+    for wrong in ("hcp", "dp_cpp", "inter_dist_opt"):
+        with pytest.raises(megapg.MegapgError) as refused:
+            megapg.session(cp=4, hierarchical_cp=(2, 2), gloo=(wrong,), timeout=30)
+        complaints.append(str(refused.value))
+    return complaints
+
+
+def test_gloo_companions_and_hybrid_groups_come_on_request():
+    for complaints in run_distributed(extras_sum_their_members, 8):
+        companion, hybrid, nothing, levels, unknown, absent = complaints
+        assert '(extras: none); open the session with gloo=("dp_cp",)' in companion
+        assert "hybrid_cp=True" in hybrid
+        assert 'gloo=("nothing",)' in nothing
+        assert "hcp is several groups" in levels
+        assert "'dp_cpp' is no field" in unknown
+        assert "inter_dist_opt is not made here; that takes another layout" in absent
 
 
 def however_the_ranks_find_each_other():

@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megapg.comms.backends import backend_for
 from megapg.comms.plan import Communicator
 
 # Every member fetches every other member's address, so the traffic grows with the square; a larger
@@ -27,17 +28,20 @@ class AddressBook:
 
     Args:
         shared: a store that all the ranks share and nobody else uses.
-        lazy: whether the communicators connect lazily; otherwise they meet in the shared store.
         timeout: how long a communicator waits for an address.
     """
 
-    def __init__(self, shared: dist.Store, *, lazy: bool, timeout: timedelta) -> None:
-        self._shared, self._lazy, self._timeout = shared, lazy, timeout
+    def __init__(self, shared: dist.Store, timeout: timedelta) -> None:
+        self._shared, self._timeout = shared, timeout
         self._pages: dict[Communicator, dist.Store] = {}
 
     def store_for(self, communicator: Communicator) -> dist.Store:
-        """Where the communicator shall write its address and read those of others."""
-        if not self._lazy or len(communicator.ranks) > _LARGEST:
+        """Where the communicator shall write its address and read those of others.
+
+        One that connects as it is made meets its peers in the shared store.
+        """
+        lazy = backend_for(communicator.backend).connects_lazily
+        if not lazy or len(communicator.ranks) > _LARGEST:
             return self._shared
         page = dist.HashStore()
         page.set_timeout(self._timeout)

@@ -33,6 +33,7 @@ _NCCL_LANES: Mapping[str, str] = {
     "tp_ep": "experts",
     "dp_cp_ag": "all-gather",
     "expt_dp_ag": "expert all-gather",
+    "hybrid": "hybrid context",
 }
 
 

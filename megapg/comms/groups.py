@@ -38,31 +38,30 @@ def make(
         prefix: makes the names unique in torch's registry, as :func:`prefix_of` gives it.
         timeout: of collectives on the communicators.
     """
-    row = backend_for(world.backend)
     made: dict[Communicator, dist.ProcessGroup] = {}
-    with scoped_environment(row.creation_environment):
-        try:
-            for communicator in wanted:
+    try:
+        for communicator in wanted:
+            row = backend_for(communicator.backend)
+            options = row.options("/".join(communicator.fields), communicator.options)
+            with scoped_environment(row.creation_environment):
                 group, _ = c10d._new_process_group_helper(
                     len(communicator.ranks),
                     communicator.ranks.index(world.rank),
                     list(communicator.ranks),
-                    dist.Backend(world.backend),
+                    dist.Backend(communicator.backend),
                     store_for(communicator),
                     c10d.GroupName(f"{prefix}/{communicator.label}"),
-                    backend_options=row.options(
-                        "/".join(communicator.fields), communicator.options
-                    ),
+                    backend_options=options,
                     timeout=timeout,
                     group_desc=_description(prefix, communicator),
                 )
-                made[communicator] = group
-                c10d._world.pg_group_ranks[group] = {
-                    rank: index for index, rank in enumerate(communicator.ranks)
-                }
-        except BaseException:
-            end(made.items(), abort=True)
-            raise
+            made[communicator] = group
+            c10d._world.pg_group_ranks[group] = {
+                rank: index for index, rank in enumerate(communicator.ranks)
+            }
+    except BaseException:
+        end(made.items(), abort=True)
+        raise
     return made
 
 
@@ -74,14 +73,14 @@ def make_together(
     Needed where WORLD is bound to a device: torch then splits every group from WORLD's own
     communicator, which takes all of its ranks.
     """
-    row = backend_for(world.backend)
     made: dict[Communicator, dist.ProcessGroup] = {}
     try:
         for communicator in everyone:
+            row = backend_for(communicator.backend)
             group = dist.new_group(
                 list(communicator.ranks),
                 timeout=timeout,
-                backend=world.backend,
+                backend=communicator.backend,
                 pg_options=row.options("/".join(communicator.fields), communicator.options),
                 group_desc=_description(prefix, communicator),
             )

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from megapg.comms.backends import backend_for
 from megapg.comms.options import CommunicatorOptions
 from megapg.layout import ParallelLayout
 
@@ -14,6 +15,8 @@ ALL_GATHER_FIELDS = frozenset({"dp_cp_ag", "expt_dp_ag"})
 # Size-1 families of Megatron-core 0.19's GTP with rematerialisation off: "not configured", so None.
 _NOT_CONFIGURED = frozenset({"gtp_remat", "expt_gtp_remat"})
 _DEDICATED = "dedicated:"
+COMPANION = "gloo."
+"""What the names of gloo companions begin with: ``gloo.dp`` has the ranks of ``dp``."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,13 @@ class Recipe:
     options: Mapping[str, CommunicatorOptions]
     dedicated: frozenset[str]
     all_gather_groups: bool
+    gloo: frozenset[str] = frozenset()
+
+    def backend_of(self, field: str) -> str:
+        """The backend of a field's communicator; a companion's is gloo wherever there is one."""
+        if field.startswith(COMPANION) and not backend_for(self.backend).alone:
+            return "gloo"
+        return self.backend
 
     def lane(self, field: str) -> str:
         """Fields on different lanes never share a communicator."""
@@ -44,11 +54,13 @@ class Communicator:
         fields: the fields that share it, in the collection's order.
         ranks: its global ranks, ascending.
         options: what the backend is asked for.
+        backend: as torch names it.
     """
 
     fields: tuple[str, ...]
     ranks: tuple[int, ...]
     options: CommunicatorOptions
+    backend: str
 
     @cached_property
     def label(self) -> str:
@@ -60,23 +72,27 @@ class Communicator:
 def created_fields(layout: ParallelLayout, recipe: Recipe) -> tuple[str, ...]:
     """The families of ``layout`` that a session makes communicators for."""
     left_out = _NOT_CONFIGURED if recipe.all_gather_groups else _NOT_CONFIGURED | ALL_GATHER_FIELDS
-    return tuple(field for field in layout.families if field not in left_out)
+    made = [field for field in layout.families if field not in left_out]
+    return (*made, *(COMPANION + field for field in made if field in recipe.gloo))
 
 
 def communicators(layout: ParallelLayout, recipe: Recipe, rank: int) -> list[Communicator]:
-    """The communicators that ``rank`` is in: one per distinct (ranks, lane, options).
+    """The communicators that ``rank`` is in: one per distinct (ranks, lane, options, backend).
 
     All its ranks find the same fields for a communicator, since each family is a partition.
     """
-    shared: dict[tuple[tuple[int, ...], str, CommunicatorOptions], list[str]] = {}
+    shared: dict[tuple[tuple[int, ...], str, CommunicatorOptions, str], list[str]] = {}
     for field in created_fields(layout, recipe):
-        if ranks := layout.members(field, rank):
+        if ranks := layout.members(field.removeprefix(COMPANION), rank):
             lane, options = recipe.lane(field), recipe.option(field)
             if len(ranks) == 1 and not lane.startswith(_DEDICATED):
                 lane, options = "alone", CommunicatorOptions()  # nothing is ever sent
-            key = (ranks, lane, options)
+            key = (ranks, lane, options, recipe.backend_of(field))
             shared.setdefault(key, []).append(field)
-    return [Communicator(tuple(f), ranks, options) for (ranks, _, options), f in shared.items()]
+    return [
+        Communicator(tuple(fields), ranks, options, backend)
+        for (ranks, _, options, backend), fields in shared.items()
+    ]
 
 
 def every_communicator(layout: ParallelLayout, recipe: Recipe) -> Iterator[Communicator]:

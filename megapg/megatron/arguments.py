@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ class SessionArguments(LayoutSizes, total=False):
 
     collective_timeout: timedelta
     all_gather_groups: bool
+    gloo: Collection[str]
     options: Mapping[str, CommunicatorOptions]
 
 
@@ -37,12 +38,11 @@ _RENAMED = {
     "get_embedding_ranks": "embedding_ranks",
     "get_position_embedding_ranks": "position_embedding_ranks",
     "create_all_gather_group": "all_gather_groups",
+    "hybrid_context_parallel": "hybrid_cp",
 }
 
-_NO_GLOO = (
-    "a session makes no gloo twins of its groups (Megatron refuses them with a collection). Pass "
-    "create_gloo_process_groups=False, and use_gloo_process_groups=False to get_megatron_optimizer"
-)
+# What Megatron makes gloo twins of.
+_GLOO_FIELDS = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
 
 # argument -> why a value other than its default is refused.
 _REFUSED = {
@@ -55,7 +55,6 @@ _REFUSED = {
         "NCCL_COLLNET_ENABLE=1; set that variable around the first collective on session.groups.dp"
     ),
     "sharp_enabled_group": "see use_sharp",
-    "hybrid_context_parallel": "megapg has no field for groups by size yet",
     "gtp_remat_size": "generalised tensor parallelism is not supported yet",
     "expert_gtp_remat_size": "generalised tensor parallelism is not supported yet",
 }
@@ -65,7 +64,8 @@ def session_arguments(**arguments: object) -> SessionArguments:
     """The arguments of :func:`megapg.session` that do what ``initialize_model_parallel`` would.
 
     Takes that function's arguments by name, so moving over is
-    ``megapg.session(**session_arguments(tensor_model_parallel_size=2, ...))``.
+    ``megapg.session(**session_arguments(tensor_model_parallel_size=2, ...))``. Gloo companions are
+    made only where ``create_gloo_process_groups=True`` is given: few need them, and each costs.
 
     Raises:
         UnsupportedOptionError: an argument that a session can't honour, with the reason, or one
@@ -80,7 +80,7 @@ def session_arguments(**arguments: object) -> SessionArguments:
                 f"{name} is no argument of the installed core's initialize_model_parallel."
             )
         if name == "create_gloo_process_groups" and value:
-            raise UnsupportedOptionError(f"{name}=True: {_NO_GLOO}.")
+            made["gloo"] = _GLOO_FIELDS
         if value == defaults[name]:
             continue
         if name in _REFUSED:

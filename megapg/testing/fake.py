@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Unpack
 
 from megapg.collection import ProcessGroupCollection
@@ -14,7 +14,11 @@ from megapg.sessions import LayoutSizes, pretend
 
 @contextlib.contextmanager
 def fake_collection(
-    rank: int = 0, world_size: int = 0, **sizes: Unpack[LayoutSizes]
+    rank: int = 0,
+    world_size: int = 0,
+    *,
+    gloo: Collection[str] = (),
+    **sizes: Unpack[LayoutSizes],
 ) -> Iterator[ProcessGroupCollection]:
     """Play one rank of a layout: ``with fake_collection(tp=2, rank=1) as pg: ...``.
 
@@ -25,6 +29,7 @@ def fake_collection(
     Args:
         rank: global rank to play.
         world_size: number of ranks in the layout; the smallest that fits the sizes unless given.
+        gloo: as :func:`megapg.session`'s; the companions are fake as well.
         **sizes: see :class:`~megapg.layout.ParallelLayout`.
 
     Raises:
@@ -40,5 +45,5 @@ def fake_collection(
         world_size = len(sizes.get("ranks") or ()) or math.lcm(dense, expert)
     layout = ParallelLayout(world_size=world_size, **sizes)
     layout.coordinates(rank)  # a rank outside the layout is refused before anything is set up
-    with pretend(layout, rank) as session:
+    with pretend(layout, rank, gloo=gloo) as session:
         yield session.groups
