@@ -10,9 +10,11 @@ ARGS ?=
 PYTHON ?=
 PYTHON312 ?=
 
-# The Megatron-core that users are on, and the newest one (which needs Python 3.12).
+# The Megatron-core that users are on, and the newest one (which needs Python 3.12). Beside the
+# first comes one that has nothing but globals, for the tests of what works there.
 MCORE ?= 0.16.1
 MCORE_NEWEST ?= 0.19.2
+MCORE_OLD := 0.12.0
 
 # torch is installed only where none can be imported yet. All of megapg's tests run on the CPU, so
 # a build for GPUs (gigabytes) is fetched only when asked for: by ALLOW_CUDA_TORCH=1, or by
@@ -65,8 +67,8 @@ clean:  ## remove caches and build outputs; the environments stay
 distclean: clean  ## clean, and remove .venv and .venv-newest too
 	rm -rf .venv .venv-newest
 
-$(READY): pyproject.toml
-	@sh .ci/venv.sh .venv $(MCORE) 3.11 newer
+$(READY): pyproject.toml .ci/venv.sh
+	@sh .ci/venv.sh .venv $(MCORE) 3.11 newer $(MCORE_OLD)
 	@rm -f .venv/.ready-* && touch $@
 
 $(READY_NEWEST): export PYTHON := $(PYTHON312)

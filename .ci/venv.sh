@@ -1,14 +1,15 @@
 #!/bin/sh
 # Makes (or completes) one of the Makefile's environments:
 #
-#     .ci/venv.sh DIRECTORY MEGATRON_CORE_VERSION PYTHON_VERSION [newer]
+#     .ci/venv.sh DIRECTORY MEGATRON_CORE_VERSION PYTHON_VERSION [newer [OLD_VERSION]]
 #
-# With `newer`, a newer Python will do where that version is not found. The environment has PYTHON,
+# With `newer`, a newer Python will do where that version is not found. A Megatron-core of
+# OLD_VERSION comes into a directory of its own, for tests. The environment has PYTHON,
 # TORCH, TORCH_INDEX and ALLOW_CUDA_TORCH, which the Makefile explains. What an earlier run left is
 # completed, not made anew: pip passes over what is installed.
 set -eu
 
-venv=$1 mcore=$2 wanted=$3 newer=${4:-}
+venv=$1 mcore=$2 wanted=$3 newer=${4:-} old=${5:-}
 python=${PYTHON:-} torch=${TORCH:-torch} torch_index=${TORCH_INDEX:-}
 in_venv=$venv/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -140,3 +141,18 @@ have=$("$in_venv" -c 'from importlib.metadata import version; print(version("tor
 say "installing megapg and Megatron-core $mcore into $venv, next to torch $have"
 pip install -qq -e '.[dev,megatron]' "megatron-core==$mcore" "torch==$have" \
     || stop "$venv is not complete (see above); run make again once that is solved."
+
+# --- the old Megatron-core ---------------------------------------------------------------------
+
+# Some tests run on it, in processes that have it in PYTHONPATH: two can't be installed in one
+# place. Its wheel is for Python 3.11; what is compiled in it is for data sets, so any Python does.
+if [ -n "$old" ] && [ ! -d "$venv/cores/$old" ]; then
+    say "unpacking Megatron-core $old into $venv/cores"
+    rm -rf "$venv/cores/unpacking"
+    if pip install -qq --no-deps --only-binary=:all: --python-version 3.11 \
+        --target "$venv/cores/unpacking" "megatron-core==$old"; then
+        mv "$venv/cores/unpacking" "$venv/cores/$old"
+    else
+        say "that failed (see above); all works without it, but tests/test_old_core.py"
+    fi
+fi

@@ -36,6 +36,7 @@ class Part(enum.StrEnum):
     CREATION = "creation"
     LAYOUT = "layout"
     ACCESS = "access"
+    BRIDGE = "bridge"
 
 
 def _worlds(text: str) -> tuple[int, ...]:
@@ -87,6 +88,9 @@ def main(
 
     **access** reads `pg.tp` and the like, against the getters of `parallel_state`.
 
+    **bridge** takes a function's collection from `resolve`, against a read of the globals, and
+    traces the reads of a training step.
+
     All ranks are processes on this host. The whole takes about eight minutes on two cores
     that have nothing else to do, and 10 GiB of memory at world 32. On a busy machine wall times
     mislead; look at the ratios of CPU time there.
@@ -114,6 +118,8 @@ def main(
             _layout(report, quick, progress)
         if Part.ACCESS in parts:
             _access(report, progress)
+        if Part.BRIDGE in parts:
+            _bridge(report, progress)
     for table in report.tables():
         table.print(console)
     everything = parts == set(Part) and not quick
@@ -158,6 +164,16 @@ def _access(report: Report, progress: Progress) -> None:
 
     task = progress.add_task("access", total=1)
     report.readings = access.run()
+    progress.advance(task)
+
+
+def _bridge(report: Report, progress: Progress) -> None:
+    from benchmarks import bridge, tracing
+
+    task = progress.add_task("bridge", total=2)
+    report.costs = bridge.run()
+    progress.advance(task)
+    report.costs += tracing.run().costs()
     progress.advance(task)
 
 

@@ -56,12 +56,13 @@ def _read_all() -> list[Reading]:
     with session() as opened:
         names = {"pg": opened.groups, "parallel_state": parallel_state}
         return [
-            Reading(what, ours, theirs, *_nanoseconds((ours, theirs), names))
+            Reading(what, ours, theirs, *nanoseconds((ours, theirs), names))
             for what, ours, theirs in PAIRS
         ]
 
 
-def _nanoseconds(statements: Sequence[str], names: dict[str, object]) -> list[float]:
+def nanoseconds(statements: Sequence[str], names: dict[str, object]) -> list[float]:
+    """What each statement takes, the best of many rounds in which they take turns."""
     timers = [timeit.Timer(statement, globals=names) for statement in statements]
-    rounds = [[timer.timeit(_CALLS) for timer in timers] for _ in range(_ROUNDS)]  # take turns
+    rounds = [[timer.timeit(_CALLS) for timer in timers] for _ in range(_ROUNDS)]
     return [min(seconds) / _CALLS * 1e9 for seconds in zip(*rounds, strict=True)]

@@ -17,6 +17,7 @@ from rich.console import Console
 import megapg
 from benchmarks import layout as layouts
 from benchmarks.access import Reading
+from benchmarks.bridge import Cost
 from benchmarks.creation import STAGES, USE, Contest
 from benchmarks.layout import Answer
 from benchmarks.peers import BASELINE, FIELDS, SESSION
@@ -66,6 +67,7 @@ class Report:
     contests: list[Contest] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
 
     def tables(self) -> list[Table]:
         """The findings, creation first."""
@@ -76,6 +78,8 @@ class Report:
             found += [_layout_summary(self.answers), _layout(self.answers)]
         if self.readings:
             found.append(_access(self.readings))
+        if self.costs:
+            found.append(_bridge(self.costs))
         return found
 
     def markdown(self) -> str:
@@ -256,7 +260,8 @@ def _layout(answers: Sequence[Answer]) -> Table:
         ),
         (
             "An answer costs at least its own length: members() returns the ranks as a tuple, and "
-            "the group of intra_dist_opt is the whole world.",
+            "the group of intra_dist_opt is the whole world, which a layout lists once and keeps "
+            "(the first answer takes a millisecond or so at this size).",
         ),
     )
 
@@ -280,4 +285,28 @@ def _access(readings: Sequence[Reading]) -> Table:
             for reading in readings
         ),
         ("Best of many rounds taken in turns, in a world of one rank.",),
+    )
+
+
+def _bridge(costs: Sequence[Cost]) -> Table:
+    return Table(
+        "The bridge to the globals",
+        ("", "what", "compared with", "ratio", "wanted", "", "times (noise)"),
+        tuple(
+            (
+                cost.what,
+                f"`{cost.ours}`",
+                f"`{cost.theirs}`",
+                f"{cost.ratio:.2f}",
+                "-" if cost.target is None else f"at most {cost.target:g}",
+                "-" if cost.target is None else "met" if cost.met else "MISSED",
+                cost.times,
+            )
+            for cost in costs
+        ),
+        (
+            "resolve() runs once per call of a function, and then its fields are attributes. An "
+            "explicit collection is checked each time: that it has the fields, that its session is "
+            "open, in this process, and that torch still knows the groups.",
+        ),
     )

@@ -11,13 +11,20 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megapg import errors as errors
     from megapg import megatron as megatron
     from megapg import testing as testing
     from megapg.collection import Lease, ProcessGroup, ProcessGroupCollection
     from megapg.comms.options import CommunicatorOptions
     from megapg.errors import MegapgError
     from megapg.layout import ParallelLayout
-    from megapg.megatron import from_megatron, from_parallel_state, published, to_megatron
+    from megapg.megatron import (
+        from_megatron,
+        from_parallel_state,
+        published,
+        resolve,
+        to_megatron,
+    )
     from megapg.sessions import LayoutSizes, Session, session
 
 __version__ = "0.1.0"
@@ -34,12 +41,13 @@ _HOMES = {
     "from_megatron": "megapg.megatron",
     "from_parallel_state": "megapg.megatron",
     "published": "megapg.megatron",
+    "resolve": "megapg.megatron",
     "session": "megapg.sessions",
     "to_megatron": "megapg.megatron",
 }
 
 # Parts that `import megapg` alone makes reachable, as in `megapg.testing.run_distributed`.
-_SUBMODULES = ("megatron", "testing")
+_SUBMODULES = ("errors", "megatron", "testing")
 
 __all__ = [
     "CommunicatorOptions",
@@ -53,6 +61,7 @@ __all__ = [
     "from_megatron",
     "from_parallel_state",
     "published",
+    "resolve",
     "session",
     "to_megatron",
 ]

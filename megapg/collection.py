@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -49,6 +50,9 @@ class LeaseState(enum.Enum):
     CLOSED = "closed"
 
 
+_LIVE = LeaseState.LIVE  # an enum's members cost more to reach than a name
+
+
 @dataclass
 class Lease:
     """The owner's word on whether the groups may still be used. Only the owner changes it.
@@ -58,15 +62,31 @@ class Lease:
         generation: how often the owner's name was opened in this job, from 1.
         state: live, suspended or closed.
         since: where and when the state last changed, for messages.
+        pid: the process that the groups live in.
+        scratch: what users of the groups keep as long as the owner does, by name.
     """
 
     owner: str
     generation: int = 1
     state: LeaseState = LeaseState.LIVE
     since: str = ""
+    pid: int = dataclasses.field(default_factory=os.getpid)
+    scratch: dict[str, object] = dataclasses.field(default_factory=dict, repr=False)
 
     def check(self, purpose: str) -> None:
-        """Raise :class:`StaleGroupError` unless the groups are live."""
+        """Raise unless the groups are live, in this process.
+
+        Raises:
+            StaleGroupError: the owner closed or suspended them.
+            ForeignGroupError: they live in the process that this one was forked from.
+        """
+        if self.pid != os.getpid():
+            raise ForeignGroupError(
+                f"{purpose}: the process groups of {self.owner} live in process {self.pid}, and "
+                f"this is process {os.getpid()}, forked from it: sockets and streams don't "
+                "survive that. Open a session in this process, or send it plain values "
+                "(`pg.describe()`)."
+            )
         if self.state is not LeaseState.LIVE:
             raise StaleGroupError(
                 f"{purpose}: the process groups of {self.owner} (generation {self.generation}) "
@@ -125,12 +145,13 @@ class ProcessGroupCollection:
 
     # Slots beside __dict__, so that vars() holds the present fields and nothing else: Megatron-core
     # 0.19 tests presence with vars(), 0.16 with hasattr().
-    __slots__ = ("__dict__", "__weakref__", "_extras", "_lease", "_members", "layout")
+    __slots__ = ("__dict__", "__weakref__", "_extras", "_lease", "_members", "_witness", "layout")
 
     if TYPE_CHECKING:
         _extras: dict[str, ProcessGroup]
         _lease: Lease
         _members: dict[str, Membership]
+        _witness: ProcessGroup | None
         layout: ParallelLayout | None
 
     def __init__(
@@ -156,6 +177,8 @@ class ProcessGroupCollection:
         object.__setattr__(self, "_members", dict(members))
         object.__setattr__(self, "_lease", lease)
         object.__setattr__(self, "layout", layout)
+        single = (group for group in groups.values() if isinstance(group, dist.ProcessGroup))
+        object.__setattr__(self, "_witness", next(single, None))
         object.__setattr__(self, "_extras", dict(extras))
 
     @classmethod
@@ -177,9 +200,9 @@ class ProcessGroupCollection:
             _check_field(field, group)
             if isinstance(group, Sequence):
                 for level, inner in enumerate(group):
-                    members[f"{field}.{level}"] = _membership(f"{field}.{level}", inner)
+                    members[f"{field}.{level}"] = membership(f"{field}.{level}", inner)
             elif group is not None:
-                members[field] = _membership(field, group)
+                members[field] = membership(field, group)
         return cls(groups, members, Lease(owner="groups passed to from_groups()"))
 
     # -- plain values ------------------------------------------------------------------------
@@ -210,7 +233,8 @@ class ProcessGroupCollection:
 
     def present(self) -> tuple[str, ...]:
         """Names of the fields this collection has, those that hold None included."""
-        return tuple(field for field in FIELDS if field in vars(self))
+        held = vars(self)
+        return tuple(field for field in FIELDS if field in held)
 
     def describe(self) -> dict[str, list[int] | list[list[int]] | None]:
         """Plain data for logs and JSON: field -> global ranks, or None; ``hcp`` a list of them."""
@@ -235,17 +259,43 @@ class ProcessGroupCollection:
 
         Raises:
             MissingGroupError: a field is absent; every absent one is named.
+            UnknownFieldError: a name is no field.
             StaleGroupError: the owner closed or suspended the groups.
-            ForeignGroupError: a group was destroyed behind the owner's back.
+            ForeignGroupError: a group was destroyed behind the owner's back, or all of them live
+                in the process that this one was forked from.
         """
         self._lease.check(owner)
-        missing = [field for field in fields if field not in vars(self)]
-        if missing:
-            raise MissingGroupError(self._absent(owner, missing))
+        held = vars(self)
         for field in fields or self.present():
-            for group in self._groups(field):
-                _registered_ranks(f"{owner}: {field}", group)
+            if field not in held and field not in self.extras:
+                missing = [name for name in fields if name in FIELDS and name not in held]
+                if missing:
+                    raise MissingGroupError(self._absent(owner, missing))
+                raise self._no_such(field)
+            group = held[field] if field in held else self.extras[field]
+            for each in group if isinstance(group, tuple) else (group,):
+                if each is not None:
+                    _check_registered(owner, field, each)
         return self
+
+    def holds(self, fields: Sequence[str]) -> bool:
+        """Whether ``require(*fields)`` would pass, as far as can be told in a microsecond: for
+        functions that ask at every call.
+
+        A group that was destroyed one by one behind the owner's back goes unnoticed; the end of
+        WORLD does not.
+        """
+        lease = self._lease
+        if lease.state is not _LIVE or lease.pid != os.getpid():
+            return False
+        held = self.__dict__  # half the cost of vars()
+        for field in fields:
+            if field not in held:
+                return False
+        try:  # torch forgets all groups together with WORLD, so one speaks for the others
+            return self._witness is None or dist.get_global_rank(self._witness, 0) >= 0
+        except (KeyError, ValueError, RuntimeError):
+            return False
 
     @property
     def extras(self) -> Mapping[str, ProcessGroup]:
@@ -308,7 +358,7 @@ class ProcessGroupCollection:
         parts = [f"{' '.join(fields)} = {self._place(fields[0])}" for fields in shared.values()]
         if nothing:
             parts.append(f"{' '.join(nothing)} = None")
-        return f"<ProcessGroupCollection{state}: {'; '.join(parts) or 'empty'}>"
+        return f"<{type(self).__name__}{state}: {'; '.join(parts) or 'empty'}>"
 
     def _groups(self, field: str) -> tuple[ProcessGroup, ...]:
         """The groups behind a present field: none for None, several for hcp."""
@@ -318,26 +368,31 @@ class ProcessGroupCollection:
         return value if isinstance(value, tuple) else (value,)
 
     def _place(self, field: str) -> str:
-        known = [m for name, m in self._members.items() if name.partition(".")[0] == field]
+        value = vars(self)[field]
+        levels = range(len(value)) if isinstance(value, tuple) else ()
+        known = map(self._member, [f"{field}.{level}" for level in levels] or [field])
         return " and ".join(f"rank {member.rank} of {len(member.ranks)}" for member in known)
 
     def _member(self, field: str) -> Membership:
         found = self._members.get(field)
         if found is not None:
             return found
-        kind, _, which = field.partition(".")
+        raise self._no_such(field)
+
+    def _no_such(self, name: str) -> MissingGroupError | UnknownFieldError:
+        kind, _, which = name.partition(".")
         if kind in ("gloo", "hybrid"):
             asked = f'gloo=("{which}",)' if kind == "gloo" else "hybrid_cp=True"
-            have = ", ".join(self._extras) or "none"
-            raise MissingGroupError(
-                f"there is no group {field!r} here (extras: {have}); open the session with {asked}."
+            have = ", ".join(self.extras) or "none"
+            return MissingGroupError(
+                f"there is no group {name!r} here (extras: {have}); open the session with {asked}."
             )
-        if field not in FIELDS:
-            raise UnknownFieldError(f"{field!r} is no field; the fields are {', '.join(FIELDS)}.")
-        if field in vars(self):
-            why = "has levels: ask for hcp.0, hcp.1, ..." if vars(self)[field] else "is None here"
-            raise MissingGroupError(f"{field} {why}; {self!r}")
-        raise MissingGroupError(self._absent(type(self).__name__, [field]))
+        if name not in FIELDS:
+            return UnknownFieldError(f"{name!r} is no field; the fields are {', '.join(FIELDS)}.")
+        if name in vars(self):
+            why = "has levels: ask for hcp.0, hcp.1, ..." if vars(self)[name] else "is None here"
+            return MissingGroupError(f"{name} {why}; {self!r}")
+        return MissingGroupError(self._absent(type(self).__name__, [name]))
 
     def _absent(self, owner: str, missing: Sequence[str]) -> str:
         have = ", ".join(self.present()) or "nothing"
@@ -365,7 +420,8 @@ def _check_field(field: str, group: object) -> None:
             raise ForeignGroupError(f"{field}: {what!r} is no process group of this rank.")
 
 
-def _membership(field: str, group: ProcessGroup) -> Membership:
+def membership(field: str, group: ProcessGroup) -> Membership:
+    """This rank's place in a group that torch knows; ``field`` is for the error."""
     ranks = _registered_ranks(field, group)
     me = dist.get_rank()
     if me not in ranks:
@@ -378,10 +434,22 @@ def _registered_ranks(purpose: str, group: ProcessGroup) -> tuple[int, ...]:
     try:
         return tuple(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError) as error:
-        raise ForeignGroupError(
-            f"{purpose}: torch.distributed does not know this process group; it was destroyed, or "
-            "WORLD was re-created since."
-        ) from error
+        raise _unknown_to_torch(purpose) from error
+
+
+def _check_registered(owner: str, field: str, group: ProcessGroup) -> None:
+    """As :func:`_registered_ranks`, at a cost that does not grow with the group."""
+    try:
+        dist.get_global_rank(group, 0)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise _unknown_to_torch(f"{owner}: {field}") from error
+
+
+def _unknown_to_torch(purpose: str) -> ForeignGroupError:
+    return ForeignGroupError(
+        f"{purpose}: torch.distributed does not know this process group; it was destroyed, or "
+        "WORLD was re-created since."
+    )
 
 
 FIELD_NAMES = tuple(f.name for f in dataclasses.fields(ProcessGroupCollection))

@@ -41,6 +41,22 @@ class SessionError(MegapgError, RuntimeError):
     """A session was used out of turn: opened twice, used after close, name taken."""
 
 
+class PublishedError(MegapgError, RuntimeError):
+    """While a collection is published, ``parallel_state`` is its, and only its thread's."""
+
+
+class GlobalReadError(MegapgError, RuntimeError):
+    """Somebody read Megatron's globals where that is forbidden."""
+
+
+class NoCollectionError(MegapgError, RuntimeError):
+    """A function needs process groups, was passed none, and the globals can't or mustn't serve."""
+
+
+class GlobalGroupsWarning(UserWarning):
+    """A function that was passed no collection took its groups from ``parallel_state``."""
+
+
 class UnsupportedOptionError(MegapgError, ValueError):
     """An option that this backend or this version cannot honour; named instead of ignored."""
 

@@ -7,9 +7,9 @@ initialised, groups that others made) is left as it was.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -28,6 +28,7 @@ from megapg.collection import (
 from megapg.comms import groups as communicators_of_torch
 from megapg.comms.addresses import AddressBook
 from megapg.comms.backends import backend_for
+from megapg.comms.holders import holders
 from megapg.comms.options import CommunicatorOptions
 from megapg.comms.plan import (
     ALL_GATHER_FIELDS,
@@ -49,10 +50,6 @@ from megapg.errors import (
 from megapg.layout import FIELDS, EmbeddingRanks, ParallelLayout
 
 logger = logging.getLogger(__name__)
-
-# Seconds the ranks wait for each other at the end. Short: a rank that needs longer is in trouble,
-# and then the groups are aborted instead of closed in order.
-_FAREWELL = 10.0
 
 
 class LayoutSizes(TypedDict, total=False):
@@ -94,7 +91,8 @@ def session(
     Args:
         layout: the layout; or give its sizes (``tp=2, pp=2``) and it spans WORLD.
         name: tells apart the sessions that are open at the same time in one process.
-        timeout: seconds to wait for the other ranks here; megapg's own waits only.
+        timeout: seconds to wait for the other ranks, at each of the few points where they meet,
+            here and in :meth:`Session.close`; megapg's own waits only.
         collective_timeout: of collectives on the groups (and on WORLD, if the session makes it);
             WORLD's own unless given.
         backend: ``"gloo"``, ``"nccl"`` or a device map such as ``"cpu:gloo,cuda:nccl"``; WORLD's
@@ -114,6 +112,7 @@ def session(
             another layout (:class:`~megapg.errors.LayoutMismatchError`). Every rank that did come
             gets the error, and nothing stays open.
     """
+    _check_waits(timeout, collective_timeout)
     if not dist.is_available():
         raise SessionError(
             "this torch was built without torch.distributed, so there are no process groups."
@@ -127,6 +126,7 @@ def session(
     else:
         world = found(backend=backend, timeout=timeout, collective_timeout=collective_timeout)
     try:
+        _check_kinds(name, options or {}, dedicated, gloo, sizes)
         if layout is None:
             layout = ParallelLayout(
                 world_size=len(sizes.get("ranks") or range(world.size)), **sizes
@@ -141,7 +141,7 @@ def session(
         )
         _check_recipe(recipe, world, layout)
     except BaseException as error:
-        RollCall(world.store, name, world.rank, range(world.size)).decline(error)
+        RollCall(world.store, str(name), world.rank, range(world.size)).decline(error)
         world.close(abort=True, timeout=0)
         raise
     try:
@@ -214,10 +214,12 @@ class Session:
         try:
             made = self._make(recipe, book, collective_timeout)
             self._made = list(made.items())
+            self._given = [(c.fields, weakref.ref(group)) for c, group in self._made]
             self._lease = Lease(owner=f"session {name!r}", generation=self.generation)
             self._groups: ProcessGroupCollection | None = _collect(
                 layout, recipe, made, world, self._lease
             )
+            self._collection = weakref.ref(self._groups)
             if self._roll_call is not None:
                 self._roll_call.confirm(None, timeout=timeout, telling=book.mine(world.rank))
             book.fill_in(world.rank)
@@ -276,7 +278,7 @@ class Session:
 
     @property
     def owns_world(self) -> bool:
-        """Whether this session made torch's WORLD, and will destroy it."""
+        """Whether this session made torch's WORLD, and will destroy it at its end."""
         return self._world.ours
 
     @property
@@ -303,6 +305,9 @@ class Session:
         }
 
     def __repr__(self) -> str:
+        if self.closed:
+            since = self._lease.since
+            return f"<Session {self.name!r} generation {self.generation} closed {since}>"
         world = "its own WORLD" if self.owns_world else "the caller's WORLD"
         return (
             f"<Session {self.name!r} generation {self.generation} {self._lease.state.value}: "
@@ -314,6 +319,7 @@ class Session:
     # -- the end -----------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        _ = self.groups  # a closed session says so here already
         return self
 
     def __exit__(
@@ -333,10 +339,10 @@ class Session:
     def close(self) -> None:
         """Close the groups, and WORLD if this session made it. Closing twice does nothing.
 
-        The ranks tell each other how they fared, and wait some ten seconds for those that are
-        late: where all are well the groups are closed in order, otherwise aborted. Either way the
-        collection's lease ends, and the session drops every reference to a group; gloo's threads
-        and sockets go when the last reference anywhere (a model, an optimizer) does.
+        The ranks tell each other how they fared, and wait up to ``timeout`` seconds for those that
+        are late: where all are well the groups are closed in order, otherwise aborted. Either way
+        the collection's lease ends, and the session drops every reference to a group; gloo's
+        threads and sockets go when the last reference anywhere (a model, an optimizer) does.
 
         Raises:
             SessionError: this session made WORLD, and others are still open on it.
@@ -345,19 +351,23 @@ class Session:
         self._close(None)
 
     def live_references(self) -> list[str]:
-        """What still refers to this session's groups, for finding who keeps sockets open.
+        """Who still holds this session's groups or its collection, and so keeps sockets open.
 
-        One line per object; frames and megapg's own are left out. Slow: it asks the collector.
+        One line per holder, such as ``tp+tp_cp: a mymodel.Block, as tp_group``, as far as Python's
+        garbage collector sees them. After :meth:`close` it should be empty. Slow.
         """
-        own = {id(self._made), id(self), id(self._groups)}
-        groups = self._groups
+        own = {id(self), id(self._made), id(vars(self)), *(id(pair) for pair in self._made)}
+        groups = self._collection()
         if groups is not None:
-            own.add(id(vars(groups)))
+            own |= {id(groups), id(vars(groups)), id(groups._extras)}
         found = []
-        for communicator, group in self._made:
-            for holder in gc.get_referrers(group):
-                if id(holder) not in own and not isinstance(holder, tuple):
-                    found.append(f"{'+'.join(communicator.fields)}: {_holder(holder)}")
+        for fields, reference in self._given:
+            group = reference()
+            if group is not None:
+                name = "+".join(fields[:3]) + ("+..." if len(fields) > 3 else "")
+                found += [f"{name}: {line}" for line in holders(group, own)]
+        if groups is not None:
+            found += [f"the collection: {line}" for line in holders(groups, own)]
         return found
 
     def _close(self, error: BaseException | None) -> None:
@@ -371,6 +381,7 @@ class Session:
             )
         problems = self._part(error)
         made, self._made, self._groups = self._made, [], None
+        self._lease.scratch.clear()
         self._lease.state = LeaseState.CLOSED
         self._lease.since = f"at {time.strftime('%H:%M:%S')} on rank {self._world.rank}" + (
             f", after {type(error).__name__}" if error is not None else ""
@@ -378,18 +389,53 @@ class Session:
         abort = bool(problems)
         if abort and error is None:
             logger.warning(
-                "session %r: other ranks are not well: %s; aborting", self.name, problems
+                "session %r: other ranks are late or not well: %s; aborting", self.name, problems
             )
         try:
             communicators_of_torch.end(made, abort=abort)
         finally:
             del made
-            self._world.close(abort=abort, timeout=_FAREWELL)
+            self._world.close(abort=abort, timeout=self._timeout)
 
     def _part(self, error: BaseException | None) -> dict[int, str]:
         if self._roll_call is None:
             return {}
-        return self._roll_call.part(error, timeout=min(self._timeout, _FAREWELL))
+        return self._roll_call.part(error, timeout=self._timeout)
+
+
+def _check_waits(timeout: float, collective_timeout: timedelta | None) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
+        raise SessionError(f"timeout={timeout!r}: give the seconds to wait, more than 0.")
+    if collective_timeout is not None and not isinstance(collective_timeout, timedelta):
+        raise SessionError(
+            f"collective_timeout={collective_timeout!r}: give a datetime.timedelta, such as "
+            "timedelta(minutes=10)."
+        )
+
+
+def _check_kinds(
+    name: str,
+    options: Mapping[str, CommunicatorOptions],
+    dedicated: Collection[str],
+    gloo: Collection[str],
+    sizes: LayoutSizes,
+) -> None:
+    if not isinstance(name, str) or not name:
+        raise SessionError(f"name={name!r}: give the session a name, or leave it out.")
+    for argument, fields in (("dedicated", dedicated), ("gloo", gloo)):
+        if isinstance(fields, str):
+            raise SessionError(f"{argument}={fields!r}: give the fields in a tuple, ({fields!r},).")
+    for field, value in options.items():
+        if not isinstance(value, CommunicatorOptions):
+            raise UnsupportedOptionError(
+                f"options: {field} is {value!r}; give megapg.CommunicatorOptions(max_ctas=8)."
+            )
+    if unknown := set(sizes) - set(LayoutSizes.__annotations__):
+        raise SessionError(
+            f"session() has no {', '.join(sorted(unknown))}; the sizes are "
+            f"{', '.join(LayoutSizes.__annotations__)}. The names of initialize_model_parallel go "
+            "through megapg.session(**megapg.megatron.session_arguments(...))."
+        )
 
 
 def _check_recipe(recipe: Recipe, world: World, layout: ParallelLayout) -> None:
@@ -463,9 +509,3 @@ def _collect(
             values[field] = made[communicator]
     values["hcp"] = levels or None
     return ProcessGroupCollection(values, members, lease, layout, extras)
-
-
-def _holder(holder: object) -> str:
-    if isinstance(holder, dict):
-        return f"a dict with the keys {', '.join(map(str, list(holder)[:5]))}"
-    return f"a {type(holder).__module__}.{type(holder).__qualname__}"

@@ -292,6 +292,92 @@ def test_a_port_in_use_is_named_on_every_rank():
         assert run_distributed(partial(port_taken, port), 2) == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [("127.0.0.1", "nobody listens there"), ("no.such.host.invalid", "there is no host called")],
+)
+def test_a_store_that_is_not_there_is_told_from_one_that_is_silent(address, message):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = subprocess.run(
+        [sys.executable, "-c", "import megapg; megapg.session(timeout=2)"],
+        env={
+            **os.environ,
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert message in done.stderr
+    assert "something listens there" not in done.stderr
+    assert "see whether rank 0 started" in done.stderr
+
+
+ARGUMENTS = [
+    ({"timeout": -1}, "timeout=-1: give the seconds to wait, more than 0"),
+    ({"timeout": "5"}, "timeout='5': give the seconds"),
+    ({"collective_timeout": 600}, "collective_timeout=600: give a datetime.timedelta"),
+    ({"name": None}, "name=None: give the session a name"),
+    ({"name": ""}, "name='': give the session a name"),
+    ({"gloo": "dp_cp"}, r"gloo='dp_cp': give the fields in a tuple, ('dp_cp',)"),
+    ({"dedicated": "tp"}, r"dedicated='tp': give the fields in a tuple, ('tp',)"),
+    ({"options": {"dp_cp": {"max_ctas": 8}}}, "give megapg.CommunicatorOptions(max_ctas=8)"),
+    ({"tensor_model_parallel_size": 2}, "session() has no tensor_model_parallel_size; the sizes"),
+]
+
+
+def every_wrong_argument():
+    me = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    told = []
+    for arguments, message in ARGUMENTS:
+        started = time.monotonic()
+        # One rank is wrong; the others hear of it at once, unless it can't even say so.
+        alone = bool({"timeout", "collective_timeout", "name"} & set(arguments))
+        with pytest.raises(MegapgError) as caught:
+            megapg.session(
+                **({"timeout": 20, **arguments} if me == 1 or alone else {"timeout": 20})
+            )
+        assert time.monotonic() - started < 10
+        told.append(message in str(caught.value))
+        dist.barrier()
+    fresh_session_works(tp=2)
+    dist.destroy_process_group()
+    return told
+
+
+def test_a_wrong_argument_is_named_on_every_rank():
+    assert run_distributed(every_wrong_argument, 2) == [[True] * len(ARGUMENTS)] * 2
+
+
+def one_declines():
+    me = int(os.environ["RANK"])
+    blamed = []
+    for _ in range(5):
+        with pytest.raises(MegapgError) as caught:
+            megapg.session(tp=3 if me == 2 else 2, timeout=20)
+        if me == 2:
+            assert isinstance(caught.value, LayoutError)
+            continue
+        assert "in time" not in str(caught.value)
+        assert "raise timeout" not in str(caught.value)
+        assert str(caught.value).count("gave up") == 1
+        blamed.append(caught.value.missing)
+    return blamed
+
+
+def test_the_rank_that_declined_is_blamed_and_nobody_else():
+    assert run_distributed(one_declines, 4) == [
+        [] if rank == 2 else [(2,)] * 5 for rank in range(4)
+    ]
+
+
 def test_without_torch_distributed():
     script = """
         import torch.distributed as dist
@@ -336,4 +422,4 @@ def test_every_error_has_the_one_base():
         c for c in vars(errors).values() if isinstance(c, type) and c.__module__ == errors.__name__
     ]
     assert len(classes) > 10
-    assert all(issubclass(c, MegapgError) for c in classes)
+    assert all(issubclass(c, (MegapgError, Warning)) for c in classes)

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import re
-import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -28,15 +27,11 @@ from megapg.megatron import (
     schedule_collection,
     session_arguments,
     to_megatron,
-    trace_global_reads,
 )
 from megapg.megatron.tables import GROUP_GLOBALS, RANK_GLOBALS
 from megapg.testing import fake_collection
 
 pytestmark = pytest.mark.contract
-
-# A name bound long before any trace begins, as users bind them.
-bound_early = parallel_state.get_tensor_model_parallel_rank
 
 
 def state():
@@ -276,103 +271,6 @@ def test_published_restores_exactly(pg, monkeypatch):
             pass
         assert same(inside, state())
     assert same(before, state())
-
-
-def test_the_trace_sees_early_names_and_other_threads_and_leaves_no_trace(pg):
-    functions = [f for f in vars(parallel_state).values() if inspect.isfunction(f)]
-    before = [(f, f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions]
-    names = set(vars(parallel_state))
-    with published(pg), trace_global_reads(mine=pg) as trace:
-        assert bound_early() == 1
-        for _ in range(3):
-            parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        thread = threading.Thread(target=parallel_state.get_global_memory_buffer)
-        thread.start()
-        thread.join()
-    assert [(f, f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions] == before
-    assert set(vars(parallel_state)) == names
-    reads = {read.getter: read for read in trace.reads}
-    assert set(reads) == {
-        "get_tensor_model_parallel_rank",
-        "get_data_parallel_rank",
-        "get_global_memory_buffer",
-    }
-    rank = reads["get_tensor_model_parallel_rank"]
-    assert (rank.field, rank.answered_by, rank.count) == ("tp", "mine", 1)
-    assert rank.file == __file__
-    assert rank.function.startswith("test_the_trace_sees")
-    assert reads["get_data_parallel_rank"].count == 3
-    assert reads["get_data_parallel_rank"].field == "dp / dp_cp"
-    assert reads["get_global_memory_buffer"].file == threading.__file__
-
-
-def code_of_the_getters():
-    functions = [f for f in vars(parallel_state).values() if inspect.isfunction(f)]
-    return [(f, f.__code__) for f in functions], set(vars(parallel_state))
-
-
-def getters_in(trace):
-    return {read.getter: (read.answered_by, read.count) for read in trace.reads}
-
-
-def test_traces_nest(pg):
-    before = code_of_the_getters()
-    with published(pg), trace_global_reads(outer=pg) as outer:
-        with trace_global_reads(inner=pg) as inner:
-            assert bound_early() == 1
-        assert code_of_the_getters()[0] != before[0]
-        parallel_state.get_data_parallel_rank()
-    assert code_of_the_getters() == before
-    assert getters_in(inner) == {"get_tensor_model_parallel_rank": ("inner", 1)}
-    assert getters_in(outer) == {
-        "get_tensor_model_parallel_rank": ("outer", 1),
-        "get_data_parallel_rank": ("outer", 1),
-    }
-
-
-def test_traces_end_in_any_order(pg):
-    before = code_of_the_getters()
-    with published(pg):
-        first, second = trace_global_reads(pg=pg), trace_global_reads(pg=pg)
-        early, late = first.__enter__(), second.__enter__()
-        first.__exit__(None, None, None)
-        assert bound_early() == 1
-        second.__exit__(None, None, None)
-        assert bound_early() == 1
-    assert code_of_the_getters() == before
-    assert getters_in(early) == {}
-    assert getters_in(late) == {"get_tensor_model_parallel_rank": ("pg", 1)}
-
-
-def fail_in_a_trace(pg):
-    with trace_global_reads(pg=pg):
-        raise ZeroDivisionError
-
-
-def test_an_exception_ends_its_own_trace_only(pg):
-    before = code_of_the_getters()
-    with published(pg), trace_global_reads(pg=pg) as trace:
-        with pytest.raises(ZeroDivisionError):
-            fail_in_a_trace(pg)
-        assert bound_early() == 1
-    assert code_of_the_getters() == before
-    assert getters_in(trace) == {"get_tensor_model_parallel_rank": ("pg", 1)}
-
-
-def test_the_trace_says_who_answered(pg):
-    other = ProcessGroupCollection.from_groups(tp=pg.pp, pp=pg.tp, dp=pg.dp)
-    with trace_global_reads(mine=pg) as trace:
-        parallel_state.is_initialized()
-        with published(other):
-            parallel_state.get_tensor_model_parallel_rank()
-        with pytest.raises(AssertionError):
-            parallel_state.get_tensor_model_parallel_group()
-    answers = {(read.getter, read.answered_by) for read in trace.reads}
-    assert answers == {
-        ("is_initialized", "nothing: not initialised"),
-        ("get_tensor_model_parallel_rank", "other globals"),
-        ("get_tensor_model_parallel_group", "nothing: not initialised"),
-    }
 
 
 def test_session_arguments_knows_every_parameter_of_this_core(tmp_path):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -43,7 +44,7 @@ def test_the_default_layout_holds_every_row():
     assert "on 4 CPU ranks" in shown
     assert "cross_entropy.py" in shown or "dot_product_attention.py" in shown
     verdict = shown.partition("verdict")[2]
-    assert verdict.count("yes") == 6
+    assert verdict.count("yes") == 7
     assert "12 of 12 equal" in verdict
     assert "4 of 4 ranks" in verdict
 
@@ -128,8 +129,13 @@ def test_ctrl_c_leaves_no_process():
     assert marked() == []
 
 
+READ = GlobalRead(
+    "get_tensor_model_parallel_group", "a.py", 1, "f", "tp", "session", module="megatron.core.a"
+)
+
+
 def report(**changes):
-    read = GlobalRead("get_tensor_model_parallel_group", "a.py", 1, "f", "tp", "session")
+    read = READ
     values = {
         "result": TrainingResult((5.0, 4.0), "abc", 10, 1.0, 7),
         "communicators": 4,
@@ -143,20 +149,23 @@ def report(**changes):
 def test_each_row_of_the_verdict_can_fail():
     good = [report(), report()]
     assert all(row.held for row in judge(good, good, left_over=0))
-    stranger = GlobalRead("get_x", "b.py", 2, "g", "", "other globals")
+    stranger = replace(READ, answered_by="other globals")
+    ours = replace(READ, module="megatron.corelike")
     spoilt = {
         0: [report(), report(result=TrainingResult((5.0, 4.000001), "abc", 10, 1.0, 7))],
         1: [report(), report(result=TrainingResult((5.0, 4.0), "abd", 10, 1.0, 7))],
         2: [report(), report(communicators=5)],
         3: [report(), report(reads=(stranger,))],
-        4: [report(), report(after=Usage(0, 2, 6))],
+        4: [report(), report(reads=(READ, ours))],
+        5: [report(), report(after=Usage(0, 2, 6))],
     }
     for failing, session in spoilt.items():
         rows = judge(session, good, left_over=0)
         assert [index for index, row in enumerate(rows) if not row.held] == [failing]
     saw_nothing = [report(reads=()), report(reads=())]
-    assert not judge(saw_nothing, good, left_over=0)[3].held
-    assert not judge(good, good, left_over=1)[5].held
+    rows = judge(saw_nothing, good, left_over=0)
+    assert [row.held for row in rows] == [True, True, True, False, False, True, True]
+    assert not judge(good, good, left_over=1)[6].held
 
 
 def trains_and_makes_groups(count):

@@ -1,6 +1,7 @@
 """Sessions on real gloo ranks: what they make, what they share, what they leave behind."""
 
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -344,17 +345,39 @@ def sorted_fields(session):
     return [f for f in session.layout.families if getattr(pg, f, None) is not None]
 
 
-def test_live_references_name_the_holder(monkeypatch):
+class Keeper(torch.nn.Module):
+    def __init__(self, pg):
+        super().__init__()
+        self.tp_group, self.pg = pg.tp, pg
+
+
+def test_live_references_name_the_holder_also_after_the_end(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
     with megapg.session() as session:
+        assert session.live_references() == []
+        keeper = Keeper(session.groups)
+        expected = [
+            f"tp+pp+mp+...: a {__name__}.Keeper, as tp_group",
+            f"the collection: a {__name__}.Keeper, as pg",
+        ]
+        assert session.live_references() == expected
+    assert session.live_references() == expected
+    del keeper
+    gc.collect()
+    assert session.live_references() == []
 
-        class Keeper:
-            def __init__(self, group):
-                self.group = group
 
-        keeper = Keeper(session.groups.tp)
-        assert any("Keeper" in line for line in session.live_references())
-        del keeper
-        assert not any("Keeper" in line for line in session.live_references())
+def test_a_closed_session_says_so(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    session = megapg.session(name="early")
+    session.close()
+    assert re.fullmatch(
+        r"<Session 'early' generation \d+ closed at [\d:]+ on rank 0>", repr(session)
+    )
+    with pytest.raises(SessionError, match=r"session 'early' .* was closed"), session:
+        raise AssertionError("the block must not run")
 
 
 def closing_out_of_order():

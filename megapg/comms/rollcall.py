@@ -34,7 +34,7 @@ from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
 # error is the better one. Seconds.
 GRACE = 2.0
 # How long a wait for what must come soon is left to the store, in seconds.
-_PATIENCE = 0.5
+_PATIENCE = 2.0
 # The longest pause between two questions to the store, in seconds.
 _PAUSE = 0.05
 # No key ever holds this: what the store answers when there is nothing.
@@ -71,12 +71,13 @@ class _Hello:
     settings: dict[str, str] | None = None
     why: str = ""
     namespace: str = ""
+    missing: Sequence[int] = ()  # of a leader that declined: whose fault it was
     leftover: Sequence[str] = ()  # namespaces of earlier meetings whose keys still exist
 
     def status(self) -> str:
         match self.state:
             case "left" | "declined":
-                return f"gave up: {self.why}"
+                return f"gave up: {self.why.rstrip('.') or 'it failed in an earlier attempt'}"
             case "live":
                 return f"is still in generation {self.generation}"
             case "closed":
@@ -240,6 +241,7 @@ class RollCall:
             verdict = _Verdict(problem=self._absence(missing, hellos), missing=missing)
             if any(self._has_declined(hellos[rank]) for rank in missing):
                 # Whoever arrives from now on need not wait either.
+                self._say(missing=missing)
                 self._leave("declined", RendezvousError(verdict.problem))
         elif differences := _differences(arrived):
             verdict = _Verdict(problem=_mismatch(self._name, differences), differences=differences)
@@ -319,6 +321,9 @@ class RollCall:
     def _missing(self, hellos: Mapping[int, _Hello | None]) -> tuple[int, ...]:
         """The ranks to blame: those that declined, else those that never came, else that left."""
         gone = {r: h for r, h in hellos.items() if h is None or h.state != "arrived"}
+        leader = gone.get(self._ranks[0])
+        if leader is not None and leader.missing and self._has_declined(leader):
+            return tuple(leader.missing)  # it came, and passed on whose fault it was
         declined = tuple(rank for rank, hello in gone.items() if self._has_declined(hello))
         never = tuple(r for r, h in gone.items() if h is None or h.state in ("live", "closed"))
         return declined or never or tuple(gone)
@@ -330,10 +335,12 @@ class RollCall:
             for hello in [hellos.get(rank)]
         ]
         more = f"; and {len(missing) - 8} more" if len(missing) > 8 else ""
+        hopeless = any(self._has_declined(hellos.get(rank)) for rank in missing)
+        advice = "" if hopeless else ", or raise timeout= if they are only slow to start"
         return (
             f"{self._name!r}: {len(self._ranks) - len(missing)} of {len(self._ranks)} ranks came "
-            f"together in time. Missing: {'; '.join(lines)}{more}. Look at the logs of those "
-            "ranks, or raise timeout= if they are only slow to start."
+            f"together{'' if hopeless else ' in time'}. Missing: {'; '.join(lines)}{more}. Look at "
+            f"the logs of those ranks{advice}."
         )
 
     def _failure(self, problems: Mapping[int, str]) -> str:
@@ -362,11 +369,12 @@ class RollCall:
             self._store.set(f"{bye}/{self._rank}", "" if problem is None else _brief(problem))
             if problem is not None:
                 problems = {self._rank: _brief(problem)}
-                if self._leading:
+                if self._leading:  # with what it has heard so far, which may be the cause
+                    problems |= self._answers(bye, "")
                     self._store.set(f"{bye}/all", json.dumps(problems))
             elif self._leading:
                 problems = self._dismiss(bye, deadline)
-            elif self._expect([f"{bye}/all"], deadline + GRACE):
+            elif self._until(lambda: self._store.check([f"{bye}/all"]), deadline + GRACE):
                 problems = self._read_problems(f"{bye}/all")
                 self._say(state="closed")  # before the leader may go, and the store with it
                 self._store.set(f"{bye}/heard/{self._rank}", "")
@@ -483,9 +491,10 @@ class RollCall:
 
 def _differences(hellos: Mapping[int, _Hello]) -> dict[str, dict[str, str]]:
     """setting -> {rank: value} for every setting that is not the same on all ranks."""
-    names = {name for hello in hellos.values() for name in hello.settings or {}}
+    # In the order in which they were given, so that what follows from another comes after it.
+    names = dict.fromkeys(name for hello in hellos.values() for name in hello.settings or {})
     found = {}
-    for name in sorted(names):
+    for name in names:
         values = {str(r): (h.settings or {}).get(name, "not set") for r, h in hellos.items()}
         if len(set(values.values())) > 1:
             found[name] = values
@@ -504,8 +513,12 @@ def _mismatch(name: str, differences: Mapping[str, Mapping[str, str]]) -> str:
             for value, ranks in by_value.items()
         ]
         lines.append(f"{setting} is {'; '.join(said)}")
-    return f"{name!r}: the ranks came with different settings: {'. '.join(lines)}."
+    return (
+        f"{name!r}: the ranks came with different settings: {'. '.join(lines)}. Give every rank "
+        "the same arguments."
+    )
 
 
 def _brief(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:300]
+    said = f"{type(error).__name__}: {error}"
+    return said if len(said) <= 500 else f"{said[:500]} ..."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -226,7 +227,18 @@ def _connect(launch: Launch, hosting: bool, timeout: float) -> dist.Store:
     try:
         return connecting.result(timeout + 1.0)  # torch's message is the better one
     except TimeoutError:
-        raise TimeoutError("something listens there that is no store") from None
+        raise TimeoutError(_what_is_there(launch)) from None
+
+
+def _what_is_there(launch: Launch) -> str:
+    """Why the store can't be reached; torch itself may go on trying and say nothing in time."""
+    try:
+        socket.create_connection((launch.address, launch.port), timeout=1.0).close()
+    except socket.gaierror:
+        return f"there is no host called {launch.address!r}"
+    except OSError as error:
+        return f"nobody listens there ({error.strerror or error})"
+    return "something listens there that is no store"
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

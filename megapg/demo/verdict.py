@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 
 from megapg.demo.ranks import RankReport, Usage
 from megapg.megatron import GlobalRead
+from megapg.megatron.forbid import is_below
+
+CORE = "megatron.core"  # whose own reads no argument can prevent
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ def judge(
         _weights(session, globals_),
         _communicators(session, globals_),
         _answers(session),
+        _readers(session),
         _leaks(session, globals_),
         Row("no process left behind", left_over == 0, f"{left_over} left"),
     )
@@ -93,6 +97,18 @@ def _answers(session: Sequence[RankReport]) -> Row:
         not other and total > 0,  # Megatron does read some: no reads are a trace that saw nothing
         f"{total:,} reads from {len(reads)} places, listed above"
         + (f"; answered by {', '.join(sorted(other))}" if other else ""),
+    )
+
+
+def _readers(session: Sequence[RankReport]) -> Row:
+    readers = {read.module for read in reads_of(session)}
+    others = {module for module in readers if not is_below(module, [CORE])}
+    return Row(
+        "nobody but Megatron-core itself read a global",
+        bool(readers) and not others,
+        f"read by {', '.join(sorted(others))}"
+        if others
+        else f"{len(readers)} modules of {CORE}; forbid_global_reads() would let them pass",
     )
 
 

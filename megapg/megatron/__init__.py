@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megapg.megatron import getters
 from megapg.megatron.adapter import (
     from_megatron,
     from_parallel_state,
@@ -16,8 +17,12 @@ from megapg.megatron.adapter import (
 )
 from megapg.megatron.arguments import session_arguments
 from megapg.megatron.core import core_version, parallel_state_module
+from megapg.megatron.forbid import forbid_global_reads
 from megapg.megatron.publish import published
+from megapg.megatron.resolve import globals_policy, resolve, resolves
+from megapg.megatron.shadow import Comparison, Disagreement, compare_with_globals
 from megapg.megatron.trace import GlobalRead, Trace, trace_global_reads
+from megapg.megatron.view import GlobalGroups
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -25,13 +30,22 @@ if TYPE_CHECKING:
     parallel_state: ModuleType
 
 __all__ = [
+    "Comparison",
+    "Disagreement",
+    "GlobalGroups",
     "GlobalRead",
     "Trace",
+    "compare_with_globals",
     "core_version",
+    "forbid_global_reads",
     "from_megatron",
     "from_parallel_state",
+    "getters",
+    "globals_policy",
     "parallel_state",
     "published",
+    "resolve",
+    "resolves",
     "schedule_collection",
     "session_arguments",
     "to_megatron",

@@ -86,7 +86,7 @@ def from_parallel_state() -> ProcessGroupCollection:
 def _borrow(values: dict[str, object]) -> ProcessGroupCollection:
     outside = dist.GroupMember.NON_GROUP_MEMBER
     groups = {
-        field: None if value == outside else value
+        field: None if value == outside or value == [] else value  # 0.12's hcp without levels
         for field, value in values.items()
         if field in OPTIONAL_FIELDS or (value is not None and value != outside)
     }

@@ -11,7 +11,7 @@ from typing import Any, cast
 from megapg.comms.options import CommunicatorOptions
 from megapg.comms.plan import ALL_GATHER_FIELDS
 from megapg.errors import UnsupportedOptionError
-from megapg.megatron.core import parallel_state_module
+from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.tables import NCCL_NAMES, NCCL_NAMES_OF_ONE_INSTANCE
 from megapg.sessions import LayoutSizes
 
@@ -71,6 +71,7 @@ def session_arguments(**arguments: object) -> SessionArguments:
         UnsupportedOptionError: an argument that a session can't honour, with the reason, or one
             that the installed Megatron-core does not have.
     """
+    core_version()  # an older one can't run on injected groups
     defaults = _defaults()
     made: dict[str, object] = {}
     given: dict[str, Any] = {}

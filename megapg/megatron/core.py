@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from megapg.errors import UnsupportedVersionError
 from megapg.megatron.tables import OLDEST_CORE
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+_GLOBALS = "megatron.core.parallel_state"
+_COLLECTIONS = "megatron.core.process_groups_config"
 
 
 class MegatronCollection(Protocol):
@@ -19,11 +23,11 @@ class MegatronCollection(Protocol):
     __dict__: dict[str, object]
 
 
-def core_version() -> tuple[int, int, int]:
-    """Version of the installed Megatron-core, for example ``(0, 16, 1)``.
+def installed_version() -> tuple[int, int, int]:
+    """Version of the installed Megatron-core, whatever it is: ``(0, 12, 0)``.
 
     Raises:
-        UnsupportedVersionError: it is not installed, or too old for explicit groups.
+        UnsupportedVersionError: it is not installed.
     """
     try:
         package = importlib.import_module("megatron.core.package_info")
@@ -31,27 +35,57 @@ def core_version() -> tuple[int, int, int]:
         raise UnsupportedVersionError(
             "this needs Megatron-core: pip install 'megapg[megatron]'."
         ) from error
-    version = (int(package.MAJOR), int(package.MINOR), int(package.PATCH))
+    return int(package.MAJOR), int(package.MINOR), int(package.PATCH)
+
+
+def core_version() -> tuple[int, int, int]:
+    """Version of the installed Megatron-core, for example ``(0, 16, 1)``, if it can be injected.
+
+    Raises:
+        UnsupportedVersionError: it is not installed, or too old for explicit groups.
+    """
+    version = installed_version()
     if version[:2] < OLDEST_CORE:
         raise UnsupportedVersionError(
             f"Megatron-core {'.'.join(map(str, version))} can't run on injected groups (its layers "
-            "read the globals unconditionally); 0.16.0 is the oldest that can."
+            "read the globals unconditionally); 0.16.0 is the oldest that can. resolve() and the "
+            "helpers beside it work with this one too."
         )
     return version
 
 
 def parallel_state_module() -> ModuleType:
-    """``megatron.core.parallel_state`` itself: the globals that the bridge is a bridge to."""
-    core_version()
-    return importlib.import_module("megatron.core.parallel_state")
+    """``megatron.core.parallel_state`` itself, of any version: what the bridge is a bridge to.
+
+    Raises:
+        UnsupportedVersionError: Megatron-core is not installed.
+    """
+    installed_version()
+    return importlib.import_module(_GLOBALS)
+
+
+def globals_of_core() -> Mapping[str, object]:
+    """What ``parallel_state`` holds; empty where nobody has imported it.
+
+    Nothing is initialised then, and importing it only to find that out takes seconds.
+    """
+    module = sys.modules.get(_GLOBALS)
+    return {} if module is None else vars(module)
 
 
 def collection_class() -> type[MegatronCollection]:
     """Megatron-core's own collection class."""
     core_version()
-    module = importlib.import_module("megatron.core.process_groups_config")
+    module = importlib.import_module(_COLLECTIONS)
     found: type[MegatronCollection] = module.ProcessGroupCollection
     return found
+
+
+def is_collection_of_core(value: object) -> TypeGuard[MegatronCollection]:
+    """Whether ``value`` is an instance of Megatron-core's own collection class."""
+    module = sys.modules.get(_COLLECTIONS)  # not imported: nobody has made one
+    found = getattr(module, "ProcessGroupCollection", None)  # 0.15 has it, 0.12 has others
+    return found is not None and isinstance(value, found)
 
 
 def collection_fields() -> Mapping[str, object]:

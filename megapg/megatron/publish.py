@@ -1,65 +1,203 @@
-"""Making Megatron's globals answer from a collection, for a while.
+"""For the duration of a block, ``parallel_state`` answers from a collection.
 
-Some reads of ``parallel_state`` can't be reached by any argument: the memory buffer, the unfused
-cross-entropy, code of the user that has not moved yet. Inside ``with published(pg)`` all of them
-see ``pg``; afterwards every global is exactly what it was.
+Megatron-core reads its globals in places that no argument can reach (the memory buffer, the
+unfused cross entropy, ...), and so does code of the user that has not moved yet. Inside ``with
+published(pg)`` all of them see ``pg``; afterwards every global is exactly what it was.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import re
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import TYPE_CHECKING, NoReturn
 
-from megapg.collection import ProcessGroupCollection
-from megapg.megatron.core import parallel_state_module
+from megapg.collection import LeaseState, ProcessGroupCollection
+from megapg.errors import PublishedError
+from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.tables import (
+    GLOO_GLOBALS,
     GROUP_GLOBALS,
+    GROUP_LIST,
     HYBRID_GROUPS,
     MEMORY_BUFFER,
+    OWNERS_CALLS,
     RANK_GLOBALS,
     VIRTUAL_PIPELINE_RANK,
     VIRTUAL_PIPELINE_SIZE,
 )
 
-_STATE = re.compile(r"_[A-Z]")  # how parallel_state spells the variables that hold its state
+if TYPE_CHECKING:
+    from types import CodeType, ModuleType
+
+_MARK = "__megapg_published__"  # where the open blocks live in parallel_state: no state of our own
+_STATE = re.compile(rf"_[A-Z]|{GROUP_LIST}$")  # how parallel_state spells what holds its state
 
 
 @contextlib.contextmanager
 def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
     """For the duration of the block every getter of ``parallel_state`` answers from ``pg``.
 
-    Blocks nest; on exit, also after an exception, all of the module's state is what it was. A
-    field that ``pg`` lacks is None in the globals, so its getter says "not initialized". The
-    virtual pipeline's size and rank come from the layout; a collection of borrowed groups has
-    none, and leaves them as they are.
+    In all threads of the process, so in backward passes too. Blocks nest, and the innermost one
+    answers; on exit, also after an exception, all of the module's state is what it was, whatever
+    ``set_*`` was called in between. A field that ``pg`` lacks is None in the globals, so its
+    getter says "not initialized". The virtual pipeline's size and rank come from the layout; a
+    collection of borrowed groups has none, and leaves them as they are.
+
+    The functions that make and end groups (``initialize_*``, ``create_*``, ``destroy_*``) raise
+    inside: the groups are their session's. If the session closes inside, the getters say "not
+    initialized" from then on.
+
+    Megatron-core's random streams (``get_cuda_rng_tracker()``) are no part of ``parallel_state``:
+    two models that take turns in one process swap its states along with the groups.
+
+    Args:
+        pg: the groups, of any layout, whatever ``parallel_state`` holds.
 
     Raises:
         StaleGroupError: the session behind ``pg`` has ended.
+        PublishedError: another thread is inside such a block.
     """
+    core_version()  # an older one has globals that nobody has held against a layout's groups
     pg.require(owner="published()")
-    state = vars(parallel_state_module())
-    before = {name: value for name, value in state.items() if _STATE.match(name)}
-    state.update(_answers(pg, before))
+    module = parallel_state_module()
+    # setdefault, as two threads may come at once and one of them must find the other.
+    publishing: _Publishing = vars(module).setdefault(_MARK, _Publishing(module, pg.lease.owner))
+    block = publishing.open(pg)
     try:
         yield pg
     finally:
-        for name in [name for name in state if _STATE.match(name) and name not in before]:
-            del state[name]
-        state.update(before)
+        publishing.close(block)
+
+
+@dataclass(eq=False)
+class _Block:
+    """One ``with published(pg)`` that has been entered."""
+
+    pg: ProcessGroupCollection
+    before: dict[str, object]
+    left: bool = False
+
+
+class _Publishing:
+    """The open blocks of one thread, innermost last. There is one at most; it lives in the module.
+
+    Blocks may be left in any order: what one has replaced comes back once those inside it are left.
+    """
+
+    def __init__(self, module: ModuleType, first: str) -> None:
+        self._state = vars(module)
+        self._module = module.__name__
+        self._first = first
+        self._thread = threading.current_thread()
+        self._blocks: list[_Block] = []
+        self._codes: list[tuple[FunctionType, CodeType]] = []
+
+    def open(self, pg: ProcessGroupCollection) -> _Block:
+        here = threading.current_thread()
+        if here is not self._thread:
+            raise PublishedError(
+                f"published() in thread {here.name!r}: thread {self._thread.name!r} has published "
+                f"the groups of {self._first} already, and parallel_state is one for the whole "
+                "process. Publish in one thread at a time; what runs in the others takes its "
+                "groups as arguments (pg_collection=...)."
+            )
+        before = _variables(self._state)
+        block = _Block(pg, before)
+        self._blocks.append(block)
+        try:
+            self._state.update(_answers(pg, before))
+            if not self._codes:
+                self._refuse_owners_calls()
+        except BaseException:
+            self.close(block)
+            raise
+        return block
+
+    def close(self, block: _Block) -> None:
+        block.left = True
+        while self._blocks and self._blocks[-1].left:
+            self._leave(self._blocks.pop())
+        self._go_dark()
+        if not self._blocks:
+            for function, code in reversed(self._codes):
+                function.__code__ = code
+            del self._state[_MARK]
+
+    def _leave(self, block: _Block) -> None:
+        for name in [name for name in _variables(self._state) if name not in block.before]:
+            del self._state[name]
+        self._state.update(block.before)
+
+    def _go_dark(self) -> None:
+        """A dead group still answers, so it must not be handed out: nothing is initialised."""
+        if self._blocks and self._blocks[-1].pg.lease.state is LeaseState.CLOSED:
+            self._state.update({**dict.fromkeys(_variables(self._state)), HYBRID_GROUPS: {}})
+
+    def _refuse_owners_calls(self) -> None:
+        """Make the functions themselves raise, so that a name bound long ago does so too."""
+        for name, value in self._state.items():
+            if name.startswith(tuple(OWNERS_CALLS)) and callable(value):
+                function = inspect.unwrap(value)  # somebody's wrapper may stay
+                if isinstance(function, FunctionType) and function.__module__ == self._module:
+                    code = function.__code__
+                    if not code.co_freevars:  # a wrapper that hides what it wraps
+                        self._codes.append((function, code))
+                        function.__code__ = _refusing_code(code)
+
+
+def _variables(state: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in state.items() if _STATE.match(name)}
+
+
+def _refusing_code(code: CodeType) -> CodeType:
+    """The same function as far as callers can tell, parameters and all, but it raises."""
+    body = _refuse.__code__
+    return code.replace(
+        co_code=body.co_code,
+        co_consts=body.co_consts,
+        co_names=body.co_names,
+        co_stacksize=body.co_stacksize,
+        co_exceptiontable=body.co_exceptiontable,
+        co_linetable=body.co_linetable,
+    )
+
+
+def _refuse() -> None:
+    # Without variables, as it runs among those of another function, and with that one's globals.
+    __import__("megapg.megatron.publish", fromlist=["refusal"]).refusal()
+
+
+def refusal() -> NoReturn:
+    """Say what to do instead of calling the function of ``parallel_state`` that calls this."""
+    name = sys._getframe(1).f_code.co_name
+    advice = next(text for prefix, text in OWNERS_CALLS.items() if name.startswith(prefix))
+    raise PublishedError(
+        f"parallel_state.{name}() inside published(): the globals hold groups that belong to "
+        f"their session. {advice}"
+    )
 
 
 def _answers(pg: ProcessGroupCollection, before: dict[str, object]) -> dict[str, object]:
-    # Everything not named below must not answer: the _MPU_ overrides, gloo twins, hybrid groups.
+    # Everything not named below must not answer: the _MPU_ overrides, the symmetric buffer, ...
     answers: dict[str, object] = dict.fromkeys(before)
-    groups = vars(pg)
-    for name, field in GROUP_GLOBALS.items():
+    groups = {**vars(pg), **pg.extras}
+    for name, field in {**GROUP_GLOBALS, **GLOO_GLOBALS}.items():
         value = groups.get(field)
         answers[name] = list(value) if isinstance(value, tuple) else value
     for name, field in RANK_GLOBALS.items():
-        answers[name] = list(pg.ranks(field)) if groups.get(field) is not None else None
-    answers[HYBRID_GROUPS] = {}
+        if groups.get(field) is not None:
+            answers[name] = _ranks(pg, field, before.get(name))
+    hybrid = [name for name in pg.extras if name.startswith("hybrid.")]
+    answers[HYBRID_GROUPS] = {int(name.removeprefix("hybrid.")): groups[name] for name in hybrid}
+    every = [group for field in pg.present() for group in pg._groups(field)]
+    answers[GROUP_LIST] = [None, *dict.fromkeys([*every, *pg.extras.values()])]
     answers[MEMORY_BUFFER] = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer()
     if pg.layout is None:  # borrowed groups don't say, so what the globals say stands
         for name in (VIRTUAL_PIPELINE_SIZE, VIRTUAL_PIPELINE_RANK):
@@ -68,3 +206,15 @@ def _answers(pg: ProcessGroupCollection, before: dict[str, object]) -> dict[str,
         answers[VIRTUAL_PIPELINE_SIZE] = pg.layout.vpp
         answers[VIRTUAL_PIPELINE_RANK] = 0
     return {name: value for name, value in answers.items() if name in before}
+
+
+def _ranks(pg: ProcessGroupCollection, field: str, before: object) -> list[int]:
+    """As Megatron lists them: those with an embedding in the order in which they were chosen."""
+    ranks = list(pg.ranks(field))
+    if pg.layout is None:  # a group has forgotten the order, the globals may still have it
+        return [*before] if isinstance(before, list) and sorted(before) == ranks else ranks
+    if field == "embd":
+        return list(pg.layout.embedding_ranks(list(pg.ranks("pp"))))
+    if field == "pos_embd":
+        return list(pg.layout.position_embedding_ranks(list(pg.ranks("pp"))))
+    return ranks

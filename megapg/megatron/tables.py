@@ -63,36 +63,38 @@ RANK_GLOBALS: Mapping[str, str] = {
     "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": "expt_gtp_remat",
 }
 
+# private global -> the group of ``pg.extras`` that it holds.
+GLOO_GLOBALS: Mapping[str, str] = {
+    "_DATA_PARALLEL_GROUP_GLOO": "gloo.dp",
+    "_DATA_PARALLEL_GROUP_WITH_CP_GLOO": "gloo.dp_cp",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO": "gloo.intra_dp_cp",
+    "_EXPERT_DATA_PARALLEL_GROUP_GLOO": "gloo.expt_dp",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO": "gloo.intra_expt_dp",
+}
+
 # What is neither a group nor a rank list but belongs to the published layout.
 VIRTUAL_PIPELINE_SIZE = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"
 VIRTUAL_PIPELINE_RANK = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"
 MEMORY_BUFFER = "_GLOBAL_MEMORY_BUFFER"
-HYBRID_GROUPS = "_HYBRID_DP_CP_GROUPS"
+HYBRID_GROUPS = "_HYBRID_DP_CP_GROUPS"  # size -> group
+GROUP_LIST = "_global_process_group_list"  # every group of this rank, None for WORLD
 
-# The middle of a getter's name (get_<middle>_group, _rank, _world_size, ...) -> what it reads.
-GETTER_FIELDS: Mapping[str, str] = {
-    "tensor_model_parallel": "tp",
-    "pipeline_model_parallel": "pp",
-    "model_parallel": "mp",
-    "data_parallel": "dp / dp_cp",
-    "context_parallel": "cp",
-    "hierarchical_context_parallel_groups": "hcp",
-    "tensor_and_context_parallel": "tp_cp",
-    "tensor_and_data_parallel": "tp_dp / tp_dp_cp",
-    "amax_reduction": "tp_dp_cp",
-    "embedding": "embd",
-    "position_embedding": "pos_embd",
-    "expert_model_parallel": "ep",
-    "expert_tensor_parallel": "expt_tp",
-    "expert_tensor_and_model_parallel": "tp_ep",
-    "expert_tensor_model_pipeline_parallel": "tp_ep_pp",
-    "expert_data_parallel": "expt_dp",
-    "intra_distributed_optimizer_instance": "intra_dist_opt",
-    "inter_distributed_optimizer_instance": "inter_dist_opt",
-    "gtp_weight_remat": "gtp_remat",
-    "expert_gtp_weight_remat": "expt_gtp_remat",
+# What the names of the functions that make and end the groups begin with -> what to do instead,
+# where the groups are a session's.
+OWNERS_CALLS: Mapping[str, str] = {
+    "initialize_": (
+        "Leave the call out; for another layout open a second session "
+        "(megapg.session(..., name=...)) and publish its groups."
+    ),
+    "create_": (
+        "Make the group outside of the block, or with torch.distributed.new_group(), and pass it "
+        "as an argument."
+    ),
+    "destroy_": (
+        "Leave the call out: session.close() ends the groups, and leaving the block takes the rest "
+        "down. What was initialised outside of the block is destroyed outside of it."
+    ),
 }
-GETTER_SUFFIXES = ("_group", "_groups", "_rank", "_world_size", "_global_ranks", "_src_rank")
 
 # Name of a communicator in Megatron's NCCL configuration file -> the fields that it configures:
 # also those that are the same ranks while rematerialisation is off, so that they go on sharing it.

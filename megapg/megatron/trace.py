@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from types import FunctionType
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from megapg.megatron.core import parallel_state_module
-from megapg.megatron.tables import GETTER_FIELDS, GETTER_SUFFIXES
+from megapg.megatron.hook import listening
+from megapg.megatron.replacements import Replacement, replacement
 
 if TYPE_CHECKING:
-    from types import CodeType, FrameType, ModuleType
+    from types import CodeType, FrameType
+
+    from rich.table import Table
 
     from megapg.collection import ProcessGroupCollection
 
-_HOOK = "__megapg_read__"
 _UNANSWERED = "nothing: not initialised"
-_installing = threading.Lock()
+_OTHER = "other globals"
+
+# Enough to tell collections apart: two layouts that share all three share the rest.
+_TELLING = (
+    ("_TENSOR_MODEL_PARALLEL_GROUP", "tp"),
+    ("_PIPELINE_MODEL_PARALLEL_GROUP", "pp"),
+    ("_DATA_PARALLEL_GROUP", "dp"),
+)
 
 
 @dataclass(frozen=True)
@@ -28,12 +36,15 @@ class GlobalRead:
     """One place that read a global, and how often.
 
     Attributes:
-        getter: the function of ``parallel_state`` that was called.
-        file: source file of the caller.
+        getter: the function of ``parallel_state`` that was called, the private global that was
+            read, or ``resolve`` where that fell back to the globals.
+        file: source file of the reader.
         line: line number there.
-        function: the calling function.
+        function: the reading function.
         field: the collection field that would have served; empty where there is none.
         answered_by: name of the collection whose groups the globals held at that moment.
+        module: the reading module.
+        replacement: what to write there instead; empty where megapg knows nothing.
         count: number of reads.
     """
 
@@ -43,158 +54,148 @@ class GlobalRead:
     function: str
     field: str
     answered_by: str
+    module: str = ""
+    replacement: str = ""
     count: int = 1
 
 
-@dataclass
 class Trace:
     """The reads seen so far; complete when the block has ended."""
 
-    _counts: dict[GlobalRead, int] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self._sites: dict[tuple[object, ...], _Site] = {}
+        self._lock = threading.Lock()  # backward reads from autograd's threads
 
     @property
     def reads(self) -> tuple[GlobalRead, ...]:
         """Every place, by file and line."""
-        found = [replace(read, count=count) for read, count in self._counts.items()]
+        counts: dict[GlobalRead, int] = {}
+        with self._lock:
+            for site in self._sites.values():  # a line may hold the same read twice
+                counts[site.read] = counts.get(site.read, 0) + site.count
+        found = [replace(read, count=count) for read, count in counts.items()]
         return tuple(sorted(found, key=lambda read: (read.file, read.line, read.getter)))
 
-    def _add(self, read: GlobalRead) -> None:
-        with self._lock:  # backward reads from autograd's threads
-            self._counts[read] = self._counts.get(read, 0) + 1
+    def table(self) -> Table:
+        """The reads for the terminal, the most frequent first."""
+        from rich.table import Table
+
+        table = Table(title="reads of Megatron's globals", title_justify="left", pad_edge=False)
+        for heading in ("place", "function", "reads", "write instead", "answered by", "count"):
+            table.add_column(
+                heading, justify="right" if heading == "count" else "left", overflow="fold"
+            )
+        for read in sorted(self.reads, key=lambda read: -read.count):
+            place = f"{read.module}:{read.line}"
+            table.add_row(
+                place,
+                read.function,
+                read.getter,
+                read.replacement,
+                read.answered_by,
+                f"{read.count:,}",
+            )
+        return table
+
+    def to_json(self) -> str:
+        """The reads as a JSON list of objects with the attributes of :class:`GlobalRead`."""
+        return json.dumps([asdict(read) for read in self.reads], indent=1)
 
 
 @contextlib.contextmanager
 def trace_global_reads(**known: ProcessGroupCollection) -> Iterator[Trace]:
-    """Record every call of a ``parallel_state`` getter while the block runs, in all threads.
+    """Record every read of ``parallel_state`` while the block runs, in all threads.
 
-    The getters themselves are made to report, so names bound by ``from ... import`` long before
-    are seen as well; on exit each getter is exactly what it was. Traces may overlap, and end in
-    any order: each records what happens while it runs.
+    That is every call of a getter, also through names bound by ``from ... import`` long before;
+    every private global read off the module (``parallel_state._DATA_PARALLEL_GROUP``, and
+    ``from ... import`` of one while the block runs: what was bound before is an ordinary variable
+    by now, and not seen); and every :func:`~megapg.megatron.resolve` that was passed nothing.
+    On exit each function and the module are exactly what they were. Traces may overlap, and end
+    in any order: each records what happens while it runs.
 
     Args:
         **known: collections by name, to say which of them the globals held at each read.
     """
-    module = parallel_state_module()
-    mine = _Listener(known)
-    with _installing:
-        hook = vars(module).get(_HOOK)
-        if hook is None:
-            hook = _Hook(module)
-            hook.install()
-        hook.listeners = (*hook.listeners, mine)
-    try:
-        yield mine.trace
-    finally:
-        with _installing:
-            hook.listeners = tuple(other for other in hook.listeners if other is not mine)
-            if not hook.listeners:
-                hook.uninstall()
+    trace = Trace()
+    with listening(_Recorder(trace, known, vars(parallel_state_module()))):
+        yield trace
 
 
-@dataclass(frozen=True, eq=False)
-class _Listener:
-    """One running trace."""
+@dataclass
+class _Site:
+    """One instruction that reads, and how often it did."""
 
-    known: Mapping[str, ProcessGroupCollection]
-    trace: Trace = field(default_factory=Trace)
-
-
-class _Hook:
-    """What the getters report to while at least one trace runs. It lives in ``parallel_state``.
-
-    There is one for all traces: a second one would find the reporting code where the getters' own
-    should be, and take that for the original.
-    """
-
-    def __init__(self, module: ModuleType) -> None:
-        self.listeners: tuple[_Listener, ...] = ()  # replaced, never changed: other threads read it
-        self._state = vars(module)
-        self._getters = {
-            name: function
-            for name, function in self._state.items()
-            if isinstance(function, FunctionType) and _is_getter(name, function, module.__name__)
-        }
-        self._originals = {name: _twin(getter) for name, getter in self._getters.items()}
-
-    def __call__(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        caller = sys._getframe(2)
-        if caller.f_globals is not self._state:  # a getter that calls a getter is one read
-            for listener in self.listeners:
-                listener.trace._add(_describe(name, caller, self._state, listener.known))
-        return self._originals[name](*args, **kwargs)
-
-    def install(self) -> None:
-        self._state[_HOOK] = self
-        try:
-            for name, getter in self._getters.items():
-                getter.__code__ = _reporting_code(name)
-        except BaseException:
-            self.uninstall()
-            raise
-
-    def uninstall(self) -> None:
-        for name, getter in self._getters.items():
-            getter.__code__ = self._originals[name].__code__
-        del self._state[_HOOK]
+    read: GlobalRead
+    code: CodeType  # held, so that its id stays its own
+    count: int = 0
 
 
-def _is_getter(name: str, function: FunctionType, module: str) -> bool:
-    readers = ("get_", "is_", "has_", "model_parallel_is_initialized")
-    return name.startswith(readers) and function.__module__ == module
+class _Recorder:
+    """Listens for one trace. What a site is gets worked out once; after that it is counted."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        known: Mapping[str, ProcessGroupCollection],
+        state: Mapping[str, object],
+    ) -> None:
+        self._trace, self._state = trace, state
+        self._known = [
+            (label, [(name, vars(pg).get(field)) for name, field in _TELLING])
+            for label, pg in known.items()
+        ]
+
+    def read(self, name: str, arguments: Mapping[str, object], caller: FrameType) -> None:
+        self._count(name, arguments, caller, None)
+
+    def resolved(
+        self,
+        owner: str,
+        explicit: ProcessGroupCollection | None,
+        needs: tuple[str, ...],
+        caller: FrameType,
+    ) -> None:
+        if explicit is None:
+            instead = Replacement(", ".join(needs), f"pg_collection= in the call of {owner}")
+            self._count("resolve", {"needs": needs}, caller, instead)
+
+    def _count(
+        self,
+        name: str,
+        arguments: Mapping[str, object],
+        caller: FrameType,
+        instead: Replacement | None,
+    ) -> None:
+        code, trace = caller.f_code, self._trace
+        answered_by = self._answered_by()
+        # By identity: to hash a code object is to hash all of its parts.
+        key = (id(code), caller.f_lasti, name, answered_by, *arguments.values())
+        with trace._lock:
+            site = trace._sites.get(key)
+            if site is None:
+                instead = instead or replacement(name, arguments)
+                site = _Site(_describe(name, caller, instead, answered_by), code)
+                trace._sites[key] = site
+            site.count += 1
+
+    def _answered_by(self) -> str:
+        state = self._state
+        if state["_TENSOR_MODEL_PARALLEL_GROUP"] is None:
+            return _UNANSWERED
+        for label, groups in self._known:
+            if all(state[name] is group for name, group in groups):
+                return label
+        return _OTHER
 
 
-def _twin(function: FunctionType) -> FunctionType:
-    """The function as it is now, under its own code, unaffected by what is done to the original."""
-    twin = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__
-    )
-    twin.__kwdefaults__ = function.__kwdefaults__
-    return twin
-
-
-def _reporting_code(name: str) -> CodeType:
-    source = f"def {name}(*args, **kwargs):\n    return {_HOOK}({name!r}, args, kwargs)\n"
-    scope: dict[str, Callable[..., object]] = {}
-    exec(compile(source, "<megapg trace>", "exec"), scope)  # names come from parallel_state
-    return scope[name].__code__
-
-
-def _describe(
-    name: str,
-    caller: FrameType,
-    state: Mapping[str, object],
-    known: Mapping[str, ProcessGroupCollection],
-) -> GlobalRead:
-    answered_by = _UNANSWERED
-    if state["_TENSOR_MODEL_PARALLEL_GROUP"] is not None:
-        answered_by = next(
-            (label for label, pg in known.items() if _holds(state, pg)), "other globals"
-        )
+def _describe(name: str, caller: FrameType, instead: Replacement, answered_by: str) -> GlobalRead:
     return GlobalRead(
         getter=name,
         file=caller.f_code.co_filename,
         line=caller.f_lineno,
         function=caller.f_code.co_qualname,
-        field=_field(name),
+        field=instead.field,
         answered_by=answered_by,
+        module=caller.f_globals.get("__name__", ""),
+        replacement=instead.write,
     )
-
-
-def _holds(state: Mapping[str, object], pg: ProcessGroupCollection) -> bool:
-    return all(
-        state[name] is vars(pg).get(field)
-        for name, field in (
-            ("_TENSOR_MODEL_PARALLEL_GROUP", "tp"),
-            ("_PIPELINE_MODEL_PARALLEL_GROUP", "pp"),
-            ("_DATA_PARALLEL_GROUP", "dp"),
-        )
-    )
-
-
-def _field(getter: str) -> str:
-    middle = getter.removeprefix("get_")
-    for suffix in sorted(GETTER_SUFFIXES, key=len, reverse=True):
-        if middle.removesuffix(suffix) in GETTER_FIELDS:
-            return GETTER_FIELDS[middle.removesuffix(suffix)]
-    return GETTER_FIELDS.get(middle, "")

@@ -6,10 +6,25 @@
 * :func:`refuse_closed_groups` turns the use of a closed group into an error.
 """
 
-from megapg.testing.cpu import megatron_on_cpu
-from megapg.testing.distributed import Ranks, run_distributed
-from megapg.testing.fake import fake_collection
-from megapg.testing.strict import refuse_closed_groups
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megapg.testing.cpu import megatron_on_cpu
+    from megapg.testing.distributed import Ranks, run_distributed
+    from megapg.testing.fake import fake_collection
+    from megapg.testing.strict import refuse_closed_groups
+
+# Loaded when first used: the pytest plugin beside them must cost nothing where it has no work.
+_HOMES = {
+    "Ranks": "megapg.testing.distributed",
+    "fake_collection": "megapg.testing.fake",
+    "megatron_on_cpu": "megapg.testing.cpu",
+    "refuse_closed_groups": "megapg.testing.strict",
+    "run_distributed": "megapg.testing.distributed",
+}
 
 __all__ = [
     "Ranks",
@@ -18,3 +33,9 @@ __all__ = [
     "refuse_closed_groups",
     "run_distributed",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,448 @@
+"""What ``parallel_state`` answers and no field holds, as functions of a collection.
+
+Each takes a collection, explicit or :class:`~megapg.megatron.GlobalGroups`, and gives what the
+getter named in its docstring gives, in the installed version of Megatron-core. A group, a rank or a
+size that a field does hold needs none of them: ``pg.tp``, ``pg.rank("dp_cp")``, ``pg.ranks("cp")``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, cast
+
+import torch
+
+from megapg.collection import ProcessGroup, ProcessGroupCollection
+from megapg.errors import LayoutError, MissingGroupError, UnsupportedOptionError
+from megapg.megatron.core import globals_of_core, installed_version
+from megapg.megatron.tables import (
+    MEMORY_BUFFER,
+    VIRTUAL_PIPELINE_RANK,
+    VIRTUAL_PIPELINE_SIZE,
+)
+from megapg.megatron.view import GlobalGroups
+
+# The first version that takes vp_stage instead of reading the virtual pipeline's rank from a
+# global, and that ignores the virtual pipeline unless told otherwise.
+_TAKES_VP_STAGE = (0, 13)
+
+_EMBEDDING_RANKS = "_EMBEDDING_GLOBAL_RANKS"  # in the order in which they were chosen
+
+
+class MemoryBuffer(Protocol):
+    """Megatron-core's ``GlobalMemoryBuffer``: tensors by name, allocated once and reused."""
+
+    def get_tensor(
+        self,
+        tensor_shape: Sequence[int],
+        dtype: torch.dtype,
+        name: str,
+        mem_alloc_context: Callable[[], AbstractContextManager[object]] | None = None,
+    ) -> torch.Tensor:
+        """A tensor of that shape, on memory that the next caller with the same name gets too."""
+
+
+# -- is there a collection? ------------------------------------------------------------------------
+
+
+def is_initialized(pg_collection: ProcessGroupCollection | None) -> bool:
+    """For ``is_initialized()``: whether there is a data parallel group to use.
+
+    Asked of what a function was passed, before :func:`~megapg.megatron.resolve`: None asks the
+    globals.
+    """
+    return _has(pg_collection, "dp")
+
+
+def model_parallel_is_initialized(pg_collection: ProcessGroupCollection | None) -> bool:
+    """For ``model_parallel_is_initialized()``: whether there are groups to use at all.
+
+    Asked of what a function was passed, before :func:`~megapg.megatron.resolve`: None asks the
+    globals.
+    """
+    return _has(pg_collection, "tp", "pp", "dp")
+
+
+def _has(pg: ProcessGroupCollection | None, *fields: str) -> bool:
+    pg = GlobalGroups() if pg is None else pg
+    return pg.holds(fields) and all(hasattr(pg, field) for field in fields)
+
+
+# -- pipeline --------------------------------------------------------------------------------------
+
+
+def virtual_pipeline_size(pg: ProcessGroupCollection) -> int | None:
+    """For ``get_virtual_pipeline_model_parallel_world_size()``: model chunks per rank, or None.
+
+    Raises:
+        LayoutError: the collection is of borrowed groups, which don't say.
+    """
+    if isinstance(pg, GlobalGroups):
+        return _number(VIRTUAL_PIPELINE_SIZE)
+    if pg.layout is None:
+        raise LayoutError(
+            f"the groups of {pg.lease.owner} don't say whether the pipeline is virtual. Pass "
+            "vp_size= (the config's virtual_pipeline_model_parallel_size), or ignore_virtual=True "
+            "where that is None; a session's groups know."
+        )
+    return pg.layout.vpp
+
+
+def is_pipeline_first_stage(
+    pg: ProcessGroupCollection,
+    *,
+    ignore_virtual: bool | None = None,
+    vp_stage: int | None = None,
+    vp_size: int | None = None,
+) -> bool:
+    """For ``is_pipeline_first_stage()``: whether this rank holds the first stage.
+
+    Args:
+        pg: the collection.
+        ignore_virtual: ask about the rank and not about one of its model chunks; as the installed
+            Megatron-core does unless given: True from 0.13 on, False before.
+        vp_stage: the model chunk that is meant, with ``ignore_virtual=False``. Only Megatron-core
+            before 0.13 keeps a current one in the globals.
+        vp_size: model chunks per rank; the layout's unless given.
+
+    Raises:
+        LayoutError: ``vp_stage`` or ``vp_size`` is needed and not known.
+    """
+    chunk = _chunk(pg, ignore_virtual, vp_stage, vp_size)
+    return (chunk is None or chunk[0] == 0) and pg.rank("pp") == 0
+
+
+def is_pipeline_last_stage(
+    pg: ProcessGroupCollection,
+    *,
+    ignore_virtual: bool | None = None,
+    vp_stage: int | None = None,
+    vp_size: int | None = None,
+) -> bool:
+    """For ``is_pipeline_last_stage()``: whether this rank holds the last stage.
+
+    Args:
+        pg: the collection.
+        ignore_virtual: see :func:`is_pipeline_first_stage`.
+        vp_stage: see there.
+        vp_size: see there.
+
+    Raises:
+        LayoutError: ``vp_stage`` or ``vp_size`` is needed and not known.
+    """
+    chunk = _chunk(pg, ignore_virtual, vp_stage, vp_size)
+    return (chunk is None or chunk[0] == chunk[1] - 1) and pg.rank("pp") == pg.size("pp") - 1
+
+
+def _chunk(
+    pg: ProcessGroupCollection,
+    ignore_virtual: bool | None,
+    vp_stage: int | None,
+    vp_size: int | None,
+) -> tuple[int, int] | None:
+    """The model chunk that is asked about and how many there are; None where chunks don't count."""
+    if _ignores_virtual(ignore_virtual):
+        return None
+    size = virtual_pipeline_size(pg) if vp_size is None else vp_size
+    if size is None:
+        return None
+    if vp_stage is None and isinstance(pg, GlobalGroups) and installed_version() < _TAKES_VP_STAGE:
+        vp_stage = _number(VIRTUAL_PIPELINE_RANK)
+    if vp_stage is None:
+        raise LayoutError(
+            f"this pipeline has {size} model chunks on a rank: pass the one that is meant as "
+            "vp_stage=, or ignore_virtual=True."
+        )
+    return vp_stage, size
+
+
+def _ignores_virtual(given: bool | None) -> bool:
+    return installed_version() >= _TAKES_VP_STAGE if given is None else given
+
+
+def pipeline_first_rank(pg: ProcessGroupCollection) -> int:
+    """For ``get_pipeline_model_parallel_first_rank()``: global rank of the first stage."""
+    return pg.ranks("pp")[0]
+
+
+def pipeline_last_rank(pg: ProcessGroupCollection) -> int:
+    """For ``get_pipeline_model_parallel_last_rank()``: global rank of the last stage."""
+    return pg.ranks("pp")[pg.size("pp") - 1]
+
+
+def pipeline_next_rank(pg: ProcessGroupCollection) -> int:
+    """For ``get_pipeline_model_parallel_next_rank()``: global rank of the next stage.
+
+    After the last comes the first, unlike in Megatron-core's ``get_pp_next_rank(pg.pp)``.
+    """
+    return pg.ranks("pp")[(pg.rank("pp") + 1) % pg.size("pp")]
+
+
+def pipeline_prev_rank(pg: ProcessGroupCollection) -> int:
+    """For ``get_pipeline_model_parallel_prev_rank()``: global rank of the stage before.
+
+    Before the first comes the last, unlike in Megatron-core's ``get_pp_prev_rank(pg.pp)``.
+    """
+    return pg.ranks("pp")[(pg.rank("pp") - 1) % pg.size("pp")]
+
+
+# -- embeddings ------------------------------------------------------------------------------------
+
+
+def is_rank_in_embedding_group(
+    pg: ProcessGroupCollection,
+    *,
+    ignore_virtual: bool | None = None,
+    vp_stage: int | None = None,
+    vp_size: int | None = None,
+) -> bool:
+    """For ``is_rank_in_embedding_group()``: whether this rank holds the word embeddings.
+
+    Args:
+        pg: the collection.
+        ignore_virtual: see :func:`is_pipeline_first_stage`. If False, the question is about one
+            model chunk: on the first rank of the group it must be the first stage, on the last
+            one the last.
+        vp_stage: see there.
+        vp_size: see there.
+
+    Raises:
+        LayoutError: ``vp_stage`` or ``vp_size`` is needed and not known.
+    """
+    if pg.embd is None:
+        return False
+    if _ignores_virtual(ignore_virtual):
+        return True
+    me, chosen = pg.ranks("embd")[pg.rank("embd")], _embedding_ranks(pg)
+    if me == chosen[0]:
+        return is_pipeline_first_stage(pg, ignore_virtual=False, vp_stage=vp_stage, vp_size=vp_size)
+    if me == chosen[-1]:
+        return is_pipeline_last_stage(pg, ignore_virtual=False, vp_stage=vp_stage, vp_size=vp_size)
+    return True
+
+
+def is_rank_in_position_embedding_group(pg: ProcessGroupCollection) -> bool:
+    """For ``is_rank_in_position_embedding_group()``: whether this rank holds those."""
+    return pg.pos_embd is not None
+
+
+def _embedding_ranks(pg: ProcessGroupCollection) -> Sequence[int]:
+    if isinstance(pg, GlobalGroups):
+        return cast(Sequence[int], globals_of_core()[_EMBEDDING_RANKS])
+    if pg.layout is None:
+        return pg.ranks("embd")
+    return pg.layout.embedding_ranks(list(pg.ranks("pp")))
+
+
+# -- source ranks ----------------------------------------------------------------------------------
+
+
+def tensor_src_rank(pg: ProcessGroupCollection) -> int:
+    """For ``get_tensor_model_parallel_src_rank()``: global rank of the group's first."""
+    return pg.ranks("tp")[0]
+
+
+def model_src_rank(pg: ProcessGroupCollection) -> int:
+    """For ``get_model_parallel_src_rank()``: global rank of the group's first."""
+    return pg.ranks("mp")[0]
+
+
+def data_src_rank(pg: ProcessGroupCollection, *, with_context_parallel: bool = False) -> int:
+    """For ``get_data_parallel_src_rank()``: global rank of the group's first."""
+    return pg.ranks("dp_cp" if with_context_parallel else "dp")[0]
+
+
+def expert_src_rank(pg: ProcessGroupCollection) -> int:
+    """For ``get_expert_model_parallel_src_rank()``: global rank of the group's first."""
+    return pg.ranks("ep")[0]
+
+
+# -- groups that flags choose ----------------------------------------------------------------------
+
+
+def data_group(
+    pg: ProcessGroupCollection,
+    *,
+    with_context_parallel: bool = False,
+    partial_data_parallel: bool = False,
+) -> ProcessGroup:
+    """For ``get_data_parallel_group()`` with flags that are known at run time only.
+
+    Args:
+        pg: the collection.
+        with_context_parallel: ``dp_cp`` instead of ``dp``.
+        partial_data_parallel: the part of it in this rank's optimizer instance, ``intra_dp_cp``.
+
+    Raises:
+        MissingGroupError: the collection lacks the field.
+        UnsupportedOptionError: the part without context parallelism, which has no group.
+    """
+    return _group(pg, _data_field(pg, with_context_parallel, partial_data_parallel))
+
+
+def data_rank(
+    pg: ProcessGroupCollection,
+    *,
+    with_context_parallel: bool = False,
+    partial_data_parallel: bool = False,
+) -> int:
+    """For ``get_data_parallel_rank()`` with such flags; see :func:`data_group`."""
+    return pg.rank(_data_field(pg, with_context_parallel, partial_data_parallel))
+
+
+def data_size(
+    pg: ProcessGroupCollection,
+    *,
+    with_context_parallel: bool = False,
+    partial_data_parallel: bool = False,
+) -> int:
+    """For ``get_data_parallel_world_size()`` with such flags; see :func:`data_group`."""
+    return pg.size(_data_field(pg, with_context_parallel, partial_data_parallel))
+
+
+def expert_data_group(
+    pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
+) -> ProcessGroup:
+    """For ``get_expert_data_parallel_group()``: ``expt_dp``, or the part of it in this rank's
+    optimizer instance, ``intra_expt_dp``. Ranks and sizes: ``pg.rank("intra_expt_dp")``.
+
+    Raises:
+        MissingGroupError: the collection lacks the field.
+    """
+    _refuse_remat(pg, "expt_gtp_remat")
+    return _group(pg, "intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
+
+
+def tensor_data_group(
+    pg: ProcessGroupCollection, *, with_context_parallel: bool = False
+) -> ProcessGroup:
+    """For ``get_tensor_and_data_parallel_group()``: ``tp_dp_cp``, or ``tp_dp``, which a session
+    makes and Megatron-core's own collection has no field for.
+
+    Raises:
+        MissingGroupError: the collection lacks the field.
+    """
+    return _group(pg, "tp_dp_cp" if with_context_parallel else "tp_dp")
+
+
+def amax_reduction_group(
+    pg: ProcessGroupCollection,
+    *,
+    with_context_parallel: bool = False,
+    tp_only_amax_red: bool = False,
+) -> ProcessGroup:
+    """For ``get_amax_reduction_group()``: over which FP8 scaling factors are agreed.
+
+    Args:
+        pg: the collection.
+        with_context_parallel: include context parallelism.
+        tp_only_amax_red: leave data parallelism out.
+
+    Raises:
+        MissingGroupError: the collection lacks the field.
+    """
+    if not tp_only_amax_red:
+        return tensor_data_group(pg, with_context_parallel=with_context_parallel)
+    return _group(pg, "tp_cp" if with_context_parallel else "tp")
+
+
+def has_separate_all_gather_group(pg: ProcessGroupCollection) -> bool:
+    """For ``has_separate_all_gather_group()``: whether ``dp_cp_ag`` is a group of its own."""
+    return getattr(pg, "dp_cp_ag", None) is not None
+
+
+def gloo_group(pg: ProcessGroupCollection, field: str) -> ProcessGroup:
+    """For ``get_data_parallel_group_gloo()`` and ``get_expert_data_parallel_group_gloo()``.
+
+    Args:
+        pg: the collection.
+        field: whose gloo companion: ``dp``, ``dp_cp``, ``intra_dp_cp``, ``expt_dp`` or
+            ``intra_expt_dp``.
+
+    Raises:
+        MissingGroupError: the session was not asked for it: ``session(gloo=("dp_cp",))``. It is
+            never made here, for only one rank might be asking.
+    """
+    return _extra(pg, f"gloo.{field}")
+
+
+def hybrid_group(pg: ProcessGroupCollection, size: int) -> ProcessGroup:
+    """For ``get_hybrid_data_context_parallel_groups(group_size=size)``.
+
+    Args:
+        pg: the collection.
+        size: a power of two up to the size of ``dp_cp``, which is the largest group.
+
+    Raises:
+        MissingGroupError: no group of that size, or the session was not asked for any:
+            ``session(hybrid_cp=True)``.
+    """
+    return _group(pg, "dp_cp") if size == pg.size("dp_cp") else _extra(pg, f"hybrid.{size}")
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def memory_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
+    """For ``get_global_memory_buffer()``: scratch memory that calls of the same name share.
+
+    There is one for each owner of groups, made when it is first asked for: two models on two
+    sessions never meet in one buffer. :class:`~megapg.megatron.GlobalGroups` has the global one.
+
+    Raises:
+        MissingGroupError: the globals have none.
+        StaleGroupError: the session behind ``pg`` has ended.
+    """
+    if isinstance(pg, GlobalGroups):
+        buffer = globals_of_core().get(MEMORY_BUFFER)
+        if buffer is None:
+            raise MissingGroupError(
+                "the globals have no memory buffer, and get_global_memory_buffer() would fail too. "
+                "Call initialize_model_parallel() before, or pass session.groups."
+            )
+    else:
+        pg.lease.check("memory_buffer()")
+        buffer = pg.lease.scratch.get(MEMORY_BUFFER)
+        if buffer is None:
+            made = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer()
+            buffer = pg.lease.scratch.setdefault(MEMORY_BUFFER, made)  # one, whoever came first
+    return cast(MemoryBuffer, buffer)
+
+
+# -- common ----------------------------------------------------------------------------------------
+
+
+def _data_field(pg: ProcessGroupCollection, with_context_parallel: bool, partial: bool) -> str:
+    _refuse_remat(pg, "gtp_remat")
+    if partial and not with_context_parallel:
+        raise UnsupportedOptionError(
+            "partial_data_parallel: an optimizer instance's part of data parallelism includes "
+            "context parallelism; pass with_context_parallel=True as well."
+        )
+    return "intra_dp_cp" if partial else "dp_cp" if with_context_parallel else "dp"
+
+
+def _refuse_remat(pg: ProcessGroupCollection, field: str) -> None:
+    """With weight rematerialisation on, 0.19's data parallel getters mean wider groups than dp."""
+    if getattr(pg, field, None) is not None and pg.size(field) > 1:
+        raise UnsupportedOptionError(
+            f"{field} has {pg.size(field)} ranks: megapg does not support generalised tensor "
+            "parallelism, under which there are two data parallel groups to choose from. Take the "
+            "field that you mean, such as pg.dp or pg.dp_cp_gtp_remat."
+        )
+
+
+def _group(pg: ProcessGroupCollection, field: str) -> ProcessGroup:
+    found: ProcessGroup = getattr(pg, field)
+    return found
+
+
+def _extra(pg: ProcessGroupCollection, name: str) -> ProcessGroup:
+    pg.ranks(name)  # knows what to say where there is none
+    return pg.extras[name]
+
+
+def _number(name: str) -> int | None:
+    return cast(int | None, globals_of_core().get(name))

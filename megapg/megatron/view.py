@@ -1,0 +1,206 @@
+"""Megatron's globals in the form of a collection: what :func:`~megapg.megatron.resolve` falls back
+to.
+
+Nothing is read before it is asked for. Code on the way to injection calls ``resolve`` at the top
+of a function, where the globals may be initialised in part, later, or not be needed on the path
+that this call takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch.distributed as dist
+
+from megapg.collection import (
+    OPTIONAL_FIELDS,
+    Lease,
+    Membership,
+    ProcessGroup,
+    ProcessGroupCollection,
+    membership,
+)
+from megapg.errors import MissingGroupError, UnknownFieldError
+from megapg.layout import FIELDS
+from megapg.megatron.core import globals_of_core
+from megapg.megatron.tables import GLOO_GLOBALS, GROUP_GLOBALS, HYBRID_GROUPS
+
+# field -> the global that it is read from: the first of those that hold it.
+_GLOBALS: Mapping[str, str] = {field: name for name, field in reversed([*GROUP_GLOBALS.items()])}
+_GLOO_GLOBALS: Mapping[str, str] = {name: variable for variable, name in GLOO_GLOBALS.items()}
+
+# field -> the globals that, where set, answer for this rank's index and for the size: what
+# set_tensor_model_parallel_rank() and the like leave behind. Offline tools set them without groups.
+_DATA = ("_MPU_DATA_PARALLEL_RANK", "_MPU_DATA_PARALLEL_WORLD_SIZE")
+_OVERRIDES: Mapping[str, tuple[str, str]] = {
+    "tp": ("_MPU_TENSOR_MODEL_PARALLEL_RANK", "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE"),
+    "pp": ("_MPU_PIPELINE_MODEL_PARALLEL_RANK", "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"),
+    "ep": ("_MPU_EXPERT_MODEL_PARALLEL_RANK", "_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE"),
+    "expt_tp": ("_MPU_EXPERT_TENSOR_PARALLEL_RANK", "_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE"),
+    **dict.fromkeys(("dp", "dp_cp", "dp_cp_ag", "dp_cp_gtp_remat", "intra_dp_cp"), _DATA),
+}
+
+# Any of these set means that somebody initialised parallel_state, if only in part. They are what
+# destroy_model_parallel() resets for certain: it forgets a good many of the others.
+_SIGNS = (
+    *(_GLOBALS[field] for field in ("tp", "pp", "dp")),
+    *_OVERRIDES["tp"],
+    *_OVERRIDES["pp"],
+)
+
+# field or extra -> the getter that would have read it, for messages. Fields that may be None are
+# never missing.
+_GETTERS: Mapping[str, str] = {
+    "tp": "get_tensor_model_parallel_group()",
+    "pp": "get_pipeline_model_parallel_group()",
+    "mp": "get_model_parallel_group()",
+    "cp": "get_context_parallel_group()",
+    "tp_cp": "get_tensor_and_context_parallel_group()",
+    "ep": "get_expert_model_parallel_group()",
+    "expt_tp": "get_expert_tensor_parallel_group()",
+    "tp_ep": "get_expert_tensor_and_model_parallel_group()",
+    "tp_ep_pp": "get_expert_tensor_model_pipeline_parallel_group()",
+    "tp_ep_pp_with_egtp_remat": (
+        "get_expert_tensor_model_pipeline_parallel_group(with_egtp_remat=True)"
+    ),
+    "tp_dp": "get_tensor_and_data_parallel_group()",
+    "tp_dp_cp": "get_tensor_and_data_parallel_group(with_context_parallel=True)",
+    "dp": "get_data_parallel_group()",
+    "dp_cp": "get_data_parallel_group(with_context_parallel=True)",
+    "dp_cp_gtp_remat": "get_data_parallel_group(with_context_parallel=True, with_gtp_remat=True)",
+    "expt_dp": "get_expert_data_parallel_group()",
+    "expt_dp_gtp_remat": "get_expert_data_parallel_group(with_gtp_remat=True)",
+    "intra_dp_cp": (
+        "get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)"
+    ),
+    "intra_expt_dp": "get_expert_data_parallel_group(partial_expert_data_parallel=True)",
+    "intra_dist_opt": "get_intra_distributed_optimizer_instance_group()",
+}
+
+
+class GlobalGroups(ProcessGroupCollection):
+    """The groups that ``megatron.core.parallel_state`` holds at the moment they are asked for.
+
+    It takes the place of a collection wherever one goes. Each field reads its one global when it
+    is asked for, and never any other; what a rank or size was set to by ``set_*`` of
+    ``parallel_state`` comes first, as in Megatron's getters. A field whose global is unset is
+    absent, and reading it raises :class:`~megapg.errors.MissingGroupError` naming the getter.
+    """
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__({}, {}, Lease(owner="megatron.core.parallel_state"))
+
+    def __getattr__(self, name: str) -> ProcessGroup | tuple[ProcessGroup, ...] | None:  # type: ignore[override]
+        if name not in FIELDS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        found = _value(name)
+        if found is None and name not in OPTIONAL_FIELDS:
+            raise MissingGroupError(self._absent(type(self).__name__, [name]))
+        return found
+
+    # vars() is how Megatron-core 0.19 asks what is present. Never what attributes come from: those
+    # pass __getattr__, one global each.
+    @property
+    def __dict__(self) -> dict[str, object]:  # type: ignore[override]
+        found = {field: _value(field) for field in FIELDS}
+        return {f: value for f, value in found.items() if value is not None or f in OPTIONAL_FIELDS}
+
+    def rank(self, field: str) -> int:
+        """This rank's index in the group of ``field``, or what it was set to.
+
+        Raises:
+            MissingGroupError: its global is unset.
+        """
+        given = _override(field, 0)
+        return super().rank(field) if given is None else given
+
+    def size(self, field: str) -> int:
+        """Number of ranks in the group of ``field``, or what it was set to.
+
+        Raises:
+            MissingGroupError: its global is unset.
+        """
+        given = _override(field, 1)
+        return super().size(field) if given is None else given
+
+    def holds(self, fields: Sequence[str]) -> bool:
+        """True: each global is looked at when it is read."""
+        return True
+
+    @property
+    def extras(self) -> Mapping[str, ProcessGroup]:
+        """The gloo companions and hybrid groups that ``initialize_model_parallel`` made."""
+        held = globals_of_core()
+        found = {name: held.get(variable) for name, variable in _GLOO_GLOBALS.items()}
+        hybrid = held.get(HYBRID_GROUPS)
+        if isinstance(hybrid, dict):
+            found |= {f"hybrid.{size}": group for size, group in hybrid.items()}
+        return MappingProxyType(
+            {name: group for name, group in found.items() if isinstance(group, dist.ProcessGroup)}
+        )
+
+    def __repr__(self) -> str:
+        held = [field for field, value in vars(self).items() if value is not None]
+        return f"<GlobalGroups: {', '.join(held) or 'nothing'} of megatron.core.parallel_state>"
+
+    def _member(self, field: str) -> Membership:
+        name, _, level = field.partition(".")
+        group = _value(name) if name in FIELDS else self.extras.get(field)
+        if isinstance(group, tuple) and level:
+            group = group[int(level)]
+        if not isinstance(group, dist.ProcessGroup):
+            raise self._no_such(field)
+        return membership(field, group)
+
+    def _no_such(self, name: str) -> MissingGroupError | UnknownFieldError:
+        arguments = {
+            "gloo": "create_gloo_process_groups=True",
+            "hybrid": "hybrid_context_parallel=True",
+        }
+        argument = arguments.get(name.partition(".")[0])
+        if argument is None:
+            return super()._no_such(name)
+        have = ", ".join(self.extras) or "none"
+        return MissingGroupError(
+            f"there is no group {name!r} among the globals (of this kind: {have}). Call "
+            f"initialize_model_parallel({argument}) before, or pass pg_collection=session.groups."
+        )
+
+    def _absent(self, owner: str, missing: Sequence[str]) -> str:
+        getters = ", ".join(_GETTERS[field] for field in missing)
+        several = any(isinstance(_held(field), list) for field in missing)
+        why = (
+            "is in several such groups, which no field can hold" if several else "has no such group"
+        )
+        return (
+            f"{owner}: no {', '.join(missing)} among the globals: this rank {why} in "
+            f"megatron.core.parallel_state, where {getters} would look. Call "
+            "initialize_model_parallel() before, or pass pg_collection=session.groups."
+        )
+
+
+def initialised() -> bool:
+    """Whether somebody has set up ``parallel_state``, be it in part."""
+    held = globals_of_core()
+    return any(held.get(name) is not None for name in _SIGNS)
+
+
+def _held(field: str) -> object:
+    return globals_of_core().get(_GLOBALS.get(field, ""))
+
+
+def _value(field: str) -> ProcessGroup | tuple[ProcessGroup, ...] | None:
+    """What the field's global holds now; None also where it holds what no field can."""
+    held = _held(field)
+    if field == "hcp" and isinstance(held, list):
+        return tuple(held) or None  # 0.12 leaves an empty list where there are no levels
+    return held if isinstance(held, dist.ProcessGroup) else None
+
+
+def _override(field: str, which: int) -> int | None:
+    name = _OVERRIDES[field][which] if field in _OVERRIDES else ""
+    value = globals_of_core().get(name)
+    return value if isinstance(value, int) else None

@@ -1,0 +1,101 @@
+"""``parallel_state`` after a test as it was before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megapg.comms.groups import is_registered
+from megapg.megatron.core import globals_of_core, parallel_state_module
+
+_Content: TypeAlias = "list[object] | dict[object, object] | None"
+
+
+@dataclass(frozen=True)
+class Before:
+    """What there was before a test. Without arguments: nothing, torch not even imported.
+
+    Attributes:
+        variables: of ``parallel_state``: name -> what it held, and a copy of what was in that where
+            it is a list or a dict.
+        groups: those that torch knew.
+        world: whether there was a WORLD.
+    """
+
+    variables: Mapping[str, tuple[object, _Content]] = field(default_factory=dict)
+    groups: frozenset[dist.ProcessGroup] = frozenset()
+    world: bool = False
+
+    @classmethod
+    def now(cls) -> Before:
+        """What there is at this moment."""
+        variables = {name: (value, _content(value)) for name, value in _variables().items()}
+        return cls(variables, frozenset(c10d._world.pg_map), dist.is_initialized())
+
+
+def put_back(before: Before) -> str:
+    """Put every variable of ``parallel_state`` back, and close the groups left in it.
+
+    Closed are groups that torch did not know before, and WORLD where there was none and no launcher
+    started this process: the ranks of a job share theirs from test to test. Where Megatron-core was
+    not yet imported, the variables end as an import leaves them.
+
+    Returns:
+        What was left behind and is closed, in words; empty where nothing was.
+    """
+    held = set(_groups(_variables().values()))
+    _restore(before)
+    new = [group for group in c10d._world.pg_map if group in held - before.groups]
+    for group in reversed(new):
+        if is_registered(group):
+            dist.destroy_process_group(group)
+    left = [f"{len(new)} process groups in parallel_state"] if new else []
+    if dist.is_initialized() and not before.world and "RANK" not in os.environ:
+        dist.destroy_process_group()
+        left.append("WORLD")
+    return " and ".join(left)
+
+
+def _variables() -> dict[str, object]:
+    return {
+        name: value
+        for name, value in globals_of_core().items()
+        if name.startswith("_") and not name.startswith("__") and not callable(value)
+    }
+
+
+def _content(value: object) -> _Content:
+    if isinstance(value, list):
+        return [*value]
+    return {**value} if isinstance(value, dict) else None
+
+
+def _restore(before: Before) -> None:
+    state = vars(parallel_state_module())
+    for name, left in _variables().items():
+        if before.variables:
+            del state[name]
+        else:  # imported since: an import initialises nothing
+            state[name] = {} if isinstance(left, dict) else None
+    for name, (value, content) in before.variables.items():
+        if isinstance(value, dict) and isinstance(content, dict):
+            value.clear()
+            value.update(content)
+        elif isinstance(value, list) and isinstance(content, list):
+            value[:] = content
+        state[name] = value
+
+
+def _groups(values: Iterable[object]) -> Iterator[dist.ProcessGroup]:
+    for value in values:
+        if isinstance(value, dist.ProcessGroup):
+            yield value
+        elif isinstance(value, dict):
+            yield from _groups(value.values())
+        elif isinstance(value, (list, tuple)):
+            yield from _groups(value)

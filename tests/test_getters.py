@@ -1,0 +1,418 @@
+"""The helpers answer as the installed Megatron-core's own getters, from the globals and without.
+
+The tests of the contract run on Megatron-core 0.12 as well: see test_old_core.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import pickle
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
+from recording import recorded_megatron
+from test_layout_against_megatron import Configuration
+
+from megapg import ProcessGroupCollection
+from megapg.collection import OPTIONAL_FIELDS
+from megapg.errors import (
+    LayoutError,
+    MissingGroupError,
+    StaleGroupError,
+    UnsupportedOptionError,
+)
+from megapg.layout import FIELDS
+from megapg.megatron import from_parallel_state, getters
+from megapg.megatron.core import installed_version
+from megapg.megatron.resolve import resolve
+from megapg.megatron.tables import GLOO_GLOBALS, OLDEST_CORE
+from megapg.megatron.view import GlobalGroups
+from megapg.sessions import pretend
+from megapg.testing import fake_collection
+
+pytestmark = pytest.mark.contract
+
+OLD = installed_version()[:2] < OLDEST_CORE  # no sessions, no collection class
+GLOO_FIELDS = [name.removeprefix("gloo.") for name in GLOO_GLOBALS.values()]
+
+
+def last_stage_first(pipeline, split=None):
+    return pipeline[:0:-1] + pipeline[:1]
+
+
+def every_stage(pipeline, split=None):
+    return pipeline
+
+
+CONFIGURATIONS = [
+    Configuration(world_size=8, tp=2, pp=2),
+    Configuration(world_size=8, tp=2, pp=4, vpp=3),
+    Configuration(world_size=8, pp=2, vpp=1, cp=2),
+    Configuration(world_size=16, tp=2, cp=4, hierarchical_cp=(2, 2)),
+    Configuration(world_size=16, tp=2, pp=2, ep=4, expt_tp=1),
+    Configuration(world_size=16, pp=2, vpp=2, ep=2, optimizer_instances=2),
+    Configuration(world_size=16, tp=2, cp=2, ep=2, order="tp-ep-dp-pp-cp", optimizer_instances=4),
+    Configuration(world_size=12, pp=3, vpp=2, tp=2, embedding_ranks=last_stage_first),
+    Configuration(world_size=12, pp=4, vpp=2, embedding_ranks=every_stage),
+    Configuration(world_size=1),
+]
+HYBRID = [n for n, each in enumerate(CONFIGURATIONS) if each.world_size == 16]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A question, asked of megapg and of Megatron with the same arguments."""
+
+    ours: str
+    theirs: str
+    arguments: tuple[tuple[str, object], ...] = ()
+
+
+def flags(*names):
+    """Every choice of the flags: left out, off or on."""
+    for values in itertools.product((None, False, True), repeat=len(names)):
+        yield tuple((n, v) for n, v in zip(names, values, strict=True) if v is not None)
+
+
+STAGES = [
+    (*ignore, *stage)
+    for ignore in flags("ignore_virtual")
+    for stage in [(), *((("vp_stage", n),) for n in range(3))]
+]
+QUESTIONS = {
+    "is_initialized": ("is_initialized", [()]),
+    "model_parallel_is_initialized": ("model_parallel_is_initialized", [()]),
+    "virtual_pipeline_size": ("get_virtual_pipeline_model_parallel_world_size", [()]),
+    "is_pipeline_first_stage": ("is_pipeline_first_stage", STAGES),
+    "is_pipeline_last_stage": ("is_pipeline_last_stage", STAGES),
+    "pipeline_first_rank": ("get_pipeline_model_parallel_first_rank", [()]),
+    "pipeline_last_rank": ("get_pipeline_model_parallel_last_rank", [()]),
+    "pipeline_next_rank": ("get_pipeline_model_parallel_next_rank", [()]),
+    "pipeline_prev_rank": ("get_pipeline_model_parallel_prev_rank", [()]),
+    "is_rank_in_embedding_group": ("is_rank_in_embedding_group", STAGES),
+    "is_rank_in_position_embedding_group": ("is_rank_in_position_embedding_group", [()]),
+    "tensor_src_rank": ("get_tensor_model_parallel_src_rank", [()]),
+    "model_src_rank": ("get_model_parallel_src_rank", [()]),
+    "data_src_rank": ("get_data_parallel_src_rank", [*flags("with_context_parallel")]),
+    "expert_src_rank": ("get_expert_model_parallel_src_rank", [()]),
+    "tensor_data_group": (
+        "get_tensor_and_data_parallel_group",
+        [*flags("with_context_parallel")],
+    ),
+    "amax_reduction_group": (
+        "get_amax_reduction_group",
+        [*flags("with_context_parallel", "tp_only_amax_red")],
+    ),
+    "has_separate_all_gather_group": ("has_separate_all_gather_group", [()]),
+    "expert_data_group": (
+        "get_expert_data_parallel_group",
+        [*flags("partial_expert_data_parallel")],
+    ),
+    **{
+        f"data_{what}": (
+            f"get_data_parallel_{theirs}",
+            [*flags("with_context_parallel", "partial_data_parallel")],
+        )
+        for what, theirs in (("group", "group"), ("rank", "rank"), ("size", "world_size"))
+    },
+}
+
+
+def takes(getter, names):
+    """Whether this core has the getter, with arguments of these names."""
+    function = getattr(parallel_state, getter, None)
+    return function is not None and set(names) <= set(inspect.signature(function).parameters)
+
+
+ROWS = [
+    Row(ours, theirs, arguments)
+    for ours, (theirs, choices) in QUESTIONS.items()
+    for arguments in choices
+    if takes(theirs, dict(arguments))
+]
+GLOO = {
+    "dp": ("get_data_parallel_group_gloo", {}),
+    "dp_cp": ("get_data_parallel_group_gloo", {"with_context_parallel": True}),
+    "intra_dp_cp": (
+        "get_data_parallel_group_gloo",
+        {"with_context_parallel": True, "partial_data_parallel": True},
+    ),
+    "expt_dp": ("get_expert_data_parallel_group_gloo", {}),
+    "intra_expt_dp": (
+        "get_expert_data_parallel_group_gloo",
+        {"partial_expert_data_parallel": True},
+    ),
+}
+GLOO = {field: question for field, question in GLOO.items() if takes(*question)}
+SIZES = (2, 3, 4, 8, 16)
+
+
+@contextmanager
+def megatron(rank, world_size):
+    """``parallel_state`` for one rank of a fake world, as good as new and undone afterwards."""
+    with recorded_megatron(rank, world_size):
+        # Some versions initialise these two by adding to the object that is there.
+        for name in ("_HYBRID_DP_CP_GROUPS", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"):
+            setattr(parallel_state, name, copy.copy(getattr(parallel_state, name, None)))
+        yield
+
+
+def plain(answer):
+    return tuple(dist.get_process_group_ranks(answer)) if is_group(answer) else answer
+
+
+def is_group(value):
+    return isinstance(value, dist.ProcessGroup)
+
+
+REFUSALS = (
+    *(AssertionError, KeyError),  # Megatron's
+    *(MissingGroupError, LayoutError, UnsupportedOptionError),
+)
+
+
+def asked(question, *args, **kwargs):
+    """The answer in values that outlive the groups; every refusal is the same."""
+    try:
+        return plain(question(*args, **kwargs))
+    except REFUSALS:
+        return "refused"
+
+
+def of_megatron(hybrid):
+    state = parallel_state
+    found = {row: asked(getattr(state, row.theirs), **dict(row.arguments)) for row in ROWS}
+    found |= {("gloo", f): asked(getattr(state, name), **k) for f, (name, k) in GLOO.items()}
+    if hybrid:
+        ask = state.get_hybrid_data_context_parallel_groups
+        found |= {("hybrid", size): asked(ask, group_size=size) for size in SIZES}
+    return found
+
+
+def of_collection(pg, hybrid):
+    found = {row: asked(getattr(getters, row.ours), pg, **dict(row.arguments)) for row in ROWS}
+    found |= {("gloo", field): asked(getters.gloo_group, pg, field) for field in GLOO}
+    if hybrid:
+        found |= {("hybrid", size): asked(getters.hybrid_group, pg, size) for size in SIZES}
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(CONFIGURATIONS)))
+def test_every_helper_answers_as_its_getter(number):
+    configuration, hybrid = CONFIGURATIONS[number], number in HYBRID and not OLD
+    layout = configuration.layout(hybrid_cp=hybrid)
+    for rank in {0, configuration.world_size // 3, configuration.world_size - 1}:
+        more = {"hybrid_context_parallel": True} if hybrid else {}
+        with megatron(rank, configuration.world_size):
+            configuration.initialize_megatron(**more)
+            expected = of_megatron(hybrid)
+            assert of_collection(GlobalGroups(), hybrid) == expected
+        if not OLD:
+            with pretend(layout, rank, gloo=GLOO_FIELDS) as session:
+                assert of_collection(session.groups, hybrid) == expected
+        refusals = list(expected.values()).count("refused")
+        assert refusals < len(expected) // 2, "most questions must have an answer to compare"
+
+
+@pytest.mark.parametrize("number", [3, 5])
+def test_the_view_holds_what_the_globals_hold_each_field_by_itself(number):
+    configuration = CONFIGURATIONS[number]
+    with megatron(3, configuration.world_size):
+        view = GlobalGroups()
+        assert not any(hasattr(view, field) for field in ("tp", "dp", "intra_dist_opt"))
+        assert view.embd is None  # None is what it means to be outside
+        configuration.initialize_megatron()
+        whole = from_parallel_state()
+        assert set(view.present()) - {"expt_dp_ag"} == set(whole.present())
+        assert view.expt_dp_ag is None  # of which no core has a global
+        assert {f: vars(view)[f] for f in whole.present()} == {
+            f: value or None for f, value in vars(whole).items()
+        }
+        levels = [f"hcp.{level}" for level in range(len(configuration.hierarchical_cp))]
+        for field in [*(f for f in whole.present() if is_group(getattr(whole, f))), *levels]:
+            assert view.ranks(field) == whole.ranks(field)
+            assert view.rank(field) == whole.rank(field)
+            assert view.size(field) == whole.size(field)
+        # One global is unset: that field is gone, the others stay.
+        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = None
+        with pytest.raises(MissingGroupError, match=r"tp .*get_tensor_model_parallel_group\(\)"):
+            _ = view.tp
+        with pytest.raises(MissingGroupError, match=r"get_tensor_model_parallel_group\(\)"):
+            view.rank("tp")
+        with pytest.raises(MissingGroupError, match=r"init: no tp .*get_tensor_model_parallel_g"):
+            view.require("pp", "tp", owner="init")
+        assert "tp" not in vars(view)
+        assert "tp" not in view.present()
+        assert view.require("pp", "dp") is view
+        assert view.pp is whole.pp
+        # A rank of several pipelines, as 0.12's encoder-decoder models have.
+        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = [whole.pp, whole.pp]
+        with pytest.raises(MissingGroupError, match=r"no pp .*several such groups"):
+            _ = view.pp
+
+
+def test_the_view_gives_every_missing_field_a_message():
+    view = GlobalGroups()
+    for field in FIELDS:
+        if field in OPTIONAL_FIELDS:
+            assert getattr(view, field) is None
+            continue
+        with pytest.raises(MissingGroupError, match=rf"no {field} .*get_\w+\("):
+            getattr(view, field)
+    for name in ("gloo.dp_cp", "hybrid.4"):
+        with pytest.raises(MissingGroupError, match="initialize_model_parallel"):
+            view.ranks(name)
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = view.nonsense
+    with pytest.raises(TypeError, match="pickled"):
+        pickle.dumps(view)
+    assert copy.deepcopy(view) is view
+
+
+def test_the_view_prefers_what_was_set_as_the_getters_do():
+    with megatron(0, 8):
+        view = GlobalGroups()
+        setters = {
+            "tp": "tensor_model_parallel",
+            "pp": "pipeline_model_parallel",
+            "ep": "expert_model_parallel",
+            "expt_tp": "expert_tensor_parallel",
+        }
+        for field, name in setters.items():  # with no group anywhere, as offline tools do
+            getattr(parallel_state, f"set_{name}_rank")(3)
+            getattr(parallel_state, f"set_{name}_world_size")(5)
+            assert view.rank(field) == getattr(parallel_state, f"get_{name}_rank")() == 3
+            assert view.size(field) == getattr(parallel_state, f"get_{name}_world_size")() == 5
+        parallel_state.set_data_parallel_rank(7)
+        for with_cp in (False, True):
+            theirs = parallel_state.get_data_parallel_rank(with_context_parallel=with_cp)
+            assert getters.data_rank(view, with_context_parallel=with_cp) == theirs == 7
+        parallel_state.set_pipeline_model_parallel_rank(4)
+        assert getters.is_pipeline_last_stage(view, ignore_virtual=True)
+
+
+def test_no_reader_of_parallel_state_is_forgotten():
+    """A getter that a new core brings fails here until it has a helper, a field or a reason."""
+    readers = {
+        name
+        for name, value in vars(parallel_state).items()
+        if inspect.isfunction(value)
+        and value.__module__ == parallel_state.__name__
+        and re.match(r"(get|is|has)_|model_parallel_is", name)
+    }
+    helped = set(re.findall(r"``(\w+)\(", inspect.getsource(getters)))
+    fields = {
+        f"get_{axis}_{what}"
+        for what in ("group", "groups", "rank", "world_size", "global_ranks")
+        for axis in (
+            *("tensor_model_parallel", "pipeline_model_parallel", "model_parallel"),
+            *("data_parallel", "context_parallel", "hierarchical_context_parallel"),
+            *("tensor_and_context_parallel", "embedding", "position_embedding"),
+            *("expert_model_parallel", "expert_tensor_parallel", "expert_data_parallel"),
+            *("expert_tensor_and_model_parallel", "expert_tensor_model_pipeline_parallel"),
+            *("intra_distributed_optimizer_instance", "inter_distributed_optimizer_instance"),
+            *("gtp_weight_remat", "expert_gtp_weight_remat"),
+        )
+    }
+    reasons = {
+        "get_nccl_options",  # reads a file, not the state
+        "is_unitialized",  # deprecated
+        "get_data_modulo_expert_parallel_group",  # deprecated
+        "get_virtual_pipeline_model_parallel_rank",  # the schedule's; it passes vp_stage now
+        "get_all_ranks",  # a text for file names
+        "get_global_symmetric_memory_buffer",  # 0.16's only, of CUDA
+        "get_inter_partial_data_parallel_group",  # the rest is 0.12's: encoder and decoder
+        "get_pipeline_model_parallel_split_rank",
+        "get_pipeline_model_parallel_decoder_start",
+        "get_moe_layer_wise_logging_tracker",
+        "is_inside_encoder",
+        "is_inside_decoder",
+        "is_pipeline_stage_before_split",
+        "is_pipeline_stage_after_split",
+        "is_pipeline_stage_at_split",
+    }
+    assert readers - helped - fields - reasons == set()
+    assert {theirs for theirs, _ in QUESTIONS.values()} <= helped
+
+
+# -- what needs a collection of one's own ----------------------------------------------------------
+
+
+def test_borrowed_groups_do_not_guess_about_the_virtual_pipeline():
+    with fake_collection(pp=2, vpp=2, world_size=4) as pg:
+        part = ProcessGroupCollection.from_groups(pp=pg.pp, embd=pg.embd)
+        assert getters.is_pipeline_first_stage(part, ignore_virtual=True)
+        with pytest.raises(LayoutError, match="vp_size="):
+            getters.is_pipeline_first_stage(part, ignore_virtual=False, vp_stage=0)
+        chunk = {"ignore_virtual": False, "vp_size": 2}
+        assert getters.is_pipeline_first_stage(part, vp_stage=0, **chunk)
+        assert not getters.is_pipeline_first_stage(part, vp_stage=1, **chunk)
+        assert getters.is_rank_in_embedding_group(part, vp_stage=0, **chunk)
+        with pytest.raises(LayoutError, match="vp_stage="):
+            getters.is_rank_in_embedding_group(pg, ignore_virtual=False)
+        with pytest.raises(MissingGroupError, match="no tp"):
+            getters.tensor_src_rank(part)
+
+
+def test_groups_that_were_not_asked_for_are_not_made():
+    with fake_collection(world_size=8, hybrid_cp=True, gloo=("dp",)) as pg:
+        known = set(dist.distributed_c10d._world.pg_map)
+        assert getters.gloo_group(pg, "dp") is pg.extras["gloo.dp"]
+        assert resolve(pg, needs=("tp", "gloo.dp", "hybrid.4")) is pg
+        with pytest.raises(MissingGroupError, match=r'gloo=\("dp_cp",\)'):
+            getters.gloo_group(pg, "dp_cp")
+        assert getters.hybrid_group(pg, 4) is pg.extras["hybrid.4"]
+        assert getters.hybrid_group(pg, 8) is pg.dp_cp
+        with pytest.raises(MissingGroupError, match=r"hybrid_cp=True"):
+            getters.hybrid_group(pg, 3)
+        assert set(dist.distributed_c10d._world.pg_map) == known
+
+
+def test_is_there_a_collection():
+    assert not getters.is_initialized(None)
+    with fake_collection(tp=2) as pg:
+        assert getters.is_initialized(pg)
+        assert getters.model_parallel_is_initialized(pg)
+        assert not getters.model_parallel_is_initialized(None)
+        part = ProcessGroupCollection.from_groups(dp=pg.dp)
+        assert getters.is_initialized(part)
+        assert not getters.model_parallel_is_initialized(part)
+    assert not getters.is_initialized(pg)  # closed
+
+
+def test_one_memory_buffer_for_each_owner():
+    with pytest.raises(MissingGroupError, match=r"get_global_memory_buffer\(\)"):
+        getters.memory_buffer(GlobalGroups())
+    with megatron(0, 2):
+        parallel_state._set_global_memory_buffer()
+        theirs = parallel_state.get_global_memory_buffer()
+        assert getters.memory_buffer(GlobalGroups()) is theirs
+    with fake_collection(tp=2) as pg:
+        buffer = getters.memory_buffer(pg)
+        assert buffer is getters.memory_buffer(pg)
+        assert buffer is not theirs
+        assert type(buffer) is type(theirs)
+        other = getters.memory_buffer(ProcessGroupCollection.from_groups(tp=pg.tp))
+        assert other is not buffer
+    with pytest.raises(StaleGroupError, match="memory_buffer"):
+        getters.memory_buffer(pg)
+
+
+@pytest.mark.skipif(
+    "with_gtp_remat" not in str(inspect.signature(parallel_state.get_data_parallel_group)),
+    reason="this core has no generalised tensor parallelism",
+)
+def test_two_data_parallel_groups_are_one_too_many():
+    with megatron(0, 8):
+        parallel_state.initialize_model_parallel(gtp_remat_size=2, expert_gtp_remat_size=2)
+        view = GlobalGroups()
+        for ask in (getters.data_group, getters.data_rank, getters.expert_data_group):
+            with pytest.raises(UnsupportedOptionError, match="gtp_remat has 2 ranks"):
+                ask(view)
+        assert view.dp is parallel_state.get_data_parallel_group(with_gtp_remat=False)
