@@ -314,11 +314,13 @@ class ProcessGroupCollection:
 
     # -- a value -----------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> NoReturn:
-        # Reached only where normal lookup found nothing: an absent field, or no field at all.
-        if name in FIELDS:
-            raise MissingGroupError(self._absent(type(self).__name__, [name]))
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+    if not TYPE_CHECKING:  # so that a type checker knows which fields there are
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # Reached only where normal lookup found nothing: an absent field, or no field at all.
+            if name in FIELDS:
+                raise MissingGroupError(self._absent(type(self).__name__, [name]))
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def _identity(self) -> tuple[tuple[str, object], ...]:
         def key(value: object) -> object:

@@ -60,5 +60,6 @@ def test_the_commands_and_the_error_are_real():
     # The message that test_bad_input.py provokes on real ranks, with the README's values.
     from megapg.comms.rollcall import _mismatch
 
-    shown = _mismatch("default", {"tp": {"0": "1", "1": "2", "2": "1", "3": "1"}})
+    came = {"0": "1", "1": "2", "2": "1", "3": "1"}
+    shown = _mismatch("default", {"tp": came, "expt_tp": came})
     assert f"LayoutMismatchError: {shown}" in README

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -93,13 +94,15 @@ class GlobalGroups(ProcessGroupCollection):
     def __init__(self) -> None:
         super().__init__({}, {}, Lease(owner="megatron.core.parallel_state"))
 
-    def __getattr__(self, name: str) -> ProcessGroup | tuple[ProcessGroup, ...] | None:  # type: ignore[override]
-        if name not in FIELDS:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        found = _value(name)
-        if found is None and name not in OPTIONAL_FIELDS:
-            raise MissingGroupError(self._absent(type(self).__name__, [name]))
-        return found
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> ProcessGroup | tuple[ProcessGroup, ...] | None:
+            if name not in FIELDS:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            found = _value(name)
+            if found is None and name not in OPTIONAL_FIELDS:
+                raise MissingGroupError(self._absent(type(self).__name__, [name]))
+            return found
 
     # vars() is how Megatron-core 0.19 asks what is present. Never what attributes come from: those
     # pass __getattr__, one global each.
