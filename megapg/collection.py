@@ -6,7 +6,7 @@ Megatron mixes are kept apart:
 
 * a **group** this rank is in;
 * **None**, where Megatron means "this rank is outside" (``embd``, ``pos_embd``) or "not configured"
-  (``hcp``, ``inter_dist_opt``, the all-gather twins, the GTP family);
+  (``hcp``, ``inter_dist_opt``, the all-gather twins; of borrowed groups also the GTP family);
 * **absent**: the attribute does not exist, ``hasattr`` is false, it is not in ``vars()``, and
   reading it raises :class:`~megapg.errors.MissingGroupError`.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
@@ -64,6 +64,7 @@ class Lease:
         since: where and when the state last changed, for messages.
         pid: the process that the groups live in.
         scratch: what users of the groups keep as long as the owner does, by name.
+        at_end: called when the owner is about to close the groups.
     """
 
     owner: str
@@ -72,6 +73,14 @@ class Lease:
     since: str = ""
     pid: int = dataclasses.field(default_factory=os.getpid)
     scratch: dict[str, object] = dataclasses.field(default_factory=dict, repr=False)
+    at_end: list[Callable[[], None]] = dataclasses.field(default_factory=list, repr=False)
+
+    def end(self, since: str) -> None:
+        """For the owner, about to close the groups: nobody may use them from now on."""
+        self.scratch.clear()
+        self.state, self.since = LeaseState.CLOSED, since
+        for tell in tuple(self.at_end):
+            tell()
 
     def check(self, purpose: str) -> None:
         """Raise unless the groups are live, in this process.

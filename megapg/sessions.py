@@ -20,7 +20,6 @@ import torch.distributed as dist
 from megapg.collection import (
     OPTIONAL_FIELDS,
     Lease,
-    LeaseState,
     Membership,
     ProcessGroup,
     ProcessGroupCollection,
@@ -381,10 +380,9 @@ class Session:
             )
         problems = self._part(error)
         made, self._made, self._groups = self._made, [], None
-        self._lease.scratch.clear()
-        self._lease.state = LeaseState.CLOSED
-        self._lease.since = f"at {time.strftime('%H:%M:%S')} on rank {self._world.rank}" + (
-            f", after {type(error).__name__}" if error is not None else ""
+        self._lease.end(
+            f"at {time.strftime('%H:%M:%S')} on rank {self._world.rank}"
+            + (f", after {type(error).__name__}" if error is not None else "")
         )
         abort = bool(problems)
         if abort and error is None:

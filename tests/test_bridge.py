@@ -13,11 +13,11 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection as CoreCollection
 
-from megapg.collection import Lease, ProcessGroupCollection
+from megapg.collection import ProcessGroupCollection
 from megapg.comms.backends import BACKENDS
 from megapg.comms.options import CommunicatorOptions
 from megapg.errors import MissingGroupError, UnsupportedOptionError
-from megapg.layout import FIELDS, ParallelLayout
+from megapg.layout import FIELDS
 from megapg.megatron import (
     core_version,
     from_megatron,
@@ -36,10 +36,6 @@ pytestmark = pytest.mark.contract
 
 def state():
     return {n: v for n, v in vars(parallel_state).items() if re.match(r"_[A-Z]", n)}
-
-
-def same(before, after):
-    return before.keys() == after.keys() and all(before[n] is after[n] for n in before)
 
 
 @pytest.fixture
@@ -206,71 +202,6 @@ def test_from_parallel_state(globals_of_a_layout):
 def test_from_parallel_state_needs_one():
     with pytest.raises(MissingGroupError, match=r"not initialised\. Open a session"):
         from_parallel_state()
-
-
-def test_published_answers_every_getter(pg):
-    with published(pg):
-        ps = parallel_state
-        assert ps.model_parallel_is_initialized()
-        assert ps.get_tensor_model_parallel_group() is pg.tp
-        assert ps.get_tensor_model_parallel_rank() == pg.rank("tp") == 1
-        assert ps.get_tensor_model_parallel_src_rank() == pg.ranks("tp")[0]
-        assert ps.get_pipeline_model_parallel_world_size() == 2
-        assert ps.get_pipeline_model_parallel_next_rank() == 7
-        assert ps.get_virtual_pipeline_model_parallel_world_size() == 2
-        assert ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=0)
-        assert not ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=1)
-        assert ps.get_data_parallel_group(with_context_parallel=True) is pg.dp_cp
-        assert ps.get_tensor_and_data_parallel_group() is pg.tp_dp
-        assert ps.get_expert_data_parallel_group() is pg.expt_dp
-        assert ps.is_rank_in_embedding_group(ignore_virtual=True)
-        assert ps.get_global_memory_buffer() is not None
-        with pytest.raises(AssertionError):
-            ps.get_data_parallel_group_gloo()
-        # And the core's own collector finds what was published.
-        for field, group in vars(CoreCollection.use_mpu_process_groups()).items():
-            assert group is getattr(pg, field), field
-
-
-def test_publishing_borrowed_groups_keeps_the_virtual_pipeline(globals_of_a_layout, monkeypatch):
-    """They have no layout to say it; a layout without one says that there is none."""
-    ps = parallel_state
-    monkeypatch.setattr(ps, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", 1)
-    borrowed = from_parallel_state()
-    with published(borrowed):
-        assert ps.get_virtual_pipeline_model_parallel_world_size() == 2
-        assert ps.get_virtual_pipeline_model_parallel_rank() == 1
-        assert not ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=1)
-    layout = ParallelLayout(world_size=16, tp=2, pp=2, cp=2, ep=2)
-    groups = {field: getattr(borrowed, field) for field in borrowed.present()}
-    plain = ProcessGroupCollection(groups, borrowed._members, Lease("plain"), layout)
-    with published(plain):
-        assert ps.get_virtual_pipeline_model_parallel_world_size() is None
-
-
-def fail_while_published(pg):
-    with published(pg):
-        assert parallel_state.get_tensor_model_parallel_group() is pg.tp
-        with pytest.raises(AssertionError):
-            parallel_state.get_expert_data_parallel_group()
-        parallel_state._LEFT_BEHIND = 1
-        raise ZeroDivisionError
-
-
-def test_published_restores_exactly(pg, monkeypatch):
-    other = ProcessGroupCollection.from_groups(tp=pg.pp, pp=pg.tp, dp=pg.dp)
-    monkeypatch.setattr(parallel_state, "_MPU_TENSOR_MODEL_PARALLEL_RANK", 7)
-    before = state()
-    with published(pg):
-        inside = state()
-        assert parallel_state.get_tensor_model_parallel_rank() == 1  # not the override
-        with pytest.raises(ZeroDivisionError):
-            fail_while_published(other)
-        assert same(inside, state())
-        with published(pg):  # re-entrant
-            pass
-        assert same(inside, state())
-    assert same(before, state())
 
 
 def test_session_arguments_knows_every_parameter_of_this_core(tmp_path):

@@ -306,6 +306,14 @@ def test_borrowed_groups_say_what_they_said_before(pg):
             assert every_answer() == theirs
         with published(pg), published(borrowed):  # and nothing of another layout's
             assert parallel_state._EMBEDDING_GLOBAL_RANKS == [1, 3, 5, 7]
+        # A layout without a virtual pipeline says that there is none.
+        plain_layout = ParallelLayout(world_size=8, pp=4)
+        groups = ProcessGroupCollection(
+            vars(borrowed), borrowed._members, Lease("plain"), plain_layout
+        )
+        with published(groups):
+            assert parallel_state.get_virtual_pipeline_model_parallel_world_size() is None
+            assert parallel_state.get_virtual_pipeline_model_parallel_rank() is None
 
 
 def test_a_gloo_companion_that_was_not_asked_for_is_not_initialised():

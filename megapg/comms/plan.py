@@ -12,8 +12,6 @@ from megapg.comms.options import CommunicatorOptions
 from megapg.layout import ParallelLayout
 
 ALL_GATHER_FIELDS = frozenset({"dp_cp_ag", "expt_dp_ag"})
-# Size-1 families of Megatron-core 0.19's GTP with rematerialisation off: "not configured", so None.
-_NOT_CONFIGURED = frozenset({"gtp_remat", "expt_gtp_remat"})
 _DEDICATED = "dedicated:"
 COMPANION = "gloo."
 """What the names of gloo companions begin with: ``gloo.dp`` has the ranks of ``dp``."""
@@ -71,7 +69,7 @@ class Communicator:
 
 def created_fields(layout: ParallelLayout, recipe: Recipe) -> tuple[str, ...]:
     """The families of ``layout`` that a session makes communicators for."""
-    left_out = _NOT_CONFIGURED if recipe.all_gather_groups else _NOT_CONFIGURED | ALL_GATHER_FIELDS
+    left_out = frozenset() if recipe.all_gather_groups else ALL_GATHER_FIELDS
     made = [field for field in layout.families if field not in left_out]
     return (*made, *(COMPANION + field for field in made if field in recipe.gloo))
 

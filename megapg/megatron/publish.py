@@ -113,6 +113,7 @@ class _Publishing:
         self._blocks.append(block)
         try:
             self._state.update(_answers(pg, before))
+            pg.lease.at_end.append(self._go_dark)
             if not self._codes:
                 self._refuse_owners_calls()
         except BaseException:
@@ -134,6 +135,8 @@ class _Publishing:
         for name in [name for name in _variables(self._state) if name not in block.before]:
             del self._state[name]
         self._state.update(block.before)
+        if self._go_dark in block.pg.lease.at_end:
+            block.pg.lease.at_end.remove(self._go_dark)
 
     def _go_dark(self) -> None:
         """A dead group still answers, so it must not be handed out: nothing is initialised."""
