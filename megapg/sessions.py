@@ -477,6 +477,7 @@ def _settings(
         "dedicated": str(sorted(recipe.dedicated)),
         "all_gather_groups": str(recipe.all_gather_groups),
         "gloo": str(sorted(recipe.gloo)),
+        "connects_lazily": str(backend_for(recipe.backend).connects_lazily),
         "collective_timeout": str(collective_timeout),
     }
 

@@ -423,3 +423,23 @@ def test_every_error_has_the_one_base():
     ]
     assert len(classes) > 10
     assert all(issubclass(c, (MegapgError, Warning)) for c in classes)
+
+
+def fails_late_then_retries():
+    me = int(os.environ["RANK"])
+    with pytest.MonkeyPatch.context() as patch:
+        if me == 2:
+
+            def cannot(*_):
+                time.sleep(1.0)
+                raise OSError("no sockets left")
+
+            patch.setattr(megapg.Session, "_make", cannot)
+        with pytest.raises((OSError, RendezvousError), match="no sockets left"):
+            megapg.session(tp=1, timeout=20)
+    fresh_session_works()  # at once: nobody may be taken for one that is still open
+    return True
+
+
+def test_a_retry_right_after_a_rank_failed_to_open():
+    assert run_distributed(fails_late_then_retries, 3) == [True] * 3

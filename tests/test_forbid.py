@@ -1,5 +1,6 @@
 """A forbidden read raises where it stands, and says what to write there."""
 
+import functools
 import re
 import threading
 import types
@@ -8,16 +9,19 @@ import pytest
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_group as bound_early
 
+import megapg
 from megapg.errors import GlobalReadError, MegapgError
 from megapg.megatron import (
+    GlobalGroups,
     core_version,
+    getters,
     parallel_state,
     published,
     trace_global_reads,
 )
 from megapg.megatron.forbid import forbid_global_reads
 from megapg.megatron.hook import active
-from megapg.megatron.resolve import globals_policy, resolve
+from megapg.megatron.resolve import globals_policy, resolve, resolves
 from megapg.testing import fake_collection
 
 pytestmark = pytest.mark.contract
@@ -123,6 +127,61 @@ def test_a_fallback_of_resolve_is_forbidden_where_the_collection_was_left_out(pg
             build()
     with globals_policy("silent"), forbid_global_reads(allow=[__name__]):
         assert build() == 1
+
+
+def test_what_counts_is_who_falls_back_not_who_calls(pg):
+    """As Megatron's schedules call the user's forward step."""
+    schedules = types.ModuleType("megatron.core.schedules")
+    exec("def calls(step):\n    return step()\n", vars(schedules))
+    calls = schedules.calls
+    with globals_policy("silent"), forbid_global_reads(allow=["megatron.core"]):
+        with pytest.raises(GlobalReadError, match=r"functools\.partial"):
+            calls(build)
+        with pytest.raises(GlobalReadError, match=r"functools\.partial"):
+            calls(decorated)
+
+
+@resolves(needs=("tp",))
+def decorated(*, pg_collection):
+    return pg_collection.rank("tp")
+
+
+def test_the_bridges_own_ways_to_the_globals_are_reads(pg):
+    view = resolve_silently()
+    ways = {
+        "from_parallel_state": megapg.from_parallel_state,
+        "a field": lambda: view.tp,
+        "a rank": lambda: view.rank("pp"),
+        "a predicate": lambda: getters.model_parallel_is_initialized(None),
+        "a neighbour": lambda: getters.pipeline_next_rank(GlobalGroups()),
+        "the buffer": lambda: getters.memory_buffer(GlobalGroups()),
+    }
+    for name, way in ways.items():
+        way()
+        with forbid_global_reads(), pytest.raises(GlobalReadError, match=__file__) as caught:
+            way()
+        assert "megatron.core.parallel_state" in str(caught.value), name
+        with trace_global_reads() as trace:
+            way()
+        assert {read.module for read in trace.reads} == {__name__}, name
+
+
+def resolve_silently():
+    with globals_policy("silent"):
+        return resolve(None)
+
+
+def test_a_wrapped_getter_is_watched_all_the_same(pg, monkeypatch):
+    original = parallel_state.get_tensor_model_parallel_rank
+
+    @functools.wraps(original)
+    def logged():
+        return original()
+
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", logged)
+    with forbid_global_reads(), pytest.raises(GlobalReadError):
+        logged()
+    assert logged() == 1
 
 
 def test_allowed_are_modules_and_what_is_below_them_by_whole_names(pg):

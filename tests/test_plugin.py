@@ -170,10 +170,8 @@ def test_forbidding(run):
 def test_forbidding_with_modules_allowed(run):
     options = ["--megapg-forbid-globals", "--megapg-allow-globals=user_code"]
     result = run(*options, user_code=USER_CODE, test_it=FORBIDDEN)
-    # The modules named take the place of megatron.core.
-    result.assert_outcomes(passed=3, failed=1)
-    assert "get_tensor_model_parallel_group_if_none reads" in result.stdout.str()
-    assert "2 more in user_code" in result.stdout.str()
+    result.assert_outcomes(passed=4)  # one of them in Megatron-core, which always may
+    assert "more in megatron.core, user_code" in result.stdout.str()
 
 
 def test_without_megatron_core_it_does_nothing_and_imports_nothing(run):
@@ -184,7 +182,7 @@ def test_without_megatron_core_it_does_nothing_and_imports_nothing(run):
             import sys
 
             def test_nothing(request):
-                assert not [name for name in sys.modules if name.startswith("megatron")]
+                assert not [name for name in sys.modules if name.startswith(("megatron", "torch"))]
         """,
     )
     result.assert_outcomes(passed=1)
@@ -240,7 +238,7 @@ def test_the_help_says_what_it_is_for(run):
     output = " ".join(run("--help").stdout.str().split())
     assert "--megapg-allow-globals=MODULE" in output
     assert "says what to write instead" in output
-    assert "the modules named take the place of the default, megatron.core" in output
+    assert "as megatron.core may anyway" in output
 
 
 def test_forbidding_without_megatron_core_is_an_error_of_use(run):

@@ -24,12 +24,13 @@ from recording import fake_world, recorded_megatron
 
 import megapg
 from megapg.collection import Lease, ProcessGroupCollection
-from megapg.errors import PublishedError, StaleGroupError
+from megapg.errors import ForeignGroupError, PublishedError, StaleGroupError
 from megapg.layout import ParallelLayout
 from megapg.megatron import (
     from_parallel_state,
     parallel_state,
     published,
+    to_megatron,
     trace_global_reads,
 )
 from megapg.megatron.tables import GLOO_GLOBALS, OWNERS_CALLS
@@ -584,6 +585,17 @@ def test_a_backward_pass_in_another_thread_and_a_recomputed_forward_see_it(pg):
 # -- a session that ends ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("wrong", [None, "pg", {"tp": None}])
+def test_what_is_no_collection_is_refused(wrong):
+    with pytest.raises(ForeignGroupError, match=r"published\(\) was given .*session\.groups"):
+        published(wrong).__enter__()
+
+
+def test_megatrons_own_collection_is_refused_with_the_way_out():
+    with fake_collection(tp=2) as pg, pytest.raises(ForeignGroupError, match="from_megatron"):
+        published(to_megatron(pg)).__enter__()
+
+
 def test_the_collection_of_a_closed_session_is_refused():
     with fake_collection(tp=2) as pg:
         pass
@@ -630,7 +642,9 @@ REAL = {
 def on_real_ranks():
     warnings.simplefilter("ignore")
     compared = {}
-    for name, sizes in REAL.items():
+    of_eight = {name: sizes for name, sizes in LAYOUTS.items() if sizes["world_size"] == 8}
+    for name, layout in {**of_eight, **REAL}.items():
+        sizes = {key: value for key, value in layout.items() if key != "world_size"}
         twins = "create_all_gather_group" in inspect.signature(bound_initialize).parameters
         more = {"create_all_gather_group": True} if twins else {}
         before = everything()

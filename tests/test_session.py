@@ -150,15 +150,19 @@ def however_the_ranks_find_each_other():
     addresses._LARGEST = 1  # as in a job whose every group is too large to be told
     looked_up = keys_about_addresses()
     addresses._LARGEST = 64
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # wraps each group in another
+    addresses._LARGEST = 64
+    detailed = keys_about_addresses()
+    dist.set_debug_level(dist.DebugLevel.OFF)
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # the user's choice; then creation itself connects
     eager = keys_about_addresses()
     dist.destroy_process_group()
-    return told_at_once, looked_up, eager
+    return told_at_once, looked_up, detailed, eager
 
 
 def test_addresses_are_told_in_one_message_or_looked_up():
     # Of four ranks with tp=2, each is in groups of 2, 2 and 4 ranks.
-    assert run_distributed(however_the_ranks_find_each_other, 4) == [(12, 0, 0)] * 4
+    assert run_distributed(however_the_ranks_find_each_other, 4) == [(12, 0, 12, 0)] * 4
 
 
 def cycles(count, caller_has_world):

@@ -9,6 +9,7 @@ this rank is ready, and theirs are fetched at once when all are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,8 +20,6 @@ from megapg.comms.plan import Communicator
 # Every member fetches every other member's address, so the traffic grows with the square; a larger
 # communicator looks up those it needs.
 _LARGEST = 64
-# Between the key that the communicator chose and the address, which may be any bytes.
-_SEPARATOR = b"\0"
 
 
 class AddressBook:
@@ -67,8 +66,8 @@ class AddressBook:
         if missing:
             entries = self._shared.multi_get([key for _, key in missing])
             for (page, _), entry in zip(missing, entries, strict=True):
-                key, _, address = entry.partition(_SEPARATOR)
-                page.set(key.decode(), address)  # type: ignore[arg-type]  # bytes too
+                for key, address in _lines(entry):
+                    page.set(key, address)  # type: ignore[arg-type]  # bytes too
 
 
 def _key(communicator: Communicator, rank: int) -> str:
@@ -76,5 +75,15 @@ def _key(communicator: Communicator, rank: int) -> str:
 
 
 def _entry(page: dist.Store) -> bytes:
-    (key,) = page.list_keys()
-    return key.encode() + _SEPARATOR + page.get(key)
+    """Key, length of the address and address, of each; several with TORCH_DISTRIBUTED_DEBUG."""
+    addresses = {key: page.get(key) for key in page.list_keys()}
+    return b"".join(
+        b"%s\0%d\0%s" % (key.encode(), len(address), address) for key, address in addresses.items()
+    )
+
+
+def _lines(entry: bytes) -> Iterator[tuple[str, bytes]]:
+    while entry:
+        key, length, rest = entry.split(b"\0", 2)
+        yield key.decode(), rest[: int(length)]
+        entry = rest[int(length) :]

@@ -24,7 +24,6 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -33,8 +32,6 @@ from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
 # How long beyond its deadline a rank waits for the leader's word: the leader knows more, so its
 # error is the better one. Seconds.
 GRACE = 2.0
-# How long a wait for what must come soon is left to the store, in seconds.
-_PATIENCE = 2.0
 # The longest pause between two questions to the store, in seconds.
 _PAUSE = 0.05
 # No key ever holds this: what the store answers when there is nothing.
@@ -182,16 +179,14 @@ class RollCall:
                 message: dict[str, str | bytes] = {
                     f"{here}/{key}": value for key, value in (telling or {}).items()
                 }
-                if problem is None:
-                    self._mine = replace(self._mine, state="live")
-                    message[f"hello/{self._rank}"] = json.dumps(vars(self._mine))
                 message[f"{here}/ready/{self._rank}"] = "" if problem is None else _brief(problem)
                 self._set(message)
                 if self._leading:
-                    self._expect([f"{here}/ready/{rank}" for rank in self._ranks], deadline)
+                    ready = [f"{here}/ready/{rank}" for rank in self._ranks]
+                    self._until(lambda: self._store.check(ready), deadline)
                     problems = self._answers(f"{here}/ready", "did not confirm in time")
                     self._store.set(f"{here}/go", json.dumps(problems))
-                elif self._expect([f"{here}/go"], deadline + GRACE):
+                elif self._until(lambda: self._store.check([f"{here}/go"]), deadline + GRACE):
                     problems = self._read_problems(f"{here}/go")
                 else:
                     problems = {self._ranks[0]: "did not answer in time"}
@@ -200,7 +195,9 @@ class RollCall:
             except BaseException as error:
                 self._leave("left", error)
                 raise
-            if problem is not None:
+            if problem is None:
+                self._say(state="live")
+            else:
                 self._leave("left", problem)
 
     def decline(self, error: BaseException) -> None:
@@ -449,18 +446,6 @@ class RollCall:
         for key in keys:
             if key.partition("/")[0] in folders:
                 self._store.delete_key(key)
-
-    def _expect(self, keys: Sequence[str], deadline: float) -> bool:
-        """Whether the keys were all there by the deadline; for keys that are on their way.
-
-        The store itself waits, at first: one question instead of many, while the ranks that are
-        to write the answer need the processor. Ctrl-C is felt once that is over.
-        """
-        patience = min(_PATIENCE, deadline - time.monotonic())
-        with contextlib.suppress(dist.DistStoreError):  # what a wait that took too long raises
-            self._store.wait(list(keys), timedelta(seconds=max(patience, 0.001)))
-            return True
-        return self._until(lambda: self._store.check(list(keys)), deadline)
 
     def _until(self, done: Callable[[], bool], deadline: float) -> bool:
         """Whether it was done by the deadline.

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megapg.collection import OPTIONAL_FIELDS, ProcessGroupCollection
 from megapg.errors import MissingGroupError
 from megapg.layout import FIELDS
+from megapg.megatron import hook
 from megapg.megatron.core import (
     MegatronCollection,
     collection_class,
@@ -71,6 +72,7 @@ def from_parallel_state() -> ProcessGroupCollection:
     Raises:
         MissingGroupError: ``parallel_state`` is not initialised.
     """
+    hook.report("from_parallel_state")
     globals_of_core = vars(parallel_state_module())
     found: dict[str, object] = {}
     for name, field in GROUP_GLOBALS.items():

@@ -53,7 +53,10 @@ class _Ban:
 
     def read(self, name: str, arguments: Mapping[str, object], caller: FrameType) -> None:
         instead = replacement(name, arguments).write or "what your own collection holds"
-        self._check(caller, f"reads {_spelled(name, arguments)}", f"Write {instead} instead")
+        module = caller.f_globals.get("__name__", "")
+        self._check(
+            module, caller, f"reads {_spelled(name, arguments)}", f"Write {instead} instead"
+        )
 
     def resolved(
         self,
@@ -61,17 +64,20 @@ class _Ban:
         explicit: ProcessGroupCollection | None,
         needs: tuple[str, ...],
         caller: FrameType,
+        module: str,
     ) -> None:
         if explicit is None:
             fields = f" with {', '.join(needs)}" if needs else ""
+            # Megatron's schedules call the user's forward step: what counts is who falls back.
             self._check(
+                module,
                 caller,
                 f"calls {owner} without pg_collection, which so reads the globals",
-                f"Pass it a collection{fields}: {owner}(..., pg_collection=pg)",
+                f"Pass it a collection{fields}: {owner}(..., pg_collection=pg), or "
+                "functools.partial of it where others call it",
             )
 
-    def _check(self, caller: FrameType, what: str, advice: str) -> None:
-        module = caller.f_globals.get("__name__", "")
+    def _check(self, module: str, caller: FrameType, what: str, advice: str) -> None:
         if is_below(module, self.allow):
             return
         raise GlobalReadError(
@@ -85,7 +91,10 @@ def _spelled(name: str, arguments: Mapping[str, object]) -> str:
     """The read as the caller wrote it, arguments that are the default left out."""
     if name[0] == "_":
         return name
-    parameters = inspect.signature(vars(parallel_state_module())[name]).parameters
+    getter = vars(parallel_state_module()).get(name)
+    if getter is None:  # megapg's own way to the globals
+        return f"{name}()"
+    parameters = inspect.signature(getter).parameters
     given = [
         f"{key}={value!r}"
         for key, value in arguments.items()

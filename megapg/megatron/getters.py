@@ -16,6 +16,7 @@ import torch
 
 from megapg.collection import ProcessGroup, ProcessGroupCollection
 from megapg.errors import LayoutError, MissingGroupError, UnsupportedOptionError
+from megapg.megatron import hook
 from megapg.megatron.core import globals_of_core, installed_version
 from megapg.megatron.tables import (
     MEMORY_BUFFER,
@@ -396,6 +397,7 @@ def memory_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
         StaleGroupError: the session behind ``pg`` has ended.
     """
     if isinstance(pg, GlobalGroups):
+        hook.report(MEMORY_BUFFER)
         buffer = globals_of_core().get(MEMORY_BUFFER)
         if buffer is None:
             raise MissingGroupError(
@@ -445,4 +447,5 @@ def _extra(pg: ProcessGroupCollection, name: str) -> ProcessGroup:
 
 
 def _number(name: str) -> int | None:
+    hook.report(name)
     return cast(int | None, globals_of_core().get(name))

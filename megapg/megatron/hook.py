@@ -35,6 +35,7 @@ HOOK = "__megapg_read__"
 """The name in ``parallel_state`` under which the running hook lives."""
 
 _READERS = ("get_", "is_", "has_", "model_parallel_is_initialized")
+_BRIDGE = ("megapg.megatron.", "megapg.collection")  # the view is a collection
 _installing = threading.Lock()
 
 
@@ -50,6 +51,7 @@ class Listener(Protocol):
         explicit: ProcessGroupCollection | None,
         needs: tuple[str, ...],
         caller: FrameType,
+        module: str,
     ) -> None:
         """``resolve`` answers ``caller``: with what was passed, or (None) with the globals."""
 
@@ -63,7 +65,8 @@ class Hook:
         self._state = vars(module)
         self._getters = [
             (function, function.__code__)
-            for name, function in self._state.items()
+            for name, value in list(self._state.items())  # another thread may be publishing
+            for function in [inspect.unwrap(value) if callable(value) else value]
             if isinstance(function, FunctionType) and _is_getter(name, function, module.__name__)
         ]
 
@@ -73,10 +76,11 @@ class Hook:
         explicit: ProcessGroupCollection | None,
         needs: tuple[str, ...],
         caller: FrameType,
+        module: str,
     ) -> None:
         """Tell the listeners; see :meth:`Listener.resolved`."""
         for listener in self.listeners:
-            listener.resolved(owner, explicit, needs, caller)
+            listener.resolved(owner, explicit, needs, caller, module)
 
     def tell(self, name: str, arguments: Mapping[str, object], reader: FrameType) -> None:
         """Tell the listeners; see :meth:`Listener.read`."""
@@ -152,6 +156,24 @@ def listening(listener: Listener, *, last: bool = False) -> Iterator[None]:
                 hook.uninstall()
 
 
+def report(name: str) -> None:
+    """Tell of a read that the bridge itself makes, in the name of who asked it to.
+
+    Args:
+        name: of the private global, or of the function that reads several.
+    """
+    hook = active()
+    if hook is not None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and _is_bridge(frame):
+            frame = frame.f_back
+        hook.tell(name, {}, frame)
+
+
+def _is_bridge(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(_BRIDGE)
+
+
 def active() -> Hook | None:
     """The running hook, if any."""
     module = sys.modules.get("megatron.core.parallel_state")
@@ -159,7 +181,12 @@ def active() -> Hook | None:
 
 
 def _is_getter(name: str, function: FunctionType, module: str) -> bool:
-    return name.startswith(_READERS) and name not in NOT_READS and function.__module__ == module
+    return (
+        name.startswith(_READERS)
+        and name not in NOT_READS
+        and function.__module__ == module
+        and not function.__code__.co_freevars  # a wrapper that hides what it wraps: left alone
+    )
 
 
 def _twin(function: FunctionType) -> FunctionType:

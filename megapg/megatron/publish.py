@@ -19,7 +19,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, NoReturn
 
 from megapg.collection import LeaseState, ProcessGroupCollection
-from megapg.errors import PublishedError
+from megapg.errors import ForeignGroupError, PublishedError
 from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.tables import (
     GLOO_GLOBALS,
@@ -64,6 +64,11 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
         StaleGroupError: the session behind ``pg`` has ended.
         PublishedError: another thread is inside such a block.
     """
+    if not isinstance(pg, ProcessGroupCollection):
+        raise ForeignGroupError(
+            f"published() was given {pg!r}; it takes a ProcessGroupCollection: session.groups, or "
+            "megapg.from_megatron(...) of the core's own."
+        )
     core_version()  # an older one has globals that nobody has held against a layout's groups
     pg.require(owner="published()")
     module = parallel_state_module()
@@ -145,7 +150,7 @@ class _Publishing:
 
     def _refuse_owners_calls(self) -> None:
         """Make the functions themselves raise, so that a name bound long ago does so too."""
-        for name, value in self._state.items():
+        for name, value in list(self._state.items()):
             if name.startswith(tuple(OWNERS_CALLS)) and callable(value):
                 function = inspect.unwrap(value)  # somebody's wrapper may stay
                 if isinstance(function, FunctionType) and function.__module__ == self._module:
@@ -156,7 +161,7 @@ class _Publishing:
 
 
 def _variables(state: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in state.items() if _STATE.match(name)}
+    return {name: value for name, value in dict(state).items() if _STATE.match(name)}
 
 
 def _refusing_code(code: CodeType) -> CodeType:

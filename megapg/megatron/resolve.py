@@ -76,11 +76,14 @@ def resolve(
     if not isinstance(pg_collection, ProcessGroupCollection):
         pg_collection = _adopt(pg_collection, owner or _name(sys._getframe(1)))
     if not pg_collection.holds(needs):
+        _check_names(needs)
         pg_collection.require(*needs, owner=owner or _name(sys._getframe(1)))
     watching = hook.active()
     if watching is not None:
         frame = sys._getframe(1)
-        watching.resolved(owner or _name(frame), pg_collection, tuple(needs), _call_site(frame))
+        watching.resolved(
+            owner or _name(frame), pg_collection, tuple(needs), _call_site(frame), _home(frame)
+        )
     return pg_collection
 
 
@@ -134,7 +137,7 @@ def globals_policy(policy: GlobalsPolicy) -> Iterator[None]:
 
     It sets the environment variable ``MEGAPG_GLOBALS``, so it holds for every thread of the
     process (backward runs in others) and for processes started meanwhile; afterwards the variable
-    is what it was.
+    is what it was. Blocks nest; those of two threads must not overlap.
 
     Args:
         policy: ``"warn"``, ``"error"`` or ``"silent"``.
@@ -149,7 +152,7 @@ def globals_policy(policy: GlobalsPolicy) -> Iterator[None]:
         yield
     finally:
         if before is None:
-            del os.environ[POLICY_VARIABLE]
+            os.environ.pop(POLICY_VARIABLE, None)
         else:
             os.environ[POLICY_VARIABLE] = before
 
@@ -178,7 +181,7 @@ def _fall_back(needs: Sequence[str], owner: str | None, frame: FrameType) -> Glo
         )
     watching = hook.active()
     if watching is not None:
-        watching.resolved(owner, None, tuple(needs), caller)
+        watching.resolved(owner, None, tuple(needs), caller, _home(frame))
     if policy == "warn":
         _warn(
             f"{got_none}, so it takes them from megatron.core.parallel_state. Write "
@@ -200,6 +203,8 @@ def _adopt(passed: object, owner: str) -> ProcessGroupCollection:
 
 
 def _check_names(needs: Sequence[str]) -> None:
+    if isinstance(needs, str):
+        raise UnknownFieldError(f"needs={needs!r}: give the fields in a tuple, ({needs!r},).")
     for name in needs:
         if name not in FIELDS and not name.startswith(("gloo.", "hybrid.")):
             raise UnknownFieldError(
@@ -217,6 +222,12 @@ def _check_policy(policy: str, where: str) -> None:
 
 def _name(frame: FrameType) -> str:
     return frame.f_code.co_qualname
+
+
+def _home(frame: FrameType) -> str:
+    """The module of the function that resolves, which may run in the decorator's frame."""
+    decorated = frame.f_locals.get("function") if frame.f_globals is globals() else None
+    return str(decorated.__module__ if decorated else frame.f_globals.get("__name__", ""))
 
 
 def _call_site(frame: FrameType) -> FrameType:

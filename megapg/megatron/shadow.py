@@ -122,8 +122,11 @@ def compare_with_globals() -> Iterator[Comparison]:
     such hook: of them only ``resolve`` is seen. It slows Python down by a few times: for a test of
     some steps, not for production.
 
+    The levels of ``hcp`` and a collection's extras are not compared.
+
     Raises:
-        SessionError: a profiler is running, this one included; there is room for one.
+        SessionError: a profiler is running, this one included, or was started inside the block;
+            there is room for one.
     """
     if sys.getprofile() is not None or threading.getprofile() is not None:
         running = sys.getprofile() or threading.getprofile()
@@ -139,10 +142,16 @@ def compare_with_globals() -> Iterator[Comparison]:
         try:
             yield comparison
         finally:
+            interrupted = sys.getprofile() != watch.profile
             watch.over = True  # threads started in the block have the hook of their own
-            if sys.getprofile() == watch.profile:
+            if not interrupted:
                 sys.setprofile(None)
             threading.setprofile(None)
+    if interrupted:
+        raise SessionError(
+            "compare_with_globals(): a profiler was started inside the block and took its place, "
+            "so what came after was not compared. Profile in a run of its own."
+        )
 
 
 _Plan = Callable[[FrameType], None]
@@ -181,7 +190,10 @@ class _Watch:
         explicit: ProcessGroupCollection | None,
         needs: tuple[str, ...],
         caller: FrameType,
+        module: str,
     ) -> None:
+        if isinstance(explicit, GlobalGroups):  # the globals themselves
+            return
         if explicit is not None and self._initialised():
             fields = needs or explicit.present()
             for field in fields:
@@ -193,6 +205,10 @@ class _Watch:
     def _compare_call(self, frame: FrameType, parameters: tuple[str, ...]) -> None:
         if not self._initialised():
             return
+        if frame.f_back is not None and is_below(
+            frame.f_back.f_globals.get("__name__", ""), _BRIDGE
+        ):
+            return  # from @resolves, which has reported it
         values, function = frame.f_locals, frame.f_code.co_qualname
         for parameter in parameters:
             value = values.get(parameter)  # a generator that goes on may have deleted it

@@ -43,7 +43,7 @@ class GlobalRead:
         function: the reading function.
         field: the collection field that would have served; empty where there is none.
         answered_by: name of the collection whose groups the globals held at that moment.
-        module: the reading module.
+        module: the reading module; for ``resolve``, that of the function that fell back.
         replacement: what to write there instead; empty where megapg knows nothing.
         count: number of reads.
     """
@@ -154,10 +154,11 @@ class _Recorder:
         explicit: ProcessGroupCollection | None,
         needs: tuple[str, ...],
         caller: FrameType,
+        module: str,
     ) -> None:
         if explicit is None:
             instead = Replacement(", ".join(needs), f"pg_collection= in the call of {owner}")
-            self._count("resolve", {"needs": needs}, caller, instead)
+            self._count("resolve", {"needs": needs}, caller, instead, module)
 
     def _count(
         self,
@@ -165,16 +166,17 @@ class _Recorder:
         arguments: Mapping[str, object],
         caller: FrameType,
         instead: Replacement | None,
+        module: str = "",
     ) -> None:
         code, trace = caller.f_code, self._trace
         answered_by = self._answered_by()
         # By identity: to hash a code object is to hash all of its parts.
-        key = (id(code), caller.f_lasti, name, answered_by, *arguments.values())
+        key = (id(code), caller.f_lasti, name, answered_by, *map(_hashable, arguments.values()))
         with trace._lock:
             site = trace._sites.get(key)
             if site is None:
                 instead = instead or replacement(name, arguments)
-                site = _Site(_describe(name, caller, instead, answered_by), code)
+                site = _Site(_describe(name, caller, instead, answered_by, module), code)
                 trace._sites[key] = site
             site.count += 1
 
@@ -188,7 +190,17 @@ class _Recorder:
         return _OTHER
 
 
-def _describe(name: str, caller: FrameType, instead: Replacement, answered_by: str) -> GlobalRead:
+def _hashable(argument: object) -> object:
+    try:
+        hash(argument)
+    except TypeError:
+        return repr(argument)
+    return argument
+
+
+def _describe(
+    name: str, caller: FrameType, instead: Replacement, answered_by: str, module: str
+) -> GlobalRead:
     return GlobalRead(
         getter=name,
         file=caller.f_code.co_filename,
@@ -196,6 +208,6 @@ def _describe(name: str, caller: FrameType, instead: Replacement, answered_by: s
         function=caller.f_code.co_qualname,
         field=instead.field,
         answered_by=answered_by,
-        module=caller.f_globals.get("__name__", ""),
+        module=module or caller.f_globals.get("__name__", ""),
         replacement=instead.write,
     )

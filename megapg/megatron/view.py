@@ -24,6 +24,7 @@ from megapg.collection import (
 )
 from megapg.errors import MissingGroupError, UnknownFieldError
 from megapg.layout import FIELDS
+from megapg.megatron import hook
 from megapg.megatron.core import globals_of_core
 from megapg.megatron.tables import GLOO_GLOBALS, GROUP_GLOBALS, HYBRID_GROUPS
 
@@ -99,6 +100,8 @@ class GlobalGroups(ProcessGroupCollection):
         def __getattr__(self, name: str) -> ProcessGroup | tuple[ProcessGroup, ...] | None:
             if name not in FIELDS:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            if name in _GLOBALS:
+                hook.report(_GLOBALS[name])
             found = _value(name)
             if found is None and name not in OPTIONAL_FIELDS:
                 raise MissingGroupError(self._absent(type(self).__name__, [name]))
@@ -118,7 +121,10 @@ class GlobalGroups(ProcessGroupCollection):
             MissingGroupError: its global is unset.
         """
         given = _override(field, 0)
-        return super().rank(field) if given is None else given
+        if given is None:
+            return super().rank(field)
+        hook.report(_OVERRIDES[field][0])
+        return given
 
     def size(self, field: str) -> int:
         """Number of ranks in the group of ``field``, or what it was set to.
@@ -127,7 +133,10 @@ class GlobalGroups(ProcessGroupCollection):
             MissingGroupError: its global is unset.
         """
         given = _override(field, 1)
-        return super().size(field) if given is None else given
+        if given is None:
+            return super().size(field)
+        hook.report(_OVERRIDES[field][1])
+        return given
 
     def holds(self, fields: Sequence[str]) -> bool:
         """True: each global is looked at when it is read."""
@@ -151,6 +160,7 @@ class GlobalGroups(ProcessGroupCollection):
 
     def _member(self, field: str) -> Membership:
         name, _, level = field.partition(".")
+        hook.report(_GLOBALS.get(name) or _GLOO_GLOBALS.get(field) or HYBRID_GROUPS)
         group = _value(name) if name in FIELDS else self.extras.get(field)
         if isinstance(group, tuple) and level:
             group = group[int(level)]

@@ -8,7 +8,8 @@
 * a summary of who read Megatron's globals, with what to write instead;
 * ``--megapg-forbid-globals``, which makes every such read an error where it happens.
 
-Where Megatron-core is not imported it does nothing.
+Where Megatron-core is not imported it does nothing. What other processes read, such as the ranks of
+``run_distributed``, it does not see.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ variables, and functions that fall back to them. The error stands at the read an
 write instead. Megatron-core itself may read; see --megapg-allow-globals. Imports Megatron-core \
 before the first test, so that no read comes earlier."""
 _HELP_ALLOW = """\
-Let this module, and all below it, go on reading the globals. May be given several times; the \
-modules named take the place of the default, megatron.core. Where a migration stands: \
+Let this module, and all below it, go on reading the globals, as megatron.core may anyway. May be \
+given several times. Where a migration stands: \
 --megapg-forbid-globals with one --megapg-allow-globals for each part that has not moved yet."""
 
 
@@ -166,4 +167,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _allowed(config: pytest.Config) -> tuple[str, ...]:
-    return tuple(config.getoption("--megapg-allow-globals") or _DEFAULT_ALLOWED)
+    return (*_DEFAULT_ALLOWED, *(config.getoption("--megapg-allow-globals") or ()))
