@@ -427,17 +427,19 @@ def test_every_error_has_the_one_base():
 
 def fails_late_then_retries():
     me = int(os.environ["RANK"])
+    dist.init_process_group("gloo")  # or making WORLD anew would give the others time
     with pytest.MonkeyPatch.context() as patch:
         if me == 2:
 
             def cannot(*_):
-                time.sleep(1.0)
+                time.sleep(1.5)  # by now the others ask seldom, and hear of it late
                 raise OSError("no sockets left")
 
             patch.setattr(megapg.Session, "_make", cannot)
         with pytest.raises((OSError, RendezvousError), match="no sockets left"):
             megapg.session(tp=1, timeout=20)
     fresh_session_works()  # at once: nobody may be taken for one that is still open
+    dist.destroy_process_group()
     return True
 
 

@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from engine_threads import Nested
 from megatron.core.parallel_state import get_tensor_model_parallel_group as bound_early
 
 import megapg
@@ -223,29 +224,14 @@ def test_a_trace_records_what_a_ban_forbids_whichever_began_first(pg):
     assert [read.count for read in trace.reads] == [1]
 
 
-class Deep(torch.autograd.Function):
-    """A backward inside a backward; past 60 of them the engine goes on in threads of its own."""
-
-    @staticmethod
-    def forward(ctx, x, depth, threads):
-        ctx.depth, ctx.threads = depth, threads
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.depth:
-            with torch.enable_grad():
-                leaf = torch.ones(1, requires_grad=True)
-                Deep.apply(leaf, ctx.depth - 1, ctx.threads).backward()
-        else:
-            ctx.threads.append(threading.get_ident())
-            bound_early()
-        return gradient, None, None
-
-
 def test_backward_threads_of_the_engine(pg):
     threads = []
-    output = Deep.apply(torch.ones(1, requires_grad=True), 80, threads)
-    with forbid_global_reads(), pytest.raises(GlobalReadError, match=r"Deep\.backward reads"):
+
+    def work():
+        threads.append(threading.get_ident())
+        bound_early()
+
+    output = Nested.apply(torch.ones(1, requires_grad=True), 80, work)
+    with forbid_global_reads(), pytest.raises(GlobalReadError, match=r"work reads"):
         output.backward()
     assert threads[0] not in {thread.ident for thread in threading.enumerate()}

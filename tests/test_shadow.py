@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from engine_threads import Nested
 from rich.console import Console
 
 import megapg
@@ -201,25 +202,6 @@ def test_modules_threads_and_backward(pg):
     by_file = [place.file for place in comparison.disagreements if place.function == "takes_groups"]
     assert sorted(by_file) == sorted([__file__, threading.__file__])
     assert len(comparison.disagreements) == 4
-
-
-class Nested(torch.autograd.Function):
-    """A backward inside a backward; past 60 of them the engine goes on in threads of its own."""
-
-    @staticmethod
-    def forward(ctx, x, depth, work):
-        ctx.depth, ctx.work = depth, work
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.depth:
-            with torch.enable_grad():
-                leaf = torch.ones(1, requires_grad=True)
-                Nested.apply(leaf, ctx.depth - 1, ctx.work).backward()
-        else:
-            ctx.work()
-        return gradient, None, None
 
 
 def test_of_the_engines_own_threads_only_resolve_is_seen(pg, wrong):

@@ -20,14 +20,11 @@ from megapg.megatron import hook
 from megapg.megatron.core import globals_of_core, installed_version
 from megapg.megatron.tables import (
     MEMORY_BUFFER,
+    TAKES_VP_STAGE,
     VIRTUAL_PIPELINE_RANK,
     VIRTUAL_PIPELINE_SIZE,
 )
 from megapg.megatron.view import GlobalGroups
-
-# The first version that takes vp_stage instead of reading the virtual pipeline's rank from a
-# global, and that ignores the virtual pipeline unless told otherwise.
-_TAKES_VP_STAGE = (0, 13)
 
 _EMBEDDING_RANKS = "_EMBEDDING_GLOBAL_RANKS"  # in the order in which they were chosen
 
@@ -149,7 +146,7 @@ def _chunk(
     size = virtual_pipeline_size(pg) if vp_size is None else vp_size
     if size is None:
         return None
-    if vp_stage is None and isinstance(pg, GlobalGroups) and installed_version() < _TAKES_VP_STAGE:
+    if vp_stage is None and isinstance(pg, GlobalGroups) and installed_version() < TAKES_VP_STAGE:
         vp_stage = _number(VIRTUAL_PIPELINE_RANK)
     if vp_stage is None:
         raise LayoutError(
@@ -160,7 +157,7 @@ def _chunk(
 
 
 def _ignores_virtual(given: bool | None) -> bool:
-    return installed_version() >= _TAKES_VP_STAGE if given is None else given
+    return installed_version() >= TAKES_VP_STAGE if given is None else given
 
 
 def pipeline_first_rank(pg: ProcessGroupCollection) -> int:

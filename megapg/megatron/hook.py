@@ -10,7 +10,8 @@ state. Two things report to it there:
   reaches the private globals. A value bound by ``from ... import _X`` before is beyond reach, and
   so is ``vars(parallel_state)``.
 
-:func:`~megapg.megatron.resolve` reports as well: it is the third way to the globals.
+:func:`~megapg.megatron.resolve` reports as well, and so does what else of the bridge reads globals
+for its caller.
 """
 
 from __future__ import annotations

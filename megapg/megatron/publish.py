@@ -61,6 +61,7 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
         pg: the groups, of any layout, whatever ``parallel_state`` holds.
 
     Raises:
+        ForeignGroupError: ``pg`` is no collection of megapg's.
         StaleGroupError: the session behind ``pg`` has ended.
         PublishedError: another thread is inside such a block.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING
@@ -152,9 +152,6 @@ def compare_with_globals() -> Iterator[Comparison]:
             "compare_with_globals(): a profiler was started inside the block and took its place, "
             "so what came after was not compared. Profile in a run of its own."
         )
-
-
-_Plan = Callable[[FrameType], None]
 
 
 class _Watch:

@@ -13,6 +13,10 @@ OLDEST_CORE = (0, 16)
 # core's own collection class only.
 SCHEDULE_TESTS_CLASS = (0, 17)
 
+# The first version that takes vp_stage instead of reading the virtual pipeline's rank from a
+# global, and that ignores the virtual pipeline unless told otherwise.
+TAKES_VP_STAGE = (0, 13)
+
 # private global of parallel_state -> collection field. Where several globals hold one field (the
 # GTP aliases of 0.19 with rematerialisation off), the first is the one it is read back from.
 GROUP_GLOBALS: Mapping[str, str] = {

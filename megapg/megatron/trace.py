@@ -109,9 +109,10 @@ def trace_global_reads(**known: ProcessGroupCollection) -> Iterator[Trace]:
     That is every call of a getter, also through names bound by ``from ... import`` long before;
     every private global read off the module (``parallel_state._DATA_PARALLEL_GROUP``, and
     ``from ... import`` of one while the block runs: what was bound before is an ordinary variable
-    by now, and not seen); and every :func:`~megapg.megatron.resolve` that was passed nothing.
-    On exit each function and the module are exactly what they were. Traces may overlap, and end
-    in any order: each records what happens while it runs.
+    by now, and not seen); every :func:`~megapg.megatron.resolve` that was passed nothing; and what
+    :class:`~megapg.megatron.GlobalGroups`, ``from_parallel_state`` and the getters of the bridge
+    read for their caller. On exit each function and the module are exactly what they were. Traces
+    may overlap, and end in any order: each records what happens while it runs.
 
     Args:
         **known: collections by name, to say which of them the globals held at each read.
