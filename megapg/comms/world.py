@@ -187,10 +187,12 @@ def _meeting_place(launch: Launch, timeout: float) -> dist.Store:
             _MEETING_PLACES[place] = _connect(launch, hosting, timeout)
         except (dist.DistError, TimeoutError) as error:
             doing = "host" if hosting else "reach"
+            # Whether torch gives up first, and with which words, is a race: look for ourselves.
+            reason = str(error).splitlines()[0] if hosting else _what_is_there(launch)
             raise RendezvousError(
                 f"rank {launch.rank} could not {doing} the store at {launch.address}:"
                 f"{launch.port} (MASTER_ADDR, MASTER_PORT from {launch.launcher}) within "
-                f"{timeout:g} s: {str(error).splitlines()[0]}. "
+                f"{timeout:g} s: {reason}. "
                 + (
                     "Another program may have the port; choose a free MASTER_PORT."
                     if hosting
@@ -225,13 +227,13 @@ def _connect(launch: Launch, hosting: bool, timeout: float) -> dist.Store:
 
     threading.Thread(target=connect, daemon=True, name="megapg store").start()
     try:
-        return connecting.result(timeout + 1.0)  # torch's message is the better one
+        return connecting.result(timeout + 1.0)
     except TimeoutError:
-        raise TimeoutError(_what_is_there(launch)) from None
+        raise TimeoutError("no answer") from None
 
 
 def _what_is_there(launch: Launch) -> str:
-    """Why the store can't be reached; torch itself may go on trying and say nothing in time."""
+    """Why the store can't be reached."""
     try:
         socket.create_connection((launch.address, launch.port), timeout=1.0).close()
     except socket.gaierror:
