@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from megapg import errors as errors
     from megapg import megatron as megatron
     from megapg import testing as testing
+    from megapg.checkpoint.load import LoadedCheckpoint, load_checkpoint
+    from megapg.checkpoint.names import CheckpointInfo, latest, list_checkpoints
+    from megapg.checkpoint.save import save_checkpoint
+    from megapg.checkpoint.saves import CheckpointSave
     from megapg.collection import Lease, ProcessGroup, ProcessGroupCollection
     from megapg.comms.options import CommunicatorOptions
     from megapg.errors import MegapgError
@@ -25,23 +29,36 @@ if TYPE_CHECKING:
         resolve,
         to_megatron,
     )
+    from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
     from megapg.sessions import LayoutSizes, Session, session
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CheckpointInfo": "megapg.checkpoint.names",
+    "CheckpointSave": "megapg.checkpoint.saves",
     "CommunicatorOptions": "megapg.comms.options",
     "LayoutSizes": "megapg.sessions",
     "Lease": "megapg.collection",
+    "LoadedCheckpoint": "megapg.checkpoint.load",
     "MegapgError": "megapg.errors",
     "ParallelLayout": "megapg.layout",
     "ProcessGroup": "megapg.collection",
     "ProcessGroupCollection": "megapg.collection",
+    "RngState": "megapg.rng",
     "Session": "megapg.sessions",
+    "capture_rng_state": "megapg.rng",
+    "fork_rng": "megapg.rng",
     "from_megatron": "megapg.megatron",
     "from_parallel_state": "megapg.megatron",
+    "latest": "megapg.checkpoint.names",
+    "list_checkpoints": "megapg.checkpoint.names",
+    "load_checkpoint": "megapg.checkpoint.load",
     "published": "megapg.megatron",
     "resolve": "megapg.megatron",
+    "restore_rng_state": "megapg.rng",
+    "save_checkpoint": "megapg.checkpoint.save",
+    "seed_all": "megapg.rng",
     "session": "megapg.sessions",
     "to_megatron": "megapg.megatron",
 }
@@ -50,18 +67,30 @@ _HOMES = {
 _SUBMODULES = ("errors", "megatron", "testing")
 
 __all__ = [
+    "CheckpointInfo",
+    "CheckpointSave",
     "CommunicatorOptions",
     "LayoutSizes",
     "Lease",
+    "LoadedCheckpoint",
     "MegapgError",
     "ParallelLayout",
     "ProcessGroup",
     "ProcessGroupCollection",
+    "RngState",
     "Session",
+    "capture_rng_state",
+    "fork_rng",
     "from_megatron",
     "from_parallel_state",
+    "latest",
+    "list_checkpoints",
+    "load_checkpoint",
     "published",
     "resolve",
+    "restore_rng_state",
+    "save_checkpoint",
+    "seed_all",
     "session",
     "to_megatron",
 ]

@@ -64,6 +64,8 @@ class Lease:
         since: where and when the state last changed, for messages.
         pid: the process that the groups live in.
         scratch: what users of the groups keep as long as the owner does, by name.
+        before_end: called when the owner wants to close the groups, which still work, with the
+            error that it closes for, if any; what they raise is raised once the groups are closed.
         at_end: called when the owner is about to close the groups.
     """
 
@@ -73,7 +75,20 @@ class Lease:
     since: str = ""
     pid: int = dataclasses.field(default_factory=os.getpid)
     scratch: dict[str, object] = dataclasses.field(default_factory=dict, repr=False)
+    before_end: list[Callable[[BaseException | None], None]] = dataclasses.field(
+        default_factory=list, repr=False
+    )
     at_end: list[Callable[[], None]] = dataclasses.field(default_factory=list, repr=False)
+
+    def wind_up(self, error: BaseException | None) -> list[Exception]:
+        """For the owner, about to close the groups: let their users finish. What they raised."""
+        problems = []
+        for finish in tuple(self.before_end):
+            try:
+                finish(error)
+            except Exception as problem:
+                problems.append(problem)
+        return problems
 
     def end(self, since: str) -> None:
         """For the owner, about to close the groups: nobody may use them from now on."""

@@ -112,3 +112,50 @@ class RankFailedError(MegapgError, ExceptionGroup[Exception]):
 
     failures: Mapping[int, BaseException]
     results: Mapping[int, object]
+
+
+class CheckpointError(MegapgError, RuntimeError):
+    """A checkpoint could not be saved, read or restored."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no complete checkpoint where one was asked for."""
+
+
+class BrokenCheckpointError(CheckpointError):
+    """Files of a checkpoint are missing, truncated or changed.
+
+    Attributes:
+        problems: one line per damaged file, each of which begins with the file's name.
+    """
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """A file of a checkpoint would run code, or make objects that no checkpoint needs."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A checkpoint does not fit the model, or can't be cut for another layout.
+
+    Raised before anything in memory is overwritten.
+    """
+
+
+class CheckpointSaveError(CheckpointError):
+    """A checkpoint was not saved; the one before it is as it was.
+
+    Attributes:
+        problems: global rank -> what went wrong there.
+    """
+
+    def __init__(self, message: str, problems: Mapping[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.problems = dict(problems or {})
+
+
+class RngStateWarning(UserWarning):
+    """Random streams could not be restored exactly; fresh ones were derived instead."""

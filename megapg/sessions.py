@@ -43,6 +43,7 @@ from megapg.comms.world import World, adopt, found, imagine
 from megapg.errors import (
     RendezvousError,
     SessionError,
+    TeardownError,
     UnknownFieldError,
     UnsupportedOptionError,
 )
@@ -346,6 +347,8 @@ class Session:
         Raises:
             SessionError: this session made WORLD, and others are still open on it.
             TeardownError: some groups could not be closed; every one was attempted.
+            CheckpointSaveError: a background save failed, which this waits for, and nobody has
+                heard of it yet. The groups are closed all the same.
         """
         self._close(None)
 
@@ -378,6 +381,7 @@ class Session:
                 f"session {self.name!r} made WORLD, and {', '.join(map(repr, others))} on this "
                 "rank would lose it. Close the others first."
             )
+        unfinished = self._lease.wind_up(error)
         problems = self._part(error)
         made, self._made, self._groups = self._made, [], None
         self._lease.end(
@@ -394,6 +398,10 @@ class Session:
         finally:
             del made
             self._world.close(abort=abort, timeout=self._timeout)
+        if unfinished:
+            raise unfinished[0] if len(unfinished) == 1 else TeardownError(
+                f"session {self.name!r} is closed, but not all went well before", unfinished
+            )
 
     def _part(self, error: BaseException | None) -> dict[int, str]:
         if self._roll_call is None:

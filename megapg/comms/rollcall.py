@@ -179,7 +179,7 @@ class RollCall:
                 message: dict[str, str | bytes] = {
                     f"{here}/{key}": value for key, value in (telling or {}).items()
                 }
-                message[f"{here}/ready/{self._rank}"] = "" if problem is None else _brief(problem)
+                message[f"{here}/ready/{self._rank}"] = "" if problem is None else brief(problem)
                 self._set(message)
                 if self._leading:
                     ready = [f"{here}/ready/{rank}" for rank in self._ranks]
@@ -205,7 +205,7 @@ class RollCall:
         with contextlib.suppress(dist.DistError):
             before = self._hello(self._rank)
             if before is None or before.state != "live":  # an open session's hello stays
-                self._begin("declined", before, why=_brief(error))
+                self._begin("declined", before, why=brief(error))
 
     def _arrive(self, settings: dict[str, str], at_least: int) -> _Hello | None:
         before = self._hello(self._rank)
@@ -228,7 +228,7 @@ class RollCall:
 
     def _leave(self, state: str, error: BaseException) -> None:
         with contextlib.suppress(dist.DistError):  # the store may be what failed
-            self._say(state=state, generation=self._mine.generation - 1, why=_brief(error))
+            self._say(state=state, generation=self._mine.generation - 1, why=brief(error))
 
     def _lead(self, before: _Hello | None, deadline: float) -> _Verdict:
         hellos = self._gather(deadline)
@@ -363,9 +363,9 @@ class RollCall:
         bye = f"{self._mine.namespace}/bye"
         deadline = time.monotonic() + timeout
         try:
-            self._store.set(f"{bye}/{self._rank}", "" if problem is None else _brief(problem))
+            self._store.set(f"{bye}/{self._rank}", "" if problem is None else brief(problem))
             if problem is not None:
-                problems = {self._rank: _brief(problem)}
+                problems = {self._rank: brief(problem)}
                 if self._leading:  # with what it has heard so far, which may be the cause
                     problems |= self._answers(bye, "")
                     self._store.set(f"{bye}/all", json.dumps(problems))
@@ -381,7 +381,7 @@ class RollCall:
                 self._store.set(f"{bye}/{self._rank}", "gave up waiting for the others to close")
             self._say(state="closed")
         except dist.DistError as error:
-            return {self._ranks[0]: f"{self._host} is gone: {_brief(error)}"}
+            return {self._ranks[0]: f"{self._host} is gone: {brief(error)}"}
         return problems
 
     def _dismiss(self, bye: str, deadline: float) -> dict[int, str]:
@@ -469,7 +469,7 @@ class RollCall:
             yield
         except dist.DistError as error:
             raise RendezvousError(
-                f"{self._name!r}: {self._host} is gone ({_brief(error)}). Whoever hosts it died or "
+                f"{self._name!r}: {self._host} is gone ({brief(error)}). Whoever hosts it died or "
                 "was stopped; look at its log."
             ) from error
 
@@ -504,6 +504,6 @@ def _mismatch(name: str, differences: Mapping[str, Mapping[str, str]]) -> str:
     )
 
 
-def _brief(error: BaseException) -> str:
+def brief(error: BaseException) -> str:
     said = f"{type(error).__name__}: {error}"
     return said if len(said) <= 500 else f"{said[:500]} ..."

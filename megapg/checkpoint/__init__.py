@@ -1,0 +1,1 @@
+"""Checkpoints on Megatron's own disk format, with explicit process groups."""

@@ -1,0 +1,468 @@
+"""The command line: ``megapg checkpoint ls | inspect | verify``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Never
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from megapg.errors import CheckpointError, CheckpointNotFoundError
+from megapg.layout import ParallelLayout
+
+if TYPE_CHECKING:  # they import torch, which takes seconds that --help should not
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from megapg.checkpoint.contents import Contents
+    from megapg.checkpoint.manifest import Report
+    from megapg.checkpoint.names import CheckpointInfo
+
+app = typer.Typer(
+    help="Look at checkpoints and check them: no GPU, no process group, no tensors loaded, and "
+    "nothing run that a checkpoint says.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+_ROWS = 20  # of a long list, unless --all
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs, on one line.")]
+
+
+@app.command()
+def ls(
+    directory: Annotated[
+        Path, typer.Argument(help="Where the checkpoints are: what was given to save.")
+    ],
+    as_json: _Json = False,
+) -> None:
+    """List the checkpoints of a directory: iteration, state, size, the layout that saved, when.
+
+    The latest one, which a job would resume from, has a star. Saves that were interrupted are
+    listed too; the next save removes them.
+
+    Exit code 0: listed, or there are none; 2: the directory can't be read.
+
+    Example: megapg checkpoint ls checkpoints
+    """
+    with _refusing():
+        from megapg.checkpoint.names import latest, list_checkpoints
+
+        if not directory.is_dir():
+            raise CheckpointNotFoundError(f"{directory} is no directory.")
+        newest = latest(directory)
+        found = [
+            (info, *_layout_or_problem(info), newest is not None and info.path == newest.path)
+            for info in list_checkpoints(directory)
+        ]
+        if as_json:
+            _print_json(
+                [
+                    {**_described(info, problem), "layout": _sizes(layout), "latest": is_latest}
+                    for info, layout, problem, is_latest in found
+                ]
+            )
+            return
+        if not found:
+            Console().print(f"no checkpoints in {directory}", highlight=False, markup=False)
+            return
+        table = _table("", "iteration", "state", "size", "saved by", "saved at", right=(1, 3))
+        for info, layout, problem, is_latest in found:
+            table.add_row(
+                "*" if is_latest else "",
+                "release" if info.release else str(info.iteration),
+                problem or "complete",
+                decimal(info.size),
+                _said(layout),
+                info.saved_at.astimezone().strftime("%Y-%m-%d %H:%M") if info.saved_at else "",
+            )
+        Console().print(table)
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR_OR_ITER",
+            help="One checkpoint, such as checkpoints/iter_0000123; or where the checkpoints are, "
+            "for the latest one.",
+        ),
+    ],
+    everything: Annotated[
+        bool, typer.Option("--all", help=f"Whole lists; without it, {_ROWS} rows of each.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Show what one checkpoint holds: layout, random streams, every tensor and how it is cut.
+
+    A tensor's shards are written as the pieces of each dimension: 2x1 is halves of the first.
+
+    Exit code 0: shown; 2: there is no checkpoint, or it can't be read (verify says more).
+
+    Example: megapg checkpoint inspect checkpoints/iter_0000123 --all
+    """
+    with _refusing():
+        from megapg.checkpoint.contents import read_contents
+
+        contents = read_contents(_one(path))
+        if as_json:
+            _print_json(_inspected(contents))
+        else:
+            _show(contents, None if everything else _ROWS)
+
+
+@app.command()
+def verify(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="Where the checkpoints are, for all complete ones; or one checkpoint, such as "
+            "checkpoints/iter_0000123.",
+        ),
+    ],
+    as_json: _Json = False,
+) -> None:
+    """Check every file of checkpoints: truncated, missing, changed, swapped, or not their own.
+
+    With a manifest (integrity.json: megapg's always, Megatron-core's on request) every bit counts.
+    Without one, each shard is checked against the sums inside of it, which does not see a whole
+    file replaced by another of the same form.
+
+    Exit code 0: all good; 1: problems, one line for each file; 2: nothing there to check.
+
+    Example: megapg checkpoint verify checkpoints && rsync -a checkpoints backup:
+    """
+    with _refusing():
+        from megapg.checkpoint.manifest import verify as verify_one
+        from megapg.checkpoint.names import list_checkpoints
+
+        chosen, incomplete = [path], []
+        if not _is_checkpoint(path):
+            found = list_checkpoints(path)
+            chosen = [info.path for info in found if info.complete]
+            # Of an interrupted save nothing is expected: the next one removes it.
+            incomplete = [i for i in found if not i.complete and not i.path.name.startswith(".")]
+            if not chosen and not incomplete:
+                raise CheckpointNotFoundError(f"{path} has no complete checkpoint.")
+        reports = []
+        for one in chosen:
+            with _progress(one.name, shown=not as_json) as advance:
+                reports.append(verify_one(one, on_progress=advance))
+            if not as_json:
+                _say(reports[-1])
+        if as_json:
+            _print_json(
+                [
+                    {**asdict(report), "path": str(report.path), "good": report.good}
+                    for report in reports
+                ]
+                + [
+                    {"path": str(info.path), "good": False, "problems": [info.problem]}
+                    for info in incomplete
+                ]
+            )
+        else:
+            for info in incomplete:
+                _line(f"[red]incomplete[/]  {info.path.name}: {info.problem}")
+    if incomplete or not all(report.good for report in reports):
+        raise typer.Exit(1)
+
+
+# --- which checkpoint -----------------------------------------------------------------------------
+
+
+def _is_checkpoint(path: Path) -> bool:
+    from megapg.checkpoint.names import iteration_of
+
+    files = (".metadata", "metadata.json", "integrity.json")
+    return (
+        iteration_of(path.absolute().name) is not None
+        or any((path / name).exists() for name in files)
+        or any(path.glob("*.distcp"))
+    )
+
+
+def _one(path: Path) -> Path:
+    from megapg.checkpoint.names import latest
+
+    if _is_checkpoint(path):
+        return path
+    newest = latest(path) if path.is_dir() else None
+    if newest is None:
+        problem = "has no complete checkpoint" if path.is_dir() else "is no directory"
+        raise CheckpointNotFoundError(f"{path} {problem}.")
+    return newest.path
+
+
+def _layout_or_problem(info: CheckpointInfo) -> tuple[ParallelLayout | None, str]:
+    from megapg.checkpoint.contents import layout_of_checkpoint
+
+    if not info.complete:
+        return None, info.problem
+    try:
+        return layout_of_checkpoint(info.path), ""
+    except CheckpointError:
+        return None, "damaged"
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+def _described(info: CheckpointInfo, problem: str) -> dict[str, object]:
+    return {
+        "path": str(info.path),
+        "iteration": info.iteration,
+        "release": info.release,
+        "complete": info.complete,
+        "problem": problem,
+        "size": info.size,
+        "saved_at": info.saved_at.isoformat() if info.saved_at else None,
+    }
+
+
+_SIZES = ("world_size", "tp", "pp", "vpp", "cp", "ep", "expt_tp", "dp", "expt_dp")
+
+
+def _sizes(layout: ParallelLayout | None) -> dict[str, object] | None:
+    if layout is None:
+        return None
+    names = (*_SIZES, "order", "optimizer_instances", "hierarchical_cp")
+    return {name: getattr(layout, name) for name in names}
+
+
+def _said(layout: ParallelLayout | None) -> str:
+    """A layout in a few words: the sizes that are not 1."""
+    if layout is None:
+        return "unknown"
+    shown = [name for name in ("tp", "pp", "vpp", "cp", "ep", "dp") if _more(layout, name)]
+    if layout.expt_tp != layout.tp:
+        shown.append("expt_tp")
+    ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
+    return " ".join([ranks, *(f"{name}{getattr(layout, name)}" for name in shown)])
+
+
+def _more(layout: ParallelLayout, name: str) -> bool:
+    size = getattr(layout, name)
+    return size is not None and size > 1
+
+
+def _cut(entry: TensorStorageMetadata) -> str:
+    """Pieces of each dimension, 2x1; or their number, where they form no grid."""
+    offsets = [tuple(chunk.offsets) for chunk in entry.chunks]
+    grid = [len(set(axis)) for axis in zip(*offsets, strict=True)]
+    if math.prod(grid) != len(offsets):
+        return str(len(offsets))
+    return "whole" if len(offsets) == 1 else "x".join(map(str, grid))
+
+
+def _tensors(contents: Contents) -> list[dict[str, object]]:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    return [
+        {
+            "key": key,
+            "shape": list(entry.size),
+            "dtype": str(entry.properties.dtype).removeprefix("torch."),
+            "shards": len(entry.chunks),
+            "cut": _cut(entry),
+            "bytes": math.prod(entry.size) * entry.properties.dtype.itemsize,
+        }
+        for key, entry in contents.metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    ]
+
+
+def _objects(contents: Contents) -> list[dict[str, object]]:
+    """Byte entries, those of one object together: ``rng_state/shard_0.0_2.2`` and its like."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    places = contents.metadata.storage_data or {}
+    sizes = {index.fqn: place.length for index, place in places.items()}
+    found: dict[str, dict[str, int]] = {}
+    for key, entry in contents.metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            row = found.setdefault(key.partition("/shard_")[0], {"entries": 0, "bytes": 0})
+            row["entries"] += 1
+            row["bytes"] += sizes.get(key, 0)
+    return [{"key": key, **row} for key, row in found.items()]
+
+
+def _random_streams(contents: Contents) -> tuple[list[dict[str, object]], str]:
+    """The layouts of the records of random streams; or why they can't be told."""
+    try:
+        from megapg.checkpoint.rng_records import detect
+
+        found = detect(contents.keys())
+    except (CheckpointError, ImportError) as error:
+        return [], str(error)
+    return [
+        {"kind": layout.kind, "key": layout.key, "sizes": list(layout.sizes)} for layout in found
+    ], ""
+
+
+def _inspected(contents: Contents) -> dict[str, object]:
+    tensors, objects = _tensors(contents), _objects(contents)
+    streams, problem = _random_streams(contents)
+    layout = contents.saved_layout()
+    return {
+        "path": str(contents.path),
+        "iteration": contents.iteration,
+        "layout": _sizes(layout),
+        "world_size": None if layout is None else layout.world_size,
+        "random_streams": streams,
+        "random_streams_problem": problem,
+        "content_metadata": contents.content_metadata,
+        "common": sorted(map(str, contents.common)),
+        "tensors": tensors,
+        "objects": objects,
+        "totals": {
+            "tensors": len(tensors),
+            "shards": _sum(tensors, "shards"),
+            "tensor_bytes": _sum(tensors, "bytes"),
+            "objects": _sum(objects, "entries"),
+            "object_bytes": _sum(objects, "bytes"),
+        },
+    }
+
+
+def _sum(rows: Sequence[Mapping[str, object]], name: str) -> int:
+    return sum(value for row in rows if isinstance(value := row[name], int))
+
+
+def _show(contents: Contents, rows: int | None) -> None:
+    tensors, objects = _tensors(contents), _objects(contents)
+    streams, problem = _random_streams(contents)
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
+
+    def fact(name: str, value: object) -> None:
+        facts.add_row(name, typer.style(str(value)))
+
+    fact("checkpoint", contents.path)
+    fact("iteration", "unknown" if contents.iteration is None else contents.iteration)
+    fact("saved by", _said(contents.saved_layout()))
+    kinds = [
+        f"{stream['kind']} ({' x '.join(map(str, _numbers(stream['sizes'])))}) in {stream['key']}"
+        for stream in streams
+    ]
+    fact("random streams", problem or ", ".join(kinds) or "none")
+    content = contents.content_metadata or {}
+    fact("content", ", ".join(f"{name}={value}" for name, value in content.items()) or "not said")
+    fact("common state", ", ".join(sorted(map(str, contents.common))) or "none")
+    fact(
+        "tensors",
+        f"{len(tensors)} in {_sum(tensors, 'shards')} shards, {decimal(_sum(tensors, 'bytes'))}",
+    )
+    fact("objects", f"{_sum(objects, 'entries')}, {decimal(_sum(objects, 'bytes'))}")
+    console = Console()
+    console.print(facts, highlight=False)
+    table = _table("tensor", "shape", "dtype", "cut", "size", right=(4,))
+    for row in tensors[:rows]:
+        shape = "x".join(map(str, _numbers(row["shape"]))) or "scalar"
+        table.add_row(
+            str(row["key"]),
+            shape,
+            str(row["dtype"]),
+            str(row["cut"]),
+            decimal(_sum([row], "bytes")),
+        )
+    _list(console, table, len(tensors), rows)
+    table = _table("object", "entries", "size", right=(1, 2))
+    for row in objects[:rows]:
+        table.add_row(str(row["key"]), str(row["entries"]), decimal(_sum([row], "bytes")))
+    _list(console, table, len(objects), rows)
+
+
+def _numbers(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def _list(console: Console, table: Table, total: int, rows: int | None) -> None:
+    if not total:
+        return
+    console.print()
+    console.print(table)
+    if rows is not None and total > rows:
+        console.print(f"... and {total - rows} more; --all lists them", style="dim")
+
+
+def _table(*names: str, right: Sequence[int] = ()) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, name in enumerate(names):
+        # Names of tensors are long, and a half name is none: they wrap, and nothing else does.
+        wraps = name in ("tensor", "object", "state", "saved by")
+        table.add_column(
+            name,
+            justify="right" if number in right else "left",
+            overflow="fold",
+            no_wrap=not wraps,
+        )
+    return table
+
+
+def _say(report: Report) -> None:
+    what = f"{report.path.name}: {report.files} files, {decimal(report.size)}"
+    note = "" if report.manifest else ", no manifest to compare with"
+    if report.good:
+        _line(f"[green]good[/]  {what}{note}")
+    else:
+        _line(f"[red]bad[/]   {what}{note}")
+    for problem in report.problems:
+        Console(soft_wrap=True).print(f"      {problem}", highlight=False, markup=False)
+
+
+def _line(markup: str) -> None:
+    Console(soft_wrap=True).print(markup, highlight=False)
+
+
+@contextlib.contextmanager
+def _progress(name: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on the terminal while the block runs; nothing where there is no terminal."""
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not (shown and console.is_terminal),
+    ) as progress:
+        task = progress.add_task(name)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, default=str))
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """What can't be read ends the command with one sentence and exit code 2."""
+    try:
+        yield
+    except CheckpointError as error:
+        _refuse(str(error))
+    except OSError as error:
+        _refuse(f"{error.filename or 'the disk'}: {error.strerror}.")
+    except ImportError as error:
+        _refuse(f"{error}. Checkpoints need torch: pip install 'megapg[torch]'.")
+
+
+def _refuse(message: str) -> Never:
+    console = Console(stderr=True, soft_wrap=True)
+    console.print("error", style="bold red", end=" ")
+    console.print(message, highlight=False, markup=False)
+    raise typer.Exit(2)

@@ -1,0 +1,56 @@
+"""What a checkpoint needs to know of a collection: who takes part, and how the model is cut."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from megapg.collection import ProcessGroupCollection
+from megapg.comms.teamwork import Teamwork
+from megapg.comms.world import adopt
+from megapg.errors import LayoutError, MissingGroupError
+from megapg.layout import ParallelLayout
+
+_SIZES = ("world_size", "tp", "pp", "cp", "ep", "expt_tp", "vpp", "order", "optimizer_instances")
+
+# The orders that Megatron has: its default, and that of --use-tp-pp-dp-mapping.
+_ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
+
+
+def teamwork(pg: ProcessGroupCollection, name: str, timeout: float) -> Teamwork:
+    """Work together with all ranks of the collection's layout; of WORLD where it has none."""
+    world = adopt()
+    ranks = range(world.size) if pg.layout is None else pg.layout.ranks
+    return Teamwork(world.store, f"checkpoint {name}", world.rank, ranks, timeout=timeout)
+
+
+def layout_of(pg: ProcessGroupCollection) -> ParallelLayout | None:
+    """The collection's layout; of borrowed groups the one that explains them, if one does."""
+    if pg.layout is not None:
+        return pg.layout
+    try:
+        tp, pp, cp, ep, expt_tp = (pg.size(field) for field in ("tp", "pp", "cp", "ep", "expt_tp"))
+        for order in _ORDERS:
+            layout = ParallelLayout(
+                world_size=dist.get_world_size(),
+                order=order,
+                tp=tp,
+                pp=pp,
+                cp=cp,
+                ep=ep,
+                expt_tp=expt_tp,
+            )
+            me = dist.get_rank()
+            fields = ("tp", "pp", "cp", "ep", "expt_tp", "dp", "dp_cp")
+            if all(pg.ranks(field) == layout.members(field, me) for field in fields):
+                return layout
+    except (LayoutError, MissingGroupError):
+        pass
+    return None
+
+
+def sizes_of(layout: ParallelLayout) -> dict[str, object]:
+    """What a manifest notes of a layout: the arguments of one that cuts a model alike."""
+    return {
+        **{name: getattr(layout, name) for name in _SIZES},
+        "hierarchical_cp": list(layout.hierarchical_cp),
+    }

@@ -1,0 +1,320 @@
+"""Loading a checkpoint, under the layout it was saved with or another: :func:`load_checkpoint`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from megapg import errors
+from megapg.checkpoint import optimizer as optimizers
+from megapg.checkpoint.contents import Contents, read_contents
+from megapg.checkpoint.groups import layout_of, teamwork
+from megapg.checkpoint.manifest import verify as verify_files
+from megapg.checkpoint.names import CheckpointInfo, latest, list_checkpoints
+from megapg.checkpoint.planning import Loading, State
+from megapg.checkpoint.rng_records import KEY, RngReport, detect, record_for_this_rank
+from megapg.checkpoint.saves import Saves
+from megapg.checkpoint.state import (
+    KNOWN,
+    MegatronOptimizer,
+    Stateful,
+    chunks_of,
+    is_model,
+    load_model,
+    model_state,
+    scheduler_state,
+)
+from megapg.collection import ProcessGroupCollection
+from megapg.comms.teamwork import OthersFailedError, Teamwork
+from megapg.errors import (
+    BrokenCheckpointError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    RendezvousError,
+)
+from megapg.layout import ParallelLayout
+from megapg.megatron import resolve
+from megapg.megatron.core import MegatronCollection
+from megapg.rng import RngState, restore_rng_state
+
+logger = logging.getLogger(__name__)
+
+_SHARED = (
+    "BrokenCheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "UnsafeCheckpointError",
+)
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What was loaded, besides what is now in the model, the optimizer and the scheduler.
+
+    Attributes:
+        path: the directory it came from.
+        iteration: the number of steps trained; 0 for a release.
+        release: whether it is a release.
+        args: the arguments that were saved with it, if any were.
+        extra: what else was saved; with Megatron's own checkpoints whatever it kept there.
+        num_floating_point_operations: done when it was saved.
+        missing: keys that the checkpoint lacked (``strict=False``).
+        rng: whether this rank's random streams go on exactly where they were, or why not; None
+            where the checkpoint has none.
+    """
+
+    path: Path
+    iteration: int
+    release: bool
+    args: Namespace | None
+    extra: Mapping[str, object]
+    num_floating_point_operations: float
+    missing: tuple[str, ...]
+    rng: RngReport | None
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    *,
+    model: Sequence[torch.nn.Module] | torch.nn.Module,
+    optimizer: MegatronOptimizer | None = None,
+    scheduler: Stateful | None = None,
+    pg_collection: ProcessGroupCollection | MegatronCollection | None = None,
+    iteration: int | None = None,
+    strict: bool = True,
+    verify: bool = False,
+    rng_key: str = "rng_state",
+    timeout: float = 300.0,
+) -> LoadedCheckpoint:
+    """Load a checkpoint of megapg's or Megatron's into model, optimizer, scheduler and random
+    streams. Every rank of the groups calls it.
+
+    The layout may be another than it was saved under. Everything that can be checked is checked on
+    every rank before the first weight changes.
+
+    Args:
+        directory: where the checkpoints are; the latest is loaded. Or the directory of one.
+        model: the model or its chunks, as for :func:`~megapg.save_checkpoint`.
+        optimizer: None leaves it alone.
+        scheduler: None leaves it alone.
+        pg_collection: the groups that model and optimizer were built with. Left out, they come from
+            Megatron's globals through :func:`megapg.resolve`.
+        iteration: which one, if not the latest.
+        strict: refuse a checkpoint that lacks something the model has; otherwise leave it as it is.
+        verify: read every file first and compare checksums.
+        rng_key: what the random streams were kept under.
+        timeout: seconds of silence after which another rank is given up.
+
+    Raises:
+        CheckpointNotFoundError: there is none, or not of this iteration.
+        CheckpointMismatchError: it does not fit the model, or can't be cut for this layout. Nothing
+            was changed.
+        BrokenCheckpointError: a file is damaged. What was read before that is in the model.
+        UnsafeCheckpointError: it would run code. Nothing of it was run.
+        CheckpointError: another rank failed; it is named.
+        MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
+    """
+    pg = resolve(pg_collection, needs=("tp", "pp", "dp", "dp_cp"), owner="load_checkpoint")
+    Saves.of(pg.lease).make_room(1)
+    root = Path(directory).absolute()
+    which = "the latest" if iteration is None else f"iteration {iteration}"
+    team = teamwork(pg, "load", timeout)
+    started = time.monotonic()
+    with _naming(f"loading {which} from {root}", team):
+        team.begin({"directory": str(root), "iteration": which, "strict": str(strict)})
+        with team:
+            chunks = chunks_of(model)
+            if team.leading:
+                found = _find(root, iteration)
+                if verify:
+                    _verify(found.path, team)
+                team.announce("directory", str(found.path).encode())
+                path = found.path
+            else:
+                path = Path(team.announce("directory").decode())
+            contents = read_contents(path)
+            release = path.name == "release"
+            layout = layout_of(pg)
+            with_optimizer = _wants_optimizer(optimizer, contents, release)
+            if with_optimizer and layout is not None:
+                optimizers.check_reshard(
+                    contents.content_metadata, contents.saved_layout(), layout, _has_experts(chunks)
+                )
+            team.agree("contents")  # what follows has collectives in it
+            live = optimizers.with_groups(contents.content_metadata, pg)
+            state: State = dict(model_state(chunks, live))
+            common = copy.deepcopy(dict(contents.common))
+            if optimizer is not None and with_optimizer:
+                saved = common.get("optimizer", {})
+                common["optimizer"] = optimizers.fit(optimizer, saved)  # type: ignore[arg-type]
+                state["optimizer"] = optimizers.sharded_state(
+                    optimizer, state, is_loading=True, metadata=live
+                )
+            if scheduler is not None and not release:
+                scheduler_state(common)
+            loading = Loading(state, contents, strict=strict)
+            record, rng = (None, None) if release else _random_streams(contents, pg, rng_key)
+            team.agree("fits")  # from here on weights change
+            with _progress(path, contents, layout, show=team.leading) as show:
+
+                def progress(done: int, size: int) -> None:
+                    team.progress()
+                    show(done, size)
+
+                state = loading.read(common, progress)
+            load_model(chunks, state, strict=strict and not loading.missing)
+            if optimizer is not None and with_optimizer:
+                optimizers.restore(optimizer, state["optimizer"])  # type: ignore[arg-type]
+            elif optimizer is not None:
+                optimizer.reload_model_params()
+            if scheduler is not None and not release:
+                scheduler.load_state_dict(scheduler_state(state))
+            if record is not None:
+                restore_rng_state([record], pg)
+            team.agree("loaded")
+    logger.info("loaded %s in %.1f s", path, time.monotonic() - started)
+    args = common.get("args")
+    return LoadedCheckpoint(
+        path=path,
+        iteration=0 if release else contents.iteration or 0,
+        release=release,
+        args=args if isinstance(args, Namespace) else None,
+        extra={k: v for k, v in contents.common.items() if k not in KNOWN and not is_model(k)},
+        num_floating_point_operations=_number(common, "num_floating_point_operations_so_far"),
+        missing=tuple(sorted(loading.missing)),
+        rng=rng,
+    )
+
+
+def _find(root: Path, iteration: int | None) -> CheckpointInfo:
+    if (root / ".metadata").exists():  # the directory of one
+        return CheckpointInfo(path=root, iteration=0, release=root.name == "release", complete=True)
+    found = latest(root) if iteration is None else None
+    if iteration is not None:
+        of_it = [c for c in list_checkpoints(root) if c.iteration == iteration and not c.release]
+        found = next((c for c in of_it if c.complete), None)
+    if found is None:
+        have = ", ".join(c.path.name for c in list_checkpoints(root) if c.complete) or "none"
+        which = "complete checkpoint" if iteration is None else f"checkpoint of step {iteration}"
+        raise CheckpointNotFoundError(
+            f"{root} has no {which}; complete are {have} (`megapg checkpoint ls {root}`)."
+        )
+    return found
+
+
+def _verify(path: Path, team: Teamwork) -> None:
+    report = verify_files(path, on_progress=lambda *_: team.progress())
+    if report.problems:
+        raise BrokenCheckpointError(
+            f"{path} is damaged: {'; '.join(map(str, report.problems[:8]))}. Take it from a copy, "
+            "or load an older one with iteration=.",
+            [str(problem) for problem in report.problems],
+        )
+
+
+def _wants_optimizer(
+    optimizer: MegatronOptimizer | None, contents: Contents, release: bool
+) -> bool:
+    if optimizer is None or release:
+        return False
+    if "optimizer" in contents.common or _has_keys(contents, "optimizer."):
+        return True
+    raise CheckpointMismatchError(
+        f"{contents.path} has no optimizer state. Pass optimizer=None, and then call "
+        "optimizer.reload_model_params(). Nothing was changed."
+    )
+
+
+def _has_keys(contents: Contents, start: str) -> bool:
+    return any(key.startswith(start) for key in contents.metadata.state_dict_metadata)
+
+
+def _has_experts(chunks: Sequence[torch.nn.Module]) -> bool:
+    return any(
+        not getattr(parameter, "allreduce", True)  # how Megatron-core marks those of experts
+        for chunk in chunks
+        for parameter in chunk.parameters()
+    )
+
+
+def _random_streams(
+    contents: Contents, pg: ProcessGroupCollection, key: str
+) -> tuple[RngState | None, RngReport | None]:
+    prefix, _, module = key.partition(KEY)
+    named = None if key == KEY else prefix
+    layouts = detect(contents.keys(), prefix=named, module=module.removeprefix(".") or None)
+    if not layouts:
+        return None, None
+    return record_for_this_rank(
+        layouts,
+        lambda name: _unwrapped(contents.read_object(name)),
+        pg,
+        saved=contents.saved_layout(),
+        iteration=contents.iteration or 0,
+    )
+
+
+def _unwrapped(entry: object) -> object:
+    """Megatron-core saves an object in a list of one."""
+    return entry[0] if isinstance(entry, list) and len(entry) == 1 else entry
+
+
+def _number(state: Mapping[str, object], name: str) -> float:
+    found = state.get(name, 0)
+    return found if isinstance(found, int | float) else 0
+
+
+@contextlib.contextmanager
+def _progress(
+    path: Path, contents: Contents, layout: ParallelLayout | None, *, show: bool
+) -> Iterator[Callable[[int, int], None]]:
+    """A line on the terminal of the first rank while it reads; elsewhere nothing."""
+    saved = contents.saved_layout()
+    doing = f"loading {path.name}"
+    if saved is not None and layout is not None and (then := _cut(saved)) != (now := _cut(layout)):
+        doing += f", {then} as {now}"
+        if show:
+            logger.info("%s", doing)
+    if not show or not sys.stderr.isatty():
+        yield lambda done, size: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as line:
+        task = line.add_task(doing)
+        yield lambda done, size: line.update(task, completed=done, total=size)
+
+
+def _cut(layout: ParallelLayout) -> str:
+    sizes = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "ep": layout.ep, "dp": layout.dp}
+    return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one rank"
+
+
+@contextlib.contextmanager
+def _naming(what: str, team: Teamwork) -> Iterator[None]:
+    """Errors of other ranks that say what was going on."""
+    try:
+        yield
+    except OthersFailedError as error:
+        # The same class here as where it happened, if it is one of ours.
+        names = {text.partition(":")[0] for text in error.problems.values()}
+        kind = getattr(errors, names.pop()) if names <= set(_SHARED) and len(names) == 1 else None
+        raise (kind or CheckpointError)(f"{what} failed: {error}.") from error
+    except RendezvousError as error:
+        raise CheckpointError(f"{what} failed: {error}") from error
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{what} failed on rank {team.rank}: {error}.") from error

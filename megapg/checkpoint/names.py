@@ -1,0 +1,348 @@
+"""What a directory of checkpoints holds, told from names and small files alone.
+
+Megatron's names (``iter_0000123``, ``release``, the tracker) are what its
+``training/checkpointing.py`` reads and writes. The hidden ones are megapg's; Megatron looks at
+none of them:
+
+- ``.iter_0000123.partial-<token>``: being written, or left by a save that died.
+- ``.iter_0000123.replaced-<token>``: an older save of the same iteration. Where the final name is
+  missing, a save died between two renames, and this is that iteration's checkpoint.
+- ``.iter_0000123.removed-<token>``: waits for its deletion.
+- ``.latest_checkpointed_iteration.txt.pending-<token>``: the next tracker. Once the partial
+  directory of that token is gone, it got its final name, and the pending tracker counts.
+
+Nothing here writes, takes a lock, or reads a file of more than a few bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from megapg.errors import BrokenCheckpointError, CheckpointError
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+PENDING = f".{TRACKER}.pending-"
+RELEASE = "release"
+FORMAT_FILE = "metadata.json"
+INDEX_FILE = ".metadata"
+COMMON_FILE = "common.pt"
+
+Kind = Literal["partial", "replaced", "removed"]
+
+_HIDDEN = re.compile(
+    r"\.(?P<name>iter_\d{7,}|release)\.(?P<kind>partial|replaced|removed)-(?P<token>[0-9a-f]+)"
+)
+_A_FEW_BYTES = 64
+_LARGEST_FORMAT_FILE = 1 << 20
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One checkpoint on disk.
+
+    Attributes:
+        path: its directory.
+        iteration: number of training steps done; 0 for a release.
+        release: it is the directory ``release``.
+        complete: everything that says "this was saved to the end" is there. Checksums are another
+            matter, which takes the reading of every byte.
+        problem: what it lacks, as in "has no metadata.json"; empty if complete.
+        saved_at: when the save ended (the time of ``metadata.json``, which is written last); None
+            where that file is missing.
+    """
+
+    path: Path
+    iteration: int
+    release: bool
+    complete: bool
+    problem: str = ""
+    saved_at: datetime | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes in its files, counted at every call."""
+        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+
+class Hidden(NamedTuple):
+    """A name that megapg gives to a directory of its own: see :func:`hidden_name`."""
+
+    name: str
+    kind: Kind
+    token: str
+
+
+def iteration_name(iteration: int) -> str:
+    """The directory of one iteration, as in ``iter_0000123``.
+
+    Raises:
+        CheckpointError: ``iteration`` is negative.
+    """
+    if iteration < 0:
+        raise CheckpointError(f"iteration {iteration}: give the number of steps done, 0 or more.")
+    return f"iter_{iteration:07d}"
+
+
+def iteration_of(name: str) -> int | None:
+    """The iteration of a directory's name, 0 for ``release``; None if it names no checkpoint."""
+    if name == RELEASE:
+        return 0
+    digits = name.removeprefix("iter_")
+    if not (digits.isascii() and digits.isdecimal()):
+        return None
+    iteration = int(digits)
+    return iteration if iteration_name(iteration) == name else None
+
+
+def tracker_text(name: str) -> str:
+    """What the tracker holds when it names this directory."""
+    return RELEASE if name == RELEASE else str(iteration_of(name))
+
+
+def hidden_name(name: str, kind: Kind, token: str) -> str:
+    """A hidden sibling of the checkpoint directory ``name``; ``token`` tells it from others."""
+    return f".{name}.{kind}-{token}"
+
+
+def parse_hidden(entry: str) -> Hidden | None:
+    """The parts of a name made by :func:`hidden_name`, or None."""
+    match = _HIDDEN.fullmatch(entry)
+    if match is None or iteration_of(match["name"]) is None:
+        return None
+    kinds: dict[str, Kind] = {"partial": "partial", "replaced": "replaced", "removed": "removed"}
+    return Hidden(match["name"], kinds[match["kind"]], match["token"])
+
+
+def list_checkpoints(directory: str | os.PathLike[str]) -> tuple[CheckpointInfo, ...]:
+    """Every checkpoint under ``directory``, the release first, then by ascending iteration.
+
+    Incomplete ones are included and say what they lack: unfinished saves of megapg under their
+    hidden names, and directories of Megatron. Empty where there is no such directory.
+
+    Raises:
+        CheckpointError: ``directory`` is a file or can't be read.
+    """
+    root = Path(directory)
+    names: set[str] = set()
+    found: list[CheckpointInfo] = []
+    for entry in entries(root):
+        hidden = parse_hidden(entry)
+        if iteration_of(entry) is not None:
+            names.add(entry)
+        elif hidden and hidden.kind == "replaced":
+            names.add(hidden.name)
+        elif hidden and hidden.kind == "partial":
+            found.append(_info(root / entry, hidden.name, "is an unfinished save"))
+    found += [info for info in (find(root, name) for name in names) if info]
+    return tuple(sorted(found, key=lambda i: (not i.release, i.iteration, i.complete, i.path.name)))
+
+
+def latest(directory: str | os.PathLike[str]) -> CheckpointInfo | None:
+    """The checkpoint that a job should resume from, or None if there is no complete one.
+
+    It is the one that the tracker names, also where newer ones exist: writing an older iteration
+    into the tracker is how one rolls back. If the tracker is damaged, or names something that is
+    missing or incomplete, it is the newest complete one, and a warning says what was wrong.
+
+    Raises:
+        CheckpointError: ``directory`` is a file or can't be read.
+    """
+    root = Path(directory)
+    wrong = ""
+    try:
+        name = _current(root)
+    except BrokenCheckpointError as error:
+        wrong = error.problems[0]
+    else:
+        info = find(root, name) if name else None
+        if info and info.complete:
+            return info
+        if name:
+            wrong = f"{TRACKER} names {name}, which {info.problem if info else 'is not there'}"
+    complete = [info for info in list_checkpoints(root) if info.complete]
+    if complete:
+        logger.warning(
+            "%s: %s; taking the newest complete checkpoint, %s",
+            root,
+            wrong or f"there is no {TRACKER}",
+            complete[-1].path,
+        )
+        return complete[-1]
+    if wrong:
+        logger.warning("%s: %s, and there is no complete checkpoint", root, wrong)
+    return None
+
+
+def find(directory: str | os.PathLike[str], name: str) -> CheckpointInfo | None:
+    """The checkpoint called ``name`` (``iter_0000123`` or ``release``), complete or not.
+
+    Its path is a hidden one where a save died, or is just now, between the two renames that
+    replace an older save of the same iteration. None if there is none.
+    """
+    root = Path(directory)
+    if iteration_of(name) is None:
+        return None
+    best: CheckpointInfo | None = None
+    # The final name once more in the end: by then the save that was between its renames is done.
+    for look in (_final, _replaced, _final):
+        for path in look(root, name):
+            info = _info(path, name, what_is_missing(path))
+            if info.complete:
+                return info
+            # A directory that another process moved while we looked is no finding.
+            if best is None and path.is_dir():
+                best = info
+    return best
+
+
+def read_tracker(directory: str | os.PathLike[str]) -> str | None:
+    """The directory name that the tracker stands for; None if there is no tracker.
+
+    Raises:
+        BrokenCheckpointError: it holds neither a number nor ``release``.
+        CheckpointError: it can't be read.
+    """
+    return _named_by(Path(directory) / TRACKER)
+
+
+def committed_pending(directory: str | os.PathLike[str]) -> Path | None:
+    """The pending tracker that counts instead of the tracker, if there is one.
+
+    It is that of a save that was cut off after its directory got its final name. A tracker that
+    somebody wrote later wins over it.
+    """
+    root = Path(directory)
+    newest: tuple[int, Path] | None = None
+    for entry in entries(root):
+        if not entry.startswith(PENDING):
+            continue
+        pending = root / entry
+        try:
+            name = _named_by(pending)
+        except BrokenCheckpointError:
+            continue
+        if name is None or not _final(root, name):
+            continue
+        if (root / hidden_name(name, "partial", entry.removeprefix(PENDING))).exists():
+            continue
+        # Last: clean-up removes a pending tracker before the partial directory, so that one that
+        # is still there without the directory is one whose directory was renamed.
+        written = _written(pending)
+        if written is not None and (newest is None or written > newest[0]):
+            newest = written, pending
+    if newest is None or newest[0] < (_written(root / TRACKER) or 0):
+        return None
+    return newest[1]
+
+
+def what_is_missing(path: Path) -> str:
+    """Why this directory is no complete checkpoint, as in "has no .metadata"; empty if it is."""
+    try:
+        file = path / FORMAT_FILE
+        if not file.exists():
+            if any(path.glob("mp_rank_*")):
+                return "is in an older format (mp_rank_*), which megapg does not read"
+            return f"has no {FORMAT_FILE}"
+        if not file.stat().st_size:
+            return f"has an empty {FORMAT_FILE}"
+        if file.stat().st_size > _LARGEST_FORMAT_FILE:
+            return f"has a {FORMAT_FILE} that is far too large"
+        try:
+            form = json.loads(file.read_bytes())
+        except (ValueError, RecursionError):
+            return f"has a {FORMAT_FILE} that is no JSON"
+        if not isinstance(form, dict) or "sharded_backend" not in form:
+            return f"has a {FORMAT_FILE} that names no sharded_backend"
+        needed = [INDEX_FILE, COMMON_FILE] if form.get("common_backend") else [INDEX_FILE]
+        for name in needed:
+            if not (path / name).exists():
+                return f"has no {name}"
+            if not (path / name).stat().st_size:
+                return f"has an empty {name}"
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+    return ""
+
+
+def entries(root: Path) -> list[str]:
+    """The names in a directory; empty if there is none.
+
+    Raises:
+        CheckpointError: it is a file or can't be read.
+    """
+    try:
+        return os.listdir(root)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"can't look for checkpoints in {root}: {error.strerror}. Give a directory that this "
+            "user may read."
+        ) from error
+
+
+def _info(path: Path, name: str, problem: str) -> CheckpointInfo:
+    written = _written(path / FORMAT_FILE)
+    return CheckpointInfo(
+        path=path,
+        iteration=iteration_of(name) or 0,
+        release=name == RELEASE,
+        complete=not problem,
+        problem=problem,
+        saved_at=None if written is None else datetime.fromtimestamp(written / 1e9, UTC),
+    )
+
+
+def _final(root: Path, name: str) -> list[Path]:
+    return [root / name] if (root / name).is_dir() else []
+
+
+def _replaced(root: Path, name: str) -> list[Path]:
+    hidden = [(entry, parse_hidden(entry)) for entry in entries(root)]
+    paths = [root / e for e, h in hidden if h and (h.name, h.kind) == (name, "replaced")]
+    return sorted(paths, key=lambda path: _written(path / FORMAT_FILE) or 0, reverse=True)
+
+
+def _current(root: Path) -> str | None:
+    # Before the tracker: a pending one that vanishes meanwhile has just become the tracker.
+    if pending := committed_pending(root):
+        name = _named_by(pending)
+        if name is not None:
+            return name
+    return read_tracker(root)
+
+
+def _named_by(tracker: Path) -> str | None:
+    try:
+        with open(tracker, "rb") as file:
+            text = file.read(_A_FEW_BYTES).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"can't read {tracker}: {error.strerror}.") from error
+    if text == RELEASE:
+        return RELEASE
+    if text.isascii() and text.isdecimal():
+        return iteration_name(int(text))
+    problem = f"holds {text!r}, neither a number nor {RELEASE!r}" if text else "is empty"
+    raise BrokenCheckpointError(
+        f"{tracker} {problem}. Write the iteration to resume from into it.",
+        [f"{TRACKER} {problem}"],
+    )
+
+
+def _written(file: Path) -> int | None:
+    """When the file was last written, in nanoseconds; None if it is missing."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return None

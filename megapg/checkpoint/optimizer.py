@@ -1,0 +1,428 @@
+"""Optimizer state: what Megatron-core needs to save and load it, and what can be resharded.
+
+Megatron-core's optimizers describe their state with ``sharded_state_dict`` and take it back with
+``load_state_dict``. Both assume the fused Adam of Apex or TransformerEngine, where the step counter
+belongs to a parameter group. With torch's own optimizers it is a tensor of every parameter, and
+both break. The functions here call them, and put right before and after what they get wrong; no
+class is patched, and with a fused Adam nothing is changed.
+
+The order at load::
+
+    check_reshard(...)                      # from the metadata alone
+    common = fit(optimizer, common)         # the part of the state that is no tensor
+    state = sharded_state(optimizer, model_state, is_loading=True, metadata=...)
+    ...                                     # read the tensors, merge them with the common part
+    restore(optimizer, state)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megapg.collection import ProcessGroupCollection
+from megapg.errors import CheckpointError, CheckpointMismatchError, UnsupportedOptionError
+from megapg.layout import ParallelLayout
+
+OptimizerState: TypeAlias = dict[str | int, object]
+"""What ``sharded_state_dict`` returns; of several chained optimizers, by their index."""
+
+Sharding: TypeAlias = Literal["fully_reshardable", "dp_reshardable"]
+
+_TYPE = "distrib_optim_sharding_type"
+
+_KIND = ("wd_mult", "lr_mult", "is_decoupled_lr")
+"""What a parameter group is, whatever the layout: groups that differ here are never the same."""
+
+_TRAITS = ("is_expert_parallel", "max_lr", "min_lr", "start_wd", "end_wd", "optimizer")
+"""What tells apart groups of one kind. An expert's group is expert-parallel only if ``ep`` > 1."""
+
+
+# -- save and load ---------------------------------------------------------------------------------
+
+
+def content_metadata(
+    optimizer: MegatronOptimizer | None, *, sharding: Sharding = "fully_reshardable"
+) -> dict[str, str | bool]:
+    """What a checkpoint says about the form of its contents, as ``megatron.training`` writes it.
+
+    The counterpart upstream is ``_build_sharded_state_dict_metadata``. The result goes to disk;
+    what ``sharded_state_dict`` gets is :func:`with_groups` of it.
+
+    Args:
+        optimizer: the optimizer that is saved, or None.
+        sharding: of the distributed optimizer. ``"fully_reshardable"``: every layout can load it,
+            and saving gathers the state over data parallelism. ``"dp_reshardable"``: nothing is
+            gathered, and only the data-parallel size may change.
+
+    Raises:
+        UnsupportedOptionError: another sharding.
+    """
+    if sharding not in get_args(Sharding):
+        known = ", ".join(get_args(Sharding))
+        raise UnsupportedOptionError(f"sharding={sharding!r}: the optimizer has {known}.")
+    metadata: dict[str, str | bool] = {}
+    if any(isinstance(leaf, DistributedOptimizer) for leaf in _leaves(optimizer)):
+        metadata[_TYPE] = sharding
+        if sharding == "fully_reshardable":
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return {**metadata, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+
+def with_groups(
+    metadata: Mapping[str, object] | None, pg_collection: ProcessGroupCollection
+) -> dict[str, object]:
+    """The metadata that model and optimizer get, from that of a checkpoint (None: it has none).
+
+    Without ``dp_cp_group`` Megatron-core takes it from the globals. The memory-efficient form
+    differs from the plain one in how state is gathered at a save, over gloo groups that an
+    optimizer on explicit groups doesn't have; on disk they are the same, and so they are here.
+    """
+    live = {**(metadata or {}), "dp_cp_group": pg_collection.dp_cp}
+    if live.get("distrib_optim_fully_reshardable_mem_efficient"):
+        live["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return live
+
+
+def prepare(optimizer: MegatronOptimizer | None) -> None:
+    """Give an optimizer that never stepped the state that its first step would begin with.
+
+    Megatron-core can describe neither for saving nor for loading what isn't there. The zeros are
+    those that torch's optimizer makes itself at the first step, so training computes the same;
+    upstream's way is a step with zero gradients, which decays the weights. A state that exists is
+    left alone.
+    """
+    for leaf in _leaves(optimizer):
+        inner = leaf.optimizer
+        for group in inner.param_groups if _steps_per_parameter(inner) else ():
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    inner.state[parameter].update(_first_state(group, parameter))
+        if isinstance(inner, torch.optim.SGD):
+            for group in inner.param_groups:
+                for parameter in group["params"] if group["momentum"] else ():
+                    if inner.state[parameter].get("momentum_buffer") is None:
+                        inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        elif not _steps_per_parameter(inner) and leaf.init_state_fn is not None:
+            leaf.init_state_fn(inner, leaf.config)
+
+
+def sharded_state(
+    optimizer: MegatronOptimizer | None,
+    model_state: ShardedStateDict,
+    *,
+    is_loading: bool,
+    metadata: Mapping[str, object],
+) -> OptimizerState:
+    """``optimizer.sharded_state_dict(...)``, on every rank of the layout.
+
+    Plain values in it (step, loss scale) are copies. The tensors that belong to a place in the
+    checkpoint are not: those of the distributed optimizer's fully reshardable form are fresh, but
+    others are the optimizer's own, as the model's are, so a save that goes on during training
+    has to copy them; and reading into them at load changes the optimizer.
+
+    Args:
+        optimizer: the optimizer; None or a rank without parameters to train gives ``{}``.
+        model_state: the sharded state of all model chunks, in any nesting, with the live
+            parameters in it.
+        is_loading: whether to make room for state that is read, or to show the state there is.
+        metadata: from :func:`with_groups`.
+
+    Raises:
+        CheckpointError: the parameters have not all taken the same number of steps, which the
+            format can't express.
+    """
+    leaves = _leaves(optimizer)
+    if optimizer is None or not leaves:
+        return {}
+    prepare(optimizer)
+    # For the others, loading differs in a call of init_state_fn, which prepare() stands for: with
+    # torch's optimizers it leaves the step out, and for SGD it is None.
+    is_loading = is_loading and any(isinstance(leaf, DistributedOptimizer) for leaf in leaves)
+    with _one_step_everywhere(leaves):
+        state: OptimizerState = optimizer.sharded_state_dict(
+            model_state, is_loading=is_loading, metadata=dict(metadata)
+        )
+    _unshare_steps(leaves)
+    return {key: _apart(value) for key, value in state.items()}
+
+
+def fit(optimizer: MegatronOptimizer | None, saved: Mapping[str | int, object]) -> OptimizerState:
+    """The common part of a saved optimizer state, arranged as this optimizer has it.
+
+    Megatron-core keeps experts in an optimizer of their own where they are expert-parallel, and
+    else together with the rest, so the arrangement on disk is that of the layout which saved it.
+    Parameter groups are paired by what they are (learning-rate and weight-decay multipliers, and so
+    on), not by position. Call it before anything is read, and merge the tensors into the result.
+
+    Args:
+        optimizer: the optimizer that is going to load it.
+        saved: ``common["optimizer"]`` of the checkpoint.
+
+    Raises:
+        CheckpointMismatchError: a parameter group of this optimizer has no counterpart, or the
+            state is of another kind of optimizer.
+    """
+    leaves = _leaves(optimizer)
+    parts: list[Mapping[str, Any]] = _parts(saved)
+    if not leaves or not parts:
+        return {}
+    for leaf in leaves:
+        _check_kind(leaf, parts[0])
+    pool = [group for part in parts for group in _groups(part)]
+    fitted: list[object] = []
+    for index, leaf in enumerate(leaves):
+        part = parts[min(index, len(parts) - 1)]
+        # Where the optimizer is sharded by buckets, its groups are not common and come later.
+        fitted.append(_with_groups(part, _paired(leaf, pool)) if _groups(part) else dict(part))
+    return dict(enumerate(fitted)) if len(leaves) > 1 else dict(fitted[0])  # type: ignore
+
+
+@torch.no_grad()
+def restore(optimizer: MegatronOptimizer | None, state: OptimizerState) -> None:
+    """``optimizer.load_state_dict(state)``, once the tensors of ``state`` have been read.
+
+    Raises:
+        CheckpointMismatchError: a parameter group of this optimizer has no counterpart.
+    """
+    leaves = _leaves(optimizer)
+    for leaf, part in zip(leaves, _parts(state), strict=True):
+        with _groups_told_apart(leaf, _groups(part)) as groups:
+            _load(leaf, _with_groups(part, groups))
+    _unshare_steps(leaves)
+
+
+# -- what can be resharded -------------------------------------------------------------------------
+
+
+def check_reshard(
+    metadata: Mapping[str, object] | None,
+    saved: ParallelLayout | None,
+    current: ParallelLayout,
+    has_experts: bool,
+) -> None:
+    """Say now, from the metadata alone, if this optimizer state can't be cut for this layout."""
+    pass
+
+
+# -- parts of a state ------------------------------------------------------------------------------
+
+
+def _leaves(optimizer: MegatronOptimizer | None) -> list[Any]:
+    """The optimizers with state of their own; none where this rank has nothing to train."""
+    if optimizer is None or getattr(optimizer, "is_stub_optimizer", False):
+        return []
+    if isinstance(optimizer, ChainedOptimizer):
+        return list(optimizer.chained_optimizers)
+    return [optimizer]
+
+
+def _parts(state: Mapping[str | int, object]) -> list[Any]:
+    """The states of the leaves: those of several are kept by index."""
+    if state and all(isinstance(key, int) for key in state):
+        return [state[index] for index in sorted(state)]  # type: ignore[type-var]
+    return [state] if state else []
+
+
+def _inner(part: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of torch's optimizer: a mixed-precision optimizer has it under a key."""
+    inner: dict[str, Any] = part if "param_groups" in part else part.get("optimizer", {})
+    return inner
+
+
+def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Its parameter groups; none in the common part of a state that is sharded by buckets."""
+    groups: list[dict[str, Any]] = _inner(part).get("param_groups", [])
+    return groups
+
+
+def _with_groups(part: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if "param_groups" in part:
+        return {**part, "param_groups": list(groups)}
+    return {**part, "optimizer": {**part["optimizer"], "param_groups": list(groups)}}
+
+
+def _paired(leaf: Any, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each parameter group of ``leaf`` the values of the saved group that is the same."""
+    return [_same_group(live, saved) for live in leaf.optimizer.param_groups]
+
+
+def _same_group(live: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def alike(group: Mapping[str, Any]) -> tuple[int, bool]:
+        same = [_value(group, key) == _value(live, key) for key in _TRAITS]
+        return sum(same), same[0]
+
+    ours = {key: _value(live, key) for key in _KIND}
+    candidates = [g for g in saved if ours == {key: _value(g, key) for key in _KIND}]
+    if not candidates:
+        have = [{key: _value(g, key) for key in _KIND} for g in saved]
+        raise CheckpointMismatchError(
+            f"the optimizer has a parameter group with {ours}, and the checkpoint has none like "
+            f"it: {have}. Build the optimizer with the same groups, or load without it."
+        )
+    best = max(map(alike, candidates))
+    found, *others = [_values(g) for g in candidates if alike(g) == best]
+    if any(other != found for other in others):
+        raise CheckpointMismatchError("ambiguous")
+    return {**_values(live), **found}
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _value(group: Mapping[str, Any], key: str) -> Any:
+    return group.get(key, group.get(f"pre_{key}"))  # NeMo's name for it
+
+
+# -- repairs ---------------------------------------------------------------------------------------
+
+
+def _steps_per_parameter(inner: torch.optim.Optimizer) -> bool:
+    """Whether this is torch's own Adam, not a fused one, which keeps its step in the group."""
+    return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
+
+
+def _first_state(group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What torch's Adam makes of a parameter that it meets for the first time."""
+    on_device = group.get("capturable") or group.get("fused")
+    return {
+        "step": torch.zeros(
+            (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
+        ),
+        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+    }
+
+
+@contextlib.contextmanager
+def _one_step_everywhere(leaves: Sequence[Any]) -> Iterator[None]:
+    """Let Megatron-core find exactly one step in each optimizer, as it wants to.
+
+    A rank may hold no piece of any parameter of an optimizer: its stage has no experts, or the
+    buckets have fewer elements than ranks. For the time being its state is a step alone.
+    """
+    steps = [_steps_of(leaf) for leaf in leaves]
+    for found in steps:
+        if len(found) > 1:
+            raise CheckpointError(
+                f"the parameters of one optimizer have taken different numbers of steps, "
+                f"{sorted(found)}, and Megatron-core's checkpoints have one for all of them."
+            )
+    step = torch.tensor(max((s for found in steps for s in found), default=0.0))
+    empty = [
+        leaf.optimizer.state
+        for leaf in leaves
+        if _steps_per_parameter(leaf.optimizer) and not leaf.optimizer.state
+    ]
+    for state in empty:
+        state["no parameters"] = {"step": step}
+    try:
+        yield
+    finally:
+        for leaf in leaves:
+            leaf.optimizer.state.pop("no parameters", None)
+
+
+def _steps_of(leaf: Any) -> set[float]:
+    if not _steps_per_parameter(leaf.optimizer):
+        return set()
+    return {float(state["step"]) for state in leaf.optimizer.state.values() if "step" in state}
+
+
+def _unshare_steps(leaves: Sequence[Any]) -> None:
+    """Megatron-core hands one step tensor to every parameter, and each would count it up."""
+    seen: set[int] = set()
+    for leaf in leaves:
+        for state in leaf.optimizer.state.values():
+            step = state.get("step")
+            if isinstance(step, torch.Tensor):
+                state["step"] = step.clone() if id(step) in seen else step
+                seen.add(id(step))
+
+
+@contextlib.contextmanager
+def _groups_told_apart(
+    leaf: Any, saved: Sequence[Mapping[str, Any]]
+) -> Iterator[list[dict[str, Any]]]:
+    """The saved groups in the order of the live ones, so that Megatron-core pairs them so.
+
+    Its own pairing knows some of the traits only (0.16), or all of them, so that a changed learning
+    rate finds no partner (0.19). Here a tag decides, in a key that both versions look at.
+    """
+    live = leaf.optimizer.param_groups
+    found = _paired(leaf, saved)
+    ours = [{key: group.get(key) for key in (*_KIND, *_TRAITS) if key in group} for group in live]
+    tagged = [
+        {**group, **mine, "lr_mult": index}
+        for index, (group, mine) in enumerate(zip(found, ours, strict=True))
+    ]
+    for group, origin in zip(tagged, saved):
+        if "params" in origin:
+            group["params"] = origin["params"]
+    try:
+        for index, group in enumerate(live):
+            group["lr_mult"] = index
+        yield tagged
+    except BaseException:
+        for group, mine in zip(leaf.optimizer.param_groups, ours):
+            group.update(mine)
+        raise
+    for group, values in zip(leaf.optimizer.param_groups, found):
+        group.update(values)
+
+
+def _load(leaf: Any, part: dict[str, Any]) -> None:
+    if not _steps_per_parameter(leaf.optimizer):
+        leaf.load_state_dict(part)
+    elif isinstance(leaf, DistributedOptimizer):
+        _load_distributed(leaf, part)
+    else:
+        _inner(part)["state"].setdefault("common_step", torch.tensor(0.0))
+        leaf.load_state_dict(part)
+
+
+def _load_distributed(leaf: Any, part: dict[str, Any]) -> None:
+    """In two calls: the one for tensors expects the state to have no step."""
+    read = {
+        "fully_reshardable": leaf.load_parameter_state_from_fully_reshardable,
+        "dp_reshardable": leaf.load_parameter_state_from_dp_reshardable,
+    }[part["param_state_sharding_type"]]
+    leaf.load_state_dict({key: v for key, v in part.items() if not key.startswith("param_state")})
+    states = leaf.optimizer.state.values()
+    steps = [state.pop("step") for state in states]
+    try:
+        read(part["param_state"])
+    finally:
+        for state, step in zip(states, steps, strict=True):
+            state["step"] = step
+
+
+def _apart(value: Any) -> Any:
+    """The same state with plain values copied, and its sharded tensors free of autograd."""
+    if isinstance(value, dict):
+        return {key: _apart(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_apart(inner) for inner in value]
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, ShardedObject):
+        value.data = _apart(value.data)
+    elif isinstance(value, (ShardedTensor, ShardedTensorFactory)) and value.data is not None:
+        value.data = value.data.detach()  # reading into a leaf of autograd is refused
+    return value
+
+
+def _check_kind(leaf, part):
+    pass

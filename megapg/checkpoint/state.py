@@ -1,0 +1,158 @@
+"""What is in a checkpoint: Megatron's state dict of model, optimizer, scheduler and the rest.
+
+Names and nesting are those of ``generate_state_dict`` in ``megatron/training/checkpointing.py``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from megapg.checkpoint.planning import State
+from megapg.errors import CheckpointError, CheckpointMismatchError
+
+CHECKPOINT_VERSION = 3.0
+
+# What Megatron puts into the common state; everything else there is the user's.
+KNOWN = frozenset(
+    {
+        "args",
+        "checkpoint_version",
+        "iteration",
+        "model",
+        "optimizer",
+        "opt_param_scheduler",
+        "lr_scheduler",
+        "rng_state",
+        "rerun_state_machine",
+        "num_floating_point_operations_so_far",
+        "content_metadata",
+        "common_state",
+    }
+)
+
+
+class Stateful(Protocol):
+    """What has a state dict, as ``OptimizerParamScheduler`` of Megatron-core does."""
+
+    def state_dict(self) -> dict[str, object]:
+        """The state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, object], /) -> object:
+        """Take the state over."""
+        ...
+
+
+class MegatronOptimizer(Protocol):
+    """What ``get_megatron_optimizer`` of Megatron-core returns."""
+
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
+        """The state as sharded tensors."""
+        ...
+
+    def reload_model_params(self) -> object:
+        """Take the master weights from the model."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, object], /) -> object:
+        """Take the state over."""
+        ...
+
+
+def model_state(chunks: Sequence[torch.nn.Module], metadata: Mapping[str, object]) -> State:
+    """The sharded state of the model's chunks: ``model``, or ``model0``, ``model1``, ..."""
+    plain = unwrap_model(list(chunks))
+    return {
+        name: chunk.sharded_state_dict(metadata=dict(metadata))
+        for name, chunk in zip(model_names(len(plain)), plain, strict=True)
+    }
+
+
+def load_model(chunks: Sequence[torch.nn.Module], state: State, *, strict: bool) -> None:
+    """Hand what was read to the model's chunks."""
+    plain = unwrap_model(list(chunks))
+    for name, chunk in zip(model_names(len(plain)), plain, strict=True):
+        if name in state or strict:
+            chunk.load_state_dict(state[name], strict=strict)
+
+
+def model_names(count: int) -> list[str]:
+    """The keys of ``count`` model chunks."""
+    return ["model"] if count == 1 else [f"model{number}" for number in range(count)]
+
+
+def gather_parameters(
+    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None
+) -> None:
+    """Bring the parameters up to date where the optimizer left that to the next forward pass.
+
+    With ``overlap_param_gather`` a rank has only its own shard of the new weights until then.
+    """
+    prepare = getattr(optimizer, "prepare_model_params_for_param_sync", None)  # 0.19
+    if prepare is not None:
+        prepare()
+    for chunk in chunks:
+        config = getattr(chunk, "ddp_config", None)
+        if getattr(config, "overlap_param_gather", False):
+            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+
+
+def chunks_of(model: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.nn.Module]:
+    """The model's chunks, wrapped as they are.
+
+    Raises:
+        CheckpointError: something that is no model of Megatron-core.
+    """
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    for chunk in chunks:
+        if not isinstance(chunk, torch.nn.Module) or not hasattr(
+            unwrap_model([chunk])[0], "sharded_state_dict"
+        ):
+            raise CheckpointError(
+                f"model: {type(chunk).__name__} has no sharded_state_dict; give the Megatron-core "
+                "model, or the list of its chunks (virtual pipeline)."
+            )
+    if not chunks:
+        raise CheckpointError("model: give at least one chunk.")
+    return chunks
+
+
+def namespace(args: Namespace | Mapping[str, object] | None) -> Namespace | None:
+    """The training arguments in the form that Megatron saves."""
+    return Namespace(**args) if isinstance(args, Mapping) else args
+
+
+def check_extra(extra: Mapping[str, object]) -> None:
+    """Refuse names that are taken.
+
+    Raises:
+        CheckpointError: naming them.
+    """
+    taken = sorted(name for name in extra if name in KNOWN or is_model(name))
+    if taken:
+        raise CheckpointError(f"extra: Megatron uses {', '.join(taken)}; choose other names.")
+
+
+def is_model(name: str) -> bool:
+    """Whether the key is that of a model chunk."""
+    return name == "model" or (name.startswith("model") and name[5:].isdigit())
+
+
+def scheduler_state(state: Mapping[str, object]) -> dict[str, object]:
+    """The scheduler's state, under its present or its old name.
+
+    Raises:
+        CheckpointMismatchError: there is none.
+    """
+    for name in ("opt_param_scheduler", "lr_scheduler"):
+        found = state.get(name)
+        if isinstance(found, dict):
+            return found
+    raise CheckpointMismatchError(
+        "the checkpoint has no scheduler state; pass scheduler=None to go on without it."
+    )

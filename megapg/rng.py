@@ -1,0 +1,386 @@
+"""The random streams of this process: take them down, put them back, seed them, fork them.
+
+There are five kinds: Python's, NumPy's, torch's on the CPU, torch's on the device, and the named
+streams of Megatron-core's tracker. A record of them is a plain dict with Megatron's keys, so that
+it goes into a checkpoint as it is.
+
+Where CUDA is not available the CPU generator stands for the device's, as it does under
+:func:`megapg.testing.megatron_on_cpu`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias, TypedDict
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megapg.collection import ProcessGroupCollection
+from megapg.errors import CheckpointMismatchError, UnsupportedOptionError
+from megapg.megatron.core import MegatronCollection, installed_version
+from megapg.megatron.resolve import resolve
+
+# Names on disk, in Megatron's tracker and in its record.
+DATA_STREAM = "data-parallel-rng"
+TENSOR_STREAM = "model-parallel-rng"
+EXPERT_STREAM = "expert-parallel-rng"
+
+_MAX_SEED = 2**32 - 1  # NumPy's
+
+
+class RngState(TypedDict):
+    """Every random stream of one process, under the keys of Megatron's record.
+
+    The tensors are of uint8, on the CPU, one-dimensional: 16 bytes long where the device is a GPU,
+    some 5000 where the CPU generator stands for it.
+    """
+
+    random_rng_state: tuple[object, ...]
+    np_rng_state: dict[str, object] | tuple[str, NDArray[np.uint32], int, int, float]
+    torch_rng_state: torch.Tensor
+    cuda_rng_state: torch.Tensor
+    rng_tracker_states: dict[str, torch.Tensor]
+
+
+def capture_rng_state(
+    pg_collection: ProcessGroupCollection | MegatronCollection | None,
+    *,
+    data_parallel_random_init: bool = False,
+) -> list[RngState]:
+    """The random streams of this rank as Megatron's list of records.
+
+    It has one record; with ``data_parallel_random_init`` one of each rank of the dp group, in the
+    group's order, and then every rank of the group must call this. Streams of a tracker made for
+    CUDA graphs become tensors. Mirrors ``get_rng_state`` of ``megatron/training/checkpointing.py``.
+
+    Args:
+        pg_collection: the groups; None takes Megatron's globals, see :func:`megapg.resolve`.
+        data_parallel_random_init: data-parallel ranks were seeded differently.
+
+    Raises:
+        StaleGroupError, MissingGroupError, NoCollectionError: see :func:`megapg.resolve`.
+        UnsupportedVersionError: Megatron-core is not installed.
+    """
+    needs = ("dp",) if data_parallel_random_init else ()
+    pg = resolve(pg_collection, needs=needs, owner="capture_rng_state")
+    record = _captured()
+    if not data_parallel_random_init or pg.size("dp") == 1:
+        return [record]
+    records = [record] * pg.size("dp")
+    dist.all_gather_object(records, record, group=pg.dp)
+    return records
+
+
+def restore_rng_state(
+    records: Sequence[RngState],
+    pg_collection: ProcessGroupCollection | MegatronCollection | None,
+    *,
+    data_parallel_random_init: bool = False,
+) -> None:
+    """Put back what :func:`capture_rng_state` returned on this rank. No communication.
+
+    Everything is checked before the first stream is touched.
+
+    Args:
+        records: one record, or with ``data_parallel_random_init`` one of each dp rank.
+        pg_collection: the groups; None takes Megatron's globals, see :func:`megapg.resolve`.
+        data_parallel_random_init: as at the capture.
+
+    Raises:
+        CheckpointMismatchError: the number of records is another one, this rank's lacks a key or
+            a stream that Megatron's tracker has here, or a state is no state of its generator.
+        UnsupportedOptionError: the tracker is made for CUDA graphs, and CUDA is not available.
+        StaleGroupError, MissingGroupError, NoCollectionError: see :func:`megapg.resolve`.
+    """
+    needs = ("dp",) if data_parallel_random_init else ()
+    pg = resolve(pg_collection, needs=needs, owner="restore_rng_state")
+    expected = pg.size("dp") if data_parallel_random_init else 1
+    if len(records) != expected:
+        why = f"dp={expected} with" if data_parallel_random_init else "without"
+        raise CheckpointMismatchError(
+            f"restore_rng_state: {len(records)} records where there should be {expected} ({why} "
+            "data_parallel_random_init). Pass the list that capture_rng_state() returned, with "
+            "the same data_parallel_random_init and dp size."
+        )
+    mine = pg.rank("dp") if data_parallel_random_init else 0
+    _put_back(checked(records[mine], "restore_rng_state"))
+
+
+def seed_all(
+    seed: int,
+    pg_collection: ProcessGroupCollection | MegatronCollection | None,
+    *,
+    data_parallel_random_init: bool = False,
+) -> None:
+    """Seed every stream of this rank with the numbers that Megatron would use.
+
+    ``seed + 100 * pp_rank``, with ``data_parallel_random_init`` also ``+ 10 * dp_rank``, for
+    Python, NumPy, torch and the device; offsets of it by tp, ep and expt_tp rank for the tracker's
+    streams. Those of an earlier seeding are gone, as are streams that others added. Mirrors
+    ``_set_random_seed`` of ``megatron/training/initialize.py`` and
+    ``model_parallel_cuda_manual_seed`` of ``megatron/core/tensor_parallel/random.py``. No global
+    of ``parallel_state`` is read where a collection is passed.
+
+    The tracker is the one that Megatron-core has; for one of another kind call its
+    ``initialize_rng_tracker`` before.
+
+    Args:
+        seed: from 1.
+        pg_collection: the groups; None takes Megatron's globals, see :func:`megapg.resolve`.
+        data_parallel_random_init: seed data-parallel ranks differently.
+
+    Raises:
+        UnsupportedOptionError: the seed is out of range, the tracker is made for CUDA graphs and
+            CUDA is not available, or the groups have GTP weight rematerialisation.
+        StaleGroupError, MissingGroupError, NoCollectionError: see :func:`megapg.resolve`.
+    """
+    dp = ("dp",) if data_parallel_random_init else ()
+    pg = resolve(pg_collection, needs=("tp", "pp", "ep", "expt_tp", *dp), owner="seed_all")
+    seeds = _seeds(seed, pg, data_parallel_random_init)
+    record = _seeded(seeds)
+    _refuse_graphs_on_cpu("seed_all")
+    torch.manual_seed(seeds[DATA_STREAM])  # the device of the record is one of those torch seeds
+    _put_back(record)
+    _tracker().seeds_ = set(seeds.values())
+
+
+@contextlib.contextmanager
+def fork_rng() -> Iterator[None]:
+    """Draw, seed and restore in the block as you like: afterwards every stream is where it was.
+
+    Also after an exception, and with streams that the block added to the tracker or took from it.
+
+    Raises:
+        UnsupportedVersionError: Megatron-core is not installed.
+    """
+    tracker = _tracker()
+    record, streams, seeds = _captured(), dict(tracker.get_states()), set(tracker.seeds_)
+    try:
+        yield
+    finally:
+        # The same objects, not only the same states: CUDA graphs are bound to generators.
+        if streams:
+            tracker.set_states(streams)
+        else:
+            tracker.reset()
+        tracker.seeds_ = seeds
+        _put_back(record)
+
+
+# -- for the checkpoint ------------------------------------------------------------------------
+
+
+def seeded_rng_state(
+    seed: int, pg: ProcessGroupCollection, *, data_parallel_random_init: bool = False
+) -> RngState:
+    """What :func:`seed_all` would leave behind on this rank, with no stream touched.
+
+    Raises:
+        UnsupportedOptionError: the seed is out of range, or the groups have GTP.
+    """
+    return _seeded(_seeds(seed, pg, data_parallel_random_init))
+
+
+def stream(seed: int) -> torch.Tensor:
+    """The state of a fresh generator of the device."""
+    return torch.Generator(_device()).manual_seed(seed).get_state()
+
+
+def same_device(record: Mapping[str, object]) -> bool:
+    """Whether the record was captured on the kind of device that there is here."""
+    state = record.get("cuda_rng_state")
+    return not isinstance(state, torch.Tensor) or state.numel() == _device_state().numel()
+
+
+def checked(record: object, owner: str) -> RngState:
+    """The record, once it is certain that it can be put back here.
+
+    Raises:
+        CheckpointMismatchError: it can't; the message begins with ``owner``.
+        UnsupportedOptionError: the tracker is made for CUDA graphs, and CUDA is not available.
+    """
+    given: Mapping[str, object] = record if isinstance(record, Mapping) else {}
+    missing = sorted(RngState.__required_keys__ - given.keys())
+    if missing:
+        raise CheckpointMismatchError(
+            f"{owner}: a {type(record).__name__} without {', '.join(missing)} is no record of "
+            "random streams. Nothing was changed. Pass what capture_rng_state() or Megatron's "
+            "get_rng_state() returned."
+        )
+    python, numpy, cpu, device = random.Random(), np.random.RandomState(), *_scratch()
+    _try(owner, "random_rng_state", python.setstate, given["random_rng_state"])
+    _try(owner, "np_rng_state", numpy.set_state, given["np_rng_state"])
+    _try(owner, "torch_rng_state", cpu.set_state, given["torch_rng_state"])
+    streams: dict[str, object] = {}
+    _try(owner, "rng_tracker_states", streams.update, given["rng_tracker_states"])
+    lacking = [name for name in _tracker().get_states() if name not in streams]
+    if lacking:
+        raise CheckpointMismatchError(
+            f"{owner}: the record has the tracker streams {', '.join(streams) or 'none'}; the "
+            f"tracker here also has {', '.join(lacking)}. Nothing was changed. Capture after "
+            "seeding, or start these streams anew with seed_all()."
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for name, state in streams.items():
+        plain = state.get_state() if isinstance(state, torch.Generator) else state
+        _try(owner, f"rng_tracker_states[{name!r}]", device.set_state, plain)
+        tensors[name] = device.get_state()
+    if tensors:
+        _refuse_graphs_on_cpu(owner)
+    _try(owner, "cuda_rng_state", device.set_state, given["cuda_rng_state"])
+    return {
+        "random_rng_state": python.getstate(),
+        "np_rng_state": numpy.get_state(),
+        "torch_rng_state": cpu.get_state(),
+        "cuda_rng_state": device.get_state(),
+        "rng_tracker_states": tensors,
+    }
+
+
+def _try(owner: str, what: str, put: Callable[..., object], state: object) -> None:
+    try:
+        put(state)
+    except (TypeError, ValueError, RuntimeError, KeyError, IndexError, OverflowError) as error:
+        size = f" of {state.numel()} bytes" if isinstance(state, torch.Tensor) else ""
+        raise CheckpointMismatchError(
+            f"{owner}: {what}, a {type(state).__name__}{size}, is no state for the generator here "
+            f"({_device().type} plays the device): {error}. Nothing was changed."
+        ) from error
+
+
+# -- live streams ------------------------------------------------------------------------------
+
+
+def _captured() -> RngState:
+    streams = _tracker().get_states()
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": _device_state(),
+        "rng_tracker_states": {
+            name: state.get_state() if isinstance(state, torch.Generator) else state.clone()
+            for name, state in streams.items()
+        },
+    }
+
+
+def _put_back(record: RngState) -> None:
+    random.setstate(record["random_rng_state"])
+    np.random.set_state(record["np_rng_state"])
+    torch.set_rng_state(record["torch_rng_state"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(record["cuda_rng_state"])
+    tracker, streams = _tracker(), record["rng_tracker_states"]
+    if streams:
+        live = tracker.get_states()
+        tracker.set_states({n: _into(live.get(n), state) for n, state in streams.items()})
+
+
+def _into(live: _Stream | None, state: torch.Tensor) -> _Stream:
+    """The stream in this state, in the form that the tracker keeps its streams in."""
+    if isinstance(live, torch.Generator):
+        live.set_state(state)
+        return live
+    core = _core()
+    if core.is_graph_safe_cuda_rng_tracker(_tracker()):
+        return core.convert_cuda_rng_state(state, to_graphable=True)
+    return state
+
+
+def _refuse_graphs_on_cpu(owner: str) -> None:
+    tracker = _tracker()
+    made = any(isinstance(state, torch.Generator) for state in tracker.get_states().values())
+    if torch.cuda.is_available() or made or not _core().is_graph_safe_cuda_rng_tracker(tracker):
+        return
+    raise UnsupportedOptionError(
+        f"{owner}: Megatron-core's tracker was initialised for CUDA graphs "
+        "(use_cudagraphable_rng or TransformerEngine's), and its streams can't be made without "
+        "CUDA. Nothing was changed. Call initialize_rng_tracker() without it."
+    )
+
+
+def _seeds(seed: int, pg: ProcessGroupCollection, data_parallel_random_init: bool) -> _Seeds:
+    """Stream -> seed. The data stream's is also that of all streams outside of the tracker."""
+    gtp = [name for name in ("gtp_remat", "expt_gtp_remat") if getattr(pg, name, None) is not None]
+    if any(pg.size(name) > 1 for name in gtp):
+        raise UnsupportedOptionError(
+            "seed_all: these groups have GTP weight rematerialisation, whose streams megapg does "
+            "not seed. Use Megatron's model_parallel_cuda_manual_seed."
+        )
+    mine = seed + 100 * pg.rank("pp")
+    if data_parallel_random_init:
+        mine += 10 * pg.rank("dp")
+    if seed <= 0 or mine > _MAX_SEED:
+        raise UnsupportedOptionError(
+            f"seed_all: seed={seed} makes {mine} on this rank; both must be from 1 to {_MAX_SEED}."
+        )
+    return {
+        DATA_STREAM: mine,
+        TENSOR_STREAM: mine + 2718 + pg.rank("tp"),
+        EXPERT_STREAM: mine + 1024 + 100 * pg.rank("ep") + pg.rank("expt_tp"),
+    }
+
+
+def _seeded(seeds: _Seeds) -> RngState:
+    seed = seeds[DATA_STREAM]
+    return {
+        "random_rng_state": random.Random(seed).getstate(),
+        "np_rng_state": np.random.RandomState(seed).get_state(),
+        "torch_rng_state": torch.Generator().manual_seed(seed).get_state(),
+        "cuda_rng_state": stream(seed),
+        "rng_tracker_states": {name: stream(each) for name, each in seeds.items()},
+    }
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _device_state() -> torch.Tensor:
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+
+
+def _scratch() -> tuple[torch.Generator, torch.Generator]:
+    return torch.Generator(), torch.Generator(_device())
+
+
+# -- Megatron-core, all versions ---------------------------------------------------------------
+
+_Seeds: TypeAlias = dict[str, int]
+_Stream: TypeAlias = torch.Tensor | torch.Generator
+"""A tensor; a generator in a tracker made for CUDA graphs."""
+
+
+class _Tracker(Protocol):
+    """``CudaRNGStatesTracker``, Megatron-core's or TransformerEngine's."""
+
+    seeds_: set[int]
+
+    def get_states(self) -> Mapping[str, _Stream]: ...
+    def set_states(self, states: dict[str, _Stream]) -> None: ...
+    def reset(self) -> None: ...
+
+
+class _Core(Protocol):
+    """What is used of ``megatron.core.tensor_parallel.random``."""
+
+    def get_cuda_rng_tracker(self) -> _Tracker: ...
+    def is_graph_safe_cuda_rng_tracker(self, tracker: _Tracker) -> bool: ...
+    def convert_cuda_rng_state(self, state: _Stream, to_graphable: bool) -> _Stream: ...
+
+
+def _core() -> _Core:
+    installed_version()
+    module: _Core = importlib.import_module("megatron.core.tensor_parallel.random")
+    return module
+
+
+def _tracker() -> _Tracker:
+    return _core().get_cuda_rng_tracker()

@@ -1,0 +1,640 @@
+"""Publishing checkpoints: killed at every system call, on full disks, with other jobs beside."""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import pytest
+from test_checkpoint_names import complaints, saved
+
+from megapg.checkpoint.names import (
+    PENDING,
+    TRACKER,
+    committed_pending,
+    find,
+    hidden_name,
+    iteration_name,
+    latest,
+    list_checkpoints,
+    read_tracker,
+    tracker_text,
+)
+from megapg.checkpoint.publish import ROOT_LOCK, Partial, _root_locked
+from megapg.errors import CheckpointError, CheckpointSaveError
+
+# ---- shared by the tests and the processes that they start
+
+
+def save(root, name="iter_0000200", mark="new", keep=None):
+    release = name == "release"
+    iteration = 0 if release else int(name.removeprefix("iter_"))
+    partial = Partial.begin(root, iteration=iteration, release=release)
+    saved(partial.path, mark)
+    return partial.publish(keep)
+
+
+def lay_out(root, names, tracked):
+    for name in names:
+        saved(root / name, f"old {name}")
+    if tracked:
+        root.mkdir(exist_ok=True)
+        (root / TRACKER).write_text(tracker_text(tracked))
+
+
+def mark(info):
+    return (info.path / "mark").read_text() if info else None
+
+
+def hidden(root):
+    return {name for name in os.listdir(root) if name.startswith(".")}
+
+
+# ---- kill -9 at every point: these run in a small process of their own that forks the victims
+
+WRITES = {
+    *("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "open", "write", "truncate"),
+    *("flock", "close", "remove"),
+}
+SCENARIOS = {  # what was there, what the tracker named, what is saved, what is kept
+    "first": ((), None, "iter_0000200", None),
+    "next": (("iter_0000100",), "iter_0000100", "iter_0000200", None),
+    "again": (("iter_0000100", "iter_0000200"), "iter_0000200", "iter_0000200", None),
+    "again after a roll-back": (
+        ("iter_0000100", "iter_0000200"),
+        "iter_0000100",
+        "iter_0000200",
+        None,
+    ),
+    "keep": (("iter_0000050", "iter_0000100"), "iter_0000100", "iter_0000200", 1),
+    "release": (("release", "iter_0000100"), "release", "release", None),
+}
+
+
+def killed_at(point, work):
+    """Fork a process that does ``work``, and kill it before or after its n-th write."""
+    pid = os.fork()
+    if pid:
+        _, status = os.waitpid(pid, 0)
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, f"{point}: {status}"
+        return os.WIFSIGNALED(status)
+    try:
+        seen = 0
+
+        def watch(_frame, event, function):
+            nonlocal seen
+            if event in ("c_call", "c_return") and function.__name__ in WRITES:
+                if seen == point:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                seen += 1
+
+        sys.setprofile(watch)
+        work()
+        sys.setprofile(None)
+        os._exit(0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        os._exit(1)
+
+
+def check_what_a_kill_left(root, allowed):
+    """It is found, it is found again after the next save has cleaned up, and nothing remains."""
+    before = latest(root)
+    assert mark(before) in allowed, (mark(before), sorted(os.listdir(root)))
+    for info in list_checkpoints(root):
+        assert not info.complete or mark(info), info
+    Partial.begin(root, iteration=999).discard()
+    after = latest(root)
+    assert mark(after) == mark(before), (mark(before), mark(after))
+    assert hidden(root) == {ROOT_LOCK}, hidden(root)
+    if after:
+        assert after.path == root / (read_tracker(root) or after.path.name)
+    return mark(before)
+
+
+def kill_everywhere(scenario, directory):
+    names, tracked, name, keep = SCENARIOS[scenario]
+    previous = f"old {tracked}" if tracked else None
+    found, point = [], 0
+    while True:
+        root = directory / f"{point}"
+        lay_out(root, names, tracked)
+        if not killed_at(point, lambda root=root: save(root, name, "new", keep)):
+            break
+        root.mkdir(exist_ok=True)
+        found.append(check_what_a_kill_left(root, {previous, "new"}))
+        # Only what is retired, and only once the new one is there, may be missing.
+        for old in {*names} - {name}:
+            if keep is None or found[-1] != "new":
+                assert mark(find(root, old)) == f"old {old}", old
+        shutil.rmtree(root)
+        point += 1
+    assert mark(latest(root)) == "new"
+    assert hidden(root) == {ROOT_LOCK}
+    if keep == 1:
+        assert [info.path.name for info in list_checkpoints(root)] == [name]
+    commit = found.index("new")
+    assert set(found[:commit]) == {previous}, found
+    assert set(found[commit:]) == {"new"}, found
+    return {"points": point, "commit": commit}
+
+
+def kill_twice(directory, samples):
+    """A save is killed, and so is the next one, at random points of both."""
+    random, times = Random(4), 0
+    names, tracked, name, _ = SCENARIOS["again after a roll-back"]
+    for number in range(samples):
+        root = directory / f"{number}"
+        lay_out(root, names, tracked)
+        first, second = random.randrange(150), random.randrange(200)
+        times += killed_at(first, lambda root=root: save(root, name, "second"))
+        allowed = {mark(latest(root)), "third"}
+        assert allowed <= {f"old {tracked}", "second", "third"}, allowed
+        times += killed_at(second, lambda root=root: save(root, name, "third"))
+        try:
+            check_what_a_kill_left(root, allowed)
+        except AssertionError as error:
+            raise AssertionError(f"killed at {first}, then at {second}: {error}") from None
+        shutil.rmtree(root)
+    return {"kills": times}
+
+
+def kill_discard(directory):
+    point = 0
+    while True:
+        root = directory / f"{point}"
+        lay_out(root, ("iter_0000100",), "iter_0000100")
+
+        def work(root=root):
+            partial = Partial.begin(root, iteration=200)
+            saved(partial.path)
+            partial.discard()
+
+        if not killed_at(point, work):
+            break
+        check_what_a_kill_left(root, {"old iter_0000100"})
+        shutil.rmtree(root)
+        point += 1
+    assert hidden(root) == {ROOT_LOCK}
+    return {"points": point}
+
+
+def commit_many(root, who, iterations):
+    for number, iteration in enumerate(iterations):
+        save(root, iteration_name(iteration), f"{who} {number}")
+    return {}
+
+
+def hold(root):
+    partial = Partial.begin(root, iteration=7)
+    saved(partial.path)
+    print(json.dumps(str(partial.path)), flush=True)
+    signal.pause()
+
+
+JOBS = {
+    "kill_everywhere": lambda scenario, root: kill_everywhere(scenario, Path(root)),
+    "kill_twice": lambda root, samples: kill_twice(Path(root), samples),
+    "kill_discard": lambda root: kill_discard(Path(root)),
+    "commit_many": lambda root, who, iterations: commit_many(Path(root), who, iterations),
+    "hold": lambda root: hold(Path(root)),
+}
+
+if __name__ == "__main__":
+    print(json.dumps(JOBS[sys.argv[1]](*json.loads(sys.argv[2]))), flush=True)
+    sys.exit(0)
+
+
+def start(job, *args):
+    # Only the standard library beyond pytest: such a process has one thread and may fork.
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", __file__, job, json.dumps(args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def result(process, deadline=120):
+    try:
+        out, err = process.communicate(timeout=deadline)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_killed_at_every_write(tmp_path, scenario):
+    said = result(start("kill_everywhere", scenario, str(tmp_path)))
+    assert 0 < said["commit"] < said["points"]
+    assert said["points"] > 50
+
+
+def test_killed_twice(tmp_path):
+    assert result(start("kill_twice", str(tmp_path), 150))["kills"] > 150
+
+
+def test_killed_while_discarding(tmp_path):
+    assert result(start("kill_discard", str(tmp_path)))["points"] > 30
+
+
+# ---- one process
+
+
+def test_the_way_of_a_checkpoint(tmp_path):
+    root = tmp_path / "new" / "dir"
+    partial = Partial.begin(root, iteration=123)
+    assert partial.path.parent == root
+    assert partial.path.name.startswith(".iter_0000123.partial-")
+    saved(partial.path)
+    assert latest(root) is None
+    info = partial.publish()
+    assert info == latest(root) == find(root, "iter_0000123")
+    assert info.path == root / "iter_0000123"
+    assert sorted(os.listdir(info.path)) == [".metadata", "common.pt", "mark", "metadata.json"]
+    assert (root / TRACKER).read_bytes() == b"123"
+    assert hidden(root) == {ROOT_LOCK}
+    assert (root / ROOT_LOCK).stat().st_mode & 0o111 == 0
+    partial.discard()
+    assert latest(root) == info
+    with pytest.raises(CheckpointSaveError, match="published or discarded already"):
+        partial.publish()
+
+    assert save(root, "release").release
+    assert (root / TRACKER).read_bytes() == b"release"
+    assert save(str(root), "iter_0000005").path == root / "iter_0000005"  # the tracker goes back
+    assert latest(root).iteration == 5
+
+
+def test_everything_is_on_disk_before_the_next_step(tmp_path, monkeypatch):
+    save(tmp_path)
+    steps = []
+
+    def record(name):
+        real = getattr(os, name)
+
+        def call(*args):
+            what = [os.readlink(f"/proc/self/fd/{a}") if isinstance(a, int) else a for a in args]
+            steps.append((name, *(Path(w).name for w in what)))
+            return real(*args)
+
+        monkeypatch.setattr(os, name, call)
+
+    partial = Partial.begin(tmp_path, iteration=200)
+    saved(partial.path)
+    token = partial.path.name.rpartition("-")[2]
+    if not os.path.exists("/proc/self/fd"):
+        pytest.skip("needs /proc to tell which file is synced")
+    for name in ("fsync", "rename", "replace"):
+        record(name)
+    partial.publish()
+    root, pending = tmp_path.name, f"{PENDING}{token}"
+    replaced = f".iter_0000200.replaced-{token}"
+    expected = [
+        ("fsync", partial.path.name),
+        ("fsync", root),
+        ("fsync", pending),
+        ("fsync", root),
+        ("rename", "iter_0000200", replaced),
+        ("rename", partial.path.name, "iter_0000200"),
+        ("fsync", root),
+        ("replace", pending, TRACKER),
+        ("fsync", root),
+    ]
+    assert steps[: len(expected)] == expected
+    assert [step[:2] for step in steps[len(expected) :]] == [("rename", replaced)]
+
+
+def test_what_is_not_complete_is_not_published(tmp_path):
+    save(tmp_path, "iter_0000100")
+    partial = Partial.begin(tmp_path, iteration=200)
+    with pytest.raises(CheckpointSaveError, match=r"has no metadata.json, so it is not published"):
+        partial.publish()
+    saved(partial.path)
+    (partial.path / "common.pt").unlink()
+    with pytest.raises(CheckpointSaveError, match=r"has no common.pt"):
+        partial.publish()
+    assert latest(tmp_path).iteration == 100
+    saved(partial.path)
+    assert partial.publish().iteration == 200
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_keeping_nothing_is_refused(tmp_path, keep):
+    partial = Partial.begin(tmp_path, iteration=1)
+    saved(partial.path)
+    with pytest.raises(CheckpointSaveError, match=f"keep={keep}: give how many"):
+        partial.publish(keep)
+    assert partial.publish(1).complete
+
+
+def test_a_negative_iteration_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="iteration -1"):
+        Partial.begin(tmp_path / "dir", iteration=-1)
+    assert not (tmp_path / "dir").exists()
+
+
+def test_retention(tmp_path):
+    def kept():
+        return sorted(p.name for p in tmp_path.iterdir() if p.name not in (ROOT_LOCK, TRACKER))
+
+    lay_out(tmp_path, ["release", *map(iteration_name, (1, 2, 3, 4, 5))], "iter_0000005")
+    elsewhere = saved(tmp_path.parent / f"{tmp_path.name}-elsewhere")
+    (tmp_path / "iter_0000000").symlink_to(elsewhere)
+    (tmp_path / "iter_0000002" / ".metadata").unlink()
+    always = ["iter_0000000", "iter_0000002", "release"]  # a link, incomplete, a release
+    save(tmp_path, "iter_0000006", keep=3)
+    assert kept() == sorted([*always, "iter_0000004", "iter_0000005", "iter_0000006"])
+    save(tmp_path, "iter_0000006", keep=2)
+    assert kept() == sorted([*always, "iter_0000005", "iter_0000006"])
+    # Rolled back: the newest one stays, although the new one is older.
+    save(tmp_path, "iter_0000003", keep=1)
+    assert kept() == sorted([*always, "iter_0000003", "iter_0000006"])
+    save(tmp_path, "release", keep=1)
+    assert kept() == sorted([*always, "iter_0000006"])
+    assert (tmp_path / "iter_0000000").is_symlink()
+    assert elsewhere.is_dir()
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_replaced_and_its_target_stays(tmp_path):
+    elsewhere = saved(tmp_path / "elsewhere", "there")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "iter_0000200").symlink_to(elsewhere)
+    info = save(root)
+    assert not info.path.is_symlink()
+    assert mark(info) == "new"
+    assert (elsewhere / "mark").read_text() == "there"
+    assert hidden(root) == {ROOT_LOCK}
+
+
+def test_several_saves_in_one_process(tmp_path):
+    partials = [Partial.begin(tmp_path, iteration=i) for i in (1, 2, 2, 3)]
+    for number, partial in enumerate(partials):
+        saved(partial.path, f"{number}")
+    assert [info.complete for info in list_checkpoints(tmp_path)] == [False] * 4
+    partials[3].publish()
+    partials[0].discard()
+    partials[2].publish()
+    partials[1].publish()
+    assert [(i.iteration, mark(i)) for i in list_checkpoints(tmp_path)] == [(2, "1"), (3, "3")]
+    assert latest(tmp_path).iteration == 2
+    assert hidden(tmp_path) == {ROOT_LOCK}
+
+
+def test_a_forgotten_save_is_dead(tmp_path):
+    with pytest.warns(ResourceWarning):
+        Partial.begin(tmp_path, iteration=1)
+        import gc
+
+        gc.collect()
+    assert len(list_checkpoints(tmp_path)) == 1
+    Partial.begin(tmp_path, iteration=2).discard()
+    assert list_checkpoints(tmp_path) == ()
+
+
+def test_a_forked_child_does_not_take_the_lock_with_it(tmp_path):
+    partial = Partial.begin(tmp_path, iteration=1)
+    pid = os.fork()
+    if not pid:
+        partial._lock = None  # closes its copy of the handle, as at a child's end
+        os._exit(0)
+    os.waitpid(pid, 0)
+    Partial.begin(tmp_path, iteration=2).discard()
+    assert partial.path.exists()
+    partial.discard()
+
+
+def test_when_renaming_fails_everything_is_as_before(tmp_path, monkeypatch):
+    save(tmp_path, mark="old")
+    partial = Partial.begin(tmp_path, iteration=200)
+    saved(partial.path, "new")
+    real = os.rename
+
+    def rename(source, target):
+        if Path(source) == partial.path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        with pytest.raises(CheckpointSaveError, match=r"can't publish .*: Input/output error"):
+            partial.publish()
+    assert mark(latest(tmp_path)) == "old"
+    assert not any(name.startswith(PENDING) or "replaced" in name for name in hidden(tmp_path))
+    assert mark(partial.publish()) == "new"
+
+
+def test_when_only_the_tracker_fails_the_next_save_writes_it(tmp_path, monkeypatch):
+    save(tmp_path, "iter_0000100")
+    partial = Partial.begin(tmp_path, iteration=200)
+    saved(partial.path)
+
+    def replace(source, target):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with pytest.raises(CheckpointSaveError, match="is complete, but latest_checkpointed_"):
+            partial.publish()
+    partial.discard()  # as a caller does after an error; what is published stays
+    assert committed_pending(tmp_path)
+    assert latest(tmp_path).iteration == 200
+    assert read_tracker(tmp_path) == "iter_0000100"
+    Partial.begin(tmp_path, iteration=300).discard()
+    assert read_tracker(tmp_path) == "iter_0000200"
+    assert hidden(tmp_path) == {ROOT_LOCK}
+
+
+def test_clean_up_that_fails_is_logged_and_done_later(tmp_path, monkeypatch, caplog):
+    def rmtree(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    save(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", rmtree)
+        assert mark(save(tmp_path, mark="newer")) == "newer"
+    assert "could not delete" in complaints(caplog)[0]
+    assert len(hidden(tmp_path)) == 2
+    Partial.begin(tmp_path, iteration=1).discard()
+    assert hidden(tmp_path) == {ROOT_LOCK}
+
+
+def test_a_locked_root_is_an_error_that_names_the_holder(tmp_path):
+    partial = Partial.begin(tmp_path, iteration=1, timeout=0.1)
+    saved(partial.path)
+    with _root_locked(tmp_path, 1):
+        holder = rf"locked by another save \(.*, pid {os.getpid()}, since .*stayed so for 0.1 s"
+        with pytest.raises(CheckpointSaveError, match=holder):
+            partial.publish()
+        with pytest.raises(CheckpointSaveError, match=holder):
+            Partial.begin(tmp_path, iteration=2, timeout=0.1)
+    assert partial.publish().complete
+    assert hidden(tmp_path) == {ROOT_LOCK}
+
+
+def test_where_there_are_no_locks_saves_go_on_and_nothing_unfinished_is_removed(
+    tmp_path, monkeypatch, caplog
+):
+    def flock(file, how):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    first = Partial.begin(tmp_path, iteration=1)
+    second = Partial.begin(tmp_path, iteration=2)
+    for partial in (first, second):
+        saved(partial.path)
+        partial.publish()
+    assert latest(tmp_path).iteration == 2
+    assert "no file locks here" in complaints(caplog)[0]
+
+
+# ---- roots that can't be written
+
+
+def mounted(directory, options):
+    if shutil.which("mount") is None:
+        pytest.skip("there is no mount")
+    directory.mkdir(exist_ok=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "none", str(directory)], capture_output=True
+    )
+    if done.returncode:
+        pytest.skip("may not mount a small file system here")
+
+
+@contextmanager
+def file_system(directory, options="size=64k"):
+    mounted(directory, options)
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def test_a_full_disk(tmp_path):
+    with file_system(tmp_path / "small") as root:
+        save(root, "iter_0000100")
+        partial = Partial.begin(root, iteration=200)
+        saved(partial.path)
+        free = os.statvfs(root)
+        (root / "ballast").write_bytes(b"x" * free.f_bavail * free.f_bsize)
+        said = r"can't publish a checkpoint in .*small: No space left on device. Free some space"
+        with pytest.raises(CheckpointSaveError, match=said):
+            partial.publish()
+        assert latest(root).iteration == 100
+        assert not any(name.startswith(PENDING) for name in hidden(root))
+        (root / "ballast").unlink()
+        assert partial.publish().iteration == 200
+
+
+def test_no_inode_is_left(tmp_path):
+    with file_system(tmp_path / "small", "nr_inodes=8") as root:
+        save(root, "iter_0000100")
+        for number in range(8):
+            try:
+                (root / f"ballast{number}").touch()
+            except OSError:
+                break
+        with pytest.raises(CheckpointSaveError, match="No space left on device. Free some space"):
+            Partial.begin(root, iteration=200)
+        assert latest(root).iteration == 100
+        assert hidden(root) == {ROOT_LOCK}
+
+
+def test_a_read_only_root(tmp_path):
+    with file_system(tmp_path / "small") as root:
+        save(root, "iter_0000100")
+        subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
+        with pytest.raises(CheckpointSaveError, match="Read-only file system. Mount it"):
+            Partial.begin(root, iteration=200)
+        assert latest(root).iteration == 100
+
+
+def test_a_root_without_permission(tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    tmp_path.chmod(0o555)
+    try:
+        with pytest.raises(CheckpointSaveError, match="Permission denied. Give this user"):
+            Partial.begin(tmp_path, iteration=1)
+    finally:
+        tmp_path.chmod(0o755)
+
+
+def test_a_root_that_can_not_be(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for root in (file, file / "below"):
+        with pytest.raises(CheckpointSaveError, match=r"can't make .*There is a file where a dir"):
+            Partial.begin(root, iteration=1)
+    if os.path.isdir("/proc/self"):
+        with pytest.raises(CheckpointSaveError, match=r"can't make /proc/self/ckpt: "):
+            Partial.begin("/proc/self/ckpt", iteration=1)
+
+
+# ---- several processes
+
+
+def test_another_process_lives_and_dies(tmp_path):
+    process = start("hold", str(tmp_path))
+    try:
+        path = Path(json.loads(process.stdout.readline()))
+        save(tmp_path, "iter_0000100")
+        assert path.exists()
+        process.kill()
+        process.wait()
+        save(tmp_path, "iter_0000200")
+        assert not path.exists()
+        assert hidden(tmp_path) == {ROOT_LOCK}
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same iterations", "different iterations"])
+def test_two_jobs_save_into_one_directory(tmp_path, caplog, same):
+    save(tmp_path, "iter_0000001", "first")
+    rounds = 40
+    iterations = {
+        who: [2 + n % 3 if same else 2 + 2 * n + job for n in range(rounds)]
+        for job, who in enumerate(("a", "b"))
+    }
+    jobs = [start("commit_many", str(tmp_path), who, i) for who, i in iterations.items()]
+    looks = 0
+    while any(job.poll() is None for job in jobs):
+        info = latest(tmp_path)
+        assert info is not None
+        assert info.complete
+        looks += 1
+    for job in jobs:
+        result(job)
+    assert looks > 10
+    assert complaints(caplog) == []  # a reader never sees the tracker name what is not there
+    assert hidden(tmp_path) == {ROOT_LOCK}
+    expected = {1, *iterations["a"], *iterations["b"]}
+    assert [i.iteration for i in list_checkpoints(tmp_path)] == sorted(expected)
+    assert all(i.complete for i in list_checkpoints(tmp_path))
+    ends = {(iterations[who][-1], f"{who} {rounds - 1}") for who in iterations}
+    assert (latest(tmp_path).iteration, mark(latest(tmp_path))) in ends
+
+
+def test_a_removed_directory_is_deleted_by_any_later_save(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    saved(tmp_path / hidden_name("iter_0000001", "removed", "ab"))
+    saved(tmp_path / hidden_name("iter_0000002", "partial", "ab"))
+    save(tmp_path)
+    assert hidden(tmp_path) == {ROOT_LOCK}
+    assert "which a save that died has left" in caplog.text
