@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -9,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -109,17 +112,17 @@ def killed_at(point, work):
 
 def check_what_a_kill_left(root, allowed):
     """It is found, it is found again after the next save has cleaned up, and nothing remains."""
-    before = latest(root)
-    assert mark(before) in allowed, (mark(before), sorted(os.listdir(root)))
+    before = mark(latest(root))
+    assert before in allowed, (before, sorted(os.listdir(root)))
     for info in list_checkpoints(root):
         assert not info.complete or mark(info), info
     Partial.begin(root, iteration=999).discard()
     after = latest(root)
-    assert mark(after) == mark(before), (mark(before), mark(after))
+    assert mark(after) == before, (before, mark(after))
     assert hidden(root) == {ROOT_LOCK}, hidden(root)
     if after:
         assert after.path == root / (read_tracker(root) or after.path.name)
-    return mark(before)
+    return before
 
 
 def kill_everywhere(scenario, directory):
@@ -235,19 +238,29 @@ def result(process, deadline=120):
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.fixture
+def memory(tmp_path):
+    """A directory where syncing costs nothing, if there is one: a kill loses no written file."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield str(tmp_path)
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield directory
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_killed_at_every_write(tmp_path, scenario):
-    said = result(start("kill_everywhere", scenario, str(tmp_path)))
+def test_killed_at_every_write(memory, scenario):
+    said = result(start("kill_everywhere", scenario, memory))
     assert 0 < said["commit"] < said["points"]
     assert said["points"] > 50
 
 
-def test_killed_twice(tmp_path):
-    assert result(start("kill_twice", str(tmp_path), 150))["kills"] > 150
+def test_killed_twice(memory):
+    assert result(start("kill_twice", memory, 150))["kills"] > 150
 
 
-def test_killed_while_discarding(tmp_path):
-    assert result(start("kill_discard", str(tmp_path)))["points"] > 30
+def test_killed_while_discarding(memory):
+    assert result(start("kill_discard", memory))["points"] > 30
 
 
 # ---- one process
@@ -395,10 +408,9 @@ def test_several_saves_in_one_process(tmp_path):
 
 
 def test_a_forgotten_save_is_dead(tmp_path):
-    with pytest.warns(ResourceWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the file that nobody closed
         Partial.begin(tmp_path, iteration=1)
-        import gc
-
         gc.collect()
     assert len(list_checkpoints(tmp_path)) == 1
     Partial.begin(tmp_path, iteration=2).discard()
@@ -504,20 +516,12 @@ def test_where_there_are_no_locks_saves_go_on_and_nothing_unfinished_is_removed(
 # ---- roots that can't be written
 
 
-def mounted(directory, options):
-    if shutil.which("mount") is None:
-        pytest.skip("there is no mount")
-    directory.mkdir(exist_ok=True)
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "none", str(directory)], capture_output=True
-    )
-    if done.returncode:
-        pytest.skip("may not mount a small file system here")
-
-
 @contextmanager
 def file_system(directory, options="size=64k"):
-    mounted(directory, options)
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(directory)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("may not mount a small file system here")
     try:
         yield directory
     finally:
@@ -541,14 +545,14 @@ def test_a_full_disk(tmp_path):
 
 
 def test_no_inode_is_left(tmp_path):
-    with file_system(tmp_path / "small", "nr_inodes=8") as root:
+    with file_system(tmp_path / "small", "nr_inodes=20") as root:
         save(root, "iter_0000100")
-        for number in range(8):
+        for number in range(20):
             try:
                 (root / f"ballast{number}").touch()
             except OSError:
                 break
-        with pytest.raises(CheckpointSaveError, match="No space left on device. Free some space"):
+        with pytest.raises(CheckpointSaveError, match=r"No space left on device\. Free some"):
             Partial.begin(root, iteration=200)
         assert latest(root).iteration == 100
         assert hidden(root) == {ROOT_LOCK}
@@ -558,7 +562,7 @@ def test_a_read_only_root(tmp_path):
     with file_system(tmp_path / "small") as root:
         save(root, "iter_0000100")
         subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
-        with pytest.raises(CheckpointSaveError, match="Read-only file system. Mount it"):
+        with pytest.raises(CheckpointSaveError, match=r"Read-only file system\. Mount it"):
             Partial.begin(root, iteration=200)
         assert latest(root).iteration == 100
 
@@ -568,7 +572,7 @@ def test_a_root_without_permission(tmp_path):
         pytest.skip("root may write anywhere")
     tmp_path.chmod(0o555)
     try:
-        with pytest.raises(CheckpointSaveError, match="Permission denied. Give this user"):
+        with pytest.raises(CheckpointSaveError, match=r"Permission denied\. Give this user"):
             Partial.begin(tmp_path, iteration=1)
     finally:
         tmp_path.chmod(0o755)

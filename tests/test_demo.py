@@ -17,7 +17,7 @@ from megapg.demo import ranks
 from megapg.demo.job import GPTRun, TrainingResult
 from megapg.demo.ranks import RankReport, Usage
 from megapg.demo.text import NoTextError, read_text
-from megapg.demo.verdict import judge
+from megapg.demo.verdict import judge, judge_resumed
 from megapg.megatron import GlobalRead
 from megapg.testing import run_distributed
 
@@ -44,9 +44,10 @@ def test_the_default_layout_holds_every_row():
     assert "on 4 CPU ranks" in shown
     assert "cross_entropy.py" in shown or "dot_product_attention.py" in shown
     verdict = shown.partition("verdict")[2]
-    assert verdict.count("yes") == 7
+    assert verdict.count("yes") == 9
     assert "12 of 12 equal" in verdict
     assert "4 of 4 ranks" in verdict
+    assert "resumed as tp2: the same loss" in " ".join(verdict.split())
 
 
 def test_experts_and_the_users_own_text(tmp_path):
@@ -166,6 +167,31 @@ def test_each_row_of_the_verdict_can_fail():
     rows = judge(saw_nothing, good, left_over=0)
     assert [row.held for row in rows] == [True, True, True, False, False, True, True]
     assert not judge(good, good, left_over=1)[6].held
+
+
+def result(losses, at_checkpoint, weights="abc"):
+    return report(result=TrainingResult(losses, weights, 10, 1.0, 7, at_checkpoint))
+
+
+def test_each_row_about_resuming_can_fail():
+    whole = [result((5.0, 4.0, 3.0), 3.5)] * 2
+    good = [result((3.0,), 3.5)] * 2
+    recut = [result((3.01,), 3.500001)] * 2
+
+    def held(resumed, recut):
+        return [row.held for row in judge_resumed(whole, resumed, recut, "as dp2")]
+
+    assert held(good, recut) == [True, True]
+    assert held(good, []) == [True]
+    for wrong in (
+        result((3.0000001,), 3.5),
+        result((3.0,), 3.5000001),
+        result((3.0,), 3.5, "abd"),
+        result((), 3.5),
+    ):
+        assert held([good[0], wrong], recut) == [False, True]
+    for wrong in (result((3.0,), 3.5001), result((3.5,), 3.5), result((3.0,), None)):
+        assert held(good, [wrong]) == [True, False]
 
 
 def trains_and_makes_groups(count):

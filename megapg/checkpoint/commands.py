@@ -7,14 +7,16 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Never
+from typing import TYPE_CHECKING, Annotated, Never, ParamSpec
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from megapg.errors import CheckpointError, CheckpointNotFoundError
 from megapg.layout import ParallelLayout
@@ -26,19 +28,30 @@ if TYPE_CHECKING:  # they import torch, which takes seconds that --help should n
     from megapg.checkpoint.manifest import Report
     from megapg.checkpoint.names import CheckpointInfo
 
+P = ParamSpec("P")
+
 app = typer.Typer(
     help="Look at checkpoints and check them: no GPU, no process group, no tensors loaded, and "
     "nothing run that a checkpoint says.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    add_completion=False,
 )
 
 _ROWS = 20  # of a long list, unless --all
 
+
+def _command(function: Callable[P, None]) -> Callable[P, None]:
+    """Add a command to the app; typer alone would keep the line breaks of its docstring."""
+    paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
+    app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs))(function)
+    return function
+
+
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs, on one line.")]
 
 
-@app.command()
+@_command
 def ls(
     directory: Annotated[
         Path, typer.Argument(help="Where the checkpoints are: what was given to save.")
@@ -73,14 +86,14 @@ def ls(
             )
             return
         if not found:
-            Console().print(f"no checkpoints in {directory}", highlight=False, markup=False)
+            Console(soft_wrap=True).print(_plain(f"no checkpoints in {directory}"))
             return
         table = _table("", "iteration", "state", "size", "saved by", "saved at", right=(1, 3))
         for info, layout, problem, is_latest in found:
             table.add_row(
                 "*" if is_latest else "",
                 "release" if info.release else str(info.iteration),
-                problem or "complete",
+                _plain(problem or "complete"),
                 decimal(info.size),
                 _said(layout),
                 info.saved_at.astimezone().strftime("%Y-%m-%d %H:%M") if info.saved_at else "",
@@ -88,7 +101,7 @@ def ls(
         Console().print(table)
 
 
-@app.command()
+@_command
 def inspect(
     path: Annotated[
         Path,
@@ -121,7 +134,7 @@ def inspect(
             _show(contents, None if everything else _ROWS)
 
 
-@app.command()
+@_command
 def verify(
     path: Annotated[
         Path,
@@ -174,7 +187,7 @@ def verify(
             )
         else:
             for info in incomplete:
-                _line(f"[red]incomplete[/]  {info.path.name}: {info.problem}")
+                _line("incomplete", "red", f"{info.path.name} {info.problem}")
     if incomplete or not all(report.good for report in reports):
         raise typer.Exit(1)
 
@@ -348,7 +361,7 @@ def _show(contents: Contents, rows: int | None) -> None:
     facts.add_column(overflow="fold")
 
     def fact(name: str, value: object) -> None:
-        facts.add_row(name, typer.style(str(value)))
+        facts.add_row(name, _plain(value))
 
     fact("checkpoint", contents.path)
     fact("iteration", "unknown" if contents.iteration is None else contents.iteration)
@@ -381,7 +394,7 @@ def _show(contents: Contents, rows: int | None) -> None:
     _list(console, table, len(tensors), rows)
     table = _table("object", "entries", "size", right=(1, 2))
     for row in objects[:rows]:
-        table.add_row(str(row["key"]), str(row["entries"]), decimal(_sum([row], "bytes")))
+        table.add_row(_plain(row["key"]), str(row["entries"]), decimal(_sum([row], "bytes")))
     _list(console, table, len(objects), rows)
 
 
@@ -413,18 +426,21 @@ def _table(*names: str, right: Sequence[int] = ()) -> Table:
 
 
 def _say(report: Report) -> None:
-    what = f"{report.path.name}: {report.files} files, {decimal(report.size)}"
     note = "" if report.manifest else ", no manifest to compare with"
-    if report.good:
-        _line(f"[green]good[/]  {what}{note}")
-    else:
-        _line(f"[red]bad[/]   {what}{note}")
+    what = f"{report.path.name}: {report.files} files, {decimal(report.size)}{note}"
+    _line(*(("good", "green") if report.good else ("bad", "red")), what)
     for problem in report.problems:
-        Console(soft_wrap=True).print(f"      {problem}", highlight=False, markup=False)
+        Console(soft_wrap=True).print("     ", _plain(problem))
 
 
-def _line(markup: str) -> None:
-    Console(soft_wrap=True).print(markup, highlight=False)
+def _line(verdict: str, colour: str, what: str) -> None:
+    Console(soft_wrap=True).print(Text(verdict, style=colour), "", _plain(what))
+
+
+def _plain(value: object) -> Text:
+    """What a stranger's file may have named: it must not draw on the terminal."""
+    escaped = (char if char.isprintable() else ascii(char)[1:-1] for char in str(value))
+    return Text("".join(escaped))
 
 
 @contextlib.contextmanager
@@ -463,6 +479,5 @@ def _refusing() -> Iterator[None]:
 
 def _refuse(message: str) -> Never:
     console = Console(stderr=True, soft_wrap=True)
-    console.print("error", style="bold red", end=" ")
-    console.print(message, highlight=False, markup=False)
+    console.print(Text("error", style="bold red"), _plain(message))
     raise typer.Exit(2)

@@ -260,16 +260,11 @@ def _random_streams(
         return None, None
     return record_for_this_rank(
         layouts,
-        lambda name: _unwrapped(contents.read_object(name)),
+        contents.read_object,
         pg,
         saved=contents.saved_layout(),
         iteration=contents.iteration or 0,
     )
-
-
-def _unwrapped(entry: object) -> object:
-    """Megatron-core saves an object in a list of one."""
-    return entry[0] if isinstance(entry, list) and len(entry) == 1 else entry
 
 
 def _number(state: Mapping[str, object], name: str) -> float:

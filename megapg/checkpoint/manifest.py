@@ -222,6 +222,8 @@ class _Check:
         if metadata is not None:
             if not self._problems.keys() & {COMMON_FILE, CONFIG_FILE}:
                 self._read(COMMON_FILE, lambda: read_common(self._path, metadata))
+                if expected is None and COMMON_FILE in self._files:
+                    self._check_common()
             self._check_places(metadata, archives=expected is None)
         self._on_progress(self._total, self._total)
         return Report(
@@ -325,6 +327,16 @@ class _Check:
             backend = config.get("sharded_backend") if isinstance(config, dict) else None
             if backend != "torch_dist":
                 self._add(CONFIG_FILE, f"names the format {backend!r}, not 'torch_dist'")
+
+    def _check_common(self) -> None:
+        """``common.pt`` loads; the sums inside of it tell whether as it was saved."""
+        try:
+            with open_regular(self._path / COMMON_FILE) as stream:
+                whole = _StorageInfo(COMMON_FILE, 0, self._files[COMMON_FILE])
+                if problem := _archive_problem(_Window(stream, whole), None):
+                    self._add(COMMON_FILE, f"is damaged: it {problem}")
+        except Exception as error:  # a zip file can be broken in too many ways to list
+            self._add(COMMON_FILE, f"is damaged ({type(error).__name__}: {error})")
 
     def _check_places(self, metadata: Metadata, *, archives: bool) -> None:
         """What ``.metadata`` says about the shards, against the files; their insides on request."""

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
@@ -30,6 +31,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointError, CheckpointMismatchError, UnsupportedOptionError
@@ -212,8 +214,81 @@ def check_reshard(
     current: ParallelLayout,
     has_experts: bool,
 ) -> None:
-    """Say now, from the metadata alone, if this optimizer state can't be cut for this layout."""
-    pass
+    """Say from the metadata alone what optimizer state can't be cut for this layout.
+
+    Nothing is read and nothing communicated, so every rank comes to the same answer. Loading the
+    model without the optimizer is not limited so.
+
+    Args:
+        metadata: ``content_metadata`` of the checkpoint; None where it has none.
+        saved: the layout that wrote it; None where that is not known.
+        current: the layout that is going to load it.
+        has_experts: whether the model has experts.
+
+    Raises:
+        CheckpointMismatchError: what stands against it, and what to do.
+    """
+    if metadata is None:
+        raise CheckpointMismatchError(
+            f"the checkpoint has no content metadata, as before Megatron-core 0.13, so how its "
+            f"optimizer state is sharded isn't known. {_WITHOUT}"
+        )
+    sharding = metadata.get(_TYPE, "fully_reshardable")  # absent: not a distributed optimizer
+    if sharding not in get_args(Sharding):
+        why = _UNREADABLE.get(str(sharding), "is not known")
+        raise CheckpointMismatchError(
+            f"the optimizer state of the checkpoint is sharded as {sharding!r}, which {why}. "
+            f"{_WITHOUT}"
+        )
+    if sharding == "dp_reshardable":
+        _check_same_buckets(saved, current, has_experts)
+    elif has_experts and not metadata.get("chained_optim_avoid_prefix"):
+        if saved is None or (saved.ep > 1) != (current.ep > 1):
+            before = "an unknown ep" if saved is None else f"ep={saved.ep}"
+            raise CheckpointMismatchError(
+                "the checkpoint was saved without chained_optim_avoid_prefix, so its optimizer "
+                f"state is named after how experts were split: {before} then, ep={current.ep} now. "
+                f"Load it with the same ep. {_WITHOUT}"
+            )
+
+
+_WITHOUT = "Load the model without the optimizer (optimizer=None), or save it again from there."
+
+_UNREADABLE = {
+    "fully_sharded_model_space": "Megatron-core from 0.16 on refuses (flattened tensors)",
+    "dp_zero_gather_scatter": "needs gloo groups that an optimizer on explicit groups doesn't have",
+    "fully_sharded_bucket_space": "Megatron-core can no longer read",
+    "fsdp_dtensor": "is Megatron-FSDP's, in another format",
+}
+
+
+def _check_same_buckets(
+    saved: ParallelLayout | None, current: ParallelLayout, has_experts: bool
+) -> None:
+    """The bucket format knows a piece by its model-parallel rank's number and place in a bucket."""
+    if saved is None:
+        raise CheckpointMismatchError(
+            "the optimizer state is sharded as 'dp_reshardable', which only the layout that saved "
+            f"it can read (apart from data parallelism), and that layout is not known. {_WITHOUT}"
+        )
+    then, now = _grid(saved, has_experts), _grid(current, has_experts)
+    changed = [f"{name} {then[name]} -> {now[name]}" for name in then if then[name] != now[name]]
+    if changed:
+        raise CheckpointMismatchError(
+            "the optimizer state is sharded as 'dp_reshardable': only data parallelism may change, "
+            f"and here it is {', '.join(changed)}. Load it in the layout that saved it and save it "
+            f"with sharding='fully_reshardable', which every layout can read. {_WITHOUT}"
+        )
+
+
+def _grid(layout: ParallelLayout, has_experts: bool) -> dict[str, object]:
+    """What numbers the model-parallel ranks and cuts their parameters into buckets."""
+    sizes = {"tp": layout.tp, "pp": layout.pp}
+    if has_experts:
+        sizes |= {"ep": layout.ep, "expt_tp": layout.expt_tp}
+    axes = {name: max(size, layout.expt_tp if name == "tp" else 1) for name, size in sizes.items()}
+    order = "-".join(axis for axis in layout.order.split("-") if axes.get(axis, 1) > 1)
+    return {**sizes, "vpp": layout.vpp or 1, "order": order}
 
 
 # -- parts of a state ------------------------------------------------------------------------------
@@ -247,6 +322,24 @@ def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]]:
     return groups
 
 
+def _check_kind(leaf: Any, part: Mapping[str, Any]) -> None:
+    """The state of one kind of Megatron's optimizers has no place in another."""
+    if "param_state_sharding_type" in part:
+        saved = "DistributedOptimizer"
+    else:
+        saved = "FP32Optimizer" if "param_groups" in part else "Float16OptimizerWithFloat16Params"
+    if isinstance(leaf, DistributedOptimizer):
+        ours = "DistributedOptimizer"
+    else:
+        mixed = isinstance(leaf, MixedPrecisionOptimizer)
+        ours = "Float16OptimizerWithFloat16Params" if mixed else "FP32Optimizer"
+    if saved != ours:
+        raise CheckpointMismatchError(
+            f"the optimizer state of the checkpoint is that of a {saved}, and this optimizer is a "
+            f"{ours}. Build it as it was (use_distributed_optimizer, bf16, fp16). {_WITHOUT}"
+        )
+
+
 def _with_groups(part: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if "param_groups" in part:
         return {**part, "param_groups": list(groups)}
@@ -274,7 +367,11 @@ def _same_group(live: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> 
     best = max(map(alike, candidates))
     found, *others = [_values(g) for g in candidates if alike(g) == best]
     if any(other != found for other in others):
-        raise CheckpointMismatchError("ambiguous")
+        raise CheckpointMismatchError(
+            f"the optimizer has a parameter group with {ours}, and several groups of the "
+            f"checkpoint are equally like it: {[found, *others]}. Build the optimizer with the "
+            f"learning rates it was saved with. {_WITHOUT}"
+        )
     return {**_values(live), **found}
 
 
@@ -412,7 +509,10 @@ def _load_distributed(leaf: Any, part: dict[str, Any]) -> None:
 def _apart(value: Any) -> Any:
     """The same state with plain values copied, and its sharded tensors free of autograd."""
     if isinstance(value, dict):
-        return {key: _apart(inner) for key, inner in value.items()}
+        apart = {key: _apart(inner) for key, inner in value.items()}
+        if isinstance(padding := value.get("padding"), LocalNonpersistentObject) and padding.obj:
+            _clear(apart)
+        return apart
     if isinstance(value, list):
         return [_apart(inner) for inner in value]
     if isinstance(value, torch.Tensor):
@@ -424,5 +524,8 @@ def _apart(value: Any) -> Any:
     return value
 
 
-def _check_kind(leaf, part):
-    pass
+def _clear(padding: Mapping[str, Any]) -> None:
+    """Memory between the parameters of a bucket is saved too, and nobody has written there."""
+    for piece in padding.values():
+        if isinstance(piece, ShardedTensor) and piece.data is not None:
+            piece.data.zero_()

@@ -58,8 +58,12 @@ def parse_metadata(data: bytes, what: str) -> Metadata:
         UnsafeCheckpointError: it names something that no metadata needs; nothing of it was run.
         BrokenCheckpointError: it is no pickle, or not one of a checkpoint's metadata.
     """
+    file = io.BytesIO(data)
     try:
-        return _metadata(_Unpickler(io.BytesIO(data), what).load())
+        found = _Unpickler(file, what).load()
+        if file.tell() != len(data):
+            raise ValueError(f"{len(data) - file.tell()} bytes after its end")
+        return _metadata(found)
     except UnsafeCheckpointError:
         raise
     except Exception as error:  # what a damaged pickle raises is anybody's guess

@@ -32,8 +32,9 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
+from megapg import load_checkpoint, save_checkpoint
 from megapg.collection import ProcessGroup, ProcessGroupCollection
-from megapg.demo.job import VOCABULARY, GPTRun, TrainingResult
+from megapg.demo.job import VOCABULARY, Checkpoints, GPTRun, TrainingResult
 from megapg.megatron import parallel_state, schedule_collection
 
 
@@ -42,6 +43,7 @@ def train(
     text: bytes,
     pg_collection: ProcessGroupCollection | None,
     on_step: Callable[[int, float, int], None] | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> TrainingResult:
     """Train a GPT on ``text``. Every rank of the job calls it.
 
@@ -56,6 +58,7 @@ def train(
             collection around this call. None: take every group from ``parallel_state``.
         on_step: called after each step with the step's number from 0, its mean loss, and the
             tokens trained on so far.
+        checkpoints: where to save or to go on from.
 
     Raises:
         ValueError: ``text`` is too short.
@@ -68,20 +71,50 @@ def train(
     optimizer = _build_optimizer(run, chunks, pg_collection)
     forward_backward = _schedule(run, chunks, pg_collection)
 
+    def mean_loss(step: int, *, forward_only: bool = False) -> float:
+        # Every chunk of this stage walks through the same microbatches on its own.
+        batches = [_batches(run, text, step, dp_group) for _ in chunks]
+        reported = forward_backward(
+            data_iterator=batches if run.vpp else batches[0], forward_only=forward_only
+        )
+        if not forward_only:
+            optimizer.step()
+        return _mean_over_job(reported, pp_group, dp_group)
+
+    def without_dropout(step: int) -> float:
+        for chunk in chunks:
+            chunk.eval()
+        loss = mean_loss(step, forward_only=True)
+        for chunk in chunks:
+            chunk.train()
+        return loss
+
+    first, at_checkpoint = 0, None
+    if checkpoints is not None and checkpoints.resume:
+        first = load_checkpoint(
+            checkpoints.directory, model=chunks, optimizer=optimizer, pg_collection=pg_collection
+        ).iteration
+        at_checkpoint = without_dropout(first)
     tokens = run.seq_length * run.micro_batch_size * run.num_microbatches * dp_group.size()
     losses: list[float] = []
     start = time.perf_counter()
-    for step in range(run.steps):
+    for step in range(first, run.steps):
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        # Every chunk of this stage walks through the same microbatches on its own.
-        batches = [_batches(run, text, step, dp_group) for _ in chunks]
-        reported = forward_backward(data_iterator=batches if run.vpp else batches[0])
-        optimizer.step()
-        losses.append(_mean_over_job(reported, pp_group, dp_group))
+        losses.append(mean_loss(step))
         if on_step is not None:
             on_step(step, losses[-1], (step + 1) * tokens)
+        if checkpoints is not None and checkpoints.save_after == step + 1:
+            save_checkpoint(
+                checkpoints.directory,
+                step + 1,
+                model=chunks,
+                optimizer=optimizer,
+                pg_collection=pg_collection,
+                asynchronous=True,
+            )
+            at_checkpoint = without_dropout(step + 1)
     seconds = time.perf_counter() - start
 
     for chunk in chunks:
@@ -93,6 +126,7 @@ def train(
         tokens=run.steps * tokens,
         seconds=seconds,
         parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
+        at_checkpoint=at_checkpoint,
     )
     _let_go(chunks)
     return result

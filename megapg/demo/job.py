@@ -58,15 +58,33 @@ class GPTRun:
 
 
 @dataclass(frozen=True)
+class Checkpoints:
+    """What a run does with checkpoints.
+
+    Attributes:
+        directory: where they are.
+        save_after: save one after this many steps, in the background; None saves none.
+        resume: go on from the latest one.
+    """
+
+    directory: str
+    save_after: int | None = None
+    resume: bool = False
+
+
+@dataclass(frozen=True)
 class TrainingResult:
     """What :func:`train` did.
 
     Attributes:
-        losses: mean loss per step in nats per token, over the whole job; equal on every rank.
+        losses: mean loss of each step it did, in nats per token, over the whole job; equal on every
+            rank.
         weights_sha256: of this rank's final parameters, names and bytes.
         tokens: tokens the whole job trained on.
         seconds: wall time of the steps on this rank, without building the model.
         parameters: number of parameters this rank holds.
+        at_checkpoint: mean loss of the step after the checkpoint that was saved or loaded, without
+            dropout and without learning from it; None where there was none.
     """
 
     losses: tuple[float, ...]
@@ -74,3 +92,4 @@ class TrainingResult:
     tokens: int
     seconds: float
     parameters: int
+    at_checkpoint: float | None = None

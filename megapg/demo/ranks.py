@@ -16,7 +16,7 @@ import psutil
 import torch.distributed as dist
 
 import megapg
-from megapg.demo.job import GPTRun, TrainingResult
+from megapg.demo.job import Checkpoints, GPTRun, TrainingResult
 from megapg.megatron import GlobalRead, trace_global_reads
 from megapg.testing import megatron_on_cpu
 
@@ -51,7 +51,9 @@ class RankReport:
     after: Usage
 
 
-def on_a_session(run: GPTRun, text: bytes, progress: Path) -> RankReport:
+def on_a_session(
+    run: GPTRun, text: bytes, progress: Path, checkpoints: Checkpoints | None = None
+) -> RankReport:
     """Train on groups from a session; Megatron's forced reads are answered from it, and listed."""
     with megapg.session(name="warm-up"):  # opens the connection that outlives sessions by design
         pass
@@ -60,7 +62,7 @@ def on_a_session(run: GPTRun, text: bytes, progress: Path) -> RankReport:
     with megatron_on_cpu(), megapg.session(**_sizes(run), collective_timeout=TIMEOUT) as session:
         pg = session.groups
         with megapg.published(pg), trace_global_reads(session=pg) as trace:
-            result = train(run, text, pg, _reporter(progress, session.rank))
+            result = train(run, text, pg, _reporter(progress, session.rank), checkpoints)
         communicators = _registered() - 1
         del pg
     del session

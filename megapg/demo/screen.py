@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
 from rich.console import Console, Group, RenderableType
@@ -17,9 +18,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from megapg.demo.job import GPTRun
+from megapg.demo.job import Checkpoints, GPTRun
 from megapg.demo.ranks import RankReport, on_a_session, on_globals
-from megapg.demo.verdict import Row, judge, reads_of
+from megapg.demo.recut import cut, recut
+from megapg.demo.verdict import Row, judge, judge_resumed, reads_of
 from megapg.layout import ParallelLayout
 from megapg.megatron import GlobalRead
 from megapg.testing import Ranks
@@ -27,6 +29,7 @@ from megapg.testing import Ranks
 _PRELOAD = ("megapg.demo.ranks", "megapg.demo.gpt")
 # Megatron-core warns of everything that a CPU lacks, on every rank.
 _QUIET = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+Work: TypeAlias = Callable[[GPTRun, bytes, Path], RankReport]
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -40,7 +43,7 @@ def show(
         layout: the layout to train on.
         run: the training job.
         text: what to train on.
-        deadline: seconds that each of the two runs may take.
+        deadline: seconds that each of the runs may take.
 
     Returns:
         Whether every row of the verdict held.
@@ -54,11 +57,24 @@ def show(
         f"(gloo), {len(text):,} bytes of text\n"
     )
     console.print(_picture(layout))
-    session = _train(console, "on a session's groups", on_a_session, layout, run, text, deadline)
-    globals_ = _train(
-        console, "again, on Megatron's globals", on_globals, layout, run, text, deadline
+    with tempfile.TemporaryDirectory(prefix="megapg-demo-") as directory:
+        saving = Checkpoints(directory, save_after=max(1, run.steps // 2))
+        resuming = Checkpoints(directory, resume=True)
+
+        def train(title: str, work: Work, run: GPTRun) -> list[RankReport]:
+            return _train(console, title, work, layout.world_size, run, text, deadline)
+
+        session = train("on a session's groups", partial(on_a_session, checkpoints=saving), run)
+        globals_ = train("again, on Megatron's globals", on_globals, run)
+        resume = partial(on_a_session, checkpoints=resuming)
+        resumed = train("resumed from the checkpoint", resume, run)
+        other = recut(layout, run)
+        recut_ = [] if other is None else train(f"resumed as {cut(other)}", resume, other)
+    left_over = len(psutil.Process().children(recursive=True))
+    rows = (
+        *judge(session, globals_, left_over),
+        *judge_resumed(session, resumed, recut_, f"as {cut(other)}" if other else ""),
     )
-    rows = judge(session, globals_, left_over=len(psutil.Process().children(recursive=True)))
     console.print(_reads(reads_of(session)))
     console.print(_verdict(rows))
     return all(row.held for row in rows)
@@ -67,8 +83,8 @@ def show(
 def _train(
     console: Console,
     title: str,
-    work: Callable[[GPTRun, bytes, Path], RankReport],
-    layout: ParallelLayout,
+    work: Work,
+    world_size: int,
     run: GPTRun,
     text: bytes,
     deadline: float,
@@ -79,7 +95,7 @@ def _train(
         job = partial(work, run, text, progress)
         with (
             Live(console=console, refresh_per_second=8, get_renderable=board.render) as live,
-            Ranks(job, layout.world_size, deadline=deadline, preload=_PRELOAD, env=_QUIET) as ranks,
+            Ranks(job, world_size, deadline=deadline, preload=_PRELOAD, env=_QUIET) as ranks,
         ):
             while not ranks.done(timeout=0.1):
                 board.read(progress)
@@ -94,6 +110,7 @@ class _Board:
 
     def __init__(self, title: str, steps: int) -> None:
         self._losses: list[float] = []
+        self._done = 0
         self._tokens = 0
         self._started = 0.0
         self._pace = 0.0
@@ -116,7 +133,8 @@ class _Board:
             elif now > self._started:
                 self._pace = (step["tokens"] - self._tokens) / (now - self._started)
             self._losses.append(step["loss"])
-        self._bar.update(self._task, completed=len(self._losses))
+            self._done = step["step"] + 1  # a resumed run does not begin at 0
+        self._bar.update(self._task, completed=self._done)
 
     def render(self) -> RenderableType:
         if not self._losses:

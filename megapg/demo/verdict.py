@@ -11,6 +11,11 @@ from megapg.megatron.forbid import is_below
 
 CORE = "megatron.core"  # whose own reads no argument can prevent
 
+# How far the loss may be off after a checkpoint was cut otherwise: sums are taken in another order.
+RECUT_TOLERANCE = 1e-5
+# How far off the last loss may be, as a share of it: dropout draws otherwise from there on.
+LEARNING = 0.05
+
 
 @dataclass(frozen=True)
 class Row:
@@ -39,6 +44,68 @@ def judge(
         _readers(session),
         _leaks(session, globals_),
         Row("no process left behind", left_over == 0, f"{left_over} left"),
+    )
+
+
+def judge_resumed(
+    whole: Sequence[RankReport],
+    resumed: Sequence[RankReport],
+    recut: Sequence[RankReport],
+    how: str,
+) -> tuple[Row, ...]:
+    """The verdict on the runs that went on from a checkpoint of the first one, rank by rank.
+
+    Args:
+        whole: reports of the run that saved and was not interrupted.
+        resumed: of the run that resumed in the same layout.
+        recut: of the run that resumed in another; empty if there is none.
+        how: that layout, for the claim.
+    """
+    rows = [_resumed(whole, resumed)]
+    if recut:
+        rows.append(_recut(whole, recut, how))
+    return tuple(rows)
+
+
+def _resumed(whole: Sequence[RankReport], resumed: Sequence[RankReport]) -> Row:
+    pairs = [
+        (ours, theirs)
+        for before, after in zip(whole, resumed, strict=True)
+        for ours, theirs in zip(
+            (before.result.at_checkpoint, *_last(before, len(after.result.losses))),
+            (after.result.at_checkpoint, *after.result.losses),
+            strict=True,
+        )
+    ]
+    equal = sum(ours == theirs for ours, theirs in pairs)
+    weights = sum(
+        before.result.weights_sha256 == after.result.weights_sha256
+        for before, after in zip(whole, resumed, strict=True)
+    )
+    return Row(
+        "resumed in the same layout: as if never stopped, bit for bit",
+        equal == len(pairs) > len(whole) and weights == len(whole),
+        f"{equal} of {len(pairs)} losses, final weights on {weights} of {len(whole)} ranks",
+    )
+
+
+def _last(report: RankReport, count: int) -> tuple[float, ...]:
+    losses = report.result.losses
+    return losses[len(losses) - count :]
+
+
+def _recut(whole: Sequence[RankReport], recut: Sequence[RankReport], how: str) -> Row:
+    """The loss is compared without dropout, which draws otherwise when cut otherwise."""
+    before, after = whole[0].result.at_checkpoint, recut[0].result.at_checkpoint
+    if before is None or after is None:
+        return Row(f"resumed {how}: the same model", False, "no loss to compare")
+    off = abs(before - after) / before
+    first, last = recut[0].result.losses[0], recut[0].result.losses[-1]
+    return Row(
+        f"resumed {how}: the same loss within {RECUT_TOLERANCE:.0e}, and goes on learning",
+        off <= RECUT_TOLERANCE and abs(last - whole[0].result.losses[-1]) <= LEARNING * last,
+        f"{before:.6f} and {after:.6f} without dropout; then {first:.4f} to {last:.4f}, "
+        f"uninterrupted {whole[0].result.losses[-1]:.4f}",
     )
 
 

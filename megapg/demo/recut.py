@@ -1,0 +1,38 @@
+"""Another layout of the same ranks, to resume a run under."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megapg.demo.job import GPTRun
+from megapg.errors import LayoutError
+from megapg.layout import ParallelLayout
+
+
+def recut(layout: ParallelLayout, run: GPTRun) -> GPTRun | None:
+    """The same job, cut otherwise and with the same global batch; None if there is none."""
+    for tp, pp in ((run.tp, 1), (1, run.pp), (1, 1), (run.tp, 2), (2, 1)):
+        if (tp, pp) == (run.tp, run.pp) or run.heads % tp or run.layers % pp:
+            continue
+        other = replace(
+            run,
+            tp=tp,
+            pp=pp,
+            vpp=None,
+            expt_tp=None,
+            sequence_parallel=tp > 1 and (run.sequence_parallel or run.experts is not None),
+        )
+        try:
+            dp = ParallelLayout(world_size=layout.world_size, tp=tp, pp=pp, ep=run.ep).dp
+        except LayoutError:
+            continue
+        microbatches, rest = divmod(run.num_microbatches * layout.dp, dp)
+        if microbatches and not rest:
+            return replace(other, num_microbatches=microbatches)
+    return None
+
+
+def cut(run: GPTRun) -> str:
+    """How a run is cut: ``tp2 pp2``."""
+    sizes = {"tp": run.tp, "pp": run.pp, "ep": run.ep}
+    return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "dp alone"
