@@ -84,7 +84,9 @@ def _resumed(whole: Sequence[RankReport], resumed: Sequence[RankReport]) -> Row:
     )
     return Row(
         "resumed in the same layout: as if never stopped, bit for bit",
-        equal == len(pairs) > len(whole) and weights == len(whole),
+        equal == len(pairs)
+        and weights == len(whole)
+        and all(report.result.losses for report in resumed),
         f"{equal} of {len(pairs)} losses, final weights on {weights} of {len(whole)} ranks",
     )
 
