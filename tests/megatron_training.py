@@ -348,9 +348,9 @@ def parsed_arguments(words, flags):
 # -- Megatron's checkpoints ------------------------------------------------------------------------
 
 
-def save(training, root):
+def save(training, root, release=False):
     """Save as Megatron does. Every rank calls it."""
-    (save_with_training if HAS_TRAINING else save_with_core)(training, root)
+    (save_with_training if HAS_TRAINING else save_with_core)(training, root, release)
 
 
 def load(training, root):
@@ -387,8 +387,8 @@ def torchs_adam(optimizer):
         hook.remove()
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
-                step = torch.tensor(float(group["step"]))
-                part.optimizer.state[parameter]["step"] = step
+                state = part.optimizer.state[parameter]
+                state.setdefault("step", torch.tensor(float(group.get("step", 0))))
 
 
 @contextlib.contextmanager
@@ -417,7 +417,7 @@ def training_globals(training):
         checkpointing._CHECKPOINT_VERSION = None
 
 
-def save_with_training(training, root):
+def save_with_training(training, root, release):
     training.args.save = str(root)
     with training_globals(training) as checkpointing:
         checkpointing.save_checkpoint(
@@ -426,6 +426,7 @@ def save_with_training(training, root):
             training.optimizer,
             training.scheduler,
             training.operations,
+            release=release,
         )
     training.args.save = None
 
@@ -443,8 +444,8 @@ def load_with_training(training, root):
 # its save_checkpoint composes, handed to dist_checkpointing, and the tracker.
 
 
-def save_with_core(training, root):
-    name = root / f"iter_{training.iteration:07d}"
+def save_with_core(training, root, release):
+    name = root / ("release" if release else f"iter_{training.iteration:07d}")
     name.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     metadata = content_metadata(training.job)
@@ -460,29 +461,36 @@ def save_with_core(training, root):
     dist_checkpointing.save(state, str(name), strategy, content_metadata=metadata)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        (root / "latest_checkpointed_iteration.txt").write_text(str(training.iteration))
+        tracked = "release" if release else str(training.iteration)
+        (root / "latest_checkpointed_iteration.txt").write_text(tracked)
     torch.distributed.barrier()
 
 
 def load_with_core(training, root):
-    iteration = int((root / "latest_checkpointed_iteration.txt").read_text())
-    name = str(root / f"iter_{iteration:07d}")
+    tracked = (root / "latest_checkpointed_iteration.txt").read_text()
+    release = tracked == "release"
+    name = str(root / (tracked if release else f"iter_{int(tracked):07d}"))
     metadata = dist_checkpointing.load_content_metadata(name)
     strategy = get_default_load_sharded_strategy(name)
     if training.job.fully_parallel:
         strategy = FullyParallelLoadStrategyWrapper(strategy, training.pg.dp_cp)
     wanted = sharded_state(training, metadata, is_loading=True)
+    if release:
+        wanted = {key: part for key, part in wanted.items() if key.startswith("model")}
     state = dist_checkpointing.load(wanted, name, strategy)
     for key, chunk in named(training.chunks):
         chunk.load_state_dict(state[key])
+    training.args.consumed_train_samples = state["args"].consumed_train_samples
+    training.args.consumed_valid_samples = state["args"].consumed_valid_samples
+    training.operations = state["num_floating_point_operations_so_far"]
+    if release:
+        training.optimizer.reload_model_params()
+        return
+    training.iteration = state["iteration"]
     training.optimizer.load_state_dict(state["optimizer"])
     training.scheduler.load_state_dict(state["opt_param_scheduler"])
     records = state["rng_state"]
     set_streams(records[training.pg.rank("dp") if training.job.data_parallel_random_init else 0])
-    training.iteration = state["iteration"]
-    training.operations = state["num_floating_point_operations_so_far"]
-    training.args.consumed_train_samples = state["args"].consumed_train_samples
-    training.args.consumed_valid_samples = state["args"].consumed_valid_samples
 
 
 def content_metadata(job):

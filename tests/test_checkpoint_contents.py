@@ -482,7 +482,7 @@ def hostile_files(canary: Path) -> dict[str, tuple[bytes, str]]:
         "the whole": (saved(runs), "system"),
         "nested": (saved({"args": [{"x": runs}]}), "system"),
         "in a namespace": (saved(Namespace(x=runs)), "system"),
-        "in an array": (saved(np.array([runs], dtype=object)), "system"),
+        "in an array": (saved(np.array([runs], dtype=object)), "ObjectDType"),
         "eval": (saved(Runs(eval, "1")), "eval"),
         "getattr": (saved(Runs(getattr, "a", "upper")), "getattr"),
         "a class": (saved(gadget), "Gadget"),

@@ -30,6 +30,7 @@ SMALL = GPTRun(layers=2, hidden=32, seq_length=16, num_microbatches=2)
 STEPS = 2  # before the save, and again after it
 ITERATION = f"iter_{STEPS:07d}"
 TRACKER = "latest_checkpointed_iteration.txt"
+WITH_RELEASE = "dp2 bf16"  # the case that does this too: its optimizer has weights of its own
 EXPERT_STREAM = "expert-parallel-rng"
 
 
@@ -44,6 +45,7 @@ JOBS = {
     2: {
         "tp2": job(tp=2),
         "ep2": job(ep=2, experts=4),
+        "tp2 ep2 expt_tp1": job(tp=2, ep=2, expt_tp=1, experts=4, sequence_parallel=True),
         "dp2 bf16": job(bf16=True),
         "dp2 random init": job(data_parallel_random_init=True, sharding="dp_reshardable"),
         "dp2 bf16 plain optimizer": job(distributed_optimizer=False, bf16=True),
@@ -86,6 +88,8 @@ def save_and_load_each_others(root, jobs):
             megapg.published(session.groups) as pg,
         ):
             found[name] = every_way(root / name, what, pg)
+            if name == WITH_RELEASE:
+                found["release"] = releases(root / "release", what, pg)
     return found
 
 
@@ -112,6 +116,26 @@ def every_way(root, what, pg):
     return found
 
 
+def releases(root, what, pg):
+    import megatron_training as megatron
+
+    training = megatron.Training(what, pg, seed=11)
+    training.step()
+    megatron.save(training, root / "megatron", release=True)
+    save(training, root / "megapg", release=True)
+    found = {"released": training.state()}
+    for reader, read in (("megatron", megatron.load), ("megapg", load)):
+        for writer in ("megatron", "megapg"):
+            training = megatron.Training(what, pg, seed=99)
+            scheduler = training.scheduler.state_dict()
+            read(training, root / writer)
+            found[f"{reader} from {writer}"] = training.state()
+            assert training.iteration == 0
+            assert training.scheduler.state_dict() == scheduler
+            training.let_go()
+    return found
+
+
 def before_saving(training):
     """What is to come back: everything in memory, and what each stream gives next."""
     import megatron_training as megatron
@@ -133,7 +157,7 @@ def observe(training):
     return seen
 
 
-def save(training, root):
+def save(training, root, release=False):
     megapg.save_checkpoint(
         root,
         training.iteration,
@@ -146,6 +170,7 @@ def save(training, root):
         optimizer_sharding=training.job.sharding,
         data_parallel_random_init=training.job.data_parallel_random_init,
         fully_parallel=training.job.fully_parallel,
+        release=release,
     )
 
 
@@ -163,8 +188,9 @@ def load(training, root):
     training.operations = loaded.num_floating_point_operations
     training.args.consumed_train_samples = loaded.args.consumed_train_samples
     training.args.consumed_valid_samples = loaded.args.consumed_valid_samples
-    said = [str(w.message) for w in warned if w.category is RngStateWarning]
-    training.told = loaded.rng.exact, loaded.rng.reason, said
+    if loaded.rng is not None:  # a release has none to be restored
+        said = [str(w.message) for w in warned if w.category is RngStateWarning]
+        training.told = loaded.rng.exact, loaded.rng.reason, said
 
 
 # -- what they found -------------------------------------------------------------------------------
@@ -302,6 +328,23 @@ def test_megapg_loads_what_megapg_saved(found):
         assert told["before"]["draws"] == told[way]["draws"]
         assert told[way]["rng"][0] is True
         assert not told[way]["rng"][2]
+
+
+@pytest.mark.parametrize("writer", ["megatron", "megapg"])
+@pytest.mark.parametrize("reader", ["megatron", "megapg"])
+def test_a_release_brings_the_weights_and_nothing_else(ran, reader, writer):
+    root, ranks = ran(2)
+    assert (root / "release" / writer / TRACKER).read_text() == "release"
+    for rank in ranks:
+        released, loaded = rank["release"]["released"], rank["release"][f"{reader} from {writer}"]
+        weights = {key for key in released if key.startswith("model")}
+        assert weights
+        assert not weights & differences(released, loaded)
+        main = {key: value for key, value in loaded.items() if key.endswith(".main")}
+        assert main
+        assert main.keys() <= differences(released, loaded)  # made anew from the rounded weights
+        also = rank["release"]["megatron from megatron"]
+        assert main == {key: also[key] for key in main}
 
 
 # -- the files -------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 import json
 import logging
 import os
+import shutil
 from datetime import UTC, datetime
 
 import pytest
 
+from megapg.checkpoint import names
 from megapg.checkpoint.names import (
     PENDING,
     TRACKER,
@@ -299,3 +301,15 @@ def test_a_replaced_checkpoint_stands_in_where_its_final_name_is_missing(root, c
     saved(root / "iter_0000200", "new")
     assert latest(root).path == root / "iter_0000200"
     assert complaints(caplog) == []
+
+
+def test_a_save_that_ends_while_we_look_is_found(root, monkeypatch):
+    (root / "iter_0000200").rename(root / hidden_name("iter_0000200", "replaced", "ab"))
+
+    def replaced(root, name):  # looked at after the first look at the final name
+        saved(root / name, "new")
+        shutil.rmtree(root / hidden_name(name, "replaced", "ab"))
+        return []
+
+    monkeypatch.setattr(names, "_replaced", replaced)
+    assert find(root, "iter_0000200").complete

@@ -14,7 +14,6 @@ import tempfile
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from random import Random
 
 import pytest
 from test_checkpoint_names import complaints, saved
@@ -152,24 +151,26 @@ def kill_everywhere(scenario, directory):
     return {"points": point, "commit": commit}
 
 
-def kill_twice(directory, samples):
-    """A save is killed, and so is the next one, at random points of both."""
-    random, times = Random(4), 0
+def kill_twice(directory, commit):
+    """A save is killed around its commit, and the clean-up after it at every point."""
     names, tracked, name, _ = SCENARIOS["again after a roll-back"]
-    for number in range(samples):
-        root = directory / f"{number}"
-        lay_out(root, names, tracked)
-        first, second = random.randrange(150), random.randrange(200)
-        times += killed_at(first, lambda root=root: save(root, name, "second"))
-        allowed = {mark(latest(root)), "third"}
-        assert allowed <= {f"old {tracked}", "second", "third"}, allowed
-        times += killed_at(second, lambda root=root: save(root, name, "third"))
-        try:
-            check_what_a_kill_left(root, allowed)
-        except AssertionError as error:
-            raise AssertionError(f"killed at {first}, then at {second}: {error}") from None
-        shutil.rmtree(root)
-    return {"kills": times}
+    kills = 0
+    for first in range(commit - 12, commit + 5):
+        for second in range(1000):
+            root = directory / f"{first}.{second}"
+            lay_out(root, names, tracked)
+            assert killed_at(first, lambda root=root: save(root, name, "new"))
+            left = mark(latest(root))
+            killed = killed_at(second, lambda root=root: Partial.begin(root, iteration=9))
+            try:
+                check_what_a_kill_left(root, {left})
+            except AssertionError as error:
+                raise AssertionError(f"killed at {first}, then at {second}: {error}") from None
+            shutil.rmtree(root)
+            if not killed:
+                break
+            kills += 1
+    return {"kills": kills}
 
 
 def kill_discard(directory):
@@ -207,7 +208,7 @@ def hold(root):
 
 JOBS = {
     "kill_everywhere": lambda scenario, root: kill_everywhere(scenario, Path(root)),
-    "kill_twice": lambda root, samples: kill_twice(Path(root), samples),
+    "kill_twice": lambda root, commit: kill_twice(Path(root), commit),
     "kill_discard": lambda root: kill_discard(Path(root)),
     "commit_many": lambda root, who, iterations: commit_many(Path(root), who, iterations),
     "hold": lambda root: hold(Path(root)),
@@ -255,8 +256,9 @@ def test_killed_at_every_write(memory, scenario):
     assert said["points"] > 50
 
 
-def test_killed_twice(memory):
-    assert result(start("kill_twice", memory, 150))["kills"] > 150
+def test_killed_again_while_cleaning_up(memory):
+    commit = result(start("kill_everywhere", "again after a roll-back", memory))["commit"]
+    assert result(start("kill_twice", f"{memory}/twice", commit))["kills"] > 300
 
 
 def test_killed_while_discarding(memory):
@@ -447,6 +449,22 @@ def test_when_renaming_fails_everything_is_as_before(tmp_path, monkeypatch):
     assert mark(latest(tmp_path)) == "old"
     assert not any(name.startswith(PENDING) or "replaced" in name for name in hidden(tmp_path))
     assert mark(partial.publish()) == "new"
+
+
+def test_when_restoring_fails_the_replaced_checkpoint_stays(tmp_path, monkeypatch, caplog):
+    replaced = saved(tmp_path / hidden_name("iter_0000200", "replaced", "ab"), "old")
+
+    def rename(source, target):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        partial = Partial.begin(tmp_path, iteration=300)
+    assert "could not restore" in complaints(caplog)[0]
+    assert latest(tmp_path).path == replaced
+    partial.discard()
+    Partial.begin(tmp_path, iteration=300).discard()
+    assert latest(tmp_path).path == tmp_path / "iter_0000200"
 
 
 def test_when_only_the_tracker_fails_the_next_save_writes_it(tmp_path, monkeypatch):

@@ -488,7 +488,14 @@ def shards(key, *sizes):
     return [f"{key}/shard_{'.'.join(map(str, at))}_{of}" for at in places]
 
 
-MODEL = ["decoder.weight", "common_state/shard_0_1", "optimizer.rng_state_x/shard_0.0_1.1"]
+MODEL = [
+    "decoder.weight",
+    "common_state/shard_0_1",
+    "optimizer.rng_state_x/shard_0.0_1.1",
+    "rng_state/shard_0_1",
+    f"rng_state/shard_0.0_{'9' * 5000}.1",
+    "rng_state.0.torch_rng_state",
+]
 
 
 @pytest.mark.parametrize(
@@ -553,13 +560,13 @@ def test_a_name_is_asked_for_where_several_fit_or_none_does(keys, named, message
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (shards("rng_state", 2, 2)[:-1], r"has 3 records .* should have 4.*\[\(1, 1\)\]"),
-        (shards("rng_state", 2, 2, 2)[1:], r"has 7 .* should have 8.*\[\(0, 0, 0\)\]"),
-        (["rng_state/shard_0.0_999999999.999999999"], r"has 1 .* should have 999999998000000001"),
-        (["rng_state/shard_4.4_1.1"], r"has 1 .* should have 1.*\[\(0, 0\)\]"),
-        (["rng_state/shard_0.0_0.0"], r"has 1 .* should have 0"),
-        (["rng_state/shard_0.0.0_1.1"], r"has 1 .* should have 1.*\[\(0, 0\)\]"),
-        (["rng_state.(1, 0).0.x"], r"has 1 .* should have 2.*\[\(0, 0\)\]"),
+        (shards("rng_state", 2, 2)[:-1], r"has 3 records .* should have 4.*ing: \(1, 1\)\. "),
+        (shards("rng_state", 2, 2, 2)[1:], r"has 7 .* should have 8.*ing: \(0, 0, 0\)\. "),
+        (["rng_state/shard_0.0_99999999.99999999"], r"has 1 .* have 9999999800000001.*, \.\.\.\. "),
+        (["rng_state/shard_4.4_1.1"], r"has 1 .* should have 1.*ing: \(0, 0\)\. "),
+        (["rng_state/shard_0.0_0.0"], r"has 1 .* should have 0.*ing: none\. "),
+        (["rng_state/shard_0.0.0_1.1"], r"has 1 .* should have 1.*ing: \(0, 0\)\. "),
+        (["rng_state.(1, 0).0.x"], r"has 1 .* should have 2.*ing: \(0, 0\)\. "),
     ],
 )
 def test_records_that_are_missing_are_named(keys, message):

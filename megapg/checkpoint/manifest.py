@@ -51,6 +51,7 @@ T = TypeVar("T")
 
 _ALGORITHM = "sha256"
 _PIECE = 2**20  # bytes to read at once
+_ZIP_END = 22  # bytes of the record that ends an archive without a comment
 _SUFFIX = ".distcp"
 
 
@@ -480,9 +481,13 @@ def _archive_problem(window: _Window, size: int | None) -> str | None:
         window: the archive, from its first byte to its last.
         size: bytes of the tensor in it; None for other objects.
     """
+    # zipfile takes archives with anything before and behind them.
+    window.seek(-_ZIP_END, os.SEEK_END)
+    end = window.read(_ZIP_END)
     with zipfile.ZipFile(io.BufferedReader(window, _PIECE)) as archive:
         parts = archive.infolist()
-        if archive.comment or min(part.header_offset for part in parts) != 0:
+        whole = end[:4] == b"PK\5\6" and end[-2:] == b"\0\0"
+        if not whole or min(part.header_offset for part in parts) != 0:
             return "does not begin and end where it should"
         # torch.serialization.set_crc32_options(False) leaves zeros.
         if any(part.CRC for part in parts) and (bad := archive.testzip()):

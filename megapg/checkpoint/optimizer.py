@@ -18,6 +18,7 @@ The order at load::
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -102,22 +103,19 @@ def prepare(optimizer: MegatronOptimizer | None) -> None:
 
     Megatron-core can describe neither for saving nor for loading what isn't there. The zeros are
     those that torch's optimizer makes itself at the first step, so training computes the same;
-    upstream's way is a step with zero gradients, which decays the weights. A state that exists is
+    upstream's way is a step with zero gradients, which decays the weights. State that exists is
     left alone.
     """
     for leaf in _leaves(optimizer):
         inner = leaf.optimizer
-        for group in inner.param_groups if _steps_per_parameter(inner) else ():
+        if not isinstance(inner, (*_ADAM, torch.optim.SGD)):
+            if leaf.init_state_fn is not None:
+                leaf.init_state_fn(inner, leaf.config)
+            continue
+        for group in inner.param_groups:
             for parameter in group["params"]:
                 if not inner.state[parameter]:
-                    inner.state[parameter].update(_first_state(group, parameter))
-        if isinstance(inner, torch.optim.SGD):
-            for group in inner.param_groups:
-                for parameter in group["params"] if group["momentum"] else ():
-                    if inner.state[parameter].get("momentum_buffer") is None:
-                        inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        elif not _steps_per_parameter(inner) and leaf.init_state_fn is not None:
-            leaf.init_state_fn(inner, leaf.config)
+                    inner.state[parameter].update(_first_state(inner, group, parameter))
 
 
 def sharded_state(
@@ -142,12 +140,15 @@ def sharded_state(
         metadata: from :func:`with_groups`.
 
     Raises:
-        CheckpointError: the parameters have not all taken the same number of steps, which the
-            format can't express.
+        CheckpointError: the parameters have not all taken the same number of steps, or sharding
+            by buckets meets a bucket with fewer elements than ranks; the format has no place for
+            either.
+        UnsupportedOptionError: a layer-wise distributed optimizer (Muon).
     """
     leaves = _leaves(optimizer)
     if optimizer is None or not leaves:
         return {}
+    _check_supported(optimizer, leaves, metadata)
     prepare(optimizer)
     # For the others, loading differs in a call of init_state_fn, which prepare() stands for: with
     # torch's optimizers it leaves the step out, and for SGD it is None.
@@ -157,6 +158,8 @@ def sharded_state(
             model_state, is_loading=is_loading, metadata=dict(metadata)
         )
     _unshare_steps(leaves)
+    for part in _parts(state):
+        _inner(part).get("state", {}).pop(_PLACEHOLDER, None)
     return {key: _apart(value) for key, value in state.items()}
 
 
@@ -176,31 +179,39 @@ def fit(optimizer: MegatronOptimizer | None, saved: Mapping[str | int, object]) 
         CheckpointMismatchError: a parameter group of this optimizer has no counterpart, or the
             state is of another kind of optimizer.
     """
-    leaves = _leaves(optimizer)
-    parts: list[Mapping[str, Any]] = _parts(saved)
-    if not leaves or not parts:
+    leaves, parts = _leaves(optimizer), _parts(saved)
+    if not leaves:
         return {}
+    if not parts:
+        raise CheckpointMismatchError(
+            "the common part of the checkpoint has no optimizer state: the rank that wrote it had "
+            f"nothing to train, or no optimizer was saved. {_WITHOUT}"
+        )
     for leaf in leaves:
         _check_kind(leaf, parts[0])
     pool = [group for part in parts for group in _groups(part)]
-    fitted: list[object] = []
+    fitted: OptimizerState = {}
     for index, leaf in enumerate(leaves):
-        part = parts[min(index, len(parts) - 1)]
-        # Where the optimizer is sharded by buckets, its groups are not common and come later.
-        fitted.append(_with_groups(part, _paired(leaf, pool)) if _groups(part) else dict(part))
-    return dict(enumerate(fitted)) if len(leaves) > 1 else dict(fitted[0])  # type: ignore
+        part = copy.deepcopy(parts[min(index, len(parts) - 1)])
+        # Of a state sharded by buckets the groups are not in the common part.
+        fitted[index] = _with_groups(part, _paired(leaf, pool)) if _groups(part) else part
+    return fitted if len(leaves) > 1 else _parts(fitted)[0]
 
 
 @torch.no_grad()
 def restore(optimizer: MegatronOptimizer | None, state: OptimizerState) -> None:
     """``optimizer.load_state_dict(state)``, once the tensors of ``state`` have been read.
 
+    Args:
+        optimizer: the optimizer; None or a rank without parameters to train does nothing.
+        state: what :func:`fit` returned, with the tensors merged in.
+
     Raises:
         CheckpointMismatchError: a parameter group of this optimizer has no counterpart.
     """
     leaves = _leaves(optimizer)
     for leaf, part in zip(leaves, _parts(state), strict=True):
-        with _groups_told_apart(leaf, _groups(part)) as groups:
+        with _told_apart(leaf, _groups(part)) as groups:
             _load(leaf, _with_groups(part, groups))
     _unshare_steps(leaves)
 
@@ -243,13 +254,7 @@ def check_reshard(
     if sharding == "dp_reshardable":
         _check_same_buckets(saved, current, has_experts)
     elif has_experts and not metadata.get("chained_optim_avoid_prefix"):
-        if saved is None or (saved.ep > 1) != (current.ep > 1):
-            before = "an unknown ep" if saved is None else f"ep={saved.ep}"
-            raise CheckpointMismatchError(
-                "the checkpoint was saved without chained_optim_avoid_prefix, so its optimizer "
-                f"state is named after how experts were split: {before} then, ep={current.ep} now. "
-                f"Load it with the same ep. {_WITHOUT}"
-            )
+        _check_same_names(saved, current)
 
 
 _WITHOUT = "Load the model without the optimizer (optimizer=None), or save it again from there."
@@ -281,14 +286,26 @@ def _check_same_buckets(
         )
 
 
+def _check_same_names(saved: ParallelLayout | None, current: ParallelLayout) -> None:
+    """With ep > 1 experts have an optimizer of their own, and here tensors are named after it."""
+    if saved is None or (saved.ep > 1) != (current.ep > 1):
+        before = "unknown" if saved is None else str(saved.ep)
+        raise CheckpointMismatchError(
+            "the checkpoint was saved without chained_optim_avoid_prefix, so the names in its "
+            "optimizer state tell whether experts were spread over ranks, and that may not change: "
+            f"ep was {before} and is {current.ep}. {_WITHOUT}"
+        )
+
+
 def _grid(layout: ParallelLayout, has_experts: bool) -> dict[str, object]:
     """What numbers the model-parallel ranks and cuts their parameters into buckets."""
-    sizes = {"tp": layout.tp, "pp": layout.pp}
+    sizes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp or 1}
+    split = {"tp": layout.tp, "pp": layout.pp}
     if has_experts:
         sizes |= {"ep": layout.ep, "expt_tp": layout.expt_tp}
-    axes = {name: max(size, layout.expt_tp if name == "tp" else 1) for name, size in sizes.items()}
-    order = "-".join(axis for axis in layout.order.split("-") if axes.get(axis, 1) > 1)
-    return {**sizes, "vpp": layout.vpp or 1, "order": order}
+        split |= {"ep": layout.ep, "tp": max(layout.tp, layout.expt_tp)}
+    order = "-".join(axis for axis in layout.order.split("-") if split.get(axis, 1) > 1)
+    return {**sizes, "order": order}
 
 
 # -- parts of a state ------------------------------------------------------------------------------
@@ -303,20 +320,23 @@ def _leaves(optimizer: MegatronOptimizer | None) -> list[Any]:
     return [optimizer]
 
 
-def _parts(state: Mapping[str | int, object]) -> list[Any]:
+def _parts(state: Mapping[str | int, object]) -> list[dict[Any, Any]]:
     """The states of the leaves: those of several are kept by index."""
-    if state and all(isinstance(key, int) for key in state):
-        return [state[index] for index in sorted(state)]  # type: ignore[type-var]
-    return [state] if state else []
+    if not state:
+        return []
+    parts: Any = [state]
+    if all(isinstance(key, int) for key in state):
+        parts = [state[index] for index in sorted(state, key=int)]
+    return list(parts)
 
 
-def _inner(part: Mapping[str, Any]) -> dict[str, Any]:
+def _inner(part: dict[str, Any]) -> dict[str, Any]:
     """The state of torch's optimizer: a mixed-precision optimizer has it under a key."""
     inner: dict[str, Any] = part if "param_groups" in part else part.get("optimizer", {})
     return inner
 
 
-def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _groups(part: dict[str, Any]) -> list[dict[str, Any]]:
     """Its parameter groups; none in the common part of a state that is sharded by buckets."""
     groups: list[dict[str, Any]] = _inner(part).get("param_groups", [])
     return groups
@@ -385,57 +405,80 @@ def _value(group: Mapping[str, Any], key: str) -> Any:
 
 # -- repairs ---------------------------------------------------------------------------------------
 
-
-def _steps_per_parameter(inner: torch.optim.Optimizer) -> bool:
-    """Whether this is torch's own Adam, not a fused one, which keeps its step in the group."""
-    return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
+_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+"""Torch's own: a step for every parameter. A fused Adam keeps one in the parameter group."""
 
 
-def _first_state(group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What torch's Adam makes of a parameter that it meets for the first time."""
-    on_device = group.get("capturable") or group.get("fused")
-    return {
-        "step": torch.zeros(
-            (), dtype=torch.float32, device=parameter.device if on_device else "cpu"
-        ),
-        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-    }
+def _check_supported(
+    optimizer: MegatronOptimizer, leaves: Sequence[Any], metadata: Mapping[str, object]
+) -> None:
+    if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":
+        raise UnsupportedOptionError(
+            "the state of a LayerWiseDistributedOptimizer (Muon) can't be saved or loaded here; "
+            "its own format is bound to the data-parallel size. Pass optimizer=None."
+        )
+    if metadata.get(_TYPE) == "dp_reshardable" and any(map(_has_empty_bucket, leaves)):
+        raise CheckpointError(
+            "a bucket of the distributed optimizer has no element for this rank, and "
+            "sharding='dp_reshardable' needs one. Use sharding='fully_reshardable', or fewer and "
+            "larger buckets (bucket_size)."
+        )
+
+
+def _has_empty_bucket(leaf: Any) -> bool:
+    ranges_of_buffers = getattr(leaf, "gbuf_ranges", ())
+    buckets = (b for ranges in ranges_of_buffers for of_type in ranges.values() for b in of_type)
+    return not all(bucket["param_map"] for bucket in buckets)
+
+
+def _first_state(
+    inner: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """What torch's optimizer makes of a parameter at its first step, before that step."""
+    zeros = torch.zeros_like(parameter, requires_grad=False)
+    if isinstance(inner, torch.optim.SGD):
+        return {"momentum_buffer": zeros} if group["momentum"] else {}
+    device = parameter.device if group.get("capturable") or group.get("fused") else "cpu"
+    step = torch.zeros((), dtype=torch.float32, device=device)
+    return {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
 @contextlib.contextmanager
 def _one_step_everywhere(leaves: Sequence[Any]) -> Iterator[None]:
     """Let Megatron-core find exactly one step in each optimizer, as it wants to.
 
-    A rank may hold no piece of any parameter of an optimizer: its stage has no experts, or the
-    buckets have fewer elements than ranks. For the time being its state is a step alone.
+    A rank may hold no piece of any parameter of an optimizer: its stage has no experts, or there
+    are fewer elements than ranks. For the time being the state is a step alone.
     """
-    steps = [_steps_of(leaf) for leaf in leaves]
+    steps = [_steps(leaf) for leaf in leaves]
     for found in steps:
         if len(found) > 1:
             raise CheckpointError(
                 f"the parameters of one optimizer have taken different numbers of steps, "
                 f"{sorted(found)}, and Megatron-core's checkpoints have one for all of them."
             )
-    step = torch.tensor(max((s for found in steps for s in found), default=0.0))
-    empty = [
-        leaf.optimizer.state
-        for leaf in leaves
-        if _steps_per_parameter(leaf.optimizer) and not leaf.optimizer.state
-    ]
+    step = torch.tensor(max((step for found in steps for step in found), default=0.0))
+    empty = [leaf.optimizer.state for leaf in leaves if _lacks_state(leaf.optimizer)]
     for state in empty:
-        state["no parameters"] = {"step": step}
+        state[_PLACEHOLDER] = {"step": step}
     try:
         yield
     finally:
-        for leaf in leaves:
-            leaf.optimizer.state.pop("no parameters", None)
+        for leaf in leaves:  # loading makes other objects of the state
+            leaf.optimizer.state.pop(_PLACEHOLDER, None)
 
 
-def _steps_of(leaf: Any) -> set[float]:
-    if not _steps_per_parameter(leaf.optimizer):
+_PLACEHOLDER = "no parameter"
+
+
+def _lacks_state(inner: torch.optim.Optimizer) -> bool:
+    return isinstance(inner, _ADAM) and not inner.state
+
+
+def _steps(leaf: Any) -> set[float]:
+    if not isinstance(leaf.optimizer, _ADAM):
         return set()
-    return {float(state["step"]) for state in leaf.optimizer.state.values() if "step" in state}
+    return {float(state["step"]) for state in leaf.optimizer.state.values()}
 
 
 def _unshare_steps(leaves: Sequence[Any]) -> None:
@@ -450,57 +493,60 @@ def _unshare_steps(leaves: Sequence[Any]) -> None:
 
 
 @contextlib.contextmanager
-def _groups_told_apart(
-    leaf: Any, saved: Sequence[Mapping[str, Any]]
-) -> Iterator[list[dict[str, Any]]]:
+def _told_apart(leaf: Any, saved: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """The saved groups in the order of the live ones, so that Megatron-core pairs them so.
 
-    Its own pairing knows some of the traits only (0.16), or all of them, so that a changed learning
-    rate finds no partner (0.19). Here a tag decides, in a key that both versions look at.
+    Its own pairing looks at some traits only (0.16), so that two groups become one, or at all of
+    them (0.19), so that a changed learning rate finds no partner. Meanwhile a number decides, in a
+    key that both versions look at.
     """
     live = leaf.optimizer.param_groups
     found = _paired(leaf, saved)
-    ours = [{key: group.get(key) for key in (*_KIND, *_TRAITS) if key in group} for group in live]
-    tagged = [
-        {**group, **mine, "lr_mult": index}
-        for index, (group, mine) in enumerate(zip(found, ours, strict=True))
-    ]
-    for group, origin in zip(tagged, saved):
-        if "params" in origin:
-            group["params"] = origin["params"]
+    ours = [{key: group[key] for key in (*_KIND, *_TRAITS) if key in group} for group in live]
+    for number, group in enumerate(live):
+        group["lr_mult"] = number
     try:
-        for index, group in enumerate(live):
-            group["lr_mult"] = index
-        yield tagged
+        yield [
+            {**then, **now, "lr_mult": number, **_parameters(saved, number)}
+            for number, (then, now) in enumerate(zip(found, ours, strict=True))
+        ]
     except BaseException:
-        for group, mine in zip(leaf.optimizer.param_groups, ours):
-            group.update(mine)
+        found = ours
         raise
-    for group, values in zip(leaf.optimizer.param_groups, found):
-        group.update(values)
+    finally:
+        for group, values in zip(leaf.optimizer.param_groups, found, strict=True):
+            del group["lr_mult"]
+            group.update(values)
+
+
+def _parameters(saved: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
+    """The numbers of a group's parameters, where they are part of the state: this process's own."""
+    has = number < len(saved) and "params" in saved[number]
+    return {"params": saved[number]["params"]} if has else {}
 
 
 def _load(leaf: Any, part: dict[str, Any]) -> None:
-    if not _steps_per_parameter(leaf.optimizer):
+    if not isinstance(leaf.optimizer, _ADAM):
         leaf.load_state_dict(part)
     elif isinstance(leaf, DistributedOptimizer):
         _load_distributed(leaf, part)
     else:
-        _inner(part)["state"].setdefault("common_step", torch.tensor(0.0))
+        state = _inner(part).setdefault("state", {})
+        state.setdefault("common_step", torch.tensor(0.0))  # zero is not saved
         leaf.load_state_dict(part)
 
 
 def _load_distributed(leaf: Any, part: dict[str, Any]) -> None:
-    """In two calls: the one for tensors expects the state to have no step."""
-    read = {
+    """In two calls: the one that takes the tensors stumbles over a step among them."""
+    load = {
         "fully_reshardable": leaf.load_parameter_state_from_fully_reshardable,
         "dp_reshardable": leaf.load_parameter_state_from_dp_reshardable,
     }[part["param_state_sharding_type"]]
     leaf.load_state_dict({key: v for key, v in part.items() if not key.startswith("param_state")})
-    states = leaf.optimizer.state.values()
+    states = list(leaf.optimizer.state.values())
     steps = [state.pop("step") for state in states]
     try:
-        read(part["param_state"])
+        load(part["param_state"])
     finally:
         for state, step in zip(states, steps, strict=True):
             state["step"] = step

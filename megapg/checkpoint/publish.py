@@ -39,7 +39,6 @@ from megapg.checkpoint.names import (
     iteration_name,
     list_checkpoints,
     parse_hidden,
-    read_tracker,
     tracker_text,
     what_is_missing,
 )
@@ -304,7 +303,7 @@ def _settle(root: Path) -> None:
         with _logged("write", root / TRACKER):
             os.replace(pending, root / TRACKER)
     for entry in entries(root):
-        if entry.startswith(PENDING) and not _has_partial(root, entry.removeprefix(PENDING)):
+        if entry.startswith(PENDING):  # no commit is under way, so it is void
             with _logged("remove", root / entry):
                 (root / entry).unlink(missing_ok=True)
     _sync(root)
@@ -331,11 +330,6 @@ def _is_dead(partial: Path) -> bool:
         lock.free()
 
 
-def _has_partial(root: Path, token: str) -> bool:
-    hidden = [parse_hidden(entry) for entry in entries(root)]
-    return any(h and (h.kind, h.token) == ("partial", token) for h in hidden)
-
-
 def _put_away_replaced(root: Path) -> None:
     for entry in entries(root):
         parts = parse_hidden(entry)
@@ -345,7 +339,7 @@ def _put_away_replaced(root: Path) -> None:
 
 
 def _retire(root: Path, name: str, keep: int) -> None:
-    """Put away all but the newest iterations. The root is locked by us."""
+    """Put away all but the newest iterations. The root is locked by us, and the tracker at name."""
     complete = [
         info
         for info in list_checkpoints(root)
@@ -353,13 +347,9 @@ def _retire(root: Path, name: str, keep: int) -> None:
     ]
     others = [info for info in complete if info.path.name != name]
     spare = keep if name == RELEASE else keep - 1
-    try:
-        safe = {name, read_tracker(root), *(info.path.name for info in complete[-1:])}
-    except CheckpointError as error:
-        logger.warning("no older checkpoint is removed: %s", error)
-        return
+    newest = complete[-1].path.name if complete else name
     for info in others[: max(len(others) - spare, 0)]:
-        if info.path.name not in safe and not info.path.is_symlink():
+        if info.path.name != newest and not info.path.is_symlink():
             with _logged("remove", info.path):
                 _put_away(root, info.path.name, info.path)
 

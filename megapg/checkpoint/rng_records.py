@@ -51,9 +51,10 @@ NEEDS = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp")
 
 KEY = "rng_state"
 _AXES = ("pp", "tp", "dp_cp")
-_PLACE = r"\d+(?:\.\d+){1,2}"
+_N = r"\d{1,9}"  # Python refuses to read the longest numbers a file can hold
+_PLACE = rf"{_N}(?:\.{_N}){{1,2}}"
 _SHARD = re.compile(rf"(?P<key>[^/]*{KEY}(\.[^/]+)?)/shard_(?P<at>{_PLACE})_(?P<of>{_PLACE})")
-_PIECE = re.compile(rf"(?P<key>{KEY})\.\((?P<at>\d+, \d+)\)\.(?P<n>\d+)\.(?P<name>.+)")
+_PIECE = re.compile(rf"{KEY}\.\((?P<at>{_N}, {_N})\)\.(?P<n>{_N})\.(?P<name>.+)")
 
 
 # -- writing -----------------------------------------------------------------------------------
@@ -231,10 +232,11 @@ def _whole(key: str, sizes: tuple[int, ...], places: set[tuple[int, ...]]) -> tu
     missing = (at for at in (_unravel(n, sizes) for n in range(total)) if at not in places)
     some = list(itertools.islice(missing, 4))
     if some or len(places) != total:
+        named = ", ".join(map(str, some)) + (", ..." if len(some) == 4 else "")
         raise BrokenCheckpointError(
             f"{key} has {len(places)} records of random streams, and should have {total}: one for "
-            f"each {', '.join(_AXES[: len(sizes)])} rank. Missing are {some} and so on. Load "
-            "without random streams, or from another checkpoint."
+            f"each {', '.join(_AXES[: len(sizes)])} rank. Missing: {named or 'none'}. Load without "
+            "random streams, or from another checkpoint."
         )
     return sizes
 

@@ -15,12 +15,14 @@ import io
 import os
 import pathlib
 import pickle
+import pickletools
 import pkgutil
 import re
 import signal
 import sys
 import threading
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, ClassVar, Never, TypeAlias, TypeVar
 
@@ -58,16 +60,69 @@ def parse_metadata(data: bytes, what: str) -> Metadata:
         UnsafeCheckpointError: it names something that no metadata needs; nothing of it was run.
         BrokenCheckpointError: it is no pickle, or not one of a checkpoint's metadata.
     """
-    file = io.BytesIO(data)
     try:
-        found = _Unpickler(file, what).load()
-        if file.tell() != len(data):
-            raise ValueError(f"{len(data) - file.tell()} bytes after its end")
-        return _metadata(found)
+        _check_bounds(data)
+        return _metadata(_Unpickler(io.BytesIO(data), what).load())
     except UnsafeCheckpointError:
         raise
     except Exception as error:  # what a damaged pickle raises is anybody's guess
         raise _damaged(what, error) from error
+
+
+def _check_bounds(data: bytes) -> None:
+    """Walk over the opcodes without doing any, to see that all stay within the file.
+
+    C's unpickler takes memory for whatever number in its memo a pickle names, and one wrong bit
+    makes four bytes of text such a number: tens of gigabytes, which ends the process.
+    """
+    at, code = 0, b""
+    while code != b".":
+        if run := _PLAIN.match(data, at):
+            at = run.end()
+        code, at = data[at : at + 1], at + 1
+        size = _SIZES.get(code)
+        if size is None:
+            raise ValueError(f"it has no opcode {code!r}" if code else "it ends early")
+        if size == pickletools.UP_TO_NEWLINE:
+            start = at
+            for _ in range(2 if code in b"ci" else 1):
+                at = data.index(b"\n", at) + 1
+            number = int(data[start:at]) if code == b"p" else 0
+        elif size < 0:
+            width = _WIDTHS[size]
+            number = 0
+            at += width + int.from_bytes(data[at : at + width], "little")
+        else:
+            number = int.from_bytes(data[at : at + size], "little")
+            at += size
+        if at > len(data):
+            raise ValueError("it ends early")
+        if number > len(data):
+            raise ValueError("it names an item that it can't have")
+    if at != len(data):
+        raise ValueError(f"{len(data) - at} bytes after its end")
+
+
+_SIZES = {op.code.encode("latin-1"): op.arg.n if op.arg else 0 for op in pickletools.opcodes}
+_WIDTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+
+
+def _plain_opcodes() -> re.Pattern[bytes]:
+    """A run of opcodes whose arguments have a known size and need no look: most of a file."""
+    by_size: dict[int, bytes] = defaultdict(bytes)
+    for code, size in _SIZES.items():
+        if size >= 0 and code not in (b".", b"r"):
+            by_size[size] += code
+    kinds = [b"[%s].{%d}" % (re.escape(codes), size) for size, codes in sorted(by_size.items())]
+    return re.compile(b"(?:%s)*+" % b"|".join(kinds), re.DOTALL)
+
+
+_PLAIN = _plain_opcodes()
 
 
 class _Sealed(type):
@@ -407,7 +462,7 @@ def _refuse(what: str, name: str, error: Exception | None = None) -> Never:
 
 def _damaged(what: str, error: Exception) -> BrokenCheckpointError:
     said = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
-    reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    reason = f"{type(error).__name__}: {said:.150}" if said else type(error).__name__
     return BrokenCheckpointError(
         f"{what} can't be read ({reason}). The file is damaged or of something else; take it from "
         "a copy, or use an older checkpoint.",
