@@ -1,4 +1,4 @@
-"""The command line: ``megapg demo``."""
+"""The command line: ``megapg demo`` and ``megapg checkpoint``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from megapg.checkpoint.commands import app as checkpoint_app
 from megapg.demo.job import VOCABULARY, GPTRun
 from megapg.errors import LayoutError, MegapgError, RankFailedError
 from megapg.layout import ParallelLayout
@@ -18,6 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 @app.callback()

@@ -399,8 +399,12 @@ class Session:
             del made
             self._world.close(abort=abort, timeout=self._timeout)
         if unfinished:
-            raise unfinished[0] if len(unfinished) == 1 else TeardownError(
-                f"session {self.name!r} is closed, but not all went well before", unfinished
+            raise (
+                unfinished[0]
+                if len(unfinished) == 1
+                else TeardownError(
+                    f"session {self.name!r} is closed, but not all went well before", unfinished
+                )
             )
 
     def _part(self, error: BaseException | None) -> dict[int, str]:

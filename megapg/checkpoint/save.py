@@ -26,7 +26,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem
 
-import megapg
+from megapg import __version__
 from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint import rng_records
 from megapg.checkpoint.groups import layout_of, sizes_of, teamwork
@@ -260,7 +260,7 @@ class _Work:
         ):
             sums[name] = write_file(here / name, data)
         about = {
-            "version": megapg.__version__,
+            "version": __version__,
             "iteration": self.iteration,
             "layout": None if self.layout is None else sizes_of(self.layout),
         }
