@@ -8,10 +8,20 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
-from resuming import RUN, Training, cut, sizes
+from resuming import RUN, Training, cut, equal, sizes, weights
 
 import megapg
+from megapg.checkpoint.contents import read_contents
+from megapg.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    GlobalGroupsWarning,
+    NoCollectionError,
+)
+from megapg.megatron import globals_policy
 from megapg.testing import megatron_on_cpu, run_distributed
 
 pytestmark = pytest.mark.contract
@@ -146,3 +156,122 @@ def test_a_checkpoint_loads_under_another_layout(tmp_path):
             if again is not None:
                 assert again == pytest.approx(whole, rel=TOLERANCE), name
                 assert report.exact is (name in SAME_STREAMS), name
+
+
+# -- the rest of the arguments ---------------------------------------------------------------------
+
+
+class Schedule:
+    """A scheduler in the sense of ``save_checkpoint``."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def state_dict(self):
+        return {"step": self.step}
+
+    def load_state_dict(self, state):
+        self.step = state["step"]
+
+
+def arguments(root):
+    """Everything that is no optimizer; two ranks."""
+    with megatron_on_cpu(), training(replace(RUN, tp=2), "arguments", 2) as job:
+        model = {"model": job.chunks, "pg_collection": job.pg, "timeout": 60}
+        before = weights(job.chunks)
+        save = megapg.save_checkpoint(
+            root,
+            1,
+            scheduler=Schedule(17),
+            args={"hidden_size": 32},
+            extra={"tokenizer": "bytes", "seen": {"samples": 40}, "mean": torch.tensor([0.5])},
+            num_floating_point_operations=1.5e18,
+            **model,
+        )
+        assert save.done
+        assert save.wait().path.name == "iter_0000001"
+        forget(job.chunks)
+        schedule = Schedule(0)
+        loaded = megapg.load_checkpoint(root, scheduler=schedule, **model)
+        assert equal(weights(job.chunks), before)
+        assert (loaded.iteration, loaded.release, schedule.step) == (1, False, 17)
+        assert (loaded.args.hidden_size, loaded.num_floating_point_operations) == (32, 1.5e18)
+        assert loaded.extra.keys() == {"tokenizer", "seen", "mean"}
+        assert loaded.extra["seen"] == {"samples": 40}
+        assert loaded.extra["mean"].item() == 0.5
+
+        # Which one is loaded, and which ones are kept.
+        for iteration in (2, 3, 4):
+            megapg.save_checkpoint(root, iteration, keep=2, **model)
+        assert [info.iteration for info in megapg.list_checkpoints(root)] == [3, 4]
+        assert megapg.latest(root).iteration == 4
+        assert megapg.load_checkpoint(root, iteration=3, **model).iteration == 3
+        assert megapg.load_checkpoint(f"{root}/iter_0000003", **model).iteration == 3
+        release = megapg.save_checkpoint(root, 5, release=True, keep=1, **model).wait()
+        assert release.release
+        assert release.path.name == "release"
+        loaded = megapg.load_checkpoint(root, optimizer=job.optimizer, **model)
+        assert (loaded.release, loaded.iteration, loaded.rng) == (True, 0, None)
+
+        # Streams under a name of their own, and the older layout alone.
+        elsewhere = f"{root}/elsewhere"
+        megapg.save_checkpoint(
+            elsewhere, 1, rng_key="rng_state.critic", rng_layout="per_tp_pp", **model
+        )
+        expected = torch.rand(3)
+        again = megapg.load_checkpoint(elsewhere, rng_key="rng_state.critic", **model)
+        assert again.rng.exact
+        assert torch.equal(torch.rand(3), expected)
+        with pytest.raises(CheckpointMismatchError, match=r"rng_state\.critic"):
+            megapg.load_checkpoint(elsewhere, rng_key="rng_state.actor", **model)
+
+        # Without groups: from the globals, with a warning that says so.
+        del model["pg_collection"]
+        with pytest.warns(GlobalGroupsWarning, match="save_checkpoint"):
+            megapg.save_checkpoint(root, 6, **model)
+        with pytest.warns(GlobalGroupsWarning, match="load_checkpoint"):
+            assert megapg.load_checkpoint(root, iteration=6, **model).iteration == 6
+        with globals_policy("error"), pytest.raises(NoCollectionError, match="save_checkpoint"):
+            megapg.save_checkpoint(root, 7, **model)
+        with (
+            globals_policy("silent"),
+            pytest.raises(CheckpointError, match="a collection that lives as long"),
+        ):
+            megapg.save_checkpoint(root, 7, asynchronous=True, **model)
+        borrowed = megapg.from_parallel_state()
+        megapg.save_checkpoint(root, 7, pg_collection=borrowed, asynchronous=True, **model).wait()
+        assert read_contents(f"{root}/iter_0000007").saved_layout().tp == 2
+
+        # What does not fit is named, and changes nothing.
+        model["pg_collection"] = job.pg
+        kept = weights(job.chunks)
+        with pytest.raises(CheckpointMismatchError, match="has no optimizer state"):
+            job.load(root, iteration=6)
+        with pytest.raises(CheckpointMismatchError, match="has no scheduler state"):
+            megapg.load_checkpoint(root, scheduler=schedule, **model)
+        for wrong, said in (
+            ({"extra": {"model": 1}}, "Megatron uses model"),
+            ({"keep": 0}, "keep=0"),
+            ({"model": torch.nn.Linear(1, 1)}, "Linear has no sharded_state_dict"),
+        ):
+            with pytest.raises(CheckpointError, match=said):
+                megapg.save_checkpoint(root, 8, **{**model, **wrong})
+        with pytest.raises(CheckpointError, match="iteration=-1"):
+            megapg.save_checkpoint(root, -1, **model)
+        with pytest.raises(CheckpointNotFoundError, match="iter_0000006, iter_0000007"):
+            megapg.load_checkpoint(root, iteration=99, **model)
+        assert equal(weights(job.chunks), kept)
+        return [info.path.name for info in megapg.list_checkpoints(root)]
+
+
+def forget(chunks):
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.zero_()
+
+
+def test_every_argument(tmp_path):
+    names = distributed(partial(arguments, str(tmp_path)), 2)
+    assert names[0] == names[1]
+    assert {"release", "iter_0000007"} <= set(names[0])

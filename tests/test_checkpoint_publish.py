@@ -377,6 +377,8 @@ def test_retention(tmp_path):
     # Rolled back: the newest one stays, although the new one is older.
     save(tmp_path, "iter_0000003", keep=1)
     assert kept() == sorted([*always, "iter_0000003", "iter_0000006"])
+    save(tmp_path, "release", keep=2)
+    assert kept() == sorted([*always, "iter_0000003", "iter_0000006"])
     save(tmp_path, "release", keep=1)
     assert kept() == sorted([*always, "iter_0000006"])
     assert (tmp_path / "iter_0000000").is_symlink()
@@ -431,6 +433,33 @@ def test_a_forked_child_does_not_take_the_lock_with_it(tmp_path):
     partial.discard()
 
 
+def test_a_forked_child_that_stays_does_not_keep_the_root_locked(tmp_path):
+    reading, writing = os.pipe()
+    with _root_locked(tmp_path, 1):
+        pid = os.fork()
+        if not pid:
+            os.close(writing)
+            os.read(reading, 1)  # until the parent closes its end
+            os._exit(0)
+    try:
+        with _root_locked(tmp_path, 1):
+            pass
+    finally:
+        os.close(writing)
+        os.waitpid(pid, 0)
+        os.close(reading)
+
+
+def test_a_roll_back_by_hand_after_a_crash_stays(tmp_path):
+    lay_out(tmp_path, ("iter_0000100", "iter_0000200"), "iter_0000100")
+    void = tmp_path / f"{PENDING}ab"
+    void.write_text("200")
+    os.utime(void, (1e9, 1e9))
+    Partial.begin(tmp_path, iteration=300).discard()
+    assert latest(tmp_path).iteration == 100
+    assert hidden(tmp_path) == {ROOT_LOCK}
+
+
 def test_when_renaming_fails_everything_is_as_before(tmp_path, monkeypatch):
     save(tmp_path, mark="old")
     partial = Partial.begin(tmp_path, iteration=200)
@@ -454,8 +483,12 @@ def test_when_renaming_fails_everything_is_as_before(tmp_path, monkeypatch):
 def test_when_restoring_fails_the_replaced_checkpoint_stays(tmp_path, monkeypatch, caplog):
     replaced = saved(tmp_path / hidden_name("iter_0000200", "replaced", "ab"), "old")
 
+    real = os.rename
+
     def rename(source, target):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if Path(target).name == "iter_0000200":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(source, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", rename)

@@ -24,7 +24,7 @@ from megapg.checkpoint.groups import layout_of, teamwork
 from megapg.checkpoint.manifest import verify as verify_files
 from megapg.checkpoint.names import CheckpointInfo, latest, list_checkpoints
 from megapg.checkpoint.planning import Loading, State
-from megapg.checkpoint.rng_records import KEY, RngReport, detect, record_for_this_rank
+from megapg.checkpoint.rng_records import KEY, NEEDS, RngReport, detect, record_for_this_rank
 from megapg.checkpoint.saves import Saves
 from megapg.checkpoint.state import (
     KNOWN,
@@ -127,7 +127,7 @@ def load_checkpoint(
         CheckpointError: another rank failed; it is named.
         MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
-    pg = resolve(pg_collection, needs=("tp", "pp", "dp", "dp_cp"), owner="load_checkpoint")
+    pg = resolve(pg_collection, needs=NEEDS, owner="load_checkpoint")
     Saves.of(pg.lease).make_room(1)
     root = Path(directory).absolute()
     which = "the latest" if iteration is None else f"iteration {iteration}"

@@ -44,6 +44,7 @@ from megapg.checkpoint.contents import (
 )
 from megapg.errors import (
     BrokenCheckpointError,
+    CheckpointError,
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
@@ -224,7 +225,8 @@ class _Check:
         self._check_config(needed=of_megatron or COMMON_FILE in self._files)
         if metadata is not None:
             if not self._problems.keys() & {COMMON_FILE, CONFIG_FILE}:
-                self._read(COMMON_FILE, lambda: read_common(self._path, metadata))
+                home = self._home_of_common(metadata)
+                self._read(home, lambda: read_common(self._path, metadata))
                 if expected is None and COMMON_FILE in self._files:
                     self._check_common()
             self._check_places(metadata, archives=expected is None)
@@ -251,10 +253,14 @@ class _Check:
         """Run a reader; what it raises becomes a problem of the file it names, or of this one."""
         try:
             return read()
+        except CheckpointNotFoundError:
+            raise
         except BrokenCheckpointError as error:
             self._add(*error.problems[0].split(": ", 1))
         except UnsafeCheckpointError as error:
             self._add(name, f"is not safe to load: {error}")
+        except (CheckpointError, OSError) as error:
+            self._add(name, f"can't be read ({error})")
         return None
 
     # -- the manifest
@@ -269,8 +275,9 @@ class _Check:
             return _expected(content)
         except BrokenCheckpointError as error:
             self._add(*error.problems[0].split(": ", 1))
-        except (ValueError, RecursionError) as error:
-            reason = str(error) if type(error) is ValueError else "it is no JSON"
+        except (ValueError, RecursionError, OSError) as error:
+            known = type(error) is ValueError or isinstance(error, OSError)
+            reason = str(error) if known else "it is no JSON"
             self._add(MANIFEST_FILE, f"is damaged or was edited ({reason})")
         return None
 
@@ -330,6 +337,11 @@ class _Check:
             backend = config.get("sharded_backend") if isinstance(config, dict) else None
             if backend != "torch_dist":
                 self._add(CONFIG_FILE, f"names the format {backend!r}, not 'torch_dist'")
+
+    def _home_of_common(self, metadata: Metadata) -> str:
+        place = (metadata.storage_data or {}).get(MetadataIndex(COMMON_KEY))
+        here = COMMON_FILE in self._files or place is None
+        return COMMON_FILE if here else str(place.relative_path)
 
     def _check_common(self) -> None:
         """``common.pt`` loads; the sums inside of it tell whether as it was saved."""

@@ -135,7 +135,12 @@ def save_checkpoint(
         CheckpointError: arguments that make no sense.
         MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
-    pg = resolve(pg_collection, needs=("tp", "pp", "dp", "dp_cp"), owner="save_checkpoint")
+    pg = resolve(pg_collection, needs=rng_records.NEEDS, owner="save_checkpoint")
+    if asynchronous and pg is not pg_collection:
+        raise CheckpointError(
+            "asynchronous=True: a save in the background belongs to a collection that lives as "
+            "long. Pass session.groups, or one of megapg.from_parallel_state() that you keep."
+        )
     root = Path(directory).absolute()
     saves = Saves.of(pg.lease)
     place = saves.make_room(in_flight if asynchronous else 1)

@@ -1,0 +1,467 @@
+"""Saving and loading a checkpoint: megapg, ``dist_checkpointing`` called directly, and torch's DCP.
+
+All contestants have the same model and optimizer in the same processes, write to the same file
+system and take turns, each repeat beginning with another one; ratios are taken within a repeat.
+Each has been called once before, outside the repeats, since first calls import things and start
+helper processes. The clock of a save starts before the state is described and stops when the
+checkpoint is complete on the slowest rank; that of a load stops when model and optimizer have it.
+What a load reads is in the page cache: nothing here depends on the disk but ``fsync``.
+
+The two direct ones do what a training script does: describe model, optimizer and random streams as
+sharded tensors and objects, and hand them over, with megapg's repairs for torch's Adam where
+Megatron-core needs them on a CPU. DCP gets the tensors as each rank has them, under names of its
+own, which loads in this layout only; it is here for what writing and reading cost at least.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+
+import megapg
+from megapg.checkpoint import optimizer as optimizers
+from megapg.checkpoint import rng_records
+from megapg.checkpoint.names import iteration_name
+from megapg.checkpoint.state import gather_parameters, load_model, model_state
+from megapg.demo import gpt
+from megapg.demo.job import GPTRun
+from megapg.rng import capture_rng_state
+from megapg.testing import megatron_on_cpu
+from megapg.testing.distributed import Ranks
+
+REPEATS = 7
+WORLDS = (2, 4)
+DIRECT_TARGET = 1.05
+"""Most that a save or load may cost of dist_checkpointing called directly."""
+BLOCKING_TARGET = 0.25
+"""Most of a synchronous save's time for which an asynchronous one may hold up the training."""
+
+# 9.9 million parameters; with Adam's moments and the optimizer's own weights 150 MiB.
+_RUN = GPTRun(tp=2, layers=8, hidden=320, heads=4, seq_length=32)
+_QUICK_RUN = GPTRun(tp=2, layers=2, hidden=64, heads=4, seq_length=32)
+_FIRST_CALL = -1
+_TRIAL_S = 15.0  # for the deadline; a trial takes a second
+
+
+# -- the contestants -------------------------------------------------------------------------------
+
+
+@dataclass
+class _Job:
+    """One rank's model and optimizer, and what the contestants keep from call to call."""
+
+    run: GPTRun
+    pg: megapg.ProcessGroupCollection
+    chunks: list[Any]
+    optimizer: Any
+    calls: AsyncCallsQueue
+
+    @classmethod
+    def build(cls, run: GPTRun, pg: megapg.ProcessGroupCollection) -> _Job:
+        gpt._seed(run.seed, pg)
+        chunks = gpt._build_chunks(run, pg, pg.pp)
+        optimizer = gpt._build_optimizer(run, chunks, pg)
+        optimizers.prepare(optimizer)
+        job = cls(run, pg, chunks, optimizer, AsyncCallsQueue())
+        for moment in job.moments():  # zeros would not be read from memory, one page aside
+            moment.normal_()
+        return job
+
+    def adam(self) -> torch.optim.Optimizer:
+        inner: torch.optim.Optimizer = self.optimizer.chained_optimizers[0].optimizer
+        return inner
+
+    def moments(self) -> Iterator[torch.Tensor]:
+        for state in self.adam().state.values():
+            yield from (state["exp_avg"], state["exp_avg_sq"])
+
+
+def _megapg(job: _Job, directory: Path, *, asynchronous: bool = False) -> Callable[[], object]:
+    return megapg.save_checkpoint(
+        directory,
+        1,
+        model=job.chunks,
+        optimizer=job.optimizer,
+        pg_collection=job.pg,
+        asynchronous=asynchronous,
+    ).wait
+
+
+def _load_megapg(job: _Job, directory: Path, *, verify: bool = False) -> None:
+    megapg.load_checkpoint(
+        directory,
+        model=job.chunks,
+        optimizer=job.optimizer,
+        pg_collection=job.pg,
+        verify=verify,
+    )
+
+
+def _direct(job: _Job, directory: Path, *, asynchronous: bool = False) -> Callable[[], object]:
+    path = directory / iteration_name(1)
+    if dist.get_rank() == 0:
+        path.mkdir(parents=True)
+    dist.barrier()
+    gather_parameters(job.chunks, job.optimizer)
+    metadata = optimizers.content_metadata(job.optimizer)
+    state = _sharded(job, metadata, is_loading=False)
+    strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), job.pg.dp_cp)
+    request = dist_checkpointing.save(
+        {**state, "checkpoint_version": 3.0, "iteration": 1},
+        str(path),
+        strategy,
+        async_sharded_save=asynchronous,
+        content_metadata=metadata,
+    )
+    if request is None:
+        return lambda: None
+    job.calls.schedule_async_request(request)
+    return partial(job.calls.maybe_finalize_async_calls, blocking=True)
+
+
+def _load_direct(job: _Job, directory: Path) -> None:
+    path = str(directory / iteration_name(1))
+    metadata = dist_checkpointing.load_content_metadata(path)
+    found = dist_checkpointing.load(_sharded(job, metadata, is_loading=True), path)
+    load_model(job.chunks, found, strict=True)
+    optimizers.restore(job.optimizer, found["optimizer"])
+
+
+def _sharded(job: _Job, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+    live = optimizers.with_groups(metadata, job.pg)
+    state = model_state(job.chunks, live)
+    state["optimizer"] = optimizers.sharded_state(
+        job.optimizer, state, is_loading=is_loading, metadata=live
+    )
+    [record] = rng_records.entries(capture_rng_state(job.pg), job.pg, ("per_tp_pp",))
+    state["rng_state"] = ShardedObject(
+        record.key, record.data, record.global_shape, record.global_offset, record.replica_id
+    )
+    return state
+
+
+def _bare(job: _Job, directory: Path) -> Callable[[], object]:
+    gather_parameters(job.chunks, job.optimizer)
+    dcp.save(_tensors(job), checkpoint_id=directory / iteration_name(1))
+    return lambda: None
+
+
+def _load_bare(job: _Job, directory: Path) -> None:
+    dcp.load(_tensors(job), checkpoint_id=directory / iteration_name(1))
+
+
+def _tensors(job: _Job) -> dict[str, torch.Tensor]:
+    """The weights, which data-parallel ranks have in common, and each rank's optimizer state."""
+    tp, rank = job.pg.rank("tp"), dist.get_rank()
+    tensors = {
+        f"tp{tp}.{name}": weight.detach() for name, weight in job.chunks[0].named_parameters()
+    }
+    for number, (main, state) in enumerate(job.adam().state.items()):
+        for name, tensor in {"param": main.detach(), **state}.items():
+            tensors[f"rank{rank}.{number}.{name}"] = tensor
+    return tensors
+
+
+@contextlib.contextmanager
+def _without_checksums() -> Iterator[None]:
+    nothing = mock.Mock(spec=["update", "hexdigest"])
+    nothing.update = lambda data: None
+    nothing.hexdigest = lambda: "0" * 64
+    with mock.patch("hashlib.sha256", lambda *data: nothing):
+        yield
+
+
+@contextlib.contextmanager
+def _without_fsync() -> Iterator[None]:
+    with mock.patch("os.fsync", lambda descriptor: None):
+        yield
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to save, or to load.
+
+    Attributes:
+        name: for the tables.
+        call: does it, and for a save returns what waits until the checkpoint is complete.
+        loads: the save whose checkpoint is loaded; None for a save.
+        under: what it happens in.
+    """
+
+    name: str
+    call: Callable[..., Callable[[], object] | None]
+    loads: str | None = None
+    under: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+
+MEGAPG = Contestant("megapg.save_checkpoint", _megapg)
+ASYNC = Contestant("the same, asynchronous", partial(_megapg, asynchronous=True))
+NO_SUMS = Contestant("the same without checksums", _megapg, under=_without_checksums)
+NO_FSYNC = Contestant("the same without fsync", _megapg, under=_without_fsync)
+DIRECT = Contestant("dist_checkpointing.save", _direct)
+DIRECT_ASYNC = Contestant("dist_checkpointing.save, asynchronous", partial(_direct, asynchronous=True))
+DIRECT_NO_FSYNC = Contestant("dist_checkpointing.save without fsync", _direct, under=_without_fsync)
+BARE = Contestant("torch DCP, save", _bare)
+LOAD = Contestant("megapg.load_checkpoint", _load_megapg, loads=MEGAPG.name)
+VERIFIED = Contestant(
+    "the same with verify=True", partial(_load_megapg, verify=True), loads=MEGAPG.name
+)
+LOAD_DIRECT = Contestant("dist_checkpointing.load", _load_direct, loads=DIRECT.name)
+LOAD_BARE = Contestant("torch DCP, load", _load_bare, loads=BARE.name)
+
+SAVES = (MEGAPG, DIRECT, ASYNC, DIRECT_ASYNC, NO_SUMS, NO_FSYNC, DIRECT_NO_FSYNC, BARE)
+LOADS = (LOAD, LOAD_DIRECT, VERIFIED, LOAD_BARE)
+CONTESTANTS = (*SAVES, *LOADS)
+
+
+# -- the trials ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankTrial:
+    """One rank's part of a trial.
+
+    Attributes:
+        blocked: seconds until the call returned.
+        wall: seconds until the checkpoint was complete, or loaded.
+        cpu: CPU seconds until then, of this rank, its threads, and processes it started.
+        size: bytes of the whole checkpoint.
+    """
+
+    blocked: float
+    wall: float
+    cpu: float
+    size: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One contestant, one repeat, on all ranks."""
+
+    contestant: Contestant
+    repeat: int
+    ranks: tuple[RankTrial, ...]
+
+    @property
+    def blocked(self) -> float:
+        """Seconds for which the slowest rank could not train."""
+        return max(rank.blocked for rank in self.ranks)
+
+    @property
+    def wall(self) -> float:
+        """Seconds until the slowest rank knew that it was done."""
+        return max(rank.wall for rank in self.ranks)
+
+    @property
+    def cpu(self) -> float:
+        """CPU seconds of all ranks together."""
+        return sum(rank.cpu for rank in self.ranks)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the checkpoint."""
+        return max(rank.size for rank in self.ranks)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A ratio within each repeat: the median over them, and the extremes."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Standings:
+    """All contestants in one world.
+
+    Attributes:
+        world_size: number of ranks; tp=2, the rest is data parallelism.
+        file_system: what was written to, in the words of the kernel.
+        trials: first calls included.
+    """
+
+    world_size: int
+    file_system: str
+    trials: tuple[Trial, ...]
+
+    def of(self, contestant: Contestant) -> list[Trial]:
+        """The repeats of one contestant, in order."""
+        return [t for t in self.trials if t.contestant is contestant and t.repeat != _FIRST_CALL]
+
+    def median(self, contestant: Contestant, quantity: str) -> float:
+        """Over the repeats."""
+        return statistics.median(getattr(trial, quantity) for trial in self.of(contestant))
+
+    def first_call(self, contestant: Contestant) -> float:
+        """Seconds that the first call in a process took."""
+        return next(
+            trial.wall
+            for trial in self.trials
+            if trial.contestant is contestant and trial.repeat == _FIRST_CALL
+        )
+
+    def ratio(
+        self, ours: Contestant, theirs: Contestant, quantity: str = "wall", by: str = ""
+    ) -> Spread:
+        """One quantity of the first by another of the second (the same unless ``by`` is given)."""
+        ratios = [
+            getattr(a, quantity) / getattr(b, by or quantity)
+            for a, b in zip(self.of(ours), self.of(theirs), strict=True)
+        ]
+        return Spread(statistics.median(ratios), min(ratios), max(ratios))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One trial to be run; every rank derives the same list."""
+
+    contestant: int  # an index: the functions stay out of the pickles
+    repeat: int
+
+
+def plans(repeats: int) -> list[Plan]:
+    """The trials of one world, in the order they are run: all saves of a repeat, then its loads."""
+    saves, loads = len(SAVES), len(LOADS)
+    return [Plan(index, _FIRST_CALL) for index in range(saves + loads)] + [
+        Plan(index, repeat)
+        for repeat in range(repeats)
+        for index in (
+            *((turn + repeat) % saves for turn in range(saves)),
+            *(saves + (turn + repeat) % loads for turn in range(loads)),
+        )
+    ]
+
+
+def run(
+    world_size: int, repeats: int, advanced: Callable[[int], None], *, quick: bool = False
+) -> Standings:
+    """Run every trial in one world.
+
+    Args:
+        world_size: number of processes, all on this host; even.
+        repeats: how often each contestant runs, besides its first call.
+        advanced: called now and then with the number of trials finished so far.
+        quick: with a tiny model, which says nothing about time.
+    """
+    todo = plans(repeats)
+    with tempfile.TemporaryDirectory() as root, tempfile.NamedTemporaryFile() as progress:
+        work = partial(_every_trial, quick, todo, Path(root), progress.name)
+        with Ranks(
+            work,
+            world_size,
+            deadline=60 + len(todo) * _TRIAL_S,
+            preload=["benchmarks.checkpoint"],
+            env={"PYTHONWARNINGS": "ignore"},
+        ) as ranks:
+            while not ranks.done(timeout=0.2):
+                advanced(os.path.getsize(progress.name))
+            by_rank = ranks.results()
+        file_system = _file_system(Path(root))
+    advanced(len(todo))
+    trials = [
+        Trial(CONTESTANTS[plan.contestant], plan.repeat, tuple(parts))
+        for plan, *parts in zip(todo, *by_rank, strict=True)
+    ]
+    return Standings(world_size, file_system, tuple(trials))
+
+
+def _file_system(path: Path) -> str:
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    over = [mount for mount in mounts if path.resolve().is_relative_to(mount[1])]
+    return max(over, key=lambda mount: len(mount[1]))[2]
+
+
+# -- in the ranks ----------------------------------------------------------------------------------
+
+
+def _every_trial(quick: bool, todo: Sequence[Plan], root: Path, progress: str) -> list[RankTrial]:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    with (
+        megatron_on_cpu(),
+        megapg.session(tp=2) as session,
+        megapg.published(session.groups),
+        open(progress, "ab", buffering=0) as marks,
+    ):
+        job = _Job.build(_QUICK_RUN if quick else _RUN, session.groups)
+        done = []
+        for plan in todo:
+            done.append(_trial(job, plan, root))
+            if dist.get_rank() == 0:
+                marks.write(b".")
+        gpt._let_go(job.chunks)
+    return done
+
+
+def _trial(job: _Job, plan: Plan, root: Path) -> RankTrial:
+    contestant = CONTESTANTS[plan.contestant]
+    # The first checkpoint of each way to save is kept, to be loaded.
+    keep = plan.repeat == _FIRST_CALL
+    directory = root / (contestant.loads or (contestant.name if keep else "scratch"))
+    check = _erase(job) if contestant.loads else None
+    with contestant.under():
+        dist.barrier()
+        started, cpu = time.perf_counter(), _cpu_seconds()
+        finish = contestant.call(job, directory)
+        blocked = time.perf_counter() - started
+        if finish is not None:
+            finish()
+        trial = RankTrial(
+            blocked=blocked,
+            wall=time.perf_counter() - started,
+            cpu=_cpu_seconds() - cpu,
+            size=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
+        )
+    if check is not None:
+        check()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(root / "scratch", ignore_errors=True)  # what was not synced is never written
+    dist.barrier()
+    return trial
+
+
+def _cpu_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def _erase(job: _Job) -> Callable[[], None]:
+    """Spoil a weight and a moment; the result raises unless both came back."""
+    places = [next(job.chunks[0].parameters()).detach(), next(job.moments())]
+    before = [place.clone() for place in places]
+    for place in places:
+        place.zero_()
+
+    def check() -> None:
+        now = [next(job.chunks[0].parameters()).detach(), next(job.moments())]
+        if not all(map(torch.equal, before, now)):
+            raise AssertionError("a load did not bring back what was saved")
+
+    return check
