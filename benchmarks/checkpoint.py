@@ -7,10 +7,11 @@ helper processes. The clock of a save starts before the state is described and s
 checkpoint is complete on the slowest rank; that of a load stops when model and optimizer have it.
 What a load reads is in the page cache: nothing here depends on the disk but ``fsync``.
 
-The two direct ones do what a training script does: describe model, optimizer and random streams as
-sharded tensors and objects, and hand them over, with megapg's repairs for torch's Adam where
-Megatron-core needs them on a CPU. DCP gets the tensors as each rank has them, under names of its
-own, which loads in this layout only; it is here for what writing and reading cost at least.
+The direct ones do what a training script does: have model, optimizer and random streams described
+as sharded tensors and objects, and hand them over; what was loaded is handed to the optimizer with
+megapg's repairs for torch's Adam, without which Megatron-core can't take it on a CPU. DCP gets the
+tensors as each rank has them, under names of its own, and so loads in this layout only; it is here
+for what writing and reading cost at least.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ DIRECT_TARGET = 1.05
 BLOCKING_TARGET = 0.25
 """Most of a synchronous save's time for which an asynchronous one may hold up the training."""
 
-# 9.9 million parameters; with Adam's moments and the optimizer's own weights 150 MiB.
-_RUN = GPTRun(tp=2, layers=8, hidden=320, heads=4, seq_length=32)
+# 12.7 million parameters; with Adam's moments and the optimizer's own weights 194 MiB.
+_RUN = GPTRun(tp=2, layers=4, hidden=512, heads=4, seq_length=32)
 _QUICK_RUN = GPTRun(tp=2, layers=2, hidden=64, heads=4, seq_length=32)
 _FIRST_CALL = -1
 _TRIAL_S = 15.0  # for the deadline; a trial takes a second
@@ -154,8 +155,8 @@ def _load_direct(job: _Job, directory: Path) -> None:
 def _sharded(job: _Job, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
     live = optimizers.with_groups(metadata, job.pg)
     state = model_state(job.chunks, live)
-    state["optimizer"] = optimizers.sharded_state(
-        job.optimizer, state, is_loading=is_loading, metadata=live
+    state["optimizer"] = job.optimizer.sharded_state_dict(
+        state, is_loading=is_loading, metadata=live
     )
     [record] = rng_records.entries(capture_rng_state(job.pg), job.pg, ("per_tp_pp",))
     state["rng_state"] = ShardedObject(

@@ -15,9 +15,11 @@ import torch
 from rich.console import Console
 
 import megapg
+from benchmarks import checkpoint as checkpoints
 from benchmarks import layout as layouts
 from benchmarks.access import Reading
 from benchmarks.bridge import Cost
+from benchmarks.checkpoint import Contestant, Standings
 from benchmarks.creation import STAGES, USE, Contest
 from benchmarks.layout import Answer
 from benchmarks.peers import BASELINE, FIELDS, SESSION
@@ -68,6 +70,7 @@ class Report:
     answers: list[Answer] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
+    standings: list[Standings] = field(default_factory=list)
 
     def tables(self) -> list[Table]:
         """The findings, creation first."""
@@ -80,6 +83,8 @@ class Report:
             found.append(_access(self.readings))
         if self.costs:
             found.append(_bridge(self.costs))
+        if self.standings:
+            found += [make(self.standings) for make in (_checkpoint_verdicts, _checkpoint_times)]
         return found
 
     def markdown(self) -> str:
@@ -310,3 +315,47 @@ def _bridge(costs: Sequence[Cost]) -> Table:
             "open, in this process, and that torch still knows the groups.",
         ),
     )
+
+
+# What is compared, ours and theirs, what of each, and the most that was promised.
+_CHECKPOINT_RATIOS = (
+    ("save", checkpoints.MEGAPG, checkpoints.DIRECT, "wall", "wall", checkpoints.DIRECT_TARGET),
+    ("load", checkpoints.LOAD, checkpoints.LOAD_DIRECT, "wall", "wall", checkpoints.DIRECT_TARGET),
+    (
+        "an asynchronous save holds up the training, of a synchronous one",
+        checkpoints.ASYNC,
+        checkpoints.MEGAPG,
+        "blocked",
+        "wall",
+        checkpoints.BLOCKING_TARGET,
+    ),
+    (
+        "the same, dist_checkpointing's own",
+        checkpoints.DIRECT_ASYNC,
+        checkpoints.DIRECT,
+        "blocked",
+        "wall",
+        None,
+    ),
+    (
+        "an asynchronous save holds it up, of dist_checkpointing's",
+        checkpoints.ASYNC,
+        checkpoints.DIRECT_ASYNC,
+        "blocked",
+        "blocked",
+        None,
+    ),
+    (
+        "save, both without fsync",
+        checkpoints.NO_FSYNC,
+        checkpoints.DIRECT_NO_FSYNC,
+        "wall",
+        "wall",
+        None,
+    ),
+    ("save without checksums, of one with", checkpoints.NO_SUMS, checkpoints.MEGAPG, "wall", "wall", None),
+    ("save without fsync, of one with", checkpoints.NO_FSYNC, checkpoints.MEGAPG, "wall", "wall", None),
+    ("load with verify=True, of one without", checkpoints.VERIFIED, checkpoints.LOAD, "wall", "wall", None),
+    ("save, of torch DCP", checkpoints.MEGAPG, checkpoints.BARE, "wall", "wall", None),
+    ("load, of torch DCP", checkpoints.LOAD, checkpoints.LOAD_BARE, "wall", "wall", None),
+)

@@ -50,7 +50,7 @@ from megapg.demo.job import VOCABULARY, GPTRun
 HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
 
 TEXT = bytes(random.Random("text").choices(range(VOCABULARY), k=4096))
-SAMPLES_PER_RANK = 1000  # what the scheduler would walk through; far more than a test trains
+SAMPLES = 1000  # what the scheduler would walk through; far more than a test trains
 
 
 @dataclass(frozen=True)
@@ -258,11 +258,11 @@ def build_scheduler(optimizer, args):
         max_lr=args.lr,
         min_lr=args.min_lr,
         lr_warmup_steps=3 * args.global_batch_size,
-        lr_decay_steps=SAMPLES_PER_RANK,
+        lr_decay_steps=SAMPLES,
         lr_decay_style="cosine",
         start_wd=0.01,
         end_wd=0.02,
-        wd_incr_steps=SAMPLES_PER_RANK,
+        wd_incr_steps=SAMPLES,
         wd_incr_style="linear",
         use_checkpoint_opt_param_scheduler=True,
         override_opt_param_scheduler=False,

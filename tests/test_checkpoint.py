@@ -121,6 +121,8 @@ RESHARDED = {
     "tp2 pp2 -> tp4": (cut(PLAIN, tp=2, pp=2), 4, cut(PLAIN, tp=4), 4),
     "dp4 -> dp2": (cut(PLAIN, dp=4), 4, cut(PLAIN, dp=2), 2),
     "tp2 dp2 -> pp2 dp1": (cut(PLAIN, dp=2, tp=2), 4, cut(PLAIN, pp=2), 2),
+    "ep2 -> ep1": (cut(PLAIN, dp=2, ep=2, experts=4), 2, cut(PLAIN, dp=2, experts=4), 2),
+    "ep1 -> ep2": (cut(PLAIN, dp=2, experts=4), 2, cut(PLAIN, dp=2, ep=2, experts=4), 2),
 }
 SAME_STREAMS = ("pp2 vpp2 -> pp2", "dp4 -> dp2")
 """Where every rank finds its random streams: replicas of a dense model draw alike."""

@@ -560,8 +560,8 @@ def test_the_list_of_torch_is_as_before() -> None:
     """Also what others had put on it, which torch's own block takes off."""
     data = saved({"args": Namespace(a=1), "path": Path("x"), "array": np.ones(2)})
     torch.serialization.add_safe_globals([Namespace])
-    mine = (Path, "pathlib.Mine")
-    torch.serialization.add_safe_globals([mine])
+    mine = [(Path, "pathlib.Mine"), (Namespace, "argparse.Namespace")]
+    torch.serialization.add_safe_globals(mine)
     before = list(torch.serialization.get_safe_globals())
     try:
         load_safely(data, "x")
@@ -587,7 +587,7 @@ def test_the_list_of_torch_is_as_before() -> None:
         assert set(torch.serialization.get_safe_globals()) == set(before)
     finally:
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals([x for x in before if x is not mine])
+        torch.serialization.add_safe_globals([x for x in before if x not in mine])
 
 
 # --- what is missing or damaged -------------------------------------------------------------------

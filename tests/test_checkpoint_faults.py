@@ -278,3 +278,106 @@ def test_a_rank_is_killed_anywhere_in_a_save(forge, tmp_path):
                 assert end.get() == (there, there), what
             assert megapg.latest(root).iteration == there + 1, what
             assert at_rest(root), what
+
+
+# ---- full disks ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def mounted(*arguments):
+    """Mount something for a while; skip where that is not permitted."""
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mount is not permitted here: {done.stderr.strip()}")
+    try:
+        yield Path(arguments[-1])
+    finally:
+        subprocess.run(["umount", "--lazy", arguments[-1]], check=True)
+
+
+def save_on_a_full_disk(root, free, sizes):
+    """Try with so much free space each; then with enough."""
+    told = []
+    with job(**sizes) as pg:
+        model = Layers(pg)
+        save(root, 1, model)
+        for number, left in enumerate(free):
+            if me() == 0:
+                disk = os.statvfs(root)
+                ballast = disk.f_bavail * disk.f_frsize - left
+                Path(root, "ballast").write_bytes(bytes(ballast))
+            dist.barrier()
+            _, error, seconds = attempt(lambda n=number: save(root, 2 + n, model))
+            loaded = load(root, model.fill(9999)).iteration, model.mark()
+            dist.barrier()  # before the file of the next round is there
+            told.append((error, seconds, loaded))
+            if me() == 0:
+                Path(root, "ballast").unlink()
+            dist.barrier()
+        save(root, 100, model)
+    return told
+
+
+def test_the_disk_is_full(forge, tmp_path):
+    """Wherever in the save it runs full; in the end there is room for all of it."""
+    free = [4096 * pages for pages in range(13)]
+    with mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)) as root:
+        told = forge.results(partial(save_on_a_full_disk, str(root), free, TP2))
+        assert megapg.latest(root).iteration == 100
+        assert at_rest(root)
+    failed = [error is not None for error, *_ in told[0]]
+    assert failed == sorted(failed, reverse=True)
+    assert any(failed)
+    assert not all(failed)
+    blamed, newest = set(), 1
+    for number, both in enumerate(zip(*told, strict=True)):
+        newest = newest if failed[number] else 2 + number
+        for error, seconds, loaded in both:
+            assert loaded == (newest, newest)
+            assert (error is not None) == failed[number]
+            if error is not None:
+                assert isinstance(error, CheckpointSaveError)
+                assert "No space left on device" in str(error)
+                assert str(root) in str(error)
+                assert seconds < AT_ONCE
+                blamed |= set(error.problems)
+        if failed[number]:
+            assert both[0][0].problems.keys() == both[1][0].problems.keys()
+    assert blamed == {0, 1}
+
+
+def save_with_a_limit(root, limits):
+    """One rank can't write files beyond a size. What each rank heard of each limit."""
+    told = []
+    with job(**DP2) as pg:
+        model = Layers(pg)
+        save(root, 1, model)
+        for number, (victim, limit) in enumerate(limits):
+            if me() == victim:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            _, error, seconds = attempt(lambda n=number: save(root, 2 + n, model))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )
+            loaded = load(root, model.fill(9999)).iteration, model.mark()
+            told.append((error, seconds, loaded, sorted(os.listdir(root))))
+            dist.barrier()
+        save(root, 100, model)
+    return told
+
+
+def test_one_rank_cannot_write(forge, tmp_path):
+    limits = [(victim, limit) for limit in (0, 100, 2000) for victim in (0, 1)]
+    told = forge.results(partial(save_with_a_limit, str(tmp_path), limits))
+    for (victim, _), *both in zip(limits, *told, strict=True):
+        for error, seconds, loaded, there in both:
+            assert isinstance(error, CheckpointSaveError)
+            assert error.problems.keys() == {victim}
+            assert f"rank {victim}" in str(error)
+            assert "File too large" in str(error)
+            assert str(tmp_path) in str(error)
+            assert seconds < AT_ONCE
+            assert loaded == (1, 1)
+            assert there == [ROOT_LOCK, "iter_0000001", TRACKER]
+    assert megapg.latest(tmp_path).iteration == 100
+    assert at_rest(tmp_path)

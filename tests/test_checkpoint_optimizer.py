@@ -255,8 +255,9 @@ def test_a_failed_load_leaves_the_groups_as_they_were():
     with megatron_on_cpu():
         live = optimizer_of([group([parameter(1.0)], lr_mult=0.5)])
         with pytest.raises(ValueError, match="size"):
-            restore(live, {"state": {}, "param_groups": [group([0, 1, 2], lr_mult=0.5)]})
+            restore(live, {"state": {}, "param_groups": [group([0, 1, 2], lr_mult=0.5, lr=7.0)]})
         assert live.param_groups[0]["lr_mult"] == 0.5
+        assert live.param_groups[0]["lr"] == 0.1
 
 
 def test_plain_values_of_the_state_are_no_part_of_the_live_one():
@@ -328,11 +329,16 @@ class Job:
         return gpt._digest([self.chunk])
 
     def state(self, metadata, is_loading):
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
         live = optimizers.with_groups(metadata, self.pg)
         state = {"model": self.chunk.module.sharded_state_dict(metadata=live)}
         state["optimizer"] = optimizers.sharded_state(
             self.optimizer, state, is_loading=is_loading, metadata=live
         )
+        pieces = [p.data for p in nested_values(state["optimizer"]) if isinstance(p, ShardedTensor)]
+        assert not any(piece.requires_grad for piece in pieces)  # or nothing can be read into them
         return state
 
     def save(self, path, sharding="fully_reshardable"):

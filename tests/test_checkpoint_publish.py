@@ -256,6 +256,7 @@ def test_killed_at_every_write(memory, scenario):
     assert said["points"] > 50
 
 
+@pytest.mark.slow
 def test_killed_again_while_cleaning_up(memory):
     commit = result(start("kill_everywhere", "again after a roll-back", memory))["commit"]
     assert result(start("kill_twice", f"{memory}/twice", commit))["kills"] > 200

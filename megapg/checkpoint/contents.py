@@ -131,8 +131,9 @@ class Contents:
             found = load_safely(data, f"{file}, in its entry {key!r},")
         except BrokenCheckpointError as error:
             raise broken(file, f"is damaged in its entry {key!r}") from error
-        wrapped = isinstance(found, list) and len(found) == 1 and _OF_MEGATRON.search(key)
-        return found[0] if wrapped else found
+        if isinstance(found, list) and len(found) == 1 and _OF_MEGATRON.search(key):
+            return found[0]
+        return found
 
     @property
     def _byte_keys(self) -> list[str]:
@@ -288,7 +289,7 @@ def _layout(record: Mapping[str, object]) -> ParallelLayout | None:
     vpp = record.get("vpp")
     try:
         return ParallelLayout(
-            **sizes,
+            **sizes,  # type: ignore[arg-type]  # whole numbers, all of these
             order=str(record.get("order") or DEFAULT_ORDER),
             vpp=None if vpp is None else _size(vpp),
             hierarchical_cp=tuple(map(_size, levels)),

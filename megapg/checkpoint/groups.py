@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch.distributed as dist
 
 from megapg.collection import ProcessGroupCollection
+from megapg.comms.rollcall import brief
 from megapg.comms.teamwork import Teamwork
 from megapg.comms.world import adopt
-from megapg.errors import LayoutError, MissingGroupError
+from megapg.errors import LayoutError, MissingGroupError, RendezvousError
 from megapg.layout import ParallelLayout
 
 _SIZES = ("world_size", "tp", "pp", "cp", "ep", "expt_tp", "vpp", "order", "optimizer_instances")
@@ -21,6 +25,24 @@ def teamwork(pg: ProcessGroupCollection, name: str, timeout: float) -> Teamwork:
     world = adopt()
     ranks = range(world.size) if pg.layout is None else pg.layout.ranks
     return Teamwork(world.store, f"checkpoint {name}", world.rank, ranks, timeout=timeout)
+
+
+@contextlib.contextmanager
+def exchanging(what: str) -> Iterator[None]:
+    """Around code of Megatron's with collectives in it, which can't say that a rank died.
+
+    Raises:
+        RendezvousError: in place of torch's plain error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise
+        raise RendezvousError(
+            f"exchanging {what} failed ({brief(error)}). If that is a lost connection, another "
+            "rank died: look at the logs of all."
+        ) from error
 
 
 def layout_of(pg: ProcessGroupCollection) -> ParallelLayout | None:

@@ -22,7 +22,7 @@ from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint.contents import Contents, read_contents
 from megapg.checkpoint.groups import layout_of, teamwork
 from megapg.checkpoint.manifest import verify as verify_files
-from megapg.checkpoint.names import CheckpointInfo, latest, list_checkpoints
+from megapg.checkpoint.names import CheckpointInfo, find, iteration_name, latest, list_checkpoints
 from megapg.checkpoint.planning import Loading, State
 from megapg.checkpoint.rng_records import KEY, NEEDS, RngReport, detect, record_for_this_rank
 from megapg.checkpoint.saves import Saves
@@ -202,11 +202,8 @@ def load_checkpoint(
 def _find(root: Path, iteration: int | None) -> CheckpointInfo:
     if (root / ".metadata").exists():  # the directory of one
         return CheckpointInfo(path=root, iteration=0, release=root.name == "release", complete=True)
-    found = latest(root) if iteration is None else None
-    if iteration is not None:
-        of_it = [c for c in list_checkpoints(root) if c.iteration == iteration and not c.release]
-        found = next((c for c in of_it if c.complete), None)
-    if found is None:
+    found = latest(root) if iteration is None else find(root, iteration_name(iteration))
+    if found is None or not found.complete:
         have = ", ".join(c.path.name for c in list_checkpoints(root) if c.complete) or "none"
         which = "complete checkpoint" if iteration is None else f"checkpoint of step {iteration}"
         raise CheckpointNotFoundError(

@@ -340,8 +340,9 @@ class _Check:
 
     def _home_of_common(self, metadata: Metadata) -> str:
         place = (metadata.storage_data or {}).get(MetadataIndex(COMMON_KEY))
-        here = COMMON_FILE in self._files or place is None
-        return COMMON_FILE if here else str(place.relative_path)
+        if place is None or COMMON_FILE in self._files:
+            return COMMON_FILE
+        return str(place.relative_path)
 
     def _check_common(self) -> None:
         """``common.pt`` loads; the sums inside of it tell whether as it was saved."""

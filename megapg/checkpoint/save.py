@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from megapg import __version__
 from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint import rng_records
-from megapg.checkpoint.groups import layout_of, sizes_of, teamwork
+from megapg.checkpoint.groups import exchanging, layout_of, sizes_of, teamwork
 from megapg.checkpoint.manifest import FileSum, write_manifest
 from megapg.checkpoint.names import CheckpointInfo, iteration_name
 from megapg.checkpoint.planning import Item, State, merge_plans, plan_save, sharded_object
@@ -148,13 +148,24 @@ def save_checkpoint(
     team = teamwork(pg, name, timeout)
     what = f"saving {'a release' if release else f'iteration {iteration}'} to {root}"
     with contextlib.ExitStack() as team_ends, _naming(what, team):
-        team.begin({"directory": str(root), "iteration": str(iteration), "release": str(release)})
+        settings = {
+            "directory": root,
+            "iteration": iteration,
+            "release": release,
+            "optimizer": "none" if optimizer is None else "given",
+            "optimizer_sharding": optimizer_sharding,
+            "data_parallel_random_init": data_parallel_random_init,
+            "fully_parallel": fully_parallel,
+        }
+        team.begin({name: str(value) for name, value in settings.items()})
         team_ends.enter_context(team)
         chunks = chunks_of(model)
         check_extra(extra or {})
         _check_numbers(iteration, keep)
-        team.agree("arguments")  # what follows has collectives in it
-        gather_parameters(chunks, optimizer)
+        # A rank that fails beside a collective leaves the others in it: first all have come there.
+        team.agree("arguments")
+        with exchanging("parameters"):
+            gather_parameters(chunks, optimizer)
         metadata = optimizers.content_metadata(optimizer, sharding=optimizer_sharding)
         live = optimizers.with_groups(metadata, pg)
         state: State = {
@@ -167,15 +178,19 @@ def save_checkpoint(
         }
         if args is not None:
             state["args"] = namespace(args)
-        if optimizer is not None:
-            state["optimizer"] = optimizers.sharded_state(
-                optimizer, state, is_loading=False, metadata=live
-            )
         if scheduler is not None:
             state["opt_param_scheduler"] = scheduler.state_dict()
-        records = capture_rng_state(pg, data_parallel_random_init=data_parallel_random_init)
-        state |= _random_streams(records, pg, rng_layout, rng_key)
-        items, common = plan_save(state, pg.dp_cp if fully_parallel else None)
+        team.agree("model")
+        if optimizer is not None:
+            with exchanging("the optimizer's state"):
+                state["optimizer"] = optimizers.sharded_state(
+                    optimizer, state, is_loading=False, metadata=live
+                )
+        team.agree("optimizer")
+        with exchanging("random streams and names of tensors"):
+            records = capture_rng_state(pg, data_parallel_random_init=data_parallel_random_init)
+            state |= _random_streams(records, pg, rng_layout, rng_key)
+            items, common = plan_save(state, pg.dp_cp if fully_parallel else None)
         work = _Work(
             what=what,
             team=team,
