@@ -34,7 +34,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
@@ -42,6 +41,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import megapg
 from megapg.checkpoint import optimizer as optimizers
@@ -167,12 +167,12 @@ def _sharded(job: _Job, metadata: dict[str, Any], *, is_loading: bool) -> dict[s
 
 def _bare(job: _Job, directory: Path) -> Callable[[], object]:
     gather_parameters(job.chunks, job.optimizer)
-    dcp.save(_tensors(job), checkpoint_id=directory / iteration_name(1))
+    state_dict_saver.save(_tensors(job), checkpoint_id=directory / iteration_name(1))
     return lambda: None
 
 
 def _load_bare(job: _Job, directory: Path) -> None:
-    dcp.load(_tensors(job), checkpoint_id=directory / iteration_name(1))
+    state_dict_loader.load(_tensors(job), checkpoint_id=directory / iteration_name(1))
 
 
 def _tensors(job: _Job) -> dict[str, torch.Tensor]:
@@ -189,17 +189,29 @@ def _tensors(job: _Job) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    nothing = mock.Mock(spec=["update", "hexdigest"])
-    nothing.update = lambda data: None
-    nothing.hexdigest = lambda: "0" * 64
-    with mock.patch("hashlib.sha256", lambda *data: nothing):
+    with mock.patch("hashlib.sha256", _NoChecksum):
         yield
 
 
 @contextlib.contextmanager
 def _without_fsync() -> Iterator[None]:
-    with mock.patch("os.fsync", lambda descriptor: None):
+    with mock.patch("os.fsync", new=_no_fsync):  # in the processes that are forked here too
         yield
+
+
+class _NoChecksum:
+    def __init__(self, data: bytes = b"") -> None:
+        pass
+
+    def update(self, data: object) -> None:
+        pass
+
+    def hexdigest(self) -> str:
+        return "0" * 64
+
+
+def _no_fsync(descriptor: int) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -224,7 +236,9 @@ ASYNC = Contestant("the same, asynchronous", partial(_megapg, asynchronous=True)
 NO_SUMS = Contestant("the same without checksums", _megapg, under=_without_checksums)
 NO_FSYNC = Contestant("the same without fsync", _megapg, under=_without_fsync)
 DIRECT = Contestant("dist_checkpointing.save", _direct)
-DIRECT_ASYNC = Contestant("dist_checkpointing.save, asynchronous", partial(_direct, asynchronous=True))
+DIRECT_ASYNC = Contestant(
+    "dist_checkpointing.save, asynchronous", partial(_direct, asynchronous=True)
+)
 DIRECT_NO_FSYNC = Contestant("dist_checkpointing.save without fsync", _direct, under=_without_fsync)
 BARE = Contestant("torch DCP, save", _bare)
 LOAD = Contestant("megapg.load_checkpoint", _load_megapg, loads=MEGAPG.name)
@@ -237,6 +251,54 @@ LOAD_BARE = Contestant("torch DCP, load", _load_bare, loads=BARE.name)
 SAVES = (MEGAPG, DIRECT, ASYNC, DIRECT_ASYNC, NO_SUMS, NO_FSYNC, DIRECT_NO_FSYNC, BARE)
 LOADS = (LOAD, LOAD_DIRECT, VERIFIED, LOAD_BARE)
 CONTESTANTS = (*SAVES, *LOADS)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared.
+
+    Attributes:
+        what: for the table.
+        ours: the first contestant.
+        theirs: the second.
+        target: most that the ratio may be; None where nothing was promised.
+        quantity: of a trial of ours.
+        by: of a trial of theirs.
+    """
+
+    what: str
+    ours: Contestant
+    theirs: Contestant
+    target: float | None = None
+    quantity: str = "wall"
+    by: str = "wall"
+
+
+COMPARISONS = (
+    Comparison("save", MEGAPG, DIRECT, DIRECT_TARGET),
+    Comparison("load", LOAD, LOAD_DIRECT, DIRECT_TARGET),
+    Comparison(
+        "what an asynchronous save blocks, of a synchronous save",
+        ASYNC,
+        MEGAPG,
+        BLOCKING_TARGET,
+        quantity="blocked",
+    ),
+    Comparison("the same, both dist_checkpointing", DIRECT_ASYNC, DIRECT, quantity="blocked"),
+    Comparison(
+        "what an asynchronous save blocks",
+        ASYNC,
+        DIRECT_ASYNC,
+        quantity="blocked",
+        by="blocked",
+    ),
+    Comparison("save, both without fsync", NO_FSYNC, DIRECT_NO_FSYNC),
+    Comparison("save without checksums, of one with", NO_SUMS, MEGAPG),
+    Comparison("save without fsync, of one with", NO_FSYNC, MEGAPG),
+    Comparison("load with verify=True, of one without", VERIFIED, LOAD),
+    Comparison("save, of torch DCP", MEGAPG, BARE),
+    Comparison("load, of torch DCP", LOAD, LOAD_BARE),
+)
 
 
 # -- the trials ------------------------------------------------------------------------------------
@@ -317,7 +379,8 @@ class Standings:
 
     def median(self, contestant: Contestant, quantity: str) -> float:
         """Over the repeats."""
-        return statistics.median(getattr(trial, quantity) for trial in self.of(contestant))
+        median: float = statistics.median(getattr(t, quantity) for t in self.of(contestant))
+        return median
 
     def first_call(self, contestant: Contestant) -> float:
         """Seconds that the first call in a process took."""
@@ -327,13 +390,11 @@ class Standings:
             if trial.contestant is contestant and trial.repeat == _FIRST_CALL
         )
 
-    def ratio(
-        self, ours: Contestant, theirs: Contestant, quantity: str = "wall", by: str = ""
-    ) -> Spread:
-        """One quantity of the first by another of the second (the same unless ``by`` is given)."""
+    def ratio(self, compared: Comparison, quantity: str = "") -> Spread:
+        """As the comparison says, or of another quantity."""
         ratios = [
-            getattr(a, quantity) / getattr(b, by or quantity)
-            for a, b in zip(self.of(ours), self.of(theirs), strict=True)
+            getattr(ours, quantity or compared.quantity) / getattr(theirs, quantity or compared.by)
+            for ours, theirs in zip(self.of(compared.ours), self.of(compared.theirs), strict=True)
         ]
         return Spread(statistics.median(ratios), min(ratios), max(ratios))
 

@@ -320,7 +320,7 @@ def save_on_a_full_disk(root, free, sizes):
 
 def test_the_disk_is_full(forge, tmp_path):
     """Wherever in the save it runs full; in the end there is room for all of it."""
-    free = [4096 * pages for pages in range(13)]
+    free = [4096 * pages for pages in range(0, 46, 3)]
     with mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)) as root:
         told = forge.results(partial(save_on_a_full_disk, str(root), free, TP2))
         assert megapg.latest(root).iteration == 100
@@ -340,9 +340,8 @@ def test_the_disk_is_full(forge, tmp_path):
                 assert "No space left on device" in str(error)
                 assert str(root) in str(error)
                 assert seconds < AT_ONCE
+                assert "No space left on device" in str(list(error.problems.values()))
                 blamed |= set(error.problems)
-        if failed[number]:
-            assert both[0][0].problems.keys() == both[1][0].problems.keys()
     assert blamed == {0, 1}
 
 
@@ -350,7 +349,7 @@ def save_with_a_limit(root, limits):
     """One rank can't write files beyond a size. What each rank heard of each limit."""
     told = []
     with job(**DP2) as pg:
-        model = Layers(pg)
+        model = Layers(pg, width=4096)
         save(root, 1, model)
         for number, (victim, limit) in enumerate(limits):
             if me() == victim:
@@ -367,7 +366,7 @@ def save_with_a_limit(root, limits):
 
 
 def test_one_rank_cannot_write(forge, tmp_path):
-    limits = [(victim, limit) for limit in (0, 100, 2000) for victim in (0, 1)]
+    limits = [(victim, limit) for limit in (0, 2000, 100_000) for victim in (0, 1)]
     told = forge.results(partial(save_with_a_limit, str(tmp_path), limits))
     for (victim, _), *both in zip(limits, *told, strict=True):
         for error, seconds, loaded, there in both:

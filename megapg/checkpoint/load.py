@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from megapg import errors
 from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint.contents import Contents, read_contents
-from megapg.checkpoint.groups import layout_of, teamwork
+from megapg.checkpoint.groups import exchanging, layout_of, teamwork
 from megapg.checkpoint.manifest import verify as verify_files
 from megapg.checkpoint.names import CheckpointInfo, find, iteration_name, latest, list_checkpoints
 from megapg.checkpoint.planning import Loading, State
@@ -134,7 +134,13 @@ def load_checkpoint(
     team = teamwork(pg, "load", timeout)
     started = time.monotonic()
     with _naming(f"loading {which} from {root}", team):
-        team.begin({"directory": str(root), "iteration": which, "strict": str(strict)})
+        settings = {
+            "directory": root,
+            "iteration": which,
+            "strict": strict,
+            "optimizer": "none" if optimizer is None else "given",
+        }
+        team.begin({name: str(value) for name, value in settings.items()})
         with team:
             chunks = chunks_of(model)
             if team.leading:
@@ -153,18 +159,21 @@ def load_checkpoint(
                 optimizers.check_reshard(
                     contents.content_metadata, contents.saved_layout(), layout, _has_experts(chunks)
                 )
-            team.agree("contents")  # what follows has collectives in it
             live = optimizers.with_groups(contents.content_metadata, pg)
             state: State = dict(model_state(chunks, live))
             common = copy.deepcopy(dict(contents.common))
             if optimizer is not None and with_optimizer:
                 saved = common.get("optimizer", {})
                 common["optimizer"] = optimizers.fit(optimizer, saved)  # type: ignore[arg-type]
-                state["optimizer"] = optimizers.sharded_state(
-                    optimizer, state, is_loading=True, metadata=live
-                )
             if scheduler is not None and not release:
                 scheduler_state(common)
+            # A rank that fails beside a collective leaves the others in it: first all come here.
+            team.agree("model")
+            if optimizer is not None and with_optimizer:
+                with exchanging("the optimizer's state"):
+                    state["optimizer"] = optimizers.sharded_state(
+                        optimizer, state, is_loading=True, metadata=live
+                    )
             loading = Loading(state, contents, strict=strict)
             record, rng = (None, None) if release else _random_streams(contents, pg, rng_key)
             team.agree("fits")  # from here on weights change
@@ -176,10 +185,12 @@ def load_checkpoint(
 
                 state = loading.read(common, progress)
             load_model(chunks, state, strict=strict and not loading.missing)
-            if optimizer is not None and with_optimizer:
-                optimizers.restore(optimizer, state["optimizer"])  # type: ignore[arg-type]
-            elif optimizer is not None:
-                optimizer.reload_model_params()
+            team.agree("read")
+            with exchanging("the optimizer's state"):
+                if optimizer is not None and with_optimizer:
+                    optimizers.restore(optimizer, state["optimizer"])  # type: ignore[arg-type]
+                elif optimizer is not None:
+                    optimizer.reload_model_params()
             if scheduler is not None and not release:
                 scheduler.load_state_dict(scheduler_state(state))
             if record is not None:

@@ -48,7 +48,7 @@ from megapg.checkpoint.state import (
 )
 from megapg.checkpoint.writer import snapshot, write_file, write_items
 from megapg.collection import ProcessGroupCollection
-from megapg.comms.teamwork import OthersFailedError, Teamwork
+from megapg.comms.teamwork import CancelledError, OthersFailedError, Teamwork
 from megapg.errors import CheckpointError, CheckpointSaveError, RendezvousError
 from megapg.layout import ParallelLayout
 from megapg.megatron import resolve
@@ -232,29 +232,31 @@ class _Work:
             CheckpointSaveError: here or on another rank.
         """
         started = time.monotonic()
-        with _naming(self.what, self.team), self.team as team:
+        # Undone last: the others must hear what went wrong before they miss the directory.
+        with _naming(self.what, self.team), contextlib.ExitStack() as undo, self.team as team:
             partial = self._begin() if team.leading else None
-            with contextlib.ExitStack() as undo:
-                if partial is not None:
-                    undo.callback(partial.discard)
-                    team.announce("directory", str(partial.path).encode())
-                here = (
-                    Path(team.announce("directory").decode()) if partial is None else partial.path
-                )
+            if partial is not None:
+                undo.callback(partial.discard)
+                team.announce("directory", str(partial.path).encode())
+            here = Path(team.announce("directory").decode()) if partial is None else partial.path
+            try:
                 _check_shared(here)
                 written = write_items(here, team.rank, self.items, team.progress)
-                report = [item for item, _ in self.items], written
-                self.items = []
-                reports = team.collect("written", pickle.dumps(report))
-                if partial is not None:
-                    sums = self._complete(partial.path, reports)
-                    info = partial.publish(self.keep)
-                    undo.pop_all()
-                    team.announce("published", pickle.dumps(info))
-                    size = sum(each.size for each in sums.values())
-                    seconds = time.monotonic() - started
-                    logger.info("%s: %.1f MiB in %.1f s", self.what, size / 2**20, seconds)
-                    return info
+            except (OSError, CheckpointSaveError):
+                team.heed()
+                raise
+            report = [item for item, _ in self.items], written
+            self.items = []
+            reports = team.collect("written", pickle.dumps(report))
+            if partial is not None:
+                sums = self._complete(partial.path, reports)
+                info = partial.publish(self.keep)
+                undo.pop_all()
+                team.announce("published", pickle.dumps(info))
+                size = sum(each.size for each in sums.values())
+                seconds = time.monotonic() - started
+                logger.info("%s: %.1f MiB in %.1f s", self.what, size / 2**20, seconds)
+                return info
             published: CheckpointInfo = pickle.loads(team.announce("published"))
             return published
 
@@ -362,6 +364,9 @@ def _naming(what: str, team: Teamwork) -> Iterator[None]:
     except RendezvousError as error:
         problems = dict.fromkeys(error.missing, "did not come")
         raise CheckpointSaveError(f"{what} failed: {error}", problems) from error
+    except CancelledError as error:
+        said = f"{what} was called off on rank {team.rank}."
+        raise CheckpointSaveError(said, {team.rank: "called it off"}) from error
     except CheckpointSaveError as error:
         problems = error.problems or {team.rank: str(error)}
         raise CheckpointSaveError(f"{what} failed: {error}", problems) from error

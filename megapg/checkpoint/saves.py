@@ -167,5 +167,5 @@ class Saves:
                 save._over.wait(_CANCEL_WAIT)
         failed = [trouble for save in saves if (trouble := save._unheard_error()) is not None]
         for trouble in failed:
-            if not isinstance(trouble, CancelledError):
+            if not isinstance(trouble.__cause__, CancelledError):
                 raise trouble

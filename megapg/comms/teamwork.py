@@ -158,6 +158,16 @@ class Teamwork(RollCall):
         self.collect(topic, b"")
         self.announce(f"{topic}, all of us")
 
+    def heed(self) -> None:
+        """See whether another rank has failed: that may be why something went wrong here.
+
+        Raises:
+            OthersFailedError: one has.
+            RendezvousError: the store is gone.
+        """
+        with self._reaching_the_store():
+            self._look((), {})
+
     # -- the end -----------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
