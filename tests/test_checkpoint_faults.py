@@ -380,3 +380,172 @@ def test_one_rank_cannot_write(forge, tmp_path):
             assert there == [ROOT_LOCK, "iter_0000001", TRACKER]
     assert megapg.latest(tmp_path).iteration == 100
     assert at_rest(tmp_path)
+
+
+# ---- the directory -------------------------------------------------------------------------------
+
+
+def save_where_it_cannot(places):
+    """Of each place what this rank heard; then a save that works, with the same groups."""
+    told = []
+    with job(**DP2) as pg:
+        model = Layers(pg)
+        for place in places:
+            told.append(attempt(partial(save, place, 1, model))[1:])
+        save(places[-1] + " well", 1, model)
+    return told
+
+
+def test_the_directory_cannot_be_written(forge, tmp_path):
+    (tmp_path / "file").write_text("no directory")
+    (tmp_path / "inside").mkdir()
+    sealed = tmp_path / "sealed"
+    sealed.mkdir()
+    with mounted("-t", "tmpfs", "-o", "ro,size=64k", "tmpfs", str(sealed)):
+        places = [sealed, sealed / "new", Path("/proc/checkpoints"), tmp_path / "file"]
+        told = forge.results(partial(save_where_it_cannot, [str(place) for place in places]))
+    reasons = ["Read-only file system"] * 2 + ["No such file or directory", "File exists"]
+    for place, reason, *both in zip(places, reasons, *told, strict=True):
+        for error, seconds in both:
+            assert isinstance(error, CheckpointSaveError)
+            assert reason in str(error)
+            assert str(place) in str(error)
+            assert error.problems.keys() == {0}  # who begins it
+            assert seconds < AT_ONCE
+
+
+def save_on_two_hosts(root):
+    """What rank 1 mounts, rank 0 does not see."""
+    with job(**DP2) as pg:
+        model = Layers(pg)
+        if me() == 1:
+            unshared = ctypes.CDLL(None, use_errno=True).unshare(0x00020000)  # mounts of our own
+            assert unshared == 0, os.strerror(ctypes.get_errno())
+            subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+            subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root], check=True)
+        dist.barrier()
+        first = attempt(partial(save, root, 1, model))[1:]
+        if me() == 1:
+            subprocess.run(["umount", root], check=True)
+        dist.barrier()
+        save(root, 2, model)
+    return first
+
+
+def test_the_directory_is_not_shared(forge, tmp_path):
+    with mounted("--bind", str(tmp_path), str(tmp_path)):  # skips where this is not permitted
+        pass
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    for error, seconds in forge.results(partial(save_on_two_hosts, str(root))):
+        assert isinstance(error, CheckpointSaveError)
+        assert error.problems.keys() == {1}
+        assert "does not see it" in str(error)
+        assert "file system that all hosts share" in str(error)
+        assert seconds < AT_ONCE
+    assert at_rest(root)
+    assert megapg.latest(root).iteration == 2
+
+
+TORN = {
+    # what the tracker holds: which checkpoint is loaded
+    b"": 12,
+    b"1": 12,  # of "12": names one that is not there
+    b"\x00\x00": 12,
+    b"12\n\n": 12,
+    b"twelve": 12,
+    b"11": 11,  # rolled back on purpose
+    b"99999": 12,
+    b"9" * 5000: 12,
+    b"release": 12,
+    b"-3": 12,
+}
+
+
+def load_with_torn_trackers(root):
+    found = []
+    with job(**DP2) as pg:
+        model = Layers(pg)
+        for iteration in (10, 11, 12):
+            save(root, iteration, model)
+        for content in [*TORN, None]:
+            dist.barrier()
+            if me() == 0:
+                if content is None:
+                    Path(root, TRACKER).unlink()
+                else:
+                    Path(root, TRACKER).write_bytes(content)
+            dist.barrier()
+            loaded = load(root, model.fill(9999))
+            found.append((loaded.iteration, model.mark()))
+        save(root, 13, model)
+    return found
+
+
+def test_a_torn_tracker(forge, tmp_path):
+    for found in forge.results(partial(load_with_torn_trackers, str(tmp_path))):
+        assert found == [(iteration, iteration) for iteration in [*TORN.values(), 12]]
+    assert megapg.latest(tmp_path).iteration == 13
+    assert (tmp_path / TRACKER).read_text() == "13"
+    assert at_rest(tmp_path)
+
+
+# ---- two jobs ------------------------------------------------------------------------------------
+
+ROUNDS = 12
+
+
+def save_rounds(root, first, step, keep, start):
+    """This job's marks are even or odd, so that a mixture would show."""
+    with job(**DP2) as pg:
+        model = Layers(pg)
+        while time.time() < start:
+            time.sleep(0.001)
+        for number in range(ROUNDS):
+            iteration = first + step * number
+            megapg.save_checkpoint(
+                root,
+                iteration,
+                model=model.fill(10 * iteration + first),
+                pg_collection=pg,
+                keep=keep,
+                extra={"job": first, "round": number},
+                timeout=PATIENT,
+            )
+
+
+def load_each(root, iterations):
+    with job(**DP2) as pg:
+        model = Layers(pg)
+        loaded = [load(root, model.fill(9999), iteration=i) for i in iterations[:0]]
+        for iteration in iterations:
+            loaded = load(root, model.fill(9999), iteration=iteration)
+            assert model.mark() == 10 * iteration + loaded.extra["job"]
+    return True
+
+
+@pytest.mark.parametrize(
+    ("step", "others", "keep"),
+    [(1, 1, None), (2, 2, None), (2, 2, 2), (0, 0, 1)],
+    ids=["overlapping", "different", "different, keep", "the same, keep"],
+)
+def test_two_jobs_save_into_one_directory(forge, tmp_path, step, others, keep):
+    start = time.time() + 2
+    jobs = [
+        forge.start(partial(save_rounds, str(tmp_path), first, each, keep, start))
+        for first, each in ((1, step), (2, others))
+    ]
+    for each in jobs:
+        for end in each.ends():
+            end.get()
+    assert at_rest(tmp_path)
+    found = [info.iteration for info in megapg.list_checkpoints(tmp_path)]
+    saved = {first + step * number for first in (1, 2) for number in range(ROUNDS)}
+    if keep is None:
+        assert set(found) == saved
+    else:
+        assert len(found) >= keep
+        assert saved.issuperset(found)
+        assert max(found) == max(saved)
+    assert megapg.latest(tmp_path).iteration in found
+    assert all(forge.results(partial(load_each, str(tmp_path), found)))

@@ -80,14 +80,19 @@ class _Summed:
         self._file, self._progress = file, progress
         self.size = 0
         self.digest = hashlib.sha256()
+        self.trouble: Exception | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
-        for start in range(0, len(view), _PIECE):
-            piece = view[start : start + _PIECE]
-            self._file.write(piece)
-            self.digest.update(piece)
-            self._progress()
+        try:
+            for start in range(0, len(view), _PIECE):
+                piece = view[start : start + _PIECE]
+                self._file.write(piece)
+                self.digest.update(piece)
+                self._progress()
+        except Exception as error:
+            self.trouble = error
+            raise
         self.size += len(view)
         return len(view)
 
@@ -102,7 +107,12 @@ def _write(stream: _Summed, data: torch.Tensor | io.BytesIO) -> None:
     tensor = data.detach().cpu()
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         tensor = tensor.clone()  # of a view torch would write all that is behind it
-    torch.save(tensor, stream)  # type: ignore[arg-type]  # it needs write() and flush() only
+    try:
+        torch.save(tensor, stream)  # type: ignore[arg-type]  # it needs write() and flush() only
+    except RuntimeError:
+        if stream.trouble is None:
+            raise
+        raise stream.trouble from None  # over which torch complains of an unfinished archive
 
 
 def write_file(path: Path, data: bytes) -> FileSum:
