@@ -1,7 +1,7 @@
 """Saving and loading a checkpoint: megapg, ``dist_checkpointing`` called directly, and torch's DCP.
 
 All contestants have the same model and optimizer in the same processes, write to the same file
-system and take turns, each repeat beginning with another one; ratios are taken within a repeat.
+system and take turns, in another order in each repeat; ratios are taken within a repeat.
 Each has been called once before, outside the repeats, since first calls import things and start
 helper processes. The clock of a save starts before the state is described and stops when the
 checkpoint is complete on the slowest rank; that of a load stops when model and optimizer have it.
@@ -17,8 +17,10 @@ for what writing and reading cost at least.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
+import random
 import resource
 import shutil
 import statistics
@@ -47,6 +49,7 @@ import megapg
 from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint import rng_records
 from megapg.checkpoint.names import iteration_name
+from megapg.checkpoint.save import OptimizerSharding
 from megapg.checkpoint.state import gather_parameters, load_model, model_state
 from megapg.demo import gpt
 from megapg.demo.job import GPTRun
@@ -101,13 +104,20 @@ class _Job:
             yield from (state["exp_avg"], state["exp_avg_sq"])
 
 
-def _megapg(job: _Job, directory: Path, *, asynchronous: bool = False) -> Callable[[], object]:
+def _megapg(
+    job: _Job,
+    directory: Path,
+    *,
+    asynchronous: bool = False,
+    sharding: OptimizerSharding = "fully_reshardable",
+) -> Callable[[], object]:
     return megapg.save_checkpoint(
         directory,
         1,
         model=job.chunks,
         optimizer=job.optimizer,
         pg_collection=job.pg,
+        optimizer_sharding=sharding,
         asynchronous=asynchronous,
     ).wait
 
@@ -137,11 +147,20 @@ def _direct(job: _Job, directory: Path, *, asynchronous: bool = False) -> Callab
         strategy,
         async_sharded_save=asynchronous,
         content_metadata=metadata,
+        **_BY_ITSELF,
     )
     if request is None:
         return lambda: None
     job.calls.schedule_async_request(request)
     return partial(job.calls.maybe_finalize_async_calls, blocking=True)
+
+
+# Newer versions have another package save asynchronously unless they are told to do it themselves.
+_BY_ITSELF: dict[str, Any] = (
+    {"async_strategy": "mcore"}
+    if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+    else {}
+)
 
 
 def _load_direct(job: _Job, directory: Path) -> None:
@@ -232,9 +251,14 @@ class Contestant:
 
 
 MEGAPG = Contestant("megapg.save_checkpoint", _megapg)
-ASYNC = Contestant("the same, asynchronous", partial(_megapg, asynchronous=True))
-NO_SUMS = Contestant("the same without checksums", _megapg, under=_without_checksums)
-NO_FSYNC = Contestant("the same without fsync", _megapg, under=_without_fsync)
+ASYNC = Contestant("save_checkpoint, asynchronous", partial(_megapg, asynchronous=True))
+DP = Contestant("save_checkpoint, dp_reshardable", partial(_megapg, sharding="dp_reshardable"))
+DP_ASYNC = Contestant(
+    "save_checkpoint, dp_reshardable, asynchronous",
+    partial(_megapg, sharding="dp_reshardable", asynchronous=True),
+)
+NO_SUMS = Contestant("save_checkpoint without checksums", _megapg, under=_without_checksums)
+NO_FSYNC = Contestant("save_checkpoint without fsync", _megapg, under=_without_fsync)
 DIRECT = Contestant("dist_checkpointing.save", _direct)
 DIRECT_ASYNC = Contestant(
     "dist_checkpointing.save, asynchronous", partial(_direct, asynchronous=True)
@@ -243,12 +267,23 @@ DIRECT_NO_FSYNC = Contestant("dist_checkpointing.save without fsync", _direct, u
 BARE = Contestant("torch DCP, save", _bare)
 LOAD = Contestant("megapg.load_checkpoint", _load_megapg, loads=MEGAPG.name)
 VERIFIED = Contestant(
-    "the same with verify=True", partial(_load_megapg, verify=True), loads=MEGAPG.name
+    "load_checkpoint with verify=True", partial(_load_megapg, verify=True), loads=MEGAPG.name
 )
 LOAD_DIRECT = Contestant("dist_checkpointing.load", _load_direct, loads=DIRECT.name)
 LOAD_BARE = Contestant("torch DCP, load", _load_bare, loads=BARE.name)
 
-SAVES = (MEGAPG, DIRECT, ASYNC, DIRECT_ASYNC, NO_SUMS, NO_FSYNC, DIRECT_NO_FSYNC, BARE)
+SAVES = (
+    MEGAPG,
+    ASYNC,
+    DP,
+    DP_ASYNC,
+    NO_SUMS,
+    NO_FSYNC,
+    DIRECT,
+    DIRECT_ASYNC,
+    DIRECT_NO_FSYNC,
+    BARE,
+)
 LOADS = (LOAD, LOAD_DIRECT, VERIFIED, LOAD_BARE)
 CONTESTANTS = (*SAVES, *LOADS)
 
@@ -284,9 +319,10 @@ COMPARISONS = (
         BLOCKING_TARGET,
         quantity="blocked",
     ),
-    Comparison("the same, both dist_checkpointing", DIRECT_ASYNC, DIRECT, quantity="blocked"),
+    Comparison("the same, dp_reshardable", DP_ASYNC, DP, BLOCKING_TARGET, quantity="blocked"),
+    Comparison("the same of dist_checkpointing's", DIRECT_ASYNC, DIRECT, quantity="blocked"),
     Comparison(
-        "what an asynchronous save blocks",
+        "what an asynchronous save blocks, of what dist_checkpointing's does",
         ASYNC,
         DIRECT_ASYNC,
         quantity="blocked",
@@ -409,14 +445,15 @@ class Plan:
 
 def plans(repeats: int) -> list[Plan]:
     """The trials of one world, in the order they are run: all saves of a repeat, then its loads."""
-    saves, loads = len(SAVES), len(LOADS)
-    return [Plan(index, _FIRST_CALL) for index in range(saves + loads)] + [
+    saves, loads = range(len(SAVES)), range(len(SAVES), len(CONTESTANTS))
+    first = [Plan(index, _FIRST_CALL) for index in (*saves, *loads)]
+    # Shuffled, so that nobody always comes after the same one, which may leave the disk busy.
+    turns = [random.Random(repeat) for repeat in range(repeats)]
+    return first + [
         Plan(index, repeat)
-        for repeat in range(repeats)
-        for index in (
-            *((turn + repeat) % saves for turn in range(saves)),
-            *(saves + (turn + repeat) % loads for turn in range(loads)),
-        )
+        for repeat, turn in enumerate(turns)
+        for indices in (saves, loads)
+        for index in turn.sample(indices, len(indices))
     ]
 
 
@@ -439,7 +476,8 @@ def run(
             world_size,
             deadline=60 + len(todo) * _TRIAL_S,
             preload=["benchmarks.checkpoint"],
-            env={"PYTHONWARNINGS": "ignore"},
+            # Megatron-core's helper processes leave directories behind when they are ended.
+            env={"PYTHONWARNINGS": "ignore", "TMPDIR": root},
         ) as ranks:
             while not ranks.done(timeout=0.2):
                 advanced(os.path.getsize(progress.name))

@@ -11,7 +11,6 @@ import faulthandler
 import importlib
 import os
 import pickle
-import random
 import signal
 import socket
 import subprocess

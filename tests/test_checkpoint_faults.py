@@ -11,15 +11,17 @@ import ctypes
 import fcntl
 import logging
 import os
+import pickle
 import random
 import resource
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 import warnings
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -30,11 +32,11 @@ from fault_driver import Forge, Points, disk_points, random_points
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from resuming import RUN, Training, cut, equal, weights
+from resuming import RUN, Training, cut
 
 import megapg
 from megapg.checkpoint.manifest import verify
-from megapg.checkpoint.names import TRACKER, iteration_name
+from megapg.checkpoint.names import TRACKER
 from megapg.checkpoint.publish import ROOT_LOCK
 from megapg.errors import (
     BrokenCheckpointError,
@@ -54,6 +56,8 @@ SOON = 2 * SILENCE + 10
 """By when a rank must have heard: it may wait twice, and this machine may be busy."""
 PATIENT = 60.0
 """The timeout where all goes well, or where nobody may wait for it."""
+AT_A_TIME = 8
+"""Jobs that die at the same time, as most of it is waiting."""
 AT_ONCE = 5.0
 """Seconds for word of a rank that says what happened to it."""
 
@@ -185,26 +189,31 @@ def first_saves(root, sizes):
 
 
 def save_and_die(root, sizes, iteration, options, victim, fatal):
-    """Save 3; the victim dies at its point. Returns what it passed, and how long it took."""
-    pg = opened(**sizes)
-    model = Layers(pg)
+    """The victim dies at its point. Returns what was passed, an error, and how long it took."""
+    # Gloo connects at the first collective, and waits as long as this for a rank that died before.
+    seconds = PATIENT if fatal is None else SILENCE
+    pg = opened(**sizes, collective_timeout=timedelta(seconds=seconds))
+    model = Layers(pg).fill(iteration + NEW)
+    options = {"model": model, "pg_collection": pg, "timeout": PATIENT, **options}
     dist.barrier()
     points = Points(fatal if me() == victim else None)
 
     def trial():
         if options.get("asynchronous"):
             threading.setprofile(points)
-            megapg_save = save(root, iteration, model, **options)
+            begun = megapg.save_checkpoint(root, iteration, **options)
             threading.setprofile(None)
-            return megapg_save.wait()
+            return begun.wait()
         with points:
-            return save(root, iteration, model, **options).wait()
+            return megapg.save_checkpoint(root, iteration, **options).wait()
 
     _, error, seconds = attempt(trial)
     return points.seen, error, seconds
 
 
 TP2, DP2 = {"tp": 2}, {}
+NEW = 100
+"""On top of the mark, of what ranks save that are killed."""
 SAVES = {
     # name: layout, iteration, options; iterations 1 and 2 are there
     "another": (TP2, 3, {"keep": 2}),
@@ -224,13 +233,15 @@ def killed_everywhere(forge, tmp_path, choice, disk, scattered):
             go = partial(save_and_die, str(trial), sizes, iteration, options, victim)
             seen, error, _ = forge.results(partial(go, None))[victim]
             assert error is None
-            points = disk_points(seen)
-            points = choice.sample(points, min(disk, len(points)))
+            changes = disk_points(seen)
+            points = [point for point in changes if point[2] in ("rename", "replace")]
+            others = [point for point in changes if point not in points]
+            points += choice.sample(others, min(disk, len(others)))
             points += random_points(seen, scattered, choice)
             cases += [(template, sizes, iteration, options, victim, point) for point in points]
-    for first in range(0, len(cases), 6):
+    for first in range(0, len(cases), AT_A_TIME):
         running = []
-        for number, case in enumerate(cases[first : first + 6], start=first):
+        for number, case in enumerate(cases[first : first + AT_A_TIME], start=first):
             template, sizes, iteration, options, victim, point = case
             root = shutil.copytree(template, tmp_path / f"root {number}")
             store = "rank 0" if number % 3 == 0 else "outside"
@@ -248,7 +259,7 @@ def test_a_rank_is_killed_anywhere_in_a_save(forge, tmp_path):
     print(f"MEGAPG_TEST_SEED={seed}")
     choice = random.Random(seed)
     killed, completed, left = 0, 0, []
-    for case, store, root, ends in killed_everywhere(forge, tmp_path, choice, 12, 6):
+    for case, store, root, ends in killed_everywhere(forge, tmp_path, choice, 6, 5):
         _, sizes, iteration, options, victim, point = case
         what = f"seed {seed}: rank {victim} at {point}, store {store}, {iteration} {options}"
         dead, survivor = ends[victim], ends[1 - victim]
@@ -265,19 +276,52 @@ def test_a_rank_is_killed_anywhere_in_a_save(forge, tmp_path):
         if error is None:  # then it really was saved
             assert found.iteration == iteration, what
             completed += 1
-        left.append((what, root, sizes, found.iteration))
-    assert killed >= 60, "too few points were reached"
+        marks = {iteration + NEW} if found.iteration == 3 or error is None else {2, 2 + NEW}
+        left.append((what, root, sizes, found.iteration, marks))
+    assert killed >= 50, "too few points were reached"
     assert 0 < completed < killed  # the follower may die, or the leader right at the end
-    for first in range(0, len(left), 6):
+    for first in range(0, len(left), AT_A_TIME):
         some = [
-            (what, root, there, forge.start(partial(go_on, str(root), sizes)))
-            for what, root, sizes, there in left[first : first + 6]
+            (what, root, there, marks, forge.start(partial(go_on, str(root), sizes)))
+            for what, root, sizes, there, marks in left[first : first + AT_A_TIME]
         ]
-        for what, root, there, started in some:
-            for end in started.ends():
-                assert end.get() == (there, there), what
+        for what, root, there, marks, started in some:
+            loaded = {end.get() for end in started.ends()}
+            assert len(loaded) == 1, what
+            assert loaded <= {(there, mark) for mark in marks}, what
             assert megapg.latest(root).iteration == there + 1, what
             assert at_rest(root), what
+
+
+def die_in_a_collective(root, victim, fatal):
+    """Four ranks, of which each pair has its own collectives; and an optimizer, which uses them."""
+    pg = opened(**TP2, collective_timeout=timedelta(seconds=60))
+    training = Training(cut(RUN, tp=2), pg)
+    training.steps(0, 1)
+    training.save(root, 1)
+    points = Points(fatal if me() == victim else None)
+    with points:
+        _, error, seconds = attempt(lambda: training.save(root, 2, timeout=SILENCE))
+    return points.seen, error, seconds
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_where_the_others_are_in_a_collective(forge, tmp_path):
+    go = partial(die_in_a_collective, str(tmp_path / "dry"), 3)
+    seen, error, _ = forge.results(partial(go, None), 4)[3]
+    assert error is None
+    inside = {place for place in seen if place[2:] == ("all_gather", "in")}
+    assert len(inside) >= 2  # optimizer's, names of tensors'
+    for number, place in enumerate(sorted(inside)):
+        root = tmp_path / str(number)
+        go = partial(die_in_a_collective, str(root), 3, (*place, 1))
+        ends = forge.run(go, 4)
+        assert ends[3].signal == signal.SIGKILL
+        for end in ends[:3]:
+            _, error, seconds = end.get()
+            assert isinstance(error, CheckpointSaveError), place
+            assert seconds < SOON
+        assert megapg.latest(root).iteration == 1
 
 
 # ---- full disks ----------------------------------------------------------------------------------
@@ -517,7 +561,6 @@ def save_rounds(root, first, step, keep, start):
 def load_each(root, iterations):
     with job(**DP2) as pg:
         model = Layers(pg)
-        loaded = [load(root, model.fill(9999), iteration=i) for i in iterations[:0]]
         for iteration in iterations:
             loaded = load(root, model.fill(9999), iteration=iteration)
             assert model.mark() == 10 * iteration + loaded.extra["job"]
@@ -549,3 +592,559 @@ def test_two_jobs_save_into_one_directory(forge, tmp_path, step, others, keep):
         assert max(found) == max(saved)
     assert megapg.latest(tmp_path).iteration in found
     assert all(forge.results(partial(load_each, str(tmp_path), found)))
+
+
+# ---- ranks that raise, stay away, or want something else -----------------------------------------
+
+
+class Broken:
+    """Stands in for an object, and raises when one of its methods is called."""
+
+    def __init__(self, whole, method):
+        self._whole, self._method = whole, method
+
+    def __getattr__(self, name):
+        if name == self._method:
+            raise ZeroDivisionError(f"{name} is broken")
+        return getattr(self._whole, name)
+
+
+class Scheduler:
+    def state_dict(self):
+        return {"num_steps": 1}
+
+
+@contextlib.contextmanager
+def broken_model(model):
+    def raises(*_, **__):
+        raise ZeroDivisionError("sharded_state_dict is broken")
+
+    model.sharded_state_dict = raises
+    yield
+    del model.sharded_state_dict
+
+
+def broken_save(root, fault, victims, training):
+    """Save 2; on the victims with this fault."""
+    options = {
+        "model": training.chunks,
+        "optimizer": training.optimizer,
+        "scheduler": Scheduler(),
+        "extra": {"note": "plain"},
+        "pg_collection": training.pg,
+        "timeout": PATIENT,
+    }
+    iteration, healing = 2, contextlib.nullcontext()
+    if me() in victims:
+        match fault:
+            case "model":
+                healing = broken_model(training.chunks[0].module)
+            case "optimizer":
+                options["optimizer"] = Broken(training.optimizer, "sharded_state_dict")
+            case "scheduler":
+                options["scheduler"] = Broken(Scheduler(), "state_dict")
+            case "iteration":
+                iteration = 3
+            case "directory":
+                root = f"{root} elsewhere"
+            case "no optimizer":
+                options["optimizer"] = None
+            case "keep":
+                options["keep"] = 0
+            case "no model":
+                options["model"] = []
+            case "lambda":
+                options["extra"] = {"note": lambda: None}
+            case "class":
+                options["args"] = {"scheduler": Scheduler()}
+            case "taken":
+                options["extra"] = {"iteration": 7}
+            case "rng_layout":
+                options["rng_layout"] = "both of them"
+    with healing:
+        return attempt(lambda: megapg.save_checkpoint(root, iteration, **options))[1:]
+
+
+RAISING = [
+    # fault, where, what is raised there, what the others read
+    ("model", {0}, ZeroDivisionError, "sharded_state_dict is broken"),
+    ("model", {2}, ZeroDivisionError, "sharded_state_dict is broken"),
+    ("scheduler", {2}, ZeroDivisionError, "state_dict is broken"),
+    ("keep", {1}, CheckpointError, "keep=0"),
+    ("no model", {0}, CheckpointError, "at least one chunk"),
+    ("taken", {2}, CheckpointError, "choose other names"),
+    ("rng_layout", {1}, CheckpointError, "both of them"),
+    ("lambda", {0}, CheckpointSaveError, "can't be saved"),
+    ("class", {0}, CheckpointSaveError, "can't be saved so that it loads safely"),
+    ("iteration", {1}, CheckpointSaveError, "iteration is 2 on ranks 0, 2; 3 on rank 1"),
+    ("directory", {2}, CheckpointSaveError, " elsewhere on rank 2"),
+    ("no optimizer", {0}, CheckpointSaveError, "optimizer is none on rank 0; given on ranks 1, 2"),
+]
+
+
+def save_with_faults(root):
+    """All with the same groups: none of this may spoil them."""
+    told = []
+    with job(**DP2) as pg:
+        training = Training(cut(RUN), pg)
+        training.steps(0, 1)
+        training.save(root, 1)
+        for fault, victims, *_ in RAISING:
+            told.append(broken_save(root, fault, victims, training))
+            dist.barrier()
+        training.save(root, 2)
+        before = training.digest()
+        training.steps(1, 2)
+        loaded = training.load(root).iteration, training.digest() == before
+        training.let_go()
+    return told, loaded
+
+
+def test_a_rank_that_raises(forge, tmp_path):
+    root = tmp_path / "here"
+    ranks = forge.results(partial(save_with_faults, str(root)), 3)
+    for number, (fault, victims, kind, text) in enumerate(RAISING):
+        for rank, (told, _) in enumerate(ranks):
+            error, seconds = told[number]
+            what = f"{fault}, rank {rank}: {error!r}"
+            together = fault in ("iteration", "directory", "no optimizer")
+            if rank in victims and not together:
+                assert isinstance(error, kind), what
+            else:
+                assert isinstance(error, CheckpointSaveError), what
+                if not together:
+                    assert error.problems.keys() == victims, what
+                    assert f"rank {min(victims)}: " in str(error), what
+            assert text in str(error), what
+            assert seconds < AT_ONCE, what
+    assert [loaded for _, loaded in ranks] == [(2, True)] * 3
+    assert [info.iteration for info in megapg.list_checkpoints(root)] == [1, 2]
+    assert at_rest(root)
+    assert not Path(f"{root} elsewhere").exists()
+
+
+def save_in_collectives(root):
+    with job(**DP2, collective_timeout=timedelta(seconds=SILENCE)) as pg:
+        training = Training(cut(RUN), pg)
+        training.steps(0, 1)
+        training.save(root, 1)
+        told = broken_save(root, "optimizer", {1}, training)
+        training.let_go()
+        time.sleep(SOON - told[1])  # others are to be freed by the clock, not by our end
+        raise told[0]
+
+
+def test_a_rank_that_raises_where_the_others_are_in_a_collective(forge, tmp_path):
+    """No store can call them back from there; the timeout of collectives does."""
+    ends = forge.run(partial(save_in_collectives, str(tmp_path)), 3)
+    assert isinstance(ends[1].error, ZeroDivisionError)
+    for end in (ends[0], ends[2]):
+        assert isinstance(end.error, CheckpointSaveError), end
+        assert end.error.problems.keys() == {1}
+        assert "sharded_state_dict is broken" in str(end.error)
+    assert megapg.latest(tmp_path).iteration == 1
+    assert at_rest(tmp_path)
+
+
+def save_without(root, absent):
+    """One rank does not call; a second time it ends before that."""
+    with job(**DP2) as pg:
+        model = Layers(pg)
+        save(root, 1, model)
+        told = None
+        if me() == absent:
+            time.sleep(SILENCE + 3)
+        else:
+            told = attempt(partial(save, root, 2, model, timeout=SILENCE))[1:]
+        dist.barrier()
+        save(root, 3, model)
+    pg = opened(**DP2)
+    model = Layers(pg)
+    if me() == absent:
+        raise ZeroDivisionError("before the save")
+    return told, attempt(partial(save, root, 4, model, timeout=SILENCE))[1:]
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_stays_away(forge, tmp_path, absent):
+    ends = forge.run(partial(save_without, str(tmp_path), absent), 3)
+    assert isinstance(ends[absent].error, ZeroDivisionError), ends[absent]
+    for rank, end in enumerate(ends):
+        if rank != absent:
+            for error, seconds in end.get():
+                assert isinstance(error, CheckpointSaveError)
+                assert error.problems.keys() == {absent}
+                assert f"rank {absent} " in str(error)
+                assert SILENCE <= seconds < SOON
+    assert megapg.latest(tmp_path).iteration == 3
+    assert at_rest(tmp_path)
+
+
+# ---- in the background ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def another_job_holds(root):
+    """The lock of the directory: as long as this lasts, no save there gets on."""
+    Path(root).mkdir(exist_ok=True)
+    dist.barrier()
+    with open(Path(root, ROOT_LOCK), "ab") as file:
+        if me() == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        dist.barrier()
+        yield file
+
+
+def let_go_in(file, seconds):
+    """Returns a function that says whether it has."""
+    released = threading.Event()
+
+    def release():
+        released.set()
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+    threading.Timer(seconds, release).start()
+    return lambda: me() != 0 or released.is_set()
+
+
+@contextlib.contextmanager
+def no_room(rank):
+    """This rank can't write more than a few bytes."""
+    if me() == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+
+def over(save):
+    """It has ended, and nobody was told."""
+    while not save.done:
+        time.sleep(0.01)
+
+
+def train_while_saving(root):
+    with job(**DP2) as pg:
+        model = Layers(pg, width=4096)
+        with another_job_holds(root) as lock:
+            first = save(root, 1, model, asynchronous=True)
+            for parameter in model.parameters():  # a step
+                parameter.data.add_(1000)
+                dist.all_reduce(parameter.data, group=pg.dp)
+            assert not first.done
+            with pytest.raises(TimeoutError, match="iteration 1"):
+                first.wait(0.1)
+            assert megapg.latest(root) is None
+
+            released = let_go_in(lock, 1.0)
+            second = save(root, 2, model, asynchronous=True)
+            assert released()  # one at a time
+            assert first.done
+            assert first.wait().iteration == 1
+        second.wait()
+        with another_job_holds(root) as lock:
+            both = [save(root, n, model, asynchronous=True, in_flight=2) for n in (3, 4)]
+            assert [each.done for each in both] == [False, False]
+            released = let_go_in(lock, 1.0)
+            both.append(save(root, 5, model, asynchronous=True, in_flight=2))
+            assert released()
+            assert both[0].done
+        assert [each.wait().iteration for each in both] == [3, 4, 5]
+        with another_job_holds(root) as lock:
+            save(root, 6, model, asynchronous=True)
+            released = let_go_in(lock, 1.0)
+            save(root, 7, model)
+            assert released()
+        for iteration in range(1, 8):
+            assert load(root, model.fill(9999), iteration=iteration).iteration == iteration
+            assert model.mark() == iteration
+    return True
+
+
+def test_training_goes_on_during_a_save(forge, tmp_path):
+    assert all(forge.results(partial(train_while_saving, str(tmp_path / "here"))))
+    assert len(megapg.list_checkpoints(tmp_path / "here")) == 7
+    assert at_rest(tmp_path / "here")
+
+
+def hear_of_failures(root):
+    """Who heard of a background save that failed; and that nobody did twice."""
+    heard = {}
+
+    def failed(pg, model, victim):
+        with no_room(victim):
+            found = save(root, 2, model, timeout=PATIENT, asynchronous=True)
+            over(found)
+        dist.barrier()
+        return found
+
+    with job(**DP2) as pg:
+        model = Layers(pg)
+        save(root, 1, model)
+        for victim in (0, 1):
+            found = failed(pg, model, victim)
+            heard["wait", victim] = attempt(found.wait)[1]
+            assert isinstance(attempt(found.wait)[1], CheckpointSaveError)  # asked twice, told so
+            load(root, model)
+            failed(pg, model, victim)
+            heard["load", victim] = attempt(lambda: load(root, model))[1]
+            assert load(root, model).iteration == 1
+            failed(pg, model, victim)
+            heard["save", victim] = attempt(lambda: save(root, 3, model))[1]
+            failed(pg, model, victim)
+            heard["background", victim] = attempt(
+                lambda: save(root, 3, model, asynchronous=True, in_flight=2)
+            )[1]
+        failed(pg, model, 1).cancel()  # too late for that
+        heard["save", "after"] = attempt(lambda: save(root, 3, model))[1]
+        assert load(root, model).iteration == 1
+
+    def close(body):
+        session = megapg.session(timeout=PATIENT)
+        with megatron_on_cpu(), megapg.published(session.groups):
+            body(session.groups, Layers(session.groups))
+        _, error, _ = attempt(session.close)
+        assert session.closed
+        session.close()
+        return error
+
+    heard["close", 1] = close(lambda pg, model: failed(pg, model, 1))
+
+    def heard_already(pg, model):
+        assert attempt(failed(pg, model, 1).wait)[1]
+
+    assert close(heard_already) is None
+    return heard
+
+
+def test_an_error_in_the_background_is_heard_once(forge, tmp_path):
+    for heard in forge.results(partial(hear_of_failures, str(tmp_path))):
+        assert len(heard) == 10
+        for (where, victim), error in heard.items():
+            assert isinstance(error, CheckpointSaveError), where
+            assert "File too large" in str(error), where
+            assert "saving iteration 2 to" in str(error), where
+            assert error.problems.keys() == {victim if victim != "after" else 1}, where
+    assert megapg.latest(tmp_path).iteration == 1
+    assert at_rest(tmp_path)
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    @classmethod
+    def of_megapg(cls):
+        log, lines = logging.getLogger("megapg"), cls()
+        log.addHandler(lines)
+        log.setLevel(logging.INFO)
+        return lines.lines
+
+
+def close_while_saving(root):
+    lines = Lines.of_megapg()
+    with job(**DP2) as pg, another_job_holds(root) as lock:
+        let_go_in(lock, 1.0)
+        found = save(root, 1, Layers(pg), asynchronous=True)
+        del pg
+    # job() closes its session after the lock was asked for again: see whether it waited
+    return found.done, lines
+
+
+def cut_short(root, how):
+    """One rank calls it off, or fails beside it, while 128 MB are written."""
+    lines = Lines.of_megapg()
+    found = None
+
+    def body():
+        nonlocal found
+        with job(**DP2) as pg:
+            model = Layers(pg, width=2 * 2**20)
+            small = Layers(pg)
+            save(root, 1, small)
+            found = save(root, 2, model, asynchronous=True)
+            if me() == 1 and how == "body":
+                raise ZeroDivisionError("in the body")
+            if me() == 1:
+                found.cancel()
+            error = attempt(found.wait)[1]
+            if how == "cancel":
+                load(root, small)
+                save(root, 3, small)
+            if error is not None:
+                raise error
+
+    error = attempt(body)[1]
+    return error, attempt(found.wait)[1], lines
+
+
+def test_a_closing_session_waits(forge, tmp_path):
+    for done, lines in forge.results(partial(close_while_saving, str(tmp_path))):
+        assert done
+        assert any("waiting for the checkpoint of iteration 1" in line for line in lines)
+    assert megapg.latest(tmp_path).iteration == 1
+    assert at_rest(tmp_path)
+
+
+def test_a_save_is_called_off(forge, tmp_path):
+    for error, waited, _ in forge.results(partial(cut_short, str(tmp_path), "cancel")):
+        for each in (error, waited):
+            assert isinstance(each, CheckpointSaveError)
+            assert each.problems.keys() == {1}
+            assert "called off" in str(each)
+    assert [info.iteration for info in megapg.list_checkpoints(tmp_path)] == [1, 3]
+    assert at_rest(tmp_path)
+
+
+def test_a_session_that_fails_calls_its_saves_off(forge, tmp_path):
+    ranks = forge.results(partial(cut_short, str(tmp_path), "body"))
+    assert isinstance(ranks[1][0], ZeroDivisionError)
+    assert any("calling off the checkpoint of iteration 2" in line for line in ranks[1][2])
+    for error in (ranks[0][0], ranks[0][1], ranks[1][1]):
+        assert isinstance(error, CheckpointSaveError)
+        assert error.problems.keys() == {1}
+        assert "called off" in str(error)
+    assert [info.iteration for info in megapg.list_checkpoints(tmp_path)] == [1]
+    assert at_rest(tmp_path)
+
+
+# ---- loading -------------------------------------------------------------------------------------
+
+
+def shards(path):
+    return sorted(Path(path).glob("*.distcp"))
+
+
+def truncate(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+class Hostile:
+    def __init__(self, mark):
+        self._mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._mark),)
+
+
+DAMAGE = {
+    # what is done to a checkpoint: what every rank gets
+    "first shard truncated": BrokenCheckpointError,
+    "last shard truncated": BrokenCheckpointError,
+    "first shard missing": BrokenCheckpointError,
+    "last shard missing": BrokenCheckpointError,
+    "index truncated": BrokenCheckpointError,
+    "common truncated": BrokenCheckpointError,
+    "hostile index": UnsafeCheckpointError,
+    "hostile common": UnsafeCheckpointError,
+    "a flipped bit, verified": BrokenCheckpointError,
+    "of another step": CheckpointNotFoundError,
+    "nothing at all": CheckpointNotFoundError,
+    "no directory": CheckpointNotFoundError,
+}
+UNTOUCHED = [name for name in DAMAGE if "shard" not in name]
+
+
+def damage(root, how):
+    path = Path(root, "iter_0000001")
+    match how.split():
+        case [which, "shard", done]:
+            file = shards(path)[0 if which == "first" else -1]
+            truncate(file) if done == "truncated" else file.unlink()
+        case [which, "truncated"]:
+            truncate(path / {"index": ".metadata", "common": "common.pt"}[which])
+        case ["hostile", "index"]:
+            (path / ".metadata").write_bytes(pickle.dumps(Hostile(f"{root}/ran")))
+        case ["hostile", "common"]:
+            torch.save({"args": Hostile(f"{root}/ran")}, path / "common.pt")
+        case ["a", "flipped", *_]:
+            data = bytearray(shards(path)[0].read_bytes())
+            data[len(data) // 2] ^= 1
+            shards(path)[0].write_bytes(data)
+        case ["nothing", *_]:
+            shutil.rmtree(path)
+            Path(root, TRACKER).unlink()
+        case ["no", "directory"]:
+            shutil.rmtree(root)
+
+
+def load_damaged(template):
+    told = []
+    with job(**DP2) as pg:
+        training = Training(cut(RUN), pg)
+        training.steps(0, 1)
+        training.save(template, 1)
+        training.steps(1, 2)
+        kept = training.digest()
+        for number, how in enumerate(DAMAGE):
+            root = f"{template} {number}"
+            if me() == 0:
+                shutil.copytree(template, root)
+                damage(root, how)
+            dist.barrier()
+            options = {"verify": "verified" in how}
+            if how == "of another step":
+                options["iteration"] = 77
+            _, error, seconds = attempt(partial(training.load, root, **options))
+            dist.barrier()
+            told.append((error, seconds, training.digest() == kept))
+            if not told[-1][2]:
+                assert training.load(template).iteration == 1
+                training.steps(1, 2)
+                assert training.digest() == kept
+        assert training.load(template).iteration == 1
+        training.let_go()
+    return told
+
+
+def test_a_damaged_checkpoint(forge, tmp_path):
+    template = tmp_path / "whole"
+    ranks = forge.results(partial(load_damaged, str(template)))
+    for told in ranks:
+        for (how, kind), (error, seconds, untouched) in zip(DAMAGE.items(), told, strict=True):
+            assert type(error) is kind, f"{how}: {error!r}"
+            assert seconds < AT_ONCE, how
+            assert untouched or how not in UNTOUCHED, how
+    assert not list(tmp_path.glob("*/ran"))
+
+
+def load_what_does_not_fit(root):
+    told = []
+    with job(**DP2) as pg:
+        training = Training(cut(RUN), pg)
+        training.steps(0, 1)
+        training.save(root, 1)
+        megapg.save_checkpoint(
+            f"{root} bare", 1, model=training.chunks, pg_collection=pg, timeout=PATIENT
+        )
+        training.let_go()
+    for changes, where in (
+        ({"hidden": 64}, root),
+        ({"layers": 6}, root),
+        ({}, f"{root} bare"),
+    ):
+        with job(**DP2) as pg:
+            training = Training(cut(replace(RUN, **changes)), pg)
+            training.steps(0, 1)
+            before = training.digest()
+            _, error, seconds = attempt(partial(training.load, where))
+            told.append((error, seconds, training.digest() == before))
+            training.let_go()
+    return told
+
+
+def test_a_checkpoint_that_does_not_fit(forge, tmp_path):
+    for told in forge.results(partial(load_what_does_not_fit, str(tmp_path / "here"))):
+        for (error, seconds, untouched), text in zip(
+            told, ("has shape", "has shape", "no optimizer state"), strict=True
+        ):
+            assert type(error) is CheckpointMismatchError, error
+            assert text in str(error)
+            assert seconds < AT_ONCE
+            assert untouched

@@ -28,17 +28,20 @@ def teamwork(pg: ProcessGroupCollection, name: str, timeout: float) -> Teamwork:
 
 
 @contextlib.contextmanager
-def exchanging(what: str) -> Iterator[None]:
+def exchanging(what: str, team: Teamwork) -> Iterator[None]:
     """Around code of Megatron's with collectives in it, which can't say that a rank died.
 
+    A rank that raises in here leaves the others in a collective, until it ends or that times out.
+
     Raises:
-        RendezvousError: in place of torch's plain error.
+        OthersFailedError, RendezvousError: in place of torch's plain error.
     """
     try:
         yield
     except RuntimeError as error:
         if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
             raise
+        team.heed()
         raise RendezvousError(
             f"exchanging {what} failed ({brief(error)}). If that is a lost connection, another "
             "rank died: look at the logs of all."

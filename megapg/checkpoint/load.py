@@ -116,7 +116,8 @@ def load_checkpoint(
         strict: refuse a checkpoint that lacks something the model has; otherwise leave it as it is.
         verify: read every file first and compare checksums.
         rng_key: what the random streams were kept under.
-        timeout: seconds of silence after which another rank is given up.
+        timeout: seconds of silence after which another rank is given up. The few collectives of
+            Megatron's on the way end after the groups' own ``collective_timeout``.
 
     Raises:
         CheckpointNotFoundError: there is none, or not of this iteration.
@@ -170,7 +171,7 @@ def load_checkpoint(
             # A rank that fails beside a collective leaves the others in it: first all come here.
             team.agree("model")
             if optimizer is not None and with_optimizer:
-                with exchanging("the optimizer's state"):
+                with exchanging("the optimizer's state", team):
                     state["optimizer"] = optimizers.sharded_state(
                         optimizer, state, is_loading=True, metadata=live
                     )
@@ -186,7 +187,7 @@ def load_checkpoint(
                 state = loading.read(common, progress)
             load_model(chunks, state, strict=strict and not loading.missing)
             team.agree("read")
-            with exchanging("the optimizer's state"):
+            with exchanging("the optimizer's state", team):
                 if optimizer is not None and with_optimizer:
                     optimizers.restore(optimizer, state["optimizer"])  # type: ignore[arg-type]
                 elif optimizer is not None:
@@ -314,7 +315,8 @@ def _naming(what: str, team: Teamwork) -> Iterator[None]:
         # The same class here as where it happened, if it is one of ours.
         names = {text.partition(":")[0] for text in error.problems.values()}
         kind = getattr(errors, names.pop()) if names <= set(_SHARED) and len(names) == 1 else None
-        raise (kind or CheckpointError)(f"{what} failed: {error}.") from error
+        said = str(error).rstrip(".")
+        raise (kind or CheckpointError)(f"{what} failed: {said}.") from error
     except RendezvousError as error:
         raise CheckpointError(f"{what} failed: {error}") from error
     except OSError as error:

@@ -43,6 +43,7 @@ from megapg.checkpoint.state import (
     check_extra,
     chunks_of,
     gather_parameters,
+    live_memory,
     model_state,
     namespace,
 )
@@ -124,7 +125,8 @@ def save_checkpoint(
             in ``wait()``, at the next save or load with these groups, or when their session closes,
             which waits.
         in_flight: how many background saves may be under way; one more waits for the oldest.
-        timeout: seconds of silence after which another rank is given up.
+        timeout: seconds of silence after which another rank is given up. The few collectives of
+            Megatron's on the way end after the groups' own ``collective_timeout``.
 
     Returns:
         The save: finished, or with ``asynchronous`` to be waited for.
@@ -147,7 +149,7 @@ def save_checkpoint(
     name = f"background save {place}" if asynchronous else "save"
     team = teamwork(pg, name, timeout)
     what = f"saving {'a release' if release else f'iteration {iteration}'} to {root}"
-    with contextlib.ExitStack() as team_ends, _naming(what, team):
+    with _naming(what, team), contextlib.ExitStack() as team_ends:
         settings = {
             "directory": root,
             "iteration": iteration,
@@ -162,9 +164,11 @@ def save_checkpoint(
         chunks = chunks_of(model)
         check_extra(extra or {})
         _check_numbers(iteration, keep)
+        if rng_layout not in _LAYOUTS:
+            raise CheckpointError(f"rng_layout={rng_layout!r}: give one of {', '.join(_LAYOUTS)}.")
         # A rank that fails beside a collective leaves the others in it: first all have come there.
         team.agree("arguments")
-        with exchanging("parameters"):
+        with exchanging("parameters", team):
             gather_parameters(chunks, optimizer)
         metadata = optimizers.content_metadata(optimizer, sharding=optimizer_sharding)
         live = optimizers.with_groups(metadata, pg)
@@ -182,14 +186,15 @@ def save_checkpoint(
             state["opt_param_scheduler"] = scheduler.state_dict()
         team.agree("model")
         if optimizer is not None:
-            with exchanging("the optimizer's state"):
+            with exchanging("the optimizer's state", team):
                 state["optimizer"] = optimizers.sharded_state(
                     optimizer, state, is_loading=False, metadata=live
                 )
-        team.agree("optimizer")
-        with exchanging("random streams and names of tensors"):
+        with exchanging("random streams", team):
             records = capture_rng_state(pg, data_parallel_random_init=data_parallel_random_init)
-            state |= _random_streams(records, pg, rng_layout, rng_key)
+        state |= _random_streams(records, pg, rng_layout, rng_key)
+        team.agree("state")
+        with exchanging("names of tensors", team):
             items, common = plan_save(state, pg.dp_cp if fully_parallel else None)
         work = _Work(
             what=what,
@@ -198,7 +203,7 @@ def save_checkpoint(
             iteration=iteration,
             release=release,
             keep=keep,
-            items=snapshot(items) if asynchronous else items,
+            items=snapshot(items, live_memory(chunks, optimizer)) if asynchronous else items,
             common=_serialised(common) if team.leading else b"",
             layout=layout_of(pg),
         )
@@ -360,7 +365,8 @@ def _naming(what: str, team: Teamwork) -> Iterator[None]:
     try:
         yield
     except OthersFailedError as error:
-        raise CheckpointSaveError(f"{what} failed: {error}.", error.problems) from error
+        said = str(error).rstrip(".")
+        raise CheckpointSaveError(f"{what} failed: {said}.", error.problems) from error
     except RendezvousError as error:
         problems = dict.fromkeys(error.missing, "did not come")
         raise CheckpointSaveError(f"{what} failed: {error}", problems) from error

@@ -102,6 +102,26 @@ def gather_parameters(
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
 
+def live_memory(
+    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None
+) -> frozenset[int]:
+    """Addresses at which the memory begins that training writes to."""
+    tensors: list[torch.Tensor] = []
+    for chunk in unwrap_model(list(chunks)):
+        tensors += [*chunk.parameters(), *chunk.buffers()]
+    for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(leaf, "optimizer", None)
+        if isinstance(inner, torch.optim.Optimizer):
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    tensors += [parameter, *inner.state.get(parameter, {}).values()]
+    return frozenset(
+        tensor.untyped_storage().data_ptr()
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+    )
+
+
 def chunks_of(model: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.nn.Module]:
     """The model's chunks, wrapped as they are.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import WriteItem
 
 from megapg.checkpoint.manifest import FileSum
 from megapg.checkpoint.planning import Item
@@ -33,15 +34,27 @@ class Written:
     sums: dict[str, FileSum]
 
 
-def snapshot(items: Iterable[Item]) -> list[Item]:
-    """Copies of the tensors in main memory, so that training may go on."""
-    return [
-        (
-            item,
-            data.detach().to("cpu", copy=True) if isinstance(data, torch.Tensor) else data,
-        )
-        for item, data in items
-    ]
+def snapshot(items: Iterable[Item], live: Collection[int]) -> list[Item]:
+    """The items in main memory, so that training may go on.
+
+    Args:
+        items: what is to be written.
+        live: where the memory of model and optimizer begins; see
+            :func:`megapg.checkpoint.state.live_memory`. The distributed optimizer's state is often
+            gathered into tensors of its own for a save; those need no second copy.
+    """
+    return [(item, _apart(item, data, live)) for item, data in items]
+
+
+def _apart(
+    item: WriteItem, data: torch.Tensor | io.BytesIO, live: Collection[int]
+) -> torch.Tensor | io.BytesIO:
+    if isinstance(data, io.BytesIO):
+        return data
+    gathered = item.index.fqn.startswith("optimizer.")
+    if gathered and data.is_cpu and data.untyped_storage().data_ptr() not in live:
+        return data
+    return data.detach().to("cpu", copy=True)
 
 
 def write_items(

@@ -1,0 +1,211 @@
+"""Why a use of the globals has no replacement, and what to do about it: one code for each reason.
+
+The codes are what ``megapg check`` prints beside a site and what ``megapg explain`` takes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megapg.errors import UnsupportedOptionError
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One reason.
+
+    Attributes:
+        code: as in reports.
+        title: one line.
+        why: what is in the way.
+        instead: what to do by hand.
+    """
+
+    code: str
+    title: str
+    why: str
+    instead: str
+
+
+_ALL = (
+    Reason(
+        "lifecycle",
+        "makes or ends the groups",
+        "initialize_model_parallel(), destroy_model_parallel() and the functions that they call "
+        "own the groups. A collection is a value and makes none.",
+        "Open a session where the program starts (with megapg.session(tp=..., pp=...) as session) "
+        "and pass session.groups on. The session ends what it made.",
+    ),
+    Reason(
+        "setter",
+        "fakes a rank or a size, or reads the fake",
+        "The set_* functions and the _MPU_* variables override what the groups say, mostly in "
+        "converters that run without any groups. A frozen collection can't be overridden.",
+        "Give the converter a collection of fake groups of the sizes that it asks for, or open a "
+        "session over megapg.layout.ParallelLayout. Migrate the functions that it calls with it.",
+    ),
+    Reason(
+        "vp-stage",
+        "asks which model chunk is current",
+        "With a virtual pipeline a rank has several model chunks. Which of them is current is "
+        "state of the schedule, not of the groups, and from 0.13 on it is passed as vp_stage.",
+        "Take vp_stage as a parameter (models and layers have it as self.vp_stage) and pass it: "
+        "getters.is_pipeline_last_stage(pg, ignore_virtual=False, vp_stage=vp_stage).",
+    ),
+    Reason(
+        "stage-default",
+        "a stage test without ignore_virtual, below 0.13",
+        "is_pipeline_first_stage(), is_pipeline_last_stage() and is_rank_in_embedding_group() ask "
+        "about the current model chunk up to Megatron-core 0.12, and about the rank from 0.13 on.",
+        "Say which you mean: ignore_virtual=True for the rank, or ignore_virtual=False and "
+        "vp_stage= for one model chunk. Then it is the same in every version.",
+    ),
+    Reason(
+        "version",
+        "means different things in the versions that may run it",
+        "The call has another meaning, or other parameters, in some of the Megatron-core versions "
+        "that this project admits.",
+        "Name the version: --from-core 0.16, or from-core in [tool.megapg], or a closer pin of "
+        "megatron-core. Keyword arguments instead of positional ones often help too.",
+    ),
+    Reason(
+        "not-in-core",
+        "no such name in this version",
+        "The Megatron-core that this project runs on does not have the name: the call can't work, "
+        "or stands in a branch for another version.",
+        "Delete the branch, or name the version that it is for with --from-core.",
+    ),
+    Reason(
+        "unknown-name",
+        "no known version has the name",
+        "parallel_state of no known version has it: a fork of Megatron-core, or a misspelling.",
+        "Look at what the fork does there. The groups it returns can go into a collection with "
+        "ProcessGroupCollection.from_groups(...).",
+    ),
+    Reason(
+        "encoder-decoder",
+        "the split between encoder and decoder, gone in 0.14",
+        "Encoder and decoder on pipeline stages of their own were removed from Megatron-core.",
+        "Delete the code, or keep its answer in your config: a layout has no such split.",
+    ),
+    Reason(
+        "no-field",
+        "a group that no field holds",
+        "The collection has no field for this group, and nothing in it is the same group.",
+        "Make the group with torch.distributed.new_group() where the session is opened, and pass "
+        "it beside the collection.",
+    ),
+    Reason(
+        "run-time-flag",
+        "which group is meant shows at run time only",
+        "An argument that chooses the group is no literal, and no helper takes it.",
+        "Write an if on the flag with one field in each branch.",
+    ),
+    Reason(
+        "unchecked",
+        "tolerates groups that are not there",
+        "check_initialized=False gives None where nothing is initialised; a collection has no "
+        "such state for ranks.",
+        "Ask whether there is a collection (pg_collection is not None) and leave the argument out.",
+    ),
+    Reason(
+        "arguments",
+        "arguments that can't be told",
+        "The call passes *args or **kwargs, or arguments that this version does not take.",
+        "Write the arguments out.",
+    ),
+    Reason(
+        "no-state",
+        "needs no groups",
+        "The function only computes, or configures a communicator: there is nothing in it that a "
+        "collection could serve.",
+        "megapg.layout.ParallelLayout computes the ranks of every group, and megapg.session takes "
+        "the options of communicators. What you keep can stay as it is: add '# megapg: keep'.",
+    ),
+    Reason(
+        "buffer",
+        "owns a global buffer",
+        "It makes, hands out or drops a buffer of the process that belongs to no group.",
+        "getters.memory_buffer(pg) is one buffer for each owner of groups. For a symmetric buffer "
+        "keep one of your own beside the collection.",
+    ),
+    Reason(
+        "assigned",
+        "writes to the module",
+        "Code assigns to an attribute of parallel_state: the reads that it wants to change are "
+        "not reads of a collection any more once they are migrated.",
+        "Pass a collection that answers so. megapg.testing has collections of fake groups.",
+    ),
+    Reason(
+        "patched",
+        "patches a getter, in a test",
+        "patch(), setattr() or a string names the getter: after the migration nobody asks it, and "
+        "the test would go on with the real groups, or fail where the import is gone.",
+        "Pass a collection of fake groups of the size and rank that the patch pretends.",
+    ),
+    Reason(
+        "as-value",
+        "hands the getter on as a value",
+        "The function itself is passed, stored or returned, not called: who calls it, and with "
+        "what, can't be seen from here.",
+        "Hand on a function that reads a collection: lambda: pg.rank('tp').",
+    ),
+    Reason(
+        "module-as-value",
+        "hands the module on as a value",
+        "parallel_state as a whole is passed or returned, as in deepspeed.zero.Init(mpu=mpu): "
+        "whoever gets it may read anything.",
+        "Leave it if the receiver can't take groups, with '# megapg: keep'; "
+        "megapg.megatron.published(pg) keeps it right.",
+    ),
+    Reason(
+        "dynamic",
+        "looks a name up at run time",
+        "getattr(), hasattr() and the like ask the module by name, so that the code works with "
+        "several versions, or with names that it was passed.",
+        "Write the replacement of the name that is meant. Ask a collection with hasattr(pg, 'ep').",
+    ),
+    Reason(
+        "ambiguous",
+        "the name stands for different things",
+        "The variable is bound more than once, to Megatron's module and to something else.",
+        "Give the two a name each.",
+    ),
+)
+
+REASONS: Mapping[str, Reason] = {reason.code: reason for reason in _ALL}
+
+CAUTIONS: Mapping[str, Reason] = {
+    caution.code: caution
+    for caution in (
+        Reason(
+            "may-be-none",
+            "the field is None on some ranks",
+            "The getter fails where this rank is outside of the group, or where it is not "
+            "configured. The field is None there, and torch takes group=None for WORLD.",
+            "Ask first: if pg.embd is not None.",
+        ),
+        Reason(
+            "private-global",
+            "the variable is None until the groups are made",
+            "The variable can be asked before there are groups; a collection can't.",
+            "Ask whether there is a collection instead: pg_collection is not None.",
+        ),
+    )
+}
+
+
+def explain(code: str) -> Reason:
+    """The reason or caution with that code.
+
+    Raises:
+        UnsupportedOptionError: there is none.
+    """
+    known = {**REASONS, **CAUTIONS}
+    if code in known:
+        return known[code]
+    close = difflib.get_close_matches(code, known, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise UnsupportedOptionError(f"no reason {code!r}.{hint} There are {', '.join(known)}.")
