@@ -80,14 +80,15 @@ class Lease:
     )
     at_end: list[Callable[[], None]] = dataclasses.field(default_factory=list, repr=False)
 
-    def wind_up(self, error: BaseException | None) -> list[Exception]:
+    def wind_up(self, error: BaseException | None) -> list[BaseException]:
         """For the owner, about to close the groups: let their users finish. What they raised."""
-        problems = []
+        problems: list[BaseException] = []
         for finish in tuple(self.before_end):
             try:
                 finish(error)
-            except Exception as problem:
+            except BaseException as problem:  # Ctrl-C too: the groups are closed all the same
                 problems.append(problem)
+                error = error or problem
         return problems
 
     def end(self, since: str) -> None:

@@ -43,7 +43,6 @@ from megapg.comms.world import World, adopt, found, imagine
 from megapg.errors import (
     RendezvousError,
     SessionError,
-    TeardownError,
     UnknownFieldError,
     UnsupportedOptionError,
 )
@@ -382,7 +381,8 @@ class Session:
                 "rank would lose it. Close the others first."
             )
         unfinished = self._lease.wind_up(error)
-        problems = self._part(error)
+        interrupted = [e for e in unfinished if not isinstance(e, Exception)]
+        problems = self._part(error or next(iter(interrupted), None))
         made, self._made, self._groups = self._made, [], None
         self._lease.end(
             f"at {time.strftime('%H:%M:%S')} on rank {self._world.rank}"
@@ -399,13 +399,7 @@ class Session:
             del made
             self._world.close(abort=abort, timeout=self._timeout)
         if unfinished:
-            raise (
-                unfinished[0]
-                if len(unfinished) == 1
-                else TeardownError(
-                    f"session {self.name!r} is closed, but not all went well before", unfinished
-                )
-            )
+            raise unfinished[0]
 
     def _part(self, error: BaseException | None) -> dict[int, str]:
         if self._roll_call is None:

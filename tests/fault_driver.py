@@ -278,4 +278,3 @@ def disk_points(seen):
     """Before and after every change of the disk; of what a loop does, the first and the last."""
     places = [place for place in seen if place[2] in ON_DISK and place[3] != "in"]
     return [(*place, times) for place in places for times in sorted({1, seen[place]})]
-

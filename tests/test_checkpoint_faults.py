@@ -17,6 +17,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -35,6 +36,7 @@ from megatron.core.transformer.module import MegatronModule
 from resuming import RUN, Training, cut
 
 import megapg
+from megapg.checkpoint.contents import read_contents
 from megapg.checkpoint.manifest import verify
 from megapg.checkpoint.names import TRACKER
 from megapg.checkpoint.publish import ROOT_LOCK
@@ -423,6 +425,31 @@ def test_one_rank_cannot_write(forge, tmp_path):
             assert loaded == (1, 1)
             assert there == [ROOT_LOCK, "iter_0000001", TRACKER]
     assert megapg.latest(tmp_path).iteration == 100
+    assert at_rest(tmp_path)
+
+
+def save_with_a_late_rank(root):
+    """Rank 0 fails and clears up before rank 1 has looked at the directory."""
+
+    def late(frame, event, _):
+        if event == "call" and frame.f_code.co_name == "_check_shared":
+            time.sleep(1.5)
+
+    with job(**DP2) as pg:
+        model = Layers(pg)
+        sys.setprofile(late if me() == 1 else None)
+        with no_room(0):
+            _, error, _ = attempt(lambda: save(root, 1, model))
+        sys.setprofile(None)
+        save(root, 2, model)
+    return error
+
+
+def test_a_late_rank_hears_the_reason(forge, tmp_path):
+    for error in forge.results(partial(save_with_a_late_rank, str(tmp_path))):
+        assert isinstance(error, CheckpointSaveError)
+        assert "File too large" in str(error)  # not that the directory is gone
+        assert error.problems.keys() == {0}
     assert at_rest(tmp_path)
 
 
@@ -869,6 +896,23 @@ def test_training_goes_on_during_a_save(forge, tmp_path):
     assert at_rest(tmp_path / "here")
 
 
+def save_with_changing_room(root):
+    with job(**DP2) as pg, another_job_holds(root) as lock:
+        model = Layers(pg)
+        save(f"{root} first", 1, model, asynchronous=True, in_flight=2).wait()
+        saves = [save(root, n, model, asynchronous=True, in_flight=2) for n in (1, 2)]
+        released = let_go_in(lock, 1.0)
+        saves.append(save(root, 3, model, asynchronous=True, in_flight=3))
+        assert released()  # the ranks talk under the place of a save: it must be free
+        return [each.wait().iteration for each in saves]
+
+
+def test_saves_in_flight_do_not_share_a_place(forge, tmp_path):
+    told = forge.results(partial(save_with_changing_room, str(tmp_path / "here")))
+    assert told == [[1, 2, 3]] * 2
+    assert at_rest(tmp_path / "here")
+
+
 def hear_of_failures(root):
     """Who heard of a background save that failed; and that nobody did twice."""
     heard = {}
@@ -949,12 +993,13 @@ class Lines(logging.Handler):
 
 def close_while_saving(root):
     lines = Lines.of_megapg()
-    with job(**DP2) as pg, another_job_holds(root) as lock:
-        let_go_in(lock, 1.0)
-        found = save(root, 1, Layers(pg), asynchronous=True)
-        del pg
-    # job() closes its session after the lock was asked for again: see whether it waited
-    return found.done, lines
+    with job(**DP2) as pg:
+        with another_job_holds(root) as lock:
+            still = os.dup(lock.fileno())
+            found = save(root, 1, Layers(pg), asynchronous=True)
+        released = let_go_in(still, 1.0)
+        waiting = not found.done
+    return waiting and released() and found.done, lines
 
 
 def cut_short(root, how):
@@ -1039,6 +1084,7 @@ DAMAGE = {
     "last shard truncated": BrokenCheckpointError,
     "first shard missing": BrokenCheckpointError,
     "last shard missing": BrokenCheckpointError,
+    "an optimizer's entry overwritten": BrokenCheckpointError,
     "index truncated": BrokenCheckpointError,
     "common truncated": BrokenCheckpointError,
     "hostile index": UnsafeCheckpointError,
@@ -1048,7 +1094,7 @@ DAMAGE = {
     "nothing at all": CheckpointNotFoundError,
     "no directory": CheckpointNotFoundError,
 }
-UNTOUCHED = [name for name in DAMAGE if "shard" not in name]
+UNTOUCHED = [name for name in DAMAGE if "shard" not in name and "entry" not in name]
 
 
 def damage(root, how):
@@ -1057,6 +1103,12 @@ def damage(root, how):
         case [which, "shard", done]:
             file = shards(path)[0 if which == "first" else -1]
             truncate(file) if done == "truncated" else file.unlink()
+        case ["an", "optimizer's", *_]:  # which one rank reads, and hands to the others
+            places = read_contents(path).metadata.storage_data
+            place = next(at for index, at in places.items() if "optimizer.state.exp" in index.fqn)
+            with open(path / place.relative_path, "rb+") as file:
+                file.seek(place.offset)
+                file.write(bytes(place.length))
         case [which, "truncated"]:
             truncate(path / {"index": ".metadata", "common": "common.pt"}[which])
         case ["hostile", "index"]:

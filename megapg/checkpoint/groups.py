@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -20,11 +21,24 @@ _SIZES = ("world_size", "tp", "pp", "cp", "ep", "expt_tp", "vpp", "order", "opti
 _ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 
 
-def teamwork(pg: ProcessGroupCollection, name: str, timeout: float) -> Teamwork:
-    """Work together with all ranks of the collection's layout; of WORLD where it has none."""
+def teamwork(
+    pg: ProcessGroupCollection, name: str, timeout: float, *, background: bool = False
+) -> Teamwork:
+    """Work together with all ranks of the collection's layout; of WORLD where it has none.
+
+    Args:
+        pg: the collection.
+        name: of what is done.
+        timeout: see :class:`~megapg.comms.teamwork.Teamwork`.
+        background: it goes on in a thread, which takes a connection to the store of its own:
+            somebody else may wait for a key on the other one, and hold it.
+    """
     world = adopt()
     ranks = range(world.size) if pg.layout is None else pg.layout.ranks
-    return Teamwork(world.store, f"checkpoint {name}", world.rank, ranks, timeout=timeout)
+    store: dist.Store = world.store.clone() if background else world.store  # type: ignore[attr-defined]
+    # Collections of one process may work at the same time, and so may those of disjoint ranks.
+    who = zlib.crc32(repr((pg.lease.owner, list(ranks))).encode())
+    return Teamwork(store, f"checkpoint {name} {who:08x}", world.rank, ranks, timeout=timeout)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,14 @@ from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint.contents import Contents, read_contents
 from megapg.checkpoint.groups import exchanging, layout_of, teamwork
 from megapg.checkpoint.manifest import verify as verify_files
-from megapg.checkpoint.names import CheckpointInfo, find, iteration_name, latest, list_checkpoints
+from megapg.checkpoint.names import (
+    INDEX_FILE,
+    CheckpointInfo,
+    find,
+    iteration_name,
+    latest,
+    list_checkpoints,
+)
 from megapg.checkpoint.planning import Loading, State
 from megapg.checkpoint.rng_records import KEY, NEEDS, RngReport, detect, record_for_this_rank
 from megapg.checkpoint.saves import Saves
@@ -30,6 +37,7 @@ from megapg.checkpoint.state import (
     KNOWN,
     MegatronOptimizer,
     Stateful,
+    check_key,
     chunks_of,
     is_model,
     load_model,
@@ -73,7 +81,7 @@ class LoadedCheckpoint:
         num_floating_point_operations: done when it was saved.
         missing: keys that the checkpoint lacked (``strict=False``).
         rng: whether this rank's random streams go on exactly where they were, or why not; None
-            where the checkpoint has none.
+            where none were restored.
     """
 
     path: Path
@@ -96,6 +104,8 @@ def load_checkpoint(
     iteration: int | None = None,
     strict: bool = True,
     verify: bool = False,
+    weights_only: bool = False,
+    rng: bool = True,
     rng_key: str = "rng_state",
     timeout: float = 300.0,
 ) -> LoadedCheckpoint:
@@ -108,13 +118,17 @@ def load_checkpoint(
     Args:
         directory: where the checkpoints are; the latest is loaded. Or the directory of one.
         model: the model or its chunks, as for :func:`~megapg.save_checkpoint`.
-        optimizer: None leaves it alone.
+        optimizer: what ``get_megatron_optimizer`` returned. If you have one, pass it, also with
+            ``weights_only``: it keeps the weights once more.
         scheduler: None leaves it alone.
         pg_collection: the groups that model and optimizer were built with. Left out, they come from
             Megatron's globals through :func:`megapg.resolve`.
         iteration: which one, if not the latest.
         strict: refuse a checkpoint that lacks something the model has; otherwise leave it as it is.
         verify: read every file first and compare checksums.
+        weights_only: for fine-tuning: nothing but the weights, which the optimizer takes over as
+            its own; its moments, the scheduler and the random streams stay as they are.
+        rng: whether to restore the random streams.
         rng_key: what the random streams were kept under.
         timeout: seconds of silence after which another rank is given up. The few collectives of
             Megatron's on the way end after the groups' own ``collective_timeout``.
@@ -129,7 +143,8 @@ def load_checkpoint(
         MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
     pg = resolve(pg_collection, needs=NEEDS, owner="load_checkpoint")
-    Saves.of(pg.lease).make_room(1)
+    saves = Saves.of(pg.lease)
+    saves.make_room(1)
     root = Path(directory).absolute()
     which = "the latest" if iteration is None else f"iteration {iteration}"
     team = teamwork(pg, "load", timeout)
@@ -140,9 +155,12 @@ def load_checkpoint(
             "iteration": which,
             "strict": strict,
             "optimizer": "none" if optimizer is None else "given",
+            "weights_only": weights_only,
         }
         team.begin({name: str(value) for name, value in settings.items()})
-        with team:
+        with team, contextlib.ExitStack() as undo:
+            saves.raise_news()
+            check_key(rng_key)
             chunks = chunks_of(model)
             if team.leading:
                 found = _find(root, iteration)
@@ -154,9 +172,10 @@ def load_checkpoint(
                 path = Path(team.announce("directory").decode())
             contents = read_contents(path)
             release = path.name == "release"
+            weights_only = weights_only or release
             layout = layout_of(pg)
-            with_optimizer = _wants_optimizer(optimizer, contents, release)
-            if with_optimizer and layout is not None:
+            with_optimizer = not weights_only and _wants_optimizer(optimizer, contents)
+            if with_optimizer:
                 optimizers.check_reshard(
                     contents.content_metadata, contents.saved_layout(), layout, _has_experts(chunks)
                 )
@@ -166,8 +185,9 @@ def load_checkpoint(
             if optimizer is not None and with_optimizer:
                 saved = common.get("optimizer", {})
                 common["optimizer"] = optimizers.fit(optimizer, saved)  # type: ignore[arg-type]
-            if scheduler is not None and not release:
-                scheduler_state(common)
+            if scheduler is not None and not weights_only:
+                undo.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
+                scheduler.load_state_dict(scheduler_state(common))  # it may refuse
             # A rank that fails beside a collective leaves the others in it: first all come here.
             team.agree("model")
             if optimizer is not None and with_optimizer:
@@ -176,8 +196,16 @@ def load_checkpoint(
                         optimizer, state, is_loading=True, metadata=live
                     )
             loading = Loading(state, contents, strict=strict)
-            record, rng = (None, None) if release else _random_streams(contents, pg, rng_key)
+            if any(key.startswith("optimizer.") for key in loading.missing):
+                raise CheckpointMismatchError(
+                    f"{path} lacks part of the optimizer's state, as the model has more than was "
+                    "saved. Load it with weights_only=True. Nothing was changed."
+                )
+            record, report = None, None
+            if rng and not weights_only:
+                record, report = _random_streams(contents, pg, rng_key)
             team.agree("fits")  # from here on weights change
+            undo.pop_all()
             with _progress(path, contents, layout, show=team.leading) as show:
 
                 def progress(done: int, size: int) -> None:
@@ -192,8 +220,6 @@ def load_checkpoint(
                     optimizers.restore(optimizer, state["optimizer"])  # type: ignore[arg-type]
                 elif optimizer is not None:
                     optimizer.reload_model_params()
-            if scheduler is not None and not release:
-                scheduler.load_state_dict(scheduler_state(state))
             if record is not None:
                 restore_rng_state([record], pg)
             team.agree("loaded")
@@ -207,12 +233,17 @@ def load_checkpoint(
         extra={k: v for k, v in contents.common.items() if k not in KNOWN and not is_model(k)},
         num_floating_point_operations=_number(common, "num_floating_point_operations_so_far"),
         missing=tuple(sorted(loading.missing)),
-        rng=rng,
+        rng=report,
     )
 
 
 def _find(root: Path, iteration: int | None) -> CheckpointInfo:
-    if (root / ".metadata").exists():  # the directory of one
+    if (root / INDEX_FILE).exists():  # the directory of one
+        if iteration is not None and root.name != iteration_name(iteration):
+            raise CheckpointNotFoundError(
+                f"{root} is a checkpoint itself, and not that of step {iteration}. Leave iteration "
+                "out, or give the directory above."
+            )
         return CheckpointInfo(path=root, iteration=0, release=root.name == "release", complete=True)
     found = latest(root) if iteration is None else find(root, iteration_name(iteration))
     if found is None or not found.complete:
@@ -234,16 +265,14 @@ def _verify(path: Path, team: Teamwork) -> None:
         )
 
 
-def _wants_optimizer(
-    optimizer: MegatronOptimizer | None, contents: Contents, release: bool
-) -> bool:
-    if optimizer is None or release:
+def _wants_optimizer(optimizer: MegatronOptimizer | None, contents: Contents) -> bool:
+    if optimizer is None:
         return False
     if "optimizer" in contents.common or _has_keys(contents, "optimizer."):
         return True
     raise CheckpointMismatchError(
-        f"{contents.path} has no optimizer state. Pass optimizer=None, and then call "
-        "optimizer.reload_model_params(). Nothing was changed."
+        f"{contents.path} has no optimizer state. Load it with weights_only=True. Nothing was "
+        "changed."
     )
 
 
@@ -265,8 +294,13 @@ def _random_streams(
     prefix, _, module = key.partition(KEY)
     named = None if key == KEY else prefix
     layouts = detect(contents.keys(), prefix=named, module=module.removeprefix(".") or None)
-    if not layouts:
+    if not layouts and key == KEY:
         return None, None
+    if not layouts:
+        raise CheckpointMismatchError(
+            f"{contents.path} has no random streams under {key}. Name another rng_key, or load "
+            "without them (rng=False)."
+        )
     return record_for_this_rank(
         layouts,
         contents.read_object,

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -69,8 +70,12 @@ class CheckpointInfo:
 
     @property
     def size(self) -> int:
-        """Bytes in its files, counted at every call."""
-        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        """Bytes in its files, counted at every call; of an unfinished one as far as it is there."""
+        total = 0
+        for file in self.path.rglob("*"):
+            with suppress(FileNotFoundError):  # a save may end meanwhile, and rename the directory
+                total += file.stat().st_size if file.is_file() else 0
+        return total
 
 
 class Hidden(NamedTuple):

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -119,6 +120,40 @@ def prepare(optimizer: MegatronOptimizer | None) -> None:
                     inner.state[parameter].update(_first_state(inner, group, parameter))
 
 
+def check(optimizer: MegatronOptimizer | None, metadata: Mapping[str, object]) -> None:
+    """Whether the optimizer's state can be saved at all: before the collectives begin.
+
+    Raises:
+        CheckpointError: its parameters have taken different numbers of steps, or a bucket is empty.
+        UnsupportedOptionError: it is of a kind that has a format of its own.
+    """
+    leaves = _leaves(optimizer)
+    if optimizer is not None and leaves:
+        _check_supported(optimizer, leaves, metadata)
+        with _one_step_everywhere(leaves):
+            pass
+
+
+def gathered_memory(
+    optimizer: MegatronOptimizer | None, state: OptimizerState, metadata: Mapping[str, object]
+) -> frozenset[int]:
+    """Addresses of tensors in a state that were gathered for it, and so belong to nobody else.
+
+    The distributed optimizer's fully reshardable form is made that way
+    (``sharded_param_state_fully_reshardable``); all others hand out live tensors.
+    """
+    if metadata.get(_TYPE) != "fully_reshardable":
+        return frozenset()
+    parts = zip(_leaves(optimizer), _parts(state), strict=True)
+    return frozenset(
+        leaf.data.untyped_storage().data_ptr()
+        for optimizer_leaf, part in parts
+        if type(optimizer_leaf) is DistributedOptimizer
+        for leaf in nested_values(part.get("param_state", {}))
+        if isinstance(leaf, ShardedTensor) and isinstance(leaf.data, torch.Tensor)
+    )
+
+
 def sharded_state(
     optimizer: MegatronOptimizer | None,
     model_state: ShardedStateDict,
@@ -149,7 +184,6 @@ def sharded_state(
     leaves = _leaves(optimizer)
     if optimizer is None or not leaves:
         return {}
-    _check_supported(optimizer, leaves, metadata)
     prepare(optimizer)
     # For the others, loading differs in a call of init_state_fn, which prepare() stands for: with
     # torch's optimizers it leaves the step out, and for SGD it is None.
@@ -224,7 +258,7 @@ def restore(optimizer: MegatronOptimizer | None, state: OptimizerState) -> None:
 def check_reshard(
     metadata: Mapping[str, object] | None,
     saved: ParallelLayout | None,
-    current: ParallelLayout,
+    current: ParallelLayout | None,
     has_experts: bool,
 ) -> None:
     """Say from the metadata alone what optimizer state can't be cut for this layout.
@@ -235,7 +269,7 @@ def check_reshard(
     Args:
         metadata: ``content_metadata`` of the checkpoint; None where it has none.
         saved: the layout that wrote it; None where that is not known.
-        current: the layout that is going to load it.
+        current: the layout that is going to load it; None where that is not known.
         has_experts: whether the model has experts.
 
     Raises:
@@ -253,10 +287,17 @@ def check_reshard(
             f"the optimizer state of the checkpoint is sharded as {sharding!r}, which {why}. "
             f"{_WITHOUT}"
         )
-    if sharding == "dp_reshardable":
-        _check_same_buckets(saved, current, has_experts)
-    elif has_experts and not metadata.get("chained_optim_avoid_prefix"):
-        _check_same_names(saved, current)
+    bound = sharding == "dp_reshardable"
+    if bound or (has_experts and not metadata.get("chained_optim_avoid_prefix")):
+        if current is None:
+            raise CheckpointMismatchError(
+                "the optimizer state of the checkpoint is bound to the layout that saved it, and "
+                f"the groups passed here form no layout that is known. {_WITHOUT}"
+            )
+        if bound:
+            _check_same_buckets(saved, current, has_experts)
+        else:
+            _check_same_names(saved, current)
 
 
 _WITHOUT = "Load the model without the optimizer (optimizer=None), or save it again from there."
@@ -284,7 +325,7 @@ def _check_same_buckets(
         raise CheckpointMismatchError(
             "the optimizer state is sharded as 'dp_reshardable': only data parallelism may change, "
             f"and here it is {', '.join(changed)}. Load it in the layout that saved it and save it "
-            f"with sharding='fully_reshardable', which every layout can read. {_WITHOUT}"
+            f"with optimizer_sharding='fully_reshardable', which every layout can read. {_WITHOUT}"
         )
 
 
@@ -422,7 +463,7 @@ def _check_supported(
     if metadata.get(_TYPE) == "dp_reshardable" and any(map(_has_empty_bucket, leaves)):
         raise CheckpointError(
             "a bucket of the distributed optimizer has no element for this rank, and "
-            "sharding='dp_reshardable' needs one. Use sharding='fully_reshardable', or fewer and "
+            "optimizer_sharding='dp_reshardable' needs one. Use 'fully_reshardable', or fewer and "
             "larger buckets (bucket_size)."
         )
 

@@ -21,12 +21,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
-from megapg.checkpoint.contents import inside
+from megapg.checkpoint.contents import broken, inside
 from megapg.checkpoint.safe import load_safely, naming
 from megapg.collection import ProcessGroup
 from megapg.errors import CheckpointMismatchError, CheckpointSaveError
@@ -161,6 +162,7 @@ class Loading:
 
     Raises:
         CheckpointMismatchError: keys or global shapes that do not fit; they are named.
+        BrokenCheckpointError: a file is missing or too short.
     """
 
     def __init__(self, state: State, contents: Contents, *, strict: bool) -> None:
@@ -173,6 +175,7 @@ class Loading:
             sharded, _ = dict_utils.extract_matching_values(
                 sharded, lambda leaf: _key(leaf) not in self.missing
             )
+        _check_files(sharded, contents)
         self._sharded: State = sharded
 
     def read(self, common: State, progress: Callable[[int, int], None]) -> State:
@@ -269,3 +272,25 @@ def _check(sharded: State, metadata: Metadata, strict: bool) -> set[str]:
             + (", or pass strict=False to leave what is missing as it is." if missing else ".")
         )
     return missing
+
+
+def _check_files(sharded: State, contents: Contents) -> None:
+    """Before anything is read: whether all that is wanted has a place, in a file that has it."""
+    where = contents.metadata.storage_data or {}
+    ends: dict[str, int] = {}
+    for key in {_key(leaf) for leaf in dict_utils.nested_values(sharded)}:
+        saved = contents.metadata.state_dict_metadata[key]
+        shards = saved.chunks if isinstance(saved, TensorStorageMetadata) else [None]
+        for shard in shards:
+            place = where.get(MetadataIndex(key, None if shard is None else shard.offsets))
+            if place is None:
+                raise broken(contents.path / ".metadata", f"does not say where {key} lies")
+            end = place.offset + place.length
+            ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
+    for name, end in ends.items():
+        file = inside(contents.path, name)
+        size = file.stat().st_size if file.is_file() else None
+        if size is None:
+            raise broken(file, "is missing")
+        if size < end:
+            raise broken(file, f"has {size} bytes, {end} are needed")

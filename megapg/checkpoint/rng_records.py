@@ -145,7 +145,7 @@ class RngLayout:
         if not isinstance(found, list) or not found:
             raise BrokenCheckpointError(
                 f"{key} is no list of records of random streams but a {type(found).__name__}. "
-                "Load without random streams, or from another checkpoint."
+                "Load without random streams (rng=False), or from another checkpoint."
             )
         return found
 
@@ -220,7 +220,7 @@ def _wanted(names: Sequence[str], prefix: str | None, module: str | None) -> str
     if wanted not in names:
         raise CheckpointMismatchError(
             f"{have}, and none under {wanted}. Name another prefix or module, or load without "
-            "random streams."
+            "random streams (rng=False)."
         )
     return wanted
 
@@ -319,6 +319,9 @@ def _decide(
     if changes:
         reason = f"{layout.key} was saved with other sizes: {changes}"
         return _afresh(layout, read, pg, iteration, reason)
+    if not _alike(layouts, layout, read, pg):
+        reason = f"{layout.key}: data-parallel ranks drew differently, and now they are others"
+        return _afresh(layout, read, pg, iteration, reason)
     records = layout.read(read, _place(pg))
     index = _index(len(records), pg, saved)
     if index is None:
@@ -349,6 +352,31 @@ def _decide(
         f"was saved; {EXPERT_STREAM} starts afresh, every other stream is exact"
     )
     return mine, RngReport(False, reason)
+
+
+def _alike(
+    layouts: Sequence[RngLayout], chosen: RngLayout, read: Read, pg: ProcessGroupCollection
+) -> bool:
+    """Whether one record for each pp and tp rank stands for all of them, where that can be told:
+    from the record of every rank, if the checkpoint has those too. Experts apart.
+    """
+    full = next((layout for layout in layouts if layout.kind == "per_rank"), None)
+    if chosen.kind == "per_rank" or full is None or full.sizes[:2] != chosen.sizes[:2]:
+        return True
+    pp, tp, _ = _place(pg)
+    return len({_digest(full.read(read, (pp, tp, rank))) for rank in range(full.sizes[2])}) == 1
+
+
+def _digest(records: Sequence[object]) -> bytes:
+    content = hashlib.sha256()
+    for record in records:
+        if isinstance(record, Mapping):
+            streams = dict(record.get("rng_tracker_states") or {})
+            streams.pop(EXPERT_STREAM, None)
+            record = {**record, "rng_tracker_states": streams}
+        for piece in _bytes(record):
+            content.update(piece)
+    return content.digest()
 
 
 def _exact(layout: RngLayout) -> str:

@@ -41,9 +41,9 @@ from megapg.checkpoint.state import (
     MegatronOptimizer,
     Stateful,
     check_extra,
+    check_key,
     chunks_of,
     gather_parameters,
-    live_memory,
     model_state,
     namespace,
 )
@@ -145,9 +145,8 @@ def save_checkpoint(
         )
     root = Path(directory).absolute()
     saves = Saves.of(pg.lease)
-    place = saves.make_room(in_flight if asynchronous else 1)
-    name = f"background save {place}" if asynchronous else "save"
-    team = teamwork(pg, name, timeout)
+    saves.make_room(in_flight if asynchronous else 1)
+    team = teamwork(pg, "save", timeout, background=asynchronous)
     what = f"saving {'a release' if release else f'iteration {iteration}'} to {root}"
     with _naming(what, team), contextlib.ExitStack() as team_ends:
         settings = {
@@ -161,9 +160,11 @@ def save_checkpoint(
         }
         team.begin({name: str(value) for name, value in settings.items()})
         team_ends.enter_context(team)
+        saves.raise_news()
         chunks = chunks_of(model)
         check_extra(extra or {})
-        _check_numbers(iteration, keep)
+        _check_numbers(iteration, keep, in_flight)
+        check_key(rng_key)
         if rng_layout not in _LAYOUTS:
             raise CheckpointError(f"rng_layout={rng_layout!r}: give one of {', '.join(_LAYOUTS)}.")
         # A rank that fails beside a collective leaves the others in it: first all have come there.
@@ -184,18 +185,24 @@ def save_checkpoint(
             state["args"] = namespace(args)
         if scheduler is not None:
             state["opt_param_scheduler"] = scheduler.state_dict()
+        optimizers.check(optimizer, metadata)
         team.agree("model")
+        gathered: frozenset[int] = frozenset()
         if optimizer is not None:
             with exchanging("the optimizer's state", team):
-                state["optimizer"] = optimizers.sharded_state(
+                of_optimizer = optimizers.sharded_state(
                     optimizer, state, is_loading=False, metadata=live
                 )
+            gathered = optimizers.gathered_memory(optimizer, of_optimizer, live)
+            state["optimizer"] = of_optimizer
         with exchanging("random streams", team):
             records = capture_rng_state(pg, data_parallel_random_init=data_parallel_random_init)
         state |= _random_streams(records, pg, rng_layout, rng_key)
         team.agree("state")
         with exchanging("names of tensors", team):
             items, common = plan_save(state, pg.dp_cp if fully_parallel else None)
+        if asynchronous:
+            items = snapshot(items, gathered)
         work = _Work(
             what=what,
             team=team,
@@ -203,10 +210,12 @@ def save_checkpoint(
             iteration=iteration,
             release=release,
             keep=keep,
-            items=snapshot(items, live_memory(chunks, optimizer)) if asynchronous else items,
+            items=items,
             common=_serialised(common) if team.leading else b"",
             layout=layout_of(pg),
+            after=saves.newest,
         )
+        team.agree("in hand")  # all ranks begin to write, or none
         team_ends.pop_all()
     save = CheckpointSave(root, iteration, work.run, team.cancel)
     if asynchronous:
@@ -229,6 +238,7 @@ class _Work:
     items: list[Item]
     common: bytes
     layout: ParallelLayout | None
+    after: CheckpointSave | None
 
     def run(self) -> CheckpointInfo:
         """Write, report, and if this rank leads, publish.
@@ -239,23 +249,31 @@ class _Work:
         started = time.monotonic()
         # Undone last: the others must hear what went wrong before they miss the directory.
         with _naming(self.what, self.team), contextlib.ExitStack() as undo, self.team as team:
-            partial = self._begin() if team.leading else None
-            if partial is not None:
+            partial = None
+            if team.leading:
+                with team.busy():
+                    partial = Partial.begin(
+                        self.root, iteration=self.iteration, release=self.release
+                    )
                 undo.callback(partial.discard)
                 team.announce("directory", str(partial.path).encode())
             here = Path(team.announce("directory").decode()) if partial is None else partial.path
             try:
                 _check_shared(here)
-                written = write_items(here, team.rank, self.items, team.progress)
+                written = write_items(here, team.rank, self.items, team.progress, team.busy)
             except (OSError, CheckpointSaveError):
                 team.heed()
                 raise
             report = [item for item, _ in self.items], written
             self.items = []
-            reports = team.collect("written", pickle.dumps(report))
+            reports = team.collect("written", pickle.dumps(report), final=True)
             if partial is not None:
                 sums = self._complete(partial.path, reports)
-                info = partial.publish(self.keep)
+                while self.after is not None and not self.after.join(0.1):
+                    team.progress()  # an older save must not name itself the latest after us
+                team.heed()
+                with team.busy():
+                    info = partial.publish(self.keep)
                 undo.pop_all()
                 team.announce("published", pickle.dumps(info))
                 size = sum(each.size for each in sums.values())
@@ -264,9 +282,6 @@ class _Work:
                 return info
             published: CheckpointInfo = pickle.loads(team.announce("published"))
             return published
-
-    def _begin(self) -> Partial:
-        return Partial.begin(self.root, iteration=self.iteration, release=self.release)
 
     def _complete(self, here: Path, reports: Mapping[int, bytes]) -> dict[str, FileSum]:
         """Add what is there once: metadata, common state, manifest."""
@@ -334,7 +349,9 @@ def _serialised(common: State) -> bytes:
     return buffer.getvalue()
 
 
-def _check_numbers(iteration: int, keep: int | None) -> None:
+def _check_numbers(iteration: int, keep: int | None, in_flight: int) -> None:
+    if in_flight < 1:
+        raise CheckpointError(f"in_flight={in_flight}: how many may be under way, 1 or more.")
     if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
         raise CheckpointError(f"iteration={iteration!r}: give the number of steps, 0 or more.")
     if keep is not None and keep < 1:

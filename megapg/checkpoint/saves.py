@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megapg.checkpoint.names import CheckpointInfo
 from megapg.collection import Lease
-from megapg.comms.teamwork import CancelledError
 from megapg.errors import CheckpointSaveError
 
 logger = logging.getLogger(__name__)
@@ -54,7 +53,12 @@ class CheckpointSave:
     def start(self) -> None:
         """Do it in the background."""
         # No daemon: a program that simply ends still gets the checkpoint it asked for.
-        threading.Thread(target=self._do, name=f"megapg save {self.iteration}").start()
+        threading.Thread(target=self._in_background, name=f"megapg save {self.iteration}").start()
+
+    def _in_background(self) -> None:
+        self._do()
+        if self._error is not None:
+            logger.error("%s", self._error)
 
     def _do(self) -> None:
         work, self._work = self._work, None  # it holds all that is to be written
@@ -62,7 +66,6 @@ class CheckpointSave:
             self._info = work() if work is not None else None
         except BaseException as error:
             self._error = error
-            logger.error("%s", error)
         finally:
             self._over.set()
 
@@ -93,16 +96,17 @@ class CheckpointSave:
         return self._info
 
     def cancel(self) -> None:
-        """Call it off on all ranks; :meth:`wait` then raises. Too late, it does nothing."""
+        """Call it off on all ranks; :meth:`wait` then raises. Where every rank has written its part
+        already it may be too late, and the checkpoint be completed.
+        """
         self._cancel()
 
-    def _settle(self) -> None:
-        self._over.wait()
-        error = self._unheard_error()
-        if error is not None:
-            raise error
+    def join(self, timeout: float | None = None) -> bool:
+        """Whether it has finished within so many seconds; without a word on how."""
+        return self._over.wait(timeout)
 
-    def _unheard_error(self) -> BaseException | None:
+    def news(self) -> BaseException | None:
+        """The error of a finished save, if nobody has heard of it yet; then somebody has."""
         if not self.done or self._heard:
             return None
         self._heard = True
@@ -110,11 +114,14 @@ class CheckpointSave:
 
 
 class Saves:
-    """The background saves of one set of groups."""
+    """The background saves of one set of groups, the oldest first.
+
+    When each of them ends differs between ranks, so nothing here decides what a rank does next:
+    errors come out where all ranks are together.
+    """
 
     def __init__(self) -> None:
         self._under_way: list[CheckpointSave] = []
-        self._started = 0
 
     @classmethod
     def of(cls, lease: Lease) -> Saves:
@@ -125,25 +132,31 @@ class Saves:
             lease.before_end.append(found.finish)
         return found
 
-    def make_room(self, in_flight: int) -> int:
-        """Wait until fewer than ``in_flight`` are under way.
+    def make_room(self, in_flight: int) -> None:
+        """Wait until fewer than ``in_flight`` are under way."""
+        running = [save for save in self._under_way if not save.done]
+        for save in running[: max(0, len(running) - in_flight + 1)]:
+            save.join()
 
-        Returns:
-            The place, from 0, of the next one: the same on every rank.
+    def raise_news(self) -> None:
+        """For a rank that is together with the others.
 
         Raises:
-            CheckpointSaveError: an earlier one failed, and nobody has heard of it yet.
+            CheckpointSaveError: an earlier save failed, and nobody has heard of it yet.
         """
-        while len(self._under_way) >= in_flight:
-            self._under_way.pop(0)._settle()
-        for save in [save for save in self._under_way if save.done]:
-            self._under_way.remove(save)
-            save._settle()
-        return self._started % in_flight
+        finished = [save for save in self._under_way if save.done]
+        self._under_way = [save for save in self._under_way if save not in finished]
+        news = [error for save in finished if (error := save.news()) is not None]
+        if news:
+            raise news[0]
+
+    @property
+    def newest(self) -> CheckpointSave | None:
+        """The one that began last, if any is under way."""
+        return self._under_way[-1] if self._under_way else None
 
     def add(self, save: CheckpointSave) -> None:
         """One more is under way."""
-        self._started += 1
         self._under_way.append(save)
         save.start()
 
@@ -153,19 +166,15 @@ class Saves:
         Raises:
             CheckpointSaveError: one that nobody has waited for failed.
         """
-        saves, self._under_way = self._under_way, []
-        running = [save for save in saves if not save.done]
-        for save in running:
+        for save in [save for save in self._under_way if not save.done]:
             if error is None:
                 logger.info("waiting for the checkpoint of iteration %d", save.iteration)
-                save._over.wait()
+                save.join()
             else:
                 logger.warning(
                     "calling off the checkpoint of iteration %d, after %r", save.iteration, error
                 )
                 save.cancel()
-                save._over.wait(_CANCEL_WAIT)
-        failed = [trouble for save in saves if (trouble := save._unheard_error()) is not None]
-        for trouble in failed:
-            if not isinstance(trouble.__cause__, CancelledError):
-                raise trouble
+                save.join(_CANCEL_WAIT)
+        if error is None:
+            self.raise_news()

@@ -102,26 +102,6 @@ def gather_parameters(
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
 
-def live_memory(
-    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None
-) -> frozenset[int]:
-    """Addresses at which the memory begins that training writes to."""
-    tensors: list[torch.Tensor] = []
-    for chunk in unwrap_model(list(chunks)):
-        tensors += [*chunk.parameters(), *chunk.buffers()]
-    for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(leaf, "optimizer", None)
-        if isinstance(inner, torch.optim.Optimizer):
-            for group in inner.param_groups:
-                for parameter in group["params"]:
-                    tensors += [parameter, *inner.state.get(parameter, {}).values()]
-    return frozenset(
-        tensor.untyped_storage().data_ptr()
-        for tensor in tensors
-        if isinstance(tensor, torch.Tensor)
-    )
-
-
 def chunks_of(model: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.nn.Module]:
     """The model's chunks, wrapped as they are.
 
@@ -153,9 +133,24 @@ def check_extra(extra: Mapping[str, object]) -> None:
     Raises:
         CheckpointError: naming them.
     """
-    taken = sorted(name for name in extra if name in KNOWN or is_model(name))
+    taken = sorted(
+        name for name in extra if name in KNOWN or is_model(name) or name.startswith("rng_state")
+    )
     if taken:
         raise CheckpointError(f"extra: Megatron uses {', '.join(taken)}; choose other names.")
+
+
+def check_key(key: str) -> None:
+    """Refuse what nobody would find again.
+
+    Raises:
+        CheckpointError: a key of random streams that is not made like Megatron's.
+    """
+    if "rng_state" not in key or "/" in key:
+        raise CheckpointError(
+            f"rng_key={key!r}: put a prefix before rng_state, or a module's name after it, as in "
+            "'rng_state.critic'."
+        )
 
 
 def is_model(name: str) -> bool:

@@ -6,13 +6,13 @@ import hashlib
 import io
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import WriteItem
 
 from megapg.checkpoint.manifest import FileSum
 from megapg.checkpoint.planning import Item
@@ -34,31 +34,31 @@ class Written:
     sums: dict[str, FileSum]
 
 
-def snapshot(items: Iterable[Item], live: Collection[int]) -> list[Item]:
+def snapshot(items: Iterable[Item], ours: Collection[int]) -> list[Item]:
     """The items in main memory, so that training may go on.
 
     Args:
         items: what is to be written.
-        live: where the memory of model and optimizer begins; see
-            :func:`megapg.checkpoint.state.live_memory`. The distributed optimizer's state is often
-            gathered into tensors of its own for a save; those need no second copy.
+        ours: addresses of tensors that nobody else has, and that need no copy; see
+            :func:`megapg.checkpoint.optimizer.gathered_memory`.
     """
-    return [(item, _apart(item, data, live)) for item, data in items]
+    return [(item, _apart(data, ours)) for item, data in items]
 
 
-def _apart(
-    item: WriteItem, data: torch.Tensor | io.BytesIO, live: Collection[int]
-) -> torch.Tensor | io.BytesIO:
+def _apart(data: torch.Tensor | io.BytesIO, ours: Collection[int]) -> torch.Tensor | io.BytesIO:
     if isinstance(data, io.BytesIO):
         return data
-    gathered = item.index.fqn.startswith("optimizer.")
-    if gathered and data.is_cpu and data.untyped_storage().data_ptr() not in live:
+    if data.is_cpu and data.untyped_storage().data_ptr() in ours:
         return data
     return data.detach().to("cpu", copy=True)
 
 
 def write_items(
-    directory: Path, rank: int, items: Sequence[Item], progress: Callable[[], None]
+    directory: Path,
+    rank: int,
+    items: Sequence[Item],
+    progress: Callable[[], None],
+    busy: Callable[[], AbstractContextManager[None]],
 ) -> Written:
     """Write the items into one file of this rank, in the form of torch's distributed checkpoints.
 
@@ -67,6 +67,7 @@ def write_items(
         rank: global rank, for the name ``__<rank>_0.distcp``.
         items: what to write; a rank that has nothing writes no file.
         progress: called at least once for every 16 MiB.
+        busy: entered for what takes long and can't call it.
 
     Raises:
         OSError: the file can't be written.
@@ -81,8 +82,9 @@ def write_items(
             start = stream.size
             _write(stream, data)
             places.append(_StorageInfo(name, start, stream.size - start))
-        file.flush()
-        os.fsync(file.fileno())
+        with busy():
+            file.flush()
+            os.fsync(file.fileno())
     return Written(places, {name: FileSum(stream.size, stream.digest.hexdigest())})
 
 

@@ -373,7 +373,8 @@ class RollCall:
                 problems = self._dismiss(bye, deadline)
             elif self._until(lambda: self._store.check([f"{bye}/all"]), deadline + GRACE):
                 problems = self._read_problems(f"{bye}/all")
-                self._say(state="closed")  # before the leader may go, and the store with it
+                # Before the leader may go, and the store with it. The leader tidies up.
+                self._say(state="closed", **({} if problems else {"namespace": "", "leftover": []}))
                 self._store.set(f"{bye}/heard/{self._rank}", "")
                 return problems
             else:

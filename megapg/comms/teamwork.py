@@ -10,11 +10,12 @@ may go on in a background thread while the model trains.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -28,6 +29,8 @@ _PIECE = 4 * 2**20
 # How often a rank says that it is getting on, and looks at the others, at most. Seconds.
 _BEAT = 1.0
 _LOOK = 0.25
+# How long the leader stays to tidy up after the others. Seconds.
+_TIDY = 10.0
 
 
 class OthersFailedError(RendezvousError):
@@ -52,7 +55,8 @@ class Teamwork(RollCall):
     """One piece of work, from :meth:`begin` to the end of its ``with`` block.
 
     The first rank of ``ranks`` *leads*: the others report to it, and it tells them how to go on.
-    Arguments are those of :class:`~megapg.comms.rollcall.RollCall`, and:
+    The name serves for the coming together alone; another piece of work of the same name may begin
+    while this one goes on. Arguments are those of :class:`~megapg.comms.rollcall.RollCall`, and:
 
     Args:
         timeout: seconds of silence after which another rank is given up.
@@ -63,7 +67,9 @@ class Teamwork(RollCall):
     ) -> None:
         super().__init__(store, name, rank, ranks)
         self._timeout = timeout
+        self._space = ""
         self._cancelled = threading.Event()
+        self._bound = False
         self._next_beat = 0.0
         self._beats = 0
 
@@ -80,6 +86,10 @@ class Teamwork(RollCall):
     def begin(self, settings: Mapping[str, str]) -> Self:
         """Come together; see :meth:`~megapg.comms.rollcall.RollCall.meet` for the errors."""
         self.meet(settings, timeout=self._timeout)
+        self._space = f"work {self._mine.namespace}"
+        problems = self.part(None, timeout=self._timeout)
+        if problems:
+            raise OthersFailedError(problems)
         self.progress()
         return self
 
@@ -92,20 +102,67 @@ class Teamwork(RollCall):
 
         Raises:
             CancelledError: :meth:`cancel` was called.
+            OthersFailedError: another rank failed.
         """
         if self._cancelled.is_set():
-            raise CancelledError(f"{self._name}: called off on rank {self._rank}.")
-        now = time.monotonic()
-        if now >= self._next_beat:
-            self._next_beat = now + _BEAT
-            self._beats += 1
+            problem = CancelledError(f"{self._name}: called off on rank {self._rank}")
+            if not self._bound:
+                raise problem
+            self._cancelled.clear()
+            self._raise_alarm(problem)  # it is the leader's turn: perhaps it can stop yet
+        if time.monotonic() >= self._next_beat:
             with self._reaching_the_store():
-                self._store.set(self._key("beat", self._rank), str(self._beats))
+                self._beat()
+            if not self._bound:
+                self.heed()
+
+    def heed(self) -> None:
+        """Stop here if another rank has failed: that may be why something went wrong here.
+
+        Raises:
+            OthersFailedError: one has.
+            RendezvousError: the store is gone.
+        """
+        with self._reaching_the_store():
+            if self._store.add(self._key("trouble", "count"), 0):
+                raise OthersFailedError(self._troubles())
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around what takes long and can't say how it gets on, such as ``fsync``.
+
+        A thread says that this rank lives; for ten times the timeout at most, as a dead file system
+        must not hold the others for ever.
+        """
+        over = threading.Event()
+
+        def beat() -> None:
+            deadline = time.monotonic() + 10 * self._timeout
+            while not over.wait(_BEAT) and time.monotonic() < deadline:
+                with contextlib.suppress(dist.DistError):  # progress() will tell
+                    self._beat()
+
+        threading.Thread(target=beat, name="megapg busy", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _beat(self) -> None:
+        self._next_beat = time.monotonic() + _BEAT
+        self._beats += 1
+        self._store.set(self._key("beat", self._rank), str(self._beats))
 
     # -- steps -------------------------------------------------------------------------------
 
-    def collect(self, topic: str, message: bytes) -> dict[int, bytes]:
+    def collect(self, topic: str, message: bytes, *, final: bool = False) -> dict[int, bytes]:
         """Report to the leader, which gets what every rank reports. Each topic serves once.
+
+        Args:
+            topic: a name for it.
+            message: what this rank reports.
+            final: it is the last report: from now on the leader alone decides how this ends, so
+                that all ranks agree on it.
 
         Returns:
             On the leader rank -> message; elsewhere nothing, at once.
@@ -117,6 +174,7 @@ class Teamwork(RollCall):
         with self._reaching_the_store():
             if not self._leading:
                 self._put(self._key(topic, self._rank), message)
+                self._bound = final
                 return {}
             waiting = [rank for rank in self._ranks if rank != self._rank]
             arrived = {self._rank: message}
@@ -158,16 +216,6 @@ class Teamwork(RollCall):
         self.collect(topic, b"")
         self.announce(f"{topic}, all of us")
 
-    def heed(self) -> None:
-        """See whether another rank has failed: that may be why something went wrong here.
-
-        Raises:
-            OthersFailedError: one has.
-            RendezvousError: the store is gone.
-        """
-        with self._reaching_the_store():
-            self._look((), {})
-
     # -- the end -----------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
@@ -179,20 +227,25 @@ class Teamwork(RollCall):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Part: with word of what went wrong, if anything did, and then without waiting."""
+        """End: with an alarm for the others if anything went wrong here."""
         if error is not None:
             self._raise_alarm(error)
-        self.part(error, timeout=self._timeout)
+            return
+        with contextlib.suppress(dist.DistError):
+            self._store.set(self._key("end", self._rank), "")
+            if self._leading:  # nobody reads the keys any more
+                ends = [self._key("end", rank) for rank in self._ranks]
+                deadline = time.monotonic() + min(self._timeout, _TIDY)
+                if self._until(lambda: self._store.check(ends), deadline):
+                    self._forget([self._space])
 
     def _raise_alarm(self, error: BaseException) -> None:
         problems = {self._rank: brief(error)}
         if isinstance(error, OthersFailedError):
             problems = error.problems
-        try:
+        with contextlib.suppress(dist.DistError):  # the store may be what failed
             self._store.set(self._key("trouble", self._rank), json.dumps(problems))
             self._store.add(self._key("trouble", "count"), 1)
-        except dist.DistError:
-            pass  # the store may be what failed
 
     # -- waiting -----------------------------------------------------------------------------
 
@@ -211,7 +264,9 @@ class Teamwork(RollCall):
 
     def _look(self, others: Sequence[int], heard: dict[int, tuple[bytes, float]]) -> None:
         """Raise if anyone raised the alarm, or one of ``others`` has been silent too long."""
-        if self._store.add(self._key("trouble", "count"), 0):
+        if not self._bound:
+            self.heed()
+        elif self._peek(self._key("trouble", self._ranks[0])) is not None:
             raise OthersFailedError(self._troubles())
         now = time.monotonic()
         for rank, beat in zip(others, self._beats_of(others), strict=True):
@@ -240,7 +295,7 @@ class Teamwork(RollCall):
     # -- the store ---------------------------------------------------------------------------
 
     def _key(self, topic: str, whose: int | str) -> str:
-        return f"{self._mine.namespace}/{topic}/{whose}"
+        return f"{self._space}/{topic}/{whose}"
 
     def _put(self, key: str, message: bytes) -> None:
         pieces = math.ceil(len(message) / _PIECE)
