@@ -7,17 +7,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+import megatron_training
 import pytest
 import torch
 import torch.distributed as dist
 from resuming import RUN, Training, cut, equal, sizes, weights
 
 import megapg
+from megapg import ProcessGroupCollection
 from megapg.checkpoint.contents import read_contents
 from megapg.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CheckpointSaveError,
     GlobalGroupsWarning,
     NoCollectionError,
 )
@@ -237,7 +240,7 @@ def arguments(root):
             megapg.save_checkpoint(root, 7, **model)
         with (
             globals_policy("silent"),
-            pytest.raises(CheckpointError, match="a collection that lives as long"),
+            pytest.raises(CheckpointError, match="asynchronous=True needs pg_collection="),
         ):
             megapg.save_checkpoint(root, 7, asynchronous=True, **model)
         borrowed = megapg.from_parallel_state()
@@ -253,13 +256,27 @@ def arguments(root):
             megapg.load_checkpoint(root, scheduler=schedule, **model)
         for wrong, said in (
             ({"extra": {"model": 1}}, "Megatron uses model"),
+            ({"extra": {"rng_state 0": 1}}, "Megatron uses rng_state 0"),
             ({"keep": 0}, "keep=0"),
+            ({"in_flight": 0}, "in_flight=0"),
+            ({"rng_key": "critic"}, "rng_key='critic'"),
+            ({"rng_layout": "mine"}, "rng_layout='mine'"),
+            ({"model": job.optimizer}, "ChainedOptimizer has no sharded_state_dict"),
             ({"model": torch.nn.Linear(1, 1)}, "Linear has no sharded_state_dict"),
         ):
             with pytest.raises(CheckpointError, match=said):
                 megapg.save_checkpoint(root, 8, **{**model, **wrong})
         with pytest.raises(CheckpointError, match="iteration=-1"):
             megapg.save_checkpoint(root, -1, **model)
+        with pytest.raises(CheckpointNotFoundError, match="not that of step 7"):
+            megapg.load_checkpoint(f"{root}/iter_0000006", iteration=7, **model)
+        with pytest.raises(CheckpointNotFoundError, match="there is no directory"):
+            megapg.load_checkpoint(f"{root}/nowhere", **model)
+        alone = ProcessGroupCollection.from_groups(
+            **dict.fromkeys(("tp", "pp", "dp", "dp_cp", "ep", "expt_tp"), job.pg.dp)
+        )
+        with pytest.raises(CheckpointError, match=r"built with tp group \[0, 1\]"):
+            megapg.save_checkpoint(root, 8, **{**model, "pg_collection": alone})
         with pytest.raises(CheckpointNotFoundError, match="iter_0000006, iter_0000007"):
             megapg.load_checkpoint(root, iteration=99, **model)
         assert equal(weights(job.chunks), kept)
@@ -277,3 +294,92 @@ def test_every_argument(tmp_path):
     names = distributed(partial(arguments, str(tmp_path)), 2)
     assert names[0] == names[1]
     assert {"release", "iter_0000007"} <= set(names[0])
+
+
+# -- for fine-tuning -------------------------------------------------------------------------------
+
+
+def fine_tune(root):
+    """In bf16, where the optimizer has master weights of its own."""
+    job = megatron_training.Job(replace(RUN, tp=2, layers=2), bf16=True)
+    with (
+        megatron_on_cpu(),
+        megapg.session(timeout=60, tp=2) as session,
+        megapg.published(session.groups) as pg,
+    ):
+        teacher = megatron_training.Training(job, pg, seed=1)
+        teacher.step()
+        megapg.save_checkpoint(
+            root, 2, model=teacher.chunks, optimizer=teacher.optimizer, pg_collection=pg
+        )
+        saved = weights(teacher.chunks)
+        student = megatron_training.Training(job, pg, seed=2)
+        model = {
+            "model": student.chunks,
+            "optimizer": student.optimizer,
+            "pg_collection": pg,
+            "timeout": 60,
+        }
+        torch.manual_seed(77)
+        expected = torch.rand(3)
+        torch.manual_seed(77)
+        schedule = Schedule(3)
+        loaded = megapg.load_checkpoint(root, scheduler=schedule, weights_only=True, **model)
+        assert (loaded.iteration, loaded.rng, schedule.step) == (2, None, 3)
+        assert torch.equal(torch.rand(3), expected)
+        assert equal(weights(student.chunks), saved)
+        # A step that changes nothing, but brings the master weights back.
+        for group in student.optimizer.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0
+        student.optimizer.step()
+        for chunk in student.chunks:
+            chunk.start_param_sync(force_sync=True)
+        assert equal(weights(student.chunks), saved)
+        assert megapg.load_checkpoint(root, rng=False, **model).rng is None
+
+
+def test_fine_tuning_keeps_the_weights_that_were_loaded(tmp_path):
+    distributed(partial(fine_tune, str(tmp_path)), 2)
+
+
+# -- several saves ---------------------------------------------------------------------------------
+
+
+def several(root):
+    """Two sessions that save at the same time, and saves after one that failed."""
+    with (
+        megatron_on_cpu(),
+        training(replace(RUN, tp=2, layers=2), "several", 2) as job,
+        megapg.session(name="critic", pp=2, timeout=60) as second,
+        megapg.published(second.groups),
+    ):
+        critic = Training(replace(RUN, pp=2, layers=2), second.groups)
+        me = dist.get_rank()
+        both = {"actor": job, "critic": critic}
+        for round_ in (1, 2):
+            saves = []
+            for name, each in both.items():
+                time.sleep((me + round_) % 2 * 0.7)
+                saves.append(each.save(f"{root}/{name}", round_, asynchronous=True))
+            for save in saves:
+                assert save.wait(60).iteration == round_
+
+        # A failure that only the first rank sees at once, and that only it hears of.
+        for number in (3, 4, 5):
+            unsafe = {"bad": lambda: None} if me == 0 else {"bad": 1}
+            with pytest.raises(CheckpointSaveError, match=r"rank 0|loads safely"):
+                job.save(f"{root}/actor", number, asynchronous=True, in_flight=2, extra=unsafe)
+            save = job.save(f"{root}/actor", number, asynchronous=True, in_flight=2)
+            if me == 0:
+                save.wait(60)
+        # However they overlap, the tracker goes forwards only.
+        for number in range(6, 10):
+            job.save(f"{root}/actor", number, asynchronous=True, in_flight=3)
+        job.save(f"{root}/actor", 10)
+        assert megapg.latest(f"{root}/actor").iteration == 10
+        assert len(megapg.list_checkpoints(f"{root}/actor")) == 10
+        critic.let_go()
+
+
+def test_saves_at_the_same_time_and_after_failures(tmp_path):
+    distributed(partial(several, str(tmp_path)), 2)

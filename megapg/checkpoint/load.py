@@ -37,6 +37,7 @@ from megapg.checkpoint.state import (
     KNOWN,
     MegatronOptimizer,
     Stateful,
+    check_groups,
     check_key,
     chunks_of,
     is_model,
@@ -80,6 +81,8 @@ class LoadedCheckpoint:
         extra: what else was saved; with Megatron's own checkpoints whatever it kept there.
         num_floating_point_operations: done when it was saved.
         missing: keys that the checkpoint lacked (``strict=False``).
+        resized: key -> its shape in the checkpoint, where Megatron lets it differ from the model's:
+            of a vocabulary, which is padded otherwise for another tensor parallel size.
         rng: whether this rank's random streams go on exactly where they were, or why not; None
             where none were restored.
     """
@@ -91,6 +94,7 @@ class LoadedCheckpoint:
     extra: Mapping[str, object]
     num_floating_point_operations: float
     missing: tuple[str, ...]
+    resized: Mapping[str, tuple[int, ...]]
     rng: RngReport | None
 
 
@@ -162,6 +166,7 @@ def load_checkpoint(
             saves.raise_news()
             check_key(rng_key)
             chunks = chunks_of(model)
+            check_groups(chunks, pg)
             if team.leading:
                 found = _find(root, iteration)
                 if verify:
@@ -204,6 +209,13 @@ def load_checkpoint(
             record, report = None, None
             if rng and not weights_only:
                 record, report = _random_streams(contents, pg, rng_key)
+            if loading.resized and team.leading:
+                logger.warning(
+                    "%s: other sizes were saved of %s; what is new is zero, what is beyond the end "
+                    "is left out",
+                    path,
+                    ", ".join(f"{key} {shape}" for key, shape in loading.resized.items()),
+                )
             team.agree("fits")  # from here on weights change
             undo.pop_all()
             with _progress(path, contents, layout, show=team.leading) as show:
@@ -233,6 +245,7 @@ def load_checkpoint(
         extra={k: v for k, v in contents.common.items() if k not in KNOWN and not is_model(k)},
         num_floating_point_operations=_number(common, "num_floating_point_operations_so_far"),
         missing=tuple(sorted(loading.missing)),
+        resized=loading.resized,
         rng=report,
     )
 
@@ -247,11 +260,12 @@ def _find(root: Path, iteration: int | None) -> CheckpointInfo:
         return CheckpointInfo(path=root, iteration=0, release=root.name == "release", complete=True)
     found = latest(root) if iteration is None else find(root, iteration_name(iteration))
     if found is None or not found.complete:
-        have = ", ".join(c.path.name for c in list_checkpoints(root) if c.complete) or "none"
+        if not root.is_dir():
+            raise CheckpointNotFoundError(f"there is no directory {root}.")
+        have = ", ".join(c.path.name for c in list_checkpoints(root) if c.complete)
         which = "complete checkpoint" if iteration is None else f"checkpoint of step {iteration}"
-        raise CheckpointNotFoundError(
-            f"{root} has no {which}; complete are {have} (`megapg checkpoint ls {root}`)."
-        )
+        rest = f" It has {have}." if have else ""
+        raise CheckpointNotFoundError(f"{root} has no {which}.{rest}")
     return found
 
 
@@ -307,6 +321,7 @@ def _random_streams(
         pg,
         saved=contents.saved_layout(),
         iteration=contents.iteration or 0,
+        stacklevel=4,
     )
 
 
@@ -352,7 +367,8 @@ def _naming(what: str, team: Teamwork) -> Iterator[None]:
         said = str(error).rstrip(".")
         raise (kind or CheckpointError)(f"{what} failed: {said}.") from error
     except RendezvousError as error:
-        raise CheckpointError(f"{what} failed: {error}") from error
+        said = f"{what} failed: {error} Every rank has to call it, with the same arguments."
+        raise CheckpointError(said) from error
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise

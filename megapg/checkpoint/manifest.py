@@ -31,17 +31,14 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from megapg.checkpoint.contents import (
-    COMMON_FILE,
     COMMON_KEY,
-    CONFIG_FILE,
-    MANIFEST_FILE,
-    METADATA_FILE,
     Contents,
     inside,
     open_regular,
     read_common,
     read_metadata,
 )
+from megapg.checkpoint.names import COMMON_FILE, FORMAT_FILE, INDEX_FILE, MANIFEST_FILE
 from megapg.errors import (
     BrokenCheckpointError,
     CheckpointError,
@@ -219,12 +216,12 @@ class _Check:
         expected = self._manifest()
         if expected is not None:
             self._compare(expected)
-        changed = METADATA_FILE in self._problems
-        metadata = None if changed else self._read(METADATA_FILE, lambda: read_metadata(self._path))
+        changed = INDEX_FILE in self._problems
+        metadata = None if changed else self._read(INDEX_FILE, lambda: read_metadata(self._path))
         of_megatron = metadata is not None and COMMON_KEY in metadata.state_dict_metadata
         self._check_config(needed=of_megatron or COMMON_FILE in self._files)
         if metadata is not None:
-            if not self._problems.keys() & {COMMON_FILE, CONFIG_FILE}:
+            if not self._problems.keys() & {COMMON_FILE, FORMAT_FILE}:
                 home = self._home_of_common(metadata)
                 self._read(home, lambda: read_common(self._path, metadata))
                 if expected is None and COMMON_FILE in self._files:
@@ -283,7 +280,7 @@ class _Check:
 
     def _compare(self, expected: Mapping[str, tuple[str, int | None]]) -> None:
         for name in self._files.keys() - expected.keys():
-            if name.endswith(_SUFFIX) or name in (COMMON_FILE, CONFIG_FILE, METADATA_FILE):
+            if name.endswith(_SUFFIX) or name in (COMMON_FILE, FORMAT_FILE, INDEX_FILE):
                 self._add(name, "is not of this checkpoint: the manifest does not list it")
         for name in expected.keys() - self._files.keys():
             self._add(name, "is missing")
@@ -322,21 +319,21 @@ class _Check:
 
     def _check_config(self, *, needed: bool) -> None:
         """``metadata.json``, by which Megatron knows the format; torch alone writes none."""
-        if CONFIG_FILE not in self._files:
+        if FORMAT_FILE not in self._files:
             if needed:
-                self._add(CONFIG_FILE, "is missing")
+                self._add(FORMAT_FILE, "is missing")
             return
         try:
-            with open_regular(self._path / CONFIG_FILE) as stream:
+            with open_regular(self._path / FORMAT_FILE) as stream:
                 config = json.load(stream)
         except BrokenCheckpointError as error:
             self._add(*error.problems[0].split(": ", 1))
         except (ValueError, RecursionError):
-            self._add(CONFIG_FILE, "is damaged (it is no JSON)")
+            self._add(FORMAT_FILE, "is damaged (it is no JSON)")
         else:
             backend = config.get("sharded_backend") if isinstance(config, dict) else None
             if backend != "torch_dist":
-                self._add(CONFIG_FILE, f"names the format {backend!r}, not 'torch_dist'")
+                self._add(FORMAT_FILE, f"names the format {backend!r}, not 'torch_dist'")
 
     def _home_of_common(self, metadata: Metadata) -> str:
         place = (metadata.storage_data or {}).get(MetadataIndex(COMMON_KEY))
@@ -388,12 +385,12 @@ class _Check:
                 ]
             for index, size in wanted:
                 if (place := places.get(index)) is None:
-                    self._add(METADATA_FILE, f"does not say where a shard of {key!r} lies")
+                    self._add(INDEX_FILE, f"does not say where a shard of {key!r} lies")
                 else:
                     known += 1
                     yield _Shard(key, place, size)
         if known < len(places):
-            self._add(METADATA_FILE, "says where shards lie that it does not describe")
+            self._add(INDEX_FILE, "says where shards lie that it does not describe")
 
     def _check_ranges(self, name: str, shards: list[_Shard], *, complete: bool) -> None:
         file = inside(self._path, name)

@@ -11,7 +11,7 @@ none of them:
 - ``.latest_checkpointed_iteration.txt.pending-<token>``: the next tracker. Once the partial
   directory of that token is gone, it got its final name, and the pending tracker counts.
 
-Nothing here writes, takes a lock, or reads a file of more than a few bytes.
+Nothing here writes, takes a lock, or reads more than the small files that say what there is.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ RELEASE = "release"
 FORMAT_FILE = "metadata.json"
 INDEX_FILE = ".metadata"
 COMMON_FILE = "common.pt"
+MANIFEST_FILE = "integrity.json"
 
 Kind = Literal["partial", "replaced", "removed"]
 
@@ -273,9 +274,24 @@ def what_is_missing(path: Path) -> str:
                 return f"has no {name}"
             if not (path / name).stat().st_size:
                 return f"has an empty {name}"
+        for name, size in _sizes(path / MANIFEST_FILE).items():
+            found = (path / name).stat().st_size if (path / name).exists() else None
+            if found is None:
+                return f"has no {name}"
+            if found != size:
+                return f"has a {name} of {found} bytes, {size} were saved"
     except OSError as error:
         return f"can't be read: {error.strerror}"
     return ""
+
+
+def _sizes(manifest: Path) -> dict[str, int]:
+    """What a manifest of megapg's says of the files; nothing where it is missing or damaged."""
+    try:
+        found = json.loads(manifest.read_bytes()).get("sizes", {})
+        return {str(name): int(size) for name, size in found.items()}
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 def entries(root: Path) -> list[str]:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
 from megapg.checkpoint.contents import broken, inside
+from megapg.checkpoint.names import INDEX_FILE
 from megapg.checkpoint.safe import load_safely, naming
 from megapg.collection import ProcessGroup
 from megapg.errors import CheckpointMismatchError, CheckpointSaveError
@@ -159,6 +160,8 @@ class Loading:
 
     Attributes:
         missing: keys that the checkpoint lacks.
+        resized: key -> its shape in the checkpoint, where Megatron lets it differ: a vocabulary is
+            padded otherwise for another tensor parallel size.
 
     Raises:
         CheckpointMismatchError: keys or global shapes that do not fit; they are named.
@@ -177,6 +180,7 @@ class Loading:
             )
         _check_files(sharded, contents)
         self._sharded: State = sharded
+        self.resized = _resized(sharded, contents.metadata)
 
     def read(self, common: State, progress: Callable[[int, int], None]) -> State:
         """Read it, into the very tensors that the state held.
@@ -248,7 +252,7 @@ def _key(leaf: object) -> str:
 
 def _check(sharded: State, metadata: Metadata, strict: bool) -> set[str]:
     """Keys that the checkpoint lacks, if that is allowed; everything else must fit."""
-    missing, wrong = set(), []
+    missing, wrong = set(), list[str]()
     for leaf in dict_utils.nested_values(sharded):
         key = _key(leaf)
         saved = metadata.state_dict_metadata.get(key)
@@ -262,6 +266,7 @@ def _check(sharded: State, metadata: Metadata, strict: bool) -> set[str]:
             and tuple(saved.size) != tuple(leaf.global_shape)
         ):
             wrong.append(f"{key} has shape {tuple(saved.size)}, here {tuple(leaf.global_shape)}")
+    lenient = bool(missing) and not wrong
     if missing and strict:
         wrong += [f"{key} is missing" for key in sorted(missing)]
     if wrong:
@@ -269,9 +274,19 @@ def _check(sharded: State, metadata: Metadata, strict: bool) -> set[str]:
         raise CheckpointMismatchError(
             f"the checkpoint does not fit the model: {'; '.join(wrong[:8])}{more}. Nothing was "
             "loaded. Build the model with the sizes that were saved (`megapg checkpoint inspect`)"
-            + (", or pass strict=False to leave what is missing as it is." if missing else ".")
+            + (", or pass strict=False to leave what is missing as it is." if lenient else ".")
         )
     return missing
+
+
+def _resized(sharded: State, metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    found = {}
+    for leaf in dict_utils.nested_values(sharded):
+        if isinstance(leaf, mapping.ShardedTensor) and leaf.allow_shape_mismatch:
+            saved = metadata.state_dict_metadata[leaf.key]
+            if isinstance(saved, TensorStorageMetadata) and saved.size != leaf.global_shape:
+                found[leaf.key] = tuple(saved.size)
+    return found
 
 
 def _check_files(sharded: State, contents: Contents) -> None:
@@ -284,7 +299,7 @@ def _check_files(sharded: State, contents: Contents) -> None:
         for shard in shards:
             place = where.get(MetadataIndex(key, None if shard is None else shard.offsets))
             if place is None:
-                raise broken(contents.path / ".metadata", f"does not say where {key} lies")
+                raise broken(contents.path / INDEX_FILE, f"does not say where {key} lies")
             end = place.offset + place.length
             ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
     for name, end in ends.items():

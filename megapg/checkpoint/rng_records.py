@@ -272,6 +272,7 @@ def record_for_this_rank(
     *,
     saved: ParallelLayout | None = None,
     iteration: int = 0,
+    stacklevel: int = 2,
 ) -> tuple[RngState, RngReport]:
     """The record to restore here, by ``restore_rng_state([record], pg)``. No communication.
 
@@ -294,6 +295,7 @@ def record_for_this_rank(
         saved: the layout of the run that saved, where it is known. Without it, it is taken to be
             that of ``pg``.
         iteration: of the checkpoint; goes into fresh seeds.
+        stacklevel: whose line the warning names, as for ``warnings.warn``.
 
     Warns:
         RngStateWarning: not exact.
@@ -303,7 +305,7 @@ def record_for_this_rank(
     """
     record, report = _decide(layouts, read, pg, saved, iteration)
     if not report.exact:
-        warnings.warn(f"{report.reason}.", RngStateWarning, stacklevel=2)
+        warnings.warn(f"{report.reason}.", RngStateWarning, stacklevel=stacklevel)
     return record, report
 
 

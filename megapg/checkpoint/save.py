@@ -31,7 +31,13 @@ from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint import rng_records
 from megapg.checkpoint.groups import exchanging, layout_of, sizes_of, teamwork
 from megapg.checkpoint.manifest import FileSum, write_manifest
-from megapg.checkpoint.names import CheckpointInfo, iteration_name
+from megapg.checkpoint.names import (
+    COMMON_FILE,
+    FORMAT_FILE,
+    INDEX_FILE,
+    CheckpointInfo,
+    iteration_name,
+)
 from megapg.checkpoint.planning import Item, State, merge_plans, plan_save, sharded_object
 from megapg.checkpoint.publish import Partial
 from megapg.checkpoint.safe import load_safely
@@ -41,6 +47,7 @@ from megapg.checkpoint.state import (
     MegatronOptimizer,
     Stateful,
     check_extra,
+    check_groups,
     check_key,
     chunks_of,
     gather_parameters,
@@ -62,11 +69,11 @@ OptimizerSharding: TypeAlias = Literal["fully_reshardable", "dp_reshardable"]
 """``fully_reshardable`` loads under any layout; ``dp_reshardable`` is cheaper to save, and loads
 only where tensor, pipeline and data parallel sizes are those it was saved with."""
 
-RngLayout: TypeAlias = Literal["both", "per_rank", "per_tp_pp"]
+RngRecords: TypeAlias = Literal["both", "per_rank", "per_tp_pp"]
 """How random streams are kept: one record for every rank (Megatron's main branch since #6858), one
 for each tensor and pipeline rank (what Megatron-core up to 0.19 reads), or both."""
 
-_LAYOUTS: Mapping[RngLayout, tuple[rng_records.Kind, ...]] = {
+_LAYOUTS: Mapping[RngRecords, tuple[rng_records.Kind, ...]] = {
     "both": ("per_rank", "per_tp_pp"),
     "per_rank": ("per_rank",),
     "per_tp_pp": ("per_tp_pp",),
@@ -85,7 +92,7 @@ def save_checkpoint(
     extra: Mapping[str, object] | None = None,
     num_floating_point_operations: float = 0,
     optimizer_sharding: OptimizerSharding = "fully_reshardable",
-    rng_layout: RngLayout = "both",
+    rng_layout: RngRecords = "both",
     rng_key: str = "rng_state",
     data_parallel_random_init: bool = False,
     fully_parallel: bool = True,
@@ -111,7 +118,8 @@ def save_checkpoint(
             Megatron's globals through :func:`megapg.resolve`.
         args: Megatron's arguments, kept and handed back by :func:`~megapg.load_checkpoint`.
             Megatron checks a good many of them when it loads.
-        extra: more state of yours, equal on all ranks: numbers, strings, containers, tensors.
+        extra: more state of yours, equal on all ranks (that of the first is kept): numbers,
+            strings, containers, tensors. It lies beside Megatron's in the common state.
         num_floating_point_operations: done so far; kept for Megatron.
         optimizer_sharding: how the distributed optimizer's state is cut.
         rng_layout: how random streams are kept; "both" is read by every Megatron.
@@ -140,8 +148,8 @@ def save_checkpoint(
     pg = resolve(pg_collection, needs=rng_records.NEEDS, owner="save_checkpoint")
     if asynchronous and pg is not pg_collection:
         raise CheckpointError(
-            "asynchronous=True: a save in the background belongs to a collection that lives as "
-            "long. Pass session.groups, or one of megapg.from_parallel_state() that you keep."
+            "asynchronous=True needs pg_collection=: pass session.groups, or a collection of "
+            "megapg.from_parallel_state() that you keep, as errors come out where it is used next."
         )
     root = Path(directory).absolute()
     saves = Saves.of(pg.lease)
@@ -162,6 +170,7 @@ def save_checkpoint(
         team_ends.enter_context(team)
         saves.raise_news()
         chunks = chunks_of(model)
+        check_groups(chunks, pg)
         check_extra(extra or {})
         _check_numbers(iteration, keep, in_flight)
         check_key(rng_key)
@@ -296,9 +305,9 @@ class _Work:
                 _check_arrived(here / name, known.size, rank)
         metadata = merge_plans(plans, places, iteration_name(self.iteration))
         for name, data in (
-            (".metadata", pickle.dumps(metadata)),
-            ("common.pt", self.common),
-            ("metadata.json", json.dumps(_FORMAT).encode()),
+            (INDEX_FILE, pickle.dumps(metadata)),
+            (COMMON_FILE, self.common),
+            (FORMAT_FILE, json.dumps(_FORMAT).encode()),
         ):
             sums[name] = write_file(here / name, data)
         about = {
@@ -320,7 +329,7 @@ _FORMAT = {
 
 
 def _random_streams(
-    records: list[RngState], pg: ProcessGroupCollection, layout: RngLayout, key: str
+    records: list[RngState], pg: ProcessGroupCollection, layout: RngRecords, key: str
 ) -> State:
     entries = rng_records.entries(records, pg, _LAYOUTS[layout], key=key)
     return {
@@ -340,7 +349,7 @@ def _serialised(common: State) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(common, buffer)
-        load_safely(io.BytesIO(buffer.getvalue()), "common.pt")
+        load_safely(io.BytesIO(buffer.getvalue()), COMMON_FILE)
     except Exception as error:
         raise CheckpointSaveError(
             f"args, extra or the scheduler's state can't be saved so that it loads safely: {error} "
@@ -386,7 +395,8 @@ def _naming(what: str, team: Teamwork) -> Iterator[None]:
         raise CheckpointSaveError(f"{what} failed: {said}.", error.problems) from error
     except RendezvousError as error:
         problems = dict.fromkeys(error.missing, "did not come")
-        raise CheckpointSaveError(f"{what} failed: {error}", problems) from error
+        said = f"{what} failed: {error} Every rank has to call it, with the same arguments."
+        raise CheckpointSaveError(said, problems) from error
     except CancelledError as error:
         said = f"{what} was called off on rank {team.rank}."
         raise CheckpointSaveError(said, {team.rank: "called it off"}) from error

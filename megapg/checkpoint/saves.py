@@ -69,6 +69,12 @@ class CheckpointSave:
         finally:
             self._over.set()
 
+    def __repr__(self) -> str:
+        state = "under way"
+        if self.done:
+            state = "complete" if self._error is None else f"failed: {self._error}"
+        return f"<CheckpointSave of step {self.iteration} in {self.directory}: {state}>"
+
     @property
     def done(self) -> bool:
         """Whether it has finished, well or not."""
@@ -148,7 +154,10 @@ class Saves:
         self._under_way = [save for save in self._under_way if save not in finished]
         news = [error for save in finished if (error := save.news()) is not None]
         if news:
-            raise news[0]
+            raise CheckpointSaveError(
+                f"this one was not begun, as an earlier one failed and nobody had heard of it: "
+                f"{news[0]} Call again."
+            ) from news[0]
 
     @property
     def newest(self) -> CheckpointSave | None:
@@ -176,5 +185,6 @@ class Saves:
                 )
                 save.cancel()
                 save.join(_CANCEL_WAIT)
-        if error is None:
-            self.raise_news()
+        news = [trouble for save in self._under_way if (trouble := save.news()) is not None]
+        if error is None and news:
+            raise news[0]

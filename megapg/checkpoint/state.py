@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 
 from megapg.checkpoint.planning import State
+from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointError, CheckpointMismatchError
 
 CHECKPOINT_VERSION = 3.0
@@ -108,11 +110,13 @@ def chunks_of(model: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.
     Raises:
         CheckpointError: something that is no model of Megatron-core.
     """
-    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-    for chunk in chunks:
-        if not isinstance(chunk, torch.nn.Module) or not hasattr(
+    chunks: list[torch.nn.Module] = []
+    for chunk in model if isinstance(model, list | tuple) else (model,):
+        if isinstance(chunk, torch.nn.Module) and hasattr(
             unwrap_model([chunk])[0], "sharded_state_dict"
         ):
+            chunks.append(chunk)
+        else:
             raise CheckpointError(
                 f"model: {type(chunk).__name__} has no sharded_state_dict; give the Megatron-core "
                 "model, or the list of its chunks (virtual pipeline)."
@@ -120,6 +124,25 @@ def chunks_of(model: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.
     if not chunks:
         raise CheckpointError("model: give at least one chunk.")
     return chunks
+
+
+def check_groups(chunks: Sequence[torch.nn.Module], pg: ProcessGroupCollection) -> None:
+    """Refuse groups that the model was not built with.
+
+    Raises:
+        CheckpointError: naming the field, and both groups.
+    """
+    for chunk in unwrap_model(list(chunks)):
+        for field in ("tp", "pp", "ep"):
+            group = getattr(getattr(chunk, "pg_collection", None), field, None)
+            if not isinstance(group, dist.ProcessGroup):
+                continue
+            built = tuple(dist.get_process_group_ranks(group))
+            if built != pg.ranks(field):
+                raise CheckpointError(
+                    f"the model was built with {field} group {list(built)}, and pg_collection has "
+                    f"{list(pg.ranks(field))}. Pass the collection that the model was built with."
+                )
 
 
 def namespace(args: Namespace | Mapping[str, object] | None) -> Namespace | None:

@@ -41,7 +41,7 @@ class OthersFailedError(RendezvousError):
     """
 
     def __init__(self, problems: Mapping[int, str]) -> None:
-        lines = [f"rank {rank}: {text}" for rank, text in list(problems.items())[:8]]
+        lines = [f"rank {rank}: {text.rstrip('.')}" for rank, text in list(problems.items())[:8]]
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         super().__init__("; ".join(lines) + more, sorted(problems))
         self.problems = dict(problems)
@@ -90,7 +90,8 @@ class Teamwork(RollCall):
         problems = self.part(None, timeout=self._timeout)
         if problems:
             raise OthersFailedError(problems)
-        self.progress()
+        with self._reaching_the_store():
+            self._beat()  # without a look at the others: this rank may have news of its own
         return self
 
     def cancel(self) -> None:

@@ -1,0 +1,201 @@
+"""Work in steps over a store: three ranks as threads of one process, on a real TCP store."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from megapg.comms.teamwork import CancelledError, OthersFailedError, Teamwork
+from megapg.errors import LayoutMismatchError
+
+RANKS = range(3)
+
+
+@pytest.fixture(scope="module")
+def host():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def store(host, request):
+    return dist.PrefixStore(request.node.name, host)
+
+
+def together(store, work, *, timeout=5.0, settings=None, name="work"):
+    """What ``work(team)`` gave on each rank, or the exception it ended with."""
+
+    def one(rank):
+        team = Teamwork(store.clone(), name, rank, RANKS, timeout=timeout)
+        try:
+            team.begin(settings(rank) if settings else {"what": "a test"})
+            with team:
+                return work(team)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(RANKS)) as pool:
+        return list(pool.map(one, RANKS))
+
+
+def test_reports_reach_the_leader_and_its_word_everyone(store):
+    long = bytes(range(256)) * 40_000  # 10 MB: more than a store takes at once
+
+    def work(team):
+        found = team.collect("reports", long + bytes([team.rank]))
+        team.agree("heard")
+        return found, team.announce("word", long if team.leading else b"")
+
+    reports, *others = together(store, work)
+    assert reports == ({rank: long + bytes([rank]) for rank in RANKS}, long)
+    assert others == [({}, long)] * 2
+
+
+def test_whoever_fails_is_heard_everywhere_at_once(store):
+    def work(team):
+        if team.rank == 1:
+            raise ValueError("no ink")
+        team.agree("together")
+
+    started = time.monotonic()
+    leader, failed, other = together(store, work, timeout=60)
+    assert time.monotonic() - started < 10
+    assert isinstance(failed, ValueError)
+    for error in (leader, other):
+        assert isinstance(error, OthersFailedError)
+        assert error.problems == {1: "ValueError: no ink"}
+        assert error.missing == (1,)
+
+
+def test_a_busy_rank_hears_of_it_too(store):
+    def work(team):
+        if team.rank == 1:
+            raise ValueError("no ink")
+        for _ in range(1000):
+            team.progress()
+            time.sleep(0.01)
+
+    leader, _, other = together(store, work)
+    assert leader.problems == other.problems == {1: "ValueError: no ink"}
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_silent_rank_is_given_up_and_one_that_works_is_not(store, silent):
+    def work(team):
+        if team.rank == silent:
+            time.sleep(7)  # the others are gone by then
+            return
+        if team.rank == 1:  # takes longer than the timeout, and says so
+            until = time.monotonic() + 3
+            while time.monotonic() < until:
+                time.sleep(0.05)
+                if silent:
+                    team.progress()
+        team.agree("together")
+
+    told = together(store, work, timeout=1.5)
+    for rank, error in enumerate(told):
+        if rank != silent:
+            assert isinstance(error, OthersFailedError)
+            assert silent in error.problems
+            assert "no sign of life for 1.5 s" in error.problems[silent]
+            assert 1 not in error.problems
+
+
+def test_what_takes_long_in_one_piece_is_no_silence(store):
+    def work(team):
+        if team.rank == 1:
+            with team.busy():
+                time.sleep(4)
+        team.agree("together")
+        return "well"
+
+    assert together(store, work, timeout=2) == ["well"] * 3
+
+
+def test_called_off_before_the_last_report_all_stop(store):
+    def work(team):
+        if team.rank == 2:
+            team.cancel()
+            team.progress()
+        team.collect("written", b"", final=True)
+        team.announce("published")
+
+    leader, other, cancelled = together(store, work)
+    assert isinstance(cancelled, CancelledError)
+    for error in (leader, other):
+        assert "called off on rank 2" in error.problems[2]
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_called_off_after_the_last_report_the_leader_decides(store, in_time):
+    cancelled, published = threading.Event(), threading.Event()
+
+    def work(team):
+        team.collect("written", b"", final=True)
+        if team.leading:
+            if in_time:
+                assert cancelled.wait(5)
+                time.sleep(1)
+            team.heed()
+            published.set()
+            if not in_time:
+                assert cancelled.wait(5)
+                time.sleep(1)
+        elif team.rank == 2:
+            if not in_time:
+                assert published.wait(5)
+            team.cancel()
+            cancelled.set()
+        return team.announce("published", b"yes")
+
+    told = together(store, work)
+    if in_time:
+        assert all(isinstance(error, OthersFailedError) for error in told)
+    else:
+        assert told == [b"yes"] * 3
+
+
+def test_another_piece_of_the_name_may_begin_while_one_goes_on(store):
+    first_may_end = threading.Event()
+
+    def slow(team):
+        first_may_end.wait(20)
+        team.agree("together")
+        return "first"
+
+    def quick(team):
+        team.agree("together")
+        return "second"
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(together, store, slow, timeout=15)
+        time.sleep(1)
+        assert together(store, quick) == ["second"] * 3
+        first_may_end.set()
+        assert first.result() == ["first"] * 3
+
+
+def test_nothing_grows_in_the_store(store, host):
+    def work(team):
+        team.collect("reports", b"x" * 1000)
+        return team.announce("word")
+
+    def held():
+        keys = [key for key in host.list_keys() if "test_nothing_grows" in key]
+        return len(keys), sum(len(host.get(key)) for key in keys)
+
+    together(store, work)
+    count, size = held()
+    for _ in range(20):
+        together(store, work)
+    again, larger = held()
+    assert again == count
+    assert larger < size + 50  # generations and attempts have more digits
+
+
+def test_ranks_that_do_different_things_are_told_apart(store):
+    told = together(store, lambda team: None, settings=lambda rank: {"step": str(rank // 2)})
+    assert all(isinstance(error, LayoutMismatchError) for error in told)
+    assert told[0].differences == {"step": {0: "0", 1: "0", 2: "1"}}
