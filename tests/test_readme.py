@@ -66,6 +66,23 @@ def test_the_checkpoint_example_and_the_commands_on_what_it_saved(tmp_path):
         assert "10" in shown
 
 
+@pytest.mark.contract
+def test_the_training_script_of_the_page_on_checkpoints(tmp_path):
+    page = (Path(__file__).parent.parent / "migration_guide" / "checkpoints.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    steps = [
+        sorted(
+            set(re.findall(r"rank 0 step (\d) loss \d\.\d{4}", run(tmp_path, script, *TORCHRUN)))
+        )
+        for _ in range(2)
+    ]
+    assert steps == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*")) == [
+        "iter_0000006",
+        "iter_0000008",
+    ]
+
+
 def test_unit_test_example(tmp_path):
     run(tmp_path, BLOCKS[3])
 
