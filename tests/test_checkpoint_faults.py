@@ -1140,9 +1140,10 @@ def load_damaged(template):
                 damage(root, how)
             dist.barrier()
             options = {"verify": "verified" in how}
+            where = f"{root}/iter_0000001" if how.startswith("hostile") else root
             if how == "of another step":
                 options["iteration"] = 77
-            _, error, seconds = attempt(partial(training.load, root, **options))
+            _, error, seconds = attempt(partial(training.load, where, **options))
             dist.barrier()
             told.append((error, seconds, training.digest() == kept))
             if not told[-1][2]:

@@ -262,6 +262,15 @@ def _find(root: Path, iteration: int | None) -> CheckpointInfo:
     if found is None or not found.complete:
         if not root.is_dir():
             raise CheckpointNotFoundError(f"there is no directory {root}.")
+        named = [c for c in list_checkpoints(root) if not c.path.name.startswith(".")]
+        bad = [c for c in named if not c.complete and iteration in (None, c.iteration)]
+        if bad and not (iteration is None and any(c.complete for c in named)):
+            problems = [f"{c.path.name} {c.problem}" for c in bad]
+            raise BrokenCheckpointError(
+                f"{root}: {'; '.join(problems[-4:])}. Take it from a copy, or load another with "
+                "iteration=.",
+                problems,
+            )
         have = ", ".join(c.path.name for c in list_checkpoints(root) if c.complete)
         which = "complete checkpoint" if iteration is None else f"checkpoint of step {iteration}"
         rest = f" It has {have}." if have else ""

@@ -156,7 +156,8 @@ class Saves:
         if news:
             raise CheckpointSaveError(
                 f"this one was not begun, as an earlier one failed and nobody had heard of it: "
-                f"{news[0]} Call again."
+                f"{news[0]} Call again.",
+                getattr(news[0], "problems", None),
             ) from news[0]
 
     @property
