@@ -1,4 +1,4 @@
-"""The command line: ``megapg demo`` and ``megapg checkpoint``."""
+"""The command line: ``megapg demo``, ``checkpoint``, ``check`` and ``explain``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megapg.checkpoint.commands import app as checkpoint_app
 from megapg.demo.job import VOCABULARY, GPTRun
 from megapg.errors import LayoutError, MegapgError, RankFailedError
 from megapg.layout import ParallelLayout
+from megapg.migrate.commands import app as migrate_app
 
 app = typer.Typer(
     help="Process groups for Megatron-core by injection instead of module globals.",
@@ -22,6 +23,7 @@ app = typer.Typer(
 
 
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(migrate_app)  # its commands stand beside demo
 
 
 @app.callback()

@@ -30,6 +30,31 @@ def test_all_examples_are_here():
     assert ON_TWO_RANKS[2:] == ["resolve.py", "pass.py", "shadow.py", "forbid.py"]
 
 
+def test_what_check_says_of_the_first_example(directory):
+    (command, ratchet) = re.findall(r"^\$ megapg (check .+)$", GUIDE, re.M)
+
+    def check(arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "megapg", *arguments.split()],
+            cwd=directory,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    said = check(command)
+    assert said.returncode == 1
+    assert 'mpu.get_data_parallel_rank() -> pg.rank("dp")' in said.stdout
+    assert "mpu.get_data_parallel_group(with_context_parallel=True) -> pg.dp_cp" in said.stdout
+    assert check(ratchet).returncode == 0
+    again = ratchet.replace(" --update-baseline", "")
+    assert check(again).returncode == 0
+    with (directory / "where_you_are.py").open("a") as file:
+        file.write("\n\nprint(mpu.get_tensor_model_parallel_group())\n")
+    assert check(again).returncode == 1
+
+
 @pytest.mark.contract
 def test_every_stage_runs(directory):
     # One launch for all of them: what takes long is to import Megatron-core.

@@ -1,0 +1,156 @@
+"""``[tool.megapg]`` of a project's ``pyproject.toml``, and which Megatron-core it runs on."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megapg.errors import UnsupportedOptionError
+from megapg.migrate.signatures import VERSIONS
+
+_KEYS = ("exclude", "wrappers", "from-core")
+_MINOR = re.compile(r"\s*(?:core_v|v)?0\.(\d+)(?:\.\w+)*\s*\Z")
+_PIN = re.compile(r"megatron[-_.]core\s*(?:\[[^\]]*\])?\s*\(?((?:[=<>~!]=?=?\s*[\w.*]+\s*,?\s*)+)")
+_CLAUSE = re.compile(r"(===?|~=|!=|>=|<=|<|>)\s*0\.(\d+)(\.[\w.*]+)?")
+_WHERE_PINS_ARE = ("pyproject.toml", "setup.py", "setup.cfg", "requirements*.txt")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a run is told.
+
+    Attributes:
+        root: of the project; names in reports are relative to it.
+        exclude: patterns on those names.
+        wrappers: dotted names of modules that stand for ``parallel_state``.
+        versions: minor numbers of the Megatron-core versions that may run the code.
+        versions_from: where these come from, for the report.
+    """
+
+    root: Path
+    exclude: tuple[str, ...] = ()
+    wrappers: tuple[str, ...] = ()
+    versions: tuple[int, ...] = tuple(VERSIONS)
+    versions_from: str = "nothing says which"
+
+
+def load_config(start: Path, from_core: str | None = None) -> Config:
+    """The configuration for the project around a path.
+
+    Args:
+        start: a file or directory; the project's root is the nearest directory upwards with a
+            ``pyproject.toml``, ``setup.py``, ``setup.cfg`` or ``.git``, else this one.
+        from_core: overrides what the project says, as ``0.16`` or ``0.12-0.16``.
+
+    Raises:
+        UnsupportedOptionError: a setting that is not known, or a version that is none.
+    """
+    root = _root(start.absolute())
+    file = root / "pyproject.toml"
+    table = _table(file)
+    if unknown := set(table) - set(_KEYS):
+        raise UnsupportedOptionError(
+            f"{file}: [tool.megapg] has {', '.join(sorted(unknown))}; there are {', '.join(_KEYS)}."
+        )
+    said = table.get("from-core")
+    if from_core is None and said is not None:
+        if not isinstance(said, str):
+            raise UnsupportedOptionError(f'{file}: from-core is a string, such as "0.16".')
+        from_core, origin = said, "[tool.megapg] from-core"
+    else:
+        origin = "--from-core"
+    if from_core is not None:
+        versions = parse_versions(from_core)
+    else:
+        versions, origin = _pinned(root)
+    return Config(
+        root, _strings(table, "exclude", file), _strings(table, "wrappers", file), versions, origin
+    )
+
+
+def parse_versions(text: str) -> tuple[int, ...]:
+    """Minor numbers from ``0.16``, ``0.16.1`` or ``0.12-0.16``.
+
+    Raises:
+        UnsupportedOptionError: it is neither, or of no version that is known.
+    """
+    ends = [_MINOR.match(end) for end in text.split("-")]
+    if 1 <= len(ends) <= 2 and all(ends):
+        numbers = [int(end[1]) for end in ends if end]
+        found = tuple(v for v in VERSIONS if numbers[0] <= v <= numbers[-1])
+        if found:
+            return found
+    raise UnsupportedOptionError(
+        f"no Megatron-core version {text!r}: give one from 0.{VERSIONS[0]} to 0.{VERSIONS[-1]}, "
+        "such as 0.16, or two with a dash between them, 0.12-0.16."
+    )
+
+
+def _root(start: Path) -> Path:
+    here = start if start.is_dir() else start.parent
+    marks = ("pyproject.toml", "setup.py", "setup.cfg", ".git")
+    for folder in (here, *here.parents):
+        if any((folder / mark).exists() for mark in marks):
+            return folder
+    return here
+
+
+def _table(file: Path) -> Mapping[str, object]:
+    try:
+        whole = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UnsupportedOptionError(f"{file} can't be read: {error}") from error
+    table = whole.get("tool", {}).get("megapg", {})
+    return table if isinstance(table, dict) else {}
+
+
+def _strings(table: Mapping[str, object], key: str, file: Path) -> tuple[str, ...]:
+    value = table.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise UnsupportedOptionError(f"{file}: {key} in [tool.megapg] is a list of strings.")
+    return tuple(value)
+
+
+def _pinned(root: Path) -> tuple[tuple[int, ...], str]:
+    """The versions that the project's requirements admit, all of them together."""
+    admitted: set[int] = set()
+    origins = []
+    for pattern in _WHERE_PINS_ARE:
+        for file in sorted(root.glob(pattern)):
+            try:
+                text = file.read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                continue
+            for pin in _PIN.finditer(text):
+                clauses = _CLAUSE.findall(pin[1])
+                versions = {v for v in VERSIONS if clauses and _admits(v, clauses)}
+                if versions:
+                    admitted |= versions
+                    origins.append(f"{file.name}: megatron-core{pin[1].strip().rstrip(',')}")
+    if not admitted:
+        return tuple(VERSIONS), "nothing says which"
+    return tuple(sorted(admitted)), "; ".join(dict.fromkeys(origins))
+
+
+def _admits(version: int, clauses: Sequence[tuple[str, str, str]]) -> bool:
+    """Whether some patch release of a minor version fits."""
+    for operator, minor, patch in clauses:
+        number, of_first = int(minor), (patch or ".0").startswith(".0")
+        fits = {
+            "==": version == number,
+            "===": version == number,
+            "~=": version == number if patch else version >= number,
+            "!=": True,
+            ">=": version >= number,
+            ">": version >= number,
+            "<=": version <= number,
+            "<": version < number or (version == number and not of_first),
+        }[operator]
+        if not fits:
+            return False
+    return True

@@ -1,0 +1,366 @@
+"""Every use of Megatron's globals in a project, by what names stand for and not by how they look.
+
+Nothing of the project is imported or run. A file that can't be parsed is reported and passed over.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megapg.migrate.carriers import carriers
+from megapg.migrate.config import Config
+from megapg.migrate.locate import locate, parses_to
+from megapg.migrate.mapping import Argument, Refusal, Replacement, known, replacement
+from megapg.migrate.resolve import GLOBALS, Resolver, Thing, Things, is_parallel_state
+from megapg.migrate.scopes import Analysis, Parents, Scope, Use, analyse
+from megapg.migrate.sites import Kind, Site
+from megapg.migrate.source import Problem, Source, parse, read_bytes
+from megapg.migrate.tree import File, Modules, find_files
+
+# A file without any of these can only use what another one hands on by a name of its own.
+_TRIGGER = re.compile(rb"parallel_state|\bmpu\b|[a-z]_parallel_|pipeline_(?:first|last)_stage")
+_STAR = re.compile(rb"import\s*\(?\s*\*")
+_KEEP = re.compile(r"#\s*megapg:\s*keep\b")
+_DOTTED = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+\Z")
+
+_PATCHING = frozenset({"setattr", "delattr", "patch", "object", "multiple"})
+_ASKING = frozenset({"getattr", "hasattr"})
+_IMPORTING = frozenset({"import_module", "importorskip", "find_spec", "__import__"})
+_MODULES_NAMES = ("parallel_state", "mpu")
+# Packages that have functions of the same names, for groups of their own.
+_FOREIGN = ("vllm", "sglang", "apex", "fairscale", "deepspeed")
+
+_WITHOUT_READING = {
+    Kind.VALUE: "as-value",
+    Kind.ASSIGNED: "assigned",
+    Kind.PATCHED: "patched",
+    Kind.STRING: "patched",
+    Kind.DYNAMIC: "dynamic",
+    Kind.MODULE: "module-as-value",
+}
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What is in a project.
+
+    Attributes:
+        sites: every use, by file and position.
+        problems: files that could not be looked into.
+        files: how many files there are.
+        parsed: how many of them had to be parsed.
+    """
+
+    sites: tuple[Site, ...]
+    problems: tuple[Problem, ...]
+    files: int
+    parsed: int
+
+
+def find_sites(
+    paths: Sequence[Path],
+    config: Config,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Findings:
+    """Every use of the globals at and under the paths.
+
+    Args:
+        paths: files and directories.
+        config: what is excluded, what else stands for the globals, which versions may run it.
+        on_progress: called with the number of files done and to do.
+    """
+    return _Index(paths, config).run(on_progress)
+
+
+class _Index:
+    def __init__(self, paths: Sequence[Path], config: Config) -> None:
+        self._config = config
+        found = list(find_files(paths, config.root, config.exclude))
+        self._files = {each.path: each for each in found if isinstance(each, File)}
+        self._problems = [each for each in found if isinstance(each, Problem)]
+        self._failed: set[Path] = set()
+        self._data: dict[Path, bytes] = {}
+        self._parsed: dict[Path, tuple[Source, Analysis]] = {}
+        self._resolver = Resolver(
+            Modules(self._files.values()), self._analysis, self._may_define, config.wrappers
+        )
+
+    def run(self, on_progress: Callable[[int, int], None]) -> Findings:
+        sites: list[Site] = []
+        waiting = dict(self._files)
+        words: set[str] = set()
+        triggered = [path for path in waiting if _TRIGGER.search(self._bytes(path))]
+        done, looked_at = len(waiting) - len(triggered), 0
+        while triggered:
+            for path in triggered:
+                del waiting[path]
+                looked_at += 1
+                on_progress(done + looked_at, done + looked_at + len(triggered))
+                if not is_parallel_state(path):
+                    sites += self._sites_or_problem(path)
+            # Who uses what these hand on under a name that says nothing?
+            words = {name for path in triggered for name in self._handed_on(path)} - words
+            pattern = re.compile(rb"\b(?:" + "|".join(map(re.escape, words)).encode() + rb")\b")
+            triggered = [path for path in waiting if words and pattern.search(self._bytes(path))]
+        sites.sort(key=lambda site: (site.file, site.span.start, site.span.stop))
+        problems = sorted(self._problems, key=lambda problem: (problem.file, problem.line))
+        return Findings(tuple(sites), tuple(problems), len(self._files), len(self._parsed))
+
+    # -- files -------------------------------------------------------------------------------
+
+    def _bytes(self, path: Path) -> bytes:
+        if path not in self._data:
+            data = read_bytes(path, self._files[path].name)
+            if isinstance(data, Problem):
+                self._problems.append(data)
+                self._failed.add(path)
+                data = b""
+            self._data[path] = data
+        return self._data[path]
+
+    def _look(self, path: Path) -> tuple[Source, Analysis] | None:
+        """The file, parsed when it is first asked for."""
+        if path not in self._parsed and path not in self._failed:
+            source = parse(path, self._files[path].name, self._bytes(path))
+            if isinstance(source, Problem):
+                self._problems.append(source)
+                self._failed.add(path)
+            else:
+                self._parsed[path] = source, analyse(source.tree)
+        return self._parsed.get(path)
+
+    def _analysis(self, path: Path) -> Analysis | None:
+        looked = self._look(path)
+        return looked[1] if looked else None
+
+    def _may_define(self, path: Path, name: str) -> bool:
+        if path in self._parsed:
+            return True
+        data = self._bytes(path)
+        return name.encode() in data or _STAR.search(data) is not None
+
+    def _handed_on(self, path: Path) -> Iterator[str]:
+        """Names at the top of a module that stand for the globals and do not look like it."""
+        analysis = self._analysis(path)
+        if analysis is None:
+            return
+        for name in analysis.module.bindings:
+            things = self._resolver.name(name, analysis.module, path)
+            if _is_of(things) and not _TRIGGER.search(name.encode()):
+                yield name
+
+    # -- sites -------------------------------------------------------------------------------
+
+    def _sites_or_problem(self, path: Path) -> list[Site]:
+        try:
+            return list(self._sites(path))
+        except RecursionError:
+            name = self._files[path].name
+            self._problems.append(Problem(name, 0, "is nested too deeply to look into"))
+            return []
+
+    def _sites(self, path: Path) -> Iterator[Site]:
+        looked = self._look(path)
+        if looked is None:
+            return
+        source, analysis = looked
+        for use in analysis.uses:
+            found = self._string(use, path) if _is_string(use) else self._chain(use, path)
+            if found is not None:
+                yield self._site(source, use, *found)
+
+    def _chain(self, use: Use, path: Path) -> tuple[Kind, str, ast.expr, Things] | None:
+        """The use of a name or a chain: what it is, and of which expression."""
+        outer = [use.node]
+        while isinstance(outer[-1], ast.Attribute):
+            outer.append(outer[-1].value)
+        things: Things = frozenset()
+        for node in list(reversed(outer)):
+            outer.pop()
+            if isinstance(node, ast.Attribute) and things:
+                things = self._resolver.attribute(things, node.attr)
+            else:
+                things = self._resolver.expression(node, use.scope, path)
+            if name := _name_of(things):
+                parent = outer[-1] if outer else use.parents.node
+                return (*_of_a_member(name, node, parent), things)
+        return _module_as_value(use, things) if GLOBALS in things else None
+
+    def _string(self, use: Use, path: Path) -> tuple[Kind, str, ast.expr, Things] | None:
+        """A string passed to a call: it may name a getter, or the name of one in a module."""
+        text, call = use.node.value, use.parents.node  # type: ignore[attr-defined]
+        if not isinstance(call, ast.Call) or (called := _called(call)) in _IMPORTING:
+            return None
+        if text.isidentifier():
+            second = len(call.args) > 1 and call.args[1] is use.node
+            if called not in _PATCHING or not second:
+                return None
+            target = self._resolver.expression(call.args[0], use.scope, path)
+            things = self._resolver.attribute(target, text)
+            return (Kind.PATCHED, _name_of(things), call, things) if _is_of(things) else None
+        if not _DOTTED.match(text) or text.startswith(_FOREIGN):
+            return None
+        *_, before, last = text.split(".")
+        if not known(last) and (last not in _MODULES_NAMES or called not in _PATCHING):
+            return None
+        things = self._resolver.dotted(text, path)
+        if not _is_of(things) and before in _MODULES_NAMES and _outside(things):
+            things = frozenset({Thing("member", last)})  # through a module that is not here
+        return (Kind.STRING, _name_of(things), use.node, things) if _is_of(things) else None
+
+    def _site(
+        self, source: Source, use: Use, kind: Kind, name: str, node: ast.expr, things: Things
+    ) -> Site:
+        begin, end, exact = locate(source, node, use.parents)
+        span = source.span(begin, end)
+        arguments = _arguments(source, node, exact) if kind is Kind.CALL else ()
+        answer = self._answer(kind, name, arguments, things)
+        scope = use.scope.enclosing("function", "class", "module") or use.scope
+        function, klass = use.scope.enclosing("function"), use.scope.enclosing("class")
+        lines = range(span.line, span.end_line + 1)
+        return Site(
+            file=source.name,
+            span=span,
+            exact=exact,
+            name=name,
+            kind=kind,
+            text=source.text[begin:end],
+            arguments=arguments,
+            function=function.qualname if function else "",
+            class_name=klass.qualname if klass else "",
+            scope_kind=_scope_kind(scope),
+            bases=_bases(klass),
+            carriers=carriers(use.scope, span.line, source.path, answer, self._resolver),
+            answer=answer,
+            keep=any(_KEEP.search(source.line_text(line)) for line in lines),
+            in_fstring=any(isinstance(each, ast.JoinedStr) for each in use.parents),
+        )
+
+    def _answer(
+        self, kind: Kind, name: str, arguments: Sequence[Argument], things: Things
+    ) -> Replacement | Refusal:
+        if kind in _WITHOUT_READING:
+            unknown = kind is Kind.VALUE and not known(name)
+            return Refusal("unknown-name" if unknown else _WITHOUT_READING[kind])
+        if len(things) > 1:
+            return Refusal("ambiguous")
+        return replacement(name, arguments, self._config.versions)
+
+
+def _of_a_member(name: str, node: ast.expr, parent: ast.AST) -> tuple[Kind, str, ast.expr]:
+    if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+        return Kind.ASSIGNED, name, node
+    if isinstance(parent, ast.Call) and parent.func is node:
+        return Kind.CALL, name, parent
+    return Kind.PRIVATE if name.startswith("_") else Kind.VALUE, name, node
+
+
+def _is_string(use: Use) -> bool:
+    return isinstance(use.node, ast.Constant)
+
+
+def _is_of(things: Things) -> bool:
+    return any(thing.kind in ("globals", "member") for thing in things)
+
+
+def _outside(things: Things) -> bool:
+    return all(thing.kind in ("name", "unknown") for thing in things)
+
+
+def _name_of(things: Things) -> str:
+    return next((thing.name for thing in things if thing.kind == "member"), "")
+
+
+def _called(call: ast.Call) -> str:
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def _module_as_value(use: Use, things: Things) -> tuple[Kind, str, ast.expr, Things] | None:
+    """The module itself: bound to another name, tested, asked by name, or handed on."""
+    node: ast.AST = use.node
+    for parent in use.parents:
+        if isinstance(parent, ast.BoolOp) and parent.values[-1] is not node:
+            return None  # only whether it is there
+        if not isinstance(parent, ast.IfExp | ast.BoolOp | ast.NamedExpr):
+            break
+        if isinstance(parent, ast.IfExp) and parent.test is node:
+            return None
+        node = parent
+    else:
+        return None
+    # A statement of its own, a test, or an attribute such as __name__.
+    passive = ast.Compare | ast.If | ast.While | ast.Assert | ast.UnaryOp | ast.Expr | ast.Attribute
+    if isinstance(parent, passive):
+        return None
+    if isinstance(parent, ast.Assign | ast.AnnAssign) and _followed(parent):
+        return None
+    if isinstance(parent, ast.Tuple | ast.List) and _unpacked(parent, use.parents):
+        return None
+    if isinstance(parent, ast.Call) and node in parent.args:
+        named = parent.args[1] if len(parent.args) > 1 else None
+        name = named.value if isinstance(named, ast.Constant) else None
+        called = _called(parent)
+        if called in _ASKING:
+            return Kind.DYNAMIC, name if isinstance(name, str) else "", parent, things
+        if called in _PATCHING:
+            # With a name that is written out the string tells.
+            return None if isinstance(name, str) else (Kind.PATCHED, "", parent, things)
+    return Kind.MODULE, "", use.node, things
+
+
+def _followed(statement: ast.Assign | ast.AnnAssign) -> bool:
+    """Whether every target is one that the resolver follows."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    return all(
+        isinstance(target, ast.Name)
+        or (isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name))
+        for target in targets
+    )
+
+
+def _unpacked(display: ast.Tuple | ast.List, parents: Parents) -> bool:
+    above = list(parents)
+    at = next((i for i, each in enumerate(above) if each is display), -1)
+    return 0 <= at < len(above) - 1 and isinstance(above[at + 1], ast.Assign)
+
+
+def _scope_kind(scope: Scope) -> str:
+    if scope.kind == "function" and scope.parent is not None and scope.parent.kind == "class":
+        return "method"
+    return scope.kind
+
+
+def _bases(klass: Scope | None) -> tuple[str, ...]:
+    node = klass.node if klass else None
+    return tuple(map(ast.unparse, node.bases)) if isinstance(node, ast.ClassDef) else ()
+
+
+def _arguments(source: Source, node: ast.expr, exact: bool) -> tuple[Argument, ...]:
+    """The arguments as written; as Python writes them where they can't be located."""
+    if not isinstance(node, ast.Call):
+        return ()
+
+    def text(value: ast.expr) -> str:
+        if not exact or value.lineno != (value.end_lineno or 0):
+            return ast.unparse(value)
+        begin, end = source.extent(value)
+        written = source.text[begin:end]
+        return written if parses_to(written, value) else ast.unparse(value)
+
+    positional = [
+        Argument(f"*{text(value.value)}" if isinstance(value, ast.Starred) else text(value))
+        for value in node.args
+    ]
+    named = [
+        Argument(text(keyword.value), keyword.arg)
+        if keyword.arg
+        else Argument(f"**{text(keyword.value)}")
+        for keyword in node.keywords
+    ]
+    return (*positional, *named)

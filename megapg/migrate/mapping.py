@@ -1,0 +1,566 @@
+"""The one table: a read of Megatron's globals in, what to write instead out, for every version.
+
+In what it writes, ``pg`` is the collection and ``getters`` is ``megapg.megatron.getters``, which
+has a function for what no field holds. The expressions are those that a trace of a running job
+shows. Where no expression is certain to mean the same, the answer is a reason
+(:mod:`megapg.migrate.reasons`).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megapg.migrate.reasons import REASONS
+from megapg.migrate.signatures import SIGNATURES, VERSIONS, signature
+
+_UNKNOWN = object()
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a call, as written.
+
+    Attributes:
+        text: its source; for ``*args`` and ``**kwargs`` with the stars.
+        keyword: its name; empty for a positional one.
+    """
+
+    text: str
+    keyword: str = ""
+
+    @property
+    def starred(self) -> bool:
+        """Whether it stands for arguments that can't be seen."""
+        return self.text.startswith("*")
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What serves in place of a read.
+
+    Attributes:
+        expression: what to write, with ``pg`` and ``getters`` as they are.
+        template: the same with ``$pg`` and ``$getters`` in their places, for :meth:`write`.
+        field: the field that serves; empty where several do, or a run-time flag chooses.
+        asks: what is asked of it: group, rank, size, ranks, first; empty for anything else.
+        caution: code of what to look out for; empty where nothing.
+    """
+
+    template: str
+    field: str = ""
+    asks: str = ""
+    caution: str = ""
+
+    @property
+    def expression(self) -> str:
+        """What to write."""
+        return self.write()
+
+    @property
+    def needs_getters(self) -> bool:
+        """Whether the expression calls a function of ``megapg.megatron.getters``."""
+        return "$getters" in self.template
+
+    def write(self, pg: str = "pg", getters: str = "getters") -> str:
+        """The expression with other names for the two."""
+        return self.template.replace("$pg", pg).replace("$getters", getters)
+
+    def write_narrow(self, group: str) -> str | None:
+        """The expression on a group that is at hand; None where the group alone can't answer."""
+        form = _NARROW.get(self.asks)
+        return form.format(group=group) if form and self.field else None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why nothing serves.
+
+    Attributes:
+        reason: a code of :data:`megapg.migrate.reasons.REASONS`.
+        detail: what is special about this one; may be empty.
+    """
+
+    reason: str
+    detail: str = ""
+
+
+_NARROW: Mapping[str, str] = {
+    "group": "{group}",
+    "rank": "{group}.rank()",
+    "size": "{group}.size()",
+}
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A field, and the arguments that must be true for it. Of several rows the first that fits.
+
+    ``helper`` is the function of getters that chooses the group instead, where the field alone is
+    not the same in every job: with 0.19's rematerialisation it refuses to guess.
+    """
+
+    true: tuple[str, ...]
+    field: str
+    helper: str = ""
+
+
+def _rows(*rows: tuple[str, str] | tuple[str, str, str]) -> tuple[_Row, ...]:
+    return tuple(_Row(tuple(row[0].split()), *row[1:]) for row in rows)
+
+
+_PARTIAL = "with_context_parallel=True, partial_data_parallel=True"
+
+# The middle of a getter's name -> its groups.
+_FIELDS: Mapping[str, tuple[_Row, ...]] = {
+    "tensor_model_parallel": _rows(("", "tp")),
+    "pipeline_model_parallel": _rows(("", "pp")),
+    "model_parallel": _rows(("with_expert_parallel", "tp_ep_pp"), ("", "mp")),
+    "context_parallel": _rows(("", "cp")),
+    "hierarchical_context_parallel": _rows(("", "hcp")),
+    "tensor_and_context_parallel": _rows(("", "tp_cp")),
+    "embedding": _rows(("", "embd")),
+    "position_embedding": _rows(("", "pos_embd")),
+    "data_parallel": _rows(
+        ("partial_data_parallel with_gtp_remat", "intra_dp_cp", _PARTIAL),
+        ("partial_data_parallel", "intra_dp_cp"),
+        ("with_context_parallel independent_all_gather", "dp_cp_ag"),
+        ("with_context_parallel with_gtp_remat", "dp_cp_gtp_remat"),
+        ("with_context_parallel", "dp_cp"),
+        ("with_gtp_remat", "dp", " "),
+        ("", "dp"),
+    ),
+    "inter_partial_data_parallel": _rows(("", "inter_dist_opt")),
+    "tensor_and_data_parallel": _rows(("with_context_parallel", "tp_dp_cp"), ("", "tp_dp")),
+    "amax_reduction": _rows(
+        ("with_context_parallel tp_only_amax_red", "tp_cp"),
+        ("with_context_parallel", "tp_dp_cp"),
+        ("tp_only_amax_red", "tp"),
+        ("", "tp_dp"),
+    ),
+    "expert_model_parallel": _rows(("", "ep")),
+    "expert_tensor_parallel": _rows(("", "expt_tp")),
+    "expert_tensor_and_model_parallel": _rows(("", "tp_ep")),
+    "tensor_and_expert_parallel": _rows(("", "tp_ep")),
+    "expert_tensor_model_pipeline_parallel": _rows(
+        ("with_egtp_remat", "tp_ep_pp_with_egtp_remat"), ("", "tp_ep_pp")
+    ),
+    "expert_data_parallel": _rows(
+        (
+            "partial_expert_data_parallel with_gtp_remat",
+            "intra_expt_dp",
+            "partial_expert_data_parallel=True",
+        ),
+        ("partial_expert_data_parallel", "intra_expt_dp"),
+        ("with_gtp_remat", "expt_dp_gtp_remat"),
+        ("", "expt_dp"),
+    ),
+    "data_modulo_expert_parallel": _rows(
+        ("partial_expert_data_parallel", "intra_expt_dp"), ("", "expt_dp")
+    ),
+    "intra_distributed_optimizer_instance": _rows(("", "intra_dist_opt")),
+    "inter_distributed_optimizer_instance": _rows(("", "inter_dist_opt")),
+    "gtp_weight_remat": _rows(("", "gtp_remat")),
+    "expert_gtp_weight_remat": _rows(("", "expt_gtp_remat")),
+}
+
+# The end of a getter's name -> what it asks, and how a collection is asked. Longer ends first.
+_FORMS: Mapping[str, tuple[str, str]] = {
+    "_group_gloo": ("gloo", '$getters.gloo_group($pg, "{field}")'),
+    "_groups": ("group", "$pg.{field}"),
+    "_group": ("group", "$pg.{field}"),
+    "_world_size": ("size", '$pg.size("{field}")'),
+    "_src_rank": ("first", '$pg.ranks("{field}")[0]'),
+    "_global_ranks": ("ranks", '$pg.ranks("{field}")'),
+    "_rank": ("rank", '$pg.rank("{field}")'),
+}
+
+# Functions of getters that take the flags as they come: middle of the name -> what is asked -> the
+# function. Ranks and sizes that have none ask the group.
+_HELPERS: Mapping[str, Mapping[str, str]] = {
+    "data_parallel": {
+        "group": "data_group",
+        "rank": "data_rank",
+        "size": "data_size",
+        "first": "data_src_rank",
+    },
+    "expert_data_parallel": {"group": "expert_data_group"},
+    "tensor_and_data_parallel": {"group": "tensor_data_group"},
+    "amax_reduction": {"group": "amax_reduction_group"},
+}
+_FLAGS_OF_HELPERS = frozenset(
+    {"with_context_parallel", "partial_data_parallel", "partial_expert_data_parallel"}
+    | {"tp_only_amax_red"}
+)
+
+# Whole names that do not follow the pattern.
+_BY_NAME: Mapping[str, Replacement] = {
+    "is_initialized": Replacement("$getters.is_initialized($pg)", "dp"),
+    "is_unitialized": Replacement("(not $getters.is_initialized($pg))", "dp"),
+    "model_parallel_is_initialized": Replacement("$getters.model_parallel_is_initialized($pg)"),
+    "get_all_ranks": Replacement(
+        '"_".join(str($pg.rank(field)) for field in ("tp", "dp", "cp", "pp", "ep"))'
+    ),
+    "has_separate_all_gather_group": Replacement(
+        "$getters.has_separate_all_gather_group($pg)", "dp_cp_ag"
+    ),
+    "get_pipeline_model_parallel_first_rank": Replacement("$getters.pipeline_first_rank($pg)"),
+    "get_pipeline_model_parallel_last_rank": Replacement("$getters.pipeline_last_rank($pg)"),
+    "get_pipeline_model_parallel_next_rank": Replacement("$getters.pipeline_next_rank($pg)"),
+    "get_pipeline_model_parallel_prev_rank": Replacement("$getters.pipeline_prev_rank($pg)"),
+    "is_rank_in_position_embedding_group": Replacement(
+        "$getters.is_rank_in_position_embedding_group($pg)", "pos_embd"
+    ),
+    "get_virtual_pipeline_model_parallel_world_size": Replacement(
+        "$getters.virtual_pipeline_size($pg)"
+    ),
+    "get_global_memory_buffer": Replacement("$getters.memory_buffer($pg)"),
+    # Where weights are not rematerialised there is no group, and the answer is 0.
+    **{
+        f"get_{middle}_{ending}": Replacement(
+            f'(0 if $pg.{field} is None else $pg.{ask}("{field}"))', field
+        )
+        for middle, field in (
+            ("gtp_weight_remat", "gtp_remat"),
+            ("expert_gtp_weight_remat", "expt_gtp_remat"),
+        )
+        for ending, ask in (("rank", "rank"), ("world_size", "size"))
+    },
+}
+
+# Asked of the rank, or with ignore_virtual=False of one of its model chunks.
+_OF_A_STAGE: Mapping[str, str] = {
+    "is_pipeline_first_stage": "pp",
+    "is_pipeline_last_stage": "pp",
+    "is_rank_in_embedding_group": "embd",
+}
+_TAKES_VP_STAGE = 13
+
+# How names begin -> the reason. The first that fits.
+_REFUSED: Mapping[str, str] = {
+    "initialize_model_parallel": "lifecycle",
+    "destroy_model_parallel": "lifecycle",
+    "create_": "lifecycle",
+    "set_virtual_": "vp-stage",
+    "get_virtual_pipeline_model_parallel_rank": "vp-stage",
+    "set_pipeline_model_parallel_split_rank": "encoder-decoder",
+    "set_": "setter",
+    "get_pipeline_model_parallel_split_rank": "encoder-decoder",
+    "get_pipeline_model_parallel_decoder_start": "encoder-decoder",
+    "is_pipeline_stage_": "encoder-decoder",
+    "is_inside_": "encoder-decoder",
+    "get_nccl_options": "no-state",
+    "overwrite_nccl_comm_cfgs": "no-state",
+    "update_pg_timeout": "no-state",
+    "generate_masked_orthogonal_rank_groups": "no-state",
+    "default_": "no-state",
+    "RankGenerator": "no-state",
+    "get_moe_layer_wise_logging_tracker": "buffer",
+    "get_global_symmetric_memory_buffer": "buffer",
+    "destroy_global_": "buffer",
+    "_MOE_": "buffer",
+    "_GLOBAL_SYMMETRIC_MEMORY_BUFFER": "buffer",
+    "_set_global_": "buffer",
+    "_MPU_": "setter",
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": "vp-stage",
+    "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK": "encoder-decoder",
+    "_PIPELINE_MODEL_PARALLEL_DECODER_START": "encoder-decoder",
+    "_global_process_group_list": "lifecycle",
+    "_DATA_MODULO_EXPERT_PARALLEL_GROUP": "no-field",
+}
+
+OPTIONAL_FIELDS = frozenset(
+    {"embd", "pos_embd", "hcp", "inter_dist_opt", "dp_cp_ag", "gtp_remat", "expt_gtp_remat"}
+)
+
+# private global -> the field that it holds.
+GROUP_GLOBALS: Mapping[str, str] = {
+    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "_MODEL_PARALLEL_GROUP": "mp",
+    "_EMBEDDING_GROUP": "embd",
+    "_POSITION_EMBEDDING_GROUP": "pos_embd",
+    "_CONTEXT_PARALLEL_GROUP": "cp",
+    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": "hcp",
+    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
+    "_TENSOR_AND_EXPERT_PARALLEL_GROUP": "tp_ep",
+    "_DATA_PARALLEL_GROUP": "dp",
+    "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "_DATA_PARALLEL_GROUP_WITH_CP_AG": "dp_cp_ag",
+    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "dp_cp_gtp_remat",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
+    "_GTP_WEIGHT_REMAT_GROUP": "gtp_remat",
+    "_EXPERT_GTP_WEIGHT_REMAT_GROUP": "expt_gtp_remat",
+    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "tp_ep",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "tp_ep_pp",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": "tp_ep_pp_with_egtp_remat",
+    "_EXPERT_DATA_PARALLEL_GROUP": "expt_dp",
+    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "expt_dp_gtp_remat",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "intra_expt_dp",
+    "_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "inter_dist_opt",
+    "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "inter_dist_opt",
+    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
+}
+
+# private global -> the field whose global ranks it lists.
+RANK_GLOBALS: Mapping[str, str] = {
+    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tp",
+    "_PIPELINE_GLOBAL_RANKS": "pp",
+    "_MODEL_PARALLEL_GLOBAL_RANKS": "mp",
+    "_EMBEDDING_GLOBAL_RANKS": "embd",
+    "_POSITION_EMBEDDING_GLOBAL_RANKS": "pos_embd",
+    "_CONTEXT_PARALLEL_GLOBAL_RANKS": "cp",
+    "_DATA_PARALLEL_GLOBAL_RANKS": "dp",
+    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "dp_cp",
+    "_EXPERT_MODEL_PARALLEL_RANKS": "ep",
+    "_GTP_WEIGHT_REMAT_GLOBAL_RANKS": "gtp_remat",
+    "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": "expt_gtp_remat",
+}
+
+# private global -> what is written for it, where it is neither.
+_OTHER_GLOBALS: Mapping[str, str] = {
+    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "$getters.data_group($pg)",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": (
+        f"$getters.data_group($pg, {_PARTIAL})"
+    ),
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": (
+        "$getters.expert_data_group($pg, partial_expert_data_parallel=True)"
+    ),
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": "$getters.virtual_pipeline_size($pg)",
+    "_GLOBAL_MEMORY_BUFFER": "$getters.memory_buffer($pg)",
+    "_HYBRID_DP_CP_GROUPS": "",
+    **{
+        f"_{name}_GLOO": f'$pg.extras["gloo.{field}"]'
+        for name, field in (
+            ("DATA_PARALLEL_GROUP", "dp"),
+            ("DATA_PARALLEL_GROUP_WITH_CP", "dp_cp"),
+            ("INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "intra_dp_cp"),
+            ("EXPERT_DATA_PARALLEL_GROUP", "expt_dp"),
+            ("INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "intra_expt_dp"),
+        )
+    },
+}
+
+PRIVATE = frozenset(
+    {*GROUP_GLOBALS, *RANK_GLOBALS, *_OTHER_GLOBALS}
+    | {name for name in _REFUSED if name.startswith("_") and not name.endswith("_")}
+)
+"""Private names that code outside of Megatron-core reads, as far as they are known by name."""
+
+# Parameter or attribute of a function, in the cores and in code that is written as they are -> the
+# fields of which it may hold the group. ``<field>_group`` is the field's.
+_FIELDS_WITH_A_GROUP = (
+    *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "tp_dp", "tp_dp_cp"),
+    *("ep", "expt_tp", "tp_ep", "tp_ep_pp", "tp_ep_pp_with_egtp_remat"),
+    *("dp", "dp_cp", "dp_cp_ag", "dp_cp_gtp_remat", "gtp_remat", "expt_gtp_remat"),
+    *("expt_dp", "expt_dp_ag", "expt_dp_gtp_remat"),
+    *("intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "intra_dist_opt"),
+)
+GROUP_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    **{f"{field}_group": (field,) for field in _FIELDS_WITH_A_GROUP},
+    "tp_group": ("tp", "expt_tp"),
+    "dp_group": ("dp", "dp_cp", "dp_cp_gtp_remat"),
+    "dp_cp_group": ("dp_cp", "dp_cp_gtp_remat"),
+    "gtp_remat_group": ("gtp_remat", "expt_gtp_remat"),
+    "expert_tp_group": ("expt_tp",),
+    "model_parallel_group": ("mp", "tp_ep_pp", "tp_ep_pp_with_egtp_remat"),
+    "pos_emb_group": ("pos_embd",),
+}
+
+COLLECTION_NAMES = ("pg_collection", "_pg_collection", "model_comm_pgs", "grad_comm_pgs")
+"""What parameters and attributes that hold a collection are called, 0.13 and 0.14 included."""
+
+# -- one read, in one version or in several --------------------------------------------------------
+
+
+def known(name: str) -> bool:
+    """Whether some version of ``parallel_state`` has the name."""
+    return name in SIGNATURES or name in PRIVATE or (name[:1] == "_" and _refused(name) is not None)
+
+
+def replacement(
+    name: str, arguments: Sequence[Argument] = (), versions: Sequence[int] = tuple(VERSIONS)
+) -> Replacement | Refusal:
+    """What serves in place of ``name(*arguments)``, or of a private global.
+
+    Args:
+        name: as ``parallel_state`` has it.
+        arguments: of the call; none for a private global.
+        versions: minor numbers of Megatron-core that may run the code: what is written must mean
+            the same in all of them that have the name.
+    """
+    if not known(name):
+        return Refusal("unknown-name")
+    if (reason := _refused(name)) is not None:
+        return Refusal(reason)
+    if name in PRIVATE:
+        return _private(name)
+    having = [version for version in versions if signature(name, version) is not None]
+    if not having:
+        return Refusal("not-in-core", _present(name))
+    answers: dict[Replacement | Refusal, list[int]] = {}
+    misfits: list[Refusal] = []
+    for version in having:
+        answer = _in_version(name, arguments, version)
+        if isinstance(answer, Refusal) and answer.reason == "arguments":
+            misfits.append(answer)  # the call fails there, so it need not mean the same
+        else:
+            answers.setdefault(answer, []).append(version)
+    if not answers:
+        return misfits[-1]
+    if len(answers) == 1:
+        return next(iter(answers))
+    return Refusal("version", "; ".join(f"{_span(at)}: {_said(a)}" for a, at in answers.items()))
+
+
+def _refused(name: str) -> str | None:
+    return next((why for start, why in _REFUSED.items() if name.startswith(start)), None)
+
+
+def _present(name: str) -> str:
+    having = [version for version in VERSIONS if signature(name, version) is not None]
+    return f"{name} is in {_span(having)}"
+
+
+def _span(versions: Sequence[int]) -> str:
+    first, last = versions[0], versions[-1]
+    return f"0.{first}" if first == last else f"0.{first} to 0.{last}"
+
+
+def _said(answer: Replacement | Refusal) -> str:
+    return answer.expression if isinstance(answer, Replacement) else answer.reason
+
+
+def _private(name: str) -> Replacement | Refusal:
+    caution = "private-global"
+    if name in GROUP_GLOBALS:
+        return Replacement(f"$pg.{GROUP_GLOBALS[name]}", GROUP_GLOBALS[name], "group", caution)
+    if name in RANK_GLOBALS:
+        field = RANK_GLOBALS[name]
+        return Replacement(f'$pg.ranks("{field}")', field, "ranks", caution)
+    if written := _OTHER_GLOBALS[name]:
+        return Replacement(written, caution=caution)
+    return Refusal("run-time-flag", "getters.hybrid_group(pg, size) is the group of one size")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call with its arguments at their parameters: the text given, or the default."""
+
+    text: Mapping[str, str]
+    given: frozenset[str]
+
+    def value(self, parameter: str) -> object:
+        """The literal; ``_UNKNOWN`` where it shows at run time, None where there is no such one."""
+        try:
+            return ast.literal_eval(self.text.get(parameter, "None").strip())
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return _UNKNOWN
+
+
+def _bind(name: str, arguments: Sequence[Argument], version: int) -> _Call | Refusal:
+    parameters = signature(name, version) or ()
+    texts = {parameter.name: parameter.default for parameter in parameters}
+    given: dict[str, str] = {}
+    for position, argument in enumerate(arguments):
+        if argument.starred:
+            return Refusal("arguments", argument.text)
+        if not argument.keyword and position >= len(parameters):
+            return Refusal("arguments", f"{len(arguments)} arguments in 0.{version}")
+        keyword = argument.keyword or parameters[position].name
+        if keyword not in texts or keyword in given:
+            return Refusal("arguments", f"{keyword}= in 0.{version}")
+        given[keyword] = argument.text
+    return _Call({**texts, **given}, frozenset(given))
+
+
+def _in_version(name: str, arguments: Sequence[Argument], version: int) -> Replacement | Refusal:
+    call = _bind(name, arguments, version)
+    if isinstance(call, Refusal):
+        return call
+    if name in _OF_A_STAGE:
+        return _of_a_stage(name, call, version)
+    if name == "get_hybrid_data_context_parallel_groups":
+        if call.value("check_initialized") is not True or "group_size" not in call.given:
+            return Refusal("run-time-flag", "pass group_size=")
+        return Replacement(f"$getters.hybrid_group($pg, {call.text['group_size']})")
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if "modulo_expert" in name and version < 10 and call.value("with_context_parallel") is not True:
+        return Refusal("no-field", "before 0.10 it leaves context parallelism out")
+    end = next(end for end in _FORMS if name.endswith(end))
+    return _of_a_group(name.removeprefix("get_").removesuffix(end), end, call)
+
+
+def _of_a_stage(name: str, call: _Call, version: int) -> Replacement | Refusal:
+    ignored, field = call.value("ignore_virtual"), _OF_A_STAGE[name]
+    by_default = "ignore_virtual" not in call.given
+    if ignored is True:
+        flag = "" if by_default else ", ignore_virtual=True"
+        return Replacement(f"$getters.{name}($pg{flag})", field)
+    if version < _TAKES_VP_STAGE:
+        return Refusal("stage-default" if by_default else "vp-stage")
+    stage = call.text["vp_stage"]
+    if "vp_stage" not in call.given or stage.strip() == "None":
+        return Refusal("vp-stage", "pass vp_stage=")
+    flags = f"ignore_virtual={call.text['ignore_virtual']}, vp_stage={stage}"
+    return Replacement(f"$getters.{name}($pg, {flags})", field)
+
+
+def _of_a_group(middle: str, end: str, call: _Call) -> Replacement | Refusal:
+    asks, form = _FORMS[end]
+    flags = {name: call.value(name) for name in call.text if name != "check_initialized"}
+    checked = call.value("check_initialized") if "check_initialized" in call.text else True
+    if checked is not True and checked is not False:
+        return Refusal("run-time-flag", "check_initialized")
+    if not checked and asks != "group":
+        return Refusal("unchecked")
+    if not all(isinstance(value, bool) for value in flags.values()):
+        return _at_run_time(middle, asks, call, flags)
+    row = next(row for row in _FIELDS[middle] if all(flags.get(name) for name in row.true))
+    if row.field == "intra_dp_cp" and not flags.get("with_context_parallel"):
+        return Refusal("arguments", "partial_data_parallel needs with_context_parallel")
+    if row.helper:
+        return _ask_helper(middle, asks, row.helper.strip())
+    if not checked:
+        return Replacement(f'getattr($pg, "{row.field}", None)', row.field, "", "may-be-none")
+    caution = "may-be-none" if row.field in OPTIONAL_FIELDS and asks == "group" else ""
+    return Replacement(form.format(field=row.field), row.field, asks, caution)
+
+
+def _at_run_time(
+    middle: str, asks: str, call: _Call, flags: Mapping[str, object]
+) -> Replacement | Refusal:
+    """A flag that is no literal: a helper takes it as it is."""
+    unknown = {name for name, value in flags.items() if not isinstance(value, bool)}
+    others = {name for name, value in flags.items() if value is True} - _FLAGS_OF_HELPERS
+    # What counts rematerialisation in is refused by the helpers where it makes a difference.
+    if middle not in _HELPERS or not unknown <= _FLAGS_OF_HELPERS or others - {"with_gtp_remat"}:
+        return Refusal("run-time-flag", ", ".join(sorted(unknown)))
+    passed = ", ".join(
+        f"{name}={call.text[name]}"
+        for name, value in flags.items()
+        if name in _FLAGS_OF_HELPERS and value is not False
+    )
+    return _ask_helper(middle, asks, passed)
+
+
+def _ask_helper(middle: str, asks: str, flags: str) -> Replacement | Refusal:
+    helpers = _HELPERS[middle]
+    passed = f"$pg, {flags}" if flags else "$pg"
+    if asks in helpers:
+        return Replacement(f"$getters.{helpers[asks]}({passed})")
+    if asks in ("rank", "size"):
+        return Replacement(f"$getters.{helpers['group']}({passed}).{asks}()")
+    return Refusal("run-time-flag", flags)
+
+
+if unexplained := set(_REFUSED.values()) - set(REASONS):
+    raise RuntimeError(f"reasons that nothing explains: {unexplained}")

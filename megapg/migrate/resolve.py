@@ -1,0 +1,299 @@
+"""What a name stands for, followed through imports, assignments and the modules of the project.
+
+An answer is a set: a name that is bound in several branches may stand for several things.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from megapg.migrate.mapping import known
+from megapg.migrate.scopes import Alias, Analysis, Binding, Defined, Imported, Instance, Scope
+from megapg.migrate.tree import Modules, relative_parts
+
+PARALLEL_STATE = ("megatron", "core", "parallel_state")
+
+# Where Megatron-LM had it before there was a core, and what calls it by another name.
+_OTHER_NAMES = frozenset(
+    {
+        ("megatron", "core", "mpu"),
+        ("megatron", "mpu"),
+        ("megatron", "mpu", "initialize"),
+        ("megatron", "legacy", "mpu"),
+    }
+)
+# Megatron's own modules import the getters, and users import them from there.
+_REEXPORTING = re.compile(r"megatron\.(core|training|legacy)\.")
+_MOVED = "get_moe_layer_wise_logging_tracker"  # a function of its own elsewhere, since 0.13
+
+# Names of Megatron-core's module that begin so are Python's, not its.
+_DUNDER = re.compile(r"__\w+__\Z")
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One thing that a name may stand for.
+
+    Attributes:
+        kind: ``globals`` for Megatron's module, ``member`` for a name in it, ``file`` for a module
+            of the project, ``name`` for something outside of it, ``self`` for an instance of a
+            class, ``class`` for the class, ``unknown``.
+        name: the member, or the dotted name.
+        path: of the file; of something outside, the file that asks.
+        scope: of the class.
+    """
+
+    kind: str
+    name: str = ""
+    path: Path | None = None
+    scope: Scope | None = None
+
+
+Things: TypeAlias = frozenset[Thing]
+
+GLOBALS = Thing("globals")
+UNKNOWN = Thing("unknown")
+_NOTHING: Things = frozenset()
+
+_DEEPEST = 40  # names bound to names: further than anyone writes, and less than Python recurses
+
+
+class Resolver:
+    """Resolves names in the modules of one project.
+
+    Args:
+        modules: the project's files.
+        analysis: gives the scopes of a file, parsed when first asked for; None where it can't be.
+        may_define: whether a file can have a name at its top level, at a glance.
+        wrappers: dotted names of modules that stand for ``parallel_state``.
+    """
+
+    def __init__(
+        self,
+        modules: Modules,
+        analysis: Callable[[Path], Analysis | None],
+        may_define: Callable[[Path, str], bool],
+        wrappers: Collection[str] = (),
+    ) -> None:
+        self._modules, self._analysis, self._may_define = modules, analysis, may_define
+        self._wrappers = {tuple(name.split(".")) for name in wrappers}
+        self._same = _OTHER_NAMES | {PARALLEL_STATE} | self._wrappers
+        self._members: dict[tuple[Path, str], Things] = {}
+        self._names: dict[tuple[int, str], Things] = {}
+        self._scopes: list[Scope] = []  # keeps the ids in _names their own
+        self._asking: set[object] = set()
+        self._cut = 0  # how often a circle was cut short: what came of it is not for keeps
+
+    def expression(self, node: ast.expr, scope: Scope, path: Path) -> Things:
+        """What an expression's value may be."""
+        if isinstance(node, ast.Name):
+            return self.name(node.id, scope, path)
+        if isinstance(node, ast.Attribute):
+            return self.attribute(self.expression(node.value, scope, path), node.attr)
+        if isinstance(node, ast.Constant) and not node.value:
+            return _NOTHING  # None, False: not there rather than something else
+        if isinstance(node, ast.IfExp):
+            return self._either((node.body, node.orelse), scope, path)
+        if isinstance(node, ast.BoolOp):
+            return self._either(node.values, scope, path)
+        if isinstance(node, ast.NamedExpr):
+            return self.expression(node.value, scope, path)
+        if isinstance(node, ast.Call) and (module := _imported_by_call(node)):
+            return self._dotted(module, path)
+        if isinstance(node, ast.Subscript) and (module := _in_sys_modules(node)):
+            return self._dotted(module, path)
+        return frozenset({UNKNOWN})
+
+    def _either(self, nodes: Iterable[ast.expr], scope: Scope, path: Path) -> Things:
+        return _NOTHING.union(*(self.expression(node, scope, path) for node in nodes))
+
+    def name(self, name: str, scope: Scope, path: Path) -> Things:
+        """What a name may stand for where it is used."""
+        key = (id(scope), name)
+        if key in self._names:
+            return self._names[key]
+        if key in self._asking:
+            self._cut += 1
+            return _NOTHING
+        if len(self._asking) > _DEEPEST:
+            return frozenset({UNKNOWN})
+        self._asking.add(key)
+        cut = self._cut
+        found = scope.find(name)
+        if found is not None:
+            things = self._bindings(found[1], path)
+        else:
+            things = self._starred(name, scope, path) or frozenset({UNKNOWN})
+        self._asking.discard(key)
+        if cut == self._cut or not self._asking:
+            self._scopes.append(scope)
+            self._names[key] = things
+        return things
+
+    def _starred(self, name: str, scope: Scope, path: Path) -> Things:
+        for each in scope.chain():
+            for star in reversed(each.stars):
+                things = self.attribute(self._module(star, path), name)
+                if any(thing.kind not in ("unknown", "name") for thing in things):
+                    return things
+        return _NOTHING
+
+    def _bindings(self, bindings: Iterable[Binding], path: Path) -> Things:
+        return _NOTHING.union(*(self._binding(binding, path) for binding in bindings))
+
+    def _binding(self, binding: Binding, path: Path) -> Things:
+        if isinstance(binding, Alias):
+            return self.expression(binding.value, binding.scope, path)
+        if isinstance(binding, Imported):
+            if not binding.level and (*binding.module, binding.member) in self._same:
+                return frozenset({GLOBALS})
+            module = self._module(binding, path)
+            return self.attribute(module, binding.member) if binding.member else module
+        if isinstance(binding, Instance):
+            return frozenset({Thing("self", path=path, scope=binding.of)})
+        if isinstance(binding, Defined):
+            return frozenset({Thing("class", path=path, scope=binding.scope)})
+        return frozenset({UNKNOWN})
+
+    # -- modules -----------------------------------------------------------------------------
+
+    def _module(self, imported: Imported, path: Path) -> Things:
+        if not imported.level:
+            return self._dotted(imported.module, path)
+        return self._at(relative_parts(path, imported.level, imported.module))
+
+    def dotted(self, name: str, path: Path) -> Things:
+        """What an absolute dotted name may mean, as a string in a test has it."""
+        return self._dotted(tuple(name.split(".")), path)
+
+    def _dotted(self, parts: tuple[str, ...], path: Path) -> Things:
+        if parts in self._same:
+            return frozenset({GLOBALS})
+        for length in range(len(parts), 0, -1):
+            if parts[:length] in self._same:
+                return self._through(frozenset({GLOBALS}), parts[length:])
+            if (found := self._modules.find(parts[:length], path)) is not None:
+                return self._through(self._file(found), parts[length:])
+        return frozenset({Thing("name", ".".join(parts), path)})
+
+    def _through(self, things: Things, parts: Iterable[str]) -> Things:
+        for part in parts:
+            things = self.attribute(things, part)
+        return things
+
+    def _at(self, parts: tuple[str, ...]) -> Things:
+        """The module at a place in the file system; a folder without ``__init__`` is one too."""
+        found = self._modules.exactly(parts)
+        return self._file(found) if found else frozenset({Thing("file", path=Path(*parts))})
+
+    def _file(self, path: Path) -> Things:
+        parts = self._modules.parts(path)
+        wraps = any(parts[-len(wrapper) :] == wrapper for wrapper in self._wrappers)
+        stands_for_them = wraps or is_parallel_state(path)
+        return frozenset({GLOBALS if stands_for_them else Thing("file", path=path)})
+
+    # -- attributes --------------------------------------------------------------------------
+
+    def attribute(self, things: Things, name: str) -> Things:
+        """What an attribute may be."""
+        return _NOTHING.union(*(self._attribute(thing, name) for thing in things))
+
+    def _attribute(self, thing: Thing, name: str) -> Things:
+        if thing.kind == "globals":
+            if name == "initialize":  # of the mpu package that came before the core
+                return frozenset({GLOBALS})
+            return frozenset({UNKNOWN if _DUNDER.match(name) else Thing("member", name)})
+        if thing.kind == "file" and thing.path is not None:
+            return self._member(thing.path, name)
+        if thing.kind == "name":
+            return self._outside(f"{thing.name}.{name}", thing.path)
+        if thing.kind in ("self", "class") and thing.scope is not None and thing.path is not None:
+            held = [*thing.scope.attributes.get(name, ()), *thing.scope.bindings.get(name, ())]
+            key = (id(thing.scope), f".{name}")
+            if held and key not in self._asking:
+                self._asking.add(key)
+                found = self._bindings(held, thing.path)
+                self._asking.discard(key)
+                return found
+        return frozenset({UNKNOWN})
+
+    def _outside(self, dotted: str, importer: Path | None) -> Things:
+        parts = tuple(dotted.split("."))
+        if parts in self._same:
+            return frozenset({GLOBALS})
+        # A package without __init__ is found by what is in it.
+        if importer is not None and (found := self._modules.find(parts, importer)) is not None:
+            return self._file(found)
+        if _REEXPORTING.match(dotted):
+            if parts[-1] in ("parallel_state", "mpu"):
+                return frozenset({GLOBALS})
+            if parts[-1] != _MOVED and parts[-1] != parts[-1].upper() and known(parts[-1]):
+                return frozenset({Thing("member", parts[-1])})
+        return frozenset({Thing("name", dotted, importer)})
+
+    def _member(self, path: Path, name: str) -> Things:
+        key = (path, name)
+        if key in self._members:
+            return self._members[key]
+        if key in self._asking:
+            self._cut += 1
+            return _NOTHING
+        if len(self._asking) > _DEEPEST:
+            return frozenset({UNKNOWN})
+        self._asking.add(key)
+        cut = self._cut
+        things = self._top_level(path, name)
+        self._asking.discard(key)
+        if cut == self._cut or not self._asking:
+            self._members[key] = things
+        return things
+
+    def _top_level(self, path: Path, name: str) -> Things:
+        is_file = path in self._modules
+        if is_file and self._may_define(path, name):
+            analysis = self._analysis(path)
+            if analysis is not None:
+                if name in analysis.module.bindings:
+                    found = self._bindings(analysis.module.bindings[name], path)
+                    # A package that imports its own submodule: `from . import name`.
+                    if found:
+                        return found
+                if things := self._starred(name, analysis.module, path):
+                    return things
+        if not is_file or path.stem == "__init__":
+            parts = self._modules.parts(path) if is_file else path.parts
+            inner = self._modules.exactly((*parts, name))
+            if inner is not None:
+                return self._file(inner)
+        return frozenset({UNKNOWN})
+
+
+def is_parallel_state(path: Path) -> bool:
+    """Whether the file is Megatron-core's module itself."""
+    return (*path.parent.parts, path.stem)[-3:] == PARALLEL_STATE
+
+
+def _imported_by_call(node: ast.Call) -> tuple[str, ...] | None:
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func
+    called = called.id if isinstance(called, ast.Name) else called
+    if called not in ("import_module", "importorskip") or not node.args:
+        return None
+    return _dotted_string(node.args[0])
+
+
+def _in_sys_modules(node: ast.Subscript) -> tuple[str, ...] | None:
+    is_modules = isinstance(node.value, ast.Attribute) and node.value.attr == "modules"
+    return _dotted_string(node.slice) if is_modules else None
+
+
+def _dotted_string(node: ast.expr) -> tuple[str, ...] | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        parts = tuple(node.value.split("."))
+        if all(part.isidentifier() for part in parts):
+            return parts
+    return None

@@ -1,0 +1,383 @@
+"""What each name is bound to, scope by scope, as Python's own rules have it; nothing is run.
+
+One pass over a syntax tree gives its scopes with their bindings, and every place that reads or
+writes a name or a chain of attributes. What the names stand for is :mod:`megapg.migrate.resolve`'s.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+_Comprehension: TypeAlias = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+@dataclass(frozen=True, eq=False)
+class Imported:
+    """Bound by an import: of a module, or of a module's member.
+
+    Attributes:
+        level: dots in front.
+        module: parts of the module's name.
+        member: the name taken from it; empty where it is the module itself.
+        line: of the statement.
+    """
+
+    level: int
+    module: tuple[str, ...]
+    member: str
+    line: int
+
+
+@dataclass(frozen=True, eq=False)
+class Alias:
+    """Bound to the value of an expression."""
+
+    value: ast.expr
+    scope: Scope
+    line: int
+
+
+@dataclass(frozen=True, eq=False)
+class Instance:
+    """The first parameter of a method: self, or cls."""
+
+    of: Scope
+    line: int
+
+
+@dataclass(frozen=True, eq=False)
+class Defined:
+    """A class defined here."""
+
+    scope: Scope
+    line: int
+
+
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """Bound to what can't be told: a parameter, a loop's variable, a function."""
+
+    line: int
+    parameter: bool = False
+    default: ast.expr | None = None
+
+
+Binding: TypeAlias = Imported | Alias | Instance | Defined | Opaque
+
+
+@dataclass(eq=False)
+class Scope:
+    """One scope: of a module, a class, a function (or lambda), or a comprehension."""
+
+    kind: str
+    name: str
+    node: ast.AST
+    parent: Scope | None
+    bindings: dict[str, list[Binding]] = field(default_factory=dict)
+    attributes: dict[str, list[Binding]] = field(default_factory=dict)  # self.x, of a class
+    stars: list[Imported] = field(default_factory=list)
+    elsewhere: dict[str, Scope] = field(default_factory=dict)  # global and nonlocal
+
+    def bind(self, name: str, binding: Binding) -> None:
+        """One more thing that the name is bound to."""
+        self.elsewhere.get(name, self).bindings.setdefault(name, []).append(binding)
+
+    def chain(self) -> Iterator[Scope]:
+        """Where names are looked up from here: classes count for their own body only."""
+        yield self
+        scope = self.parent
+        while scope is not None:
+            if scope.kind != "class":
+                yield scope
+            scope = scope.parent
+
+    def find(self, name: str) -> tuple[Scope, list[Binding]] | None:
+        """The scope whose name it is, and what it is bound to there."""
+        for scope in self.chain():
+            owner = scope.elsewhere.get(name, scope)
+            if name in owner.bindings:
+                return owner, owner.bindings[name]
+        return None
+
+    def enclosing(self, *kinds: str) -> Scope | None:
+        """The innermost scope of one of these kinds, from this one outwards."""
+        scope: Scope | None = self
+        while scope is not None and scope.kind not in kinds:
+            scope = scope.parent
+        return scope
+
+    @property
+    def qualname(self) -> str:
+        """The names of classes and functions down to here, with dots."""
+        names: list[str] = []
+        scope: Scope | None = self
+        while scope is not None and scope.kind != "module":
+            if scope.kind != "comprehension":
+                names.append(scope.name)
+            scope = scope.parent
+        return ".".join(reversed(names))
+
+
+@dataclass(frozen=True, eq=False)
+class Parents:
+    """The nodes around one, from the inside out."""
+
+    node: ast.AST
+    above: Parents | None
+
+    def __iter__(self) -> Iterator[ast.AST]:
+        at: Parents | None = self
+        while at is not None:
+            yield at.node
+            at = at.above
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """A place that names something: a name, a chain of attributes, or a string passed to a call."""
+
+    node: ast.expr
+    scope: Scope
+    parents: Parents
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The scopes of one module, and its uses in the order of the source."""
+
+    module: Scope
+    uses: list[Use]
+
+
+def analyse(tree: ast.Module) -> Analysis:
+    """Scopes and uses of a module."""
+    return _Analyser(tree).run()
+
+
+class _Analyser:
+    """Walks with a stack of its own: expressions may be nested deeper than Python recurses."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self._tree = tree
+        self._module = Scope("module", "", tree, None)
+        self._uses: list[Use] = []
+        self._stack: list[tuple[ast.AST, Scope, Parents]] = []
+        self._handlers = {
+            ast.FunctionDef: self._function,
+            ast.AsyncFunctionDef: self._function,
+            ast.Lambda: self._lambda,
+            ast.ClassDef: self._class,
+            ast.ListComp: self._comprehension,
+            ast.SetComp: self._comprehension,
+            ast.DictComp: self._comprehension,
+            ast.GeneratorExp: self._comprehension,
+            ast.Import: self._import,
+            ast.ImportFrom: self._import_from,
+            ast.Global: self._elsewhere,
+            ast.Nonlocal: self._elsewhere,
+            ast.Assign: self._assign,
+            ast.AnnAssign: self._annotated,
+            ast.NamedExpr: self._walrus,
+            ast.Name: self._name,
+            ast.Attribute: self._attribute,
+            ast.Call: self._call,
+            ast.ExceptHandler: self._named,
+            ast.MatchAs: self._named,
+            ast.MatchStar: self._named,
+            ast.MatchMapping: self._named,
+        }
+
+    def run(self) -> Analysis:
+        top = Parents(self._tree, None)
+        self._push(self._tree.body, self._module, top)
+        while self._stack:
+            node, scope, parents = self._stack.pop()
+            handler = self._handlers.get(type(node))
+            if handler is None:
+                self._push(ast.iter_child_nodes(node), scope, Parents(node, parents))
+            else:
+                handler(node, scope, parents)  # type: ignore[operator]
+        self._uses.sort(key=lambda use: (use.node.lineno, use.node.col_offset))
+        return Analysis(self._module, self._uses)
+
+    def _push(self, nodes: Iterable[ast.AST | None], scope: Scope, parents: Parents) -> None:
+        # The first is handled first, so that declarations come before what they are about.
+        entries = [(node, scope, parents) for node in nodes if node is not None]
+        self._stack.extend(reversed(entries))
+
+    # -- scopes ------------------------------------------------------------------------------
+
+    def _function(self, node: _Function, scope: Scope, parents: Parents) -> None:
+        scope.bind(node.name, Opaque(node.lineno))
+        inner = Scope("function", node.name, node, scope)
+        inside = Parents(node, parents)
+        static = any(
+            isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list
+        )
+        self._parameters(node.args, inner, scope if scope.kind == "class" and not static else None)
+        # Parameters of types, of Python 3.12, are names of the function.
+        for parameter in getattr(node, "type_params", ()):
+            inner.bind(parameter.name, Opaque(node.lineno))
+        self._push(node.body, inner, inside)
+        self._push(_annotations(node.args), scope, inside)
+        outside = [*node.decorator_list, *_defaults(node.args), node.returns]
+        self._push(outside, scope, inside)
+
+    def _lambda(self, node: ast.Lambda, scope: Scope, parents: Parents) -> None:
+        inner = Scope("function", "<lambda>", node, scope)
+        self._parameters(node.args, inner, None)
+        inside = Parents(node, parents)
+        self._push([node.body], inner, inside)
+        self._push(_defaults(node.args), scope, inside)
+
+    def _parameters(self, given: ast.arguments, inner: Scope, of: Scope | None) -> None:
+        positional = [*given.posonlyargs, *given.args]
+        defaults: dict[str, ast.expr | None] = {
+            each.arg: default
+            for each, default in (
+                *zip(positional[::-1], given.defaults[::-1], strict=False),
+                *zip(given.kwonlyargs, given.kw_defaults, strict=True),
+            )
+        }
+        every = [*positional, *given.kwonlyargs, given.vararg, given.kwarg]
+        for each in every:
+            if each is not None:
+                binding = Opaque(each.lineno, parameter=True, default=defaults.get(each.arg))
+                inner.bind(each.arg, binding)
+        if of is not None and positional:
+            first = positional[0]
+            inner.bindings[first.arg] = [Instance(of, first.lineno)]
+
+    def _class(self, node: ast.ClassDef, scope: Scope, parents: Parents) -> None:
+        inner = Scope("class", node.name, node, scope)
+        scope.bind(node.name, Defined(inner, node.lineno))
+        inside = Parents(node, parents)
+        self._push(node.body, inner, inside)
+        self._push([*node.decorator_list, *node.bases, *node.keywords], scope, inside)
+
+    def _comprehension(self, node: _Comprehension, scope: Scope, parents: Parents) -> None:
+        inner = Scope("comprehension", "", node, scope)
+        inside = Parents(node, parents)
+        first, *others = node.generators
+        result = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        self._push([*result, first.target, *first.ifs, *others], inner, inside)
+        self._push([first.iter], scope, inside)  # outside of the comprehension, as Python does
+
+    # -- bindings ----------------------------------------------------------------------------
+
+    def _import(self, node: ast.Import, scope: Scope, parents: Parents) -> None:
+        for alias in node.names:
+            parts = tuple(alias.name.split("."))
+            # `import a.b` binds a, `import a.b as c` binds what a.b is.
+            bound = parts if alias.asname else parts[:1]
+            scope.bind(alias.asname or parts[0], Imported(0, bound, "", node.lineno))
+
+    def _import_from(self, node: ast.ImportFrom, scope: Scope, parents: Parents) -> None:
+        module = tuple(node.module.split(".")) if node.module else ()
+        for alias in node.names:
+            found = Imported(node.level, module, alias.name, node.lineno)
+            if alias.name == "*":
+                scope.stars.append(found)
+            else:
+                scope.bind(alias.asname or alias.name, found)
+
+    def _elsewhere(self, node: ast.Global | ast.Nonlocal, scope: Scope, parents: Parents) -> None:
+        for name in node.names:
+            if isinstance(node, ast.Global):
+                scope.elsewhere[name] = self._module
+            elif scope.parent is not None and (found := scope.parent.find(name)):
+                scope.elsewhere[name] = found[0]
+
+    def _assign(self, node: ast.Assign, scope: Scope, parents: Parents) -> None:
+        inside = Parents(node, parents)
+        self._push([node.value], scope, inside)
+        for target in node.targets:
+            self._target(target, node.value, scope, inside)
+
+    def _annotated(self, node: ast.AnnAssign, scope: Scope, parents: Parents) -> None:
+        inside = Parents(node, parents)
+        self._push([node.annotation, node.value], scope, inside)
+        if node.value is not None:
+            self._target(node.target, node.value, scope, inside)
+
+    def _walrus(self, node: ast.NamedExpr, scope: Scope, parents: Parents) -> None:
+        self._push([node.value], scope, Parents(node, parents))
+        holder = scope.enclosing("function", "module", "class") or scope
+        holder.bind(node.target.id, Alias(node.value, scope, node.lineno))
+
+    def _target(self, target: ast.expr, value: ast.expr, scope: Scope, parents: Parents) -> None:
+        if isinstance(target, ast.Name):
+            scope.bind(target.id, Alias(value, scope, target.lineno))
+        elif (
+            isinstance(target, ast.Tuple | ast.List)
+            and isinstance(value, ast.Tuple | ast.List)
+            and len(target.elts) == len(value.elts)
+            and not any(isinstance(e, ast.Starred) for e in (*target.elts, *value.elts))
+        ):
+            for one, its in zip(target.elts, value.elts, strict=True):
+                self._target(one, its, scope, parents)
+        elif isinstance(target, ast.Attribute):
+            self._written(target, scope, Alias(value, scope, target.lineno))
+            self._chain(target, scope, parents)
+        else:
+            self._push([target], scope, parents)
+
+    def _written(self, target: ast.Attribute, scope: Scope, binding: Binding) -> None:
+        """Note what is assigned to an attribute of self."""
+        if isinstance(target.value, ast.Name) and (found := scope.find(target.value.id)):
+            for owner in found[1]:
+                if isinstance(owner, Instance):
+                    owner.of.attributes.setdefault(target.attr, []).append(binding)
+
+    def _named(
+        self,
+        node: ast.ExceptHandler | ast.MatchAs | ast.MatchStar | ast.MatchMapping,
+        scope: Scope,
+        parents: Parents,
+    ) -> None:
+        name = node.rest if isinstance(node, ast.MatchMapping) else node.name
+        if name is not None:
+            scope.bind(name, Opaque(node.lineno))
+        self._push(ast.iter_child_nodes(node), scope, Parents(node, parents))
+
+    # -- uses --------------------------------------------------------------------------------
+
+    def _name(self, node: ast.Name, scope: Scope, parents: Parents) -> None:
+        if isinstance(node.ctx, ast.Store):
+            scope.bind(node.id, Opaque(node.lineno))
+        elif isinstance(node.ctx, ast.Load):
+            self._uses.append(Use(node, scope, parents))
+
+    def _attribute(self, node: ast.Attribute, scope: Scope, parents: Parents) -> None:
+        if isinstance(node.ctx, ast.Store):
+            self._written(node, scope, Opaque(node.lineno))
+        self._chain(node, scope, parents)
+
+    def _chain(self, node: ast.Attribute, scope: Scope, parents: Parents) -> None:
+        self._uses.append(Use(node, scope, parents))
+        inner: ast.expr = node
+        while isinstance(inner, ast.Attribute):
+            parents = Parents(inner, parents)
+            inner = inner.value
+        if not isinstance(inner, ast.Name):
+            self._push([inner], scope, parents)
+
+    def _call(self, node: ast.Call, scope: Scope, parents: Parents) -> None:
+        inside = Parents(node, parents)
+        for value in (*node.args, *(keyword.value for keyword in node.keywords)):
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                self._uses.append(Use(value, scope, inside))
+        self._push([node.func, *node.args, *node.keywords], scope, inside)
+
+
+def _defaults(given: ast.arguments) -> list[ast.expr | None]:
+    return [*given.defaults, *given.kw_defaults]
+
+
+def _annotations(given: ast.arguments) -> list[ast.expr | None]:
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return [each.annotation for each in every if each is not None]

@@ -1,0 +1,191 @@
+"""The Python files under some paths, and which of them a dotted name means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from megapg.migrate.source import Problem
+
+_PASSED_OVER = frozenset(
+    {"__pycache__", "node_modules", "build", "dist", "site-packages", "venv", "env"}
+)
+
+
+@dataclass(frozen=True)
+class File:
+    """One Python file.
+
+    Attributes:
+        path: absolute, as it was reached.
+        name: relative to the project, with forward slashes, for reports.
+    """
+
+    path: Path
+    name: str
+
+
+def find_files(
+    paths: Sequence[Path], root: Path, exclude: Sequence[str] = ()
+) -> Iterator[File | Problem]:
+    """Every Python file at or under the paths, each once, whatever links there are.
+
+    Hidden directories, environments and build directories are passed over unless they are named.
+
+    Args:
+        paths: files and directories.
+        root: of the project: names are relative to it.
+        exclude: patterns on names, such as ``third_party/*``.
+    """
+    seen: set[tuple[int, int]] = set()
+    for path in paths:
+        path = Path(os.path.abspath(path))
+        if not path.exists():
+            yield Problem(str(path), 0, "does not exist")
+        elif not path.is_dir():
+            yield from _once(path, root, (), seen)
+        else:
+            yield from _walk(path, root, exclude, seen)
+
+
+def _walk(
+    top: Path, root: Path, exclude: Sequence[str], seen: set[tuple[int, int]]
+) -> Iterator[File | Problem]:
+    unreadable: list[Problem] = []
+
+    def report(error: OSError) -> None:
+        name = _name(Path(error.filename or top), root)
+        unreadable.append(Problem(name, 0, f"can't be listed: {error.strerror}"))
+
+    for folder, folders, names in os.walk(top, followlinks=True, onerror=report):
+        here = Path(folder)
+        if not _first_visit(here, seen):  # a link that leads back, or to what another one did
+            folders.clear()
+            continue
+        folders[:] = sorted(name for name in folders if not _passed_over(here / name))
+        for name in sorted(names):
+            if name.endswith((".py", ".pyi")):
+                yield from _once(here / name, root, exclude, seen)
+    yield from unreadable
+
+
+def _once(
+    path: Path, root: Path, exclude: Sequence[str], seen: set[tuple[int, int]]
+) -> Iterator[File | Problem]:
+    name = _name(path, root)
+    if any(fnmatch(name, pattern) for pattern in exclude):
+        return
+    try:
+        if not path.is_file():
+            missing = not path.exists()
+            yield Problem(name, 0, "is a link to nothing" if missing else "is no regular file")
+        elif _first_visit(path, seen):
+            yield File(path, name)
+    except OSError as error:
+        yield Problem(name, 0, f"can't be read: {error.strerror}")
+
+
+def _first_visit(path: Path, seen: set[tuple[int, int]]) -> bool:
+    found = path.stat()
+    key = (found.st_dev, found.st_ino)
+    if key in seen:
+        return False
+    seen.add(key)
+    return True
+
+
+def _passed_over(folder: Path) -> bool:
+    name = folder.name
+    return name.startswith(".") or name in _PASSED_OVER or (folder / "pyvenv.cfg").exists()
+
+
+def _name(path: Path, root: Path) -> str:
+    try:
+        return path.relative_to(root).as_posix()
+    except ValueError:
+        return path.as_posix()
+
+
+class Modules:
+    """Which file a dotted name means, seen from another file.
+
+    Where a package's root is can't be told for certain (src layouts, namespace packages, scripts),
+    so a name means the file whose path ends like it; of several the one nearest to who asks.
+    """
+
+    def __init__(self, files: Iterable[File]) -> None:
+        self._by_last: dict[str, list[tuple[tuple[str, ...], Path]]] = {}
+        self._parts: dict[Path, tuple[str, ...]] = {}
+        for file in files:
+            parts = module_parts(file.path)
+            self._parts[file.path] = parts
+            if parts:
+                self._by_last.setdefault(parts[-1], []).append((parts, file.path))
+
+    def __contains__(self, path: Path) -> bool:
+        return path in self._parts
+
+    def find(self, dotted: Sequence[str], importer: Path) -> Path | None:
+        """The file of an absolute import."""
+        wanted = tuple(dotted)
+        found = [
+            (parts, path)
+            for parts, path in self._by_last.get(wanted[-1] if wanted else "", ())
+            if parts[-len(wanted) :] == wanted
+        ]
+        here = _folder(importer)
+        if len(wanted) == 1:  # `import types` means no types.py elsewhere
+            found = [each for each in found if self._at_top(each[1], importer)]
+        return max(found, key=lambda each: _shared(each[0], here), default=(None, None))[1]
+
+    def _at_top(self, path: Path, importer: Path) -> bool:
+        """Whether one word can mean it: a package in no package, or the neighbour of a script."""
+        is_package = path.stem == "__init__"
+        outside = path.parent.parent if is_package else path.parent
+        return outside / "__init__.py" not in self and (is_package or outside == importer.parent)
+
+    def exactly(self, parts: Sequence[str]) -> Path | None:
+        """The file that these parts lead to, from the root of the file system."""
+        found = self._by_last.get(parts[-1], ()) if parts else ()
+        return next((path for known, path in found if known == tuple(parts)), None)
+
+    def parts(self, path: Path) -> tuple[str, ...]:
+        """Those of a file."""
+        return self._parts[path]
+
+
+def relative_parts(importer: Path, level: int, dotted: Sequence[str]) -> tuple[str, ...]:
+    """Where a relative import leads."""
+    folder = _folder(importer)
+    return (*folder[: len(folder) - level + 1], *dotted)
+
+
+def module_parts(path: Path) -> tuple[str, ...]:
+    """``("/", "src", "a", "b")`` for ``/src/a/b.py`` and for ``/src/a/b/__init__.py``."""
+    return path.parent.parts if path.stem == "__init__" else (*path.parent.parts, path.stem)
+
+
+def _folder(path: Path) -> tuple[str, ...]:
+    return path.parent.parts
+
+
+def _shared(one: Sequence[str], other: Sequence[str]) -> tuple[int, int]:
+    """How far two paths agree; of equal ones the shorter first."""
+    same = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        same += 1
+    return same, -len(one)
+
+
+def by_package(names: Mapping[str, int]) -> dict[str, int]:
+    """Counts by file to counts by directory."""
+    packages: dict[str, int] = {}
+    for name, count in names.items():
+        package = name.rpartition("/")[0] or "."
+        packages[package] = packages.get(package, 0) + count
+    return packages
