@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import faulthandler
 import importlib
+import itertools
 import os
 import pickle
 import signal
@@ -160,10 +161,19 @@ def _store():
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+_PORTS = itertools.count(os.getpid())
+
+
 def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Nobody gets it by chance before rank 0 binds it: connections are given higher ones, and each
+    job here another.
+    """
+    for number in _PORTS:
+        port = 20_000 + number % 10_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("never reached: the count has no end")
 
 
 # -- the interpreter -------------------------------------------------------------------------------

@@ -240,6 +240,8 @@ def killed_everywhere(forge, tmp_path, choice, disk, scattered):
             others = [point for point in changes if point not in points]
             points += choice.sample(others, min(disk, len(others)))
             points += random_points(seen, scattered, choice)
+            # All has been written, and the leader's word on it is near.
+            points += [(*p, seen[p]) for p in seen if p[2:] == ("announce", "in")]
             cases += [(template, sizes, iteration, options, victim, point) for point in points]
     for first in range(0, len(cases), AT_A_TIME):
         running = []
