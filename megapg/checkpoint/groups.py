@@ -35,7 +35,10 @@ def teamwork(
     """
     world = adopt()
     ranks = range(world.size) if pg.layout is None else pg.layout.ranks
-    store: dist.Store = world.store.clone() if background else world.store  # type: ignore[attr-defined]
+    store: dist.Store = world.store
+    if background:
+        with contextlib.suppress(dist.DistError):  # too busy for one more: the old one will do
+            store = store.clone()  # type: ignore[attr-defined]
     # Collections of one process may work at the same time, and so may those of disjoint ranks.
     who = zlib.crc32(repr((pg.lease.owner, list(ranks))).encode())
     return Teamwork(store, f"checkpoint {name} {who:08x}", world.rank, ranks, timeout=timeout)
