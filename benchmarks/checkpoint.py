@@ -49,7 +49,7 @@ import megapg
 from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint import rng_records
 from megapg.checkpoint.names import iteration_name
-from megapg.checkpoint.save import OptimizerSharding
+from megapg.checkpoint.optimizer import OptimizerSharding
 from megapg.checkpoint.state import gather_parameters, load_model, model_state
 from megapg.demo import gpt
 from megapg.demo.job import GPTRun

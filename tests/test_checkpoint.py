@@ -6,6 +6,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import megatron_training
 import pytest
@@ -16,6 +17,7 @@ from resuming import RUN, Training, cut, equal, sizes, weights
 import megapg
 from megapg import ProcessGroupCollection
 from megapg.checkpoint.contents import read_contents
+from megapg.checkpoint.writer import write_items
 from megapg.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -376,9 +378,25 @@ def several(root):
         for number in range(6, 10):
             job.save(f"{root}/actor", number, asynchronous=True, in_flight=3)
         job.save(f"{root}/actor", 10)
-        assert megapg.latest(f"{root}/actor").iteration == 10
-        assert len(megapg.list_checkpoints(f"{root}/actor")) == 10
+        with mock.patch("megapg.checkpoint.save.write_items", slow_at_first(me)):
+            first = job.save(f"{root}/actor", 11, asynchronous=True, in_flight=2)
+            second = job.save(f"{root}/actor", 12, asynchronous=True, in_flight=2)
+            first.wait(60)
+            second.wait(60)
+        assert megapg.latest(f"{root}/actor").iteration == 12
+        assert len(megapg.list_checkpoints(f"{root}/actor")) == 12
         critic.let_go()
+
+
+def slow_at_first(me):
+    """The second rank's disk is slow for the first of two saves."""
+    delays = [2.0 if me == 1 else 0.0]
+
+    def write(*args):
+        time.sleep(delays.pop() if delays else 0.0)
+        return write_items(*args)
+
+    return write
 
 
 def test_saves_at_the_same_time_and_after_failures(tmp_path):

@@ -24,6 +24,7 @@ from megapg.checkpoint.groups import exchanging, layout_of, teamwork
 from megapg.checkpoint.manifest import verify as verify_files
 from megapg.checkpoint.names import (
     INDEX_FILE,
+    RELEASE,
     CheckpointInfo,
     find,
     iteration_name,
@@ -176,7 +177,7 @@ def load_checkpoint(
             else:
                 path = Path(team.announce("directory").decode())
             contents = read_contents(path)
-            release = path.name == "release"
+            release = path.name == RELEASE
             weights_only = weights_only or release
             layout = layout_of(pg)
             with_optimizer = not weights_only and _wants_optimizer(optimizer, contents)
@@ -257,7 +258,7 @@ def _find(root: Path, iteration: int | None) -> CheckpointInfo:
                 f"{root} is a checkpoint itself, and not that of step {iteration}. Leave iteration "
                 "out, or give the directory above."
             )
-        return CheckpointInfo(path=root, iteration=0, release=root.name == "release", complete=True)
+        return CheckpointInfo(path=root, iteration=0, release=root.name == RELEASE, complete=True)
     found = latest(root) if iteration is None else find(root, iteration_name(iteration))
     if found is None or not found.complete:
         if not root.is_dir():

@@ -90,6 +90,19 @@ def _read_into(stream: BinaryIO, buffer: memoryview, path: Path) -> int:
         raise BrokenCheckpointError(f"{path.parent}: {problem}", [problem]) from error
 
 
+def write_file(path: Path, data: bytes) -> FileSum:
+    """Write a small file that is not there yet, and sync it.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileSum(len(data), hashlib.sha256(data).hexdigest())
+
+
 def write_manifest(
     directory: Path, files: Mapping[str, FileSum], about: Mapping[str, object]
 ) -> None:
@@ -111,10 +124,7 @@ def write_manifest(
     }
     content["checksum"] = _checksum(content)
     final, unfinished = directory / MANIFEST_FILE, directory / f"{MANIFEST_FILE}.partial"
-    with unfinished.open("w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=2)
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_file(unfinished, json.dumps(content, indent=2).encode())
     unfinished.replace(final)
     handle = os.open(directory, os.O_RDONLY)
     try:

@@ -43,7 +43,9 @@ from megapg.layout import ParallelLayout
 OptimizerState: TypeAlias = dict[str | int, object]
 """What ``sharded_state_dict`` returns; of several chained optimizers, by their index."""
 
-Sharding: TypeAlias = Literal["fully_reshardable", "dp_reshardable"]
+OptimizerSharding: TypeAlias = Literal["fully_reshardable", "dp_reshardable"]
+"""``fully_reshardable`` loads under any layout; ``dp_reshardable`` is cheaper to save, and loads
+only where nothing but the data-parallel size has changed."""
 
 _TYPE = "distrib_optim_sharding_type"
 
@@ -58,7 +60,7 @@ _TRAITS = ("is_expert_parallel", "max_lr", "min_lr", "start_wd", "end_wd", "opti
 
 
 def content_metadata(
-    optimizer: MegatronOptimizer | None, *, sharding: Sharding = "fully_reshardable"
+    optimizer: MegatronOptimizer | None, *, sharding: OptimizerSharding = "fully_reshardable"
 ) -> dict[str, str | bool]:
     """What a checkpoint says about the form of its contents, as ``megatron.training`` writes it.
 
@@ -74,8 +76,8 @@ def content_metadata(
     Raises:
         UnsupportedOptionError: another sharding.
     """
-    if sharding not in get_args(Sharding):
-        known = ", ".join(get_args(Sharding))
+    if sharding not in get_args(OptimizerSharding):
+        known = ", ".join(get_args(OptimizerSharding))
         raise UnsupportedOptionError(f"sharding={sharding!r}: the optimizer has {known}.")
     metadata: dict[str, str | bool] = {}
     if any(isinstance(leaf, DistributedOptimizer) for leaf in _leaves(optimizer)):
@@ -281,7 +283,7 @@ def check_reshard(
             f"optimizer state is sharded isn't known. {_WITHOUT}"
         )
     sharding = metadata.get(_TYPE, "fully_reshardable")  # absent: not a distributed optimizer
-    if sharding not in get_args(Sharding):
+    if sharding not in get_args(OptimizerSharding):
         why = _UNREADABLE.get(str(sharding), "is not known")
         raise CheckpointMismatchError(
             f"the optimizer state of the checkpoint is sharded as {sharding!r}, which {why}. "

@@ -30,7 +30,7 @@ from megapg import __version__
 from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint import rng_records
 from megapg.checkpoint.groups import exchanging, layout_of, sizes_of, teamwork
-from megapg.checkpoint.manifest import FileSum, write_manifest
+from megapg.checkpoint.manifest import FileSum, write_file, write_manifest
 from megapg.checkpoint.names import (
     COMMON_FILE,
     FORMAT_FILE,
@@ -38,6 +38,7 @@ from megapg.checkpoint.names import (
     CheckpointInfo,
     iteration_name,
 )
+from megapg.checkpoint.optimizer import OptimizerSharding
 from megapg.checkpoint.planning import Item, State, merge_plans, plan_save, sharded_object
 from megapg.checkpoint.publish import Partial
 from megapg.checkpoint.safe import load_safely
@@ -54,7 +55,7 @@ from megapg.checkpoint.state import (
     model_state,
     namespace,
 )
-from megapg.checkpoint.writer import snapshot, write_file, write_items
+from megapg.checkpoint.writer import snapshot, write_items
 from megapg.collection import ProcessGroupCollection
 from megapg.comms.teamwork import CancelledError, OthersFailedError, Teamwork
 from megapg.errors import CheckpointError, CheckpointSaveError, RendezvousError
@@ -64,10 +65,6 @@ from megapg.megatron.core import MegatronCollection
 from megapg.rng import RngState, capture_rng_state
 
 logger = logging.getLogger(__name__)
-
-OptimizerSharding: TypeAlias = Literal["fully_reshardable", "dp_reshardable"]
-"""``fully_reshardable`` loads under any layout; ``dp_reshardable`` is cheaper to save, and loads
-only where tensor, pipeline and data parallel sizes are those it was saved with."""
 
 RngRecords: TypeAlias = Literal["both", "per_rank", "per_tp_pp"]
 """How random streams are kept: one record for every rank (Megatron's main branch since #6858), one

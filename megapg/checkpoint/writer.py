@@ -128,12 +128,3 @@ def _write(stream: _Summed, data: torch.Tensor | io.BytesIO) -> None:
         if stream.trouble is None:
             raise
         raise stream.trouble from None  # over which torch complains of an unfinished archive
-
-
-def write_file(path: Path, data: bytes) -> FileSum:
-    """Write a small file, and sync it."""
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileSum(len(data), hashlib.sha256(data).hexdigest())

@@ -28,10 +28,10 @@ from megapg.megatron.tables import (
     HYBRID_GROUPS,
     MEMORY_BUFFER,
     OWNERS_CALLS,
-    RANK_GLOBALS,
     VIRTUAL_PIPELINE_RANK,
     VIRTUAL_PIPELINE_SIZE,
 )
+from megapg.migrate.mapping import RANK_GLOBALS
 
 if TYPE_CHECKING:
     from types import CodeType, ModuleType

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megapg.layout import FIELDS
-from megapg.megatron.tables import GLOO_GLOBALS, GROUP_GLOBALS, HYBRID_GROUPS, RANK_GLOBALS
+from megapg.megatron.tables import GLOO_GLOBALS, GROUP_GLOBALS, HYBRID_GROUPS
+from megapg.migrate.mapping import RANK_GLOBALS
 
 
 @dataclass(frozen=True)
@@ -140,24 +140,6 @@ _OF_A_STAGE: Mapping[str, str] = {
     "is_pipeline_first_stage": "pp",
     "is_pipeline_last_stage": "pp",
     "is_rank_in_embedding_group": "embd",
-}
-
-# Parameter of a function of the cores, and of users who write as they do -> the fields of which it
-# may take the group. ``<field>_group`` is the field's; what is listed here is wider or has another
-# name. Left out is what takes now one group and now another: group, process_group, reduce_group,
-# data_parallel_group, parallelization_group.
-_NAMED_OTHERWISE: Mapping[str, tuple[str, ...]] = {
-    "tp_group": ("tp", "expt_tp"),  # experts are built from the same layers
-    "dp_group": ("dp", "dp_cp", "dp_cp_gtp_remat"),
-    "dp_cp_group": ("dp_cp", "dp_cp_gtp_remat"),
-    "gtp_remat_group": ("gtp_remat", "expt_gtp_remat"),
-    "expert_tp_group": ("expt_tp",),
-    "model_parallel_group": ("mp", "tp_ep_pp", "tp_ep_pp_with_egtp_remat"),  # of either optimizer
-    "pos_emb_group": ("pos_embd",),
-}
-GROUP_PARAMETERS: Mapping[str, tuple[str, ...]] = {
-    **{f"{field}_group": (field,) for field in FIELDS if field != "hcp"},
-    **_NAMED_OTHERWISE,
 }
 
 COLLECTION_PARAMETER = "pg_collection"

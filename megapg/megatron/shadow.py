@@ -25,11 +25,11 @@ from megapg.megatron.hook import listening
 from megapg.megatron.replacements import (
     COLLECTION_PARAMETER,
     EXPERT_FLAG,
-    GROUP_PARAMETERS,
     TP_GROUP_OF_EXPERTS,
 )
 from megapg.megatron.tables import GROUP_GLOBALS, HYBRID_GROUPS
 from megapg.megatron.view import GlobalGroups
+from megapg.migrate.mapping import GROUP_PARAMETERS
 
 if TYPE_CHECKING:
     from rich.table import Table

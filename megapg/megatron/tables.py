@@ -52,21 +52,6 @@ GROUP_GLOBALS: Mapping[str, str] = {
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
 }
 
-# private global -> the field whose global ranks it lists.
-RANK_GLOBALS: Mapping[str, str] = {
-    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tp",
-    "_PIPELINE_GLOBAL_RANKS": "pp",
-    "_MODEL_PARALLEL_GLOBAL_RANKS": "mp",
-    "_EMBEDDING_GLOBAL_RANKS": "embd",
-    "_POSITION_EMBEDDING_GLOBAL_RANKS": "pos_embd",
-    "_CONTEXT_PARALLEL_GLOBAL_RANKS": "cp",
-    "_DATA_PARALLEL_GLOBAL_RANKS": "dp",
-    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "dp_cp",
-    "_EXPERT_MODEL_PARALLEL_RANKS": "ep",
-    "_GTP_WEIGHT_REMAT_GLOBAL_RANKS": "gtp_remat",
-    "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": "expt_gtp_remat",
-}
-
 # private global -> the group of ``pg.extras`` that it holds.
 GLOO_GLOBALS: Mapping[str, str] = {
     "_DATA_PARALLEL_GROUP_GLOO": "gloo.dp",

@@ -12,6 +12,7 @@ import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megapg.layout import FIELDS
 from megapg.migrate.reasons import REASONS
 from megapg.migrate.signatures import SIGNATURES, VERSIONS, signature
 
@@ -355,22 +356,17 @@ PRIVATE = frozenset(
 """Private names that code outside of Megatron-core reads, as far as they are known by name."""
 
 # Parameter or attribute of a function, in the cores and in code that is written as they are -> the
-# fields of which it may hold the group. ``<field>_group`` is the field's.
-_FIELDS_WITH_A_GROUP = (
-    *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "tp_dp", "tp_dp_cp"),
-    *("ep", "expt_tp", "tp_ep", "tp_ep_pp", "tp_ep_pp_with_egtp_remat"),
-    *("dp", "dp_cp", "dp_cp_ag", "dp_cp_gtp_remat", "gtp_remat", "expt_gtp_remat"),
-    *("expt_dp", "expt_dp_ag", "expt_dp_gtp_remat"),
-    *("intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "intra_dist_opt"),
-)
+# fields of which it may hold the group. ``<field>_group`` is the field's; what is listed here is
+# wider or has another name. Left out is what takes now one group and now another: group,
+# process_group, reduce_group, data_parallel_group, parallelization_group.
 GROUP_PARAMETERS: Mapping[str, tuple[str, ...]] = {
-    **{f"{field}_group": (field,) for field in _FIELDS_WITH_A_GROUP},
-    "tp_group": ("tp", "expt_tp"),
+    **{f"{field}_group": (field,) for field in FIELDS if field != "hcp"},
+    "tp_group": ("tp", "expt_tp"),  # experts are built from the same layers
     "dp_group": ("dp", "dp_cp", "dp_cp_gtp_remat"),
     "dp_cp_group": ("dp_cp", "dp_cp_gtp_remat"),
     "gtp_remat_group": ("gtp_remat", "expt_gtp_remat"),
     "expert_tp_group": ("expt_tp",),
-    "model_parallel_group": ("mp", "tp_ep_pp", "tp_ep_pp_with_egtp_remat"),
+    "model_parallel_group": ("mp", "tp_ep_pp", "tp_ep_pp_with_egtp_remat"),  # of either optimizer
     "pos_emb_group": ("pos_embd",),
 }
 
