@@ -28,7 +28,8 @@ from megapg.megatron import (
     session_arguments,
     to_megatron,
 )
-from megapg.megatron.tables import GROUP_GLOBALS, RANK_GLOBALS
+from megapg.megatron.tables import GROUP_GLOBALS
+from megapg.migrate.mapping import RANK_GLOBALS
 from megapg.testing import fake_collection
 
 pytestmark = pytest.mark.contract
