@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megapg.megatron import (
         from_megatron,
         from_parallel_state,
+        groups_of,
         published,
         resolve,
         to_megatron,
@@ -51,6 +52,7 @@ _HOMES = {
     "fork_rng": "megapg.rng",
     "from_megatron": "megapg.megatron",
     "from_parallel_state": "megapg.megatron",
+    "groups_of": "megapg.megatron",
     "latest": "megapg.checkpoint.names",
     "list_checkpoints": "megapg.checkpoint.names",
     "load_checkpoint": "megapg.checkpoint.load",
@@ -83,6 +85,7 @@ __all__ = [
     "fork_rng",
     "from_megatron",
     "from_parallel_state",
+    "groups_of",
     "latest",
     "list_checkpoints",
     "load_checkpoint",

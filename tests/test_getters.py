@@ -10,13 +10,12 @@ import inspect
 import itertools
 import pickle
 import re
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 import torch.distributed as dist
+from equivalence import every_stage, last_stage_first, megatron
 from megatron.core import parallel_state
-from recording import recorded_megatron
 from test_layout_against_megatron import Configuration
 
 from megapg import ProcessGroupCollection
@@ -40,14 +39,6 @@ pytestmark = pytest.mark.contract
 
 OLD = installed_version()[:2] < OLDEST_CORE  # no sessions, no collection class
 GLOO_FIELDS = [name.removeprefix("gloo.") for name in GLOO_GLOBALS.values()]
-
-
-def last_stage_first(pipeline, split=None):
-    return pipeline[:0:-1] + pipeline[:1]
-
-
-def every_stage(pipeline, split=None):
-    return pipeline
 
 
 CONFIGURATIONS = [
@@ -97,6 +88,22 @@ QUESTIONS = {
     "pipeline_prev_rank": ("get_pipeline_model_parallel_prev_rank", [()]),
     "is_rank_in_embedding_group": ("is_rank_in_embedding_group", STAGES),
     "is_rank_in_position_embedding_group": ("is_rank_in_position_embedding_group", [()]),
+    "pipeline_split_rank": ("get_pipeline_model_parallel_split_rank", [()]),
+    "pipeline_decoder_start": ("get_pipeline_model_parallel_decoder_start", [()]),
+    **{
+        name: (name, [(), *((("rank", stage),) for stage in range(4))])
+        for name in (
+            *("is_pipeline_stage_before_split", "is_pipeline_stage_after_split"),
+            *("is_inside_encoder", "is_inside_decoder"),
+        )
+    },
+    "is_pipeline_stage_at_split": ("is_pipeline_stage_at_split", [()]),
+    "all_ranks": ("get_all_ranks", [()]),
+    "hierarchical_groups": (
+        "get_hierarchical_context_parallel_groups",
+        [*flags("check_initialized")],
+    ),
+    "inter_partial_data_group": ("get_inter_partial_data_parallel_group", [()]),
     "tensor_src_rank": ("get_tensor_model_parallel_src_rank", [()]),
     "model_src_rank": ("get_model_parallel_src_rank", [()]),
     "data_src_rank": ("get_data_parallel_src_rank", [*flags("with_context_parallel")]),
@@ -153,17 +160,9 @@ GLOO = {field: question for field, question in GLOO.items() if takes(*question)}
 SIZES = (2, 3, 4, 8, 16)
 
 
-@contextmanager
-def megatron(rank, world_size):
-    """``parallel_state`` for one rank of a fake world, as good as new and undone afterwards."""
-    with recorded_megatron(rank, world_size):
-        # Some versions initialise these two by adding to the object that is there.
-        for name in ("_HYBRID_DP_CP_GROUPS", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"):
-            setattr(parallel_state, name, copy.copy(getattr(parallel_state, name, None)))
-        yield
-
-
 def plain(answer):
+    if isinstance(answer, list):
+        return [*map(plain, answer)]
     return tuple(dist.get_process_group_ranks(answer)) if is_group(answer) else answer
 
 
@@ -284,6 +283,8 @@ def test_the_view_prefers_what_was_set_as_the_getters_do():
             "ep": "expert_model_parallel",
             "expt_tp": "expert_tensor_parallel",
         }
+        parallel_state.set_pipeline_model_parallel_rank(0)
+        assert getters.is_pipeline_first_stage(view)  # no matter how many stages there are
         for field, name in setters.items():  # with no group anywhere, as offline tools do
             getattr(parallel_state, f"set_{name}_rank")(3)
             getattr(parallel_state, f"set_{name}_world_size")(5)
@@ -325,20 +326,52 @@ def test_no_reader_of_parallel_state_is_forgotten():
         "is_unitialized",  # deprecated
         "get_data_modulo_expert_parallel_group",  # deprecated
         "get_virtual_pipeline_model_parallel_rank",  # the schedule's; it passes vp_stage now
-        "get_all_ranks",  # a text for file names
         "get_global_symmetric_memory_buffer",  # 0.16's only, of CUDA
-        "get_inter_partial_data_parallel_group",  # the rest is 0.12's: encoder and decoder
-        "get_pipeline_model_parallel_split_rank",
-        "get_pipeline_model_parallel_decoder_start",
-        "get_moe_layer_wise_logging_tracker",
-        "is_inside_encoder",
-        "is_inside_decoder",
-        "is_pipeline_stage_before_split",
-        "is_pipeline_stage_after_split",
-        "is_pipeline_stage_at_split",
+        "get_moe_layer_wise_logging_tracker",  # 0.12's, and no group's
     }
     assert readers - helped - fields - reasons == set()
     assert {theirs for theirs, _ in QUESTIONS.values()} <= helped
+
+
+@pytest.mark.parametrize("field", ["embd", "pos_embd", "inter_dist_opt"])
+def test_a_group_that_is_not_there_is_never_world(field):
+    with megatron(2, 8):  # a stage in the middle, and one optimizer instance
+        Configuration(world_size=8, pp=4).initialize_megatron()
+        for pg in (GlobalGroups(), ProcessGroupCollection.from_groups(**{field: None})):
+            with pytest.raises(MissingGroupError, match=rf"{field} is None here"):
+                getters.present_group(pg, field)
+            assert getters.present_group(pg, field, check_initialized=False) is None
+        nothing = ProcessGroupCollection.from_groups()
+        with pytest.raises(MissingGroupError, match=rf"has no {field}"):
+            getters.present_group(nothing, field)
+        assert getters.present_group(nothing, field, check_initialized=False) is None
+    with fake_collection(pp=2, optimizer_instances=2, world_size=4) as pg:
+        assert getters.present_group(pg, field) is getattr(pg, field)
+
+
+def test_the_pipelines_of_a_rank_in_several_are_not_none():
+    with megatron(0, 8):
+        Configuration(world_size=8, pp=2).initialize_megatron()
+        view, one = GlobalGroups(), parallel_state.get_pipeline_model_parallel_group()
+        # What an encoder that is narrower than its decoder has, up to 0.13.
+        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = [one, one]
+        for checked in (False, True):
+            with pytest.raises(MissingGroupError, match="several such groups"):
+                getters.present_group(view, "pp", check_initialized=checked)
+        assert getters.model_parallel_is_initialized(view)
+        assert getters.is_pipeline_first_stage(view)
+        assert not getters.is_pipeline_last_stage(view, ignore_virtual=True)
+
+
+def test_a_sessions_pipeline_is_not_split():
+    with fake_collection(rank=3, pp=4) as pg:
+        assert getters.pipeline_split_rank(pg) is getters.pipeline_decoder_start(pg) is None
+        assert getters.is_pipeline_stage_before_split(pg)
+        assert getters.is_pipeline_stage_after_split(pg)
+        assert getters.is_pipeline_stage_at_split(pg)
+        assert getters.is_inside_decoder(pg)
+        assert getters.is_inside_encoder(pg, rank=0)
+        assert not getters.is_inside_encoder(pg)
 
 
 # -- what needs a collection of one's own ----------------------------------------------------------

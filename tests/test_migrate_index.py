@@ -362,7 +362,9 @@ def test_everything_a_rewriter_needs(tmp_path: Path) -> None:
         ("def f(*, pg_collection):\n    {}", "collection pg_collection parameter False"),
         ("def f():\n    pg_collection = g()\n    {}", "collection pg_collection local False"),
         ("def f():\n    {}\n    pg_collection = g()", None),
-        ("def f(tp_group, pg_collection):\n    {}", "group tp_group parameter False"),
+        # Experts are built of the same layers: what is called tp_group may be theirs.
+        ("def f(tp_group):\n    {}", "group tp_group parameter False"),
+        ("def f(tp_group, pg_collection):\n    {}", "collection pg_collection parameter False"),
         ("def f(dp_group):\n    {}", None),
         ("def f(model):\n    {}", "model model parameter False"),
         ("def f(model):\n    def g():\n        {}", "model model parameter False"),

@@ -13,7 +13,7 @@ import pytest
 from megapg.layout import FIELDS
 from megapg.megatron import getters, replacements, tables
 from megapg.migrate import mapping
-from megapg.migrate.mapping import Argument, Refusal, Replacement, replacement
+from megapg.migrate.mapping import Argument, Refusal, Replacement, Takes, replacement
 from megapg.migrate.reasons import CAUTIONS, REASONS, explain
 from megapg.migrate.signatures import SIGNATURES, VERSIONS, functions, signature
 
@@ -189,16 +189,42 @@ def test_the_tables_that_both_sides_have_agree() -> None:
 @pytest.mark.parametrize(
     ("name", "call", "versions", "expected"),
     [
-        ("is_pipeline_last_stage", "", (12,), "stage-default"),
+        (
+            "is_pipeline_last_stage",
+            "",
+            (5, 12),
+            "getters.is_pipeline_last_stage(pg, ignore_virtual=False)",
+        ),
         ("is_pipeline_last_stage", "", (13,), "getters.is_pipeline_last_stage(pg)"),
-        ("is_pipeline_last_stage", "", (12, 13), "version"),
+        ("is_pipeline_last_stage", "", (12, 13), "stage-default"),
+        ("is_pipeline_last_stage", "**flags", (12,), "stage-default"),
+        ("is_pipeline_last_stage", "**flags", (12, 13), "stage-default"),
+        ("is_pipeline_last_stage", "**flags", (13,), "getters.is_pipeline_last_stage(pg, **flags)"),
+        ("is_pipeline_last_stage", "*flags", (13,), "arguments"),
+        (
+            "is_pipeline_first_stage",
+            "False, **chunk",
+            (16,),
+            "getters.is_pipeline_first_stage(pg, ignore_virtual=False, **chunk)",
+        ),
+        (
+            "is_rank_in_embedding_group",
+            "ignore_virtual=flag",
+            (12, 16),
+            "getters.is_rank_in_embedding_group(pg, ignore_virtual=flag)",
+        ),
         (
             "is_pipeline_last_stage",
             "ignore_virtual=True",
             (5, 12, 13, 19),
             "getters.is_pipeline_last_stage(pg, ignore_virtual=True)",
         ),
-        ("is_pipeline_last_stage", "ignore_virtual=False", (16,), "vp-stage"),
+        (
+            "is_pipeline_last_stage",
+            "ignore_virtual=False",
+            (12, 16),
+            "getters.is_pipeline_last_stage(pg, ignore_virtual=False)",
+        ),
         # The versions that lack the parameter can't run the call.
         (
             "is_pipeline_last_stage",
@@ -236,11 +262,44 @@ def test_the_tables_that_both_sides_have_agree() -> None:
             "getters.expert_data_group(pg, partial_expert_data_parallel=True).rank()",
         ),
         ("get_tensor_model_parallel_group", "False", (16,), 'getattr(pg, "tp", None)'),
-        ("get_tensor_model_parallel_group", "check_initialized=now", (16,), "run-time-flag"),
+        (
+            "get_tensor_model_parallel_group",
+            "check_initialized=now",
+            (16,),
+            'getters.present_group(pg, "tp", check_initialized=now)',
+        ),
+        (
+            "get_tensor_and_data_parallel_group",
+            "check_initialized=False, with_context_parallel=flag",
+            (16,),
+            "unchecked",
+        ),
+        ("get_context_parallel_global_ranks", "check_initialized=now", (16,), "run-time-flag"),
+        ("get_embedding_group", "", (5, 19), 'getters.present_group(pg, "embd")'),
+        ("get_embedding_group", "False", (16,), 'getattr(pg, "embd", None)'),
+        (
+            "get_hierarchical_context_parallel_groups",
+            "check_initialized=now",
+            (12, 16),
+            "getters.hierarchical_groups(pg, check_initialized=now)",
+        ),
+        ("get_context_parallel_global_ranks", "", (5, 19), 'list(pg.ranks("cp"))'),
+        ("is_inside_encoder", "", (9, 19), "getters.is_inside_encoder(pg)"),
+        ("is_inside_encoder", "stage", (13,), "getters.is_inside_encoder(pg, rank=stage)"),
+        ("is_inside_encoder", "", (14,), "not-in-core"),
+        ("get_pipeline_model_parallel_split_rank", "", (5, 13), "getters.pipeline_split_rank(pg)"),
+        ("set_pipeline_model_parallel_split_rank", "2", (12,), "encoder-decoder"),
+        ("get_amax_reduction_group", "", (7, 9), "pg.tp_dp"),
+        ("get_amax_reduction_group", "", (8,), "pg.tp"),
+        ("get_amax_reduction_group", "True", (8,), "pg.tp_cp"),
+        ("get_amax_reduction_group", "", (8, 9), "version"),
         ("get_context_parallel_global_ranks", "check_initialized=False", (16,), "unchecked"),
-        ("get_model_parallel_group", "with_expert_parallel=True", (9,), "pg.tp_ep_pp"),
+        ("get_model_parallel_group", "with_expert_parallel=True", (9,), "no-field"),
+        ("get_tensor_and_expert_parallel_group", "", (9,), "no-field"),
+        ("get_expert_model_parallel_rank", "", (5,), "no-field"),
+        ("get_expert_model_parallel_rank", "", (6, 19), 'pg.rank("ep")'),
         ("get_data_modulo_expert_parallel_group", "", (9,), "no-field"),
-        ("get_data_modulo_expert_parallel_group", "True", (9,), "pg.expt_dp"),
+        ("get_data_modulo_expert_parallel_group", "True", (9,), "no-field"),
         ("get_data_modulo_expert_parallel_group", "", (13,), "pg.expt_dp"),
         ("is_unitialized", "", (19,), "not-in-core"),
         ("get_pipeline_model_parallel_next_rank", "", (16,), "getters.pipeline_next_rank(pg)"),
@@ -248,7 +307,13 @@ def test_the_tables_that_both_sides_have_agree() -> None:
         ("set_tensor_model_parallel_rank", "0", (16,), "setter"),
         ("get_tensor_parallel_group", "", (16,), "unknown-name"),
         ("_MPU_TENSOR_MODEL_PARALLEL_RANK", "", (16,), "setter"),
-        ("_EXPERT_TENSOR_PARALLEL_GROUP", "", (16,), "pg.expt_tp"),
+        ("_EXPERT_TENSOR_PARALLEL_GROUP", "", (16,), 'getattr(pg, "expt_tp", None)'),
+        (
+            "_PIPELINE_MODEL_PARALLEL_GROUP",
+            "",
+            (12,),
+            'getters.present_group(pg, "pp", check_initialized=False)',
+        ),
     ],
 )
 def test_meanings(name: str, call: str, versions: tuple[int, ...], expected: str) -> None:
@@ -266,11 +331,69 @@ def test_a_replacement_can_be_written_with_other_names() -> None:
     assert first.write_narrow("pp_group") is None
 
 
-def test_groups_that_may_be_none_say_so() -> None:
+def test_what_stood_at_a_position_can_stand_at_a_keyword() -> None:
+    found = replacement("is_pipeline_last_stage", [Argument("off := False")], [16])
+    assert isinstance(found, Replacement)
+    ast.parse(found.expression, mode="eval")
+    assert "ignore_virtual=(off := False)" in found.expression
+
+
+def test_groups_that_may_be_none_say_so_where_the_getter_hands_none_on() -> None:
     for name in ("get_embedding_group", "get_inter_distributed_optimizer_instance_group"):
         found = replacement(name, (), [16])
         assert isinstance(found, Replacement)
+        assert found.caution == ""
+        assert found.write_narrow("embd_group") is None, "a parameter may hold None"
+        found = replacement(name, [Argument("False")], [16])
+        assert isinstance(found, Replacement)
         assert found.caution == "may-be-none"
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "version", "needs", "takes"),
+    [
+        ("get_tensor_model_parallel_rank", "", 16, "tp", Takes.COLLECTION),
+        ("get_pipeline_model_parallel_next_rank", "", 16, "pp", Takes.COLLECTION),
+        ("get_all_ranks", "", 16, "tp dp cp pp ep", Takes.COLLECTION),
+        ("get_data_parallel_group", "flag", 16, "dp_cp dp", Takes.COLLECTION),
+        ("get_data_parallel_rank", "True, flag", 16, "intra_dp_cp dp_cp", Takes.COLLECTION),
+        ("get_data_parallel_group", "", 19, "dp", Takes.COLLECTION),
+        ("get_amax_reduction_group", "True, flag", 16, "tp_cp tp_dp_cp", Takes.COLLECTION),
+        ("is_pipeline_last_stage", "", 16, "pp", Takes.COLLECTION),
+        ("is_pipeline_last_stage", "True", 12, "pp", Takes.COLLECTION),
+        ("is_pipeline_last_stage", "", 12, "pp", Takes.JOB),
+        ("is_pipeline_last_stage", "flag", 16, "pp", Takes.JOB),
+        ("is_pipeline_last_stage", "False, 1", 16, "pp", Takes.JOB),
+        ("is_rank_in_embedding_group", "", 16, "embd", Takes.COLLECTION),
+        ("is_rank_in_embedding_group", "False, 1", 16, "embd pp", Takes.GLOBALS),
+        ("get_virtual_pipeline_model_parallel_world_size", "", 16, "pp", Takes.JOB),
+        ("get_global_memory_buffer", "", 16, "tp", Takes.JOB),
+        ("get_data_parallel_group_gloo", "", 16, "", Takes.GLOBALS),
+        ("is_inside_encoder", "", 12, "pp", Takes.GLOBALS),
+        ("is_initialized", "", 16, "dp", Takes.OPTIONAL),
+        ("model_parallel_is_initialized", "", 16, "tp pp dp", Takes.OPTIONAL),
+        ("get_tensor_model_parallel_group", "False", 16, "tp", Takes.LAZY),
+        ("get_tensor_model_parallel_group", "flag", 16, "tp", Takes.LAZY),
+        ("_TENSOR_MODEL_PARALLEL_GROUP", "", 16, "tp", Takes.LAZY),
+    ],
+)
+def test_what_a_replacement_needs(
+    name: str, call: str, version: int, needs: str, takes: Takes
+) -> None:
+    arguments = [Argument(text) for text in call.split(", ") if text]
+    found = replacement(name, arguments, [version])
+    assert isinstance(found, Replacement)
+    assert found.needs == tuple(needs.split())
+    assert found.takes is takes
+
+
+def test_what_is_unchecked_reads_the_variable_that_the_view_reads() -> None:
+    """Another one would quietly be None in the view, and None is WORLD."""
+    read = {field: name for name, field in reversed([*tables.GROUP_GLOBALS.items()])}
+    for name in mapping.PRIVATE:
+        found = replacement(name)
+        if isinstance(found, Replacement) and "getattr(" in found.expression:
+            assert read[found.field] == name
 
 
 @pytest.mark.parametrize("code", [*REASONS, *CAUTIONS])

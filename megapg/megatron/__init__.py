@@ -18,6 +18,7 @@ from megapg.megatron.adapter import (
 from megapg.megatron.arguments import session_arguments
 from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.forbid import forbid_global_reads
+from megapg.megatron.groups_of import groups_of
 from megapg.megatron.publish import published
 from megapg.megatron.resolve import globals_policy, resolve, resolves
 from megapg.megatron.shadow import Comparison, Disagreement, compare_with_globals
@@ -42,6 +43,7 @@ __all__ = [
     "from_parallel_state",
     "getters",
     "globals_policy",
+    "groups_of",
     "parallel_state",
     "published",
     "resolve",

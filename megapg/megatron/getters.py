@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, cast
+from typing import Protocol, cast, overload
 
 import torch
 
@@ -27,6 +27,22 @@ from megapg.megatron.tables import (
 from megapg.megatron.view import GlobalGroups
 
 _EMBEDDING_RANKS = "_EMBEDDING_GLOBAL_RANKS"  # in the order in which they were chosen
+
+# Of encoder and decoder on stages of their own, which Megatron-core had up to 0.13.
+_SPLIT_RANK = "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK"
+_DECODER_START = "_PIPELINE_MODEL_PARALLEL_DECODER_START"
+_PIPELINES = "_PIPELINE_MODEL_PARALLEL_GROUP"  # several where the decoder is wider
+_STAGE_AS_SET = "_MPU_PIPELINE_MODEL_PARALLEL_RANK"
+_STAGES_AS_SET = "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"
+
+_INTER_PARTIAL = "_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"  # up to 0.12
+
+# The first versions in which, where nothing is split, the first stage alone is the encoder's; in
+# which no hierarchical groups are None and not an empty list; and whose get_all_ranks() counts
+# rematerialisation in.
+_ENCODER_IS_FIRST_STAGE = (0, 10)
+_HIERARCHY_IS_NONE = (0, 13)
+_COUNTS_REMAT = (0, 19)
 
 
 class MemoryBuffer(Protocol):
@@ -65,6 +81,8 @@ def model_parallel_is_initialized(pg_collection: ProcessGroupCollection | None) 
 
 def _has(pg: ProcessGroupCollection | None, *fields: str) -> bool:
     pg = GlobalGroups() if pg is None else pg
+    if _pipelines(pg) is not None:
+        fields = tuple(field for field in fields if field != "pp")
     return pg.holds(fields) and all(hasattr(pg, field) for field in fields)
 
 
@@ -74,10 +92,12 @@ def _has(pg: ProcessGroupCollection | None, *fields: str) -> bool:
 def virtual_pipeline_size(pg: ProcessGroupCollection) -> int | None:
     """For ``get_virtual_pipeline_model_parallel_world_size()``: model chunks per rank, or None.
 
+    Of a collection of borrowed groups the globals know where its pipeline is theirs.
+
     Raises:
-        LayoutError: the collection is of borrowed groups, which don't say.
+        LayoutError: the collection is of other borrowed groups, which don't say.
     """
-    if isinstance(pg, GlobalGroups):
+    if isinstance(pg, GlobalGroups) or (pg.layout is None and _is_of_globals(pg, "pp")):
         return _number(VIRTUAL_PIPELINE_SIZE)
     if pg.layout is None:
         raise LayoutError(
@@ -109,7 +129,7 @@ def is_pipeline_first_stage(
         LayoutError: ``vp_stage`` or ``vp_size`` is needed and not known.
     """
     chunk = _chunk(pg, ignore_virtual, vp_stage, vp_size)
-    return (chunk is None or chunk[0] == 0) and pg.rank("pp") == 0
+    return (chunk is None or chunk[0] == 0) and _stage(pg) == 0
 
 
 def is_pipeline_last_stage(
@@ -131,7 +151,7 @@ def is_pipeline_last_stage(
         LayoutError: ``vp_stage`` or ``vp_size`` is needed and not known.
     """
     chunk = _chunk(pg, ignore_virtual, vp_stage, vp_size)
-    return (chunk is None or chunk[0] == chunk[1] - 1) and pg.rank("pp") == pg.size("pp") - 1
+    return (chunk is None or chunk[0] == chunk[1] - 1) and _stage(pg) == _stages(pg) - 1
 
 
 def _chunk(
@@ -146,7 +166,8 @@ def _chunk(
     size = virtual_pipeline_size(pg) if vp_size is None else vp_size
     if size is None:
         return None
-    if vp_stage is None and isinstance(pg, GlobalGroups) and installed_version() < TAKES_VP_STAGE:
+    current = vp_stage is None and installed_version() < TAKES_VP_STAGE
+    if current and (isinstance(pg, GlobalGroups) or _is_of_globals(pg, "pp")):
         vp_stage = _number(VIRTUAL_PIPELINE_RANK)
     if vp_stage is None:
         raise LayoutError(
@@ -154,6 +175,30 @@ def _chunk(
             "vp_stage=, or ignore_virtual=True."
         )
     return vp_stage, size
+
+
+def _stage(pg: ProcessGroupCollection) -> int:
+    """This rank's stage; where it is in several pipelines, that in each."""
+    several = _pipelines(pg)
+    if several is None:
+        return pg.rank("pp")
+    given = _number(_STAGE_AS_SET)
+    return several[0].rank() if given is None else given
+
+
+def _stages(pg: ProcessGroupCollection) -> int:
+    """How many stages there are; where this rank is in several pipelines, in each."""
+    several = _pipelines(pg)
+    if several is None:
+        return pg.size("pp")
+    given = _number(_STAGES_AS_SET)
+    return several[0].size() if given is None else given
+
+
+def _pipelines(pg: ProcessGroupCollection) -> Sequence[ProcessGroup] | None:
+    """Of a rank in several pipelines, which no field can hold, those."""
+    held = globals_of_core().get(_PIPELINES) if isinstance(pg, GlobalGroups) else None
+    return held if isinstance(held, list) else None
 
 
 def _ignores_virtual(given: bool | None) -> bool:
@@ -186,6 +231,87 @@ def pipeline_prev_rank(pg: ProcessGroupCollection) -> int:
     return pg.ranks("pp")[(pg.rank("pp") - 1) % pg.size("pp")]
 
 
+# -- encoder and decoder ---------------------------------------------------------------------------
+
+
+def pipeline_split_rank(pg: ProcessGroupCollection) -> int | None:
+    """For ``get_pipeline_model_parallel_split_rank()``: the first stage of the decoder, or None.
+
+    A collection that is not of the globals has no such split, nor have those of Megatron-core from
+    0.14 on. The same holds for what follows here.
+    """
+    return _number(_SPLIT_RANK) if isinstance(pg, GlobalGroups) else None
+
+
+def pipeline_decoder_start(pg: ProcessGroupCollection) -> int | None:
+    """For ``get_pipeline_model_parallel_decoder_start()``: the first stage of the decoder, where
+    the encoder has stages of its own, or None.
+    """
+    return _number(_DECODER_START) if isinstance(pg, GlobalGroups) else None
+
+
+def is_pipeline_stage_before_split(pg: ProcessGroupCollection, rank: int | None = None) -> bool:
+    """For ``is_pipeline_stage_before_split()``: whether a stage runs the encoder.
+
+    Args:
+        pg: the collection.
+        rank: the stage; this rank's unless given.
+    """
+    split, stage = pipeline_split_rank(pg), _one_of_several(pg, rank)
+    return split is None or stage is None or stage < split
+
+
+def is_pipeline_stage_after_split(pg: ProcessGroupCollection, rank: int | None = None) -> bool:
+    """For ``is_pipeline_stage_after_split()``: whether a stage runs the decoder.
+
+    Args:
+        pg: the collection.
+        rank: the stage; this rank's unless given.
+    """
+    split, stage = pipeline_split_rank(pg), _one_of_several(pg, rank)
+    return split is None or stage is None or stage >= split
+
+
+def is_pipeline_stage_at_split(pg: ProcessGroupCollection) -> bool:
+    """For ``is_pipeline_stage_at_split()``: whether this stage is the encoder's last."""
+    rank = _stage(pg)
+    return is_pipeline_stage_before_split(pg, rank) and is_pipeline_stage_after_split(pg, rank + 1)
+
+
+def is_inside_encoder(pg: ProcessGroupCollection, rank: int | None = None) -> bool:
+    """For ``is_inside_encoder()``: whether a stage runs the encoder. Where the encoder has no
+    stages of its own, that is the first.
+
+    Args:
+        pg: the collection.
+        rank: the stage; this rank's unless given.
+    """
+    start, stage = pipeline_decoder_start(pg), _one_of_several(pg, rank)
+    if stage is None:
+        return True
+    if start is None:
+        return stage == 0 or installed_version() < _ENCODER_IS_FIRST_STAGE
+    return stage < start
+
+
+def is_inside_decoder(pg: ProcessGroupCollection, rank: int | None = None) -> bool:
+    """For ``is_inside_decoder()``: whether a stage runs the decoder.
+
+    Args:
+        pg: the collection.
+        rank: the stage; this rank's unless given.
+    """
+    start, stage = pipeline_decoder_start(pg), _one_of_several(pg, rank)
+    return start is None or stage is None or stage >= start
+
+
+def _one_of_several(pg: ProcessGroupCollection, given: int | None) -> int | None:
+    """The stage that is asked about; None in a pipeline of one, which does everything."""
+    if _stages(pg) == 1:
+        return None
+    return _stage(pg) if given is None else given
+
+
 # -- embeddings ------------------------------------------------------------------------------------
 
 
@@ -213,7 +339,7 @@ def is_rank_in_embedding_group(
         return False
     if _ignores_virtual(ignore_virtual):
         return True
-    me, chosen = pg.ranks("embd")[pg.rank("embd")], _embedding_ranks(pg)
+    me, chosen = pg.ranks("embd")[pg.rank("embd")], embedding_ranks(pg)
     if me == chosen[0]:
         return is_pipeline_first_stage(pg, ignore_virtual=False, vp_stage=vp_stage, vp_size=vp_size)
     if me == chosen[-1]:
@@ -226,12 +352,117 @@ def is_rank_in_position_embedding_group(pg: ProcessGroupCollection) -> bool:
     return pg.pos_embd is not None
 
 
-def _embedding_ranks(pg: ProcessGroupCollection) -> Sequence[int]:
+def embedding_ranks(pg: ProcessGroupCollection) -> list[int]:
+    """For ``_EMBEDDING_GLOBAL_RANKS``: global ranks of the group, in the order of their choice."""
+    chosen = _embedding_ranks(pg)
+    return list(pg.ranks("embd") if chosen is None else chosen)  # it knows what to say
+
+
+def _embedding_ranks(pg: ProcessGroupCollection) -> Sequence[int] | None:
     if isinstance(pg, GlobalGroups):
-        return cast(Sequence[int], globals_of_core()[_EMBEDDING_RANKS])
+        return cast(Sequence[int] | None, globals_of_core().get(_EMBEDDING_RANKS))
     if pg.layout is None:
         return pg.ranks("embd")
     return pg.layout.embedding_ranks(list(pg.ranks("pp")))
+
+
+# -- groups that may not be there ------------------------------------------------------------------
+
+
+@overload
+def present_group(pg: ProcessGroupCollection, field: str) -> ProcessGroup: ...
+
+
+@overload
+def present_group(
+    pg: ProcessGroupCollection, field: str, *, check_initialized: bool
+) -> ProcessGroup | None: ...
+
+
+def present_group(
+    pg: ProcessGroupCollection, field: str, *, check_initialized: bool = True
+) -> ProcessGroup | None:
+    """For ``get_embedding_group()`` and whatever else fails where there is no group: never None,
+    which torch would take for WORLD.
+
+    Args:
+        pg: the collection.
+        field: ``embd``, ``pos_embd``, ``inter_dist_opt`` or any other of one group.
+        check_initialized: if False, the answer is None where there is no group.
+
+    Raises:
+        MissingGroupError: the field is None here, or the collection lacks it; or it is the pipeline
+            of a rank that is in several.
+    """
+    checked = check_initialized or (field == "pp" and _pipelines(pg) is not None)
+    found: ProcessGroup | None = getattr(pg, field, *(() if checked else (None,)))
+    if found is None and checked:
+        pg.ranks(field)  # knows what to say
+    return found
+
+
+@overload
+def inter_partial_data_group(pg: ProcessGroupCollection) -> ProcessGroup: ...
+
+
+@overload
+def inter_partial_data_group(
+    pg: ProcessGroupCollection, *, check_initialized: bool
+) -> ProcessGroup | None: ...
+
+
+def inter_partial_data_group(
+    pg: ProcessGroupCollection, *, check_initialized: bool = True
+) -> ProcessGroup | None:
+    """For ``get_inter_partial_data_parallel_group()`` of 0.10 to 0.12: ``inter_dist_opt``, for
+    which those versions have a variable of another name.
+
+    Args:
+        pg: the collection.
+        check_initialized: if False, the answer is None where there is no group.
+
+    Raises:
+        MissingGroupError: there is one optimizer instance only, or the collection lacks the field.
+    """
+    if isinstance(pg, GlobalGroups) and (found := globals_of_core().get(_INTER_PARTIAL)):
+        hook.report(_INTER_PARTIAL)
+        return cast(ProcessGroup, found)
+    return present_group(pg, "inter_dist_opt", check_initialized=check_initialized)
+
+
+@overload
+def hierarchical_groups(pg: ProcessGroupCollection) -> list[ProcessGroup]: ...
+
+
+@overload
+def hierarchical_groups(
+    pg: ProcessGroupCollection, *, check_initialized: bool
+) -> list[ProcessGroup] | None: ...
+
+
+def hierarchical_groups(
+    pg: ProcessGroupCollection, *, check_initialized: bool = True
+) -> list[ProcessGroup] | None:
+    """For ``get_hierarchical_context_parallel_groups()``: the groups of the levels, a list.
+
+    Args:
+        pg: the collection.
+        check_initialized: if False, the answer is None where there are none. Before 0.13 it is an
+            empty list, and nothing is checked.
+
+    Raises:
+        MissingGroupError: there are none, or the collection lacks ``hcp``.
+    """
+    found: Sequence[ProcessGroup] | None = getattr(
+        pg, "hcp", *(() if check_initialized else (None,))
+    )
+    if found is not None:
+        return list(found)
+    if installed_version() < _HIERARCHY_IS_NONE:
+        return []
+    if check_initialized:
+        pg.ranks("hcp")  # knows what to say
+    return None
 
 
 # -- source ranks ----------------------------------------------------------------------------------
@@ -376,8 +607,30 @@ def hybrid_group(pg: ProcessGroupCollection, size: int) -> ProcessGroup:
     Raises:
         MissingGroupError: no group of that size, or the session was not asked for any:
             ``session(hybrid_cp=True)``.
+        UnsupportedOptionError: weights are rematerialised.
     """
+    _refuse_remat(pg, "gtp_remat")
     return _group(pg, "dp_cp") if size == pg.size("dp_cp") else _extra(pg, f"hybrid.{size}")
+
+
+# -- all of them -----------------------------------------------------------------------------------
+
+
+def all_ranks(pg: ProcessGroupCollection) -> str:
+    """For ``get_all_ranks()``: this rank's place on the axes, for names of files: ``1_0_0_2_0``.
+
+    From 0.19 on there are six numbers: the second is for weight rematerialisation, of which megapg
+    knows only that it is off.
+
+    Raises:
+        MissingGroupError: the collection lacks ``tp``, ``dp``, ``cp``, ``pp`` or ``ep``.
+        UnsupportedOptionError: weights are rematerialised.
+    """
+    _refuse_remat(pg, "gtp_remat")
+    ranks = [pg.rank(field) for field in ("tp", "dp", "cp", "pp", "ep")]
+    if installed_version() >= _COUNTS_REMAT:
+        ranks.insert(1, 0)
+    return "_".join(map(str, ranks))
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -387,13 +640,14 @@ def memory_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
     """For ``get_global_memory_buffer()``: scratch memory that calls of the same name share.
 
     There is one for each owner of groups, made when it is first asked for: two models on two
-    sessions never meet in one buffer. :class:`~megapg.megatron.GlobalGroups` has the global one.
+    sessions never meet in one buffer. :class:`~megapg.megatron.GlobalGroups` has the global one,
+    and so have borrowed groups that are the globals'.
 
     Raises:
         MissingGroupError: the globals have none.
         StaleGroupError: the session behind ``pg`` has ended.
     """
-    if isinstance(pg, GlobalGroups):
+    if isinstance(pg, GlobalGroups) or (pg.layout is None and _is_of_globals(pg, "tp")):
         hook.report(MEMORY_BUFFER)
         buffer = globals_of_core().get(MEMORY_BUFFER)
         if buffer is None:
@@ -411,6 +665,11 @@ def memory_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
 
 
 # -- common ----------------------------------------------------------------------------------------
+
+
+def _is_of_globals(pg: ProcessGroupCollection, field: str) -> bool:
+    """Whether a group is the very one that the globals have."""
+    return getattr(pg, field, None) is getattr(GlobalGroups(), field, pg)
 
 
 def _data_field(pg: ProcessGroupCollection, with_context_parallel: bool, partial: bool) -> str:

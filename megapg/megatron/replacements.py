@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megapg.megatron.tables import GLOO_GLOBALS, GROUP_GLOBALS, HYBRID_GROUPS
-from megapg.migrate.mapping import RANK_GLOBALS
+from megapg.migrate.mapping import OPTIONAL_FIELDS, RANK_GLOBALS
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ _FIELDS: Mapping[str, _Rows] = {
     "pipeline_model_parallel": (((), "pp"),),
     "model_parallel": (((), "mp"),),
     "context_parallel": (((), "cp"),),
-    "hierarchical_context_parallel": (((), "hcp"),),
     "tensor_and_context_parallel": (((), "tp_cp"),),
     "embedding": (((), "embd"),),
     "position_embedding": (((), "pos_embd"),),
@@ -84,13 +83,15 @@ _FIELDS: Mapping[str, _Rows] = {
 # The end of a getter's name -> what it asks of the field.
 _FORMS: Mapping[str, str] = {
     "group": "pg.{field}",
-    "groups": "pg.{field}",
     "rank": 'pg.rank("{field}")',
     "world_size": 'pg.size("{field}")',
     "src_rank": 'pg.ranks("{field}")[0]',
-    "global_ranks": 'pg.ranks("{field}")',
+    "global_ranks": 'list(pg.ranks("{field}"))',
     "group_gloo": 'getters.gloo_group(pg, "{field}")',
 }
+
+# Of a group that may be None, since the getter fails there.
+_FORM_OF_OPTIONAL = 'getters.present_group(pg, "{field}")'
 
 # Whole names that do not follow the pattern. Braces take the call's arguments.
 _BY_NAME: Mapping[str, Replacement] = {
@@ -99,10 +100,22 @@ _BY_NAME: Mapping[str, Replacement] = {
     "model_parallel_is_initialized": Replacement(
         "tp, pp, dp", "getters.model_parallel_is_initialized(pg)"
     ),
-    "get_all_ranks": Replacement(
-        "tp, dp, cp, pp, ep",
-        '"_".join(str(pg.rank(field)) for field in ("tp", "dp", "cp", "pp", "ep"))',
+    "get_hierarchical_context_parallel_groups": Replacement(
+        "hcp", "getters.hierarchical_groups(pg)"
     ),
+    "get_pipeline_model_parallel_split_rank": Replacement("", "getters.pipeline_split_rank(pg)"),
+    "get_pipeline_model_parallel_decoder_start": Replacement(
+        "", "getters.pipeline_decoder_start(pg)"
+    ),
+    "is_pipeline_stage_at_split": Replacement("pp", "getters.is_pipeline_stage_at_split(pg)"),
+    **{
+        name: Replacement("pp", f"getters.{name}(pg, rank={{rank}})")
+        for name in (
+            *("is_pipeline_stage_before_split", "is_pipeline_stage_after_split"),
+            *("is_inside_encoder", "is_inside_decoder"),
+        )
+    },
+    "get_all_ranks": Replacement("tp, dp, cp, pp, ep", "getters.all_ranks(pg)"),
     "has_separate_all_gather_group": Replacement(
         "dp_cp_ag", "getters.has_separate_all_gather_group(pg)"
     ),
@@ -178,6 +191,8 @@ def replacement(name: str, arguments: Mapping[str, object]) -> Replacement:
         rows = _FIELDS.get(getter.removeprefix("get_").removesuffix(f"_{ending}"), ())
         for true, field in rows:
             if all(arguments.get(argument) for argument in true):
+                if ending == "group" and field in OPTIONAL_FIELDS:
+                    form = _FORM_OF_OPTIONAL
                 return Replacement(
                     f"gloo.{field}" if ending == "group_gloo" else field, form.format(field=field)
                 )

@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, ParamSpec, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeAlias, TypeVar, cast, get_args
 
 import torch.distributed as dist
 
@@ -27,8 +27,8 @@ from megapg.errors import (
 )
 from megapg.layout import FIELDS
 from megapg.megatron import hook
-from megapg.megatron.adapter import from_megatron
-from megapg.megatron.core import MegatronCollection, is_collection_of_core
+from megapg.megatron.adapted import as_collection
+from megapg.megatron.core import MegatronCollection
 from megapg.megatron.view import GlobalGroups, initialised
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def resolve(
     if not isinstance(pg_collection, ProcessGroupCollection):
         pg_collection = _adopt(pg_collection, owner or _name(sys._getframe(1)))
     if not pg_collection.holds(needs):
-        _check_names(needs)
+        check_names(needs)
         pg_collection.require(*needs, owner=owner or _name(sys._getframe(1)))
     watching = hook.active()
     if watching is not None:
@@ -107,7 +107,7 @@ def resolves(
         TypeError: the function has no keyword-only ``pg_collection``.
         UnknownFieldError: a name in ``needs`` is no field.
     """
-    _check_names(needs)
+    check_names(needs)
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         name = owner or function.__qualname__
@@ -157,52 +157,60 @@ def globals_policy(policy: GlobalsPolicy) -> Iterator[None]:
             os.environ[POLICY_VARIABLE] = before
 
 
-def _fall_back(needs: Sequence[str], owner: str | None, frame: FrameType) -> GlobalGroups:
-    _check_names(needs)
+def policy_now() -> GlobalsPolicy:
+    """What ``MEGAPG_GLOBALS`` says.
+
+    Raises:
+        UnsupportedOptionError: nothing that is known.
+    """
     policy = os.environ.get(POLICY_VARIABLE) or "warn"
-    _check_policy(policy, f"the environment variable {POLICY_VARIABLE}")
-    owner = owner or _name(frame)
-    caller = _call_site(frame)
-    where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-    wanted = f"the process groups {', '.join(needs)}" if needs else "process groups"
-    got_none = f"{owner} needs {wanted} and was called without pg_collection"
-    if not initialised():
-        sizes = ", ".join(f"{axis}=..." for axis in ("tp", "pp", "cp", "ep") if axis in needs)
-        raise NoCollectionError(
-            f"{got_none} at {where}, and megatron.core.parallel_state is not initialised either. "
-            f"Write {owner}(..., pg_collection=session.groups) there, inside "
-            f"`with megapg.session({sizes or 'tp=..., pp=...'}) as session:`."
-        )
+    return _check_policy(policy, f"the environment variable {POLICY_VARIABLE}")
+
+
+def let_globals_serve(
+    owner: str,
+    needs: Sequence[str],
+    *,
+    lack: str,
+    advice: str,
+    policy: GlobalsPolicy,
+    caller: FrameType,
+    module: str,
+) -> GlobalGroups:
+    """The globals, as far as the policy lets them serve; who listens is told.
+
+    Args:
+        owner: what was given no collection.
+        needs: the fields that are asked for.
+        lack: that as a sentence, without its end.
+        advice: what to write instead, likewise.
+        policy: see :func:`policy_now`.
+        caller: where that is to be changed, or is best looked for.
+        module: of the function that falls back.
+
+    Raises:
+        NoCollectionError: they must not.
+    """
     if policy == "error":
         raise NoCollectionError(
-            f"{got_none} at {where}, and the globals may not serve it: {POLICY_VARIABLE}=error. "
-            f"Write {owner}(..., pg_collection=pg) there; `pg = megapg.from_parallel_state()` "
+            f"{lack} at {_place(caller)}, and the globals may not serve it: "
+            f"{POLICY_VARIABLE}=error. {advice}; `pg = megapg.from_parallel_state()` "
             "holds the same groups where no session made them."
         )
     watching = hook.active()
     if watching is not None:
-        watching.resolved(owner, None, tuple(needs), caller, _home(frame))
+        watching.resolved(owner, None, tuple(needs), caller, module)
     if policy == "warn":
-        _warn(
-            f"{got_none}, so it takes them from megatron.core.parallel_state. Write "
-            f"{owner}(..., pg_collection=pg).",
-            caller,
-        )
+        _warn(f"{lack}, so it takes them from megatron.core.parallel_state. {advice}.", caller)
     return GlobalGroups()
 
 
-def _adopt(passed: object, owner: str) -> ProcessGroupCollection:
-    if is_collection_of_core(passed):
-        return from_megatron(passed)
-    single = isinstance(passed, dist.ProcessGroup)
-    raise ForeignGroupError(
-        f"{owner}: pg_collection is {passed!r}, a {type(passed).__module__}."
-        f"{type(passed).__qualname__}. Pass session.groups, or a collection of groups you have: "
-        f"ProcessGroupCollection.from_groups({'tp=group' if single else 'tp=...'})."
-    )
+def check_names(needs: Sequence[str]) -> None:
+    """Raise unless each is a field, or an extra such as ``gloo.dp``.
 
-
-def _check_names(needs: Sequence[str]) -> None:
+    Raises:
+        UnknownFieldError: one is not.
+    """
     if isinstance(needs, str):
         raise UnknownFieldError(f"needs={needs!r}: give the fields in a tuple, ({needs!r},).")
     for name in needs:
@@ -212,16 +220,58 @@ def _check_names(needs: Sequence[str]) -> None:
             )
 
 
-def _check_policy(policy: str, where: str) -> None:
+def _fall_back(needs: Sequence[str], owner: str | None, frame: FrameType) -> GlobalGroups:
+    check_names(needs)
+    policy = policy_now()
+    owner = owner or _name(frame)
+    caller = _call_site(frame)
+    wanted = f"the process groups {', '.join(needs)}" if needs else "process groups"
+    lack = f"{owner} needs {wanted} and was called without pg_collection"
+    if not initialised():
+        sizes = ", ".join(f"{axis}=..." for axis in ("tp", "pp", "cp", "ep") if axis in needs)
+        raise NoCollectionError(
+            f"{lack} at {_place(caller)}, and megatron.core.parallel_state is not initialised "
+            f"either. Write {owner}(..., pg_collection=session.groups) there, inside "
+            f"`with megapg.session({sizes or 'tp=..., pp=...'}) as session:`."
+        )
+    return let_globals_serve(
+        owner,
+        needs,
+        lack=lack,
+        advice=f"Write {owner}(..., pg_collection=pg) there",
+        policy=policy,
+        caller=caller,
+        module=_home(frame),
+    )
+
+
+def _adopt(passed: object, owner: str) -> ProcessGroupCollection:
+    ours = as_collection(passed)
+    if ours is not None:
+        return ours
+    single = isinstance(passed, dist.ProcessGroup)
+    raise ForeignGroupError(
+        f"{owner}: pg_collection is {passed!r}, a {type(passed).__module__}."
+        f"{type(passed).__qualname__}. Pass session.groups, or a collection of groups you have: "
+        f"ProcessGroupCollection.from_groups({'tp=group' if single else 'tp=...'})."
+    )
+
+
+def _check_policy(policy: str, where: str) -> GlobalsPolicy:
     known = get_args(GlobalsPolicy)
     if policy not in known:
         raise UnsupportedOptionError(
             f"{where}: {policy!r} is no policy for reads of the globals; say {', '.join(known)}."
         )
+    return cast("GlobalsPolicy", policy)
 
 
 def _name(frame: FrameType) -> str:
     return frame.f_code.co_qualname
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _home(frame: FrameType) -> str:

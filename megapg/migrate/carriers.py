@@ -6,99 +6,189 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from megapg.migrate.flow import binding_statements, runs_before, statements_around
 from megapg.migrate.mapping import COLLECTION_NAMES, GROUP_PARAMETERS, Refusal, Replacement
 from megapg.migrate.resolve import Resolver
-from megapg.migrate.scopes import Binding, Instance, Opaque, Scope
+from megapg.migrate.scopes import Alias, Binding, Instance, Opaque, Scope, Use
 from megapg.migrate.sites import Carrier
 
 # What a model is called where it is passed, held in a variable, or kept by self.
-MODEL_NAMES = ("model", "module", "unwrapped_model", "gpt_model", "model_chunk", "actor_module")
+MODEL_NAMES = (
+    *("model", "module", "unwrapped_model", "gpt_model", "model_chunk", "actor_module"),
+    *("models", "model_chunks", "model_list", "ddp_model", "language_model", "megatron_model"),
+    *("wrapped_models", "unwrapped_models", "vpp_model", "gpt", "mcore_model", "megatron_module"),
+)
+# What groups_of() looks at when it is asked of an object.
+_WRAPPED = ("model", "module", "models", "model_chunks", "wrapped_models", "unwrapped_models")
 
 _MODULES = ("torch.nn.Module", "torch.nn.modules.module.Module", "nn.Module")
 _MODULES_OF_CORE = "megatron.core."
+_ENDS_OF_MODULES = ("Module", "Model", "Layer")
 _RANKS = {"group": 0, "collection": 1, "model": 2}
+# Annotations of parameters that have a model's name and hold none.
+_NO_MODEL = frozenset(
+    {"str", "int", "float", "bool", "bytes", "dict", "Dict", "Path", "ModuleType"}
+)
+# Where asking self for its attributes may not end, or there is no self yet.
+_WITHOUT_SELF = frozenset({"__getattr__", "__getattribute__", "__setattr__", "__new__", "__del__"})
 
 
 def carriers(
-    scope: Scope, line: int, path: Path, answer: Replacement | Refusal, resolver: Resolver
+    use: Use, path: Path, answer: Replacement | Refusal | None, resolver: Resolver
 ) -> tuple[Carrier, ...]:
-    """What is in scope in a line: groups of the field that it asks for, collections, models."""
-    wanted = _wanted(answer)
+    """What is in scope at a use: groups of the field that it asks for, collections, models.
+
+    Args:
+        use: the place.
+        path: of its file.
+        answer: what is asked for there; None for collections and models alone.
+        resolver: what names stand for.
+    """
     found: dict[str, Carrier] = {}
-    for carrier in _in_scope(scope, line, path, wanted, resolver):
+    for carrier in _Search(use, path, answer, resolver).run():
         found.setdefault(carrier.expression, carrier)
-    return tuple(sorted(found.values(), key=lambda carrier: _RANKS[carrier.kind]))
+    return tuple(sorted(found.values(), key=lambda each: (not each.certain, _RANKS[each.kind])))
 
 
-def _wanted(answer: Replacement | Refusal) -> dict[str, str]:
-    """Names of variables -> the kind of carrier that one of that name is."""
-    field = ""
-    if isinstance(answer, Replacement) and answer.write_narrow("group") is not None:
-        field = answer.field
-    return {
-        **dict.fromkeys(MODEL_NAMES, "model"),
-        **{name: "group" for name, fields in GROUP_PARAMETERS.items() if field in fields},
-        **dict.fromkeys(COLLECTION_NAMES, "collection"),
-    }
+class _Search:
+    def __init__(
+        self, use: Use, path: Path, answer: Replacement | Refusal | None, resolver: Resolver
+    ) -> None:
+        self._use, self._path, self._resolver = use, path, resolver
+        narrow = isinstance(answer, Replacement) and answer.write_narrow("group") is not None
+        self._field = answer.field if narrow and isinstance(answer, Replacement) else ""
+        self._wanted = {
+            **dict.fromkeys(MODEL_NAMES, "model"),
+            **{name: "group" for name, of in GROUP_PARAMETERS.items() if self._field in of},
+            **dict.fromkeys(COLLECTION_NAMES, "collection"),
+        }
+
+    def run(self) -> Iterator[Carrier]:
+        for scope in self._use.scope.chain():
+            if scope.kind != "function":
+                continue
+            for name, bindings in scope.bindings.items():
+                first = bindings[0]
+                if isinstance(first, Instance):
+                    if not _is_class_method(scope):
+                        yield from self._of_self(name, first.of, scope)
+                elif name in self._wanted:
+                    yield from self._variable(name, bindings, scope)
+
+    def _variable(self, name: str, bindings: list[Binding], scope: Scope) -> Iterator[Carrier]:
+        kind = self._wanted[name]
+        parameter = next((b for b in bindings if isinstance(b, Opaque) and b.parameter), None)
+        if parameter is not None:
+            if kind == "model" and _cannot_be_a_model(name, scope.node):
+                return
+            default = parameter.default
+            may_be_none = (
+                isinstance(default, ast.Constant) and default.value is None and len(bindings) == 1
+            )
+            # What a group is of can't be told from its name; nor which of two a parameter holds.
+            yield Carrier(kind, name, "parameter", may_be_none, kind != "group")
+            return
+        around = statements_around(self._use.parents, scope.node)
+        before = any(
+            runs_before(statement, around, scope.node)
+            for statement in binding_statements(scope.node, name)
+        )
+        if before or any(b.line < around[0].lineno for b in bindings if around):
+            certain = before and (kind != "group" or self._are_of_the_field(bindings))
+            yield Carrier(kind, name, "local", False, certain)
+
+    def _of_self(self, name: str, of: Scope, method: Scope) -> Iterator[Carrier]:
+        method_name = getattr(method.node, "name", "")
+        if method_name in _WITHOUT_SELF:
+            return
+        held: dict[str, list[Binding]] = {}
+        is_module = False
+        for each in ancestry(of, self._path, self._resolver):
+            if isinstance(each, Scope):
+                for attribute, bindings in (*each.attributes.items(), *each.bindings.items()):
+                    held.setdefault(attribute, []).extend(bindings)
+            else:
+                is_module = is_module or is_torch_module(each)
+        made = method_name != "__init__"
+        for attribute in sorted(held.keys() & self._wanted.keys()):
+            kind = self._wanted[attribute]
+            certain = made and _assigned_at_first(held[attribute])
+            if kind == "group":
+                certain = certain and self._are_of_the_field(held[attribute])
+            yield Carrier(kind, f"{name}.{attribute}", "attribute", False, certain)
+        if is_module or any(self._is_kept(each, of) for each in _WRAPPED):
+            yield Carrier("model", name, "attribute", False, made)
+
+    def _is_kept(self, attribute: str, of: Scope) -> bool:
+        """Whether some method of a class assigns an attribute of that name."""
+        return any(
+            isinstance(each, Scope) and attribute in each.attributes
+            for each in ancestry(of, self._path, self._resolver)
+        )
+
+    def _are_of_the_field(self, bindings: list[Binding]) -> bool:
+        """Whether every value is a collection's attribute of that name."""
+        return all(
+            isinstance(each, Alias)
+            and isinstance(each.value, ast.Attribute)
+            and each.value.attr == self._field
+            and _last_name(each.value.value) in COLLECTION_NAMES
+            for each in bindings
+        )
 
 
-def _in_scope(
-    scope: Scope, line: int, path: Path, wanted: dict[str, str], resolver: Resolver
-) -> Iterator[Carrier]:
-    for each in scope.chain():
-        if each.kind != "function":
-            continue
-        for name, bindings in each.bindings.items():
-            first = bindings[0]
-            if isinstance(first, Instance):
-                yield from _of_self(name, first.of, path, wanted, resolver)
-            elif name in wanted and (each is not scope or _bound_before(bindings, line)):
-                yield _variable(name, wanted[name], bindings)
-
-
-def _variable(name: str, kind: str, bindings: list[Binding]) -> Carrier:
-    parameter = next((b for b in bindings if isinstance(b, Opaque) and b.parameter), None)
-    if parameter is None:
-        return Carrier(kind, name, "local")
-    default = parameter.default
-    may_be_none = isinstance(default, ast.Constant) and default.value is None
-    return Carrier(kind, name, "parameter", may_be_none)
-
-
-def _bound_before(bindings: list[Binding], line: int) -> bool:
-    return any(b.line < line or (isinstance(b, Opaque) and b.parameter) for b in bindings)
-
-
-def _of_self(
-    name: str, of: Scope, path: Path, wanted: dict[str, str], resolver: Resolver
-) -> Iterator[Carrier]:
-    attributes: set[str] = set()
-    is_module = False
-    for each in _ancestry(of, path, resolver, set()):
-        if isinstance(each, Scope):
-            attributes |= {*each.attributes, *each.bindings}
-        else:
-            is_module = is_module or _is_module(each)
-    for attribute in sorted(attributes & set(wanted)):
-        yield Carrier(wanted[attribute], f"{name}.{attribute}", "attribute")
-    if is_module:
-        yield Carrier("model", name, "attribute")
-
-
-def _ancestry(of: Scope, path: Path, resolver: Resolver, seen: set[int]) -> Iterator[Scope | str]:
+def ancestry(
+    of: Scope, path: Path, resolver: Resolver, seen: frozenset[int] = frozenset()
+) -> Iterator[Scope | str]:
     """A class and the classes that it is made of: scopes in the project, names outside of it."""
     if id(of) in seen or not isinstance(of.node, ast.ClassDef) or of.parent is None:
         return
-    seen.add(id(of))
     yield of
     for base in of.node.bases:
         for thing in resolver.expression(base, of.parent, path):
             if thing.kind == "class" and thing.scope is not None and thing.path is not None:
-                yield from _ancestry(thing.scope, thing.path, resolver, seen)
-            elif thing.kind == "name":
+                yield from ancestry(thing.scope, thing.path, resolver, seen | {id(of)})
+            else:
                 yield thing.name
 
 
-def _is_module(base: str) -> bool:
-    of_core = base.startswith(_MODULES_OF_CORE) and base.endswith(("Module", "Model", "Layer"))
-    return base in _MODULES or of_core
+def is_torch_module(base: str) -> bool:
+    """Whether a class outside of the project, by its dotted name, is a module of torch."""
+    last = base.rpartition(".")[2]
+    of_core = base.startswith(_MODULES_OF_CORE) and base.endswith(_ENDS_OF_MODULES)
+    of_torch = base.startswith("torch.nn.") and last[:1].isupper()
+    return base in _MODULES or of_core or of_torch or last == "LightningModule"
+
+
+def _is_class_method(scope: Scope) -> bool:
+    decorators = getattr(scope.node, "decorator_list", ())
+    return any(_last_name(each) == "classmethod" for each in decorators)
+
+
+def _assigned_at_first(bindings: list[Binding]) -> bool:
+    """Whether a constructor assigns it."""
+    for each in bindings:
+        function = each.scope.enclosing("function") if isinstance(each, Alias) else None
+        if function is not None and function.name == "__init__":
+            return True
+    return False
+
+
+def _cannot_be_a_model(name: str, function: ast.AST) -> bool:
+    arguments = getattr(function, "args", None)
+    if not isinstance(arguments, ast.arguments):
+        return True
+    for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+        if each.arg == name and each.annotation is not None:
+            return bool(_NO_MODEL & set(_words(ast.unparse(each.annotation))))
+    return False
+
+
+def _words(annotation: str) -> list[str]:
+    return "".join(c if c.isalnum() or c in "_." else " " for c in annotation).split()
+
+
+def _last_name(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""

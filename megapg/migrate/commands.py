@@ -1,11 +1,10 @@
-"""The command line: ``megapg check`` and ``megapg explain``."""
+"""The command line: ``megapg check``, ``megapg migrate`` and ``megapg explain``."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from inspect import cleandoc
 from pathlib import Path
@@ -14,24 +13,39 @@ from typing import Annotated, ParamSpec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from megapg.errors import MegapgError
+from megapg.migrate import engine
 from megapg.migrate.baseline import beyond, gone, read_baseline, write_baseline
 from megapg.migrate.config import Config, load_config
-from megapg.migrate.index import Findings, find_sites
-from megapg.migrate.mapping import Refusal, Replacement
+from megapg.migrate.index import find_sites
+from megapg.migrate.migration import Rewritten, Style
 from megapg.migrate.reasons import explain as explanation
-from megapg.migrate.sites import Site
+from megapg.migrate.report import as_json as json_report
+from megapg.migrate.report import markdown as markdown_report
+from megapg.migrate.report import sarif as sarif_report
+from megapg.migrate.report.diff import base_of, unified
+from megapg.migrate.report.entries import (
+    Entry,
+    Report,
+    count,
+    of_findings,
+    of_migration,
+    versions,
+)
+from megapg.migrate.report.screen import screen, show, show_diff, show_reasons, show_roots
+from megapg.migrate.report.together import together
 from megapg.migrate.source import Problem
-from megapg.migrate.tree import by_package
+from megapg.migrate.write import write_files
 
 P = ParamSpec("P")
 
+_STDOUT = Path("-")
+
 app = typer.Typer(
-    help="Find what still reads Megatron's globals, and say what to write instead. Nothing of the "
-    "code is imported or run.",
+    help="Move code off Megatron's globals: find what still reads them, rewrite it, and say why "
+    "where it can't be. Nothing of the code is imported or run.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -45,18 +59,29 @@ def _command(function: Callable[P, None]) -> Callable[P, None]:
     return function
 
 
+_Paths = Annotated[
+    list[Path], typer.Argument(metavar="PATH...", help="Files and directories to look into.")
+]
+_FromCore = Annotated[
+    str | None,
+    typer.Option(
+        help="The Megatron-core that the code runs on: 0.16, or 0.12-0.16 where it runs on "
+        "several. Without it, from-core in \\[tool.megapg], else what the project pins.",
+    ),
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs, on one line.")]
+_Sarif = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Write SARIF 2.1.0 for code hosts and editors; - is standard output."
+    ),
+]
+
+
 @_command
 def check(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", help="Files and directories to look into.")
-    ],
-    from_core: Annotated[
-        str | None,
-        typer.Option(
-            help="The Megatron-core that the code runs on: 0.16, or 0.12-0.16 where it runs on "
-            "several. Without it, from-core in \\[tool.megapg], else what the project pins.",
-        ),
-    ] = None,
+    paths: _Paths,
+    from_core: _FromCore = None,
     baseline: Annotated[
         Path | None,
         typer.Option(help="Only what is more than in this file counts: the ratchet for CI."),
@@ -64,15 +89,14 @@ def check(
     update_baseline: Annotated[
         bool, typer.Option("--update-baseline", help="Write what is left now to --baseline.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON for programs, on one line.")
-    ] = False,
+    as_json: _AsJson = False,
+    sarif: _Sarif = None,
 ) -> None:
     """List every use of Megatron's globals: what to write instead, or a code for why not.
 
     Uses are found by what names stand for, through imports, aliases and re-exports. A line with
     "# megapg: keep" is passed over. \\[tool.megapg] in pyproject.toml takes exclude, wrappers (your
-    modules that stand for parallel_state) and from-core.
+    modules that stand for parallel_state), from-core and style.
 
     Exit code 0: nothing left, or nothing more than in the baseline; 1: there is; 2: the paths or
     the settings are no good.
@@ -82,26 +106,104 @@ def check(
     with _refusing():
         if update_baseline and baseline is None:
             raise typer.BadParameter("--update-baseline needs --baseline FILE.")
-        missing = [path for path in paths if not path.exists()]
-        if missing:
-            raise typer.BadParameter(f"{', '.join(map(str, missing))} does not exist.")
-        config = load_config(paths[0], from_core)
-        with _progress(shown=not as_json) as advance:
-            findings = find_sites(paths, config, advance)
-        left = [site for site in findings.sites if not site.keep]
-        counted: Sequence[Site] = left
+        quiet = _one_document(as_json, sarif)
+        config = _config(paths, from_core)
+        with _progress("looking") as advance:
+            report = of_findings(find_sites(paths, config, advance), config)
+        sites = [entry.site for entry in report.entries]
+        counted: Sequence[Entry] = report.entries
         fewer = 0
         if baseline is not None and update_baseline:
-            write_baseline(baseline, left)
+            write_baseline(baseline, sites)
             counted = ()
         elif baseline is not None:
             allowed = read_baseline(baseline)
-            counted, fewer = beyond(left, allowed), gone(left, allowed)
-        if as_json:
-            _print_json(findings, left, counted, config)
-        else:
-            _show(findings, left, counted, config, baseline, fewer)
+            new = set(map(id, beyond(sites, allowed)))
+            counted = [entry for entry in report.entries if id(entry.site) in new]
+            fewer = gone(sites, allowed)
+        if not quiet:
+            out = screen()
+            show(out, report, counted, "left, by package")
+            said = [f"{count(report.looked_at, 'file')}, {count(len(sites), 'use')} left"]
+            said += _beside(report)
+            if baseline is not None and fewer:
+                said.append(f"{fewer} fewer than in {baseline}: lower it with --update-baseline")
+            if baseline is not None:
+                said.append(f"{len(counted)} more than in {baseline}")
+            out.print(Text(f"{'; '.join(said)}. Read as Megatron-core {versions(config)}."))
+        _write_documents(report, counted, as_json, sarif)
     if counted:
+        raise typer.Exit(1)
+
+
+@_command
+def migrate(
+    paths: _Paths,
+    write: Annotated[bool, typer.Option("--write", help="Write the files.")] = False,
+    from_core: _FromCore = None,
+    style: Annotated[
+        Style | None,
+        typer.Option(
+            help="What functions are given: their one group, a collection, or as it suits each. "
+            "Without it, style in \\[tool.megapg], else auto.",
+        ),
+    ] = None,
+    unsafe: Annotated[
+        bool, typer.Option("--unsafe", help="Rewrite also where it may change what the code does.")
+    ] = False,
+    atomic: Annotated[
+        bool, typer.Option("--atomic", help="With --write: if one file can't be written, none is.")
+    ] = False,
+    as_json: _AsJson = False,
+    sarif: _Sarif = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write a report for a pull request; - is standard output."
+        ),
+    ] = None,
+) -> None:
+    """Rewrite uses of Megatron's globals: to a group, a collection or a model that is at hand.
+
+    Without --write nothing is written: the changes are a diff on standard output, for git apply or
+    patch -p1, and what is left is reported on standard error. Each file is replaced as a whole or
+    not at all, and only what passed verification. A line with "# megapg: keep" stays. To see the
+    report alone: megapg migrate src > /dev/null.
+
+    Exit code 0: nothing left; 1: uses are left, or changes not written; 2: the paths or the
+    settings are no good, or a file could not be written.
+
+    Example: megapg migrate src --from-core 0.16, and when the diff looks right the same with
+    --write
+    """
+    with _refusing():
+        if atomic and not write:
+            raise typer.BadParameter("--atomic needs --write.")
+        quiet = _one_document(as_json, sarif, markdown)
+        config = _config(paths, from_core)
+        with _progress("migrating") as advance:
+            migration = engine.migrate(
+                paths, config, style=style or config.style, unsafe=unsafe, on_progress=advance
+            )
+        unwritten = _write(migration.files, atomic) if write else {}
+        report = of_migration(migration, config, unwritten)
+        summary = _summary(report, write)
+        if not quiet:
+            if not write:
+                base = base_of(report.files, config.root)
+                for file in report.files:
+                    show_diff(unified(file, base))
+            out = screen(stderr=not write)
+            show(out, report, report.left, "by package")
+            show_reasons(out, report)
+            show_roots(out, report)
+            out.print(Text(summary))
+        _write_documents(report, report.entries, as_json, sarif)
+        if markdown is not None:
+            _write_to(markdown, markdown_report.document(report, summary))
+    if unwritten:
+        raise typer.Exit(2)
+    if report.left or (report.files and not write):
         raise typer.Exit(1)
 
 
@@ -123,146 +225,88 @@ def explain(
         console.print(Text(f"\nInstead: {reason.instead}"))
 
 
-# --- reports --------------------------------------------------------------------------------------
+# --- what both commands do ------------------------------------------------------------------------
 
 
-def _show(
-    findings: Findings,
-    left: Sequence[Site],
-    counted: Sequence[Site],
-    config: Config,
-    baseline: Path | None,
-    fewer: int,
+def _config(paths: Sequence[Path], from_core: str | None) -> Config:
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        raise typer.BadParameter(f"{', '.join(map(str, missing))} does not exist.")
+    return load_config(paths[0], from_core)
+
+
+def _one_document(as_json: bool, *files: Path | None) -> bool:
+    """Whether standard output is a document's; there is room for one."""
+    wanted = as_json + sum(file == _STDOUT for file in files)
+    if wanted > 1:
+        raise typer.BadParameter("only one of --json and the reports to - can be printed.")
+    return wanted == 1
+
+
+def _write_documents(
+    report: Report, counted: Sequence[Entry], as_json: bool, sarif: Path | None
 ) -> None:
-    out = Console(soft_wrap=True, highlight=False)
-    for problem in findings.problems:
-        _line(out, _place(problem), "yellow", "not looked into: " + problem.message)
-    for site in counted:
-        if site.replacement:
-            _line(out, site.place, "green", f"{_one_line(site.text)} -> {site.replacement}", site)
-        else:
-            _line(out, site.place, "red", f"{_one_line(site.text)} [{site.reason}]", site)
-    if left:
-        out.print(_burn_down(left))
-    read_as = _versions(config)
-    kept = len(findings.sites) - len(left)
-    said = [f"{_count(findings.files, 'file')}, {_count(len(left), 'use')} left"]
-    if kept:
-        said.append(f"{kept} kept")
-    if findings.problems:
-        said.append(f"{_count(len(findings.problems), 'file')} not looked into")
-    if baseline is not None and fewer:
-        said.append(f"{fewer} fewer than in {baseline}: lower it with --update-baseline")
-    if baseline is not None:
-        said.append(f"{len(counted)} more than in {baseline}")
-    out.print(Text(f"{'; '.join(said)}. Read as Megatron-core {read_as}."))
+    if as_json:
+        typer.echo(json.dumps(json_report.document(report, counted)))
+    if sarif is not None:
+        _write_to(sarif, json.dumps(sarif_report.document(report, counted), indent=1) + "\n")
 
 
-def _line(out: Console, place: str, style: str, text: str, site: Site | None = None) -> None:
-    line = Text(f"{place}: ", style="bold")
-    line.append(text, style=style)
-    if site is not None and (note := _note(site)):
-        line.append(f"  {note}", style="dim")
-    out.print(line)
+def _write_to(file: Path, text: str) -> None:
+    data = text.encode(errors="backslashreplace")  # names of files may be no text
+    if file == _STDOUT:
+        typer.get_binary_stream("stdout").write(data)
+        return
+    try:
+        file.write_bytes(data)
+    except OSError as error:
+        raise typer.BadParameter(f"{file} can't be written: {error.strerror}.") from error
 
 
-def _note(site: Site) -> str:
-    if isinstance(site.answer, Replacement):
-        return f"[{site.answer.caution}]" if site.answer.caution else ""
-    return site.answer.detail
+def _write(files: Sequence[Rewritten], atomic: bool) -> dict[str, Problem]:
+    """Why files could not be written, by their names: those that need each other all or none."""
+    unwritten: dict[str, Problem] = {}
+    for unit in [files] if atomic else together(files):
+        problems = write_files(unit, atomic=True)
+        for file in unit if problems else ():
+            why = f"is not written, since {problems[0].file} could not be"
+            unwritten[file.file] = Problem(file.file, 0, why)
+        unwritten |= {problem.file: problem for problem in problems}
+    return unwritten
 
 
-def _burn_down(left: Sequence[Site]) -> Table:
-    table = Table(title="left, by package", title_justify="left", pad_edge=False)
-    for heading in ("package", "uses", "with a replacement", "without"):
-        table.add_column(heading, justify="left" if heading == "package" else "right")
-    total = by_package(Counter(site.file for site in left))
-    served = by_package(Counter(site.file for site in left if site.replacement))
-    for package, count in sorted(total.items(), key=lambda row: (-row[1], row[0])):
-        with_one = served.get(package, 0)
-        table.add_row(Text(package), str(count), str(with_one), str(count - with_one))
-    if len(total) > 1:
-        with_one = sum(served.values())
-        table.add_row("all", str(len(left)), str(with_one), str(len(left) - with_one))
-    return table
+def _summary(report: Report, written: bool) -> str:
+    said = [
+        f"{count(report.looked_at, 'file')}, {count(len(report.entries), 'use')}: "
+        f"{len(report.served):,} {'rewritten' if written else 'can be rewritten'} "
+        f"in {count(len(report.files), 'file')}",
+        f"{len(report.left):,} left",
+        *_beside(report),
+    ]
+    if report.roots:
+        said.append(f"{count(len(report.roots), 'place')} may turn to the globals")
+    hint = "" if written or not report.files else " Nothing is written yet: add --write."
+    return f"{'; '.join(said)}. Read as Megatron-core {versions(report.config)}.{hint}"
 
 
-def _print_json(
-    findings: Findings, left: Sequence[Site], counted: Sequence[Site], config: Config
-) -> None:
-    new = set(map(id, counted))
-    report = {
-        "versions": [f"0.{version}" for version in config.versions],
-        "versions_from": config.versions_from,
-        "files": findings.files,
-        "sites": [{**_described(site), "counts": id(site) in new} for site in left],
-        "kept": len(findings.sites) - len(left),
-        "problems": [
-            {"file": problem.file, "line": problem.line, "message": problem.message}
-            for problem in findings.problems
-        ],
-        "by_package": by_package(Counter(site.file for site in left)),
-    }
-    typer.echo(json.dumps(report))
-
-
-def _described(site: Site) -> dict[str, object]:
-    return {
-        "file": site.file,
-        "line": site.span.line,
-        "column": site.span.column,
-        "end_line": site.span.end_line,
-        "end_column": site.span.end_column,
-        "start": site.span.start,
-        "stop": site.span.stop,
-        "exact": site.exact,
-        "name": site.name,
-        "kind": str(site.kind),
-        "text": site.text,
-        "function": site.function,
-        "class": site.class_name,
-        "replacement": site.replacement or None,
-        "reason": site.reason or None,
-        "detail": site.answer.detail if isinstance(site.answer, Refusal) else "",
-        "caution": site.answer.caution if isinstance(site.answer, Replacement) else "",
-        "carriers": [
-            {
-                "kind": carrier.kind,
-                "expression": carrier.expression,
-                "origin": carrier.origin,
-                "may_be_none": carrier.may_be_none,
-            }
-            for carrier in site.carriers
-        ],
-    }
-
-
-def _place(problem: Problem) -> str:
-    return f"{problem.file}:{problem.line}" if problem.line else problem.file
-
-
-def _versions(config: Config) -> str:
-    first, last = config.versions[0], config.versions[-1]
-    numbers = f"0.{first}" if first == last else f"0.{first} to 0.{last}"
-    return f"{numbers} ({config.versions_from})"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _beside(report: Report) -> list[str]:
+    """What is neither left nor rewritten."""
+    said = []
+    if report.kept:
+        said.append(f"{report.kept} kept")
+    if report.problems:
+        said.append(f"{count(len(report.problems), 'file')} {report.problem or 'with problems'}")
+    return said
 
 
 @contextlib.contextmanager
-def _progress(shown: bool) -> Iterator[Callable[[int, int], None]]:
+def _progress(doing: str) -> Iterator[Callable[[int, int], None]]:
     """Give a function that is told how many files are done, and draw it on a terminal."""
     console = Console(stderr=True)
-    if not (shown and console.is_terminal):
+    if not console.is_terminal:
         yield lambda done, total: None
         return
-    columns = (TextColumn("looking"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("")
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megapg.errors import UnsupportedOptionError
+from megapg.migrate.migration import Style
 from megapg.migrate.signatures import VERSIONS
 
-_KEYS = ("exclude", "wrappers", "from-core")
+_KEYS = ("exclude", "wrappers", "from-core", "style")
 _MINOR = re.compile(r"\s*(?:core_v|v)?0\.(\d+)(?:\.\w+)*\s*\Z")
 _PIN = re.compile(r"megatron[-_.]core\s*(?:\[[^\]]*\])?\s*\(?((?:[=<>~!]=?=?\s*[\w.*]+\s*,?\s*)+)")
 _CLAUSE = re.compile(r"(===?|~=|!=|>=|<=|<|>)\s*0\.(\d+)(\.[\w.*]+)?")
@@ -28,6 +29,7 @@ class Config:
         wrappers: dotted names of modules that stand for ``parallel_state``.
         versions: minor numbers of the Megatron-core versions that may run the code.
         versions_from: where these come from, for the report.
+        style: what functions are given.
     """
 
     root: Path
@@ -35,6 +37,7 @@ class Config:
     wrappers: tuple[str, ...] = ()
     versions: tuple[int, ...] = tuple(VERSIONS)
     versions_from: str = "nothing says which"
+    style: Style = Style.AUTO
 
 
 def load_config(start: Path, from_core: str | None = None) -> Config:
@@ -67,7 +70,12 @@ def load_config(start: Path, from_core: str | None = None) -> Config:
     else:
         versions, origin = _pinned(root)
     return Config(
-        root, _strings(table, "exclude", file), _strings(table, "wrappers", file), versions, origin
+        root=root,
+        exclude=_strings(table, "exclude", file),
+        wrappers=_strings(table, "wrappers", file),
+        versions=versions,
+        versions_from=origin,
+        style=_style(table, file),
     )
 
 
@@ -114,6 +122,15 @@ def _strings(table: Mapping[str, object], key: str, file: Path) -> tuple[str, ..
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise UnsupportedOptionError(f"{file}: {key} in [tool.megapg] is a list of strings.")
     return tuple(value)
+
+
+def _style(table: Mapping[str, object], file: Path) -> Style:
+    value = table.get("style", Style.AUTO)
+    if not isinstance(value, str) or value not in tuple(Style):
+        raise UnsupportedOptionError(
+            f"{file}: style in [tool.megapg] is one of {', '.join(Style)}."
+        )
+    return Style(value)
 
 
 def _pinned(root: Path) -> tuple[tuple[int, ...], str]:

@@ -73,10 +73,42 @@ def find_sites(
         config: what is excluded, what else stands for the globals, which versions may run it.
         on_progress: called with the number of files done and to do.
     """
-    return _Index(paths, config).run(on_progress)
+    return Index(paths, config).run(on_progress)
 
 
-class _Index:
+@dataclass(frozen=True, eq=False)
+class Located:
+    """A site with what a rewriter needs: where it stands in the file's text and syntax tree.
+
+    Attributes:
+        site: the use.
+        path: of its file.
+        begin: index of its first character in the file's text.
+        end: index behind its last one.
+        node: the expression.
+        use: the name or chain in it, with its scope and the nodes around it.
+    """
+
+    site: Site
+    path: Path
+    begin: int
+    end: int
+    node: ast.expr
+    use: Use
+
+
+class Index:
+    """The files of a project, each parsed when it is first looked into, and their sites.
+
+    Args:
+        paths: files and directories.
+        config: see :func:`find_sites`.
+
+    Attributes:
+        resolver: what names in the files stand for.
+        located: the sites, once :meth:`run` has found them.
+    """
+
     def __init__(self, paths: Sequence[Path], config: Config) -> None:
         self._config = config
         found = list(find_files(paths, config.root, config.exclude))
@@ -85,12 +117,14 @@ class _Index:
         self._failed: set[Path] = set()
         self._data: dict[Path, bytes] = {}
         self._parsed: dict[Path, tuple[Source, Analysis]] = {}
-        self._resolver = Resolver(
-            Modules(self._files.values()), self._analysis, self._may_define, config.wrappers
-        )
+        self.modules = Modules(self._files.values())
+        self.resolver = Resolver(self.modules, self.analysis, self._may_define, config.wrappers)
+        self.located: list[Located] = []
+        self._mentioning: dict[str, list[Path]] = {}
 
     def run(self, on_progress: Callable[[int, int], None]) -> Findings:
-        sites: list[Site] = []
+        """Find every site."""
+        located: list[Located] = []
         waiting = dict(self._files)
         words: set[str] = set()
         triggered = [path for path in waiting if _TRIGGER.search(self._bytes(path))]
@@ -101,12 +135,14 @@ class _Index:
                 looked_at += 1
                 on_progress(done + looked_at, done + looked_at + len(triggered))
                 if not is_parallel_state(path):
-                    sites += self._sites_or_problem(path)
+                    located += self._sites_or_problem(path)
             # Who uses what these hand on under a name that says nothing?
             words = {name for path in triggered for name in self._handed_on(path)} - words
             pattern = re.compile(rb"\b(?:" + "|".join(map(re.escape, words)).encode() + rb")\b")
             triggered = [path for path in waiting if words and pattern.search(self._bytes(path))]
-        sites.sort(key=lambda site: (site.file, site.span.start, site.span.stop))
+        located.sort(key=lambda at: (at.site.file, at.begin, at.end))
+        self.located = located
+        sites = (at.site for at in located)
         problems = sorted(self._problems, key=lambda problem: (problem.file, problem.line))
         return Findings(tuple(sites), tuple(problems), len(self._files), len(self._parsed))
 
@@ -122,7 +158,7 @@ class _Index:
             self._data[path] = data
         return self._data[path]
 
-    def _look(self, path: Path) -> tuple[Source, Analysis] | None:
+    def look(self, path: Path) -> tuple[Source, Analysis] | None:
         """The file, parsed when it is first asked for."""
         if path not in self._parsed and path not in self._failed:
             source = parse(path, self._files[path].name, self._bytes(path))
@@ -133,9 +169,23 @@ class _Index:
                 self._parsed[path] = source, analyse(source.tree)
         return self._parsed.get(path)
 
-    def _analysis(self, path: Path) -> Analysis | None:
-        looked = self._look(path)
+    def analysis(self, path: Path) -> Analysis | None:
+        """The file's scopes and uses; None where it can't be parsed."""
+        looked = self.look(path)
         return looked[1] if looked else None
+
+    def analyses(self) -> list[tuple[Path, Analysis]]:
+        """The files that were parsed, with their scopes and uses."""
+        return [(path, analysis) for path, (_, analysis) in self._parsed.items()]
+
+    def mentioning(self, word: str) -> Sequence[Path]:
+        """The files that have a word, in text that may be a comment."""
+        if word not in self._mentioning:
+            sought = word.encode()
+            whole = re.compile(rb"\b" + re.escape(sought) + rb"\b")
+            found = (path for path in self._files if sought in self._bytes(path))  # much faster
+            self._mentioning[word] = [path for path in found if whole.search(self._bytes(path))]
+        return self._mentioning[word]
 
     def _may_define(self, path: Path, name: str) -> bool:
         if path in self._parsed:
@@ -145,17 +195,17 @@ class _Index:
 
     def _handed_on(self, path: Path) -> Iterator[str]:
         """Names at the top of a module that stand for the globals and do not look like it."""
-        analysis = self._analysis(path)
+        analysis = self.analysis(path)
         if analysis is None:
             return
         for name in analysis.module.bindings:
-            things = self._resolver.name(name, analysis.module, path)
+            things = self.resolver.name(name, analysis.module, path)
             if _is_of(things) and not _TRIGGER.search(name.encode()):
                 yield name
 
     # -- sites -------------------------------------------------------------------------------
 
-    def _sites_or_problem(self, path: Path) -> list[Site]:
+    def _sites_or_problem(self, path: Path) -> list[Located]:
         try:
             return list(self._sites(path))
         except RecursionError:
@@ -163,8 +213,8 @@ class _Index:
             self._problems.append(Problem(name, 0, "is nested too deeply to look into"))
             return []
 
-    def _sites(self, path: Path) -> Iterator[Site]:
-        looked = self._look(path)
+    def _sites(self, path: Path) -> Iterator[Located]:
+        looked = self.look(path)
         if looked is None:
             return
         source, analysis = looked
@@ -182,9 +232,9 @@ class _Index:
         for node in list(reversed(outer)):
             outer.pop()
             if isinstance(node, ast.Attribute) and things:
-                things = self._resolver.attribute(things, node.attr)
+                things = self.resolver.attribute(things, node.attr)
             else:
-                things = self._resolver.expression(node, use.scope, path)
+                things = self.resolver.expression(node, use.scope, path)
             if name := _name_of(things):
                 parent = outer[-1] if outer else use.parents.node
                 return (*_of_a_member(name, node, parent), things)
@@ -199,22 +249,22 @@ class _Index:
             second = len(call.args) > 1 and call.args[1] is use.node
             if called not in _PATCHING or not second:
                 return None
-            target = self._resolver.expression(call.args[0], use.scope, path)
-            things = self._resolver.attribute(target, text)
+            target = self.resolver.expression(call.args[0], use.scope, path)
+            things = self.resolver.attribute(target, text)
             return (Kind.PATCHED, _name_of(things), call, things) if _is_of(things) else None
         if not _DOTTED.match(text) or text.startswith(_FOREIGN):
             return None
         *_, before, last = text.split(".")
         if not known(last) and (last not in _MODULES_NAMES or called not in _PATCHING):
             return None
-        things = self._resolver.dotted(text, path)
+        things = self.resolver.dotted(text, path)
         if not _is_of(things) and before in _MODULES_NAMES and _outside(things):
             things = frozenset({Thing("member", last)})  # through a module that is not here
         return (Kind.STRING, _name_of(things), use.node, things) if _is_of(things) else None
 
     def _site(
         self, source: Source, use: Use, kind: Kind, name: str, node: ast.expr, things: Things
-    ) -> Site:
+    ) -> Located:
         begin, end, exact = locate(source, node, use.parents)
         span = source.span(begin, end)
         arguments = _arguments(source, node, exact) if kind is Kind.CALL else ()
@@ -222,7 +272,7 @@ class _Index:
         scope = use.scope.enclosing("function", "class", "module") or use.scope
         function, klass = use.scope.enclosing("function"), use.scope.enclosing("class")
         lines = range(span.line, span.end_line + 1)
-        return Site(
+        site = Site(
             file=source.name,
             span=span,
             exact=exact,
@@ -234,11 +284,12 @@ class _Index:
             class_name=klass.qualname if klass else "",
             scope_kind=_scope_kind(scope),
             bases=_bases(klass),
-            carriers=carriers(use.scope, span.line, source.path, answer, self._resolver),
+            carriers=carriers(use, source.path, answer, self.resolver),
             answer=answer,
             keep=any(_KEEP.search(source.line_text(line)) for line in lines),
             in_fstring=any(isinstance(each, ast.JoinedStr) for each in use.parents),
         )
+        return Located(site, source.path, begin, end, node, use)
 
     def _answer(
         self, kind: Kind, name: str, arguments: Sequence[Argument], things: Things

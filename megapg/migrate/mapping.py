@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from megapg.layout import FIELDS
 from megapg.migrate.reasons import REASONS
@@ -37,6 +38,16 @@ class Argument:
         return self.text.startswith("*")
 
 
+class Takes(StrEnum):
+    """From where the collection of an expression may come."""
+
+    COLLECTION = "collection"  # any that has the fields
+    JOB = "job"  # a session's, or one of the globals' own groups: others don't tell of the job
+    OPTIONAL = "optional"  # what was passed, None included: the question is whether there is one
+    LAZY = "lazy"  # any, and nothing may raise where neither it nor the globals have the group
+    GLOBALS = "globals"  # megapg.resolve(None): it is state of the job that no group tells
+
+
 @dataclass(frozen=True)
 class Replacement:
     """What serves in place of a read.
@@ -47,12 +58,17 @@ class Replacement:
         field: the field that serves; empty where several do, or a run-time flag chooses.
         asks: what is asked of it: group, rank, size, ranks, first; empty for anything else.
         caution: code of what to look out for; empty where nothing.
+        needs: every field that the expression reads; empty where it reads none, or where that
+            shows at run time.
+        takes: from where the collection may come.
     """
 
     template: str
     field: str = ""
     asks: str = ""
     caution: str = ""
+    needs: tuple[str, ...] = ()
+    takes: Takes = Takes.COLLECTION
 
     @property
     def expression(self) -> str:
@@ -71,7 +87,9 @@ class Replacement:
     def write_narrow(self, group: str) -> str | None:
         """The expression on a group that is at hand; None where the group alone can't answer."""
         form = _NARROW.get(self.asks)
-        return form.format(group=group) if form and self.field else None
+        if not form or not self.field or (self.asks == "group" and self.field in OPTIONAL_FIELDS):
+            return None  # a group that may be None is asked for by name, so that it is missed
+        return form.format(group=group)
 
 
 @dataclass(frozen=True)
@@ -134,7 +152,6 @@ _FIELDS: Mapping[str, tuple[_Row, ...]] = {
         ("with_gtp_remat", "dp", " "),
         ("", "dp"),
     ),
-    "inter_partial_data_parallel": _rows(("", "inter_dist_opt")),
     "tensor_and_data_parallel": _rows(("with_context_parallel", "tp_dp_cp"), ("", "tp_dp")),
     "amax_reduction": _rows(
         ("with_context_parallel tp_only_amax_red", "tp_cp"),
@@ -168,6 +185,10 @@ _FIELDS: Mapping[str, tuple[_Row, ...]] = {
     "expert_gtp_weight_remat": _rows(("", "expt_gtp_remat")),
 }
 
+# Field -> the first version from whose globals a collection can read it; before, there was no such
+# group, or it had another name or other ranks.
+_SINCE: Mapping[str, int] = {"ep": 6, "tp_ep": 10, "tp_ep_pp": 10, "expt_dp": 10}
+
 # The end of a getter's name -> what it asks, and how a collection is asked. Longer ends first.
 _FORMS: Mapping[str, tuple[str, str]] = {
     "_group_gloo": ("gloo", '$getters.gloo_group($pg, "{field}")'),
@@ -175,7 +196,7 @@ _FORMS: Mapping[str, tuple[str, str]] = {
     "_group": ("group", "$pg.{field}"),
     "_world_size": ("size", '$pg.size("{field}")'),
     "_src_rank": ("first", '$pg.ranks("{field}")[0]'),
-    "_global_ranks": ("ranks", '$pg.ranks("{field}")'),
+    "_global_ranks": ("ranks", 'list($pg.ranks("{field}"))'),
     "_rank": ("rank", '$pg.rank("{field}")'),
 }
 
@@ -199,30 +220,55 @@ _FLAGS_OF_HELPERS = frozenset(
 
 # Whole names that do not follow the pattern.
 _BY_NAME: Mapping[str, Replacement] = {
-    "is_initialized": Replacement("$getters.is_initialized($pg)", "dp"),
-    "is_unitialized": Replacement("(not $getters.is_initialized($pg))", "dp"),
-    "model_parallel_is_initialized": Replacement("$getters.model_parallel_is_initialized($pg)"),
-    "get_all_ranks": Replacement(
-        '"_".join(str($pg.rank(field)) for field in ("tp", "dp", "cp", "pp", "ep"))'
+    "is_initialized": Replacement(
+        "$getters.is_initialized($pg)", "dp", needs=("dp",), takes=Takes.OPTIONAL
     ),
+    "is_unitialized": Replacement(
+        "(not $getters.is_initialized($pg))", "dp", needs=("dp",), takes=Takes.OPTIONAL
+    ),
+    "model_parallel_is_initialized": Replacement(
+        "$getters.model_parallel_is_initialized($pg)",
+        needs=("tp", "pp", "dp"),
+        takes=Takes.OPTIONAL,
+    ),
+    "get_all_ranks": Replacement("$getters.all_ranks($pg)", needs=("tp", "dp", "cp", "pp", "ep")),
     "has_separate_all_gather_group": Replacement(
-        "$getters.has_separate_all_gather_group($pg)", "dp_cp_ag"
+        "$getters.has_separate_all_gather_group($pg)", "dp_cp_ag", needs=("dp_cp_ag",)
     ),
-    "get_pipeline_model_parallel_first_rank": Replacement("$getters.pipeline_first_rank($pg)"),
-    "get_pipeline_model_parallel_last_rank": Replacement("$getters.pipeline_last_rank($pg)"),
-    "get_pipeline_model_parallel_next_rank": Replacement("$getters.pipeline_next_rank($pg)"),
-    "get_pipeline_model_parallel_prev_rank": Replacement("$getters.pipeline_prev_rank($pg)"),
+    **{
+        f"get_pipeline_model_parallel_{which}_rank": Replacement(
+            f"$getters.pipeline_{which}_rank($pg)", needs=("pp",)
+        )
+        for which in ("first", "last", "next", "prev")
+    },
     "is_rank_in_position_embedding_group": Replacement(
-        "$getters.is_rank_in_position_embedding_group($pg)", "pos_embd"
+        "$getters.is_rank_in_position_embedding_group($pg)", "pos_embd", needs=("pos_embd",)
     ),
     "get_virtual_pipeline_model_parallel_world_size": Replacement(
-        "$getters.virtual_pipeline_size($pg)"
+        "$getters.virtual_pipeline_size($pg)", needs=("pp",), takes=Takes.JOB
     ),
-    "get_global_memory_buffer": Replacement("$getters.memory_buffer($pg)"),
+    "get_inter_partial_data_parallel_group": Replacement(
+        "$getters.inter_partial_data_group($pg)",
+        "inter_dist_opt",
+        "group",
+        needs=("inter_dist_opt",),
+    ),
+    "get_global_memory_buffer": Replacement(
+        "$getters.memory_buffer($pg)", needs=("tp",), takes=Takes.JOB
+    ),
+    "get_pipeline_model_parallel_split_rank": Replacement(
+        "$getters.pipeline_split_rank($pg)", takes=Takes.GLOBALS
+    ),
+    "get_pipeline_model_parallel_decoder_start": Replacement(
+        "$getters.pipeline_decoder_start($pg)", takes=Takes.GLOBALS
+    ),
+    "is_pipeline_stage_at_split": Replacement(
+        "$getters.is_pipeline_stage_at_split($pg)", needs=("pp",), takes=Takes.GLOBALS
+    ),
     # Where weights are not rematerialised there is no group, and the answer is 0.
     **{
         f"get_{middle}_{ending}": Replacement(
-            f'(0 if $pg.{field} is None else $pg.{ask}("{field}"))', field
+            f'(0 if $pg.{field} is None else $pg.{ask}("{field}"))', field, needs=(field,)
         )
         for middle, field in (
             ("gtp_weight_remat", "gtp_remat"),
@@ -232,13 +278,20 @@ _BY_NAME: Mapping[str, Replacement] = {
     },
 }
 
-# Asked of the rank, or with ignore_virtual=False of one of its model chunks.
+# Asked of the rank, or with ignore_virtual=False of one of its model chunks. Helpers have the same
+# names, and take what the function takes in the newest version.
 _OF_A_STAGE: Mapping[str, str] = {
     "is_pipeline_first_stage": "pp",
     "is_pipeline_last_stage": "pp",
     "is_rank_in_embedding_group": "embd",
 }
 _TAKES_VP_STAGE = 13
+
+# Of encoder and decoder, for this rank's stage or another. The helpers have the same names.
+_OF_A_SPLIT = frozenset(
+    {"is_pipeline_stage_before_split", "is_pipeline_stage_after_split"}
+    | {"is_inside_encoder", "is_inside_decoder"}
+)
 
 # How names begin -> the reason. The first that fits.
 _REFUSED: Mapping[str, str] = {
@@ -249,10 +302,6 @@ _REFUSED: Mapping[str, str] = {
     "get_virtual_pipeline_model_parallel_rank": "vp-stage",
     "set_pipeline_model_parallel_split_rank": "encoder-decoder",
     "set_": "setter",
-    "get_pipeline_model_parallel_split_rank": "encoder-decoder",
-    "get_pipeline_model_parallel_decoder_start": "encoder-decoder",
-    "is_pipeline_stage_": "encoder-decoder",
-    "is_inside_": "encoder-decoder",
     "get_nccl_options": "no-state",
     "overwrite_nccl_comm_cfgs": "no-state",
     "update_pg_timeout": "no-state",
@@ -271,6 +320,7 @@ _REFUSED: Mapping[str, str] = {
     "_PIPELINE_MODEL_PARALLEL_DECODER_START": "encoder-decoder",
     "_global_process_group_list": "lifecycle",
     "_DATA_MODULO_EXPERT_PARALLEL_GROUP": "no-field",
+    "_TENSOR_AND_EXPERT_PARALLEL_GROUP": "no-field",
 }
 
 OPTIONAL_FIELDS = frozenset(
@@ -289,7 +339,6 @@ GROUP_GLOBALS: Mapping[str, str] = {
     "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
     "_TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp",
     "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
-    "_TENSOR_AND_EXPERT_PARALLEL_GROUP": "tp_ep",
     "_DATA_PARALLEL_GROUP": "dp",
     "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
     "_DATA_PARALLEL_GROUP_WITH_CP_AG": "dp_cp_ag",
@@ -305,7 +354,6 @@ GROUP_GLOBALS: Mapping[str, str] = {
     "_EXPERT_DATA_PARALLEL_GROUP": "expt_dp",
     "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "expt_dp_gtp_remat",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "intra_expt_dp",
-    "_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "inter_dist_opt",
     "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "inter_dist_opt",
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
 }
@@ -326,19 +374,36 @@ RANK_GLOBALS: Mapping[str, str] = {
 }
 
 # private global -> what is written for it, where it is neither.
-_OTHER_GLOBALS: Mapping[str, str] = {
-    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "$getters.data_group($pg)",
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": (
-        f"$getters.data_group($pg, {_PARTIAL})"
+_OTHER_GLOBALS: Mapping[str, Replacement] = {
+    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": Replacement(
+        "$getters.data_group($pg)", caution="private-global", needs=("dp",)
     ),
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": (
-        "$getters.expert_data_group($pg, partial_expert_data_parallel=True)"
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": Replacement(
+        f"$getters.data_group($pg, {_PARTIAL})", caution="private-global", needs=("intra_dp_cp",)
     ),
-    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": "$getters.virtual_pipeline_size($pg)",
-    "_GLOBAL_MEMORY_BUFFER": "$getters.memory_buffer($pg)",
-    "_HYBRID_DP_CP_GROUPS": "",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": Replacement(
+        "$getters.expert_data_group($pg, partial_expert_data_parallel=True)",
+        caution="private-global",
+        needs=("intra_expt_dp",),
+    ),
+    "_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": Replacement(
+        "$getters.inter_partial_data_group($pg, check_initialized=False)",
+        "inter_dist_opt",
+        needs=("inter_dist_opt",),
+        takes=Takes.LAZY,
+    ),
     **{
-        f"_{name}_GLOO": f'$pg.extras["gloo.{field}"]'
+        name: Replacement(f"$getters.{helper}($pg)", caution="private-global", takes=Takes.GLOBALS)
+        for name, helper in (
+            ("_EMBEDDING_GLOBAL_RANKS", "embedding_ranks"),
+            ("_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "virtual_pipeline_size"),
+            ("_GLOBAL_MEMORY_BUFFER", "memory_buffer"),
+        )
+    },
+    **{
+        f"_{name}_GLOO": Replacement(
+            f'$pg.extras["gloo.{field}"]', caution="private-global", takes=Takes.GLOBALS
+        )
         for name, field in (
             ("DATA_PARALLEL_GROUP", "dp"),
             ("DATA_PARALLEL_GROUP_WITH_CP", "dp_cp"),
@@ -350,7 +415,7 @@ _OTHER_GLOBALS: Mapping[str, str] = {
 }
 
 PRIVATE = frozenset(
-    {*GROUP_GLOBALS, *RANK_GLOBALS, *_OTHER_GLOBALS}
+    {*GROUP_GLOBALS, *RANK_GLOBALS, *_OTHER_GLOBALS, "_HYBRID_DP_CP_GROUPS"}
     | {name for name in _REFUSED if name.startswith("_") and not name.endswith("_")}
 )
 """Private names that code outside of Megatron-core reads, as far as they are known by name."""
@@ -413,7 +478,8 @@ def replacement(
         return misfits[-1]
     if len(answers) == 1:
         return next(iter(answers))
-    return Refusal("version", "; ".join(f"{_span(at)}: {_said(a)}" for a, at in answers.items()))
+    reason = "stage-default" if name in _OF_A_STAGE else "version"
+    return Refusal(reason, "; ".join(f"{_span(at)}: {_said(a)}" for a, at in answers.items()))
 
 
 def _refused(name: str) -> str | None:
@@ -435,15 +501,27 @@ def _said(answer: Replacement | Refusal) -> str:
 
 
 def _private(name: str) -> Replacement | Refusal:
-    caution = "private-global"
     if name in GROUP_GLOBALS:
-        return Replacement(f"$pg.{GROUP_GLOBALS[name]}", GROUP_GLOBALS[name], "group", caution)
+        return _unchecked(GROUP_GLOBALS[name])
+    if name in _OTHER_GLOBALS:
+        return _OTHER_GLOBALS[name]
     if name in RANK_GLOBALS:
         field = RANK_GLOBALS[name]
-        return Replacement(f'$pg.ranks("{field}")', field, "ranks", caution)
-    if written := _OTHER_GLOBALS[name]:
-        return Replacement(written, caution=caution)
+        written = f'list($pg.ranks("{field}"))'
+        return Replacement(written, field, "ranks", "private-global", (field,))
     return Refusal("run-time-flag", "getters.hybrid_group(pg, size) is the group of one size")
+
+
+def _unchecked(field: str, checked: str = "False") -> Replacement:
+    """The group, or None where the globals have none, unless ``checked`` says to fail there."""
+    if field == "hcp":
+        written = f"$getters.hierarchical_groups($pg, check_initialized={checked})"
+    elif field == "pp" or checked != "False":  # of several pipelines: that is not None
+        written = f'$getters.present_group($pg, "{field}", check_initialized={checked})'
+    else:
+        written = f'getattr($pg, "{field}", None)'
+    caution = "may-be-none" if field in OPTIONAL_FIELDS else ""
+    return Replacement(written, field, caution=caution, needs=(field,), takes=Takes.LAZY)
 
 
 @dataclass(frozen=True)
@@ -451,7 +529,11 @@ class _Call:
     """A call with its arguments at their parameters: the text given, or the default."""
 
     text: Mapping[str, str]
-    given: frozenset[str]
+    given: Sequence[str]
+
+    def passed(self) -> str:
+        """What is given, to follow another argument."""
+        return "".join(f", {name}={self.text[name]}" for name in self.given)
 
     def value(self, parameter: str) -> object:
         """The literal; ``_UNKNOWN`` where it shows at run time, None where there is no such one."""
@@ -473,62 +555,86 @@ def _bind(name: str, arguments: Sequence[Argument], version: int) -> _Call | Ref
         keyword = argument.keyword or parameters[position].name
         if keyword not in texts or keyword in given:
             return Refusal("arguments", f"{keyword}= in 0.{version}")
-        given[keyword] = argument.text
-    return _Call({**texts, **given}, frozenset(given))
+        text = argument.text
+        given[keyword] = f"({text})" if ":=" in text and not argument.keyword else text
+    return _Call({**texts, **given}, tuple(given))
 
 
 def _in_version(name: str, arguments: Sequence[Argument], version: int) -> Replacement | Refusal:
+    if name in _OF_A_STAGE:
+        return _of_a_stage(name, arguments, version)
     call = _bind(name, arguments, version)
     if isinstance(call, Refusal):
         return call
-    if name in _OF_A_STAGE:
-        return _of_a_stage(name, call, version)
     if name == "get_hybrid_data_context_parallel_groups":
         if call.value("check_initialized") is not True or "group_size" not in call.given:
             return Refusal("run-time-flag", "pass group_size=")
-        return Replacement(f"$getters.hybrid_group($pg, {call.text['group_size']})")
+        return Replacement(
+            f"$getters.hybrid_group($pg, {call.text['group_size']})", takes=Takes.GLOBALS
+        )
+    if name in _OF_A_SPLIT:
+        rank = call.passed()
+        return Replacement(f"$getters.{name}($pg{rank})", "pp", needs=("pp",), takes=Takes.GLOBALS)
     if name in _BY_NAME:
         return _BY_NAME[name]
-    if "modulo_expert" in name and version < 10 and call.value("with_context_parallel") is not True:
-        return Refusal("no-field", "before 0.10 it leaves context parallelism out")
+    if name == "get_amax_reduction_group" and version == 8:  # always of tp, without saying so
+        call = _Call({**call.text, "tp_only_amax_red": "True"}, call.given)
     end = next(end for end in _FORMS if name.endswith(end))
-    return _of_a_group(name.removeprefix("get_").removesuffix(end), end, call)
+    found = _of_a_group(name.removeprefix("get_").removesuffix(end), end, call)
+    if isinstance(found, Replacement) and version < _SINCE.get(found.field, 0):
+        return Refusal("no-field", f"before 0.{_SINCE[found.field]} the globals have it elsewhere")
+    return found
 
 
-def _of_a_stage(name: str, call: _Call, version: int) -> Replacement | Refusal:
-    ignored, field = call.value("ignore_virtual"), _OF_A_STAGE[name]
+def _of_a_stage(name: str, arguments: Sequence[Argument], version: int) -> Replacement | Refusal:
+    unseen = [argument.text for argument in arguments if argument.text.startswith("**")]
+    call = _bind(name, [a for a in arguments if not a.text.startswith("**")], version)
+    if isinstance(call, Refusal):
+        return call
+    field = _OF_A_STAGE[name]
     by_default = "ignore_virtual" not in call.given
-    if ignored is True:
+    if not unseen and call.value("ignore_virtual") is True:
         flag = "" if by_default else ", ignore_virtual=True"
-        return Replacement(f"$getters.{name}($pg{flag})", field)
-    if version < _TAKES_VP_STAGE:
-        return Refusal("stage-default" if by_default else "vp-stage")
-    stage = call.text["vp_stage"]
-    if "vp_stage" not in call.given or stage.strip() == "None":
-        return Refusal("vp-stage", "pass vp_stage=")
-    flags = f"ignore_virtual={call.text['ignore_virtual']}, vp_stage={stage}"
-    return Replacement(f"$getters.{name}($pg, {flags})", field)
+        return Replacement(f"$getters.{name}($pg{flag})", field, needs=(field,))
+    if version >= _TAKES_VP_STAGE:
+        passed = "".join(f", {text}" for text in unseen)
+        written = f"$getters.{name}($pg{call.passed()}{passed})"
+    elif unseen:
+        return Refusal("stage-default", ", ".join(unseen))
+    else:  # with the default written out, which is another one from 0.13 on
+        written = f"$getters.{name}($pg, ignore_virtual={call.text['ignore_virtual']})"
+    # Of a chunk of the virtual pipeline, whose length only the job as a whole knows.
+    if field == "pp":
+        return Replacement(written, field, needs=(field,), takes=Takes.JOB)
+    return Replacement(written, field, needs=(field, "pp"), takes=Takes.GLOBALS)
 
 
 def _of_a_group(middle: str, end: str, call: _Call) -> Replacement | Refusal:
     asks, form = _FORMS[end]
     flags = {name: call.value(name) for name in call.text if name != "check_initialized"}
     checked = call.value("check_initialized") if "check_initialized" in call.text else True
-    if checked is not True and checked is not False:
-        return Refusal("run-time-flag", "check_initialized")
-    if not checked and asks != "group":
-        return Refusal("unchecked")
-    if not all(isinstance(value, bool) for value in flags.values()):
+    seen = all(isinstance(value, bool) for value in flags.values())
+    rows = (row for row in _FIELDS[middle] if all(flags.get(name) for name in row.true))
+    row = next(rows) if seen else None
+    if checked is not True and (asks != "group" or row is None or row.helper):
+        return Refusal("unchecked" if checked is False else "run-time-flag", "check_initialized")
+    if row is None:
         return _at_run_time(middle, asks, call, flags)
-    row = next(row for row in _FIELDS[middle] if all(flags.get(name) for name in row.true))
-    if row.field == "intra_dp_cp" and not flags.get("with_context_parallel"):
+    field = row.field
+    if field == "intra_dp_cp" and not flags.get("with_context_parallel"):
         return Refusal("arguments", "partial_data_parallel needs with_context_parallel")
     if row.helper:
-        return _ask_helper(middle, asks, row.helper.strip())
-    if not checked:
-        return Replacement(f'getattr($pg, "{row.field}", None)', row.field, "", "may-be-none")
-    caution = "may-be-none" if row.field in OPTIONAL_FIELDS and asks == "group" else ""
-    return Replacement(form.format(field=row.field), row.field, asks, caution)
+        return _ask_helper(middle, asks, row.helper.strip(), flags)
+    if checked is not True:
+        flag = "False" if checked is False else call.text["check_initialized"]
+        return _unchecked(field, flag)
+    if field == "hcp":
+        return Replacement("$getters.hierarchical_groups($pg)", field, asks, needs=(field,))
+    if asks == "gloo":
+        return Replacement(form.format(field=field), field, asks, takes=Takes.GLOBALS)
+    if asks == "group" and field in OPTIONAL_FIELDS:
+        form = '$getters.present_group($pg, "{field}")'
+    return Replacement(form.format(field=field), field, asks, needs=(field,))
 
 
 def _at_run_time(
@@ -545,17 +651,31 @@ def _at_run_time(
         for name, value in flags.items()
         if name in _FLAGS_OF_HELPERS and value is not False
     )
-    return _ask_helper(middle, asks, passed)
+    return _ask_helper(middle, asks, passed, flags)
 
 
-def _ask_helper(middle: str, asks: str, flags: str) -> Replacement | Refusal:
-    helpers = _HELPERS[middle]
-    passed = f"$pg, {flags}" if flags else "$pg"
+def _ask_helper(
+    middle: str, asks: str, passed: str, flags: Mapping[str, object]
+) -> Replacement | Refusal:
+    helpers, needs = _HELPERS[middle], _candidates(middle, flags)
+    arguments = f"$pg, {passed}" if passed else "$pg"
     if asks in helpers:
-        return Replacement(f"$getters.{helpers[asks]}({passed})")
+        return Replacement(f"$getters.{helpers[asks]}({arguments})", needs=needs)
     if asks in ("rank", "size"):
-        return Replacement(f"$getters.{helpers['group']}({passed}).{asks}()")
-    return Refusal("run-time-flag", flags)
+        return Replacement(f"$getters.{helpers['group']}({arguments}).{asks}()", needs=needs)
+    return Refusal("run-time-flag", passed)
+
+
+def _candidates(middle: str, flags: Mapping[str, object]) -> tuple[str, ...]:
+    """The fields between which a helper chooses, as far as its flags are known."""
+    found: dict[str, None] = {}
+    for row in _FIELDS[middle]:
+        asked = [name in _FLAGS_OF_HELPERS and flags.get(name, False) for name in row.true]
+        if not any(value is False for value in asked):
+            found[row.field] = None
+        if all(value is True for value in asked):
+            break  # those below it are out of reach
+    return tuple(found)
 
 
 if unexplained := set(_REFUSED.values()) - set(REASONS):

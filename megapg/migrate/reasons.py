@@ -56,11 +56,13 @@ _ALL = (
     ),
     Reason(
         "stage-default",
-        "a stage test without ignore_virtual, below 0.13",
+        "a stage test without ignore_virtual, on both sides of 0.13",
         "is_pipeline_first_stage(), is_pipeline_last_stage() and is_rank_in_embedding_group() ask "
-        "about the current model chunk up to Megatron-core 0.12, and about the rank from 0.13 on.",
-        "Say which you mean: ignore_virtual=True for the rank, or ignore_virtual=False and "
-        "vp_stage= for one model chunk. Then it is the same in every version.",
+        "about the current model chunk up to Megatron-core 0.12, and about the rank from 0.13 on. "
+        "Versions of both kinds may run this code.",
+        "Name the version: --from-core 0.16, or a closer pin of megatron-core. Or say which you "
+        "mean: ignore_virtual=True for the rank, or ignore_virtual=False and vp_stage= for one "
+        "model chunk. Then it is the same in every version.",
     ),
     Reason(
         "version",
@@ -86,14 +88,17 @@ _ALL = (
     ),
     Reason(
         "encoder-decoder",
-        "the split between encoder and decoder, gone in 0.14",
-        "Encoder and decoder on pipeline stages of their own were removed from Megatron-core.",
-        "Delete the code, or keep its answer in your config: a layout has no such split.",
+        "sets the split between encoder and decoder, gone in 0.14",
+        "Encoder and decoder on pipeline stages of their own were removed from Megatron-core, and "
+        "a layout has no such split. What asks about it is rewritten; what sets it, or looks at "
+        "its variables, is not.",
+        "Delete the code, or ask getters.pipeline_split_rank(pg): None where nothing is split.",
     ),
     Reason(
         "no-field",
         "a group that no field holds",
-        "The collection has no field for this group, and nothing in it is the same group.",
+        "The collection has no field for this group, and nothing in it is the same group; or the "
+        "globals of this version hold the group where a collection does not look.",
         "Make the group with torch.distributed.new_group() where the session is opened, and pass "
         "it beside the collection.",
     ),
@@ -107,7 +112,7 @@ _ALL = (
         "unchecked",
         "tolerates groups that are not there",
         "check_initialized=False gives None where nothing is initialised; a collection has no "
-        "such state for ranks.",
+        "such state for ranks, nor for a group that is chosen at run time.",
         "Ask whether there is a collection (pg_collection is not None) and leave the argument out.",
     ),
     Reason(
@@ -173,6 +178,33 @@ _ALL = (
         "The variable is bound more than once, to Megatron's module and to something else.",
         "Give the two a name each.",
     ),
+    Reason(
+        "in-a-string",
+        "in an f-string, where it can't be written",
+        "What would be written needs quotes, and the f-strings around it use both kinds; or where "
+        "the read begins in the string can't be told.",
+        "Take the read out of the string, into a variable before it.",
+    ),
+    Reason(
+        "comment-inside",
+        "a comment inside of the call",
+        "The call goes as a whole, and the comment would go with it.",
+        "Move the comment above the statement, and run the tool again.",
+    ),
+    Reason(
+        "unverified",
+        "the rewrite of its file was found unsound",
+        "Undoing the edits on the new syntax tree did not give the old one, or the new file did "
+        "not compile. The file is as it was, and so is what would have relied on it.",
+        "Rewrite it by hand, and report the file: the report says what was wrong.",
+    ),
+    Reason(
+        "unwritten",
+        "its file could not be written",
+        "The file is read-only, was changed meanwhile, or the disk is full; or a file that it "
+        "relies on was not written.",
+        "The report names the cause. Run the tool again when it is gone.",
+    ),
 )
 
 REASONS: Mapping[str, Reason] = {reason.code: reason for reason in _ALL}
@@ -182,10 +214,11 @@ CAUTIONS: Mapping[str, Reason] = {
     for caution in (
         Reason(
             "may-be-none",
-            "the field is None on some ranks",
-            "The getter fails where this rank is outside of the group, or where it is not "
-            "configured. The field is None there, and torch takes group=None for WORLD.",
-            "Ask first: if pg.embd is not None.",
+            "the answer is None on some ranks",
+            "Unchecked, the getter gives None where this rank is outside of the group, or where it "
+            "is not configured, and what is written does too. torch takes group=None for WORLD.",
+            "Ask first: if pg.embd is not None. Or leave check_initialized=False out: what is "
+            "written then raises where there is no group, as the getter does.",
         ),
         Reason(
             "private-global",

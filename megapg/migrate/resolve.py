@@ -42,10 +42,10 @@ class Thing:
     Attributes:
         kind: ``globals`` for Megatron's module, ``member`` for a name in it, ``file`` for a module
             of the project, ``name`` for something outside of it, ``self`` for an instance of a
-            class, ``class`` for the class, ``unknown``.
+            class, ``class`` for the class, ``function`` for one of the project, ``unknown``.
         name: the member, or the dotted name.
         path: of the file; of something outside, the file that asks.
-        scope: of the class.
+        scope: of the class or function.
     """
 
     kind: str
@@ -138,7 +138,7 @@ class Resolver:
     def _starred(self, name: str, scope: Scope, path: Path) -> Things:
         for each in scope.chain():
             for star in reversed(each.stars):
-                things = self.attribute(self._module(star, path), name)
+                things = self.attribute(self.module(star, path), name)
                 if any(thing.kind not in ("unknown", "name") for thing in things):
                     return things
         return _NOTHING
@@ -152,17 +152,18 @@ class Resolver:
         if isinstance(binding, Imported):
             if not binding.level and (*binding.module, binding.member) in self._same:
                 return frozenset({GLOBALS})
-            module = self._module(binding, path)
+            module = self.module(binding, path)
             return self.attribute(module, binding.member) if binding.member else module
         if isinstance(binding, Instance):
             return frozenset({Thing("self", path=path, scope=binding.of)})
         if isinstance(binding, Defined):
-            return frozenset({Thing("class", path=path, scope=binding.scope)})
+            return frozenset({Thing(binding.scope.kind, path=path, scope=binding.scope)})
         return frozenset({UNKNOWN})
 
     # -- modules -----------------------------------------------------------------------------
 
-    def _module(self, imported: Imported, path: Path) -> Things:
+    def module(self, imported: Imported, path: Path) -> Things:
+        """The module that an import is about."""
         if not imported.level:
             return self._dotted(imported.module, path)
         return self._at(relative_parts(path, imported.level, imported.module))

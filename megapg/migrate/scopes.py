@@ -51,7 +51,7 @@ class Instance:
 
 @dataclass(frozen=True, eq=False)
 class Defined:
-    """A class defined here."""
+    """A class or a function defined here."""
 
     scope: Scope
     line: int
@@ -59,7 +59,7 @@ class Defined:
 
 @dataclass(frozen=True, eq=False)
 class Opaque:
-    """Bound to what can't be told: a parameter, a loop's variable, a function."""
+    """Bound to what can't be told: a parameter, a loop's variable."""
 
     line: int
     parameter: bool = False
@@ -212,8 +212,8 @@ class _Analyser:
     # -- scopes ------------------------------------------------------------------------------
 
     def _function(self, node: _Function, scope: Scope, parents: Parents) -> None:
-        scope.bind(node.name, Opaque(node.lineno))
         inner = Scope("function", node.name, node, scope)
+        scope.bind(node.name, Defined(inner, node.lineno))
         inside = Parents(node, parents)
         static = any(
             isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list

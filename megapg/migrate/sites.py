@@ -32,12 +32,14 @@ class Carrier:
         expression: what to write to get at it.
         origin: ``parameter``, ``local`` or ``attribute``.
         may_be_none: it is a parameter that is None by default.
+        certain: it is there whenever the site runs, and holds what its name says.
     """
 
     kind: str
     expression: str
     origin: str
     may_be_none: bool = False
+    certain: bool = True
 
 
 @dataclass(frozen=True)

@@ -134,12 +134,17 @@ class Modules:
         found = [
             (parts, path)
             for parts, path in self._by_last.get(wanted[-1] if wanted else "", ())
-            if parts[-len(wanted) :] == wanted
+            if parts[-len(wanted) :] == wanted and self._is_root(parts[: -len(wanted)], importer)
         ]
         here = _folder(importer)
         if len(wanted) == 1:  # `import types` means no types.py elsewhere
             found = [each for each in found if self._at_top(each[1], importer)]
         return max(found, key=lambda each: _shared(each[0], here), default=(None, None))[1]
+
+    def _is_root(self, parts: tuple[str, ...], importer: Path) -> bool:
+        """Whether absolute imports can start in a folder: it is no package, or a script's own."""
+        folder = Path(*parts) if parts else Path()
+        return folder / "__init__.py" not in self or folder == importer.parent
 
     def _at_top(self, path: Path, importer: Path) -> bool:
         """Whether one word can mean it: a package in no package, or the neighbour of a script."""

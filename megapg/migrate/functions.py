@@ -1,0 +1,297 @@
+"""The functions of a project that can be given a parameter, and who refers to them.
+
+A parameter is only ever added to free functions and to constructors: a method has ``self``, and
+what else overrides it, or calls it through an object, can't be seen.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megapg.migrate.carriers import ancestry, is_torch_module
+from megapg.migrate.imports import scopes
+from megapg.migrate.index import Index
+from megapg.migrate.resolve import Thing
+from megapg.migrate.scopes import Analysis, Imported, Instance, Scope, Use
+
+PARAMETER = "pg_collection"
+
+# Decorators, by their last name, that hand keyword arguments on as they come.
+_TRANSPARENT = frozenset(
+    {"no_grad", "inference_mode", "enable_grad", "contextmanager", "asynccontextmanager"}
+    | {"override", "deprecated", "experimental_fn"}
+)
+# What a class may be made of for its constructor to be an ordinary function.
+_PLAIN_BASES = frozenset({"ABC", "object", "Generic"})
+_CLASS_DECORATORS = frozenset({"total_ordering", "final", "deprecated"})
+# Functions that read the signature, or compile the source, of what they are passed.
+_INSPECTING = frozenset({"script", "jit_fuser", "signature", "getfullargspec", "get_type_hints"})
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """A place that names a function.
+
+    Attributes:
+        path: of its file.
+        use: the place.
+        call: of which it is the function, or which is ``functools.partial`` of it; None where it
+            is handed on, stored or decorated with.
+        node: the expression that names it.
+    """
+
+    path: Path
+    use: Use
+    call: ast.Call | None
+    node: ast.expr
+
+
+def unit_of(scope: Scope) -> Scope | None:
+    """The function whose parameter a use can see: the outermost around it, up to a class."""
+    found, each = None, scope
+    while each is not None and each.kind != "class":
+        if each.kind == "function":
+            found = each
+        if each.parent is None:
+            break
+        each = each.parent
+    return found
+
+
+def class_of(function: Scope) -> Scope | None:
+    """The class whose constructor a function is."""
+    is_init = function.name == "__init__" and function.parent is not None
+    return function.parent if is_init and function.parent.kind == "class" else None  # type: ignore[union-attr]
+
+
+class Functions:
+    """Answers questions about the functions of the files of an index."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._taking: dict[Scope, bool] = {}
+        self._references: dict[Scope, list[Reference]] = {}
+        self._blind: set[Scope] = set()
+        self._names: dict[Path, dict[str, list[tuple[Use, ast.expr, ast.AST]]]] = {}
+
+    def can_take(self, function: Scope, path: Path) -> bool:
+        """Whether a keyword-only parameter with a default can be added without a caller, or
+        anything that looks at the signature, noticing.
+        """
+        if function not in self._taking:
+            self._taking[function] = self._can_take(function, path)
+        return self._taking[function]
+
+    def _can_take(self, function: Scope, path: Path) -> bool:
+        node, outer = function.node, function.parent
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or outer is None:
+            return False
+        if node.args.kwarg is not None or not _is_ordinary(node):
+            return False
+        if node.name.startswith("test") or Path(path).suffix == ".pyi":
+            return False
+        if outer.kind == "class":
+            if node.name != "__init__" or not self._is_plain(outer, path):
+                return False
+        elif outer.kind != "module":
+            return False
+        if len(outer.bindings.get(node.name, ())) != 1:
+            return False
+        if _mentions(node, PARAMETER):
+            return False
+        return not any(_is_inspected(reference) for reference in self.references(function, path))
+
+    def _is_plain(self, klass: Scope, path: Path) -> bool:
+        """Whether the constructor of a class is called as it is written, with ``self`` alone."""
+        for each in ancestry(klass, path, self._index.resolver):
+            if isinstance(each, str):
+                last = each.rpartition(".")[2]
+                if last not in _PLAIN_BASES and (
+                    not is_torch_module(each) or last == "LightningModule"
+                ):
+                    return False
+                continue
+            node = each.node
+            if not isinstance(node, ast.ClassDef) or node.keywords:
+                return False
+            if any(_last_name(d) not in _CLASS_DECORATORS for d in node.decorator_list):
+                return False
+            if {PARAMETER, "__slots__", "__new__"} & {*each.bindings, *each.attributes}:
+                return False
+        return True
+
+    def is_of_core(self, klass: Scope, path: Path) -> bool:
+        """Whether a class is made of one of Megatron-core's, which has a collection of its own."""
+        return any(
+            isinstance(each, str) and each.startswith("megatron.core.")
+            for each in ancestry(klass, path, self._index.resolver)
+        )
+
+    def all_seen(self, function: Scope) -> bool:
+        """Whether every file that could refer to a function could be looked into; asked after
+        :meth:`references`.
+        """
+        return all(
+            self._index.analysis(file) is not None for file in self._index.mentioning(function.name)
+        )
+
+    # -- references --------------------------------------------------------------------------
+
+    def references(self, function: Scope, path: Path) -> list[Reference]:
+        """Every place in the project that names a function; for a constructor, its class."""
+        if function not in self._references:
+            self._references[function] = list(self._find(function, path))
+        return self._references[function]
+
+    def _find(self, function: Scope, path: Path) -> Iterator[Reference]:
+        klass = class_of(function)
+        wanted = {Thing("function", path=path, scope=function)}
+        words = {function.name}
+        if klass is not None:
+            classes = self._constructed_by(klass, path)
+            wanted |= {Thing("class", path=at, scope=each) for each, at in classes}
+            words = {each.name for each, _ in classes}
+        files = dict.fromkeys(file for word in words for file in self._index.mentioning(word))
+        for file in files:
+            analysis = self._index.analysis(file)
+            if analysis is None:
+                self._blind.add(function)
+                continue
+            names = words | _other_names(analysis, words) | ({"__init__"} if klass else set())
+            for name in sorted(names):
+                for use, node, parent in self._named(file, analysis, name):
+                    if self._stands_for(node, use, file, wanted, classes if klass else ()):
+                        yield Reference(file, use, _call_of(node, parent), node)
+
+    def _constructed_by(self, klass: Scope, path: Path) -> list[tuple[Scope, Path]]:
+        """A class, and those below it that have its constructor."""
+        found = [(klass, path)]
+        for above, _ in found:  # grows
+            for file in self._index.mentioning(above.name):
+                analysis = self._index.analysis(file)
+                for each in _classes(analysis.module) if analysis else ():
+                    node = each.node
+                    if (
+                        isinstance(node, ast.ClassDef)
+                        and len(node.bases) == 1
+                        and each.parent is not None
+                        and "__init__" not in each.bindings
+                        and all(each is not known for known, _ in found)
+                    ):
+                        things = self._index.resolver.expression(node.bases[0], each.parent, file)
+                        if {thing.scope for thing in things} == {above}:
+                            found.append((each, file))
+        return found
+
+    def _stands_for(
+        self,
+        node: ast.expr,
+        use: Use,
+        path: Path,
+        wanted: set[Thing],
+        classes: list[tuple[Scope, Path]] | tuple[()],
+    ) -> bool:
+        if isinstance(node, ast.Attribute) and node.attr == "__init__" and _is_super(node.value):
+            return self._is_super_of(use, path, {each for each, _ in classes})
+        things = self._index.resolver.expression(node, use.scope, path)
+        return len(things) == 1 and things <= wanted
+
+    def _is_super_of(self, use: Use, path: Path, classes: set[Scope]) -> bool:
+        """Whether ``super().__init__`` is the constructor of one of the classes, for certain."""
+        method = use.scope.enclosing("function")
+        klass = class_of(method) if method is not None else None
+        node = klass.node if klass is not None else None
+        if klass is None or klass.parent is None or not isinstance(node, ast.ClassDef):
+            return False
+        if len(node.bases) != 1:
+            return False
+        things = self._index.resolver.expression(node.bases[0], klass.parent, path)
+        return len(things) == 1 and {thing.scope for thing in things} <= classes
+
+    def _named(
+        self, path: Path, analysis: Analysis, name: str
+    ) -> list[tuple[Use, ast.expr, ast.AST]]:
+        """The expressions of a file that end in a name, with what is directly around them."""
+        if path not in self._names:
+            names: dict[str, list[tuple[Use, ast.expr, ast.AST]]] = {}
+            for use in analysis.uses:
+                node: ast.expr = use.node
+                parent: ast.AST = use.parents.node
+                while isinstance(node, ast.Attribute):
+                    names.setdefault(node.attr, []).append((use, node, parent))
+                    parent, node = node, node.value
+                if isinstance(node, ast.Name):
+                    names.setdefault(node.id, []).append((use, node, parent))
+            self._names[path] = names
+        return self._names[path].get(name, [])
+
+
+def _is_ordinary(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return all(_last_name(each) in _TRANSPARENT for each in node.decorator_list)
+
+
+def _mentions(node: ast.AST, name: str) -> bool:
+    """Whether a name means something in a function already, or locals() are taken as a whole."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name) and each.id in (name, "locals", "vars"):
+            return True
+        if isinstance(each, ast.arg) and each.arg == name:
+            return True
+    return False
+
+
+def _is_inspected(reference: Reference) -> bool:
+    parent = reference.use.parents.node
+    return (
+        isinstance(parent, ast.Call)
+        and reference.call is None
+        and _last_name(parent.func) in _INSPECTING
+    )
+
+
+def _call_of(node: ast.expr, parent: ast.AST) -> ast.Call | None:
+    if not isinstance(parent, ast.Call):
+        return None
+    if parent.func is node:
+        return parent
+    is_partial = _last_name(parent.func) == "partial"
+    return parent if is_partial and parent.args and parent.args[0] is node else None
+
+
+def _other_names(analysis: Analysis, words: set[str]) -> set[str]:
+    """What the words are imported as."""
+    found = set()
+    for scope in scopes(analysis.module):
+        for name, bindings in scope.bindings.items():
+            if any(isinstance(each, Imported) and each.member in words for each in bindings):
+                found.add(name)
+    return found
+
+
+def _classes(module: Scope) -> Iterator[Scope]:
+    return (scope for scope in scopes(module) if scope.kind == "class")
+
+
+def _is_super(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "super"
+        and not node.args
+    )
+
+
+def is_method(function: Scope) -> bool:
+    """Whether a function has ``self`` for its first parameter."""
+    return any(isinstance(b, Instance) for bs in function.bindings.values() for b in bs)
+
+
+def _last_name(node: ast.expr) -> str:
+    if isinstance(node, ast.Call):
+        return _last_name(node.func)
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""

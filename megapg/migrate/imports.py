@@ -1,0 +1,240 @@
+"""The imports of a file that is rewritten: what its new text needs, and what nothing needs now."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from megapg.migrate.flow import blocks
+from megapg.migrate.insert import newline_of
+from megapg.migrate.migration import Edit
+from megapg.migrate.scopes import Analysis, Defined, Imported, Scope, Use
+from megapg.migrate.source import Source
+
+_DELIBERATE = re.compile(r"#\s*(?:noqa|megapg:\s*keep|isort:|pylint:)")
+_MODULE, _HELPERS = "megapg", "getters"
+
+
+@dataclass
+class Imports:
+    """The names by which a file's new text calls megapg.
+
+    Attributes:
+        source: the file.
+        analysis: its scopes.
+        wanted: the import statements that its new text needs.
+    """
+
+    source: Source
+    analysis: Analysis
+    wanted: dict[str, None] = field(default_factory=dict)
+
+    def megapg(self) -> str:
+        """The name of the package; there is an import of it from now on."""
+        return self._name(_MODULE, ((_MODULE,), ""), "import megapg")
+
+    def getters(self) -> str:
+        """The name of ``megapg.megatron.getters``, likewise."""
+        home = ("megapg", "megatron")
+        return self._name(_HELPERS, (home, _HELPERS), "from megapg.megatron import getters")
+
+    def _name(self, name: str, bound_to: tuple[tuple[str, ...], str], statement: str) -> str:
+        for at in self.analysis.module.bindings.get(name, ()):
+            if isinstance(at, Imported) and not at.level and (at.module, at.member) == bound_to:
+                return name
+        if name in self._names:
+            name = next(n for n in (f"_{name}", f"{name}_", f"_{name}_") if n not in self._names)
+            statement = f"{statement} as {name}"
+        self.wanted[statement] = None
+        return name
+
+    @cached_property
+    def _names(self) -> set[str]:
+        """Every word in the file, whatever it means there."""
+        return set(re.findall(r"[^\W\d]\w*", self.source.text))
+
+    def edits(self, gone: Collection[Use], kept: Collection[str]) -> list[Edit]:
+        """The edits that add what is wanted and remove what is used no more.
+
+        Args:
+            gone: the uses that are not in the new text.
+            kept: names that others take from this module.
+        """
+        removed = list(self._unused(set(gone), kept))
+        new = newline_of(self.source).join(sorted(self.wanted))
+        edits: list[Edit] = []
+        for statement, names in removed:
+            if names is not None:
+                edits += self._without(statement, names)
+                continue
+            begin, end = self._lines(statement)
+            put = ""
+            if new and any(statement is each for each in self._leading()):
+                put, new = new + newline_of(self.source), ""
+            edits.append(Edit(begin, end, put, "import"))
+        if new:
+            edits.append(self._addition(new))
+        return edits
+
+    # -- adding ------------------------------------------------------------------------------
+
+    def _leading(self) -> list[ast.stmt]:
+        """The imports with which the module begins."""
+        found: list[ast.stmt] = []
+        for index, statement in enumerate(self.source.tree.body):
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                found.append(statement)
+            elif not (index == 0 and _is_docstring(statement)):
+                break
+        return found
+
+    def _addition(self, new: str) -> Edit:
+        source, newline = self.source, newline_of(self.source)
+        leading, body = self._leading(), source.tree.body
+        after = leading[-1] if leading else None
+        if after is None and body and _is_docstring(body[0]):
+            after = body[0]
+        rest = [each for each in body if after is None or each.lineno > (after.end_lineno or 0)]
+        if after is not None:
+            end = self._end_of_line(after)
+            shared = ";" in source.text[self._end(after) : end]
+            if not shared:
+                lead = "" if source.text[:end].endswith(("\n", "\r")) else newline
+                return Edit(end, end, f"{lead}{new}{newline}", "import")
+            first = source.line_starts[after.lineno - 1]
+            return Edit(first, first, f"{new}{newline}", "import")
+        if rest:
+            first = min([rest[0].lineno, *(d.lineno for d in _decorators(rest[0]))])
+            at = source.line_starts[first - 1]
+        else:
+            at = len(source.text)
+        return Edit(at, at, f"{new}{newline}", "import")
+
+    def _end(self, statement: ast.stmt) -> int:
+        return self.source.index(statement.end_lineno or 0, statement.end_col_offset or 0)
+
+    def _end_of_line(self, statement: ast.stmt) -> int:
+        starts, line = self.source.line_starts, statement.end_lineno or 0
+        return starts[line] if line < len(starts) else len(self.source.text)
+
+    def _lines(self, statement: ast.stmt) -> tuple[int, int]:
+        return self.source.line_starts[statement.lineno - 1], self._end_of_line(statement)
+
+    # -- removing ----------------------------------------------------------------------------
+
+    def _unused(
+        self, gone: set[Use], kept: Collection[str]
+    ) -> Iterator[tuple[ast.Import | ast.ImportFrom, list[str] | None]]:
+        """Statements with the names to take out of each; None for all of them."""
+        if self.source.path.stem == "__init__" or "*" in kept:
+            return
+        unused = set(self._unused_names(gone, kept))
+        for statement in _plain_imports(self.source.tree):
+            names = [alias.asname or alias.name for alias in statement.names]
+            out = [name for name in names if (statement.lineno, name) in unused]
+            begin, end = self._lines(statement)
+            if not out or _DELIBERATE.search(self.source.text[begin:end]):
+                continue
+            if len(out) < len(names):
+                yield statement, out
+                continue
+            start = self.source.index(statement.lineno, statement.col_offset)
+            alone = not self.source.text[begin:start].strip(" \t\f")
+            if alone and ";" not in self.source.text[self._end(statement) : end]:
+                yield statement, None  # with its comment
+
+    def _unused_names(self, gone: set[Use], kept: Collection[str]) -> Iterator[tuple[int, str]]:
+        left: set[tuple[int, str]] = set()
+        went: set[tuple[int, str]] = set()
+        for use in self.analysis.uses:
+            root = use.node
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and (found := use.scope.find(root.id)):
+                (went if use in gone else left).add((id(found[0]), root.id))
+        stored = {
+            node.id
+            for node in ast.walk(self.source.tree)
+            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+        }
+        for scope in scopes(self.analysis.module):
+            for name, bindings in scope.bindings.items():
+                key = (id(scope), name)
+                if key in left or key not in went or name in stored:
+                    continue
+                if scope is self.analysis.module and (name in kept or self._exported(name)):
+                    continue
+                if len(bindings) == 1 and isinstance(bindings[0], Imported):
+                    yield bindings[0].line, name
+
+    def _exported(self, name: str) -> bool:
+        if "__all__" not in self.analysis.module.bindings:
+            return False
+        return re.search(rf"[\"']{re.escape(name)}[\"']", self.source.text) is not None
+
+    def _without(self, statement: ast.Import | ast.ImportFrom, out: list[str]) -> Iterator[Edit]:
+        """Edits that take some names out of an import and leave others."""
+        names = statement.names
+        places = [
+            (
+                self.source.index(each.lineno, each.col_offset),
+                self.source.index(each.end_lineno or 0, each.end_col_offset or 0),
+            )
+            for each in names
+        ]
+        stays = [(each.asname or each.name) not in out for each in names]
+        last = max(i for i, here in enumerate(stays) if here)
+        for i, here in enumerate(stays):
+            if not here and i < last:
+                yield Edit(places[i][0], places[i + 1][0], "", "import")
+        if last < len(names) - 1:
+            yield Edit(places[last][1], places[-1][1], "", "import")
+
+
+def scopes(scope: Scope) -> Iterator[Scope]:
+    """A scope, and those of the classes and functions in it."""
+    yield scope
+    for bindings in scope.bindings.values():
+        for each in bindings:
+            if isinstance(each, Defined):
+                yield from scopes(each.scope)
+
+
+def _plain_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports that run whenever what is around them does, with other statements beside them."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        outer = waiting.pop()
+        for block in blocks(outer):
+            for statement in block:
+                if isinstance(statement, ast.Import | ast.ImportFrom):
+                    if len(block) > 1:
+                        yield statement
+                elif not isinstance(statement, ast.Try | ast.If):
+                    waiting.append(statement)
+                else:
+                    waiting += _functions_in(statement)
+
+
+def _functions_in(statement: ast.stmt) -> Iterator[ast.stmt]:
+    for block in blocks(statement):
+        for inner in block:
+            if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield inner
+            else:
+                yield from _functions_in(inner)
+
+
+def _decorators(statement: ast.stmt) -> list[ast.expr]:
+    return list(getattr(statement, "decorator_list", ()))
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )

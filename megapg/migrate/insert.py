@@ -1,0 +1,171 @@
+"""Where something is added to a file: a parameter, an argument, a statement.
+
+New text follows the layout around it: one line for what is on one line, a line of its own where
+each neighbour has one, with the file's newlines. Comments stay with what they are about.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megapg.migrate.migration import Edit
+from megapg.migrate.source import Source
+
+_PASSED_OVER = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE})
+
+
+@dataclass(frozen=True)
+class _Token:
+    text: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _List:
+    """What is between two parentheses: where it begins, its last token, and where it ends."""
+
+    opened: int
+    last: _Token
+    closed: int
+
+
+def add_parameter(
+    source: Source, node: ast.FunctionDef | ast.AsyncFunctionDef, parameter: str
+) -> list[Edit]:
+    """Edits that add a keyword-only parameter behind the others; none where that can't be done.
+
+    Args:
+        source: the file.
+        node: a function without ``**kwargs``.
+        parameter: as it is to be written, such as ``x=None``.
+    """
+    arguments = node.args
+    has_star = arguments.vararg is not None or bool(arguments.kwonlyargs)
+    return _append(
+        source,
+        source.index(node.lineno, node.col_offset),
+        [parameter] if has_star else ["*", parameter],
+        "parameter",
+    )
+
+
+def add_argument(source: Source, call: ast.Call, argument: str) -> list[Edit]:
+    """Edits that add an argument behind the others of a call; none where that can't be done."""
+    if len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.GeneratorExp):
+        return []  # it would need parentheses of its own
+    _, end = source.extent(call.func)
+    return _append(source, end, [argument], "argument")
+
+
+def add_statement(
+    source: Source, before: ast.stmt, statement: str, after_docstring: bool = False
+) -> Edit | None:
+    """The edit that puts a statement on a line of its own before another one; None where that
+    does not begin its line.
+    """
+    first = min([before.lineno, *(each.lineno for each in getattr(before, "decorator_list", ()))])
+    begin = source.line_starts[first - 1]
+    at = begin + len(source.line_text(first)) - len(source.line_text(first).lstrip(" \t\f"))
+    indent = source.text[begin:at]
+    expected = source.index(before.lineno, before.col_offset)
+    if first == before.lineno and at != expected:
+        return None
+    if source.text[at:].startswith("elif") and isinstance(before, ast.If):
+        return None
+    if begin and source.text[:begin].rstrip("\r\n").endswith("\\"):
+        return None
+    return Edit(begin, begin, f"{indent}{statement}{newline_of(source)}", "statement")
+
+
+def newline_of(source: Source) -> str:
+    """How the file ends its lines."""
+    first = source.line_text(1)
+    return "\r\n" if first.endswith("\r\n") else "\r" if first.endswith("\r") else "\n"
+
+
+def _append(source: Source, begin: int, items: list[str], what: str) -> list[Edit]:
+    try:
+        found = _parenthesised(source.text, begin)
+    except (tokenize.TokenError, SyntaxError, IndexError):
+        found = None
+    if found is None:
+        return []
+    last, text = found.last, source.text
+    if last.stop == found.opened:  # nothing between the parentheses
+        return [Edit(found.opened, found.opened, ", ".join(items), what)]
+    has_comma = last.text == ","
+    if "\n" not in text[last.stop : found.closed] and "\r" not in text[last.stop : found.closed]:
+        joint = " " if has_comma else ", "
+        return [Edit(last.stop, last.stop, joint + ", ".join(items), what)]
+    newline = newline_of(source)
+    end_of_line = min(
+        (at for at in (text.find("\n", last.stop), text.find("\r", last.stop)) if at >= 0)
+    )
+    indent = newline + _indent(source, found)
+    lines = (",").join(indent + item for item in items)
+    if has_comma:
+        return [Edit(end_of_line, end_of_line, lines + ",", what)]
+    if text[last.stop : end_of_line].strip():  # a comment, which stays with its line
+        return [
+            Edit(last.stop, last.stop, ",", what),
+            Edit(end_of_line, end_of_line, lines, what),
+        ]
+    return [Edit(last.stop, last.stop, "," + lines, what)]
+
+
+def _indent(source: Source, found: _List) -> str:
+    """The indentation of the first item that begins a line; else a level more than the line's."""
+    text = source.text
+    starts = [at for at in source.line_starts if found.opened <= at <= found.last.start]
+    for start in starts:
+        line = text[start : found.last.stop]
+        stripped = line.lstrip(" \t\f")
+        if stripped and stripped[0] not in "#\r\n":
+            return line[: len(line) - len(stripped)]
+    begin = max(at for at in source.line_starts if at <= found.opened)
+    line = text[begin : found.opened]
+    return line[: len(line) - len(line.lstrip(" \t\f"))] + "    "
+
+
+def _parenthesised(text: str, begin: int) -> _List | None:
+    """The first pair of parentheses from an index on: of a signature, or of a call."""
+    opened, depth = -1, 0
+    last: _Token | None = None
+    for token in _tokens(text, begin):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(token.text, 0)
+        if opened < 0:
+            if token.text == "(" and depth == 1:  # deeper: among the parameters of types
+                opened, last = token.stop, token
+        elif depth == 0 and last is not None:
+            return _List(opened, last, token.start)
+        else:
+            last = token
+    return None
+
+
+def _tokens(text: str, begin: int) -> Iterator[_Token]:
+    """The tokens from an index on, without comments and newlines, at their indices."""
+    reader = io.StringIO(text[begin:], newline="\n")
+    starts = [begin]
+    in_strings = 0
+
+    def readline() -> str:
+        line = reader.readline()
+        starts.append(starts[-1] + len(line))
+        return line
+
+    for token in tokenize.generate_tokens(readline):
+        name = tokenize.tok_name[token.type]
+        in_strings += name.endswith("STRING_START") - name.endswith("STRING_END")
+        if token.type in _PASSED_OVER or in_strings:
+            continue
+        yield _Token(
+            token.string,
+            starts[token.start[0] - 1] + token.start[1],
+            starts[token.end[0] - 1] + token.end[1],
+        )

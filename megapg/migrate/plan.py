@@ -1,0 +1,463 @@
+"""From where each use is to be served, and which functions get a parameter for it.
+
+Best first: a group or a collection in scope, a model that carries one, a parameter that is threaded
+from callers that have one of these, and last ``megapg.resolve()``, which takes what was passed and
+else the globals. Each is chosen only where it gives what the getter would have given.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megapg.migrate.carriers import carriers
+from megapg.migrate.functions import PARAMETER, Functions, Reference, class_of, unit_of
+from megapg.migrate.index import Index, Located
+from megapg.migrate.mapping import Refusal, Replacement, Takes
+from megapg.migrate.migration import How, Left
+from megapg.migrate.scopes import Defined, Instance, Scope
+from megapg.migrate.sites import Carrier, Kind
+
+# Further than anyone has to thread a parameter.
+_DEEPEST = 5
+# Writes that make a rank or size differ from what the groups say.
+_FAKING = frozenset({"setter", "assigned"})
+
+
+@dataclass(frozen=True)
+class Base:
+    """An expression for a collection, or for a group.
+
+    Attributes:
+        how: from what it serves.
+        form: ``resolve`` or ``groups_of`` of the expression, or the expression ``plain``.
+        expression: what is at hand.
+        optional: whether what is at hand may be None.
+    """
+
+    how: How
+    form: str
+    expression: str
+    optional: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """A use and what serves it."""
+
+    located: Located
+    answer: Replacement
+    base: Base
+
+
+@dataclass(frozen=True, eq=False)
+class Passing:
+    """A call that is given the collection.
+
+    Attributes:
+        reference: the call.
+        path: of the file of the function that is called.
+        base: what it is given.
+        needs: the fields that are read behind it.
+    """
+
+    reference: Reference
+    path: Path
+    base: Base
+    needs: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Taking:
+    """A function that gets the parameter.
+
+    Attributes:
+        function: its scope.
+        path: of its file.
+        fed: whether every caller in the project passes a collection.
+        required: whether there can be no other callers.
+        kept: whether it is a constructor that keeps it on ``self``.
+    """
+
+    function: Scope
+    path: Path
+    fed: bool
+    required: bool
+    kept: bool
+
+
+@dataclass
+class Plan:
+    """What is to be done, in all files together."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    kept: int = 0
+    taking: list[Taking] = field(default_factory=list)
+    passing: list[Passing] = field(default_factory=list)
+
+
+def make_plan(index: Index, functions: Functions, unsafe: bool, frozen: Collection[Path]) -> Plan:
+    """Decide about every site of an index.
+
+    Args:
+        index: the project.
+        functions: of the same index.
+        unsafe: also rewrite what may behave differently where groups are missing.
+        frozen: files that must stay as they are.
+    """
+    return _Planner(index, functions, unsafe, frozen).run()
+
+
+@dataclass(eq=False)
+class _Edge:
+    """A call of a function that takes the parameter, seen from the caller.
+
+    Attributes:
+        reference: the call.
+        supply: what the caller has to pass.
+        caller: the function that has to be given it first; None where it is there.
+    """
+
+    reference: Reference
+    supply: Base
+    caller: Scope | None
+
+
+class _Planner:
+    def __init__(
+        self, index: Index, functions: Functions, unsafe: bool, frozen: Collection[Path]
+    ) -> None:
+        self._index, self._functions = index, functions
+        self._unsafe, self._frozen = unsafe, frozen
+        self._plan = Plan()
+        self._tainted = self._reached_by_fakes()
+        self._wanting: dict[Scope, list[Located]] = {}
+        self._paths: dict[Scope, Path] = {}
+        self._edges: dict[Scope, list[_Edge]] = {}
+        self._optional: list[tuple[Located, Replacement]] = []
+        self._of_self: list[tuple[Located, Scope]] = []
+
+    def run(self) -> Plan:
+        """Decide."""
+        for located in self._index.located:
+            self._look_at(located)
+        taking = self._thread()
+        fed = self._fed(taking)
+        required = self._closed(fed)
+        for function, sites in self._wanting.items():
+            for located in sites:
+                self._decide(located, _parameter(function in fed, function in required))
+        for located, constructor in self._of_self:
+            how = How.THREADED if constructor in fed else How.RESOLVED
+            self._decide(located, Base(how, "groups_of", _self_of(unit_of(located.use.scope))))
+        for located, answer in self._optional:
+            unit = unit_of(located.use.scope)
+            given = PARAMETER if unit in taking else "None"
+            form = "plain" if answer.takes is Takes.OPTIONAL else "groups_of"
+            self._decide(located, Base(How.RESOLVED, form, given, optional=True))
+        needs = self._needs_of(taking)
+        for function in taking:
+            path = self._paths[function]
+            self._plan.taking.append(
+                Taking(
+                    function,
+                    path,
+                    function in fed,
+                    function in required,
+                    self._keeps(function, path),
+                )
+            )
+            for edge in self._edges.get(function, ()):
+                if edge.caller is None or edge.caller in taking:
+                    passing = Passing(edge.reference, path, edge.supply, needs[function])
+                    self._plan.passing.append(passing)
+        return self._plan
+
+    # -- one use -----------------------------------------------------------------------------
+
+    def _look_at(self, located: Located) -> None:
+        site, answer = located.site, located.site.answer
+        if site.keep:
+            self._plan.kept += 1
+            return
+        reason = self._why_not(located)
+        if reason is not None or isinstance(answer, Refusal):
+            self._plan.left.append(reason or _refused(located))
+        elif answer.takes is Takes.GLOBALS:
+            self._decide(located, Base(How.RESOLVED, "resolve", "None"))
+        elif answer.takes in (Takes.OPTIONAL, Takes.LAZY):
+            base = _best(site.carriers)
+            if base is None or base.optional or self._is_tainted(unit_of(located.use.scope)):
+                self._optional.append((located, answer))
+            else:
+                self._decide(located, base)
+        else:
+            self._serve(located)
+
+    def _why_not(self, located: Located) -> Left | None:
+        site, answer = located.site, located.site.answer
+        if isinstance(answer, Refusal):
+            return _refused(located)
+        if located.path in self._frozen:
+            return Left(site, "unverified", "", site.replacement)
+        if not site.exact:
+            return Left(site, "in-a-string", "", site.replacement)
+        if "#" in site.text and "\n" in site.text:
+            return Left(site, "comment-inside", "", site.replacement)
+        if answer.caution and not self._unsafe:
+            return Left(site, answer.caution, "--unsafe rewrites it", site.replacement)
+        return None
+
+    def _serve(self, located: Located) -> None:
+        unit = unit_of(located.use.scope)
+        if self._is_tainted(unit):
+            self._decide(located, Base(How.RESOLVED, "resolve", "None"))
+            return
+        base = _best(located.site.carriers)
+        if base is not None:
+            self._decide(located, base)
+            self._give_to_self(located, base)
+        elif unit is not None and self._may_take(unit, located.path):
+            self._wanting.setdefault(unit, []).append(located)
+        elif (constructor := self._held_by_self(located)) is not None:
+            self._of_self.append((located, constructor))
+        else:
+            self._decide(located, Base(How.RESOLVED, "resolve", "None"))
+
+    def _decide(self, located: Located, base: Base) -> None:
+        answer = located.site.answer
+        if isinstance(answer, Replacement):
+            self._plan.decisions.append(Decision(located, answer, base))
+
+    def _may_take(self, function: Scope, path: Path) -> bool:
+        if path in self._frozen or not self._functions.can_take(function, path):
+            return False
+        self._paths[function] = path
+        return True
+
+    def _held_by_self(self, located: Located) -> Scope | None:
+        """The constructor that can put the collection on ``self``, where a method asks."""
+        method = unit_of(located.use.scope)
+        constructor = self._constructor(method, located.path) if method is not None else None
+        if constructor is not None:
+            self._wanting.setdefault(constructor, [])
+        return constructor
+
+    def _give_to_self(self, located: Located, base: Base) -> None:
+        """Let the constructor of a model's class take what its methods look for on ``self``."""
+        method = unit_of(located.use.scope)
+        if method is not None and base.how is How.MODEL and base.expression == _self_of(method):
+            self._held_by_self(located)
+
+    def _constructor(self, method: Scope, path: Path) -> Scope | None:
+        """The constructor that can keep a collection for a method."""
+        if not _self_of(method) or not _is_usual_method(method) or method.parent is None:
+            return None
+        for each in method.parent.bindings.get("__init__", ()):
+            if (
+                isinstance(each, Defined)
+                and self._keeps(each.scope, path)
+                and self._may_take(each.scope, path)
+            ):
+                return each.scope
+        return None
+
+    # -- fakes -------------------------------------------------------------------------------
+
+    def _is_tainted(self, unit: Scope | None) -> bool:
+        return unit is not None and unit in self._tainted
+
+    def _reached_by_fakes(self) -> set[Scope]:
+        """Functions that fake a rank or a size, and those that they call: only the globals know
+        what was faked.
+        """
+        found: dict[Scope, Path] = {}
+        for located in self._index.located:
+            site, unit = located.site, unit_of(located.use.scope)
+            fakes = site.reason in _FAKING and (
+                site.name.startswith(("set_", "_MPU_")) or site.kind is Kind.ASSIGNED
+            )
+            if fakes and unit is not None:
+                found[unit] = located.path
+        waiting = list(found.items())
+        while waiting:
+            unit, path = waiting.pop()
+            for callee, at in self._called_by(unit, path):
+                if callee not in found:
+                    found[callee] = at
+                    waiting.append((callee, at))
+        return set(found)
+
+    def _called_by(self, unit: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
+        analysis = self._index.analysis(path)
+        for use in analysis.uses if analysis else ():
+            parent = use.parents.node
+            if not isinstance(parent, ast.Call) or parent.func is not use.node:
+                continue
+            if unit_of(use.scope) is not unit:
+                continue
+            for thing in self._index.resolver.expression(use.node, use.scope, path):
+                if thing.scope is None or thing.path is None:
+                    continue
+                if thing.kind == "function":
+                    yield thing.scope, thing.path
+                elif thing.kind == "class":
+                    for binding in thing.scope.bindings.get("__init__", ()):
+                        if isinstance(binding, Defined):
+                            yield binding.scope, thing.path
+
+    # -- threading ---------------------------------------------------------------------------
+
+    def _thread(self) -> dict[Scope, None]:
+        """The functions that get the parameter: those that want it, and those between them and
+        a caller that has something to pass.
+        """
+        reached: dict[Scope, int] = dict.fromkeys(self._wanting, 0)
+        waiting = list(reached)
+        while waiting:
+            function = waiting.pop(0)
+            edges = self._edges[function] = list(self._callers(function))
+            for edge in edges:
+                caller, depth = edge.caller, reached[function] + 1
+                if caller is not None and caller not in reached and depth <= _DEEPEST:
+                    reached[caller] = depth
+                    waiting.append(caller)
+        useful = {
+            function
+            for function in reached
+            if function in self._wanting
+            or any(edge.caller is None for edge in self._edges[function])
+        }
+        while True:
+            more = {
+                function
+                for function in reached
+                if function not in useful
+                and any(edge.caller in useful for edge in self._edges[function])
+            }
+            if not more:
+                break
+            useful |= more
+        return {function: None for function in reached if function in useful}
+
+    def _callers(self, function: Scope) -> Iterator[_Edge]:
+        for reference in self._functions.references(function, self._paths[function]):
+            call, path = reference.call, reference.path
+            if call is None or path in self._frozen or any(k.arg is None for k in call.keywords):
+                continue
+            if any(k.arg == PARAMETER for k in call.keywords):
+                continue
+            if any(isinstance(each, ast.JoinedStr) for each in reference.use.parents):
+                continue
+            unit = unit_of(reference.use.scope)
+            if self._is_tainted(unit):
+                continue
+            supply = _best(carriers(reference.use, path, None, self._index.resolver))
+            if supply is not None:
+                yield _Edge(reference, supply, None)
+            elif unit is not None and self._may_take(unit, path):
+                yield _Edge(reference, Base(How.THREADED, "plain", PARAMETER), unit)
+            elif unit is not None and (constructor := self._constructor(unit, path)) is not None:
+                yield _Edge(reference, Base(How.THREADED, "groups_of", _self_of(unit)), constructor)
+
+    def _fed(self, taking: Collection[Scope]) -> set[Scope]:
+        """The functions to which every caller in the project passes a collection."""
+        fed = set(taking)
+        while True:
+            hungry = {each for each in fed if not self._is_fed(each, fed)}
+            if not hungry:
+                return fed
+            fed -= hungry
+
+    def _is_fed(self, function: Scope, fed: Collection[Scope]) -> bool:
+        edges = {id(edge.reference): edge for edge in self._edges[function]}
+        references = self._functions.references(function, self._paths[function])
+        for reference in references:
+            edge = edges.get(id(reference))
+            if edge is None:
+                return False
+            if edge.supply.optional or (edge.caller is not None and edge.caller not in fed):
+                return False
+        return bool(references) and self._functions.all_seen(function)
+
+    def _closed(self, fed: Collection[Scope]) -> set[Scope]:
+        """Of the functions that are fed those that nobody outside of the project calls."""
+        return {
+            each
+            for each in fed
+            if each.name.startswith("_")
+            and class_of(each) is None
+            and all(
+                reference.call is not None and reference.call.func is reference.node
+                for reference in self._functions.references(each, self._paths[each])
+            )
+        }
+
+    def _keeps(self, function: Scope, path: Path) -> bool:
+        klass = class_of(function)
+        return klass is not None and not self._functions.is_of_core(klass, path)
+
+    def _needs_of(self, taking: Collection[Scope]) -> Mapping[Scope, tuple[str, ...]]:
+        """The fields that are read in each function and behind it."""
+        needs: dict[Scope, set[str]] = {each: set() for each in taking}
+        for function, sites in self._wanting.items():
+            for located in sites:
+                if isinstance(located.site.answer, Replacement):
+                    needs[function] |= set(located.site.answer.needs)
+        changed = True
+        while changed:
+            changed = False
+            for function in taking:
+                for edge in self._edges.get(function, ()):
+                    caller = edge.caller
+                    if caller in needs and not needs[function] <= needs[caller]:
+                        needs[caller] |= needs[function]
+                        changed = True
+        return {function: tuple(sorted(fields)) for function, fields in needs.items()}
+
+
+def _parameter(fed: bool, required: bool) -> Base:
+    how = How.THREADED if fed else How.RESOLVED
+    return Base(how, "plain" if required else "resolve", PARAMETER)
+
+
+def _best(found: Sequence[Carrier]) -> Base | None:
+    for carrier in found:
+        if not carrier.certain:
+            continue
+        if carrier.kind == "group":
+            return Base(How.GROUP, "group", carrier.expression)
+        if carrier.kind == "collection" and carrier.may_be_none:
+            return Base(How.RESOLVED, "groups_of", carrier.expression, optional=True)
+        how = How.COLLECTION if carrier.kind == "collection" else How.MODEL
+        expression = carrier.expression
+        if carrier.kind == "collection" and carrier.origin == "attribute":
+            # It may have some of the fields only; groups_of() of its owner looks further then.
+            expression = expression.rpartition(".")[0]
+        return Base(how, "groups_of", expression)
+    return None
+
+
+def _refused(located: Located) -> Left:
+    answer = located.site.answer
+    if isinstance(answer, Refusal):
+        return Left(located.site, answer.reason, answer.detail)
+    return Left(located.site, "unverified")
+
+
+def _self_of(method: Scope | None) -> str:
+    """What a method calls its instance; empty where there is none."""
+    for name, bindings in method.bindings.items() if method is not None else ():
+        if any(isinstance(each, Instance) for each in bindings):
+            return name
+    return ""
+
+
+def _is_usual_method(method: Scope) -> bool:
+    decorators = getattr(method.node, "decorator_list", [])
+    names = {getattr(d, "id", getattr(d, "attr", "")) for d in decorators}
+    special = method.name.startswith("__") and method.name != "__call__"
+    return not special and not names & {"classmethod", "staticmethod"}

@@ -1,0 +1,207 @@
+"""SARIF 2.1.0, which code hosts and editors read.
+
+A result is a use, a rule is the reason why nothing serves it. A fix has all edits of a file, since
+one alone would lack the import or the parameter that it needs, and of the files that work with it
+only; it stands at the first use in them that is rewritten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import PurePath
+from urllib.parse import quote_from_bytes
+
+import megapg
+from megapg.migrate.baseline import key_of
+from megapg.migrate.migration import Rewritten
+from megapg.migrate.reasons import CAUTIONS, REASONS
+from megapg.migrate.report.entries import Entry, Report, one_line
+from megapg.migrate.report.positions import located
+from megapg.migrate.report.together import together
+from megapg.migrate.source import Problem
+
+_SCHEMA = (
+    "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+)
+_BASE = "%SRCROOT%"  # the name that code hosts know
+_SERVED = "global-read"
+_GUIDE_LABEL = "migration guide"
+
+_Json = dict[str, object]
+
+
+def document(report: Report, counted: Sequence[Entry]) -> _Json:
+    """The whole log.
+
+    Args:
+        report: the outcome.
+        counted: the uses that become results.
+    """
+    rules = _rules(counted)
+    at = {rule["id"]: index for index, rule in enumerate(rules)}
+    prints = dict(zip(map(id, report.entries), _fingerprints(report.entries), strict=True))
+    units = {file.file: unit for unit in together(report.files) for file in unit}
+    fixed: set[str] = set()
+    results = []
+    for entry in counted:
+        result = {**_result(entry, prints[id(entry)]), "ruleIndex": at[_rule_of(entry)]}
+        file = entry.site.file
+        if not entry.left and file in units and file not in fixed:
+            result["fixes"] = [_fix(units[file])]
+            fixed |= {each.file for each in units[file]}
+        results.append(result)
+    notes = [_notification(problem) for problem in report.problems]
+    run = {
+        "tool": {"driver": {"name": "megapg", "version": megapg.__version__, "rules": rules}},
+        "columnKind": "unicodeCodePoints",
+        "newlineSequences": ["\r\n", "\r", "\n"],
+        "originalUriBaseIds": {_BASE: {"uri": report.config.root.as_uri() + "/"}},
+        "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": notes}],
+        "results": results,
+    }
+    return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
+
+def _rule_of(entry: Entry) -> str:
+    return entry.reason or _SERVED
+
+
+def _rules(entries: Iterable[Entry]) -> list[_Json]:
+    return [_rule(code) for code in sorted(set(map(_rule_of, entries)))]
+
+
+def _rule(code: str) -> _Json:
+    known = REASONS.get(code) or CAUTIONS.get(code)
+    paragraphs: tuple[str, ...] = ()
+    if code == _SERVED:
+        title = "reads Megatron's globals, and a collection can serve it"
+        paragraphs = (
+            "A getter of parallel_state answers for the one set of groups that the process has.",
+            "megapg migrate --write rewrites it; megapg check says what it would write.",
+        )
+    elif known is not None:
+        title, paragraphs = known.title, (known.why, "Instead: " + known.instead)
+    else:
+        title = code
+    rule: _Json = {
+        "id": code,
+        "shortDescription": {"text": title},
+        "defaultConfiguration": {"level": "warning"},
+        "properties": {"tags": ["megatron-core", "maintainability"]},
+    }
+    if paragraphs:
+        rule["fullDescription"] = {"text": paragraphs[0]}
+        rule["help"] = {"text": "\n\n".join(paragraphs)}
+    if known is not None and (guide := _guide()):
+        rule["helpUri"] = f"{guide}/reasons/{code}.md"
+    return rule
+
+
+def _guide() -> str:
+    """Where the migration guide is on the web, as far as the package says."""
+    try:
+        urls = metadata("megapg").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        return ""
+    labelled = (url.partition(", ") for url in urls)
+    found = [url for label, _, url in labelled if label.lower() == _GUIDE_LABEL]
+    return found[0].rstrip("/") if found else ""
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def _result(entry: Entry, fingerprint: str) -> _Json:
+    site = entry.site
+    region = {
+        "startLine": site.span.line,
+        "startColumn": site.span.column,
+        "endLine": site.span.end_line,
+        "endColumn": site.span.end_column,
+        "snippet": {"text": site.text},
+    }
+    location: _Json = {
+        "physicalLocation": {"artifactLocation": _artifact(site.file), "region": region}
+    }
+    if around := site.function or site.class_name:
+        location["logicalLocations"] = [{"fullyQualifiedName": around}]
+    return {
+        "ruleId": _rule_of(entry),
+        "level": "warning" if entry.left else "note",
+        "message": {"text": _message(entry)},
+        "locations": [location],
+        "partialFingerprints": {"megapgUse/v1": fingerprint},
+    }
+
+
+def _message(entry: Entry) -> str:
+    name = entry.site.name or "parallel_state"
+    if entry.instead:
+        said = f"{name} reads Megatron's globals. Instead: {one_line(entry.instead)}"
+    else:
+        known = REASONS.get(entry.reason)
+        said = f"{name} {known.title if known else entry.reason}."
+        if entry.note:
+            said += f" {entry.note}."
+        if entry.suggestion:
+            said += f" Instead: {one_line(entry.suggestion)}"
+    return said.replace("[", "\\[").replace("]", "\\]")  # else it could be read as a link
+
+
+def _fingerprints(entries: Iterable[Entry]) -> Iterator[str]:
+    """What a use is known by when code around it moves: as in the baseline, and the how-manieth."""
+    seen: Counter[str] = Counter()
+    for entry in entries:
+        key = key_of(entry.site)
+        seen[key] += 1
+        yield hashlib.sha256(f"{key}::{seen[key]}".encode(errors="surrogateescape")).hexdigest()
+
+
+def _fix(files: Sequence[Rewritten]) -> _Json:
+    return {
+        "description": {"text": f"Rewrite {', '.join(file.file for file in files)}."},
+        "artifactChanges": [
+            {
+                "artifactLocation": _artifact(file.file),
+                "replacements": [
+                    {"deletedRegion": _region(region), "insertedContent": {"text": edit.new}}
+                    for edit, region in located(file)
+                ],
+            }
+            for file in files
+        ],
+    }
+
+
+def _region(region: Mapping[str, int]) -> _Json:
+    return {
+        "startLine": region["line"],
+        "startColumn": region["column"],
+        "endLine": region["end_line"],
+        "endColumn": region["end_column"],
+    }
+
+
+def _notification(problem: Problem) -> _Json:
+    place: _Json = {"artifactLocation": _artifact(problem.file)}
+    if problem.line:
+        place["region"] = {"startLine": problem.line}
+    return {
+        "level": "error",
+        "message": {"text": problem.message},
+        "locations": [{"physicalLocation": place}],
+    }
+
+
+def _artifact(name: str) -> _Json:
+    """A file of the project by its name in it, another one by its whole name."""
+    uri = quote_from_bytes(name.encode(errors="surrogateescape"))
+    if PurePath(name).is_absolute():
+        return {"uri": f"file://{uri}"}
+    return {"uri": uri, "uriBaseId": _BASE}

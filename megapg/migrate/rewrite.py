@@ -1,0 +1,227 @@
+"""The edits of one file, from what was decided about it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Sequence
+from functools import cached_property
+
+from megapg.migrate.flow import (
+    binding_statements,
+    common_block,
+    is_certain,
+    runs_before,
+    statements_around,
+)
+from megapg.migrate.functions import PARAMETER
+from megapg.migrate.imports import Imports
+from megapg.migrate.insert import add_argument, add_parameter, add_statement
+from megapg.migrate.mapping import Takes
+from megapg.migrate.migration import Edit
+from megapg.migrate.plan import Base, Decision, Passing, Taking
+from megapg.migrate.scopes import Analysis, Instance, Opaque, Scope, Use
+from megapg.migrate.source import Source
+
+# What a collection is called that several reads of a function share; the first that is free.
+_LOCAL_NAMES = ("pg", "groups", "pg_", "groups_")
+_ANNOTATION = '"{megapg}.ProcessGroupCollection{optional}"'
+
+
+class Writer:
+    """Collects the edits of one file.
+
+    Args:
+        source: the file.
+        analysis: its scopes.
+    """
+
+    def __init__(self, source: Source, analysis: Analysis) -> None:
+        self._source, self._analysis = source, analysis
+        self._imports = Imports(source, analysis)
+        self._edits: list[Edit] = []
+        self._gone: set[Use] = set()
+
+    def edits(self, kept: Collection[str]) -> list[Edit]:
+        """All edits, in the order of the file.
+
+        Args:
+            kept: names that others import from this file.
+        """
+        imports = self._imports.edits(self._gone, kept)
+        return sorted([*self._edits, *imports], key=lambda each: (each.start, each.stop))
+
+    # -- parameters and arguments --------------------------------------------------------------
+
+    def give_parameter(self, taking: Taking) -> bool:
+        """Add the parameter to a function; False where its text is too odd for that."""
+        node = taking.function.node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return False
+        written = PARAMETER
+        if _is_annotated(node):
+            optional = "" if taking.required else " | None"
+            written += ": " + _ANNOTATION.format(megapg=self._imports.megapg(), optional=optional)
+            written += "" if taking.required else " = None"
+        elif not taking.required:
+            written += "=None"
+        edits = add_parameter(self._source, node, written)
+        if taking.kept and edits:
+            statement = self._keep(taking.function, node)
+            if statement is not None:
+                edits.append(statement)
+        self._edits += edits
+        return bool(edits)
+
+    def _keep(self, function: Scope, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Edit | None:
+        arguments = [*node.args.posonlyargs, *node.args.args]
+        body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+        if not arguments or not body or function.parent is None:
+            return None
+        statement = f"{arguments[0].arg}.{PARAMETER} = {PARAMETER}"
+        return add_statement(self._source, body[0], statement)
+
+    def pass_argument(self, passing: Passing) -> bool:
+        """Pass the collection in a call; False where its text is too odd for that."""
+        call = passing.reference.call
+        if call is None:
+            return False
+        written = self._collection(passing.base, passing.needs)
+        edits = add_argument(self._source, call, f"{PARAMETER}={written}")
+        self._edits += edits
+        return bool(edits)
+
+    # -- reads ---------------------------------------------------------------------------------
+
+    def serve(self, decisions: Sequence[Decision]) -> dict[Decision, str]:
+        """Rewrite the uses; what is written for each. Those that can't be are left out."""
+        local = self._shared(decisions)
+        written: dict[Decision, str] = {}
+        for decision in sorted(decisions, key=lambda d: d.located.end - d.located.begin):
+            text = self._text(decision, local.get(decision))
+            if text is None:
+                continue
+            for inner, its_text in written.items():  # in its arguments, as they were written
+                if _is_inside(inner, decision):
+                    text = text.replace(inner.located.site.text, its_text)
+            written[decision] = text
+        for decision, text in written.items():
+            self._gone.add(decision.located.use)
+            if not any(other is not decision and _is_inside(decision, other) for other in written):
+                located = decision.located
+                self._edits.append(Edit(located.begin, located.end, text, "site"))
+        return written
+
+    def _text(self, decision: Decision, local: str | None) -> str | None:
+        located, answer, base = decision.located, decision.answer, decision.base
+        if base.form == "group":
+            return answer.write_narrow(base.expression)
+        pg = local or self._collection(base, answer.needs)
+        getters = self._imports.getters() if answer.needs_getters else ""
+        text = answer.write(pg, getters)
+        if located.site.in_fstring:
+            return self._in_string(text, decision)
+        return text
+
+    def _in_string(self, text: str, decision: Decision) -> str | None:
+        """With quotes that the strings around don't have, as Python wants it before 3.12."""
+        around = [p for p in decision.located.use.parents if isinstance(p, ast.JoinedStr)]
+        used = set()
+        for each in around:
+            begin, _ = self._source.extent(each)
+            found = re.match(r"\w*('''|\"\"\"|'|\")", self._source.text[begin:])
+            if found is None:
+                return None
+            used.add(found[1][0])
+        free = [quote for quote in "\"'" if quote not in used]
+        if not free:
+            return None if '"' in text or "'" in text else text
+        other = "'" if free[0] == '"' else '"'
+        return text if other not in text else text.replace(other, free[0])
+
+    def _collection(self, base: Base, needs: Sequence[str]) -> str:
+        if base.form == "plain":
+            return base.expression
+        fields = "".join(f', "{name}"' for name in needs) if base.form == "groups_of" else ""
+        return f"{self._imports.megapg()}.{base.form}({base.expression}{fields})"
+
+    # -- one look-up for several reads ---------------------------------------------------------
+
+    def _shared(self, decisions: Sequence[Decision]) -> dict[Decision, str]:
+        """For reads that share one look-up: the variable that has its result."""
+        groups: dict[tuple[Scope, Base], list[Decision]] = {}
+        for decision in decisions:
+            function = decision.located.use.scope.enclosing("function", "class", "module")
+            looked_up = decision.base.form in ("resolve", "groups_of")
+            at_once = decision.answer.takes is not Takes.LAZY
+            if function is not None and function.kind == "function" and looked_up and at_once:
+                groups.setdefault((function, decision.base), []).append(decision)
+        shared: dict[Decision, str] = {}
+        done: set[Scope] = set()
+        for (function, base), members in sorted(groups.items(), key=lambda each: -len(each[1])):
+            if len(members) < 2 or function in done:
+                continue
+            name = self._hoist(function, base, members)
+            if name is not None:
+                done.add(function)
+                shared |= dict.fromkeys(members, name)
+        return shared
+
+    def _hoist(self, function: Scope, base: Base, members: Sequence[Decision]) -> str | None:
+        """Put the look-up before the first statement that certainly makes one of the reads."""
+        node, name = function.node, self._free_name
+        chains = [statements_around(m.located.use.parents, node) for m in members]
+        found = common_block(chains, node) if all(chains) else None
+        if found is None or name is None or isinstance(node, ast.Lambda):
+            return None
+        block, position = found
+        first = block[position]
+        if isinstance(first, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            return None
+        inside = [chain[: chain.index(first) + 1] for chain in chains if first in chain]
+        if not any(
+            is_certain(member.located.use.node, member.located.use.parents, first)
+            for member, chain in zip(members, chains, strict=True)
+            if first in chain
+        ):
+            return None
+        if not _is_bound(base.expression, inside[0], function):
+            return None
+        needs = tuple(sorted({need for member in members for need in member.answer.needs}))
+        edit = add_statement(self._source, first, f"{name} = {self._collection(base, needs)}")
+        if edit is None:
+            return None
+        self._edits.append(edit)
+        return name
+
+    @cached_property
+    def _free_name(self) -> str | None:
+        """A name for a collection that is no word of the file."""
+        words = set(re.findall(r"[^\W\d]\w*", self._source.text))
+        return next((name for name in _LOCAL_NAMES if name not in words), None)
+
+
+def _is_bound(expression: str, around: Sequence[ast.stmt], function: Scope) -> bool:
+    """Whether what a look-up starts from is there when the last of some statements begins."""
+    name = expression.partition(".")[0]
+    bindings = function.bindings.get(name, ())
+    if not bindings or any(
+        isinstance(each, Instance) or (isinstance(each, Opaque) and each.parameter)
+        for each in bindings
+    ):
+        return True
+    return any(
+        statement is not around[-1] and runs_before(statement, around, function.node)
+        for statement in binding_statements(function.node, name)
+    )
+
+
+def _is_annotated(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    given = node.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+    return any(each.annotation is not None for each in every) or node.returns is not None
+
+
+def _is_inside(inner: Decision, outer: Decision) -> bool:
+    one, other = inner.located, outer.located
+    return one is not other and other.begin <= one.begin and one.end <= other.end
