@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from megapg.migrate.flow import binding_statements, runs_before, statements_around
+from megapg.migrate.flow import binding_statements, blocks, runs_before, statements_around
 from megapg.migrate.mapping import COLLECTION_NAMES, GROUP_PARAMETERS, Refusal, Replacement
 from megapg.migrate.resolve import Resolver
 from megapg.migrate.scopes import Alias, Binding, Instance, Opaque, Scope, Use
@@ -17,6 +17,7 @@ MODEL_NAMES = (
     *("model", "module", "unwrapped_model", "gpt_model", "model_chunk", "actor_module"),
     *("models", "model_chunks", "model_list", "ddp_model", "language_model", "megatron_model"),
     *("wrapped_models", "unwrapped_models", "vpp_model", "gpt", "mcore_model", "megatron_module"),
+    "inference_wrapped_model",
 )
 # What groups_of() looks at when it is asked of an object.
 _WRAPPED = ("model", "module", "models", "model_chunks", "wrapped_models", "unwrapped_models")
@@ -116,8 +117,22 @@ class _Search:
             if kind == "group":
                 certain = certain and self._are_of_the_field(held[attribute])
             yield Carrier(kind, f"{name}.{attribute}", "attribute", False, certain)
-        if is_module or any(self._is_kept(each, of) for each in _WRAPPED):
+        if is_module:
+            yield Carrier("model", name, "attribute", False, made or self._is_set_up(method))
+        elif any(self._is_kept(each, of) for each in _WRAPPED):
             yield Carrier("model", name, "attribute", False, made)
+
+    def _is_set_up(self, constructor: Scope) -> bool:
+        """Whether the constructors of the bases have run."""
+        around = statements_around(self._use.parents, constructor.node)
+        return any(
+            isinstance(statement, ast.Expr)
+            and isinstance(statement.value, ast.Call)
+            and ast.unparse(statement.value.func) == "super().__init__"
+            and runs_before(statement, around, constructor.node)
+            for block in blocks(constructor.node)
+            for statement in block
+        )
 
     def _is_kept(self, attribute: str, of: Scope) -> bool:
         """Whether some method of a class assigns an attribute of that name."""

@@ -145,7 +145,7 @@ def migrate(
         Style | None,
         typer.Option(
             help="What functions are given: their one group, a collection, or as it suits each. "
-            "Without it, style in \\[tool.megapg], else auto.",
+            "Without it, style in \\[tool.megapg], else collection.",
         ),
     ] = None,
     unsafe: Annotated[

@@ -37,7 +37,7 @@ class Config:
     wrappers: tuple[str, ...] = ()
     versions: tuple[int, ...] = tuple(VERSIONS)
     versions_from: str = "nothing says which"
-    style: Style = Style.AUTO
+    style: Style = Style.COLLECTION
 
 
 def load_config(start: Path, from_core: str | None = None) -> Config:
@@ -125,7 +125,7 @@ def _strings(table: Mapping[str, object], key: str, file: Path) -> tuple[str, ..
 
 
 def _style(table: Mapping[str, object], file: Path) -> Style:
-    value = table.get("style", Style.AUTO)
+    value = table.get("style", Style.COLLECTION)
     if not isinstance(value, str) or value not in tuple(Style):
         raise UnsupportedOptionError(
             f"{file}: style in [tool.megapg] is one of {', '.join(Style)}."

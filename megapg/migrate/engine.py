@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megapg.migrate.config import Config
+from megapg.migrate.fakes import by_lines, patch_plans, served_by_fakes, with_fakes
 from megapg.migrate.functions import Functions, unit_of
+from megapg.migrate.imports import Imports
 from megapg.migrate.index import Findings, Index
 from megapg.migrate.migration import (
     SHIMS,
@@ -46,21 +49,42 @@ def migrate(
     """
     index = Index(paths, config)
     findings = index.run(on_progress)
+    plans = patch_plans(index)
+    originals: dict[Path, Source] = {}
+    instead: dict[Path, bytes] = {}
+    for path, plan in plans.items():
+        looked = index.look(path)
+        data = with_fakes(looked[0], plan, Imports(*looked)) if looked else None
+        if looked and data is not None:
+            originals[path], instead[path] = looked[0], data
+    fakes = [served for path in instead for served in served_by_fakes(plans[path])]
+    if instead:
+        index = Index(paths, config, instead)
+        findings = index.run(lambda done, total: None)
+        plans = patch_plans(index)
+    advice = {site: what for plan in plans.values() for site, what in plan.left.items()}
     frozen: dict[Path, str] = {}
     while True:  # a file that fails verification takes no part, and then others may not rely on it
-        attempt = _Attempt(index, unsafe, frozen)
+        attempt = _Attempt(index, frozen, originals, style, unsafe)
         if not attempt.failed:
-            return attempt.migration(findings)
+            return attempt.migration(findings, fakes, advice)
         frozen |= attempt.failed
 
 
 class _Attempt:
     """The new texts of all files but the frozen ones."""
 
-    def __init__(self, index: Index, unsafe: bool, frozen: dict[Path, str]) -> None:
-        self._index, self._frozen = index, frozen
+    def __init__(
+        self,
+        index: Index,
+        frozen: Mapping[Path, str],
+        originals: Mapping[Path, Source],
+        style: Style,
+        unsafe: bool,
+    ) -> None:
+        self._index, self._frozen, self._originals = index, frozen, originals
         self.failed: dict[Path, str] = {}
-        self._plan = make_plan(index, Functions(index), unsafe, frozen)
+        self._plan = make_plan(index, Functions(index), frozen, style=style, unsafe=unsafe)
         self._writers: dict[Path, Writer] = {}
         self._requires: dict[Path, set[str]] = defaultdict(set)
         self._texts: dict[Decision, str] = {}
@@ -71,6 +95,12 @@ class _Attempt:
             file
             for path, writer in self._writers.items()
             if (file := self._rewritten(path, writer.edits(taken.get(path, set())))) is not None
+        ]
+        changed = {file.path for file in self._files}
+        self._files += [
+            self._since(original, self._source(path).data, self._source(path).text, path)
+            for path, original in originals.items()
+            if path not in changed
         ]
 
     def _writer(self, path: Path) -> Writer:
@@ -130,10 +160,36 @@ class _Attempt:
         if problem is not None:
             self.failed[path] = problem
             return None
+        if path in self._originals:
+            return self._since(self._originals[path], file.after, after, path)
         return file
 
-    def migration(self, findings: Findings) -> Migration:
-        """The result."""
+    def _since(self, original: Source, after: bytes, text: str, path: Path) -> Rewritten:
+        """A file with fakes in it, as a rewrite of what it was before them."""
+        return Rewritten(
+            original.name,
+            path,
+            original.data,
+            after,
+            original.text,
+            by_lines(original.text, text),
+            frozenset(self._requires[path]),
+        )
+
+    def migration(
+        self, findings: Findings, fakes: Sequence[Served], advice: Mapping[Site, str]
+    ) -> Migration:
+        """The result.
+
+        Args:
+            findings: of the index.
+            fakes: patches of the users' tests that went before.
+            advice: for patches that stay what to write by hand.
+        """
+        left = [
+            replace(each, suggestion=advice.get(each.site, each.suggestion))
+            for each in (*self._plan.left, *self._not_written)
+        ]
         served = [
             Served(decision.located.site, decision.base.how, text)
             for decision, text in self._texts.items()
@@ -145,8 +201,8 @@ class _Attempt:
             for path, why in self._frozen.items()
         ]
         return Migration(
-            served=sorted(served, key=lambda each: _order(each.site)),
-            left=sorted([*self._plan.left, *self._not_written], key=lambda each: _order(each.site)),
+            served=sorted([*fakes, *served], key=lambda each: _order(each.site)),
+            left=sorted(left, key=lambda each: _order(each.site)),
             kept=self._plan.kept,
             files=sorted(self._files, key=lambda file: file.file),
             roots=tuple(_roots(self._texts)),

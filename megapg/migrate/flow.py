@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from megapg.migrate.scopes import Parents
+from megapg.migrate.scopes import Parents, Use
 
 _OWN_SCOPE = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
@@ -74,10 +74,9 @@ def _bound_by(statement: ast.stmt) -> set[str]:
     targets: list[ast.expr] = []
     if isinstance(statement, ast.Assign):
         targets = statement.targets
-    elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-        targets = [statement.target]
-    elif isinstance(statement, ast.For | ast.AsyncFor):
-        targets = [statement.target]
+    elif isinstance(statement, ast.For | ast.AsyncFor | ast.AnnAssign):
+        if not isinstance(statement, ast.AnnAssign) or statement.value is not None:
+            targets = [statement.target]
     elif isinstance(statement, ast.With | ast.AsyncWith):
         targets = [item.optional_vars for item in statement.items if item.optional_vars]
     return {
@@ -138,3 +137,22 @@ def common_block(
             break
         outer, depth = here[0], depth + 1
     return best
+
+
+def first_read(function: ast.AST, uses: Sequence[Use]) -> ast.stmt | None:
+    """The statement before which something can be looked up that several uses need: one that has
+    all others behind it, in its block, and certainly makes one of the uses itself. None where there
+    is none, or nothing can be put before it.
+    """
+    chains = [statements_around(use.parents, function) for use in uses]
+    found = common_block(chains, function) if all(chains) else None
+    if found is None or isinstance(function, ast.Lambda):
+        return None
+    block, position = found
+    first = block[position]
+    if isinstance(first, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return None
+    for use, chain in zip(uses, chains, strict=True):
+        if first in chain and is_certain(use.node, use.parents, first):
+            return first
+    return None

@@ -100,7 +100,7 @@ class Functions:
             return False
         if len(outer.bindings.get(node.name, ())) != 1:
             return False
-        if _mentions(node, PARAMETER):
+        if mentions(node, PARAMETER):
             return False
         return not any(_is_inspected(reference) for reference in self.references(function, path))
 
@@ -233,7 +233,7 @@ def _is_ordinary(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return all(_last_name(each) in _TRANSPARENT for each in node.decorator_list)
 
 
-def _mentions(node: ast.AST, name: str) -> bool:
+def mentions(node: ast.AST, name: str) -> bool:
     """Whether a name means something in a function already, or locals() are taken as a whole."""
     for each in ast.walk(node):
         if isinstance(each, ast.Name) and each.id in (name, "locals", "vars"):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from megapg.migrate.carriers import carriers
 from megapg.migrate.config import Config
@@ -103,19 +104,25 @@ class Index:
     Args:
         paths: files and directories.
         config: see :func:`find_sites`.
+        instead: what to take for the bytes of some files.
 
     Attributes:
         resolver: what names in the files stand for.
         located: the sites, once :meth:`run` has found them.
     """
 
-    def __init__(self, paths: Sequence[Path], config: Config) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        config: Config,
+        instead: Mapping[Path, bytes] = MappingProxyType({}),
+    ) -> None:
         self._config = config
         found = list(find_files(paths, config.root, config.exclude))
         self._files = {each.path: each for each in found if isinstance(each, File)}
         self._problems = [each for each in found if isinstance(each, Problem)]
         self._failed: set[Path] = set()
-        self._data: dict[Path, bytes] = {}
+        self._data: dict[Path, bytes] = dict(instead)
         self._parsed: dict[Path, tuple[Source, Analysis]] = {}
         self.modules = Modules(self._files.values())
         self.resolver = Resolver(self.modules, self.analysis, self._may_define, config.wrappers)
@@ -145,6 +152,9 @@ class Index:
         sites = (at.site for at in located)
         problems = sorted(self._problems, key=lambda problem: (problem.file, problem.line))
         return Findings(tuple(sites), tuple(problems), len(self._files), len(self._parsed))
+
+    def __contains__(self, path: Path) -> bool:
+        return path in self._files
 
     # -- files -------------------------------------------------------------------------------
 

@@ -35,37 +35,35 @@ class _List:
 
 
 def add_parameter(
-    source: Source, node: ast.FunctionDef | ast.AsyncFunctionDef, parameter: str
+    source: Source, node: ast.FunctionDef | ast.AsyncFunctionDef, parameters: list[str]
 ) -> list[Edit]:
-    """Edits that add a keyword-only parameter behind the others; none where that can't be done.
+    """Edits that add keyword-only parameters behind the others; none where that can't be done.
 
     Args:
         source: the file.
         node: a function without ``**kwargs``.
-        parameter: as it is to be written, such as ``x=None``.
+        parameters: as they are to be written, such as ``x=None``.
     """
     arguments = node.args
     has_star = arguments.vararg is not None or bool(arguments.kwonlyargs)
     return _append(
         source,
         source.index(node.lineno, node.col_offset),
-        [parameter] if has_star else ["*", parameter],
+        parameters if has_star else ["*", *parameters],
         "parameter",
     )
 
 
-def add_argument(source: Source, call: ast.Call, argument: str) -> list[Edit]:
-    """Edits that add an argument behind the others of a call; none where that can't be done."""
+def add_argument(source: Source, call: ast.Call, arguments: list[str]) -> list[Edit]:
+    """Edits that add arguments behind the others of a call; none where that can't be done."""
     if len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.GeneratorExp):
         return []  # it would need parentheses of its own
     _, end = source.extent(call.func)
-    return _append(source, end, [argument], "argument")
+    return _append(source, end, arguments, "argument")
 
 
-def add_statement(
-    source: Source, before: ast.stmt, statement: str, after_docstring: bool = False
-) -> Edit | None:
-    """The edit that puts a statement on a line of its own before another one; None where that
+def add_statement(source: Source, before: ast.stmt, statement: str) -> Edit | None:
+    """The edit that puts statements on lines of their own before another one; None where that
     does not begin its line.
     """
     first = min([before.lineno, *(each.lineno for each in getattr(before, "decorator_list", ()))])
@@ -79,7 +77,8 @@ def add_statement(
         return None
     if begin and source.text[:begin].rstrip("\r\n").endswith("\\"):
         return None
-    return Edit(begin, begin, f"{indent}{statement}{newline_of(source)}", "statement")
+    lines = "".join(indent + line + newline_of(source) for line in statement.splitlines())
+    return Edit(begin, begin, lines, "statement")
 
 
 def newline_of(source: Source) -> str:
@@ -104,7 +103,7 @@ def _append(source: Source, begin: int, items: list[str], what: str) -> list[Edi
         return [Edit(last.stop, last.stop, joint + ", ".join(items), what)]
     newline = newline_of(source)
     end_of_line = min(
-        (at for at in (text.find("\n", last.stop), text.find("\r", last.stop)) if at >= 0)
+        at for at in (text.find("\n", last.stop), text.find("\r", last.stop)) if at >= 0
     )
     indent = newline + _indent(source, found)
     lines = (",").join(indent + item for item in items)

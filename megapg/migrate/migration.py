@@ -1,4 +1,4 @@
-"""What a migration comes to: which uses are served from where, which are left, and the new files."""
+"""What a migration comes to: which uses are served, and from where; which are left; the files."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class How(StrEnum):
     COLLECTION = "collection"  # a collection that was in scope
     MODEL = "model"  # what a model carries: megapg.groups_of(model)
     THREADED = "threaded"  # a parameter that every caller passes
+    FAKE = "fake"  # a fake collection, where a test patched getters
     RESOLVED = "resolved"  # megapg.resolve(): what was passed, else the globals
 
 
@@ -73,7 +74,8 @@ class Edit:
         start: index of the first character in the old text.
         stop: index behind the last one.
         new: what is there instead.
-        what: ``site``, ``parameter``, ``argument``, ``statement`` or ``import``.
+        what: ``site``, ``parameter``, ``argument``, ``statement``, ``import``, or ``patch`` for
+            whole lines of a test that patched getters.
     """
 
     start: int

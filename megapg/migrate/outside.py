@@ -24,8 +24,7 @@ def names_taken(index: Index) -> dict[Path, set[str]]:
         if located.site.kind is Kind.STRING and isinstance(located.node, ast.Constant):
             parts = tuple(str(located.node.value).split("."))
             for length in range(1, len(parts)):
-                found = index.modules.find(parts[:length], located.path)
-                if found is not None:
+                for found in index.modules.ending(parts[:length]):
                     taken[found].add(parts[length])
     return taken
 

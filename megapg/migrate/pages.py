@@ -537,7 +537,8 @@ _OF: Mapping[Takes, str] = {
     Takes.COLLECTION: "",
     Takes.LAZY: "if there is one",
     Takes.OPTIONAL: "of what was passed, None included",
-    Takes.GLOBALS: "of a session or the globals",
+    Takes.JOB: "of a session or the globals",
+    Takes.GLOBALS: "asked of the globals",
 }
 """From where the collection may come -> what a page says of it."""
 
@@ -597,6 +598,9 @@ def _mapping_page(version: int) -> str:
         f"Megatron-core 0.{version}",
         "`pg` is the collection, `getters` is `megapg.megatron.getters`. Arguments that are left "
         "out have their defaults; calls that this version refuses itself are not listed.",
+        "*Reads* are the fields. What is *of a session or the globals* is not known to a "
+        "collection of borrowed groups; what is *asked of the globals* is state of the job, and "
+        "the tool writes `megapg.resolve(None)` for `pg`.",
         *blocks,
         *_of_flags({name: rows[name] for name in served}),
         "## Not served",
@@ -641,7 +645,11 @@ def _of_flags(rows: Mapping[str, Sequence[tuple[_Form, _Answer]]]) -> Iterator[s
         yield f"And `{_CHECKED}`, where no groups need be there:"
         yield _table(
             ("call", f"`{_CHECKED}=False`", f"`{_CHECKED}=flag`"),
-            ((_quoted(name), each["False"], each[_FLAG]) for name, each in checked.items() if each),
+            (
+                (_quoted(name), each.get("False", ""), each.get(_FLAG, ""))
+                for name, each in checked.items()
+                if each
+            ),
         )
 
 

@@ -13,15 +13,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megapg.migrate.carriers import carriers
-from megapg.migrate.functions import PARAMETER, Functions, Reference, class_of, unit_of
+from megapg.migrate.flow import first_read
+from megapg.migrate.functions import (
+    PARAMETER,
+    Functions,
+    Reference,
+    class_of,
+    mentions,
+    unit_of,
+)
 from megapg.migrate.index import Index, Located
 from megapg.migrate.mapping import Refusal, Replacement, Takes
-from megapg.migrate.migration import How, Left
+from megapg.migrate.migration import How, Left, Style
 from megapg.migrate.scopes import Defined, Instance, Scope
 from megapg.migrate.sites import Carrier, Kind
 
 # Further than anyone has to thread a parameter.
 _DEEPEST = 5
+# More groups than these are passed as a collection, whatever the style.
+_MOST_GROUPS = 3
 # Writes that make a rank or size differ from what the groups say.
 _FAKING = frozenset({"setter", "assigned"})
 
@@ -61,12 +71,14 @@ class Passing:
         path: of the file of the function that is called.
         base: what it is given.
         needs: the fields that are read behind it.
+        fields: those of which it is given a group each, in place of a collection.
     """
 
     reference: Reference
     path: Path
     base: Base
     needs: tuple[str, ...]
+    fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +91,8 @@ class Taking:
         fed: whether every caller in the project passes a collection.
         required: whether there can be no other callers.
         kept: whether it is a constructor that keeps it on ``self``.
+        fields: of which it gets a group each, in place of a collection.
+        first: the statement before which groups that were not passed are looked up.
     """
 
     function: Scope
@@ -86,6 +100,8 @@ class Taking:
     fed: bool
     required: bool
     kept: bool
+    fields: tuple[str, ...] = ()
+    first: ast.stmt | None = None
 
 
 @dataclass
@@ -99,16 +115,24 @@ class Plan:
     passing: list[Passing] = field(default_factory=list)
 
 
-def make_plan(index: Index, functions: Functions, unsafe: bool, frozen: Collection[Path]) -> Plan:
+def make_plan(
+    index: Index,
+    functions: Functions,
+    frozen: Collection[Path] = (),
+    *,
+    style: Style = Style.COLLECTION,
+    unsafe: bool = False,
+) -> Plan:
     """Decide about every site of an index.
 
     Args:
         index: the project.
         functions: of the same index.
+        style: what functions are given.
         unsafe: also rewrite what may behave differently where groups are missing.
         frozen: files that must stay as they are.
     """
-    return _Planner(index, functions, unsafe, frozen).run()
+    return _Planner(index, functions, frozen, style, unsafe).run()
 
 
 @dataclass(eq=False)
@@ -128,10 +152,15 @@ class _Edge:
 
 class _Planner:
     def __init__(
-        self, index: Index, functions: Functions, unsafe: bool, frozen: Collection[Path]
+        self,
+        index: Index,
+        functions: Functions,
+        frozen: Collection[Path],
+        style: Style,
+        unsafe: bool,
     ) -> None:
-        self._index, self._functions = index, functions
-        self._unsafe, self._frozen = unsafe, frozen
+        self._index, self._functions, self._frozen = index, functions, frozen
+        self._style, self._unsafe = style, unsafe
         self._plan = Plan()
         self._tainted = self._reached_by_fakes()
         self._wanting: dict[Scope, list[Located]] = {}
@@ -147,9 +176,17 @@ class _Planner:
         taking = self._thread()
         fed = self._fed(taking)
         required = self._closed(fed)
+        narrow = {
+            function: first
+            for function in taking
+            if (first := self._looked_up_at(function, taking)) is not None
+        }
         for function, sites in self._wanting.items():
             for located in sites:
-                self._decide(located, _parameter(function in fed, function in required))
+                base = _parameter(function in fed, function in required)
+                if function in narrow and isinstance(located.site.answer, Replacement):
+                    base = Base(base.how, "group", group_name(located.site.answer.field))
+                self._decide(located, base)
         for located, constructor in self._of_self:
             how = How.THREADED if constructor in fed else How.RESOLVED
             self._decide(located, Base(how, "groups_of", _self_of(unit_of(located.use.scope))))
@@ -157,10 +194,12 @@ class _Planner:
             unit = unit_of(located.use.scope)
             given = PARAMETER if unit in taking else "None"
             form = "plain" if answer.takes is Takes.OPTIONAL else "groups_of"
-            self._decide(located, Base(How.RESOLVED, form, given, optional=True))
+            how = How.THREADED if unit in fed else How.RESOLVED
+            self._decide(located, Base(how, form, given, optional=True))
         needs = self._needs_of(taking)
         for function in taking:
             path = self._paths[function]
+            fields = needs[function] if function in narrow else ()
             self._plan.taking.append(
                 Taking(
                     function,
@@ -168,11 +207,16 @@ class _Planner:
                     function in fed,
                     function in required,
                     self._keeps(function, path),
+                    fields,
+                    narrow.get(function),
                 )
             )
             for edge in self._edges.get(function, ()):
                 if edge.caller is None or edge.caller in taking:
-                    passing = Passing(edge.reference, path, edge.supply, needs[function])
+                    supply = edge.supply
+                    if fields and supply.form == "plain" and edge.caller not in required:
+                        supply = Base(supply.how, "resolve", supply.expression)
+                    passing = Passing(edge.reference, path, supply, needs[function], fields)
                     self._plan.passing.append(passing)
         return self._plan
 
@@ -396,6 +440,34 @@ class _Planner:
             )
         }
 
+    def _looked_up_at(self, function: Scope, taking: Collection[Scope]) -> ast.stmt | None:
+        """Where a function that is to be given groups, and no collection, would look up those
+        that it was not passed; None where it is to be given a collection.
+        """
+        sites = self._wanting.get(function, ())
+        if self._style is Style.COLLECTION or not sites or class_of(function) is not None:
+            return None
+        if any(edge.caller is function for each in taking for edge in self._edges.get(each, ())):
+            return None
+        fields = set()
+        for located in sites:
+            answer = located.site.answer
+            if not isinstance(answer, Replacement) or answer.write_narrow("group") is None:
+                return None
+            fields.add(answer.field)
+        if len(fields) > (1 if self._style is Style.AUTO else _MOST_GROUPS):
+            return None
+        if any(mentions(function.node, group_name(field)) for field in fields):
+            return None
+        first = first_read(function.node, [located.use for located in sites])
+        body = getattr(function.node, "body", [])
+        if first is None or not any(first is each for each in body):
+            return None
+        before = body[: next(i for i, each in enumerate(body) if each is first)]
+        # What comes before may not end the function: then nobody would have asked for the group.
+        ordinary = all(isinstance(each, ast.Assign | ast.AnnAssign | ast.Expr) for each in before)
+        return first if ordinary else None
+
     def _keeps(self, function: Scope, path: Path) -> bool:
         klass = class_of(function)
         return klass is not None and not self._functions.is_of_core(klass, path)
@@ -417,6 +489,11 @@ class _Planner:
                         needs[caller] |= needs[function]
                         changed = True
         return {function: tuple(sorted(fields)) for function, fields in needs.items()}
+
+
+def group_name(field: str) -> str:
+    """What the parameter for a field's group is called."""
+    return f"{field}_group"
 
 
 def _parameter(fed: bool, required: bool) -> Base:

@@ -7,25 +7,18 @@ import re
 from collections.abc import Collection, Sequence
 from functools import cached_property
 
-from megapg.migrate.flow import (
-    binding_statements,
-    common_block,
-    is_certain,
-    runs_before,
-    statements_around,
-)
+from megapg.migrate.flow import binding_statements, first_read, runs_before, statements_around
 from megapg.migrate.functions import PARAMETER
 from megapg.migrate.imports import Imports
-from megapg.migrate.insert import add_argument, add_parameter, add_statement
+from megapg.migrate.insert import add_argument, add_parameter, add_statement, newline_of
 from megapg.migrate.mapping import Takes
 from megapg.migrate.migration import Edit
-from megapg.migrate.plan import Base, Decision, Passing, Taking
+from megapg.migrate.plan import Base, Decision, Passing, Taking, group_name
 from megapg.migrate.scopes import Analysis, Instance, Opaque, Scope, Use
 from megapg.migrate.source import Source
 
 # What a collection is called that several reads of a function share; the first that is free.
 _LOCAL_NAMES = ("pg", "groups", "pg_", "groups_")
-_ANNOTATION = '"{megapg}.ProcessGroupCollection{optional}"'
 
 
 class Writer:
@@ -58,20 +51,35 @@ class Writer:
         node = taking.function.node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             return False
-        written = PARAMETER
-        if _is_annotated(node):
-            optional = "" if taking.required else " | None"
-            written += ": " + _ANNOTATION.format(megapg=self._imports.megapg(), optional=optional)
-            written += "" if taking.required else " = None"
-        elif not taking.required:
-            written += "=None"
-        edits = add_parameter(self._source, node, written)
-        if taking.kept and edits:
-            statement = self._keep(taking.function, node)
-            if statement is not None:
-                edits.append(statement)
+        names = [group_name(field) for field in taking.fields] or [PARAMETER]
+        edits = add_parameter(self._source, node, [self._declared(n, taking, node) for n in names])
+        if not edits:
+            return False
+        if taking.kept and (statement := self._keep(taking.function, node)) is not None:
+            edits.append(statement)
+        if taking.fields and not taking.required and taking.first is not None:
+            looked_up = newline_of(self._source).join(
+                f"{name} = {self._imports.megapg()}.resolve(None).{field} "
+                f"if {name} is None else {name}"
+                for name, field in zip(names, taking.fields, strict=True)
+            )
+            statement = add_statement(self._source, taking.first, looked_up)
+            if statement is None:
+                return False
+            edits.append(statement)
         self._edits += edits
-        return bool(edits)
+        return True
+
+    def _declared(
+        self, name: str, taking: Taking, node: ast.FunctionDef | ast.AsyncFunctionDef
+    ) -> str:
+        default = "" if taking.required else "None"
+        if not _is_annotated(node):
+            return f"{name}={default}" if default else name
+        kind = "ProcessGroup" if taking.fields else "ProcessGroupCollection"
+        optional = " | None" if default else ""
+        annotation = f'{name}: "{self._imports.megapg()}.{kind}{optional}"'
+        return f"{annotation} = {default}" if default else annotation
 
     def _keep(self, function: Scope, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Edit | None:
         arguments = [*node.args.posonlyargs, *node.args.args]
@@ -87,7 +95,8 @@ class Writer:
         if call is None:
             return False
         written = self._collection(passing.base, passing.needs)
-        edits = add_argument(self._source, call, f"{PARAMETER}={written}")
+        arguments = [f"{group_name(field)}={written}.{field}" for field in passing.fields]
+        edits = add_argument(self._source, call, arguments or [f"{PARAMETER}={written}"])
         self._edits += edits
         return bool(edits)
 
@@ -169,23 +178,17 @@ class Writer:
 
     def _hoist(self, function: Scope, base: Base, members: Sequence[Decision]) -> str | None:
         """Put the look-up before the first statement that certainly makes one of the reads."""
-        node, name = function.node, self._free_name
-        chains = [statements_around(m.located.use.parents, node) for m in members]
-        found = common_block(chains, node) if all(chains) else None
-        if found is None or name is None or isinstance(node, ast.Lambda):
+        name = self._free_name
+        first = first_read(function.node, [member.located.use for member in members])
+        if first is None or name is None:
             return None
-        block, position = found
-        first = block[position]
-        if isinstance(first, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            return None
-        inside = [chain[: chain.index(first) + 1] for chain in chains if first in chain]
-        if not any(
-            is_certain(member.located.use.node, member.located.use.parents, first)
-            for member, chain in zip(members, chains, strict=True)
-            if first in chain
-        ):
-            return None
-        if not _is_bound(base.expression, inside[0], function):
+        parents = next(
+            member.located.use.parents
+            for member in members
+            if first in statements_around(member.located.use.parents, function.node)
+        )
+        around = statements_around(parents, function.node)
+        if not _is_bound(base.expression, around[: around.index(first) + 1], function):
             return None
         needs = tuple(sorted({need for member in members for need in member.answer.needs}))
         edit = add_statement(self._source, first, f"{name} = {self._collection(base, needs)}")

@@ -132,14 +132,21 @@ class Modules:
         """The file of an absolute import."""
         wanted = tuple(dotted)
         found = [
-            (parts, path)
-            for parts, path in self._by_last.get(wanted[-1] if wanted else "", ())
-            if parts[-len(wanted) :] == wanted and self._is_root(parts[: -len(wanted)], importer)
+            (self._parts[path], path)
+            for path in self.ending(dotted)
+            if self._is_root(self._parts[path][: -len(wanted)], importer)
         ]
         here = _folder(importer)
         if len(wanted) == 1:  # `import types` means no types.py elsewhere
             found = [each for each in found if self._at_top(each[1], importer)]
         return max(found, key=lambda each: _shared(each[0], here), default=(None, None))[1]
+
+    def ending(self, dotted: Sequence[str]) -> Iterator[Path]:
+        """Every file that a dotted name could mean, wherever a program starts."""
+        wanted = tuple(dotted)
+        for parts, path in self._by_last.get(wanted[-1] if wanted else "", ()):
+            if parts[-len(wanted) :] == wanted:
+                yield path
 
     def _is_root(self, parts: tuple[str, ...], importer: Path) -> bool:
         """Whether absolute imports can start in a folder: it is no package, or a script's own."""
