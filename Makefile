@@ -33,11 +33,11 @@ SOURCES := megapg tests $(wildcard benchmarks)
 
 export PYTHON TORCH TORCH_INDEX ALLOW_CUDA_TORCH
 
-.PHONY: help setup demo test test-newest bench lint clean distclean
+.PHONY: help setup demo test test-newest bench bench-migrate lint clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets (what a plain `make` does)
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY)  ## make .venv with torch, Megatron-core and megapg, for those who want it apart
 	@echo ".venv is ready"
@@ -55,6 +55,9 @@ test-newest: $(READY_NEWEST)  ## run the contract tests on the newest Megatron-c
 bench: $(READY)  ## run the benchmarks; options in ARGS
 	.venv/bin/python -m benchmarks $(ARGS)
 
+bench-migrate: $(READY)  ## migrate published code and check it (downloads 33 MB once); options in ARGS
+	.venv/bin/python -m benchmarks --only migrate $(ARGS)
+
 lint: $(READY)  ## check format, lint and types
 	.venv/bin/ruff format --check $(SOURCES)
 	.venv/bin/ruff check $(SOURCES)
@@ -64,8 +67,8 @@ clean:  ## remove caches and build outputs; the environments stay
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean  ## clean, and remove .venv and .venv-newest too
-	rm -rf .venv .venv-newest
+distclean: clean  ## clean, and remove .venv, .venv-newest and what bench-migrate downloaded too
+	rm -rf .venv .venv-newest .corpora
 
 $(READY): pyproject.toml .ci/venv.sh
 	@sh .ci/venv.sh .venv $(MCORE) 3.11 newer $(MCORE_OLD)

@@ -38,6 +38,7 @@ class Part(enum.StrEnum):
     ACCESS = "access"
     BRIDGE = "bridge"
     CHECKPOINT = "checkpoint"
+    MIGRATE = "migrate"
 
 
 def _worlds(text: str) -> tuple[int, ...]:
@@ -66,8 +67,8 @@ def main(
         bool,
         typer.Option(
             "--quick",
-            help="Worlds 4 and 8 (checkpoint: 2), the smallest layout and a tiny model, in two "
-            "minutes, to see that all works.",
+            help="Worlds 4 and 8 (checkpoint: 2), the smallest layout, a tiny model and two small "
+            "trees, in two minutes, to see that all works.",
         ),
     ] = False,
     output: Annotated[
@@ -96,6 +97,11 @@ def main(
     **checkpoint** saves and loads model and optimizer, 194 MiB of them: megapg against
     `dist_checkpointing` called directly and against torch's distributed checkpoints. It writes to
     the directory for temporary files (`TMPDIR`).
+
+    **migrate** runs `megapg migrate` on published code: how much it serves, whether it is right,
+    its CPU time against LibCST, and its choices against those that NVIDIA made by hand. The
+    wheels are downloaded to `.corpora` once (33 MB). `python -m benchmarks.migrate --sample 100`
+    prints changed uses to read.
 
     All ranks are processes on this host. The whole takes about twelve minutes on two cores
     that have nothing else to do, and 10 GiB of memory at world 32. On a busy machine wall times
@@ -128,6 +134,8 @@ def main(
             _bridge(report, progress)
         if Part.CHECKPOINT in parts:
             _checkpoint(report, quick, progress)
+        if Part.MIGRATE in parts:
+            _migrate(report, quick, progress)
     for table in report.tables():
         table.print(console)
     everything = parts == set(Part) and not quick
@@ -197,6 +205,24 @@ def _checkpoint(report: Report, quick: bool, progress: Progress) -> None:
     for size, task in zip(worlds, tasks, strict=True):
         advanced = partial(_advance, progress, task)
         report.standings.append(checkpoint.run(size, repeats, advanced, quick=quick))
+
+
+def _migrate(report: Report, quick: bool, progress: Progress) -> None:
+    from benchmarks import corpora, ground_truth, migrate, race
+
+    trees = (corpora.named("mbridge"), corpora.named("mcore_bridge")) if quick else corpora.CORPORA
+    task = progress.add_task("migrate, trees", total=len(trees))
+    for tree in trees:
+        report.outcomes.append(migrate.run(tree))
+        progress.advance(task)
+    fields = race.FIELDS[:1] if quick else race.FIELDS
+    task = progress.add_task("migrate, CPU time", total=len(fields) * race.REPEATS)
+    for each in fields:
+        report.races.append(race.run(each, partial(progress.advance, task)))
+    if quick:
+        return
+    task = progress.add_task("migrate, ground truth", total=len(corpora.CORES))
+    report.score = ground_truth.run(partial(progress.advance, task))
 
 
 if __name__ == "__main__":

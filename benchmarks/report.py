@@ -9,54 +9,22 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import rich.box
-import rich.table
 import torch
-from rich.console import Console
 
 import megapg
 from benchmarks import checkpoint as checkpoints
 from benchmarks import layout as layouts
+from benchmarks import migrate_report
 from benchmarks.access import Reading
 from benchmarks.bridge import Cost
 from benchmarks.checkpoint import Standings
 from benchmarks.creation import STAGES, USE, Contest
+from benchmarks.ground_truth import Score
 from benchmarks.layout import Answer
+from benchmarks.migrate import Outcome
 from benchmarks.peers import BASELINE, FIELDS, SESSION
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under a title; the first column is words, the others are numbers."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...] = ()
-
-    def markdown(self) -> str:
-        """As GitHub renders it."""
-        lines = [f"### {self.title}", "", _row(self.columns)]
-        lines.append(_row([":--", *["--:"] * (len(self.columns) - 1)]))
-        lines += [_row(row) for row in self.rows]
-        lines += [f"\n{note}" for note in self.notes]
-        return "\n".join(lines)
-
-    def print(self, console: Console) -> None:
-        """On the terminal."""
-        shown = rich.table.Table(title=self.title, box=rich.box.SIMPLE, title_justify="left")
-        for index, column in enumerate(self.columns):
-            shown.add_column(column, justify="right" if index else "left", overflow="fold")
-        for row in self.rows:
-            shown.add_row(*row)
-        console.print(shown)
-        for note in self.notes:
-            console.print(note, style="dim", markup=False)
-        console.print()
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+from benchmarks.race import Race
+from benchmarks.table import Table
 
 
 @dataclass
@@ -71,6 +39,9 @@ class Report:
     readings: list[Reading] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
     standings: list[Standings] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    races: list[Race] = field(default_factory=list)
+    score: Score | None = None
 
     def tables(self) -> list[Table]:
         """The findings, creation first."""
@@ -85,6 +56,12 @@ class Report:
             found.append(_bridge(self.costs))
         if self.standings:
             found += [make(self.standings) for make in (_checkpoint_verdicts, _checkpoint_times)]
+        if self.outcomes:
+            found += migrate_report.corpora_tables(self.outcomes)
+        if self.races:
+            found.append(migrate_report.race_table(self.races))
+        if self.score:
+            found += migrate_report.score_tables(self.score)
         return found
 
     def markdown(self) -> str:

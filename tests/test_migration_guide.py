@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-GUIDE = (Path(__file__).parent.parent / "migration_guide" / "README.md").read_text()
+GUIDE = (Path(__file__).parent.parent / "migration_guide" / "by-hand.md").read_text()
 # name -> source; the name is in the first line of each block.
 FILES = {
     re.match(r"# (\w+\.py)", block)[1]: block
@@ -27,7 +27,7 @@ def directory(tmp_path):
 
 def test_all_examples_are_here():
     assert [*FILES] == ["where_you_are.py", "see.py", "publish.py", "moved.py", *ON_TWO_RANKS[2:]]
-    assert ON_TWO_RANKS[2:] == ["resolve.py", "pass.py", "shadow.py", "forbid.py"]
+    assert ON_TWO_RANKS[2:] == ["resolve.py", "at_hand.py", "pass.py", "shadow.py", "forbid.py"]
 
 
 def test_what_check_says_of_the_first_example(directory):

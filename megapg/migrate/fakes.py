@@ -26,7 +26,7 @@ def patch_plans(index: Index) -> dict[Path, PatchPlan]:
     for path, found in sites.items():
         looked = index.look(path)
         if looked is not None and any(site.kind in _PATCHES and not site.keep for site in found):
-            conftests = [(source, sites[at]) for at, source in _conftests(index, path)]
+            conftests = [(source, sites.get(at, ())) for at, source in _conftests(index, path)]
             plans[path] = plan_patches(*looked, found, conftests)
     return plans
 

@@ -64,7 +64,8 @@ class Imports:
             kept: names that others take from this module.
         """
         removed = list(self._unused(set(gone), kept))
-        new = newline_of(self.source).join(sorted(self.wanted))
+        # `import x` before `from x import`, as sorters of imports have it.
+        new = newline_of(self.source).join(sorted(self.wanted, reverse=True))
         edits: list[Edit] = []
         for statement, names in removed:
             if names is not None:
@@ -74,7 +75,9 @@ class Imports:
             put = ""
             if new and any(statement is each for each in self._leading()):
                 put, new = new + newline_of(self.source), ""
-            edits.append(Edit(begin, end, put, "import"))
+            edits.append(
+                Edit(begin, end if put else self._with_blank_line(begin, end), put, "import")
+            )
         if new:
             edits.append(self._addition(new))
         return edits
@@ -123,6 +126,12 @@ class Imports:
     def _lines(self, statement: ast.stmt) -> tuple[int, int]:
         return self.source.line_starts[statement.lineno - 1], self._end_of_line(statement)
 
+    def _with_blank_line(self, begin: int, end: int) -> int:
+        """The end of what is removed: with the blank line behind an import that opens a block."""
+        before, rest = self.source.text[:begin].rstrip(), self.source.text[end:]
+        blank = re.match(r"[ \t]*(?:\r\n|\r|\n)", rest)
+        return end + blank.end() if blank and before.endswith(":") else end
+
     # -- removing ----------------------------------------------------------------------------
 
     def _unused(
@@ -155,20 +164,27 @@ class Imports:
                 root = root.value
             if isinstance(root, ast.Name) and (found := use.scope.find(root.id)):
                 (went if use in gone else left).add((id(found[0]), root.id))
-        stored = {
-            node.id
-            for node in ast.walk(self.source.tree)
-            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
-        }
+        deleted = self._deleted
         for scope in scopes(self.analysis.module):
             for name, bindings in scope.bindings.items():
                 key = (id(scope), name)
-                if key in left or key not in went or name in stored:
+                if key in left or key not in went or name in deleted:
                     continue
                 if scope is self.analysis.module and (name in kept or self._exported(name)):
                     continue
                 if len(bindings) == 1 and isinstance(bindings[0], Imported):
                     yield bindings[0].line, name
+
+    @cached_property
+    def _deleted(self) -> set[str]:
+        """Names in ``del`` statements, which are no uses."""
+        if not re.search(r"\bdel\b", self.source.text):
+            return set()
+        return {
+            node.id
+            for node in ast.walk(self.source.tree)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del)
+        }
 
     def _exported(self, name: str) -> bool:
         if "__all__" not in self.analysis.module.bindings:

@@ -11,6 +11,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+_EMPTY = frozenset(
+    {*ast.expr_context.__subclasses__(), *ast.operator.__subclasses__()}
+    | {*ast.unaryop.__subclasses__(), *ast.boolop.__subclasses__(), ast.Constant}
+)
+
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 _Comprehension: TypeAlias = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
@@ -198,7 +203,7 @@ class _Analyser:
             node, scope, parents = self._stack.pop()
             handler = self._handlers.get(type(node))
             if handler is None:
-                self._push(ast.iter_child_nodes(node), scope, Parents(node, parents))
+                self._push(_children(node), scope, Parents(node, parents))
             else:
                 handler(node, scope, parents)  # type: ignore[operator]
         self._uses.sort(key=lambda use: (use.node.lineno, use.node.col_offset))
@@ -207,7 +212,8 @@ class _Analyser:
     def _push(self, nodes: Iterable[ast.AST | None], scope: Scope, parents: Parents) -> None:
         # The first is handled first, so that declarations come before what they are about.
         entries = [(node, scope, parents) for node in nodes if node is not None]
-        self._stack.extend(reversed(entries))
+        entries.reverse()
+        self._stack += entries
 
     # -- scopes ------------------------------------------------------------------------------
 
@@ -372,6 +378,18 @@ class _Analyser:
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 self._uses.append(Use(value, scope, inside))
         self._push([node.func, *node.args, *node.keywords], scope, inside)
+
+
+def _children(node: ast.AST) -> list[ast.AST]:
+    """The nodes directly in one, without those that have nothing in them, which are most."""
+    found: list[ast.AST] = []
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if value.__class__ is list:
+            found += [each for each in value if isinstance(each, ast.AST)]
+        elif isinstance(value, ast.AST) and value.__class__ not in _EMPTY:
+            found.append(value)
+    return found
 
 
 def _defaults(given: ast.arguments) -> list[ast.expr | None]:
