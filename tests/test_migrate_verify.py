@@ -657,9 +657,9 @@ def much_rewritten(source: Source, every: int) -> Rewritten:
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
             edits.append(Edit(*source.extent(node), "(1 if pg_new else 2)", "site"))
         elif isinstance(node, ast.FunctionDef) and node.args.kwarg is None:
-            edits += add_parameter(source, node, "pg_new=None")
+            edits += add_parameter(source, node, ["pg_new=None"])
         elif isinstance(node, ast.Call):
-            edits += add_argument(source, node, "pg_new=pg_new")
+            edits += add_argument(source, node, ["pg_new=pg_new"])
         elif isinstance(node, ast.Assign | ast.If | ast.Return):
             edits += filter(None, [add_statement(source, node, "pg_new = None")])
     apart: list[Edit] = []

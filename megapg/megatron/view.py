@@ -154,6 +154,9 @@ class GlobalGroups(ProcessGroupCollection):
             {name: group for name, group in found.items() if isinstance(group, dist.ProcessGroup)}
         )
 
+    def __reduce_ex__(self, protocol: object) -> tuple[type[GlobalGroups], tuple[()]]:  # type: ignore[override]
+        return GlobalGroups, ()  # on the other side the globals are those there
+
     def __repr__(self) -> str:
         held = [field for field, value in vars(self).items() if value is not None]
         return f"<GlobalGroups: {', '.join(held) or 'nothing'} of megatron.core.parallel_state>"

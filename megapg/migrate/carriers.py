@@ -9,7 +9,7 @@ from pathlib import Path
 from megapg.migrate.flow import binding_statements, blocks, runs_before, statements_around
 from megapg.migrate.mapping import COLLECTION_NAMES, GROUP_PARAMETERS, Refusal, Replacement
 from megapg.migrate.resolve import Resolver
-from megapg.migrate.scopes import Alias, Binding, Instance, Opaque, Scope, Use
+from megapg.migrate.scopes import Alias, Binding, Defined, Instance, Opaque, Scope, Use
 from megapg.migrate.sites import Carrier
 
 # What a model is called where it is passed, held in a variable, or kept by self.
@@ -31,7 +31,10 @@ _NO_MODEL = frozenset(
     {"str", "int", "float", "bool", "bytes", "dict", "Dict", "Path", "ModuleType"}
 )
 # Where asking self for its attributes may not end, or there is no self yet.
-_WITHOUT_SELF = frozenset({"__getattr__", "__getattribute__", "__setattr__", "__new__", "__del__"})
+_WITHOUT_SELF = frozenset(
+    {"__getattr__", "__getattribute__", "__setattr__", "__new__", "__del__", *COLLECTION_NAMES}
+)
+_IMPORTING = frozenset({"import_module", "__import__", "module_from_spec", "importorskip"})
 
 
 def carriers(
@@ -77,6 +80,8 @@ class _Search:
                     yield from self._variable(name, bindings, scope)
 
     def _variable(self, name: str, bindings: list[Binding], scope: Scope) -> Iterator[Carrier]:
+        if _is_deleted(name, scope.node):
+            return
         kind = self._wanted[name]
         parameter = next((b for b in bindings if isinstance(b, Opaque) and b.parameter), None)
         if parameter is not None:
@@ -90,7 +95,7 @@ class _Search:
             yield Carrier(kind, name, "parameter", may_be_none, kind != "group")
             return
         around = statements_around(self._use.parents, scope.node)
-        before = any(
+        before = not any(map(_is_placeholder, bindings)) and any(
             runs_before(statement, around, scope.node)
             for statement in binding_statements(scope.node, name)
         )
@@ -102,24 +107,24 @@ class _Search:
         method_name = getattr(method.node, "name", "")
         if method_name in _WITHOUT_SELF:
             return
-        held: dict[str, list[Binding]] = {}
-        is_module = False
-        for each in ancestry(of, self._path, self._resolver):
-            if isinstance(each, Scope):
-                for attribute, bindings in (*each.attributes.items(), *each.bindings.items()):
-                    held.setdefault(attribute, []).extend(bindings)
-            else:
-                is_module = is_module or is_torch_module(each)
+        above = list(ancestry(of, self._path, self._resolver))
+        ancestors = [each for each in above if isinstance(each, Scope)]
+        outside = [each for each in above if isinstance(each, str)]
+        held = {name for each in ancestors for name in (*each.attributes, *each.bindings)}
+        is_module = any(map(is_torch_module, outside))
+        of_core = any(each.startswith(_MODULES_OF_CORE) for each in outside)
         made = method_name != "__init__"
-        for attribute in sorted(held.keys() & self._wanted.keys()):
+        for attribute in sorted(held & self._wanted.keys()):
             kind = self._wanted[attribute]
-            certain = made and _assigned_at_first(held[attribute])
-            if kind == "group":
-                certain = certain and self._are_of_the_field(held[attribute])
+            # A group may be another one in a subclass, and what groups_of() finds by itself it
+            # is asked for, as it does not mind what is not there.
+            sure = made and kind != "group" and attribute not in _WRAPPED
+            certain = sure and _assigned_at_first(attribute, ancestors)
             yield Carrier(kind, f"{name}.{attribute}", "attribute", False, certain)
         if is_module:
-            yield Carrier("model", name, "attribute", False, made or self._is_set_up(method))
-        elif any(self._is_kept(each, of) for each in _WRAPPED):
+            set_up = of_core and self._is_set_up(method)
+            yield Carrier("model", name, "attribute", False, made or set_up)
+        elif any(attribute in each.attributes for each in ancestors for attribute in _WRAPPED):
             yield Carrier("model", name, "attribute", False, made)
 
     def _is_set_up(self, constructor: Scope) -> bool:
@@ -132,13 +137,6 @@ class _Search:
             and runs_before(statement, around, constructor.node)
             for block in blocks(constructor.node)
             for statement in block
-        )
-
-    def _is_kept(self, attribute: str, of: Scope) -> bool:
-        """Whether some method of a class assigns an attribute of that name."""
-        return any(
-            isinstance(each, Scope) and attribute in each.attributes
-            for each in ancestry(of, self._path, self._resolver)
         )
 
     def _are_of_the_field(self, bindings: list[Binding]) -> bool:
@@ -160,6 +158,8 @@ def ancestry(
         return
     yield of
     for base in of.node.bases:
+        if isinstance(base, ast.Subscript):  # Generic[T]
+            base = base.value
         for thing in resolver.expression(base, of.parent, path):
             if thing.kind == "class" and thing.scope is not None and thing.path is not None:
                 yield from ancestry(thing.scope, thing.path, resolver, seen | {id(of)})
@@ -180,13 +180,49 @@ def _is_class_method(scope: Scope) -> bool:
     return any(_last_name(each) == "classmethod" for each in decorators)
 
 
-def _assigned_at_first(bindings: list[Binding]) -> bool:
-    """Whether a constructor assigns it."""
-    for each in bindings:
-        function = each.scope.enclosing("function") if isinstance(each, Alias) else None
-        if function is not None and function.name == "__init__":
-            return True
+def _assigned_at_first(attribute: str, classes: list[Scope]) -> bool:
+    """Whether a constructor always assigns it, and nothing takes it away."""
+    if any(_is_deleted(attribute, each.node) for each in classes):
+        return False
+    for klass in classes:
+        for binding in klass.bindings.get("__init__", ()):
+            if isinstance(binding, Defined):
+                for block in blocks(binding.scope.node):
+                    if any(_assigns(statement, attribute) for statement in block):
+                        return True
     return False
+
+
+def _assigns(statement: ast.stmt, attribute: str) -> bool:
+    """Whether a statement gives something to an attribute of that name."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else ()
+    if isinstance(statement, ast.Assign) and _is_nothing(statement.value):
+        return False
+    return any(isinstance(each, ast.Attribute) and each.attr == attribute for each in targets)
+
+
+def _is_deleted(name: str, node: ast.AST) -> bool:
+    """Whether a variable or attribute of that name is deleted somewhere in a node."""
+    return any(
+        isinstance(each, ast.Name | ast.Attribute)
+        and isinstance(each.ctx, ast.Del)
+        and name == (each.id if isinstance(each, ast.Name) else each.attr)
+        for each in ast.walk(node)
+    )
+
+
+def _is_placeholder(binding: Binding) -> bool:
+    """Whether a variable is bound to nothing as yet, or to a module of Python."""
+    return isinstance(binding, Alias) and _is_nothing(binding.value)
+
+
+def _is_nothing(value: ast.expr) -> bool:
+    """Whether an expression is None, or an empty list to be filled, or imports something."""
+    if isinstance(value, ast.List | ast.Tuple | ast.Set):
+        return not value.elts
+    if isinstance(value, ast.Call):
+        return _last_name(value.func) in _IMPORTING
+    return isinstance(value, ast.Constant) or (isinstance(value, ast.Dict) and not value.keys)
 
 
 def _cannot_be_a_model(name: str, function: ast.AST) -> bool:

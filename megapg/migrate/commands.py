@@ -104,12 +104,12 @@ def check(
 
     Example: megapg check src --baseline megapg-baseline.json
     """
-    with _refusing():
+    with _refusing(), _uncollected():
         if update_baseline and baseline is None:
             raise typer.BadParameter("--update-baseline needs --baseline FILE.")
         quiet = _one_document(as_json, sarif)
         config = _config(paths, from_core)
-        with _progress("looking") as advance, _uncollected():
+        with _progress("looking") as advance:
             report = of_findings(find_sites(paths, config, advance), config)
         sites = [entry.site for entry in report.entries]
         counted: Sequence[Entry] = report.entries
@@ -177,12 +177,12 @@ def migrate(
     Example: megapg migrate src --from-core 0.16, and when the diff looks right the same with
     --write
     """
-    with _refusing():
+    with _refusing(), _uncollected():
         if atomic and not write:
             raise typer.BadParameter("--atomic needs --write.")
         quiet = _one_document(as_json, sarif, markdown)
         config = _config(paths, from_core)
-        with _progress("migrating") as advance, _uncollected():
+        with _progress("migrating") as advance:
             migration = engine.migrate(
                 paths, config, style=style or config.style, unsafe=unsafe, on_progress=advance
             )

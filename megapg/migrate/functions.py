@@ -7,6 +7,7 @@ what else overrides it, or calls it through an object, can't be seen.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ _TRANSPARENT = frozenset(
 # What a class may be made of for its constructor to be an ordinary function.
 _PLAIN_BASES = frozenset({"ABC", "object", "Generic"})
 _CLASS_DECORATORS = frozenset({"total_ordering", "final", "deprecated"})
+# What makes an attribute more than one.
+_SPECIAL = frozenset({PARAMETER, "__slots__", "__new__", "__setattr__"})
+_PATCHING = re.compile(rb"patch|setattr|mock")
 # Functions that read the signature, or compile the source, of what they are passed.
 _INSPECTING = frozenset({"script", "jit_fuser", "signature", "getfullargspec", "get_type_hints"})
 
@@ -100,7 +104,8 @@ class Functions:
             return False
         if len(outer.bindings.get(node.name, ())) != 1:
             return False
-        if mentions(node, PARAMETER):
+        called = outer.name if outer.kind == "class" else node.name
+        if mentions(node, PARAMETER) or self._is_replaced(called):
             return False
         return not any(_is_inspected(reference) for reference in self.references(function, path))
 
@@ -119,9 +124,29 @@ class Functions:
                 return False
             if any(_last_name(d) not in _CLASS_DECORATORS for d in node.decorator_list):
                 return False
-            if {PARAMETER, "__slots__", "__new__"} & {*each.bindings, *each.attributes}:
+            if _SPECIAL & {*each.bindings, *each.attributes} or _shows_attributes(node):
                 return False
-        return True
+        return not self._is_set_below(klass)
+
+    def _is_set_below(self, klass: Scope) -> bool:
+        """Whether a class that may be made of this one has an attribute of the parameter's name."""
+        for file in self._index.mentioning(klass.name):
+            analysis = self._index.analysis(file) if file in self._index else None
+            for each in _classes(analysis.module) if analysis else ():
+                named = [_last_name(base) for base in getattr(each.node, "bases", ())]
+                if klass.name in named and PARAMETER in (*each.bindings, *each.attributes):
+                    return True
+        return False
+
+    def _is_replaced(self, name: str) -> bool:
+        """Whether something may be put in the place of a function of that name, as tests do."""
+        word = re.escape(name.encode())
+        quoted = re.compile(rb"[\"'](?:[\w.]+\.)?" + word + rb"[\"']")
+        written = re.compile(rb"\." + word + rb"(?:\.__init__)?\s*=[^=]")
+        return any(
+            written.search(data) or (_PATCHING.search(data) and quoted.search(data))
+            for data in map(self._index.data, self._index.mentioning(name))
+        )
 
     def is_of_core(self, klass: Scope, path: Path) -> bool:
         """Whether a class is made of one of Megatron-core's, which has a collection of its own."""
@@ -163,6 +188,8 @@ class Functions:
             names = words | _other_names(analysis, words) | ({"__init__"} if klass else set())
             for name in sorted(names):
                 for use, node, parent in self._named(file, analysis, name):
+                    if _is_base(node, parent):
+                        continue
                     if self._stands_for(node, use, file, wanted, classes if klass else ()):
                         yield Reference(file, use, _call_of(node, parent), node)
 
@@ -249,6 +276,20 @@ def _is_inspected(reference: Reference) -> bool:
         isinstance(parent, ast.Call)
         and reference.call is None
         and _last_name(parent.func) in _INSPECTING
+    )
+
+
+def _is_base(node: ast.expr, parent: ast.AST) -> bool:
+    """Whether a class is named for another one to be made of it."""
+    return isinstance(parent, ast.ClassDef) and any(node is base for base in parent.bases)
+
+
+def _shows_attributes(klass: ast.AST) -> bool:
+    """Whether a class looks at its attributes all together."""
+    return any(
+        (isinstance(each, ast.Attribute) and each.attr == "__dict__")
+        or (isinstance(each, ast.Name) and each.id == "vars")
+        for each in ast.walk(klass)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -42,19 +43,69 @@ class Imports:
         return self._name(_HELPERS, (home, _HELPERS), "from megapg.megatron import getters")
 
     def _name(self, name: str, bound_to: tuple[tuple[str, ...], str], statement: str) -> str:
-        for at in self.analysis.module.bindings.get(name, ()):
-            if isinstance(at, Imported) and not at.level and (at.module, at.member) == bound_to:
-                return name
+        if self._is_imported(name, bound_to):
+            return name
         if name in self._names:
             name = next(n for n in (f"_{name}", f"{name}_", f"_{name}_") if n not in self._names)
             statement = f"{statement} as {name}"
         self.wanted[statement] = None
         return name
 
+    def _is_imported(self, name: str, bound_to: tuple[tuple[str, ...], str]) -> bool:
+        """Whether it means that wherever it is used: imported at the top, and bound to nothing
+        else anywhere.
+        """
+        bound = self.analysis.module.bindings.get(name)
+        if not bound or self._is_bound_elsewhere(name):
+            return False
+        lines = {
+            each.lineno
+            for each in self.source.tree.body
+            if isinstance(each, ast.Import | ast.ImportFrom)
+        }
+        return all(
+            isinstance(at, Imported)
+            and not at.level
+            and (at.module, at.member) == bound_to
+            and at.line in lines
+            for at in bound
+        )
+
+    def _is_bound_elsewhere(self, name: str) -> bool:
+        """Whether it is a parameter, a variable, or whatever else, by other than an import."""
+        top = self.source.tree.body
+        for node in ast.walk(self.source.tree):
+            if isinstance(node, ast.Name):
+                if node.id == name and not isinstance(node.ctx, ast.Load):
+                    return True
+            elif isinstance(node, ast.arg):
+                if node.arg == name:
+                    return True
+            elif name in (getattr(node, "name", None), getattr(node, "rest", None)):
+                if not isinstance(node, ast.alias):
+                    return True
+            elif isinstance(node, ast.Import | ast.ImportFrom) and node not in top:
+                names = [each.asname or each.name.partition(".")[0] for each in node.names]
+                if name in names:
+                    return True
+        return False
+
     @cached_property
     def _names(self) -> set[str]:
-        """Every word in the file, whatever it means there."""
-        return set(re.findall(r"[^\W\d]\w*", self.source.text))
+        """Every name that means something in the file, wherever."""
+        found = set(dir(builtins))
+        for node in ast.walk(self.source.tree):
+            if isinstance(node, ast.Name):
+                found.add(node.id)
+            elif isinstance(node, ast.arg):
+                found.add(node.arg)
+            elif isinstance(node, ast.alias):
+                found.add(node.asname or node.name.partition(".")[0])
+            elif isinstance(node, ast.Global | ast.Nonlocal):
+                found |= set(node.names)
+            else:
+                found |= {str(getattr(node, name, "")) for name in ("name", "rest")}
+        return found
 
     def edits(self, gone: Collection[Use], kept: Collection[str]) -> list[Edit]:
         """The edits that add what is wanted and remove what is used no more.
@@ -170,6 +221,8 @@ class Imports:
                 key = (id(scope), name)
                 if key in left or key not in went or name in deleted:
                     continue
+                if scope.kind == "class":  # it is an attribute as well
+                    continue
                 if scope is self.analysis.module and (name in kept or self._exported(name)):
                     continue
                 if len(bindings) == 1 and isinstance(bindings[0], Imported):
@@ -227,7 +280,7 @@ def _plain_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
         for block in blocks(outer):
             for statement in block:
                 if isinstance(statement, ast.Import | ast.ImportFrom):
-                    if len(block) > 1:
+                    if not all(isinstance(each, ast.Import | ast.ImportFrom) for each in block):
                         yield statement
                 elif not isinstance(statement, ast.Try | ast.If):
                     waiting.append(statement)

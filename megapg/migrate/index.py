@@ -134,7 +134,7 @@ class Index:
         located: list[Located] = []
         waiting = dict(self._files)
         words: set[str] = set()
-        triggered = [path for path in waiting if _TRIGGER.search(self._bytes(path))]
+        triggered = [path for path in waiting if _TRIGGER.search(self.data(path))]
         done, looked_at = len(waiting) - len(triggered), 0
         while triggered:
             for path in triggered:
@@ -146,7 +146,7 @@ class Index:
             # Who uses what these hand on under a name that says nothing?
             words = {name for path in triggered for name in self._handed_on(path)} - words
             pattern = re.compile(rb"\b(?:" + "|".join(map(re.escape, words)).encode() + rb")\b")
-            triggered = [path for path in waiting if words and pattern.search(self._bytes(path))]
+            triggered = [path for path in waiting if words and pattern.search(self.data(path))]
         located.sort(key=lambda at: (at.site.file, at.begin, at.end))
         self.located = located
         sites = (at.site for at in located)
@@ -158,7 +158,8 @@ class Index:
 
     # -- files -------------------------------------------------------------------------------
 
-    def _bytes(self, path: Path) -> bytes:
+    def data(self, path: Path) -> bytes:
+        """The bytes of a file; none where it can't be read."""
         if path not in self._data:
             data = read_bytes(path, self._files[path].name)
             if isinstance(data, Problem):
@@ -171,7 +172,7 @@ class Index:
     def look(self, path: Path) -> tuple[Source, Analysis] | None:
         """The file, parsed when it is first asked for."""
         if path not in self._parsed and path not in self._failed:
-            source = parse(path, self._files[path].name, self._bytes(path))
+            source = parse(path, self._files[path].name, self.data(path))
             if isinstance(source, Problem):
                 self._problems.append(source)
                 self._failed.add(path)
@@ -193,14 +194,14 @@ class Index:
         if word not in self._mentioning:
             sought = word.encode()
             whole = re.compile(rb"\b" + re.escape(sought) + rb"\b")
-            found = (path for path in self._files if sought in self._bytes(path))  # much faster
-            self._mentioning[word] = [path for path in found if whole.search(self._bytes(path))]
+            found = (path for path in self._files if sought in self.data(path))  # much faster
+            self._mentioning[word] = [path for path in found if whole.search(self.data(path))]
         return self._mentioning[word]
 
     def _may_define(self, path: Path, name: str) -> bool:
         if path in self._parsed:
             return True
-        data = self._bytes(path)
+        data = self.data(path)
         return name.encode() in data or _STAR.search(data) is not None
 
     def _handed_on(self, path: Path) -> Iterator[str]:

@@ -7,6 +7,9 @@ believed to be where the syntax tree says only if its text parses to the same tr
 from __future__ import annotations
 
 import ast
+import io
+import re
+import tokenize
 
 from megapg.migrate.scopes import Parents
 from megapg.migrate.source import Source
@@ -30,3 +33,46 @@ def parses_to(text: str, node: ast.expr) -> bool:
         return ast.dump(ast.parse(f"({text}\n)", mode="eval").body) == ast.dump(node)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
+
+
+def quote_in(source: Source, begin: int, end: int, parents: Parents) -> str | None:
+    """The quote that may be written in an f-string in place of ``text[begin:end]``, on every
+    Python; None where there is none, or where the string shows the expression itself.
+    """
+    above = list(parents)
+    strings = [
+        each
+        for each, outer in zip(above, [*above[1:], None], strict=True)
+        if isinstance(each, ast.JoinedStr)
+        and not (isinstance(outer, ast.FormattedValue) and outer.format_spec is each)
+    ]
+    if len(strings) != 1 or re.match(r"\s*=\s*[!:}]", source.text[end:]):
+        return None
+    start, _ = source.extent(strings[0])
+    delimiter = _delimiter_at(source.text[start:], begin - start)
+    return delimiter and ("'" if delimiter == '"' else '"')
+
+
+def _delimiter_at(text: str, position: int) -> str | None:
+    """The quote of the string literal that goes over a position; of several in a row that one."""
+    lines = [0]
+    reader = io.StringIO(text, newline="\n")
+
+    def readline() -> str:
+        line = reader.readline()
+        lines.append(lines[-1] + len(line))
+        return line
+
+    delimiter, depth = None, 0
+    try:
+        for token in tokenize.generate_tokens(readline):
+            if lines[token.start[0] - 1] + token.start[1] > position:
+                return delimiter
+            name = tokenize.tok_name[token.type]
+            if depth == 0 and (name == "STRING" or name.endswith("STRING_START")):
+                found = re.match(r"\w*(\"|')", token.string)
+                delimiter = found[1] if found else None
+            depth += name.endswith("STRING_START") - name.endswith("STRING_END")
+    except (tokenize.TokenError, SyntaxError):  # the text ends in the middle of a file
+        pass
+    return delimiter

@@ -116,7 +116,7 @@ class Root:
         file: the file.
         function: qualified name of the function; empty at module level.
         fields: what it needs.
-        serves: how many uses end there, its own and those of the functions that it passes to.
+        serves: how many of its own uses end there.
     """
 
     file: str

@@ -23,6 +23,8 @@ from megapg.migrate.functions import (
     unit_of,
 )
 from megapg.migrate.index import Index, Located
+from megapg.migrate.insert import add_argument
+from megapg.migrate.locate import quote_in
 from megapg.migrate.mapping import Refusal, Replacement, Takes
 from megapg.migrate.migration import How, Left, Style
 from megapg.migrate.scopes import Defined, Instance, Scope
@@ -42,7 +44,9 @@ class Base:
 
     Attributes:
         how: from what it serves.
-        form: ``resolve`` or ``groups_of`` of the expression, or the expression ``plain``.
+        form: ``resolve`` of the expression; ``groups_of`` it, with the fields that are read, or
+            ``of_collection``, without, for a collection has them or not; ``group`` for a group;
+            the expression ``plain``.
         expression: what is at hand.
         optional: whether what is at hand may be None.
     """
@@ -88,8 +92,6 @@ class Taking:
     Attributes:
         function: its scope.
         path: of its file.
-        fed: whether every caller in the project passes a collection.
-        required: whether there can be no other callers.
         kept: whether it is a constructor that keeps it on ``self``.
         fields: of which it gets a group each, in place of a collection.
         first: the statement before which groups that were not passed are looked up.
@@ -97,8 +99,6 @@ class Taking:
 
     function: Scope
     path: Path
-    fed: bool
-    required: bool
     kept: bool
     fields: tuple[str, ...] = ()
     first: ast.stmt | None = None
@@ -163,11 +163,17 @@ class _Planner:
         self._style, self._unsafe = style, unsafe
         self._plan = Plan()
         self._tainted = self._reached_by_fakes()
+        self._patched = {
+            each.site.name
+            for each in index.located
+            if _is_replaced(each) and not each.site.name.startswith("_")
+        }
         self._wanting: dict[Scope, list[Located]] = {}
         self._paths: dict[Scope, Path] = {}
         self._edges: dict[Scope, list[_Edge]] = {}
         self._optional: list[tuple[Located, Replacement]] = []
         self._of_self: list[tuple[Located, Scope]] = []
+        self._of_methods: dict[Scope, set[str]] = {}
 
     def run(self) -> Plan:
         """Decide."""
@@ -175,7 +181,6 @@ class _Planner:
             self._look_at(located)
         taking = self._thread()
         fed = self._fed(taking)
-        required = self._closed(fed)
         narrow = {
             function: first
             for function in taking
@@ -183,7 +188,7 @@ class _Planner:
         }
         for function, sites in self._wanting.items():
             for located in sites:
-                base = _parameter(function in fed, function in required)
+                base = _parameter(function in fed)
                 if function in narrow and isinstance(located.site.answer, Replacement):
                     base = Base(base.how, "group", group_name(located.site.answer.field))
                 self._decide(located, base)
@@ -204,8 +209,6 @@ class _Planner:
                 Taking(
                     function,
                     path,
-                    function in fed,
-                    function in required,
                     self._keeps(function, path),
                     fields,
                     narrow.get(function),
@@ -214,7 +217,7 @@ class _Planner:
             for edge in self._edges.get(function, ()):
                 if edge.caller is None or edge.caller in taking:
                     supply = edge.supply
-                    if fields and supply.form == "plain" and edge.caller not in required:
+                    if fields and supply.form == "plain":
                         supply = Base(supply.how, "resolve", supply.expression)
                     passing = Passing(edge.reference, path, supply, needs[function], fields)
                     self._plan.passing.append(passing)
@@ -247,13 +250,25 @@ class _Planner:
             return _refused(located)
         if located.path in self._frozen:
             return Left(site, "unverified", "", site.replacement)
+        if site.name in self._patched:
+            return Left(site, "assigned", "the getter is replaced elsewhere", site.replacement)
         if not site.exact:
             return Left(site, "in-a-string", "", site.replacement)
+        if site.in_fstring and '"' in site.replacement and self._quote_in(located) is None:
+            return Left(site, "in-a-string", "", site.replacement)
+        if unit_of(located.use.scope) is None and _answers_zero(site.name):
+            return Left(site, "at-import", "", site.replacement)
         if "#" in site.text and "\n" in site.text:
             return Left(site, "comment-inside", "", site.replacement)
         if answer.caution and not self._unsafe:
             return Left(site, answer.caution, "--unsafe rewrites it", site.replacement)
         return None
+
+    def _quote_in(self, located: Located) -> str | None:
+        looked = self._index.look(located.path)
+        if looked is None:
+            return None
+        return quote_in(looked[0], located.begin, located.end, located.use.parents)
 
     def _serve(self, located: Located) -> None:
         unit = unit_of(located.use.scope)
@@ -288,6 +303,8 @@ class _Planner:
         constructor = self._constructor(method, located.path) if method is not None else None
         if constructor is not None:
             self._wanting.setdefault(constructor, [])
+            if isinstance(located.site.answer, Replacement):
+                self._of_methods.setdefault(constructor, set()).update(located.site.answer.needs)
         return constructor
 
     def _give_to_self(self, located: Located, base: Base) -> None:
@@ -396,6 +413,9 @@ class _Planner:
                 continue
             if any(isinstance(each, ast.JoinedStr) for each in reference.use.parents):
                 continue
+            looked = self._index.look(path)
+            if looked is None or not add_argument(looked[0], call, [PARAMETER]):
+                continue
             unit = unit_of(reference.use.scope)
             if self._is_tainted(unit):
                 continue
@@ -426,19 +446,6 @@ class _Planner:
             if edge.supply.optional or (edge.caller is not None and edge.caller not in fed):
                 return False
         return bool(references) and self._functions.all_seen(function)
-
-    def _closed(self, fed: Collection[Scope]) -> set[Scope]:
-        """Of the functions that are fed those that nobody outside of the project calls."""
-        return {
-            each
-            for each in fed
-            if each.name.startswith("_")
-            and class_of(each) is None
-            and all(
-                reference.call is not None and reference.call.func is reference.node
-                for reference in self._functions.references(each, self._paths[each])
-            )
-        }
 
     def _looked_up_at(self, function: Scope, taking: Collection[Scope]) -> ast.stmt | None:
         """Where a function that is to be given groups, and no collection, would look up those
@@ -474,7 +481,7 @@ class _Planner:
 
     def _needs_of(self, taking: Collection[Scope]) -> Mapping[Scope, tuple[str, ...]]:
         """The fields that are read in each function and behind it."""
-        needs: dict[Scope, set[str]] = {each: set() for each in taking}
+        needs = {each: set(self._of_methods.get(each, ())) for each in taking}
         for function, sites in self._wanting.items():
             for located in sites:
                 if isinstance(located.site.answer, Replacement):
@@ -491,14 +498,30 @@ class _Planner:
         return {function: tuple(sorted(fields)) for function, fields in needs.items()}
 
 
+def _is_replaced(located: Located) -> bool:
+    """Whether a site puts something in the place of a getter, for good."""
+    if located.site.kind is not Kind.PATCHED:
+        return located.site.kind is Kind.ASSIGNED
+    call = located.node
+    return (
+        isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "setattr"
+    )
+
+
+def _answers_zero(name: str) -> bool:
+    """Whether a getter gives 0 where torch.distributed is not initialised, and does not fail."""
+    if not name.endswith(("_rank", "_world_size")) or name.endswith("_src_rank"):
+        return False
+    return not name.startswith(("get_tensor_model_parallel", "get_pipeline", "get_virtual"))
+
+
 def group_name(field: str) -> str:
     """What the parameter for a field's group is called."""
     return f"{field}_group"
 
 
-def _parameter(fed: bool, required: bool) -> Base:
-    how = How.THREADED if fed else How.RESOLVED
-    return Base(how, "plain" if required else "resolve", PARAMETER)
+def _parameter(fed: bool) -> Base:
+    return Base(How.THREADED if fed else How.RESOLVED, "resolve", PARAMETER)
 
 
 def _best(found: Sequence[Carrier]) -> Base | None:
@@ -508,12 +531,14 @@ def _best(found: Sequence[Carrier]) -> Base | None:
         if carrier.kind == "group":
             return Base(How.GROUP, "group", carrier.expression)
         if carrier.kind == "collection" and carrier.may_be_none:
-            return Base(How.RESOLVED, "groups_of", carrier.expression, optional=True)
+            return Base(How.RESOLVED, "of_collection", carrier.expression, optional=True)
         how = How.COLLECTION if carrier.kind == "collection" else How.MODEL
         expression = carrier.expression
         if carrier.kind == "collection" and carrier.origin == "attribute":
             # It may have some of the fields only; groups_of() of its owner looks further then.
             expression = expression.rpartition(".")[0]
+        elif carrier.kind == "collection":
+            return Base(how, "of_collection", expression)
         return Base(how, "groups_of", expression)
     return None
 

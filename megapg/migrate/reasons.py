@@ -186,6 +186,13 @@ _ALL = (
         "Take the read out of the string, into a variable before it.",
     ),
     Reason(
+        "at-import",
+        "asked when the module is imported",
+        "Before there are groups the getter answers 0 at this place, and a collection does not "
+        "answer at all: the module could no longer be imported first.",
+        "Ask when the answer is needed, in a function that takes the collection.",
+    ),
+    Reason(
         "comment-inside",
         "a comment inside of the call",
         "The call goes as a whole, and the comment would go with it.",

@@ -11,6 +11,7 @@ from megapg.migrate.flow import binding_statements, first_read, runs_before, sta
 from megapg.migrate.functions import PARAMETER
 from megapg.migrate.imports import Imports
 from megapg.migrate.insert import add_argument, add_parameter, add_statement, newline_of
+from megapg.migrate.locate import quote_in
 from megapg.migrate.mapping import Takes
 from megapg.migrate.migration import Edit
 from megapg.migrate.plan import Base, Decision, Passing, Taking, group_name
@@ -57,7 +58,7 @@ class Writer:
             return False
         if taking.kept and (statement := self._keep(taking.function, node)) is not None:
             edits.append(statement)
-        if taking.fields and not taking.required and taking.first is not None:
+        if taking.fields and taking.first is not None:
             looked_up = newline_of(self._source).join(
                 f"{name} = {self._imports.megapg()}.resolve(None).{field} "
                 f"if {name} is None else {name}"
@@ -73,13 +74,10 @@ class Writer:
     def _declared(
         self, name: str, taking: Taking, node: ast.FunctionDef | ast.AsyncFunctionDef
     ) -> str:
-        default = "" if taking.required else "None"
         if not _is_annotated(node):
-            return f"{name}={default}" if default else name
+            return f"{name}=None"
         kind = "ProcessGroup" if taking.fields else "ProcessGroupCollection"
-        optional = " | None" if default else ""
-        annotation = f'{name}: "{self._imports.megapg()}.{kind}{optional}"'
-        return f"{annotation} = {default}" if default else annotation
+        return f'{name}: "{self._imports.megapg()}.{kind} | None" = None'
 
     def _keep(self, function: Scope, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Edit | None:
         arguments = [*node.args.posonlyargs, *node.args.args]
@@ -107,10 +105,12 @@ class Writer:
         local = self._shared(decisions)
         written: dict[Decision, str] = {}
         for decision in sorted(decisions, key=lambda d: d.located.end - d.located.begin):
+            wanted = dict(self._imports.wanted)
             text = self._text(decision, local.get(decision))
             if text is None:
+                self._imports.wanted = wanted
                 continue
-            for inner, its_text in written.items():  # in its arguments, as they were written
+            for inner, its_text in reversed(written.items()):  # in its arguments; larger ones first
                 if _is_inside(inner, decision):
                     text = text.replace(inner.located.site.text, its_text)
             written[decision] = text
@@ -133,26 +133,21 @@ class Writer:
         return text
 
     def _in_string(self, text: str, decision: Decision) -> str | None:
-        """With quotes that the strings around don't have, as Python wants it before 3.12."""
-        around = [p for p in decision.located.use.parents if isinstance(p, ast.JoinedStr)]
-        used = set()
-        for each in around:
-            begin, _ = self._source.extent(each)
-            found = re.match(r"\w*('''|\"\"\"|'|\")", self._source.text[begin:])
-            if found is None:
-                return None
-            used.add(found[1][0])
-        free = [quote for quote in "\"'" if quote not in used]
-        if not free:
-            return None if '"' in text or "'" in text else text
-        other = "'" if free[0] == '"' else '"'
-        return text if other not in text else text.replace(other, free[0])
+        """With quotes that the string around does not have, as Python wants it before 3.12."""
+        located = decision.located
+        if '"' not in text:
+            return text
+        quote = quote_in(self._source, located.begin, located.end, located.use.parents)
+        if quote is None or "'" in text:
+            return None
+        return text.replace('"', quote)
 
     def _collection(self, base: Base, needs: Sequence[str]) -> str:
         if base.form == "plain":
             return base.expression
         fields = "".join(f', "{name}"' for name in needs) if base.form == "groups_of" else ""
-        return f"{self._imports.megapg()}.{base.form}({base.expression}{fields})"
+        function = "resolve" if base.form == "resolve" else "groups_of"
+        return f"{self._imports.megapg()}.{function}({base.expression}{fields})"
 
     # -- one look-up for several reads ---------------------------------------------------------
 
@@ -161,7 +156,7 @@ class Writer:
         groups: dict[tuple[Scope, Base], list[Decision]] = {}
         for decision in decisions:
             function = decision.located.use.scope.enclosing("function", "class", "module")
-            looked_up = decision.base.form in ("resolve", "groups_of")
+            looked_up = decision.base.form in ("resolve", "groups_of", "of_collection")
             at_once = decision.answer.takes is not Takes.LAZY
             if function is not None and function.kind == "function" and looked_up and at_once:
                 groups.setdefault((function, decision.base), []).append(decision)
@@ -208,10 +203,11 @@ def _is_bound(expression: str, around: Sequence[ast.stmt], function: Scope) -> b
     """Whether what a look-up starts from is there when the last of some statements begins."""
     name = expression.partition(".")[0]
     bindings = function.bindings.get(name, ())
-    if not bindings or any(
-        isinstance(each, Instance) or (isinstance(each, Opaque) and each.parameter)
-        for each in bindings
-    ):
+    if len(bindings) > 1:  # at another time it may be another one
+        return False
+    if not bindings or isinstance(bindings[0], Instance):
+        return True
+    if isinstance(bindings[0], Opaque) and bindings[0].parameter:
         return True
     return any(
         statement is not around[-1] and runs_before(statement, around, function.node)

@@ -8,9 +8,10 @@ import re
 import sys
 import tokenize
 import warnings
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 # What ends a line for Python: form feeds and the separators of Unicode do not.
@@ -60,6 +61,7 @@ class Source:
     def __init__(self, path: Path, name: str, data: bytes, text: str, encoding: str) -> None:
         self.path, self.name, self.data, self.text = path, name, data, text
         self.encoding = encoding
+        self._of_lines: dict[int, list[int] | None] = {}
         with warnings.catch_warnings():  # of invalid escapes, say, which are not our business
             warnings.simplefilter("ignore")
             self.tree = ast.parse(text)
@@ -88,10 +90,18 @@ class Source:
 
     def index(self, line: int, utf8_column: int) -> int:
         """Index in ``text`` of a position as the syntax tree gives it."""
-        text = self.line_text(line)
-        if not text.isascii():
-            utf8_column = len(text.encode()[:utf8_column].decode(errors="ignore"))
+        columns = self._columns(line)
+        if columns is not None:
+            utf8_column = bisect_left(columns, utf8_column)
         return self.line_starts[line - 1] + utf8_column
+
+    def _columns(self, line: int) -> list[int] | None:
+        """For each character of a line its UTF-8 column; None where the two are the same."""
+        if line not in self._of_lines:
+            text = self.line_text(line)
+            ends = accumulate(len(character.encode()) for character in text)
+            self._of_lines[line] = None if text.isascii() else [0, *ends]
+        return self._of_lines[line]
 
     def extent(self, node: ast.expr) -> tuple[int, int]:
         """Where an expression lies in ``text``, as far as the syntax tree knows."""

@@ -99,7 +99,12 @@ def _first_visit(path: Path, seen: set[tuple[int, int]]) -> bool:
 
 def _passed_over(folder: Path) -> bool:
     name = folder.name
-    return name.startswith(".") or name in _PASSED_OVER or (folder / "pyvenv.cfg").exists()
+    if name.startswith(".") or name in _PASSED_OVER:
+        return True
+    try:
+        return (folder / "pyvenv.cfg").exists()
+    except OSError:  # it can't be entered; the walk says so
+        return False
 
 
 def _name(path: Path, root: Path) -> str:

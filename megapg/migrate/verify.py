@@ -70,7 +70,7 @@ def verify(rewritten: Rewritten, old: Source | None = None) -> str | None:
     """
     try:
         old, new = _sources(rewritten, old)
-        _compiles(rewritten)
+        _compiles(rewritten, new)
         undo = _ByPlace(old, new, rewritten.edits)
         undo.compare(old.tree, new.tree)
         undo.all_undone()
@@ -132,11 +132,11 @@ def _applied(old: Source, edits: Sequence[Edit]) -> str:
     return "".join([*pieces, text[at:]])
 
 
-def _compiles(rewritten: Rewritten) -> None:
+def _compiles(rewritten: Rewritten, new: Source) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            compile(rewritten.after, rewritten.file, "exec", dont_inherit=True)
+            compile(new.tree, rewritten.file, "exec", dont_inherit=True)
         except SyntaxError as error:
             raise _Unsound(f"would not compile: line {error.lineno}: {error.msg}") from error
         except ValueError as error:
