@@ -1,4 +1,4 @@
-"""The command line: ``megapg demo``, ``checkpoint``, ``check`` and ``explain``."""
+"""The command line: ``megapg demo``, ``checkpoint``, ``check``, ``migrate`` and ``explain``."""
 
 from __future__ import annotations
 

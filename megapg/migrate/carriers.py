@@ -9,7 +9,7 @@ from pathlib import Path
 from megapg.migrate.flow import binding_statements, blocks, runs_before, statements_around
 from megapg.migrate.mapping import COLLECTION_NAMES, GROUP_PARAMETERS, Refusal, Replacement
 from megapg.migrate.resolve import Resolver
-from megapg.migrate.scopes import Alias, Binding, Defined, Instance, Opaque, Scope, Use
+from megapg.migrate.scopes import Alias, Binding, Defined, Instance, Opaque, Parents, Scope, Use
 from megapg.migrate.sites import Carrier
 
 # What a model is called where it is passed, held in a variable, or kept by self.
@@ -80,9 +80,13 @@ class _Search:
                     yield from self._variable(name, bindings, scope)
 
     def _variable(self, name: str, bindings: list[Binding], scope: Scope) -> Iterator[Carrier]:
+        kind = self._wanted[name]
         if _is_deleted(name, scope.node):
             return
-        kind = self._wanted[name]
+        if kind == "collection" and (
+            _is_filled(name, scope.node) or _is_asked_about(name, self._use.parents)
+        ):
+            return
         parameter = next((b for b in bindings if isinstance(b, Opaque) and b.parameter), None)
         if parameter is not None:
             if kind == "model" and _cannot_be_a_model(name, scope.node):
@@ -208,6 +212,29 @@ def _is_deleted(name: str, node: ast.AST) -> bool:
         and isinstance(each.ctx, ast.Del)
         and name == (each.id if isinstance(each, ast.Name) else each.attr)
         for each in ast.walk(node)
+    )
+
+
+def _is_filled(name: str, function: ast.AST) -> bool:
+    """Whether a function puts groups into a collection: until then it lacks them."""
+    return any(
+        isinstance(each, ast.Attribute)
+        and not isinstance(each.ctx, ast.Load)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == name
+        for each in ast.walk(function)
+    )
+
+
+def _is_asked_about(name: str, parents: Parents) -> bool:
+    """Whether a branch around a use depends on what a collection is, or has: it may be the one for
+    where it is not there.
+    """
+    return any(
+        isinstance(each, ast.Name) and each.id == name
+        for outer in parents
+        if isinstance(outer, ast.If | ast.IfExp)
+        for each in ast.walk(outer.test)
     )
 
 

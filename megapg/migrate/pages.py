@@ -413,6 +413,21 @@ def name(step, *, pg_collection):
     return f"step {step}{f'-{rank}' if step else ''}"
 """,
     ),
+    "at-import": Example(
+        """
+from megatron.core import mpu
+
+RANK = mpu.get_data_parallel_rank()
+
+
+def speaks():
+    return RANK == 0
+""",
+        """
+def speaks(*, pg_collection):
+    return pg_collection.rank("dp") == 0
+""",
+    ),
     "comment-inside": Example(
         """
 from megatron.core import mpu

@@ -25,7 +25,7 @@ from megapg.migrate.functions import (
 from megapg.migrate.index import Index, Located
 from megapg.migrate.insert import add_argument
 from megapg.migrate.locate import quote_in
-from megapg.migrate.mapping import Refusal, Replacement, Takes
+from megapg.migrate.mapping import GROUP_PARAMETERS, Refusal, Replacement, Takes
 from megapg.migrate.migration import How, Left, Style
 from megapg.migrate.scopes import Defined, Instance, Scope
 from megapg.migrate.sites import Carrier, Kind
@@ -409,7 +409,8 @@ class _Planner:
             call, path = reference.call, reference.path
             if call is None or path in self._frozen or any(k.arg is None for k in call.keywords):
                 continue
-            if any(k.arg == PARAMETER for k in call.keywords):
+            # Who passes a group passes what is needed: a collection would be looked up in vain.
+            if any(k.arg == PARAMETER or k.arg in GROUP_PARAMETERS for k in call.keywords):
                 continue
             if any(isinstance(each, ast.JoinedStr) for each in reference.use.parents):
                 continue

@@ -1,0 +1,575 @@
+"""Megatron-core itself, migrated: does it still train the same bits, and what does it read?
+
+A copy of the installed Megatron-core is migrated in place and put in front of the installed one.
+The demo's training then runs on both, on the groups of a session and on the globals, and every
+loss, every weight and the loss after a checkpoint have to be equal to the last bit. Traces count
+the reads of globals on both sides; CPU time is compared in turns.
+
+``python -m benchmarks.behaviour`` runs this alone and names the functions that fall back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+
+import megapg
+from benchmarks.table import Table
+from megapg.demo.job import Checkpoints, GPTRun, TrainingResult
+from megapg.demo.text import read_text
+from megapg.megatron import GlobalRead, trace_global_reads
+from megapg.migrate.config import Config, parse_versions
+from megapg.migrate.engine import migrate
+from megapg.migrate.migration import Migration
+from megapg.migrate.write import write_files
+from megapg.testing import megatron_on_cpu
+from megapg.testing.distributed import run_distributed
+
+WORLD = 4
+REPEATS = 3
+CORE = "megatron.core"
+
+_TIMEOUT = timedelta(seconds=120)
+QUIET = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+_DENSE = GPTRun(tp=2, pp=2)
+_EXPERTS = GPTRun(tp=2, ep=2, experts=4, sequence_parallel=True)
+_FELL_BACK = "resolve"  # what a trace calls a look-up that turned to the globals
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run.
+
+    Attributes:
+        what: it is.
+        run: the job.
+        session: on the groups of a session, which are published too; else on the globals.
+        globals_: the globals are of this job's layout and the session's groups are not published.
+        save_in: folder for a checkpoint half way through.
+        resume_from: folder of the checkpoint to go on from.
+    """
+
+    what: str
+    run: GPTRun
+    session: bool = True
+    globals_: GPTRun | None = None
+    save_in: str = ""
+    resume_from: str = ""
+
+
+CASES = (
+    Case("dense, tp2 pp2, session", _DENSE, save_in="dense"),
+    Case("the same, resumed", _DENSE, resume_from="dense"),
+    Case("the same on globals", _DENSE, session=False),
+    Case("the same on globals, resumed", _DENSE, session=False, resume_from="dense"),
+    Case("the same, the globals being tp2 alone", _DENSE, globals_=replace(_DENSE, pp=1)),
+    Case("the same, the globals being dp alone", _DENSE, globals_=replace(_DENSE, tp=1, pp=1)),
+    Case("interleaved, tp2 pp2 vpp2, session", replace(_DENSE, vpp=2)),
+    Case("the same on globals", replace(_DENSE, vpp=2), session=False),
+    Case(
+        "recomputed, tp2 pp2 sp, session", replace(_DENSE, recompute=True, sequence_parallel=True)
+    ),
+    Case("experts, tp2 ep2, session", _EXPERTS, save_in="experts"),
+    Case("the same, resumed", _EXPERTS, resume_from="experts"),
+    Case("the same on globals", _EXPERTS, session=False),
+    Case("the same, the globals being tp2 alone", _EXPERTS, globals_=replace(_EXPERTS, ep=1)),
+    Case("experts by all-to-all, session", replace(_EXPERTS, dispatcher="alltoall")),
+)
+QUICK_CASES = tuple(
+    each for each in CASES if each.run in (_DENSE, _EXPERTS) and each.globals_ is None
+)
+_TIMED = Case("timed", replace(_DENSE, steps=10))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One case on one rank.
+
+    Attributes:
+        result: losses and weights; without times, so that equal runs are equal.
+        cpu: seconds of CPU time of this rank.
+        looking_up: how many of these went into resolve() and groups_of().
+        reads: reads of globals, look-ups that turned to them included.
+    """
+
+    result: TrainingResult
+    cpu: float
+    looking_up: float
+    reads: tuple[GlobalRead, ...]
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """One case on the installed core and on the migrated one, all ranks."""
+
+    case: Case
+    installed: tuple[Trained, ...]
+    migrated: tuple[Trained, ...]
+
+    @property
+    def equal(self) -> bool:
+        """To the last bit, on every rank."""
+        return [each.result for each in self.installed] == [each.result for each in self.migrated]
+
+    @property
+    def new_fallbacks(self) -> Counter[str]:
+        """Functions that turn to the globals and did not before, and how often."""
+        before = {read.function for each in self.installed for read in each.reads}
+        return Counter(
+            {
+                who: count
+                for who, count in fallbacks(self.migrated).items()
+                if not before & set(who.split(" for "))
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What came out.
+
+    Attributes:
+        contrasts: the cases.
+        cpu: time of the migrated core by that of the installed one, for each repeat of one case.
+        looking_up: the share of look-ups in it, for each repeat.
+        imported: modules that can be imported from the migrated core.
+        lost: those that could be imported from the installed one, and can't be now.
+        rewritten: uses of the globals that were rewritten.
+        left: those that were not.
+    """
+
+    contrasts: tuple[Contrast, ...]
+    cpu: tuple[float, ...]
+    looking_up: tuple[float, ...]
+    imported: int
+    lost: tuple[str, ...]
+    rewritten: int
+    left: int
+
+    @property
+    def led_astray(self) -> list[Case]:
+        """Runs on a session that come out otherwise when the globals are of another layout."""
+        alone = {each.case.run: each for each in self.contrasts if _is_whole(each.case)}
+        return [
+            each.case
+            for each in self.contrasts
+            if each.case.globals_ is not None
+            and _lessons(each.migrated) != _lessons(alone[each.case.run].migrated)
+        ]
+
+
+def _is_whole(case: Case) -> bool:
+    return case.session and case.globals_ is None and not case.resume_from
+
+
+def _lessons(trained: Sequence[Trained]) -> list[tuple[object, ...]]:
+    return [(each.result.losses, each.result.weights_sha256) for each in trained]
+
+
+def run(on_progress: Callable[[], None] = lambda: None, *, quick: bool = False) -> Behaviour:
+    """Migrate, train on both, compare.
+
+    Args:
+        on_progress: called :func:`steps` times.
+        quick: few cases, and time is measured once.
+    """
+    cases = QUICK_CASES if quick else CASES
+    with migrated_core() as (tree, migration):
+        trees = (None, tree)
+        modules = []
+        for each in trees:
+            modules.append(importable(each))
+            on_progress()
+        trained = []
+        for each in trees:
+            trained.append(train(each, cases))
+            on_progress()
+        ratios, shares = [], []
+        for _ in range(1 if quick else REPEATS):
+            before, after = (train(each, (_TIMED,), traced=False)[_TIMED] for each in trees)
+            cpu = sum(t.cpu for t in after)
+            ratios.append(cpu / sum(t.cpu for t in before))
+            shares.append(sum(t.looking_up for t in after) / cpu)
+            on_progress()
+    return Behaviour(
+        contrasts=tuple(Contrast(case, *(each[case] for each in trained)) for case in cases),
+        cpu=tuple(ratios),
+        looking_up=tuple(shares),
+        imported=len(modules[1]),
+        lost=tuple(sorted(modules[0] - modules[1])),
+        rewritten=len(migration.served),
+        left=len(migration.left),
+    )
+
+
+def steps(*, quick: bool = False) -> int:
+    """How often :func:`run` reports progress."""
+    return 4 + (1 if quick else REPEATS)
+
+
+# -- the migrated core -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def migrated_core() -> Iterator[tuple[Path, Migration]]:
+    """A folder to import the migrated core from, and what was done to it."""
+    with tempfile.TemporaryDirectory(prefix="megapg-bench-") as folder:
+        # Above it there is no __init__.py: a core that comes first on the path shadows the other.
+        core = Path(folder) / "megatron" / "core"
+        shutil.copytree(installed_core(), core, ignore=shutil.ignore_patterns("__pycache__"))
+        version = importlib.metadata.version("megatron-core")
+        config = Config(Path(folder), versions=parse_versions(".".join(version.split(".")[:2])))
+        migration = migrate([core], config, style=config.style)
+        problems = write_files(migration.files)
+        if problems:
+            raise RuntimeError(f"{problems[0].file}: {problems[0].message}")
+        yield Path(folder), migration
+
+
+def installed_core() -> Path:
+    """The folder of the Megatron-core that is installed. It is not imported."""
+    spec = importlib.util.find_spec("megatron")
+    places = (
+        [Path(place) / "core" for place in spec.submodule_search_locations or ()] if spec else []
+    )
+    return next(place for place in places if place.is_dir())
+
+
+@contextlib.contextmanager
+def first_on_the_path(tree: Path | None) -> Iterator[None]:
+    """Import from ``tree`` first: ranks take over the path of the process that starts them."""
+    if tree is None:
+        yield
+        return
+    sys.path.insert(0, str(tree))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(tree))
+
+
+def importable(tree: Path | None) -> frozenset[str]:
+    """The modules of the core that can be imported, in a process of their own."""
+    core = installed_core() if tree is None else tree / "megatron" / "core"
+    with first_on_the_path(tree):
+        return run_distributed(partial(_importable, core), 1, deadline=500, env=QUIET)[0]
+
+
+def _importable(core: Path) -> frozenset[str]:
+    logging.disable(logging.WARNING)  # of what is not installed
+    found = set()
+    for file in sorted(core.rglob("*.py")):
+        inside = file.relative_to(core).with_suffix("").parts
+        name = ".".join([CORE, *inside]).removesuffix(".__init__")
+        with contextlib.suppress(Exception):  # some need what is not installed
+            importlib.import_module(name)
+            found.add(name)
+    _check_core(core)
+    return frozenset(found)
+
+
+def _check_core(core: Path) -> None:
+    place = importlib.import_module(CORE).__file__
+    if place is None or Path(place).parent.resolve() != core.resolve():
+        raise RuntimeError(f"{CORE} is {place}, and should be in {core}")
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def train(
+    tree: Path | None, cases: Sequence[Case], *, traced: bool = True
+) -> dict[Case, tuple[Trained, ...]]:
+    """Train on the core in ``tree``, or on the installed one; all ranks of each case.
+
+    Args:
+        tree: what :func:`migrated_core` gave, or None.
+        cases: in this order, so that one may go on from what another saved.
+        traced: list the reads of globals; else only time is taken.
+    """
+    core = installed_core() if tree is None else tree / "megatron" / "core"
+    with first_on_the_path(tree), tempfile.TemporaryDirectory(prefix="megapg-bench-") as folder:
+        ranks = run_distributed(
+            partial(_train_all, core, tuple(cases), Path(folder), traced),
+            WORLD,
+            deadline=60 + 40 * len(cases),
+            preload=("megapg.demo.gpt",),
+            env=QUIET,
+        )
+    return {case: tuple(rank[case] for rank in ranks) for case in cases}
+
+
+def _train_all(
+    core: Path, cases: Sequence[Case], folder: Path, traced: bool
+) -> dict[Case, Trained]:
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    trained = train_on_this_rank(core, cases, folder, traced=traced)
+    dist.destroy_process_group()
+    return trained
+
+
+def train_on_this_rank(
+    core: Path, cases: Sequence[Case], folder: Path, *, traced: bool = True
+) -> dict[Case, Trained]:
+    """Train, in a process of a world that is up.
+
+    Args:
+        core: where the core that this is about must have been imported from.
+        cases: see :func:`train`.
+        folder: for checkpoints, the same on every rank.
+        traced: see :func:`train`.
+    """
+    warnings.simplefilter("ignore")
+    _check_core(core)
+    text = read_text((), 1000)
+    return {case: _train(case, text, folder, traced) for case in cases}
+
+
+def _train(case: Case, text: bytes, folder: Path, traced: bool) -> Trained:
+    from megapg.demo import gpt
+    from megapg.megatron import parallel_state
+
+    checkpoints = None
+    if case.save_in or case.resume_from:
+        checkpoints = Checkpoints(
+            str(folder / (case.save_in or case.resume_from)),
+            save_after=case.run.steps // 2 if case.save_in else None,
+            resume=bool(case.resume_from),
+        )
+    others = case.globals_ if case.session else case.run
+    with contextlib.ExitStack() as stack:
+        if others is not None:
+            parallel_state.initialize_model_parallel(**_sizes(others))
+            stack.callback(parallel_state.destroy_model_parallel)
+        stack.enter_context(megatron_on_cpu())
+        pg = None
+        if case.session:
+            pg = stack.enter_context(_session(case.run)).groups
+            if others is None:
+                stack.enter_context(megapg.published(pg))
+        trace = stack.enter_context(trace_global_reads()) if traced else None
+        clock = _Clock() if traced else stack.enter_context(_clock())  # it hides who asked
+        start = time.process_time()
+        result = gpt.train(case.run, text, pg, checkpoints=checkpoints)
+        cpu = time.process_time() - start
+        del pg
+    gc.collect()
+    return Trained(replace(result, seconds=0.0), cpu, clock.seconds, trace.reads if trace else ())
+
+
+@dataclass
+class _Clock:
+    seconds: float = 0.0
+
+    def around(self, look_up: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **named: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return look_up(*args, **named)
+            finally:
+                self.seconds += time.thread_time() - start
+
+        return timed
+
+
+@contextlib.contextmanager
+def _clock() -> Iterator[_Clock]:
+    """Adds up what look-ups cost. Migrated code finds them in the package, at each call."""
+    clock = _Clock()
+    with (
+        mock.patch.object(megapg, "resolve", clock.around(megapg.resolve)),
+        mock.patch.object(megapg, "groups_of", clock.around(megapg.groups_of)),
+    ):
+        yield clock
+
+
+def _session(run: GPTRun) -> Any:
+    return megapg.session(
+        tp=run.tp,
+        pp=run.pp,
+        vpp=run.vpp,
+        ep=run.ep,
+        expt_tp=run.expt_tp or run.tp,
+        collective_timeout=_TIMEOUT,
+    )
+
+
+def _sizes(run: GPTRun) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": run.tp,
+        "pipeline_model_parallel_size": run.pp,
+        "virtual_pipeline_model_parallel_size": run.vpp,
+        "expert_model_parallel_size": run.ep,
+        "expert_tensor_parallel_size": run.expt_tp,
+        "create_gloo_process_groups": False,
+    }
+
+
+# -- what was read ---------------------------------------------------------------------------------
+
+
+def places(trained: Sequence[Trained]) -> int:
+    """Distinct lines that read a global or turned to them."""
+    return len({(read.file, read.line) for each in trained for read in each.reads})
+
+
+def reads(trained: Sequence[Trained]) -> int:
+    """Reads of a global, of all ranks together."""
+    return sum(r.count for each in trained for r in each.reads if r.getter != _FELL_BACK)
+
+
+def fallbacks(trained: Sequence[Trained]) -> Counter[str]:
+    """Who turned to the globals for want of a collection, and how often: "where for whom"."""
+    found: Counter[str] = Counter()
+    for each in trained:
+        for read in each.reads:
+            if read.getter == _FELL_BACK:
+                whom = read.replacement.rpartition(" of ")[2]
+                found[f"{read.function} for {whom}"] += read.count
+    return found
+
+
+def tables(found: Behaviour) -> list[Table]:
+    """For the report."""
+    return [_verdicts(found), _cases(found), _fallbacks(found)]
+
+
+def _verdicts(found: Behaviour) -> Table:
+    equal = sum(each.equal for each in found.contrasts)
+    injected = [each for each in found.contrasts if each.case.session]
+    others = sum(each.case.globals_ is not None for each in injected)
+    before = sum(reads(each.installed) for each in injected)
+    after = sum(reads(each.migrated) for each in injected)
+    turned = sum(fallbacks(each.migrated).total() for each in injected)
+    share = statistics.median(found.looking_up)
+    return Table(
+        "Megatron-core, migrated, in place of the installed one",
+        ("", "found", "wanted", ""),
+        (
+            (
+                "runs that are equal to the last bit",
+                f"{equal} of {len(found.contrasts)}",
+                "all",
+                "met" if equal == len(found.contrasts) else "MISSED",
+            ),
+            (
+                "runs on sessions that globals of another layout change",
+                f"{len(found.led_astray)} of {others}",
+                "0",
+                "MISSED" if found.led_astray else "met",
+            ),
+            (
+                "modules that can no longer be imported",
+                f"{len(found.lost)} (of {found.imported + len(found.lost)})",
+                "0",
+                "MISSED" if found.lost else "met",
+            ),
+            _fewer("reads of globals on sessions, by those before", after, before),
+            _fewer("the same, with look-ups that turned to globals", after + turned, before),
+            _fewer(
+                "places that read or turn to globals",
+                sum(places(each.migrated) for each in injected),
+                sum(places(each.installed) for each in injected),
+            ),
+            (
+                "functions that turn to the globals and did not before, on sessions",
+                f"{len(_new(injected)):,}",
+                "0",
+                "MISSED" if _new(injected) else "met",
+            ),
+            ("CPU time of a training run that goes into look-ups", f"{share:.1%}", "-", "-"),
+        ),
+        (
+            f"{found.rewritten} uses in the core are rewritten and {found.left} left. Equal are "
+            "the loss of every step, every weight of every rank, and the loss after a checkpoint. "
+            "A read by way of a look-up that turned to the globals is one read. CPU time of the "
+            "whole run, all ranks together, by that before, for each repeat (noise): "
+            f"{', '.join(f'{each:.2f}' for each in found.cpu)}.",
+            *(f"No longer imported: {name}." for name in found.lost),
+        ),
+    )
+
+
+def _fewer(what: str, after: int, before: int) -> tuple[str, ...]:
+    return what, f"{after:,} / {before:,}", "fewer", "met" if after < before else "MISSED"
+
+
+def _new(contrasts: Sequence[Contrast]) -> Counter[str]:
+    return sum((each.new_fallbacks for each in contrasts), Counter())
+
+
+def _cases(found: Behaviour) -> Table:
+    return Table(
+        "The same training on the installed core and on the migrated one",
+        ("", "equal", "places", "migrated", "reads", "migrated", "turned to globals", "new ones"),
+        tuple(
+            (
+                each.case.what,
+                "yes" if each.equal else "NO",
+                f"{places(each.installed):,}",
+                f"{places(each.migrated):,}",
+                f"{reads(each.installed):,}",
+                f"{reads(each.migrated):,}",
+                f"{fallbacks(each.migrated).total():,}",
+                f"{each.new_fallbacks.total():,}",
+            )
+            for each in found.contrasts
+        ),
+        (
+            "Places are lines that read a global or turned to the globals. Reads are of all ranks "
+            "together. Turned to globals: look-ups by resolve() and groups_of() that found no "
+            "collection; the reads that follow are among the reads. New ones are by functions that "
+            "read nothing before.",
+        ),
+    )
+
+
+def _fallbacks(found: Behaviour) -> Table:
+    injected = [each for each in found.contrasts if each.case.session]
+    every = sum((fallbacks(each.migrated) for each in injected), Counter())
+    new = _new(injected)
+    return Table(
+        "Who turns to the globals although a session's groups were passed",
+        ("", "look-ups", "new"),
+        tuple(
+            (who, f"{count:,}", "new" if who in new else "-")
+            for who, count in sorted(every.items(), key=lambda row: (-row[1], row[0]))
+        ),
+    )
+
+
+def main() -> None:
+    """Run and print."""
+    console = Console()
+    warnings.simplefilter("ignore")
+    with Progress(console=console) as progress:
+        task = progress.add_task("behaviour", total=steps())
+        found = run(partial(progress.advance, task))
+    for table in tables(found):
+        table.print(console)
+
+
+if __name__ == "__main__":
+    main()
