@@ -269,8 +269,8 @@ def test_the_view_gives_every_missing_field_a_message():
             view.ranks(name)
     with pytest.raises(AttributeError, match="nonsense"):
         _ = view.nonsense
-    with pytest.raises(TypeError, match="pickled"):
-        pickle.dumps(view)
+    # It holds nothing: on the other side it is the globals there.
+    assert isinstance(pickle.loads(pickle.dumps(view)), GlobalGroups)
     assert copy.deepcopy(view) is view
 
 

@@ -68,16 +68,19 @@ class _Search:
         }
 
     def run(self) -> Iterator[Carrier]:
+        hidden: set[str] = set()  # names that mean something else further in
         for scope in self._use.scope.chain():
-            if scope.kind != "function":
-                continue
             for name, bindings in scope.bindings.items():
                 first = bindings[0]
+                if scope.kind != "function" or name in hidden:
+                    continue
                 if isinstance(first, Instance):
                     if not _is_class_method(scope):
                         yield from self._of_self(name, first.of, scope)
                 elif name in self._wanted:
                     yield from self._variable(name, bindings, scope)
+            hidden |= scope.bindings.keys() | scope.declared
+            hidden |= {name for name, of in scope.elsewhere.items() if of.kind == "module"}
 
     def _variable(self, name: str, bindings: list[Binding], scope: Scope) -> Iterator[Carrier]:
         kind = self._wanted[name]
@@ -206,11 +209,16 @@ def _assigns(statement: ast.stmt, attribute: str) -> bool:
 
 
 def _is_deleted(name: str, node: ast.AST) -> bool:
-    """Whether a variable or attribute of that name is deleted somewhere in a node."""
+    """Whether a variable or attribute of that name is deleted somewhere in a node, as that of an
+    ``except ... as`` is at its end.
+    """
     return any(
-        isinstance(each, ast.Name | ast.Attribute)
-        and isinstance(each.ctx, ast.Del)
-        and name == (each.id if isinstance(each, ast.Name) else each.attr)
+        (isinstance(each, ast.ExceptHandler) and each.name == name)
+        or (
+            isinstance(each, ast.Name | ast.Attribute)
+            and isinstance(each.ctx, ast.Del)
+            and name == (each.id if isinstance(each, ast.Name) else each.attr)
+        )
         for each in ast.walk(node)
     )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from megapg.migrate.carriers import ancestry, is_torch_module
 from megapg.migrate.imports import scopes
 from megapg.migrate.index import Index
+from megapg.migrate.insert import add_statement
 from megapg.migrate.resolve import Thing
 from megapg.migrate.scopes import Analysis, Imported, Instance, Scope, Use
 
@@ -100,6 +101,10 @@ class Functions:
         if outer.kind == "class":
             if node.name != "__init__" or not self._is_plain(outer, path):
                 return False
+            body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+            looked = self._index.look(path)
+            if looked is None or not body or add_statement(looked[0], body[0], "") is None:
+                return False  # there is no place to keep it
         elif outer.kind != "module":
             return False
         if len(outer.bindings.get(node.name, ())) != 1:
@@ -142,7 +147,7 @@ class Functions:
         """Whether something may be put in the place of a function of that name, as tests do."""
         word = re.escape(name.encode())
         quoted = re.compile(rb"[\"'](?:[\w.]+\.)?" + word + rb"[\"']")
-        written = re.compile(rb"\." + word + rb"(?:\.__init__)?\s*=[^=]")
+        written = re.compile(rb"(?:\." + word + rb"|\b" + word + rb"\.__init__)\s*=[^=]")
         return any(
             written.search(data) or (_PATCHING.search(data) and quoted.search(data))
             for data in map(self._index.data, self._index.mentioning(name))

@@ -35,9 +35,18 @@ def parses_to(text: str, node: ast.expr) -> bool:
         return False
 
 
-def quote_in(source: Source, begin: int, end: int, parents: Parents) -> str | None:
-    """The quote that may be written in an f-string in place of ``text[begin:end]``, on every
-    Python; None where there is none, or where the string shows the expression itself.
+def is_shown(source: Source, parents: Parents) -> bool:
+    """Whether an f-string around an expression shows its text, as ``f"{x=}"`` does."""
+    return any(
+        re.match(r"[\s)]*=\s*[!:}]", source.text[source.extent(each.value)[1] :])
+        for each in parents
+        if isinstance(each, ast.FormattedValue)
+    )
+
+
+def quote_in(source: Source, begin: int, parents: Parents) -> str | None:
+    """The quote that may be written in an f-string for what begins there, on every Python;
+    None where there is none.
     """
     above = list(parents)
     strings = [
@@ -46,7 +55,7 @@ def quote_in(source: Source, begin: int, end: int, parents: Parents) -> str | No
         if isinstance(each, ast.JoinedStr)
         and not (isinstance(outer, ast.FormattedValue) and outer.format_spec is each)
     ]
-    if len(strings) != 1 or re.match(r"\s*=\s*[!:}]", source.text[end:]):
+    if len(strings) != 1:
         return None
     start, _ = source.extent(strings[0])
     delimiter = _delimiter_at(source.text[start:], begin - start)

@@ -23,8 +23,8 @@ from megapg.migrate.functions import (
     unit_of,
 )
 from megapg.migrate.index import Index, Located
-from megapg.migrate.insert import add_argument
-from megapg.migrate.locate import quote_in
+from megapg.migrate.insert import add_argument, add_statement
+from megapg.migrate.locate import is_shown, quote_in
 from megapg.migrate.mapping import GROUP_PARAMETERS, Refusal, Replacement, Takes
 from megapg.migrate.migration import How, Left, Style
 from megapg.migrate.scopes import Defined, Instance, Scope
@@ -254,7 +254,7 @@ class _Planner:
             return Left(site, "assigned", "the getter is replaced elsewhere", site.replacement)
         if not site.exact:
             return Left(site, "in-a-string", "", site.replacement)
-        if site.in_fstring and '"' in site.replacement and self._quote_in(located) is None:
+        if site.in_fstring and not self._fits_in_string(located):
             return Left(site, "in-a-string", "", site.replacement)
         if unit_of(located.use.scope) is None and _answers_zero(site.name):
             return Left(site, "at-import", "", site.replacement)
@@ -264,11 +264,12 @@ class _Planner:
             return Left(site, answer.caution, "--unsafe rewrites it", site.replacement)
         return None
 
-    def _quote_in(self, located: Located) -> str | None:
+    def _fits_in_string(self, located: Located) -> bool:
         looked = self._index.look(located.path)
-        if looked is None:
-            return None
-        return quote_in(looked[0], located.begin, located.end, located.use.parents)
+        if looked is None or is_shown(looked[0], located.use.parents):
+            return False
+        quoted = '"' in located.site.replacement
+        return not quoted or quote_in(looked[0], located.begin, located.use.parents) is not None
 
     def _serve(self, located: Located) -> None:
         unit = unit_of(located.use.scope)
@@ -457,6 +458,8 @@ class _Planner:
             return None
         if any(edge.caller is function for each in taking for edge in self._edges.get(each, ())):
             return None
+        if any(unit_of(located.use.scope) is function for located, _ in self._optional):
+            return None  # whether there are groups at all is asked of a collection
         fields = set()
         for located in sites:
             answer = located.site.answer
@@ -471,6 +474,9 @@ class _Planner:
         body = getattr(function.node, "body", [])
         if first is None or not any(first is each for each in body):
             return None
+        looked = self._index.look(self._paths[function])
+        if looked is None or add_statement(looked[0], first, "pass") is None:
+            return None  # it stands on the line of another one
         before = body[: next(i for i, each in enumerate(body) if each is first)]
         # What comes before may not end the function: then nobody would have asked for the group.
         ordinary = all(isinstance(each, ast.Assign | ast.AnnAssign | ast.Expr) for each in before)

@@ -181,8 +181,9 @@ _ALL = (
     Reason(
         "in-a-string",
         "in an f-string, where it can't be written",
-        "What would be written needs quotes, and the f-strings around it use both kinds; or where "
-        "the read begins in the string can't be told.",
+        "What would be written needs quotes, and the f-strings around it use both kinds; or the "
+        'string shows the expression itself, as f"{x=}" does; or where the read begins in it can\'t '
+        "be told.",
         "Take the read out of the string, into a variable before it.",
     ),
     Reason(

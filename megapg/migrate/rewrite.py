@@ -137,7 +137,7 @@ class Writer:
         located = decision.located
         if '"' not in text:
             return text
-        quote = quote_in(self._source, located.begin, located.end, located.use.parents)
+        quote = quote_in(self._source, located.begin, located.use.parents)
         if quote is None or "'" in text:
             return None
         return text.replace('"', quote)

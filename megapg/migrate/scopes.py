@@ -86,6 +86,7 @@ class Scope:
     attributes: dict[str, list[Binding]] = field(default_factory=dict)  # self.x, of a class
     stars: list[Imported] = field(default_factory=list)
     elsewhere: dict[str, Scope] = field(default_factory=dict)  # global and nonlocal
+    declared: set[str] = field(default_factory=set)  # annotated, and so its own, without a value
 
     def bind(self, name: str, binding: Binding) -> None:
         """One more thing that the name is bound to."""
@@ -309,6 +310,8 @@ class _Analyser:
         self._push([node.annotation, node.value], scope, inside)
         if node.value is not None:
             self._target(node.target, node.value, scope, inside)
+        elif isinstance(node.target, ast.Name):
+            scope.declared.add(node.target.id)
 
     def _walrus(self, node: ast.NamedExpr, scope: Scope, parents: Parents) -> None:
         self._push([node.value], scope, Parents(node, parents))

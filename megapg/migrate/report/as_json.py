@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import megapg
+from megapg import __version__
 from megapg.migrate.mapping import Replacement
 from megapg.migrate.migration import Rewritten
 from megapg.migrate.report.entries import Entry, Report, burn_down
@@ -20,7 +20,7 @@ def document(report: Report, counted: Collection[Entry]) -> dict[str, object]:
     """
     counts = set(map(id, counted))
     return {
-        "megapg": megapg.__version__,
+        "megapg": __version__,
         "versions": [f"0.{version}" for version in report.config.versions],
         "versions_from": report.config.versions_from,
         "files": report.looked_at,

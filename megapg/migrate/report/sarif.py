@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import PurePath
 from urllib.parse import quote_from_bytes
 
-import megapg
+from megapg import __version__
 from megapg.migrate.baseline import key_of
 from megapg.migrate.migration import Rewritten
 from megapg.migrate.reasons import CAUTIONS, REASONS
@@ -55,7 +55,7 @@ def document(report: Report, counted: Sequence[Entry]) -> _Json:
         results.append(result)
     notes = [_notification(problem) for problem in report.problems]
     run = {
-        "tool": {"driver": {"name": "megapg", "version": megapg.__version__, "rules": rules}},
+        "tool": {"driver": {"name": "megapg", "version": __version__, "rules": rules}},
         "columnKind": "unicodeCodePoints",
         "newlineSequences": ["\r\n", "\r", "\n"],
         "originalUriBaseIds": {_BASE: {"uri": report.config.root.as_uri() + "/"}},
