@@ -101,3 +101,29 @@ def test_the_commands_and_the_error_are_real():
     came = {"0": "1", "1": "2", "2": "1", "3": "1"}
     shown = _mismatch("default", {"tp": came, "expt_tp": came})
     assert f"LayoutMismatchError: {shown}" in README
+
+
+def test_the_codemods_commands(tmp_path):
+    commands = re.findall(r"^\$ megapg ((?:check|migrate) .*)$", README, re.M)
+    assert [command.split()[0] for command in commands] == ["check", "migrate", "migrate"]
+    file = tmp_path / "src" / "place.py"
+    file.parent.mkdir()
+    file.write_text(
+        "from megatron.core import mpu\n\n\ndef rank():\n"
+        "    return mpu.get_tensor_model_parallel_rank()\n"
+    )
+
+    def megapg(command):
+        program = [sys.executable, "-m", "megapg", *command.split()]
+        done = subprocess.run(
+            program, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    check, dry, write = (megapg(command) for command in commands)
+    assert check[0] == 1
+    assert 'pg.rank("tp")' in check[1]
+    assert dry[0] == 1
+    assert "+    return megapg.resolve(pg_collection).rank" in dry[1]
+    assert write[0] == 0
+    assert "mpu" not in file.read_text()

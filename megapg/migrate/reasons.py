@@ -182,8 +182,8 @@ _ALL = (
         "in-a-string",
         "in an f-string, where it can't be written",
         "What would be written needs quotes, and the f-strings around it use both kinds; or the "
-        'string shows the expression itself, as f"{x=}" does; or where the read begins in it is not '
-        "certain.",
+        'string shows the expression itself, as f"{x=}" does; or it is not certain where in the '
+        "string the read begins.",
         "Take the read out of the string, into a variable before it.",
     ),
     Reason(
