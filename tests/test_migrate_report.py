@@ -246,11 +246,13 @@ def test_a_long_file_takes_no_search(tmp_path: Path) -> None:
 
 def test_burn_down(project: Path) -> None:
     report = outcome(project)
-    assert report.columns == ("group", "collection", "model", "threaded", "resolved", "left")
+    assert report.columns == (
+        *("group", "collection", "model", "threaded", "fake", "resolved", "left"),
+    )
     assert [(row.package, row.uses, row.fates) for row in burn_down(report)] == [
-        ("p", 4, (0, 0, 0, 0, 3, 1)),
-        ("q/sub", 4, (0, 0, 0, 0, 3, 1)),
-        ("all", 8, (0, 0, 0, 0, 6, 2)),
+        ("p", 4, (0, 0, 0, 0, 0, 3, 1)),
+        ("q/sub", 4, (0, 0, 0, 0, 0, 3, 1)),
+        ("all", 8, (0, 0, 0, 0, 0, 6, 2)),
     ]
     assert report.reasons == {"lifecycle": 2}
     places = [entry.site.place for entry in report.entries]
@@ -331,6 +333,7 @@ def test_json(project: Path) -> None:
         "collection": 0,
         "model": 0,
         "threaded": 0,
+        "fake": 0,
         "resolved": 6,
         "left": 2,
         "reasons": {"lifecycle": 2},
@@ -533,8 +536,11 @@ def test_help_is_on_the_web_where_the_package_says_so(
 def test_markdown(project: Path) -> None:
     text = markdown.document(outcome(project), "8 uses.")
     lines = text.splitlines()
-    assert "| package | uses | group | collection | model | threaded | resolved | left |" in lines
-    assert "| `q/sub` | 4 | 0 | 0 | 0 | 0 | 3 | 1 |" in lines
+    assert (
+        "| package | uses | group | collection | model | threaded | fake | resolved | left |"
+        in lines
+    )
+    assert "| `q/sub` | 4 | 0 | 0 | 0 | 0 | 0 | 3 | 1 |" in lines
     assert "| `lifecycle` | 2 | makes or ends the groups |" in lines
     assert "- `p/a.py` `first`: tp, serves 3 uses" in lines
     assert (
