@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Protocol
 
 from megapg.errors import UnsupportedVersionError
 from megapg.megatron.tables import OLDEST_CORE
@@ -79,13 +79,6 @@ def collection_class() -> type[MegatronCollection]:
     module = importlib.import_module(_COLLECTIONS)
     found: type[MegatronCollection] = module.ProcessGroupCollection
     return found
-
-
-def is_collection_of_core(value: object) -> TypeGuard[MegatronCollection]:
-    """Whether ``value`` is an instance of Megatron-core's own collection class."""
-    module = sys.modules.get(_COLLECTIONS)  # not imported: nobody has made one
-    found = getattr(module, "ProcessGroupCollection", None)  # 0.15 has it, 0.12 has others
-    return found is not None and isinstance(value, found)
 
 
 def collection_fields() -> Mapping[str, object]:

@@ -24,7 +24,7 @@ from megapg.megatron.tables import (
     VIRTUAL_PIPELINE_RANK,
     VIRTUAL_PIPELINE_SIZE,
 )
-from megapg.megatron.view import GlobalGroups
+from megapg.megatron.view import GlobalGroups, value_in_globals
 
 _EMBEDDING_RANKS = "_EMBEDDING_GLOBAL_RANKS"  # in the order in which they were chosen
 
@@ -668,8 +668,8 @@ def memory_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
 
 
 def _is_of_globals(pg: ProcessGroupCollection, field: str) -> bool:
-    """Whether a group is the very one that the globals have."""
-    return getattr(pg, field, None) is getattr(GlobalGroups(), field, pg)
+    """Whether a group is the very one that the globals have; to find out is no read of them."""
+    return getattr(pg, field, pg) is value_in_globals(field)
 
 
 def _data_field(pg: ProcessGroupCollection, with_context_parallel: bool, partial: bool) -> str:

@@ -23,13 +23,11 @@ from megapg.megatron.resolve import (
     resolve,
 )
 from megapg.megatron.view import GlobalGroups, initialised
+from megapg.migrate.mapping import COLLECTION_NAMES, MODEL_ATTRIBUTES
 
 if TYPE_CHECKING:
     from types import FrameType
 
-_CARRIERS = ("pg_collection", "_pg_collection", "model_comm_pgs")
-# What holds models keeps them under one of these names; the first is looked at last.
-_WRAPPED = ("unwrapped_models", "wrapped_models", "model_chunks", "models", "model", "module")
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
@@ -148,13 +146,15 @@ def _carried(owner: object) -> Iterator[object]:
             waiting.extend(reversed(cast("Sequence[object]", each)))
             continue
         plain, submodules, wrapped = _opened(each)
-        for name in _CARRIERS:
+        for name in COLLECTION_NAMES:
             if name in plain:
                 yield plain[name]
         if kind not in to_ask:
             # What torch's own __getattr__ finds, and costs, is found among the submodules.
             torch_s = submodules is not None
-            to_ask[kind] = tuple(n for n in _CARRIERS if not torch_s or _asked(kind, n) is not None)
+            to_ask[kind] = tuple(
+                n for n in COLLECTION_NAMES if not torch_s or _asked(kind, n) is not None
+            )
         for name in to_ask[kind]:
             yield _asked(each, name)
         if submodules:
@@ -178,7 +178,7 @@ def _opened(
     if not isinstance(submodules, dict):
         submodules = None
     wrapped = []
-    for name in _WRAPPED:
+    for name in MODEL_ATTRIBUTES:
         inside = plain.get(name)
         if inside is None and submodules:
             inside = submodules.get(name)

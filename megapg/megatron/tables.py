@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megapg.migrate import mapping
+
 OLDEST_CORE = (0, 16)
 
 # The first version whose pipelined schedule (pipeline_parallel/schedules.py) takes instances of the
@@ -17,39 +19,13 @@ SCHEDULE_TESTS_CLASS = (0, 17)
 # global, and that ignores the virtual pipeline unless told otherwise.
 TAKES_VP_STAGE = (0, 13)
 
-# private global of parallel_state -> collection field. Where several globals hold one field (the
-# GTP aliases of 0.19 with rematerialisation off), the first is the one it is read back from.
+# private global of parallel_state -> collection field. Where several globals hold one field, the
+# first is the one it is read back from: the last three are 0.19's, where rematerialisation is off.
 GROUP_GLOBALS: Mapping[str, str] = {
-    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
-    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
-    "_MODEL_PARALLEL_GROUP": "mp",
-    "_EMBEDDING_GROUP": "embd",
-    "_POSITION_EMBEDDING_GROUP": "pos_embd",
-    "_CONTEXT_PARALLEL_GROUP": "cp",
-    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": "hcp",
-    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
-    "_TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp",
-    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
-    "_DATA_PARALLEL_GROUP": "dp",
+    **mapping.GROUP_GLOBALS,
     "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "dp",
-    "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
-    "_DATA_PARALLEL_GROUP_WITH_CP_AG": "dp_cp_ag",
-    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "dp_cp_gtp_remat",
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "intra_dp_cp",
-    "_GTP_WEIGHT_REMAT_GROUP": "gtp_remat",
-    "_EXPERT_GTP_WEIGHT_REMAT_GROUP": "expt_gtp_remat",
-    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
-    "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",
-    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "tp_ep",
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "tp_ep_pp",
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": "tp_ep_pp_with_egtp_remat",
-    "_EXPERT_DATA_PARALLEL_GROUP": "expt_dp",
-    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "expt_dp_gtp_remat",
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "intra_expt_dp",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "intra_expt_dp",
-    "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "inter_dist_opt",
-    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
 }
 
 # private global -> the group of ``pg.extras`` that it holds.

@@ -102,7 +102,7 @@ class GlobalGroups(ProcessGroupCollection):
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
             if name in _GLOBALS:
                 hook.report(_GLOBALS[name])
-            found = _value(name)
+            found = value_in_globals(name)
             if found is None and name not in OPTIONAL_FIELDS:
                 raise MissingGroupError(self._absent(type(self).__name__, [name]))
             return found
@@ -111,7 +111,7 @@ class GlobalGroups(ProcessGroupCollection):
     # pass __getattr__, one global each.
     @property
     def __dict__(self) -> dict[str, object]:  # type: ignore[override]
-        found = {field: _value(field) for field in FIELDS}
+        found = {field: value_in_globals(field) for field in FIELDS}
         return {f: value for f, value in found.items() if value is not None or f in OPTIONAL_FIELDS}
 
     def rank(self, field: str) -> int:
@@ -164,7 +164,7 @@ class GlobalGroups(ProcessGroupCollection):
     def _member(self, field: str) -> Membership:
         name, _, level = field.partition(".")
         hook.report(_GLOBALS.get(name) or _GLOO_GLOBALS.get(field) or HYBRID_GROUPS)
-        group = _value(name) if name in FIELDS else self.extras.get(field)
+        group = value_in_globals(name) if name in FIELDS else self.extras.get(field)
         if isinstance(group, tuple) and level:
             group = group[int(level)]
         if not isinstance(group, dist.ProcessGroup):
@@ -208,8 +208,10 @@ def _held(field: str) -> object:
     return globals_of_core().get(_GLOBALS.get(field, ""))
 
 
-def _value(field: str) -> ProcessGroup | tuple[ProcessGroup, ...] | None:
-    """What the field's global holds now; None also where it holds what no field can."""
+def value_in_globals(field: str) -> ProcessGroup | tuple[ProcessGroup, ...] | None:
+    """What the field's global holds now; None also where it holds what no field can. Nobody is
+    told of it.
+    """
     held = _held(field)
     if field == "hcp" and isinstance(held, list):
         return tuple(held) or None  # 0.12 leaves an empty list where there are no levels

@@ -7,9 +7,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megapg.migrate.flow import binding_statements, blocks, runs_before, statements_around
-from megapg.migrate.mapping import COLLECTION_NAMES, GROUP_PARAMETERS, Refusal, Replacement
+from megapg.migrate.mapping import (
+    COLLECTION_NAMES,
+    GROUP_PARAMETERS,
+    MODEL_ATTRIBUTES,
+    Refusal,
+    Replacement,
+)
 from megapg.migrate.resolve import Resolver
-from megapg.migrate.scopes import Alias, Binding, Defined, Instance, Opaque, Parents, Scope, Use
+from megapg.migrate.scopes import (
+    Alias,
+    Binding,
+    Defined,
+    Instance,
+    Opaque,
+    Parents,
+    Scope,
+    Use,
+    last_name,
+)
 from megapg.migrate.sites import Carrier
 
 # What a model is called where it is passed, held in a variable, or kept by self.
@@ -19,11 +35,7 @@ MODEL_NAMES = (
     *("wrapped_models", "unwrapped_models", "vpp_model", "gpt", "mcore_model", "megatron_module"),
     "inference_wrapped_model",
 )
-# What groups_of() looks at when it is asked of an object.
-_WRAPPED = ("model", "module", "models", "model_chunks", "wrapped_models", "unwrapped_models")
-
 _MODULES = ("torch.nn.Module", "torch.nn.modules.module.Module", "nn.Module")
-_MODULES_OF_CORE = "megatron.core."
 _ENDS_OF_MODULES = ("Module", "Model", "Layer")
 _RANKS = {"group": 0, "collection": 1, "model": 2}
 # Annotations of parameters that have a model's name and hold none.
@@ -119,19 +131,21 @@ class _Search:
         outside = [each for each in above if isinstance(each, str)]
         held = {name for each in ancestors for name in (*each.attributes, *each.bindings)}
         is_module = any(map(is_torch_module, outside))
-        of_core = any(each.startswith(_MODULES_OF_CORE) for each in outside)
+        of_core = any(map(is_of_core, outside))
         made = method_name != "__init__"
         for attribute in sorted(held & self._wanted.keys()):
             kind = self._wanted[attribute]
             # A group may be another one in a subclass, and what groups_of() finds by itself it
             # is asked for, as it does not mind what is not there.
-            sure = made and kind != "group" and attribute not in _WRAPPED
+            sure = made and kind != "group" and attribute not in MODEL_ATTRIBUTES
             certain = sure and _assigned_at_first(attribute, ancestors)
             yield Carrier(kind, f"{name}.{attribute}", "attribute", False, certain)
         if is_module:
             set_up = of_core and self._is_set_up(method)
             yield Carrier("model", name, "attribute", False, made or set_up)
-        elif any(attribute in each.attributes for each in ancestors for attribute in _WRAPPED):
+        elif any(
+            attribute in each.attributes for each in ancestors for attribute in MODEL_ATTRIBUTES
+        ):
             yield Carrier("model", name, "attribute", False, made)
 
     def _is_set_up(self, constructor: Scope) -> bool:
@@ -152,7 +166,7 @@ class _Search:
             isinstance(each, Alias)
             and isinstance(each.value, ast.Attribute)
             and each.value.attr == self._field
-            and _last_name(each.value.value) in COLLECTION_NAMES
+            and last_name(each.value.value) in COLLECTION_NAMES
             for each in bindings
         )
 
@@ -174,17 +188,22 @@ def ancestry(
                 yield thing.name
 
 
+def is_of_core(base: str) -> bool:
+    """Whether a class outside of the project, by its dotted name, is one of Megatron-core's."""
+    return base.startswith("megatron.core.")
+
+
 def is_torch_module(base: str) -> bool:
     """Whether a class outside of the project, by its dotted name, is a module of torch."""
     last = base.rpartition(".")[2]
-    of_core = base.startswith(_MODULES_OF_CORE) and base.endswith(_ENDS_OF_MODULES)
+    of_core = is_of_core(base) and base.endswith(_ENDS_OF_MODULES)
     of_torch = base.startswith("torch.nn.") and last[:1].isupper()
     return base in _MODULES or of_core or of_torch or last == "LightningModule"
 
 
 def _is_class_method(scope: Scope) -> bool:
     decorators = getattr(scope.node, "decorator_list", ())
-    return any(_last_name(each) == "classmethod" for each in decorators)
+    return any(last_name(each) == "classmethod" for each in decorators)
 
 
 def _assigned_at_first(attribute: str, classes: list[Scope]) -> bool:
@@ -256,7 +275,7 @@ def _is_nothing(value: ast.expr) -> bool:
     if isinstance(value, ast.List | ast.Tuple | ast.Set):
         return not value.elts
     if isinstance(value, ast.Call):
-        return _last_name(value.func) in _IMPORTING
+        return last_name(value.func) in _IMPORTING
     return isinstance(value, ast.Constant) or (isinstance(value, ast.Dict) and not value.keys)
 
 
@@ -272,9 +291,3 @@ def _cannot_be_a_model(name: str, function: ast.AST) -> bool:
 
 def _words(annotation: str) -> list[str]:
     return "".join(c if c.isalnum() or c in "_." else " " for c in annotation).split()
-
-
-def _last_name(node: ast.expr) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""

@@ -21,6 +21,7 @@ from megapg.migrate.migration import (
     Root,
     Served,
     Style,
+    applied,
 )
 from megapg.migrate.outside import names_taken
 from megapg.migrate.plan import Decision, make_plan
@@ -141,17 +142,12 @@ class _Attempt:
         if not edits:
             return None
         source = self._source(path)
-        text, at = [], 0
-        for edit in edits:
-            text += [source.text[at : edit.start], edit.new]
-            at = edit.stop
-        after = "".join([*text, source.text[at:]])
-        mark = source.data[: len(source.data) - len(source.text.encode(source.encoding))]
+        after = applied(source.text, edits)
         file = Rewritten(
             source.name,
             path,
             source.data,
-            mark + after.encode(source.encoding),
+            source.encoded(after),
             source.text,
             tuple(edits),
             frozenset(self._requires[path]),

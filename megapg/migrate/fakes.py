@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megapg.migrate.imports import Imports
 from megapg.migrate.index import Index
-from megapg.migrate.migration import Edit, How, Served
+from megapg.migrate.migration import Edit, How, Served, applied
 from megapg.migrate.patches import PatchPlan, plan_patches
 from megapg.migrate.sites import Kind, Site
 from megapg.migrate.source import Source
@@ -35,9 +35,7 @@ def with_fakes(source: Source, plan: PatchPlan, imports: Imports) -> bytes | Non
     """The file with the edits of its plan; None where megapg can't be imported by its name."""
     if not plan.edits or imports.megapg() != "megapg":
         return None
-    text = _applied(source.text, [*plan.edits, *imports.edits((), "*")])
-    mark = source.data[: len(source.data) - len(source.text.encode(source.encoding))]
-    return mark + text.encode(source.encoding)
+    return source.encoded(applied(source.text, [*plan.edits, *imports.edits((), "*")]))
 
 
 def served_by_fakes(plan: PatchPlan) -> Iterator[Served]:
@@ -57,12 +55,6 @@ def by_lines(before: str, after: str) -> tuple[Edit, ...]:
         for tag, i, j, k, m in matcher.get_opcodes()
         if tag != "equal"
     )
-
-
-def _applied(text: str, edits: list[Edit]) -> str:
-    for edit in sorted(edits, key=lambda each: (each.start, each.stop), reverse=True):
-        text = text[: edit.start] + edit.new + text[edit.stop :]
-    return text
 
 
 def _conftests(index: Index, path: Path) -> Iterator[tuple[Path, Source]]:

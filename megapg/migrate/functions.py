@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megapg.migrate.carriers import ancestry, is_torch_module
+from megapg.migrate.carriers import ancestry, is_of_core, is_torch_module
 from megapg.migrate.imports import scopes
 from megapg.migrate.index import Index
 from megapg.migrate.insert import add_statement
 from megapg.migrate.resolve import Thing
-from megapg.migrate.scopes import Analysis, Imported, Instance, Scope, Use
+from megapg.migrate.scopes import Analysis, Imported, Scope, Use, last_name
 
 PARAMETER = "pg_collection"
 
@@ -56,20 +56,18 @@ class Reference:
 
 def unit_of(scope: Scope) -> Scope | None:
     """The function whose parameter a use can see: the outermost around it, up to a class."""
-    found, each = None, scope
+    found: Scope | None = None
+    each: Scope | None = scope
     while each is not None and each.kind != "class":
-        if each.kind == "function":
-            found = each
-        if each.parent is None:
-            break
+        found = each if each.kind == "function" else found
         each = each.parent
     return found
 
 
 def class_of(function: Scope) -> Scope | None:
     """The class whose constructor a function is."""
-    is_init = function.name == "__init__" and function.parent is not None
-    return function.parent if is_init and function.parent.kind == "class" else None  # type: ignore[union-attr]
+    outer = function.parent if function.name == "__init__" else None
+    return outer if outer is not None and outer.kind == "class" else None
 
 
 class Functions:
@@ -94,7 +92,7 @@ class Functions:
         node, outer = function.node, function.parent
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or outer is None:
             return False
-        if node.args.kwarg is not None or not _is_ordinary(node):
+        if node.args.kwarg is not None or not decorators(node) <= _TRANSPARENT:
             return False
         if node.name.startswith("test") or Path(path).suffix == ".pyi":
             return False
@@ -127,7 +125,7 @@ class Functions:
             node = each.node
             if not isinstance(node, ast.ClassDef) or node.keywords:
                 return False
-            if any(_last_name(d) not in _CLASS_DECORATORS for d in node.decorator_list):
+            if not decorators(node) <= _CLASS_DECORATORS:
                 return False
             if _SPECIAL & {*each.bindings, *each.attributes} or _shows_attributes(node):
                 return False
@@ -138,7 +136,7 @@ class Functions:
         for file in self._index.mentioning(klass.name):
             analysis = self._index.analysis(file) if file in self._index else None
             for each in _classes(analysis.module) if analysis else ():
-                named = [_last_name(base) for base in getattr(each.node, "bases", ())]
+                named = [last_name(base) for base in getattr(each.node, "bases", ())]
                 if klass.name in named and PARAMETER in (*each.bindings, *each.attributes):
                     return True
         return False
@@ -156,7 +154,7 @@ class Functions:
     def is_of_core(self, klass: Scope, path: Path) -> bool:
         """Whether a class is made of one of Megatron-core's, which has a collection of its own."""
         return any(
-            isinstance(each, str) and each.startswith("megatron.core.")
+            isinstance(each, str) and is_of_core(each)
             for each in ancestry(klass, path, self._index.resolver)
         )
 
@@ -164,9 +162,7 @@ class Functions:
         """Whether every file that could refer to a function could be looked into; asked after
         :meth:`references`.
         """
-        return all(
-            self._index.analysis(file) is not None for file in self._index.mentioning(function.name)
-        )
+        return function not in self._blind
 
     # -- references --------------------------------------------------------------------------
 
@@ -261,10 +257,6 @@ class Functions:
         return self._names[path].get(name, [])
 
 
-def _is_ordinary(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return all(_last_name(each) in _TRANSPARENT for each in node.decorator_list)
-
-
 def mentions(node: ast.AST, name: str) -> bool:
     """Whether a name means something in a function already, or locals() are taken as a whole."""
     for each in ast.walk(node):
@@ -280,7 +272,7 @@ def _is_inspected(reference: Reference) -> bool:
     return (
         isinstance(parent, ast.Call)
         and reference.call is None
-        and _last_name(parent.func) in _INSPECTING
+        and last_name(parent.func) in _INSPECTING
     )
 
 
@@ -303,7 +295,7 @@ def _call_of(node: ast.expr, parent: ast.AST) -> ast.Call | None:
         return None
     if parent.func is node:
         return parent
-    is_partial = _last_name(parent.func) == "partial"
+    is_partial = last_name(parent.func) == "partial"
     return parent if is_partial and parent.args and parent.args[0] is node else None
 
 
@@ -330,14 +322,7 @@ def _is_super(node: ast.expr) -> bool:
     )
 
 
-def is_method(function: Scope) -> bool:
-    """Whether a function has ``self`` for its first parameter."""
-    return any(isinstance(b, Instance) for bs in function.bindings.values() for b in bs)
-
-
-def _last_name(node: ast.expr) -> str:
-    if isinstance(node, ast.Call):
-        return _last_name(node.func)
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
+def decorators(node: ast.AST) -> set[str]:
+    """The last names of a function's or class's decorators, called or not."""
+    given = getattr(node, "decorator_list", ())
+    return {last_name(each.func if isinstance(each, ast.Call) else each) for each in given}

@@ -17,7 +17,7 @@ from megapg.migrate.config import Config
 from megapg.migrate.locate import locate, parses_to
 from megapg.migrate.mapping import Argument, Refusal, Replacement, known, replacement
 from megapg.migrate.resolve import GLOBALS, Resolver, Thing, Things, is_parallel_state
-from megapg.migrate.scopes import Analysis, Parents, Scope, Use, analyse
+from megapg.migrate.scopes import Analysis, Parents, Scope, Use, analyse, last_name
 from megapg.migrate.sites import Kind, Site
 from megapg.migrate.source import Problem, Source, parse, read_bytes
 from megapg.migrate.tree import File, Modules, find_files
@@ -254,7 +254,7 @@ class Index:
     def _string(self, use: Use, path: Path) -> tuple[Kind, str, ast.expr, Things] | None:
         """A string passed to a call: it may name a getter, or the name of one in a module."""
         text, call = use.node.value, use.parents.node  # type: ignore[attr-defined]
-        if not isinstance(call, ast.Call) or (called := _called(call)) in _IMPORTING:
+        if not isinstance(call, ast.Call) or (called := last_name(call.func)) in _IMPORTING:
             return None
         if text.isidentifier():
             second = len(call.args) > 1 and call.args[1] is use.node
@@ -337,12 +337,6 @@ def _name_of(things: Things) -> str:
     return next((thing.name for thing in things if thing.kind == "member"), "")
 
 
-def _called(call: ast.Call) -> str:
-    if isinstance(call.func, ast.Attribute):
-        return call.func.attr
-    return call.func.id if isinstance(call.func, ast.Name) else ""
-
-
 def _module_as_value(use: Use, things: Things) -> tuple[Kind, str, ast.expr, Things] | None:
     """The module itself: bound to another name, tested, asked by name, or handed on."""
     node: ast.AST = use.node
@@ -367,7 +361,7 @@ def _module_as_value(use: Use, things: Things) -> tuple[Kind, str, ast.expr, Thi
     if isinstance(parent, ast.Call) and node in parent.args:
         named = parent.args[1] if len(parent.args) > 1 else None
         name = named.value if isinstance(named, ast.Constant) else None
-        called = _called(parent)
+        called = last_name(parent.func)
         if called in _ASKING:
             return Kind.DYNAMIC, name if isinstance(name, str) else "", parent, things
         if called in _PATCHING:

@@ -438,6 +438,12 @@ GROUP_PARAMETERS: Mapping[str, tuple[str, ...]] = {
 COLLECTION_NAMES = ("pg_collection", "_pg_collection", "model_comm_pgs", "grad_comm_pgs")
 """What parameters and attributes that hold a collection are called, 0.13 and 0.14 included."""
 
+MODEL_ATTRIBUTES = (
+    *("unwrapped_models", "wrapped_models", "model_chunks", "models", "model", "module"),
+)
+"""Under what a wrapper, a trainer or an engine keeps its model. ``megapg.groups_of()`` looks there,
+and at the last first."""
+
 # -- one read, in one version or in several --------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -82,6 +82,15 @@ class Edit:
     stop: int
     new: str
     what: str
+
+
+def applied(text: str, edits: Iterable[Edit]) -> str:
+    """A text with edits that don't overlap; insertions at one place stay in their order."""
+    pieces, at = [], 0
+    for edit in sorted(edits, key=lambda each: (each.start, each.stop)):
+        pieces += [text[at : edit.start], edit.new]
+        at = edit.stop
+    return "".join([*pieces, text[at:]])
 
 
 @dataclass(frozen=True)

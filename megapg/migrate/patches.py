@@ -28,8 +28,8 @@ from typing import NamedTuple, TypeAlias
 from megapg.errors import LayoutError
 from megapg.layout import ParallelLayout
 from megapg.migrate.mapping import GROUP_GLOBALS, Argument, Refusal, Replacement, replacement
-from megapg.migrate.migration import Edit
-from megapg.migrate.scopes import Analysis, Binding, Imported, Scope
+from megapg.migrate.migration import Edit, applied
+from megapg.migrate.scopes import Analysis, Binding, Imported, Scope, last_name
 from megapg.migrate.signatures import VERSIONS, signature
 from megapg.migrate.sites import Kind, Site
 from megapg.migrate.source import Source
@@ -75,7 +75,7 @@ class PatchPlan:
 
     def applied(self, text: str) -> str:
         """The text of the file with the edits."""
-        return _applied(text, self.edits)
+        return applied(text, self.edits)
 
 
 def plan_patches(
@@ -421,17 +421,11 @@ def _answer_of_new(node: ast.expr) -> object:
     """What calling it gives: ``lambda: 2``, ``Mock(return_value=2)``."""
     if isinstance(node, ast.Lambda):
         return _literal(node.body)
-    if not isinstance(node, ast.Call) or _last(node.func) not in ("Mock", "MagicMock"):
+    if not isinstance(node, ast.Call) or last_name(node.func) not in ("Mock", "MagicMock"):
         return ...
     if node.args or [each.arg for each in node.keywords] != ["return_value"]:
         return ...
     return _literal(node.keywords[0].value)
-
-
-def _last(node: ast.expr) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _root(node: ast.expr) -> str:
@@ -466,7 +460,7 @@ class _Reader:
         """Whether a decorator passes a mock on."""
         if not isinstance(node, ast.Call) or not self.is_mock(node):
             return False
-        target = 2 if _last(node.func) == "object" else 1
+        target = 2 if last_name(node.func) == "object" else 1
         return len(node.args) <= target and all(each.arg != "new" for each in node.keywords)
 
     def read(
@@ -603,7 +597,7 @@ class _Surroundings:
         if not function.name.startswith("test"):
             return
         klass = self._nodes.class_of(function)
-        bases = {_last(base) for base in klass.bases} if klass else set()
+        bases = {last_name(base) for base in klass.bases} if klass else set()
         for each in (*self._functions, *self._from_conftests):
             if _is_autouse(each) or _SETUPS.match(each.name):
                 home = self._nodes.class_of(each)
@@ -632,7 +626,7 @@ def _is_autouse(function: _Function) -> bool:
 def _patching_calls(tree: ast.AST) -> Iterator[ast.Call]:
     called = ("patch", "object", "multiple", "dict", "setattr", "delattr")
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.args and _last(node.func) in called:
+        if isinstance(node, ast.Call) and node.args and last_name(node.func) in called:
             yield node
 
 
@@ -1089,15 +1083,9 @@ def _place_of(node: ast.AST) -> tuple[type, int, int]:
     return type(node), getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
-def _applied(text: str, edits: Iterable[Edit]) -> str:
-    for edit in sorted(edits, key=lambda edit: (edit.start, edit.stop), reverse=True):
-        text = text[: edit.start] + edit.new + text[edit.stop :]
-    return text
-
-
 def _holds(source: Source, planned: Sequence[tuple[_Unit, _Rewrite]]) -> bool:
     """Whether the edits make of the file what they are meant to."""
-    text = _applied(source.text, [edit for _, rewrite in planned for edit in rewrite.edits])
+    text = applied(source.text, [edit for _, rewrite in planned for edit in rewrite.edits])
     wanted = ast.parse(source.text)
     places: dict[tuple[type, int, int], ast.AST] = {}
     for node in ast.walk(wanted):

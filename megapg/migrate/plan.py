@@ -19,6 +19,7 @@ from megapg.migrate.functions import (
     Functions,
     Reference,
     class_of,
+    decorators,
     mentions,
     unit_of,
 )
@@ -55,6 +56,9 @@ class Base:
     form: str
     expression: str
     optional: bool = False
+
+
+_GLOBALS = Base(How.RESOLVED, "resolve", "None")
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,12 +233,12 @@ class _Planner:
         site, answer = located.site, located.site.answer
         if site.keep:
             self._plan.kept += 1
-            return
-        reason = self._why_not(located)
-        if reason is not None or isinstance(answer, Refusal):
-            self._plan.left.append(reason or _refused(located))
+        elif isinstance(answer, Refusal):
+            self._plan.left.append(Left(site, answer.reason, answer.detail))
+        elif (why := self._why_not(located, answer)) is not None:
+            self._plan.left.append(Left(site, *why, site.replacement))
         elif answer.takes is Takes.GLOBALS:
-            self._decide(located, Base(How.RESOLVED, "resolve", "None"))
+            self._decide(located, _GLOBALS)
         elif answer.takes in (Takes.OPTIONAL, Takes.LAZY):
             base = _best(site.carriers)
             if base is None or base.optional or self._is_tainted(unit_of(located.use.scope)):
@@ -244,24 +248,21 @@ class _Planner:
         else:
             self._serve(located)
 
-    def _why_not(self, located: Located) -> Left | None:
-        site, answer = located.site, located.site.answer
-        if isinstance(answer, Refusal):
-            return _refused(located)
+    def _why_not(self, located: Located, answer: Replacement) -> tuple[str, str] | None:
+        """Reason and detail, where a use has a replacement that is not to be written."""
+        site = located.site
         if located.path in self._frozen:
-            return Left(site, "unverified", "", site.replacement)
+            return "unverified", ""
         if site.name in self._patched:
-            return Left(site, "assigned", "the getter is replaced elsewhere", site.replacement)
-        if not site.exact:
-            return Left(site, "in-a-string", "", site.replacement)
-        if site.in_fstring and not self._fits_in_string(located):
-            return Left(site, "in-a-string", "", site.replacement)
+            return "assigned", "the getter is replaced elsewhere"
+        if not site.exact or (site.in_fstring and not self._fits_in_string(located)):
+            return "in-a-string", ""
         if unit_of(located.use.scope) is None and _answers_zero(site.name):
-            return Left(site, "at-import", "", site.replacement)
+            return "at-import", ""
         if "#" in site.text and "\n" in site.text:
-            return Left(site, "comment-inside", "", site.replacement)
+            return "comment-inside", ""
         if answer.caution and not self._unsafe:
-            return Left(site, answer.caution, "--unsafe rewrites it", site.replacement)
+            return answer.caution, "--unsafe rewrites it"
         return None
 
     def _fits_in_string(self, located: Located) -> bool:
@@ -274,7 +275,7 @@ class _Planner:
     def _serve(self, located: Located) -> None:
         unit = unit_of(located.use.scope)
         if self._is_tainted(unit):
-            self._decide(located, Base(How.RESOLVED, "resolve", "None"))
+            self._decide(located, _GLOBALS)
             return
         base = _best(located.site.carriers)
         if base is not None:
@@ -285,7 +286,7 @@ class _Planner:
         elif (constructor := self._held_by_self(located)) is not None:
             self._of_self.append((located, constructor))
         else:
-            self._decide(located, Base(How.RESOLVED, "resolve", "None"))
+            self._decide(located, _GLOBALS)
 
     def _decide(self, located: Located, base: Base) -> None:
         answer = located.site.answer
@@ -550,13 +551,6 @@ def _best(found: Sequence[Carrier]) -> Base | None:
     return None
 
 
-def _refused(located: Located) -> Left:
-    answer = located.site.answer
-    if isinstance(answer, Refusal):
-        return Left(located.site, answer.reason, answer.detail)
-    return Left(located.site, "unverified")
-
-
 def _self_of(method: Scope | None) -> str:
     """What a method calls its instance; empty where there is none."""
     for name, bindings in method.bindings.items() if method is not None else ():
@@ -566,7 +560,5 @@ def _self_of(method: Scope | None) -> str:
 
 
 def _is_usual_method(method: Scope) -> bool:
-    decorators = getattr(method.node, "decorator_list", [])
-    names = {getattr(d, "id", getattr(d, "attr", "")) for d in decorators}
     special = method.name.startswith("__") and method.name != "__call__"
-    return not special and not names & {"classmethod", "staticmethod"}
+    return not special and not decorators(method.node) & {"classmethod", "staticmethod"}

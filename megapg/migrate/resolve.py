@@ -83,9 +83,7 @@ class Resolver:
         self._modules, self._analysis, self._may_define = modules, analysis, may_define
         self._wrappers = {tuple(name.split(".")) for name in wrappers}
         self._same = _OTHER_NAMES | {PARALLEL_STATE} | self._wrappers
-        self._members: dict[tuple[Path, str], Things] = {}
-        self._names: dict[tuple[int, str], Things] = {}
-        self._scopes: list[Scope] = []  # keeps the ids in _names their own
+        self._known: dict[tuple[Scope | Path, str], Things] = {}
         self._asking: set[object] = set()
         self._cut = 0  # how often a circle was cut short: what came of it is not for keeps
 
@@ -114,9 +112,21 @@ class Resolver:
 
     def name(self, name: str, scope: Scope, path: Path) -> Things:
         """What a name may stand for where it is used."""
-        key = (id(scope), name)
-        if key in self._names:
-            return self._names[key]
+        return self._once(scope, name, lambda: self._looked_up(name, scope, path))
+
+    def _looked_up(self, name: str, scope: Scope, path: Path) -> Things:
+        found = scope.find(name)
+        if found is not None:
+            return self._bindings(found[1], path)
+        return self._starred(name, scope, path) or frozenset({UNKNOWN})
+
+    def _once(self, where: Scope | Path, name: str, answer: Callable[[], Things]) -> Things:
+        """The answer about a name in a scope, or of a module, kept for the next time; nothing where
+        it is being looked for already: names may be bound to each other in circles.
+        """
+        key = (where, name)
+        if key in self._known:
+            return self._known[key]
         if key in self._asking:
             self._cut += 1
             return _NOTHING
@@ -124,15 +134,10 @@ class Resolver:
             return frozenset({UNKNOWN})
         self._asking.add(key)
         cut = self._cut
-        found = scope.find(name)
-        if found is not None:
-            things = self._bindings(found[1], path)
-        else:
-            things = self._starred(name, scope, path) or frozenset({UNKNOWN})
+        things = answer()
         self._asking.discard(key)
         if cut == self._cut or not self._asking:
-            self._scopes.append(scope)
-            self._names[key] = things
+            self._known[key] = things
         return things
 
     def _starred(self, name: str, scope: Scope, path: Path) -> Things:
@@ -238,21 +243,7 @@ class Resolver:
         return frozenset({Thing("name", dotted, importer)})
 
     def _member(self, path: Path, name: str) -> Things:
-        key = (path, name)
-        if key in self._members:
-            return self._members[key]
-        if key in self._asking:
-            self._cut += 1
-            return _NOTHING
-        if len(self._asking) > _DEEPEST:
-            return frozenset({UNKNOWN})
-        self._asking.add(key)
-        cut = self._cut
-        things = self._top_level(path, name)
-        self._asking.discard(key)
-        if cut == self._cut or not self._asking:
-            self._members[key] = things
-        return things
+        return self._once(path, name, lambda: self._top_level(path, name))
 
     def _top_level(self, path: Path, name: str) -> Things:
         is_file = path in self._modules

@@ -383,6 +383,13 @@ class _Analyser:
         self._push([node.func, *node.args, *node.keywords], scope, inside)
 
 
+def last_name(node: ast.expr) -> str:
+    """The name, or the last of a chain of attributes; empty for what is neither."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def _children(node: ast.AST) -> list[ast.AST]:
     """The nodes directly in one, without those that have nothing in them, which are most."""
     found: list[ast.AST] = []

@@ -83,6 +83,11 @@ class Source:
     def _encoded(self, text: str) -> bytes:
         return text.encode(self.encoding)
 
+    def encoded(self, text: str) -> bytes:
+        """The bytes of the file if that were its text: with its mark, in its encoding."""
+        mark = self.data[: len(self.data) - len(self._encoded(self.text))]
+        return mark + self._encoded(text)
+
     def line_text(self, line: int) -> str:
         """The line with that number, from 1, with its newline."""
         starts = self.line_starts
