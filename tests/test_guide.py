@@ -22,6 +22,7 @@ from megapg.errors import MegapgError
 from megapg.migrate import pages
 from megapg.migrate.config import Config, load_config, parse_versions
 from megapg.migrate.engine import migrate
+from megapg.migrate.examples import EXAMPLES, OF_FILES
 from megapg.migrate.mapping import Replacement, replacement
 from megapg.migrate.migration import How, Migration, Style
 from megapg.migrate.reasons import CAUTIONS, REASONS
@@ -58,7 +59,7 @@ def test_writing_makes_the_pages_and_removes_those_of_codes_that_are_gone(tmp_pa
 
 
 def test_a_code_without_an_example_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    fewer = {code: example for code, example in pages.EXAMPLES.items() if code != "setter"}
+    fewer = {code: example for code, example in EXAMPLES.items() if code != "setter"}
     monkeypatch.setattr(pages, "EXAMPLES", fewer)
     with pytest.raises(MegapgError, match="setter"):
         pages.pages()
@@ -74,9 +75,9 @@ def test_the_page_of_a_version_has_every_name(version: int) -> None:
             assert f"| `{name}()` | `{plain.expression}`" in page
 
 
-@pytest.mark.parametrize("code", pages.EXAMPLES)
+@pytest.mark.parametrize("code", EXAMPLES)
 def test_the_example_of_a_code_has_it_and_then_has_not(code: str, tmp_path: Path) -> None:
-    example = pages.EXAMPLES[code]
+    example = EXAMPLES[code]
     assert code in [left.reason for left in migrated(example.before, example, tmp_path).left]
     after = migrated(example.after, example, tmp_path)
     assert (list(after.left), list(after.files)) == ([], [])
@@ -87,9 +88,9 @@ def migrated(source: str, example: pages.Example, folder: Path) -> Migration:
     return migrate([folder], Config(folder, versions=parse_versions(example.versions)))
 
 
-@pytest.mark.parametrize("code", pages.EXAMPLES)
+@pytest.mark.parametrize("code", EXAMPLES)
 def test_what_the_examples_use_of_megapg_is_there(code: str) -> None:
-    tree = ast.parse(pages.EXAMPLES[code].after)
+    tree = ast.parse(EXAMPLES[code].after)
     names: dict[str, object] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -109,7 +110,7 @@ def test_what_the_examples_use_of_megapg_is_there(code: str) -> None:
 
 
 def test_the_ranks_of_the_example_are_those_that_it_replaces() -> None:
-    example = pages.EXAMPLES["no-state"]
+    example = EXAMPLES["no-state"]
     before: dict[str, object] = {}
     after: dict[str, object] = {}
     exec(example.before, before)
@@ -316,7 +317,7 @@ def test_the_hook_on_the_page_is_defined() -> None:
 
 def test_the_last_of_it_goes_through_every_code() -> None:
     section = PAGES["by-tool.md"].split("## The last 5 %")[1].split("\n## ")[0]
-    for code in {*REASONS, *CAUTIONS} - set(pages.OF_FILES):
+    for code in {*REASONS, *CAUTIONS} - set(OF_FILES):
         assert f"[{code}](reasons/{code}.md)" in section, code
 
 

@@ -14,8 +14,11 @@ from megatron.core import parallel_state
 
 import megapg
 from megapg.migrate.config import Config
+from megapg.migrate.engine import migrate
 from megapg.migrate.index import Index
-from megapg.migrate.patches import Answer, PatchPlan, plan_patches, played
+from megapg.migrate.migration import applied
+from megapg.migrate.patches import PatchPlan, plan_patches
+from megapg.migrate.played import Answer, played
 from megapg.migrate.sites import Kind
 from megapg.testing import fake_collection
 
@@ -98,7 +101,7 @@ def rewritten(root: Path, text: str, **files: str) -> str:
     """The new text, of which every patch is served."""
     found = plan(root, text, **files)
     assert not found.left
-    return found.applied(HEAD + text).removeprefix(HEAD)
+    return applied(HEAD + text, found.edits).removeprefix(HEAD)
 
 
 def reasons(root: Path, text: str, **files: str) -> set[str]:
@@ -344,7 +347,7 @@ def test_tests_pass_before_and_after_and_can_still_fail(tmp_path: Path) -> None:
     found = plan(tmp_path / "plan", TESTS)
     assert not found.left
     old = HEAD + TESTS
-    new = found.applied(old).replace("import pytest\n", "import megapg\nimport pytest\n", 1)
+    new = applied(old, found.edits).replace("import pytest\n", "import megapg\nimport pytest\n", 1)
     before = PACKAGE["pkg/mod.py"]
     moved = migrate_by_hand(tmp_path / "plan")
     wrong = moved
@@ -534,7 +537,7 @@ def test_newlines_and_indentation_are_those_of_the_file(
         "",
     ]
     old, new = (newline.join(each).replace("\t", indent) for each in (lines, wanted))
-    assert plan(tmp_path, old).applied(HEAD + old).removeprefix(HEAD) == new
+    assert applied(HEAD + old, plan(tmp_path, old).edits).removeprefix(HEAD) == new
 
 
 def test_blocks_beside_each_other_are_served_one_by_one(tmp_path: Path) -> None:
@@ -549,7 +552,7 @@ def test_it():
 """
     found = plan(tmp_path, text)
     assert len(found.served) == 2
-    new = found.applied(HEAD + text)
+    new = applied(HEAD + text, found.edits)
     ast.parse(new)
     assert "fake_collection() as pg" in new
     assert "fake_collection(tp=2, rank=1) as pg" in new
@@ -742,6 +745,8 @@ def test_both():
     assert [site.name for site in found.served] == ["is_initialized"]
     assert len(found.stands) == 4
     assert [site.name for site in found.left] == ["get_tensor_model_parallel_rank"]
+    left = migrate([tmp_path], Config(tmp_path, versions=(16,))).left
+    assert sum("It can stay" in each.suggestion for each in left) == 4
 
 
 def test_an_unset_group_reads_the_same_through_a_collection() -> None:
@@ -779,38 +784,3 @@ def plan_with_keeps(root: Path, text: str) -> PatchPlan:
     index.run(lambda done, total: None)
     source, analysis = index.look(root / "test_it.py") or pytest.fail("no Python")
     return plan_patches(source, analysis, [each.site for each in index.located])
-
-
-# --- imports that have to stay --------------------------------------------------------------------
-
-
-def test_imports_that_patches_go_through_are_named(tmp_path: Path) -> None:
-    text = """
-from pkg import mod as code
-
-
-def test_it(value, monkeypatch):
-    with patch("pkg.mod.parallel_state.get_tensor_model_parallel_rank", return_value=value):
-        pass
-    with patch("pkg.mod.get_context_parallel_rank", return_value=value):
-        pass
-    with patch("megatron.core.parallel_state.get_context_parallel_world_size", value):
-        pass
-    monkeypatch.setattr(code.parallel_state, "get_expert_model_parallel_rank", value)
-    monkeypatch.setattr(code, "get_context_parallel_rank", value)
-    with patch.object(parallel_state, "get_pipeline_model_parallel_rank", value):
-        pass
-"""
-    found = plan(tmp_path, text)
-    assert not found.served
-    assert found.through == {
-        "pkg.mod",
-        "pkg.mod.parallel_state",
-        "pkg.mod.parallel_state.get_tensor_model_parallel_rank",
-        "pkg.mod.parallel_state.get_expert_model_parallel_rank",
-        "pkg.mod.get_context_parallel_rank",
-    }
-
-
-def test_served_patches_need_no_imports(tmp_path: Path) -> None:
-    assert not plan(tmp_path, TESTS).through

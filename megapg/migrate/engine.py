@@ -30,6 +30,8 @@ from megapg.migrate.sites import Site
 from megapg.migrate.source import Problem, Source
 from megapg.migrate.verify import verify
 
+_STANDS = "It can stay: what it patches is what is read after a migration, too."
+
 
 def migrate(
     paths: Sequence[Path],
@@ -64,6 +66,7 @@ def migrate(
         findings = index.run(lambda done, total: None)
         plans = patch_plans(index)
     advice = {site: what for plan in plans.values() for site, what in plan.left.items()}
+    advice |= dict.fromkeys((site for plan in plans.values() for site in plan.stands), _STANDS)
     frozen: dict[Path, str] = {}
     while True:  # a file that fails verification takes no part, and then others may not rely on it
         attempt = _Attempt(index, frozen, originals, style, unsafe)

@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import ast
 import itertools
-import math
 import re
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from megapg.errors import LayoutError
-from megapg.layout import ParallelLayout
-from megapg.migrate.mapping import GROUP_GLOBALS, Argument, Refusal, Replacement, replacement
+from megapg.migrate.mapping import GROUP_GLOBALS, Refusal, replacement
 from megapg.migrate.migration import Edit, applied
+from megapg.migrate.played import Answer, Played, asks_of, is_expressible, played
 from megapg.migrate.scopes import Analysis, Binding, Imported, Scope, last_name
 from megapg.migrate.signatures import VERSIONS, signature
 from megapg.migrate.sites import Kind, Site
@@ -64,18 +62,12 @@ class PatchPlan:
         stands: sites that are right as they are: nothing that they patch is ever migrated, or what
             is read after a migration is what they patch.
         left: other sites, and what to write.
-        through: see :func:`imports_patched_through`, for the sites that are not served.
     """
 
     edits: tuple[Edit, ...]
     served: tuple[Site, ...]
     stands: tuple[Site, ...]
     left: Mapping[Site, str]
-    through: frozenset[str]
-
-    def applied(self, text: str) -> str:
-        """The text of the file with the edits."""
-        return applied(text, self.edits)
 
 
 def plan_patches(
@@ -93,215 +85,6 @@ def plan_patches(
         conftests: the ``conftest.py`` files whose fixtures its tests may use, with their sites.
     """
     return _Planner(source, analysis, sites, conftests).plan()
-
-
-def imports_patched_through(
-    source: Source, analysis: Analysis, sites: Iterable[Site]
-) -> frozenset[str]:
-    """Dotted names of what patches reach through, for those imports have to stay.
-
-    ``patch("pkg.mod.parallel_state.get_x")`` needs what ``pkg.mod`` calls ``parallel_state``, and
-    ``patch("pkg.mod.get_x")`` the ``get_x`` there: both ``pkg.mod.parallel_state`` and
-    ``pkg.mod.parallel_state.get_x`` are named, whichever of them exists.
-
-    Args:
-        source: the file with the patches.
-        analysis: its scopes.
-        sites: the patches.
-    """
-    return _through(_Nodes(source), analysis, sites)
-
-
-def _through(nodes: _Nodes, analysis: Analysis, sites: Iterable[Site]) -> frozenset[str]:
-    found: set[str] = set()
-    for site in sites:
-        node = nodes.at(site)
-        if site.kind is Kind.STRING and isinstance(node, ast.Constant):
-            found |= {str(node.value), str(node.value).rpartition(".")[0]}
-        elif site.kind is Kind.PATCHED and isinstance(node, ast.Call) and node.args:
-            scope = next((use.scope for use in analysis.uses if use.node is node.func), None)
-            if target := _imported_as(node.args[0], scope or analysis.module):
-                found |= {target, f"{target}.{site.name}"} if site.name else {target}
-    return frozenset(name for name in found if "." in name and not _is_of_core(name))
-
-
-# -- what patches say, and the layout that says it ------------------------------------------------
-
-
-class Answer(NamedTuple):
-    """What a patched getter answers."""
-
-    name: str
-    value: object
-
-
-class Played(NamedTuple):
-    """A rank of a layout: the arguments of ``fake_collection``."""
-
-    sizes: tuple[tuple[str, int], ...]
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self.sizes)
-
-
-_INITIALISED = {
-    "is_initialized": True,
-    "model_parallel_is_initialized": True,
-    "is_unitialized": False,
-}
-_STAGES = ("is_pipeline_first_stage", "is_pipeline_last_stage")
-_VIRTUAL = "get_virtual_pipeline_model_parallel_world_size"
-_NEIGHBOURS = {"first": None, "last": None, "next": 1, "prev": -1}
-_NEIGHBOUR = re.compile(r"get_pipeline_model_parallel_(first|last|next|prev)_rank\Z")
-_AXES = ("tp", "pp", "cp", "ep", "expt_tp")
-_LARGEST = 512  # ranks of a layout: tests play small ones, and each is asked
-
-
-@cache
-def _asks(name: str) -> frozenset[tuple[str, str]]:
-    """What a getter may ask of which field, whatever flags it is called with, in any version."""
-    found = set()
-    for version in VERSIONS:
-        parameters = signature(name, version)
-        flags = [each.name for each in parameters or () if each.default in ("True", "False")]
-        for chosen in itertools.product(("True", "False"), repeat=len(flags)):
-            given = [Argument(value, flag) for flag, value in zip(flags, chosen, strict=True)]
-            answer = replacement(name, given, (version,))
-            if isinstance(answer, Replacement) and answer.field:
-                found.add((answer.asks, answer.field))
-    return frozenset(found)
-
-
-def _is_expressible(answer: Answer) -> bool:
-    """Whether a layout can say such a thing at all."""
-    name, value = answer
-    if name in _INITIALISED:
-        return value is _INITIALISED[name]
-    if name in _STAGES:
-        return isinstance(value, bool)
-    if name == _VIRTUAL and value is None:
-        return True
-    asks = {asked for asked, _ in _asks(name)}
-    if asks == {"ranks"}:
-        return isinstance(value, list) and all(type(each) is int for each in value)
-    numbers = asks <= {"rank", "size", "first"} if asks else name == _VIRTUAL
-    return type(value) is int and (numbers or _NEIGHBOUR.match(name) is not None)
-
-
-def played(answers: Iterable[Answer]) -> Played | None:
-    """The smallest layout, and the lowest rank in it, that answer all of it; None if none does."""
-    wanted = frozenset((name, repr(value)) for name, value in answers)
-    return _played(wanted)
-
-
-@cache
-def _played(wanted: frozenset[tuple[str, str]]) -> Played | None:
-    answers = [Answer(name, ast.literal_eval(value)) for name, value in sorted(wanted)]
-    virtual = [answer for answer in answers if answer.name == _VIRTUAL]
-    staged = any(answer.name in _STAGES for answer in answers)
-    if staged and any(answer.value is not None for answer in virtual):
-        return None  # of which model chunk?
-    chunks = next((answer.value for answer in virtual), None)
-    pools = [_pool(axis, answers) for axis in (*_AXES, "dp")]
-    layouts = []
-    for sizes in itertools.product(*pools):
-        if (layout := _layout(*sizes, chunks=chunks)) is not None:
-            layouts.append((layout.world_size, sum(map(bool, sizes)), sizes, layout))
-    for _, _, sizes, layout in sorted(layouts, key=lambda each: each[:3]):
-        for rank in range(layout.world_size):
-            if all(_answers(layout, rank, answer) for answer in answers):
-                return _written(sizes, layout, rank)
-    return None
-
-
-def _pool(axis: str, answers: Sequence[Answer]) -> list[int]:
-    """Sizes to try for an axis; 0 for what follows from the others."""
-    tried = {0} if axis in ("expt_tp", "dp") else {1}
-    for name, value in answers:
-        if axis == "pp" and (name in (*_STAGES, _VIRTUAL) or _NEIGHBOUR.match(name)):
-            tried |= {1, 2, 3}
-        if type(value) is not int:
-            continue
-        if name == f"get_{_LONG[axis]}_world_size":
-            return [value]
-        of_the_job = _NEIGHBOUR.match(name) or any(asks == "first" for asks, _ in _asks(name))
-        if of_the_job:  # a global rank, so whatever comes to more ranks than that may do
-            tried |= {2, max(value, 1), value + 1}
-        for asks, of in _asks(name):
-            if axis in (of, *of.split("_")):
-                sizes = range(1, min(value, _LARGEST) + 1)
-                tried |= {n for n in sizes if value % n == 0} if asks == "size" else {1, value + 1}
-    return sorted(tried)
-
-
-_LONG = {
-    "tp": "tensor_model_parallel",
-    "pp": "pipeline_model_parallel",
-    "cp": "context_parallel",
-    "ep": "expert_model_parallel",
-    "expt_tp": "expert_tensor_parallel",
-    "dp": "data_parallel",
-}
-
-
-def _smallest(tp: int, pp: int, cp: int, ep: int, expt_tp: int) -> int:
-    return math.lcm(tp * pp * cp, (expt_tp or tp) * ep * pp)  # as fake_collection() has it
-
-
-def _layout(
-    tp: int, pp: int, cp: int, ep: int, expt_tp: int, dp: int, *, chunks: object
-) -> ParallelLayout | None:
-    world = tp * pp * cp * dp or _smallest(tp, pp, cp, ep, expt_tp)
-    if not 0 < world <= _LARGEST:
-        return None
-    vpp = chunks if isinstance(chunks, int) else None
-    try:
-        return ParallelLayout(
-            world_size=world, tp=tp, pp=pp, cp=cp, ep=ep, expt_tp=expt_tp, vpp=vpp
-        )
-    except LayoutError:
-        return None
-
-
-def _written(sizes: tuple[int, ...], layout: ParallelLayout, rank: int) -> Played:
-    axes = dict(zip(_AXES, sizes, strict=False))
-    said = {axis: size for axis, size in axes.items() if size > (axis != "expt_tp")}
-    if axes["expt_tp"] == layout.tp:
-        said.pop("expt_tp", None)
-    if layout.vpp is not None:
-        said["vpp"] = layout.vpp
-    if layout.world_size != _smallest(**axes):
-        said["world_size"] = layout.world_size
-    if rank:
-        said["rank"] = rank
-    return Played(tuple(said.items()))
-
-
-def _answers(layout: ParallelLayout, rank: int, answer: Answer) -> bool:
-    name, value = answer
-    if name in _INITIALISED:
-        return value is _INITIALISED[name]
-    if name == _VIRTUAL:
-        return layout.vpp == value
-    pipeline = layout.members("pp", rank)
-    if name in _STAGES:
-        return (rank == pipeline[0 if "first" in name else -1]) is value
-    if neighbour := _NEIGHBOUR.match(name):
-        which, step = neighbour[1], _NEIGHBOURS[neighbour[1]]
-        at = pipeline.index(rank) + step if step else 0 if which == "first" else -1
-        return pipeline[at % len(pipeline)] == value
-    return all(_has(layout, rank, asks, of, value) for asks, of in _asks(name))
-
-
-def _has(layout: ParallelLayout, rank: int, asks: str, of: str, value: object) -> bool:
-    if of not in layout.families:
-        return False
-    members = layout.members(of, rank)
-    if asks == "size":
-        return len(members) == value
-    if asks == "rank":
-        return rank in members and members.index(rank) == value
-    return members[:1] == (value,) if asks == "first" else list(members) == value
 
 
 # -- patches as they are written -------------------------------------------------------------------
@@ -500,7 +283,7 @@ class _Reader:
             patch.why = "the test uses the mock itself"
         elif not patch.why and value is ...:
             patch.why = "what it answers shows at run time only"
-        elif not patch.why and not _is_expressible(Answer(site.name, value)):
+        elif not patch.why and not is_expressible(Answer(site.name, value)):
             patch.why = f"in no layout it is {value!r}"
         if not patch.why:
             patch.answer = Answer(site.name, value)
@@ -709,8 +492,7 @@ class _Planner:
             key=lambda edit: (edit.start, edit.stop),
         )
         served = [patch.site for unit, _ in planned for patch in unit.patches]
-        through = _through(self._nodes, self._analysis, [*self._left, *self._stands])
-        return PatchPlan(tuple(edits), tuple(served), tuple(self._stands), self._left, through)
+        return PatchPlan(tuple(edits), tuple(served), tuple(self._stands), self._left)
 
     def _sort(self, site: Site, call: ast.Call) -> None:
         """Into the unit that the patch belongs to, or to those that stand or are left."""
@@ -865,7 +647,7 @@ def _stands(site: Site, call: ast.Call) -> bool:
 
 def _suggestion(site: Site, why: str, rank: Played | None) -> str:
     wanted = str(rank) if rank is not None else "tp=2, rank=1"
-    asked = {of for asks, of in _asks(site.name) if asks == "group"} if site.name else set()
+    asked = {of for asks, of in asks_of(site.name) if asks == "group"} if site.name else set()
     compare = f", and compare with pg.{min(asked, key=len)}" if asked else ""
     block = f"with megapg.testing.fake_collection({wanted}) as pg, megapg.published(pg):"
     return f"{why}. Write `{block}` around what is tested, or pass it pg_collection=pg{compare}."
