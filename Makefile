@@ -33,7 +33,7 @@ SOURCES := megapg tests $(wildcard benchmarks)
 
 export PYTHON TORCH TORCH_INDEX ALLOW_CUDA_TORCH
 
-.PHONY: help setup demo test test-newest bench bench-migrate lint clean distclean
+.PHONY: help setup demo test test-newest test-gpu bench bench-migrate lint clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets (what a plain `make` does)
@@ -51,6 +51,10 @@ test: $(READY)  ## run all tests (CPU only, minutes); pytest's options in ARGS
 
 test-newest: $(READY_NEWEST)  ## run the contract tests on the newest Megatron-core (python3.12, may download gigabytes)
 	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -m contract $(ARGS)
+
+# Nothing is installed for it: the torch that belongs to the machine's driver is the one to ask.
+test-gpu:  ## suspend, resume and count memory on this machine's GPUs, with the torch of PYTHON
+	PYTHONPATH=. $(or $(PYTHON),python3) -m benchmarks.gpu $(ARGS)
 
 bench: $(READY)  ## run the benchmarks; options in ARGS
 	.venv/bin/python -m benchmarks $(ARGS)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import rich.box
-import rich.table
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class Table:
 
     def print(self, console: Console) -> None:
         """On the terminal."""
+        import rich.box  # not at the top: a machine with a GPU may have just its torch
+        import rich.table
+
         shown = rich.table.Table(title=self.title, box=rich.box.SIMPLE, title_justify="left")
         for index, column in enumerate(self.columns):
             shown.add_column(column, justify="right" if index else "left", overflow="fold")

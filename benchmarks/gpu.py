@@ -1,0 +1,211 @@
+"""What this machine's GPUs show of giving communicator memory back: `make test-gpu`.
+
+    python -m benchmarks.gpu [--cycles 100]
+
+With one GPU every communicator has one rank; with more, those of a layout over all of them are
+tried too. Each way of suspending runs in processes of its own: create, use, suspend, resume, use,
+and then cycle by cycle, with what is free on the device looked at in between. It takes the torch
+that this Python has, and nothing else but megapg and its dependencies. Exit status 1: a sum was
+wrong or memory drifted. 2: there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+import megapg
+from benchmarks.table import Table
+from megapg.comms.offload import WAYS, How, OffloadReport
+from megapg.errors import UnsupportedOffloadError
+from megapg.testing import run_distributed
+
+_MIB = 2**20
+# Large enough for NCCL's path for large messages; communicators allocate at first use.
+_ELEMENTS = 16 * _MIB
+_USED = ("tp", "pp", "dp", "dp_cp", "ep", "expt_dp")
+# Free memory is counted in the allocations of the driver, and other processes may run.
+_DRIFT_ALLOWED = 8 * _MIB
+
+
+@dataclass(frozen=True)
+class Life:
+    """One way on one rank: bytes, and seconds.
+
+    Attributes:
+        refused: why this way can't be gone here; all else is empty then.
+        took: free memory that creating and using the groups once took.
+        back: free memory that suspending gave back.
+        held: what the backend says its communicators held before and after; None: it can't tell.
+        suspend_s: seconds, the median over the cycles.
+        resume_s: likewise.
+        drift: by how much less was free after the last cycle than after the first.
+        left: by how much less was free after closing than before opening.
+        right: whether every sum was.
+    """
+
+    refused: str = ""
+    took: int | None = None
+    back: int | None = None
+    held: tuple[int | None, int | None] = (None, None)
+    suspend_s: float = 0.0
+    resume_s: float = 0.0
+    drift: int | None = None
+    left: int | None = None
+    right: bool = True
+
+
+def live(way: How, backend: str, cycles: int) -> Life:
+    """On every rank: a session's life by one way."""
+    device = "cuda" if "nccl" in backend else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    value = torch.ones(_ELEMENTS if device == "cuda" else 1, device=device)
+    before = _free(device)
+    tp = 2 if int(os.environ["WORLD_SIZE"]) % 2 == 0 else 1
+    # One rank alone would have a single communicator.
+    session = megapg.session(tp=tp, backend=backend, dedicated=_USED)
+    right = _use(session, value)
+    opened, times = _free(device), []
+    reports: list[OffloadReport] = []
+    settled = None
+    try:
+        for _ in range(cycles):
+            moments = [time.perf_counter()]
+            report = session.suspend(way)
+            moments.append(time.perf_counter())
+            reports = reports or [report]
+            away = _free(device)
+            moments.append(time.perf_counter())
+            session.resume()
+            moments.append(time.perf_counter())
+            right = _use(session, value) and right
+            times.append((moments[1] - moments[0], moments[3] - moments[2]))
+            settled = _free(device) if settled is None else settled
+            if len(times) == 1:
+                back = _less(away, opened)
+    except UnsupportedOffloadError as error:
+        session.close()
+        return Life(refused=str(error).removesuffix(" Nothing was touched."))
+    at_end = _free(device)
+    session.close()
+    named = "nccl" if device == "cuda" else "gloo"
+    middle = len(times) // 2
+    return Life(
+        took=_less(before, opened),
+        back=back,
+        held=reports[0].bytes.get(named, (None, None)),
+        suspend_s=sorted(s for s, _ in times)[middle],
+        resume_s=sorted(r for _, r in times)[middle],
+        drift=_less(settled, at_end),
+        left=_less(before, _free(device)),
+        right=right,
+    )
+
+
+def _use(session: megapg.Session, value: torch.Tensor) -> bool:
+    right = True
+    for field in _USED:
+        value.fill_(1.0)
+        dist.all_reduce(value, group=getattr(session.groups, field))
+        right = right and bool((value == session.groups.size(field)).all())
+    return right
+
+
+def _free(device: str) -> int | None:
+    if device == "cpu":
+        return None
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def _less(before: int | None, after: int | None) -> int | None:
+    """How much less is free."""
+    return None if before is None or after is None else before - after
+
+
+def table(world_size: int, lives: Sequence[tuple[How, Sequence[Life]]], cycles: int) -> Table:
+    """What came of it, by way; the worst of the ranks."""
+    rows, refusals = [], []
+    for way, ranks in lives:
+        if ranks[0].refused:
+            rows.append((way, *["-"] * 7, "refused"))
+            refusals.append(f"{way}: {ranks[0].refused}")
+            continue
+        worst = ranks[0]
+        rows.append(
+            (
+                way,
+                _mib(worst.took),
+                _mib(worst.back and -worst.back),
+                f"{_mib(worst.held[0])} to {_mib(worst.held[1])}",
+                f"{max(each.suspend_s for each in ranks):.3f}",
+                f"{max(each.resume_s for each in ranks):.3f}",
+                _mib(_largest(each.drift for each in ranks)),
+                _mib(_largest(each.left for each in ranks)),
+                "right" if all(each.right for each in ranks) else "WRONG",
+            )
+        )
+    return Table(
+        f"{world_size} rank{'s' if world_size > 1 else ''}: {cycles} cycles",
+        (
+            *("way", "taken, MiB", "given back, MiB", "NCCL's own count, MiB", "suspend, s"),
+            *("resume, s", "drift, MiB", "left after close, MiB", "sums"),
+        ),
+        tuple(rows),
+        (*refusals, _versions()),
+    )
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((each for each in values if each is not None), default=None)
+
+
+def _mib(value: int | None) -> str:
+    return "unknown" if value is None else f"{value / _MIB:.1f}"
+
+
+def _versions() -> str:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
+    return f"{gpu}, torch {torch.__version__}, NCCL {nccl}, megapg {megapg.__version__}."
+
+
+def _ok(lives: Sequence[Life]) -> bool:
+    return all(each.right and (each.drift or 0) <= _DRIFT_ALLOWED for each in lives)
+
+
+def main() -> int:
+    """Run what this machine can, print it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cycles", type=int, default=100, help="suspend and resume so often")
+    parser.add_argument(
+        "--on-gloo", type=int, metavar="RANKS", help="try the script itself, without a GPU"
+    )
+    options = parser.parse_args()
+    gpus = 0 if options.on_gloo else torch.cuda.device_count()
+    if not gpus and not options.on_gloo:
+        print("no GPU at hand: torch sees none", file=sys.stderr)
+        return 2
+    backend = "gloo" if options.on_gloo else "cpu:gloo,cuda:nccl"
+    fine = True
+    for world_size in sorted({options.on_gloo} if options.on_gloo else {1, gpus}):
+        lives = []
+        for way in WAYS:
+            work = partial(live, way, backend, options.cycles)
+            lives.append((way, run_distributed(work, world_size, deadline=600.0)))
+            fine = fine and _ok(lives[-1][1])
+        print(table(world_size, lives, options.cycles).markdown(), end="\n\n")
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
