@@ -175,7 +175,9 @@ def _mib(value: int | None) -> str:
 
 def _versions() -> str:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
+    nccl = "none"
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return f"{gpu}, torch {torch.__version__}, NCCL {nccl}, megapg {megapg.__version__}."
 
 
