@@ -101,9 +101,11 @@ def main(
     **migrate** runs `megapg migrate` on published code: how much it serves, whether it is right,
     its CPU time against LibCST, and its choices against those that NVIDIA made by hand. The
     wheels are downloaded to `.corpora` once (33 MB). `python -m benchmarks.migrate --sample 100`
-    prints changed uses to read.
+    prints changed uses to read. A migrated copy of Megatron-core then trains next to the installed
+    one: whether every bit is the same, and who reads the globals (alone, and in four minutes:
+    `python -m benchmarks.behaviour`).
 
-    All ranks are processes on this host. The whole takes about twelve minutes on two cores
+    All ranks are processes on this host. The whole takes about sixteen minutes on two cores
     that have nothing else to do, and 10 GiB of memory at world 32. On a busy machine wall times
     mislead; look at the ratios of CPU time there.
 
@@ -208,7 +210,7 @@ def _checkpoint(report: Report, quick: bool, progress: Progress) -> None:
 
 
 def _migrate(report: Report, quick: bool, progress: Progress) -> None:
-    from benchmarks import corpora, ground_truth, migrate, race
+    from benchmarks import behaviour, corpora, ground_truth, migrate, race
 
     trees = (corpora.named("mbridge"), corpora.named("mcore_bridge")) if quick else corpora.CORPORA
     task = progress.add_task("migrate, trees", total=len(trees))
@@ -223,6 +225,8 @@ def _migrate(report: Report, quick: bool, progress: Progress) -> None:
         return
     task = progress.add_task("migrate, ground truth", total=len(corpora.CORES))
     report.score = ground_truth.run(partial(progress.advance, task))
+    task = progress.add_task("migrate, behaviour", total=behaviour.STEPS)
+    report.behaviour = behaviour.run(partial(progress.advance, task))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 import torch
 
 import megapg
+from benchmarks import behaviour as behaviours
 from benchmarks import checkpoint as checkpoints
 from benchmarks import layout as layouts
 from benchmarks import migrate_report
 from benchmarks.access import Reading
+from benchmarks.behaviour import Behaviour
 from benchmarks.bridge import Cost
 from benchmarks.checkpoint import Standings
 from benchmarks.creation import STAGES, USE, Contest
@@ -42,6 +44,7 @@ class Report:
     outcomes: list[Outcome] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
     score: Score | None = None
+    behaviour: Behaviour | None = None
 
     def tables(self) -> list[Table]:
         """The findings, creation first."""
@@ -62,6 +65,8 @@ class Report:
             found.append(migrate_report.race_table(self.races))
         if self.score:
             found += migrate_report.score_tables(self.score)
+        if self.behaviour:
+            found += behaviours.tables(self.behaviour)
         return found
 
     def markdown(self) -> str:

@@ -21,13 +21,19 @@ from test_layout_against_megatron import Configuration
 from megapg import ProcessGroupCollection
 from megapg.collection import OPTIONAL_FIELDS
 from megapg.errors import (
+    GlobalReadError,
     LayoutError,
     MissingGroupError,
     StaleGroupError,
     UnsupportedOptionError,
 )
 from megapg.layout import FIELDS
-from megapg.megatron import from_parallel_state, getters
+from megapg.megatron import (
+    forbid_global_reads,
+    from_parallel_state,
+    getters,
+    trace_global_reads,
+)
 from megapg.megatron.core import installed_version
 from megapg.megatron.resolve import resolve
 from megapg.megatron.tables import GLOO_GLOBALS, OLDEST_CORE
@@ -435,6 +441,41 @@ def test_one_memory_buffer_for_each_owner():
         assert other is not buffer
     with pytest.raises(StaleGroupError, match="memory_buffer"):
         getters.memory_buffer(pg)
+
+
+def test_to_find_out_whose_groups_these_are_is_no_read():
+    """Borrowed groups may be the globals', which then know more; else they are not asked."""
+    with megatron(3, 8):
+        parallel_state.initialize_model_parallel(2, 2)
+        theirs = parallel_state.get_global_memory_buffer()
+        tp, pp, dp = (getattr(GlobalGroups(), field) for field in ("tp", "pp", "dp"))
+        foreign = ProcessGroupCollection.from_groups(tp=dp, pp=dp)
+        shared = ProcessGroupCollection.from_groups(tp=tp, pp=pp)
+        with forbid_global_reads():
+            assert getters.memory_buffer(foreign) is not theirs
+            with pytest.raises(LayoutError, match="don't say whether the pipeline is virtual"):
+                getters.virtual_pipeline_size(foreign)
+            with pytest.raises(GlobalReadError, match="reads _GLOBAL_MEMORY_BUFFER of"):
+                getters.memory_buffer(shared)
+            with pytest.raises(GlobalReadError, match="reads _VIRTUAL_PIPELINE_MODEL_PARALLEL_W"):
+                getters.virtual_pipeline_size(shared)
+        with trace_global_reads() as trace:
+            assert getters.memory_buffer(shared) is theirs
+            assert getters.virtual_pipeline_size(shared) is None
+            assert getters.data_rank(GlobalGroups()) == parallel_state._DATA_PARALLEL_GROUP.rank()
+        assert [read.getter for read in trace.reads] == [
+            "_GLOBAL_MEMORY_BUFFER",
+            "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
+            "_DATA_PARALLEL_GROUP",  # by the bridge and by this line: once each
+        ]
+        assert [read.count for read in trace.reads] == [1, 1, 2]
+
+
+def test_the_order_of_the_embedding_ranks_is_a_read():
+    with megatron(3, 8), trace_global_reads() as trace:
+        parallel_state.initialize_model_parallel(2, 2)
+        assert getters.embedding_ranks(GlobalGroups()) == parallel_state._EMBEDDING_GLOBAL_RANKS
+    assert {(read.getter, read.count) for read in trace.reads} == {("_EMBEDDING_GLOBAL_RANKS", 2)}
 
 
 @pytest.mark.skipif(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import pickle
 import sys
 import types
 import warnings
@@ -39,6 +40,7 @@ from megapg.megatron import (
     compare_with_globals,
     forbid_global_reads,
     from_megatron,
+    getters,
     globals_policy,
     resolve,
     to_megatron,
@@ -188,9 +190,10 @@ def test_inner_modules_have_only_the_fields_they_use():
             # Further in there is one with all that is asked for.
             assert groups_of([alone, gpt], "tp") is part
             assert groups_of([alone, gpt], "tp", "dp") is groups_of(gpt)
-        with pytest.warns(GlobalGroupsWarning, match=r"tp, dp \(but one without dp\), which test_"):
-            view = groups_of(alone, "tp", "dp")
+        view = groups_of(alone, "tp", "dp")
         assert isinstance(view, GlobalGroups)
+        with pytest.warns(GlobalGroupsWarning, match=r"tp, dp \(but one without dp\), which test_"):
+            assert view.rank("dp") == parallel_state.get_data_parallel_rank()
         with globals_policy("silent"):
             assert isinstance(groups_of(Holder(alone), "dp"), GlobalGroups)
 
@@ -272,6 +275,29 @@ def test_the_outermost_that_holds_all_comes_first(pg):
         outer.module = None
         outer.last = inner
         assert groups_of(outer, "tp") is pg  # the first submodule
+
+
+def test_what_is_wrapped_comes_before_other_submodules(pg):
+    outer = nn.Module()
+    outer.first, outer.module = nn.Module(), nn.Module()
+    outer.first.pg_collection = ProcessGroupCollection.from_groups(tp=pg.tp)
+    outer.module.pg_collection = pg
+    with no_globals():
+        assert groups_of(outer, "tp") is pg
+
+
+def test_each_module_of_a_class_is_asked(pg):
+    class Computed(nn.Module):
+        def __init__(self, held):
+            super().__init__()
+            self.held = held
+
+        @property
+        def pg_collection(self):
+            return self.held
+
+    with no_globals():
+        assert groups_of([Computed(None), Computed(pg)], "tp") is pg
 
 
 def test_extras_count_as_held():
@@ -400,13 +426,19 @@ def clip(model):
     return groups_of(model, "tp", "dp")
 
 
+def rank(model):
+    return clip(model).rank("tp")
+
+
 @pytest.mark.usefixtures("initialised")
 def test_the_globals_serve_with_one_warning_for_each_call_site():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):
             view = clip(Takes())
+            assert view.tp is parallel_state.get_tensor_model_parallel_group()
         other, line = groups_of(None), here()
+        assert other.rank("dp") == parallel_state.get_data_parallel_rank()
     caught = [each for each in caught if each.category is GlobalGroupsWarning]
     assert [(each.filename, each.lineno) for each in caught] == [
         (__file__, clip.__code__.co_firstlineno + 1),
@@ -418,10 +450,8 @@ def test_the_globals_serve_with_one_warning_for_each_call_site():
         "made."
     )
     assert str(caught[1].message).startswith("None carries no collection, which test_the_globals")
-    for each in (view, other):
-        assert type(each) is GlobalGroups
-        assert each.tp is parallel_state.get_tensor_model_parallel_group()
-        assert each.rank("dp") == parallel_state.get_data_parallel_rank()
+    assert isinstance(view, GlobalGroups)
+    assert isinstance(other, GlobalGroups)
 
 
 @pytest.mark.usefixtures("initialised")
@@ -439,7 +469,7 @@ def test_the_globals_serve_with_one_warning_for_each_call_site():
 )
 def test_the_warning_names_the_class_and_what_to_do(owner, named, advice):
     with pytest.warns(GlobalGroupsWarning) as caught:
-        clip(owner())
+        rank(owner())
     assert str(caught[0].message).startswith(f"{named} carries no collection with tp, dp, which ")
     assert advice in str(caught[0].message)
 
@@ -449,11 +479,13 @@ def test_the_policy_decides(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with globals_policy("silent"):
-            assert clip(Takes()).rank("tp") == 1
+            assert rank(Takes()) == 1
         with pytest.raises(GlobalGroupsWarning):
-            clip(Takes())
-    with globals_policy("error"), pytest.raises(NoCollectionError) as caught:
-        clip(Takes())
+            rank(Takes())
+        view = clip(Takes())
+    for _ in range(2):  # it does not wear off
+        with globals_policy("error"), pytest.raises(NoCollectionError) as caught:
+            assert hasattr(view, "tp")
     for part in (
         "Takes carries no collection with tp, dp, which clip asks groups_of() for",
         f"{__file__}:{clip.__code__.co_firstlineno + 1}",
@@ -463,7 +495,7 @@ def test_the_policy_decides(monkeypatch):
         assert part in str(caught.value)
     monkeypatch.setenv(POLICY_VARIABLE, "loud")
     with pytest.raises(UnsupportedOptionError, match=f"{POLICY_VARIABLE}: 'loud'"):
-        clip(Takes())
+        rank(Takes())
     with pytest.raises(UnknownFieldError, match="'tpp' is no field"):
         groups_of(None, "tpp")
 
@@ -488,9 +520,10 @@ def test_without_globals_nothing_is_raised_before_a_field_is_read(policy):
                 assert part in str(caught.value)
     with recorded_megatron(3, 8):
         parallel_state.initialize_model_parallel(2)
-        assert view.tp is parallel_state.get_tensor_model_parallel_group()
+        with globals_policy("error"), pytest.raises(NoCollectionError):
+            view.ranks("tp")
         with pytest.warns(GlobalGroupsWarning):
-            clip(Takes())
+            assert view.tp is parallel_state.get_tensor_model_parallel_group()
 
 
 def test_a_guard_behind_the_call_works():
@@ -505,6 +538,125 @@ def test_a_guard_behind_the_call_works():
         with recorded_megatron(3, 8):
             parallel_state.initialize_model_parallel(2)
             assert norm(Takes()) == 2
+
+
+READS = {
+    "a field": lambda view: view.tp,
+    "a field, asked about": lambda view: hasattr(view, "dp"),
+    "a field that may be None": lambda view: view.hcp,
+    "rank": lambda view: view.rank("tp"),
+    "size": lambda view: view.size("dp"),
+    "ranks": lambda view: view.ranks("tp"),
+    "require": lambda view: view.require("tp"),
+    "vars": vars,
+    "present": lambda view: view.present(),
+    "describe": lambda view: view.describe(),
+    "extras": lambda view: view.extras,
+    "an extra": lambda view: view.rank("gloo.dp"),
+    "equality": lambda view: view == GlobalGroups(),
+    "hash": hash,
+    "pickle": pickle.dumps,
+    "virtual stages": getters.virtual_pipeline_size,
+    "a stage": getters.is_pipeline_first_stage,
+    "a neighbour": getters.pipeline_next_rank,
+    "a predicate": getters.model_parallel_is_initialized,
+    "the first decoder": getters.pipeline_decoder_start,
+    "the split": getters.pipeline_split_rank,
+    "the encoder": getters.is_inside_encoder,
+    "embeddings": getters.embedding_ranks,
+    "a group chosen by flags": getters.data_group,
+    "a group that may not be there": lambda view: getters.present_group(view, "embd"),
+    "memory": getters.memory_buffer,
+}
+
+
+@pytest.mark.usefixtures("initialised")
+@pytest.mark.parametrize("ask", READS.values(), ids=list(READS))
+def test_what_is_said_waits_for_the_first_read_and_is_said_once(ask):
+    view, line = groups_of(Takes(), "tp", "dp"), here()
+    with forbid_global_reads(), pytest.raises(GlobalReadError, match=f":{line}: test_what_is_said"):
+        ask(view)
+    with globals_policy("error"), pytest.raises(NoCollectionError, match=f"{__file__}:{line},"):
+        ask(view)
+    with trace_global_reads() as trace, pytest.warns(GlobalGroupsWarning) as caught:
+        ask(view)
+    assert [(each.filename, each.lineno) for each in caught] == [(__file__, line)]
+    assert [read.line for read in trace.reads if read.getter == "resolve"] == [line]
+    with trace_global_reads() as trace, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ask(view)
+    assert "resolve" not in {read.getter for read in trace.reads}
+
+
+@pytest.mark.usefixtures("initialised")
+@pytest.mark.parametrize("ask", ["rank", "size"])
+def test_what_was_set_in_place_of_a_group_is_a_read_too(ask):
+    parallel_state.set_tensor_model_parallel_rank(0)
+    parallel_state.set_tensor_model_parallel_world_size(7)
+    view = clip(Takes())
+    with globals_policy("error"), pytest.raises(NoCollectionError):
+        getattr(view, ask)("tp")
+    with globals_policy("silent"):
+        assert getattr(view, ask)("tp") == {"rank": 0, "size": 7}[ask]
+
+
+NO_READS = {
+    "nothing": lambda view: None,
+    "passed on to resolve": lambda view: resolve(view, needs=("tp",)),
+    "passed on to groups_of": lambda view: groups_of(view, "dp"),
+    "carried": lambda view: groups_of(types.SimpleNamespace(pg_collection=view), "dp"),
+    "its printed form": repr,
+    "a copy": copy.deepcopy,
+    "what is no field": lambda view: hasattr(view, "tpp"),
+    "its lease": lambda view: view.lease.check("test"),
+}
+
+
+@pytest.mark.usefixtures("initialised")
+@pytest.mark.parametrize("use", NO_READS.values(), ids=list(NO_READS))
+def test_where_nothing_is_read_nothing_has_happened(use, monkeypatch):
+    monkeypatch.setenv(POLICY_VARIABLE, "loud")  # nobody has looked
+    with warnings.catch_warnings(), trace_global_reads() as trace, forbid_global_reads():
+        warnings.simplefilter("error")
+        use(clip(Takes()))
+    assert trace.reads == ()
+
+
+@pytest.mark.usefixtures("initialised")
+def test_a_read_elsewhere_is_told_of_the_call_also_when_that_has_returned():
+    def later(view):
+        return view.rank("tp")
+
+    views, lines = [], []
+    for _ in range(2):
+        views += [clip(Takes()), groups_of(None, "tp")]
+        lines.append(here() - 1)
+    with globals_policy("silent"), trace_global_reads() as trace:
+        assert [later(view) for view in views] == [1] * 4
+    told = [read for read in trace.reads if read.getter == "resolve"]
+    assert {(read.function, read.line, read.count) for read in told} == {
+        ("clip", clip.__code__.co_firstlineno + 1, 2),
+        ("test_a_read_elsewhere_is_told_of_the_call_also_when_that_has_returned", lines[0], 2),
+    }
+    (read,) = [read for read in trace.reads if read.getter != "resolve"]
+    assert (read.function.rpartition(".")[2], read.count) == ("later", 4)
+
+
+@pytest.mark.usefixtures("initialised")
+def test_what_waits_keeps_no_model_alive():
+    def ask(model):
+        model.pg_collection = groups_of(model, "tp")
+        return weakref.ref(model), model.pg_collection
+
+    gc.collect()
+    gc.disable()  # no circle either
+    try:
+        model, view = ask(nn.Linear(2, 2))
+        assert model() is None
+    finally:
+        gc.enable()
+    with pytest.warns(GlobalGroupsWarning, match="^Linear carries no collection with tp"):
+        assert view.rank("tp") == 1
 
 
 # -- odd owners ------------------------------------------------------------------------------------
@@ -639,13 +791,13 @@ def test_a_trace_sees_the_fallback_and_no_other():
 def test_a_ban_stops_the_fallback_and_no_other():
     carrier = types.SimpleNamespace(pg_collection=megapg.from_parallel_state())
     with globals_policy("silent"), forbid_global_reads():
-        assert clip(carrier).rank("tp") == 1
+        assert rank(carrier) == 1
         with pytest.raises(
             GlobalReadError, match=r"clip calls Takes without pg_collection.*tp, dp"
         ):
-            clip(Takes())
+            rank(Takes())
     with globals_policy("silent"), forbid_global_reads(allow=[__name__]):
-        clip(Takes())
+        assert rank(Takes()) == 1
 
 
 def test_a_ban_lets_a_call_in_front_of_a_guard_through():

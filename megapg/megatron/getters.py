@@ -16,7 +16,6 @@ import torch
 
 from megapg.collection import ProcessGroup, ProcessGroupCollection
 from megapg.errors import LayoutError, MissingGroupError, UnsupportedOptionError
-from megapg.megatron import hook
 from megapg.megatron.core import globals_of_core, installed_version
 from megapg.megatron.tables import (
     MEMORY_BUFFER,
@@ -98,7 +97,7 @@ def virtual_pipeline_size(pg: ProcessGroupCollection) -> int | None:
         LayoutError: the collection is of other borrowed groups, which don't say.
     """
     if isinstance(pg, GlobalGroups) or (pg.layout is None and _is_of_globals(pg, "pp")):
-        return _number(VIRTUAL_PIPELINE_SIZE)
+        return _number(pg, VIRTUAL_PIPELINE_SIZE)
     if pg.layout is None:
         raise LayoutError(
             f"the groups of {pg.lease.owner} don't say whether the pipeline is virtual. Pass "
@@ -168,7 +167,7 @@ def _chunk(
         return None
     current = vp_stage is None and installed_version() < TAKES_VP_STAGE
     if current and (isinstance(pg, GlobalGroups) or _is_of_globals(pg, "pp")):
-        vp_stage = _number(VIRTUAL_PIPELINE_RANK)
+        vp_stage = _number(pg, VIRTUAL_PIPELINE_RANK)
     if vp_stage is None:
         raise LayoutError(
             f"this pipeline has {size} model chunks on a rank: pass the one that is meant as "
@@ -182,7 +181,7 @@ def _stage(pg: ProcessGroupCollection) -> int:
     several = _pipelines(pg)
     if several is None:
         return pg.rank("pp")
-    given = _number(_STAGE_AS_SET)
+    given = _number(pg, _STAGE_AS_SET)
     return several[0].rank() if given is None else given
 
 
@@ -191,7 +190,7 @@ def _stages(pg: ProcessGroupCollection) -> int:
     several = _pipelines(pg)
     if several is None:
         return pg.size("pp")
-    given = _number(_STAGES_AS_SET)
+    given = _number(pg, _STAGES_AS_SET)
     return several[0].size() if given is None else given
 
 
@@ -240,14 +239,14 @@ def pipeline_split_rank(pg: ProcessGroupCollection) -> int | None:
     A collection that is not of the globals has no such split, nor have those of Megatron-core from
     0.14 on. The same holds for what follows here.
     """
-    return _number(_SPLIT_RANK) if isinstance(pg, GlobalGroups) else None
+    return _number(pg, _SPLIT_RANK) if isinstance(pg, GlobalGroups) else None
 
 
 def pipeline_decoder_start(pg: ProcessGroupCollection) -> int | None:
     """For ``get_pipeline_model_parallel_decoder_start()``: the first stage of the decoder, where
     the encoder has stages of its own, or None.
     """
-    return _number(_DECODER_START) if isinstance(pg, GlobalGroups) else None
+    return _number(pg, _DECODER_START) if isinstance(pg, GlobalGroups) else None
 
 
 def is_pipeline_stage_before_split(pg: ProcessGroupCollection, rank: int | None = None) -> bool:
@@ -360,7 +359,7 @@ def embedding_ranks(pg: ProcessGroupCollection) -> list[int]:
 
 def _embedding_ranks(pg: ProcessGroupCollection) -> Sequence[int] | None:
     if isinstance(pg, GlobalGroups):
-        return cast(Sequence[int] | None, globals_of_core().get(_EMBEDDING_RANKS))
+        return cast(Sequence[int] | None, pg.read(_EMBEDDING_RANKS))
     if pg.layout is None:
         return pg.ranks("embd")
     return pg.layout.embedding_ranks(list(pg.ranks("pp")))
@@ -424,9 +423,8 @@ def inter_partial_data_group(
     Raises:
         MissingGroupError: there is one optimizer instance only, or the collection lacks the field.
     """
-    if isinstance(pg, GlobalGroups) and (found := globals_of_core().get(_INTER_PARTIAL)):
-        hook.report(_INTER_PARTIAL)
-        return cast(ProcessGroup, found)
+    if isinstance(pg, GlobalGroups) and globals_of_core().get(_INTER_PARTIAL):
+        return cast(ProcessGroup, pg.read(_INTER_PARTIAL))
     return present_group(pg, "inter_dist_opt", check_initialized=check_initialized)
 
 
@@ -648,8 +646,7 @@ def memory_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
         StaleGroupError: the session behind ``pg`` has ended.
     """
     if isinstance(pg, GlobalGroups) or (pg.layout is None and _is_of_globals(pg, "tp")):
-        hook.report(MEMORY_BUFFER)
-        buffer = globals_of_core().get(MEMORY_BUFFER)
+        buffer = _view(pg).read(MEMORY_BUFFER)
         if buffer is None:
             raise MissingGroupError(
                 "the globals have no memory buffer, and get_global_memory_buffer() would fail too. "
@@ -684,9 +681,12 @@ def _data_field(pg: ProcessGroupCollection, with_context_parallel: bool, partial
 
 def _refuse_remat(pg: ProcessGroupCollection, field: str) -> None:
     """With weight rematerialisation on, 0.19's data parallel getters mean wider groups than dp."""
-    if getattr(pg, field, None) is not None and pg.size(field) > 1:
+    # To find out is no read of the globals.
+    view = isinstance(pg, GlobalGroups)
+    group = value_in_globals(field) if view else getattr(pg, field, None)
+    if isinstance(group, ProcessGroup) and group.size() > 1:
         raise UnsupportedOptionError(
-            f"{field} has {pg.size(field)} ranks: megapg does not support generalised tensor "
+            f"{field} has {group.size()} ranks: megapg does not support generalised tensor "
             "parallelism, under which there are two data parallel groups to choose from. Take the "
             "field that you mean, such as pg.dp or pg.dp_cp_gtp_remat."
         )
@@ -702,6 +702,10 @@ def _extra(pg: ProcessGroupCollection, name: str) -> ProcessGroup:
     return pg.extras[name]
 
 
-def _number(name: str) -> int | None:
-    hook.report(name)
-    return cast(int | None, globals_of_core().get(name))
+def _number(pg: ProcessGroupCollection, name: str) -> int | None:
+    return cast(int | None, _view(pg).read(name))
+
+
+def _view(pg: ProcessGroupCollection) -> GlobalGroups:
+    """The globals, as a view of them or as borrowed groups that are theirs."""
+    return pg if isinstance(pg, GlobalGroups) else GlobalGroups()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, cast
 
 from megapg.collection import ProcessGroupCollection
@@ -17,6 +17,7 @@ from megapg.errors import MegapgError
 from megapg.megatron import hook
 from megapg.megatron.adapted import as_collection
 from megapg.megatron.resolve import (
+    Place,
     check_names,
     let_globals_serve,
     policy_now,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
+_TELLING = frozenset((*COLLECTION_NAMES, *MODEL_ATTRIBUTES))
 
 
 def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
@@ -51,8 +53,10 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
 
     Where nothing is found, or ``owner`` is None, the answer is a :class:`GlobalGroups`, as
     :func:`resolve` gives it: with a :class:`~megapg.errors.GlobalGroupsWarning` once per place,
-    and as ``MEGAPG_GLOBALS`` allows. Unlike there, the globals need not be initialised until a
-    field is read, so that the call can stand in front of the test whether they are.
+    and as ``MEGAPG_GLOBALS`` allows. Unlike there, all that waits until a field is read, its rank
+    or its size, and is then said of the place that called this: the call can stand in front of the
+    test whether the globals are initialised, and be an argument of what may not need it. Where
+    nothing is read nothing has happened.
 
     The search costs a microsecond or so where the model itself carries a collection, and grows
     with the number of modules where none does: in a loop, call it once before.
@@ -63,11 +67,13 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
 
     Raises:
         MissingGroupError: ``owner`` is a collection and lacks a field of ``needs``.
-        NoCollectionError: nothing was found, and ``MEGAPG_GLOBALS`` forbids the globals, which
-            are initialised.
         StaleGroupError: the session behind what was found has closed or suspended its groups.
         ForeignGroupError: its groups were destroyed or are of another process.
         UnknownFieldError: a name in ``needs`` is no field.
+
+    What a read raises where nothing was found:
+        NoCollectionError: ``MEGAPG_GLOBALS`` forbids the globals, which are initialised.
+        MissingGroupError: they are not, or lack that group.
         UnsupportedOptionError: ``MEGAPG_GLOBALS`` is set to something unknown.
     """
     itself = as_collection(owner)
@@ -82,101 +88,126 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
             if _lacking(pg, needs):
                 partial = partial or pg
                 continue
-            pg.require(*needs, owner=f"groups_of({_name(owner)})")
+            pg.require(*needs, owner=f"groups_of({_name(_innermost(owner))})")
         watching = hook.active()
         if watching is not None:
             frame = sys._getframe(1)
-            watching.resolved(_name(owner), pg, needs, frame, _home(frame))
+            watching.resolved(_name(_innermost(owner)), pg, needs, frame, _home(frame))
         return pg
-    return _fall_back(owner, needs, partial, sys._getframe(1))
+    check_names(needs)
+    lacking = _lacking(partial, needs) if partial is not None else ()
+    return _Fallback(_innermost(owner), needs, lacking, Place.of(sys._getframe(1)))
 
 
-class _Unserved(GlobalGroups):
-    """The globals, handed out before anybody has initialised them."""
+class _Fallback(GlobalGroups):
+    """The globals in place of what a model does not carry; that they serve is said when they do."""
 
-    __slots__ = ("_lack",)
+    __slots__ = ("_kind", "_lacking", "_needs", "_said", "_site")
 
     if TYPE_CHECKING:
-        _lack: str
+        _kind: type
+        _needs: tuple[str, ...]
+        _lacking: Sequence[str]
+        _said: bool
+        _site: Place
 
-    def __init__(self, lack: str) -> None:
+    def __init__(
+        self, kind: type, needs: tuple[str, ...], lacking: Sequence[str], site: Place
+    ) -> None:
+        """
+        Args:
+            kind: the model's class; the model itself may have to go before this.
+            needs: the fields that were asked for.
+            lacking: those of them that the collections found do not have.
+            site: who asked.
+        """
         super().__init__()
-        object.__setattr__(self, "_lack", lack)
+        object.__setattr__(self, "_kind", kind)
+        object.__setattr__(self, "_needs", needs)
+        object.__setattr__(self, "_lacking", lacking)
+        object.__setattr__(self, "_site", site)
+        object.__setattr__(self, "_said", False)
+
+    def _announce(self) -> None:
+        if self._said or not initialised():  # then there is nothing to serve
+            return
+        let_globals_serve(
+            _name(self._kind),
+            self._needs,
+            lack=self._lack(),
+            advice=_advice(self._kind),
+            policy=policy_now(),
+            caller=self._site,
+            module=_home(self._site),
+        )
+        object.__setattr__(self, "_said", True)
+
+    def _lack(self) -> str:
+        wanted = f" with {', '.join(self._needs)}" if self._needs else ""
+        if self._lacking:
+            wanted += f" (but one without {', '.join(self._lacking)})"
+        asked = f"{self._site.f_code.co_qualname} asks groups_of() for"
+        return f"{_name(self._kind)} carries no collection{wanted}, which {asked}"
 
     def _absent(self, owner: str, missing: Sequence[str]) -> str:
-        return f"{self._lack}. {super()._absent('groups_of', missing)}"
-
-
-def _fall_back(
-    owner: object, needs: tuple[str, ...], partial: ProcessGroupCollection | None, frame: FrameType
-) -> GlobalGroups:
-    check_names(needs)
-    policy = policy_now()
-    name = _name(owner)
-    wanted = f" with {', '.join(needs)}" if needs else ""
-    if partial is not None:
-        wanted += f" (but one without {', '.join(_lacking(partial, needs))})"
-    asked = f"{frame.f_code.co_qualname} asks groups_of() for"
-    lack = f"{name} carries no collection{wanted}, which {asked}"
-    if not initialised():
-        return _Unserved(lack)
-    return let_globals_serve(
-        name,
-        needs,
-        lack=lack,
-        advice=_advice(owner),
-        policy=policy,
-        caller=frame,
-        module=_home(frame),
-    )
+        return f"{self._lack()}. {super()._absent('groups_of', missing)}"
 
 
 def _carried(owner: object) -> Iterator[object]:
     """What may be a collection, from the outside in, whatever is odd about ``owner``."""
-    seen: set[int] = set()
-    to_ask: dict[type, tuple[str, ...]] = {}  # a model has many modules of few classes
+    seen = {id(None)}
+    quiet: set[type] = set()  # torch's modules that compute none: a model has many of few classes
     waiting = [owner]
     while waiting:
         each = waiting.pop()
-        if each is None or id(each) in seen:
+        if id(each) in seen:
             continue
         seen.add(id(each))
         kind = type(each)
-        if issubclass(kind, (list, tuple)):
+        if kind in quiet:
+            plain: Mapping[str, object] = each.__dict__
+            submodules = cast("dict[str, object] | None", plain.get("_modules"))
+        elif issubclass(kind, (list, tuple)):
             waiting.extend(reversed(cast("Sequence[object]", each)))
             continue
-        plain, submodules, wrapped = _opened(each)
-        for name in COLLECTION_NAMES:
-            if name in plain:
-                yield plain[name]
-        if kind not in to_ask:
+        else:
+            plain, submodules = _opened(each)
+        telling = not plain.keys().isdisjoint(_TELLING)
+        if telling:
+            for name in COLLECTION_NAMES:
+                if name in plain:
+                    yield plain[name]
+        if kind not in quiet:
             # What torch's own __getattr__ finds, and costs, is found among the submodules.
             torch_s = submodules is not None
-            to_ask[kind] = tuple(
-                n for n in COLLECTION_NAMES if not torch_s or _asked(kind, n) is not None
-            )
-        for name in to_ask[kind]:
-            yield _asked(each, name)
+            asked = [n for n in COLLECTION_NAMES if not torch_s or _asked(kind, n) is not None]
+            for name in asked:
+                yield _asked(each, name)
+            if torch_s and not asked:
+                quiet.add(kind)
         if submodules:
             waiting.extend(reversed(submodules.values()))
-        waiting.extend(wrapped)
+            telling = telling or not submodules.keys().isdisjoint(_TELLING)
+        if telling:
+            waiting.extend(_wrapped(plain, submodules))
 
 
-def _opened(
-    thing: object,
-) -> tuple[Mapping[str, object], dict[str, object] | None, list[object]]:
-    """What can be seen of it without anybody's code being run: its attributes; the submodules
-    if it is torch's, which are kept apart from these; what it wraps, the first to look at last.
+def _opened(thing: object) -> tuple[Mapping[str, object], dict[str, object] | None]:
+    """What can be seen of it without anybody's code being run: its attributes; and the submodules
+    if it is torch's, which are kept apart from these.
     """
     try:
         plain: object = thing.__dict__
     except Exception:  # it has none, or computes one and fails
-        return _NOTHING, None, []
+        return _NOTHING, None
     if not isinstance(plain, (dict, MappingProxyType)):
-        return _NOTHING, None, []
+        return _NOTHING, None
     submodules = plain.get("_modules")
-    if not isinstance(submodules, dict):
-        submodules = None
+    return plain, submodules if isinstance(submodules, dict) else None
+
+
+def _wrapped(plain: Mapping[str, object], submodules: dict[str, object] | None) -> list[object]:
+    """What a thing with these attributes wraps, the first to look at last."""
     wrapped = []
     for name in MODEL_ATTRIBUTES:
         inside = plain.get(name)
@@ -184,7 +215,7 @@ def _opened(
             inside = submodules.get(name)
         if inside is not None:
             wrapped.append(inside)
-    return plain, submodules, wrapped
+    return wrapped
 
 
 def _asked(thing: object, name: str) -> object:
@@ -210,17 +241,16 @@ def _innermost(owner: object) -> type:
         if issubclass(type(owner), (list, tuple)):
             inside = cast("Sequence[object]", owner)[:1]
         else:
-            inside = _opened(owner)[2]
+            inside = _wrapped(*_opened(owner))
         owner = inside[-1] if inside else owner
     return type(owner)
 
 
-def _name(owner: object) -> str:
-    return "None" if owner is None else _innermost(owner).__qualname__
+def _name(kind: type) -> str:
+    return "None" if kind is NoneType else kind.__qualname__
 
 
-def _advice(owner: object) -> str:
-    kind = _innermost(owner)
+def _advice(kind: type) -> str:
     if kind.__module__ == "builtins":
         return "Pass groups_of() a model that carries one, or a collection"
     code = getattr(getattr(kind, "__init__", None), "__code__", None)
@@ -230,5 +260,5 @@ def _advice(owner: object) -> str:
     return f"Set the attribute pg_collection of {kind.__qualname__} where that is made"
 
 
-def _home(frame: FrameType) -> str:
+def _home(frame: FrameType | Place) -> str:
     return str(frame.f_globals.get("__name__", ""))

@@ -13,7 +13,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, ParamSpec, TypeAlias, TypeVar, cast, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, cast, get_args
 
 import torch.distributed as dist
 
@@ -32,7 +33,7 @@ from megapg.megatron.core import MegatronCollection
 from megapg.megatron.view import GlobalGroups, initialised
 
 if TYPE_CHECKING:
-    from types import FrameType
+    from types import CodeType, FrameType
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -157,6 +158,23 @@ def globals_policy(policy: GlobalsPolicy) -> Iterator[None]:
             os.environ[POLICY_VARIABLE] = before
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """A call that ran: of its frame, by the names there, what can be kept. A frame that is kept
+    keeps the models in its variables.
+    """
+
+    f_code: CodeType
+    f_lasti: int
+    f_lineno: int
+    f_globals: dict[str, Any]
+
+    @classmethod
+    def of(cls, frame: FrameType) -> Place:
+        """Where ``frame`` stands now."""
+        return cls(frame.f_code, frame.f_lasti, frame.f_lineno, frame.f_globals)
+
+
 def policy_now() -> GlobalsPolicy:
     """What ``MEGAPG_GLOBALS`` says.
 
@@ -174,10 +192,10 @@ def let_globals_serve(
     lack: str,
     advice: str,
     policy: GlobalsPolicy,
-    caller: FrameType,
+    caller: FrameType | Place,
     module: str,
-) -> GlobalGroups:
-    """The globals, as far as the policy lets them serve; who listens is told.
+) -> None:
+    """Let the globals serve, as far as the policy goes; who listens is told.
 
     Args:
         owner: what was given no collection.
@@ -199,10 +217,10 @@ def let_globals_serve(
         )
     watching = hook.active()
     if watching is not None:
-        watching.resolved(owner, None, tuple(needs), caller, module)
+        # Listeners ask for nothing of a frame that a place does not have.
+        watching.resolved(owner, None, tuple(needs), cast("FrameType", caller), module)
     if policy == "warn":
         _warn(f"{lack}, so it takes them from megatron.core.parallel_state. {advice}.", caller)
-    return GlobalGroups()
 
 
 def check_names(needs: Sequence[str]) -> None:
@@ -234,7 +252,7 @@ def _fall_back(needs: Sequence[str], owner: str | None, frame: FrameType) -> Glo
             f"either. Write {owner}(..., pg_collection=session.groups) there, inside "
             f"`with megapg.session({sizes or 'tp=..., pp=...'}) as session:`."
         )
-    return let_globals_serve(
+    let_globals_serve(
         owner,
         needs,
         lack=lack,
@@ -243,6 +261,7 @@ def _fall_back(needs: Sequence[str], owner: str | None, frame: FrameType) -> Glo
         caller=caller,
         module=_home(frame),
     )
+    return GlobalGroups()
 
 
 def _adopt(passed: object, owner: str) -> ProcessGroupCollection:
@@ -270,7 +289,7 @@ def _name(frame: FrameType) -> str:
     return frame.f_code.co_qualname
 
 
-def _place(frame: FrameType) -> str:
+def _place(frame: FrameType | Place) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
@@ -290,7 +309,7 @@ def _call_site(frame: FrameType) -> FrameType:
     return caller or frame
 
 
-def _warn(message: str, caller: FrameType) -> None:
+def _warn(message: str, caller: FrameType | Place) -> None:
     # What warnings.warn() does with a stacklevel; here the frame is known and its level is not.
     warnings.warn_explicit(
         message,

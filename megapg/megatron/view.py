@@ -95,11 +95,23 @@ class GlobalGroups(ProcessGroupCollection):
     def __init__(self) -> None:
         super().__init__({}, {}, Lease(owner="megatron.core.parallel_state"))
 
+    def _announce(self) -> None:
+        """Called before each read by way of this view. There is nothing to say here; a view that
+        :func:`~megapg.megatron.groups_of` gave says only now that the globals serve.
+        """
+
+    def read(self, name: str) -> object:
+        """What the private global ``name``, which no field holds, has now; None if it is unset."""
+        self._announce()
+        hook.report(name)
+        return globals_of_core().get(name)
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> ProcessGroup | tuple[ProcessGroup, ...] | None:
             if name not in FIELDS:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            self._announce()
             if name in _GLOBALS:
                 hook.report(_GLOBALS[name])
             found = value_in_globals(name)
@@ -111,8 +123,8 @@ class GlobalGroups(ProcessGroupCollection):
     # pass __getattr__, one global each.
     @property
     def __dict__(self) -> dict[str, object]:  # type: ignore[override]
-        found = {field: value_in_globals(field) for field in FIELDS}
-        return {f: value for f, value in found.items() if value is not None or f in OPTIONAL_FIELDS}
+        self._announce()
+        return _held_fields()
 
     def rank(self, field: str) -> int:
         """This rank's index in the group of ``field``, or what it was set to.
@@ -120,6 +132,7 @@ class GlobalGroups(ProcessGroupCollection):
         Raises:
             MissingGroupError: its global is unset.
         """
+        self._announce()
         given = _override(field, 0)
         if given is None:
             return super().rank(field)
@@ -132,6 +145,7 @@ class GlobalGroups(ProcessGroupCollection):
         Raises:
             MissingGroupError: its global is unset.
         """
+        self._announce()
         given = _override(field, 1)
         if given is None:
             return super().size(field)
@@ -145,6 +159,7 @@ class GlobalGroups(ProcessGroupCollection):
     @property
     def extras(self) -> Mapping[str, ProcessGroup]:
         """The gloo companions and hybrid groups that ``initialize_model_parallel`` made."""
+        self._announce()
         held = globals_of_core()
         found = {name: held.get(variable) for name, variable in _GLOO_GLOBALS.items()}
         hybrid = held.get(HYBRID_GROUPS)
@@ -155,13 +170,15 @@ class GlobalGroups(ProcessGroupCollection):
         )
 
     def __reduce_ex__(self, protocol: object) -> tuple[type[GlobalGroups], tuple[()]]:  # type: ignore[override]
+        self._announce()
         return GlobalGroups, ()  # on the other side the globals are those there
 
-    def __repr__(self) -> str:
-        held = [field for field, value in vars(self).items() if value is not None]
+    def __repr__(self) -> str:  # of no consequence: debuggers call it
+        held = [field for field, value in _held_fields().items() if value is not None]
         return f"<GlobalGroups: {', '.join(held) or 'nothing'} of megatron.core.parallel_state>"
 
     def _member(self, field: str) -> Membership:
+        self._announce()
         name, _, level = field.partition(".")
         hook.report(_GLOBALS.get(name) or _GLOO_GLOBALS.get(field) or HYBRID_GROUPS)
         group = value_in_globals(name) if name in FIELDS else self.extras.get(field)
@@ -216,6 +233,12 @@ def value_in_globals(field: str) -> ProcessGroup | tuple[ProcessGroup, ...] | No
     if field == "hcp" and isinstance(held, list):
         return tuple(held) or None  # 0.12 leaves an empty list where there are no levels
     return held if isinstance(held, dist.ProcessGroup) else None
+
+
+def _held_fields() -> dict[str, object]:
+    """The fields that are present in the globals now, and what they hold. Nobody is told of it."""
+    found = {field: value_in_globals(field) for field in FIELDS}
+    return {f: value for f, value in found.items() if value is not None or f in OPTIONAL_FIELDS}
 
 
 def _override(field: str, which: int) -> int | None:
