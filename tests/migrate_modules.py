@@ -336,6 +336,18 @@ _STATEMENTS = (
     "def model(): return «e»\nout.append(model() + «e»)",
     "class model: size = «e»\nout.append(model.size + «e»)",
     "import json as model\nout.append(«e»)",
+    "if «b»:\n    model = []\n    for «N» in range(«i»): model.append(«N»)\n"
+    "else:\n    model = «i»\nout.append(«e»)",
+    "if «b»:\n    model = []\nfor «N» in (): model.append(«N»)\nout.append(«e»)",
+    "model = []\nfor «N» in (1, 2):\n    out.append(«e»)\n    model.append(«N»)\n"
+    "out.append((«e», len(model)))",
+    "for «N» in (1, 2):\n    out.append(«e»)\n    model = «N»\n    if «b»: break\nout.append(«e»)",
+    "try:\n    model = [«e»]\nexcept ZeroDivisionError:\n    raise\nfinally:\n"
+    "    out.append(«e»)\nout.append((model, «e»))",
+    "try:\n    {}[1]\n    model = 1\nexcept KeyError:\n    out.append(«e»)\nout.append(«e»)",
+    "with contextlib.suppress(KeyError):\n    {}[1]\n    model = 1\nout.append(«e»)",
+    "with contextlib.nullcontext():\n    model = [«e»]\nout.append((model, «e»))",
+    "while «b»:\n    model = «i»\n    out.append(«e»)\n    break\nout.append(«e»)",
     "match 3:\n    case [model]: pass\n    case _: pass\nout.append(«e»)",
     "if «i» > 3:\n    pg_collection = collection()\nout.append(«e»)",
     "pg_collection = collection()\nout.append((«e», «r»))",
@@ -518,6 +530,18 @@ def «N»(pg, getters=2, megapg=3):
     ),
     _unit("def «N»(model): return (model, «e», «e»)", "«N»(«i»)", "«N»(model=None)"),
     _unit("def «N»(model=None, config=None): return («e», model is None)", "«N»()", "«N»(«i»)"),
+    _unit("def «N»(a: torch.nn.Module): return (a, «e», «e»)", "«N»(«i»)", "«N»(None)"),
+    _unit(
+        """
+class «N»:
+    model = «i»
+
+    def names(self): return self.model.parameters(), self.unwrapped_models
+
+    def go(self, a): return (a, self.model, «e», «e»)
+""",
+        "«N»().go(«i»)",
+    ),
     _unit(
         """
 def «N»(a, pg_collection=None):

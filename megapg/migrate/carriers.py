@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from megapg.migrate.flow import binding_statements, blocks, runs_before, statements_around
+from megapg.migrate.flow import Held, Holding, blocks, runs_before, statements_around
 from megapg.migrate.mapping import (
     COLLECTION_NAMES,
     GROUP_PARAMETERS,
@@ -14,7 +14,7 @@ from megapg.migrate.mapping import (
     Refusal,
     Replacement,
 )
-from megapg.migrate.resolve import Resolver
+from megapg.migrate.resolve import Resolver, Thing
 from megapg.migrate.scopes import (
     Alias,
     Binding,
@@ -25,6 +25,7 @@ from megapg.migrate.scopes import (
     Scope,
     Use,
     last_name,
+    walk,
 )
 from megapg.migrate.sites import Carrier
 
@@ -33,10 +34,25 @@ MODEL_NAMES = (
     *("model", "module", "unwrapped_model", "gpt_model", "model_chunk", "actor_module"),
     *("models", "model_chunks", "model_list", "ddp_model", "language_model", "megatron_model"),
     *("wrapped_models", "unwrapped_models", "vpp_model", "gpt", "mcore_model", "megatron_module"),
-    "inference_wrapped_model",
+    *("inference_wrapped_model", "parallel_model", "mg_model", "mg_models"),
 )
 _MODULES = ("torch.nn.Module", "torch.nn.modules.module.Module", "nn.Module")
-_ENDS_OF_MODULES = ("Module", "Model", "Layer")
+_ENDS_OF_MODULES = (
+    *("Module", "Model", "Layer", "TransformerBlock", "PredictionBlock", "Attention", "Embedding"),
+    *("MLP", "Linear", "Mixer", "Stack", "Router"),
+)
+# Of Transformer Engine, and names in torch.nn that are no modules.
+_ENDS_OF_ENGINES = ("Linear", "LayerNormMLP", "Attention", "TransformerLayer")
+_NO_MODULE = frozenset({"Parameter", "Buffer"})
+_MAY_BE_NONE = frozenset({"None", "Optional"})
+_OF_SEVERAL = frozenset({"list", "List", "tuple", "Tuple", "Sequence"})
+# What groups_of() takes from an object or looks into, whatever that is.
+_LOOKED_INTO = frozenset({*MODEL_ATTRIBUTES, *COLLECTION_NAMES})
+# Of these, those that are nothing else; and what is asked of modules only.
+_ONLY_MODELS = frozenset({"unwrapped_models", "wrapped_models", "model_chunks"})
+_ONLY_OF_MODULES = frozenset(
+    {"parameters", "named_parameters", "modules", "named_modules", "state_dict", "load_state_dict"}
+)
 _RANKS = {"group": 0, "collection": 1, "model": 2}
 # Annotations of parameters that have a model's name and hold none.
 _NO_MODEL = frozenset(
@@ -80,6 +96,14 @@ class _Search:
         }
 
     def run(self) -> Iterator[Carrier]:
+        found = list(self._by_name())
+        yield from found
+        if not any(each.certain and each.kind == "model" for each in found):
+            annotated = list(self._by_annotation())
+            if len(annotated) == 1:  # of several the one that is meant can't be told
+                yield Carrier("model", annotated[0], "parameter")
+
+    def _by_name(self) -> Iterator[Carrier]:
         hidden: set[str] = set()  # names that mean something else further in
         for scope in self._use.scope.chain():
             for name, bindings in scope.bindings.items():
@@ -94,12 +118,58 @@ class _Search:
             hidden |= scope.bindings.keys() | scope.declared
             hidden |= {name for name, of in scope.elsewhere.items() if of.kind == "module"}
 
+    def _by_annotation(self) -> Iterator[str]:
+        """The parameters of the function around that are modules by what they are annotated with,
+        and nothing else.
+        """
+        function = self._use.scope.enclosing("function")
+        arguments = getattr(function.node, "args", None) if function is not None else None
+        if function is None or function.parent is None or not isinstance(arguments, ast.arguments):
+            return
+        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        for each in every:
+            bound = function.bindings.get(each.arg, [])
+            first = bound[0] if len(bound) == 1 else None
+            if not isinstance(first, Opaque) or first.default is not None:
+                continue
+            if each.annotation is None or each.arg in function.deleted:
+                continue
+            if self._use.scope.find(each.arg) != (function, bound):
+                continue
+            if self._is_a_module(each.annotation, function.parent):
+                yield each.arg
+
+    def _is_a_module(self, annotation: ast.expr, scope: Scope) -> bool:
+        if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+            try:
+                written = ast.parse(annotation.value, mode="eval").body
+            except SyntaxError:
+                return False
+            return not isinstance(written, ast.Constant) and self._is_a_module(written, scope)
+        if isinstance(annotation, ast.Subscript):
+            if last_name(annotation.value) not in _OF_SEVERAL:
+                return False
+            inner = annotation.slice
+            of = [each for each in getattr(inner, "elts", [inner]) if not _is_ellipsis(each)]
+            return bool(of) and all(self._is_a_module(each, scope) for each in of)
+        if isinstance(annotation, ast.BinOp):
+            sides = (annotation.left, annotation.right)
+            return all(self._is_a_module(each, scope) for each in sides)
+        things = self._resolver.expression(annotation, scope, self._path)
+        return bool(things) and all(map(self._is_module_class, things))
+
+    def _is_module_class(self, thing: Thing) -> bool:
+        if thing.kind == "class" and thing.scope is not None and thing.path is not None:
+            above = ancestry(thing.scope, thing.path, self._resolver)
+            return any(isinstance(each, str) and is_torch_module(each) for each in above)
+        return thing.kind == "name" and is_torch_module(thing.name)
+
     def _variable(self, name: str, bindings: list[Binding], scope: Scope) -> Iterator[Carrier]:
         kind = self._wanted[name]
-        if _is_deleted(name, scope.node):
+        if name in scope.deleted:
             return
         if kind == "collection" and (
-            _is_filled(name, scope.node) or _is_asked_about(name, self._use.parents)
+            _is_filled(name, scope) or _is_asked_about(name, self._use.parents)
         ):
             return
         parameter = next((b for b in bindings if isinstance(b, Opaque) and b.parameter), None)
@@ -114,10 +184,9 @@ class _Search:
             yield Carrier(kind, name, "parameter", may_be_none, kind != "group")
             return
         around = statements_around(self._use.parents, scope.node)
-        before = not any(map(_is_placeholder, bindings)) and any(
-            runs_before(statement, around, scope.node)
-            for statement in binding_statements(scope.node, name)
-        )
+        known = all(isinstance(each, Alias | Opaque) for each in bindings)
+        held = Holding(name, _is_nothing).at(around, scope.node)
+        before = known and held is Held.SOMETHING
         if before or any(b.line < around[0].lineno for b in bindings if around):
             certain = before and (kind != "group" or self._are_of_the_field(bindings))
             yield Carrier(kind, name, "local", False, certain)
@@ -130,7 +199,7 @@ class _Search:
         ancestors = [each for each in above if isinstance(each, Scope)]
         outside = [each for each in above if isinstance(each, str)]
         held = {name for each in ancestors for name in (*each.attributes, *each.bindings)}
-        is_module = any(map(is_torch_module, outside))
+        is_module = any(is_torch_module(each) or is_engine_module(each) for each in outside)
         of_core = any(map(is_of_core, outside))
         made = method_name != "__init__"
         for attribute in sorted(held & self._wanted.keys()):
@@ -143,9 +212,7 @@ class _Search:
         if is_module:
             set_up = of_core and self._is_set_up(method)
             yield Carrier("model", name, "attribute", False, made or set_up)
-        elif any(
-            attribute in each.attributes for each in ancestors for attribute in MODEL_ATTRIBUTES
-        ):
+        elif any(_has_a_model(each) for each in ancestors):
             yield Carrier("model", name, "attribute", False, made)
 
     def _is_set_up(self, constructor: Scope) -> bool:
@@ -197,8 +264,45 @@ def is_torch_module(base: str) -> bool:
     """Whether a class outside of the project, by its dotted name, is a module of torch."""
     last = base.rpartition(".")[2]
     of_core = is_of_core(base) and base.endswith(_ENDS_OF_MODULES)
-    of_torch = base.startswith("torch.nn.") and last[:1].isupper()
+    of_torch = base.startswith("torch.nn.") and last.lstrip("_")[:1].isupper()
+    if of_torch and last in _NO_MODULE:
+        return False
     return base in _MODULES or of_core or of_torch or last == "LightningModule"
+
+
+def is_engine_module(base: str) -> bool:
+    """Whether a class outside of the project is a module of Transformer Engine."""
+    return base.startswith("transformer_engine.pytorch.") and base.endswith(_ENDS_OF_ENGINES)
+
+
+def _has_a_model(klass: Scope) -> bool:
+    """Whether objects of a class have what groups_of() looks into: methods of the class write it,
+    or use it as models are used, as those do of a class that is mixed into others.
+    """
+    if klass.attributes.keys() & _LOOKED_INTO:
+        return True
+    selves = {
+        name
+        for bound in klass.bindings.values()
+        for each in bound
+        if isinstance(each, Defined) and not _is_class_method(each.scope)
+        for name in each.scope.bindings
+        if isinstance(each.scope.bindings[name][0], Instance)
+    }
+    for node in klass.nodes:
+        if not isinstance(node, ast.Attribute):
+            continue
+        held: ast.expr = node if node.attr in _ONLY_MODELS else node.value
+        if held is not node and node.attr not in _ONLY_OF_MODULES:
+            continue
+        if (
+            isinstance(held, ast.Attribute)
+            and held.attr in MODEL_ATTRIBUTES
+            and isinstance(held.value, ast.Name)
+            and held.value.id in selves
+        ):
+            return True
+    return False
 
 
 def _is_class_method(scope: Scope) -> bool:
@@ -208,7 +312,7 @@ def _is_class_method(scope: Scope) -> bool:
 
 def _assigned_at_first(attribute: str, classes: list[Scope]) -> bool:
     """Whether a constructor always assigns it, and nothing takes it away."""
-    if any(_is_deleted(attribute, each.node) for each in classes):
+    if any(attribute in each.deleted for each in classes):
         return False
     for klass in classes:
         for binding in klass.bindings.get("__init__", ()):
@@ -227,29 +331,14 @@ def _assigns(statement: ast.stmt, attribute: str) -> bool:
     return any(isinstance(each, ast.Attribute) and each.attr == attribute for each in targets)
 
 
-def _is_deleted(name: str, node: ast.AST) -> bool:
-    """Whether a variable or attribute of that name is deleted somewhere in a node, as that of an
-    ``except ... as`` is at its end.
-    """
-    return any(
-        (isinstance(each, ast.ExceptHandler) and each.name == name)
-        or (
-            isinstance(each, ast.Name | ast.Attribute)
-            and isinstance(each.ctx, ast.Del)
-            and name == (each.id if isinstance(each, ast.Name) else each.attr)
-        )
-        for each in ast.walk(node)
-    )
-
-
-def _is_filled(name: str, function: ast.AST) -> bool:
+def _is_filled(name: str, function: Scope) -> bool:
     """Whether a function puts groups into a collection: until then it lacks them."""
     return any(
         isinstance(each, ast.Attribute)
         and not isinstance(each.ctx, ast.Load)
         and isinstance(each.value, ast.Name)
         and each.value.id == name
-        for each in ast.walk(function)
+        for each in function.nodes
     )
 
 
@@ -261,13 +350,12 @@ def _is_asked_about(name: str, parents: Parents) -> bool:
         isinstance(each, ast.Name) and each.id == name
         for outer in parents
         if isinstance(outer, ast.If | ast.IfExp)
-        for each in ast.walk(outer.test)
+        for each in walk(outer.test)
     )
 
 
-def _is_placeholder(binding: Binding) -> bool:
-    """Whether a variable is bound to nothing as yet, or to a module of Python."""
-    return isinstance(binding, Alias) and _is_nothing(binding.value)
+def _is_ellipsis(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is ...
 
 
 def _is_nothing(value: ast.expr) -> bool:

@@ -5,11 +5,21 @@ variable.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 
-from megapg.migrate.scopes import Parents, Use
+from megapg.migrate.scopes import Parents, Use, last_name
 
 _OWN_SCOPE = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+_LOOP = ast.For | ast.AsyncFor | ast.While
+_WITH = ast.With | ast.AsyncWith
+_TRY = ast.Try | ast.TryStar
+# Contexts that end with the error of their body; others may swallow it.
+_NO_SUPPRESSORS = frozenset(
+    {"no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "autocast", "device"}
+    | {"nullcontext", "open", "init_empty_weights"}
+)
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
@@ -85,6 +95,115 @@ def _bound_by(statement: ast.stmt) -> set[str]:
         for node in ast.walk(target)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
+
+
+class Held(IntEnum):
+    """What a variable holds for certain."""
+
+    UNBOUND = 0  # it may be that there is no such variable as yet
+    NOTHING = 1  # it may be what stands for nothing as yet
+    SOMETHING = 2
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Follows what a variable of a function holds.
+
+    Args:
+        name: of the variable.
+        is_nothing: whether a value that it is given stands for nothing as yet.
+    """
+
+    name: str
+    is_nothing: Callable[[ast.expr], bool]
+
+    def at(self, around: Sequence[ast.stmt], function: ast.AST) -> Held:
+        """What it holds when an expression is evaluated.
+
+        Args:
+            around: the statements around the expression, from the outside in.
+            function: the function's node.
+        """
+        held, outer = Held.UNBOUND, function
+        for each in around:
+            block = next((b for b in blocks(outer) if any(each is other for other in b)), None)
+            if block is None:
+                return Held.UNBOUND
+            held = self._on_entering(outer, block, held)
+            held = self._after_all(block[: _position(block, each)], held)
+            outer = each
+        return held
+
+    def _on_entering(self, outer: ast.AST, block: list[ast.stmt], held: Held) -> Held:
+        """What it holds at the beginning of one of the blocks of a statement."""
+        if isinstance(outer, _LOOP):
+            if self.name in _bound_by(outer) and block is outer.body:
+                return Held.SOMETHING
+            return min(held, self._after_all(outer.body, held))  # it may have run before
+        if isinstance(outer, _WITH) and self.name in _bound_by(outer):
+            return Held.SOMETHING
+        if isinstance(outer, _TRY) and block is not outer.body:
+            after = self._after_all(outer.body, held)
+            # Behind the whole body comes only what stands under its else.
+            return after if block is outer.orelse else min(held, after)
+        return held
+
+    def _after_all(self, block: Sequence[ast.stmt], held: Held) -> Held:
+        for statement in block:
+            held = self._after(statement, held)
+        return held
+
+    def _after(self, statement: ast.stmt, held: Held) -> Held:
+        if isinstance(statement, ast.Assign | ast.AnnAssign):
+            value = statement.value
+            if value is None or self.name not in _bound_by(statement):
+                return held
+            return Held.NOTHING if self.is_nothing(value) else Held.SOMETHING
+        if isinstance(statement, ast.If):
+            return self._either([statement.body, statement.orelse], held)
+        if isinstance(statement, _LOOP):
+            if held and any(self._fills(inner) for inner in statement.body):
+                return Held.SOMETHING
+            return min(held, self._after_all(statement.body, held))
+        if isinstance(statement, _WITH):
+            held = Held.SOMETHING if self.name in _bound_by(statement) else held
+            after = self._after_all(statement.body, held)
+            return after if _lets_errors_pass(statement) else min(held, after)
+        if isinstance(statement, _TRY):
+            whole = self._after_all([*statement.body, *statement.orelse], held)
+            handlers = [handler.body for handler in statement.handlers]
+            failed = self._either(handlers, min(held, whole))
+            return self._after_all(statement.finalbody, min(whole, failed))
+        if isinstance(statement, ast.Match):
+            return min(held, self._either([case.body for case in statement.cases], held))
+        return Held.SOMETHING if self._fills(statement) else held
+
+    def _either(self, branches: Sequence[list[ast.stmt]], held: Held) -> Held:
+        """After one of several blocks; those that end elsewhere are of no account."""
+        ends = (self._after_all(each, held) for each in branches if not _leaves(each))
+        return min(ends, default=Held.SOMETHING)
+
+    def _fills(self, statement: ast.stmt) -> bool:
+        """Whether a statement puts something into the list that the variable is."""
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        return (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and call.func.attr in ("append", "extend")
+            and isinstance(call.func.value, ast.Name)
+            and call.func.value.id == self.name
+        )
+
+
+def _leaves(block: Sequence[ast.stmt]) -> bool:
+    """Whether what stands behind the statement around a block is not reached from it."""
+    return bool(block) and isinstance(block[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)
+
+
+def _lets_errors_pass(statement: ast.With | ast.AsyncWith) -> bool:
+    """Whether what stands behind is reached only when the whole body has run."""
+    called = (each.context_expr for each in statement.items)
+    return all(isinstance(e, ast.Call) and last_name(e.func) in _NO_SUPPRESSORS for e in called)
 
 
 def is_certain(node: ast.AST, parents: Parents, statement: ast.stmt) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ _CLASS_DECORATORS = frozenset({"total_ordering", "final", "deprecated"})
 # What makes an attribute more than one.
 _SPECIAL = frozenset({PARAMETER, "__slots__", "__new__", "__setattr__"})
 _PATCHING = re.compile(rb"patch|setattr|mock")
+_ASKING = re.compile(rb"getattr|attrgetter")
 # Functions that read the signature, or compile the source, of what they are passed.
 _INSPECTING = frozenset({"script", "jit_fuser", "signature", "getfullargspec", "get_type_hints"})
 
@@ -78,6 +79,7 @@ class Functions:
         self._taking: dict[Scope, bool] = {}
         self._references: dict[Scope, list[Reference]] = {}
         self._blind: set[Scope] = set()
+        self._quoted: dict[Path, frozenset[str] | None] = {}
         self._names: dict[Path, dict[str, list[tuple[Use, ast.expr, ast.AST]]]] = {}
 
     def can_take(self, function: Scope, path: Path) -> bool:
@@ -108,7 +110,7 @@ class Functions:
         if len(outer.bindings.get(node.name, ())) != 1:
             return False
         called = outer.name if outer.kind == "class" else node.name
-        if mentions(node, PARAMETER) or self._is_replaced(called):
+        if mentions(function, PARAMETER) or self._is_replaced(called):
             return False
         return not any(_is_inspected(reference) for reference in self.references(function, path))
 
@@ -127,7 +129,7 @@ class Functions:
                 return False
             if not decorators(node) <= _CLASS_DECORATORS:
                 return False
-            if _SPECIAL & {*each.bindings, *each.attributes} or _shows_attributes(node):
+            if _SPECIAL & {*each.bindings, *each.attributes} or _shows_attributes(each):
                 return False
         return not self._is_set_below(klass)
 
@@ -144,12 +146,38 @@ class Functions:
     def _is_replaced(self, name: str) -> bool:
         """Whether something may be put in the place of a function of that name, as tests do."""
         word = re.escape(name.encode())
-        quoted = re.compile(rb"[\"'](?:[\w.]+\.)?" + word + rb"[\"']")
         written = re.compile(rb"(?:\." + word + rb"|\b" + word + rb"\.__init__)\s*=[^=]")
         return any(
-            written.search(data) or (_PATCHING.search(data) and quoted.search(data))
-            for data in map(self._index.data, self._index.mentioning(name))
+            written.search(self._index.data(file))
+            or (_PATCHING.search(self._index.data(file)) and self._quotes(file, name))
+            for file in self._index.mentioning(name)
         )
+
+    def _is_asked_for(self, file: Path, name: str) -> bool:
+        """Whether a file asks for something by a string with its name."""
+        if not _ASKING.search(self._index.data(file)) or not self._quotes(file, name):
+            return False
+        analysis = self._index.analysis(file)
+        return analysis is not None and any(
+            isinstance(use.node, ast.Constant)
+            and use.node.value == name
+            and isinstance(use.parents.node, ast.Call)
+            and last_name(use.parents.node.func) in ("getattr", "attrgetter")
+            for use in analysis.uses
+        )
+
+    def _quotes(self, file: Path, name: str) -> bool:
+        """Whether a file has a name in a string, alone or at the end of dots, other than to say
+        that ``import *`` takes it.
+        """
+        word = re.escape(name.encode())
+        if not re.search(rb"[\"'](?:[\w.]+\.)?" + word + rb"[\"']", self._index.data(file)):
+            return False
+        if file not in self._quoted:
+            looked = self._index.look(file)
+            self._quoted[file] = frozenset(_strings(looked[0].tree)) if looked else None
+        quoted = self._quoted[file]
+        return quoted is None or name in quoted
 
     def is_of_core(self, klass: Scope, path: Path) -> bool:
         """Whether a class is made of one of Megatron-core's, which has a collection of its own."""
@@ -180,7 +208,9 @@ class Functions:
             classes = self._constructed_by(klass, path)
             wanted |= {Thing("class", path=at, scope=each) for each, at in classes}
             words = {each.name for each, _ in classes}
-        files = dict.fromkeys(file for word in words for file in self._index.mentioning(word))
+        files = self._files_naming(words, wanted)
+        if any(self._is_asked_for(file, word) for file in files for word in words):
+            self._blind.add(function)
         for file in files:
             analysis = self._index.analysis(file)
             if analysis is None:
@@ -191,8 +221,29 @@ class Functions:
                 for use, node, parent in self._named(file, analysis, name):
                     if _is_base(node, parent):
                         continue
-                    if self._stands_for(node, use, file, wanted, classes if klass else ()):
+                    if self._stands_for(
+                        node, use, file, wanted, classes if klass else (), function
+                    ):
                         yield Reference(file, use, _call_of(node, parent), node)
+
+    def _files_naming(self, words: set[str], wanted: Collection[Thing]) -> list[Path]:
+        """The files that may name something; other names under which modules hand it on are added
+        to the words.
+        """
+        files: dict[Path, None] = {}
+        waiting = sorted(words)
+        for word in waiting:  # grows
+            for file in self._index.mentioning(word):
+                files[file] = None
+                analysis = self._index.analysis(file)
+                if analysis is None:
+                    continue
+                for name in _renamed(analysis.module, word):
+                    things = self._index.resolver.name(name, analysis.module, file)
+                    if name not in waiting and not things.isdisjoint(wanted):
+                        waiting.append(name)
+        words |= {*waiting}
+        return list(files)
 
     def _constructed_by(self, klass: Scope, path: Path) -> list[tuple[Scope, Path]]:
         """A class, and those below it that have its constructor."""
@@ -221,11 +272,16 @@ class Functions:
         path: Path,
         wanted: set[Thing],
         classes: list[tuple[Scope, Path]] | tuple[()],
+        function: Scope,
     ) -> bool:
         if isinstance(node, ast.Attribute) and node.attr == "__init__" and _is_super(node.value):
             return self._is_super_of(use, path, {each for each, _ in classes})
         things = self._index.resolver.expression(node, use.scope, path)
-        return len(things) == 1 and things <= wanted
+        if len(things) == 1 and things <= wanted:
+            return True
+        if any(_may_be(each, thing) for each in wanted for thing in things):
+            self._blind.add(function)
+        return False
 
     def _is_super_of(self, use: Use, path: Path, classes: set[Scope]) -> bool:
         """Whether ``super().__init__`` is the constructor of one of the classes, for certain."""
@@ -257,14 +313,28 @@ class Functions:
         return self._names[path].get(name, [])
 
 
-def mentions(node: ast.AST, name: str) -> bool:
+def mentions(function: Scope, name: str) -> bool:
     """Whether a name means something in a function already, or locals() are taken as a whole."""
-    for each in ast.walk(node):
+    for each in function.nodes:
         if isinstance(each, ast.Name) and each.id in (name, "locals", "vars"):
             return True
         if isinstance(each, ast.arg) and each.arg == name:
             return True
     return False
+
+
+def _strings(tree: ast.Module) -> Iterator[str]:
+    """What is behind the last dot of each string in a module but those in ``__all__``."""
+    listed = {
+        id(each)
+        for statement in tree.body
+        if isinstance(statement, ast.Assign) and last_name(statement.targets[0]) == "__all__"
+        for each in getattr(statement.value, "elts", ())
+    }
+    for each in ast.walk(tree):
+        value = each.value if isinstance(each, ast.Constant) else None
+        if isinstance(value, str) and id(each) not in listed:
+            yield value.rpartition(".")[2]
 
 
 def _is_inspected(reference: Reference) -> bool:
@@ -281,12 +351,12 @@ def _is_base(node: ast.expr, parent: ast.AST) -> bool:
     return isinstance(parent, ast.ClassDef) and any(node is base for base in parent.bases)
 
 
-def _shows_attributes(klass: ast.AST) -> bool:
+def _shows_attributes(klass: Scope) -> bool:
     """Whether a class looks at its attributes all together."""
     return any(
         (isinstance(each, ast.Attribute) and each.attr == "__dict__")
         or (isinstance(each, ast.Name) and each.id == "vars")
-        for each in ast.walk(klass)
+        for each in klass.nodes
     )
 
 
@@ -307,6 +377,22 @@ def _other_names(analysis: Analysis, words: set[str]) -> set[str]:
             if any(isinstance(each, Imported) and each.member in words for each in bindings):
                 found.add(name)
     return found
+
+
+def _renamed(module: Scope, word: str) -> Iterator[str]:
+    """The other names under which a module imports something at its top."""
+    for name, bindings in module.bindings.items():
+        if name != word and any(isinstance(b, Imported) and b.member == word for b in bindings):
+            yield name
+
+
+def _may_be(wanted: Thing, thing: Thing) -> bool:
+    """Whether a name may stand for a function or a class: it may mean another one as well, or is
+    of a module by the name of its file, which is found on a path that no import tells.
+    """
+    if thing.kind != "name" or wanted.path is None or wanted.scope is None:
+        return thing == wanted
+    return thing.name.split(".")[-2:] == [wanted.path.stem, wanted.scope.name]
 
 
 def _classes(module: Scope) -> Iterator[Scope]:

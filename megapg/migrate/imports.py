@@ -12,7 +12,7 @@ from functools import cached_property
 from megapg.migrate.flow import blocks
 from megapg.migrate.insert import newline_of
 from megapg.migrate.migration import Edit
-from megapg.migrate.scopes import Analysis, Defined, Imported, Scope, Use
+from megapg.migrate.scopes import Analysis, Defined, Imported, Scope, Use, walk
 from megapg.migrate.source import Source
 
 _DELIBERATE = re.compile(r"#\s*(?:noqa|megapg:\s*keep|isort:|pylint:)")
@@ -45,7 +45,7 @@ class Imports:
     def _name(self, name: str, bound_to: tuple[tuple[str, ...], str], statement: str) -> str:
         if self._is_imported(name, bound_to):
             return name
-        if name in self._names:
+        if re.search(rf"\b{name}\b", self.source.text) and name in self._names:
             name = next(n for n in (f"_{name}", f"{name}_", f"_{name}_") if n not in self._names)
             statement = f"{statement} as {name}"
         self.wanted[statement] = None
@@ -74,7 +74,7 @@ class Imports:
     def _is_bound_elsewhere(self, name: str) -> bool:
         """Whether it is a parameter, a variable, or whatever else, by other than an import."""
         top = self.source.tree.body
-        for node in ast.walk(self.source.tree):
+        for node in walk(self.source.tree):
             if isinstance(node, ast.Name):
                 if node.id == name and not isinstance(node.ctx, ast.Load):
                     return True
@@ -94,7 +94,7 @@ class Imports:
     def _names(self) -> set[str]:
         """Every name that means something in the file, wherever."""
         found = set(dir(builtins))
-        for node in ast.walk(self.source.tree):
+        for node in walk(self.source.tree):
             if isinstance(node, ast.Name):
                 found.add(node.id)
             elif isinstance(node, ast.arg):
@@ -170,7 +170,7 @@ class Imports:
     def _end(self, statement: ast.stmt) -> int:
         return self.source.index(statement.end_lineno or 0, statement.end_col_offset or 0)
 
-    def _end_of_line(self, statement: ast.stmt) -> int:
+    def _end_of_line(self, statement: ast.stmt | ast.alias) -> int:
         starts, line = self.source.line_starts, statement.end_lineno or 0
         return starts[line] if line < len(starts) else len(self.source.text)
 
@@ -193,7 +193,7 @@ class Imports:
             return
         unused = set(self._unused_names(gone, kept))
         for statement in _plain_imports(self.source.tree):
-            names = [alias.asname or alias.name for alias in statement.names]
+            names = [each.asname or each.name.partition(".")[0] for each in statement.names]
             out = [name for name in names if (statement.lineno, name) in unused]
             begin, end = self._lines(statement)
             if not out or _DELIBERATE.search(self.source.text[begin:end]):
@@ -235,7 +235,7 @@ class Imports:
             return set()
         return {
             node.id
-            for node in ast.walk(self.source.tree)
+            for node in walk(self.source.tree)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del)
         }
 
@@ -254,13 +254,19 @@ class Imports:
             )
             for each in names
         ]
-        stays = [(each.asname or each.name) not in out for each in names]
+        stays = [(each.asname or each.name.partition(".")[0]) not in out for each in names]
         last = max(i for i, here in enumerate(stays) if here)
         for i, here in enumerate(stays):
             if not here and i < last:
                 yield Edit(places[i][0], places[i + 1][0], "", "import")
         if last < len(names) - 1:
-            yield Edit(places[last][1], places[-1][1], "", "import")
+            begin, end = places[last][1], places[-1][1]
+            lines = self._end_of_line(names[last]), self._end_of_line(names[-1])
+            rest = self.source.text[end : lines[1]]
+            own = names[last].lineno < names[last + 1].lineno  # a line each, with its comment
+            if own and re.fullmatch(r",\s*(#.*)?\s*", rest):
+                begin, end = lines
+            yield Edit(begin, end, "", "import")
 
 
 def scopes(scope: Scope) -> Iterator[Scope]:

@@ -16,7 +16,7 @@ from megapg.migrate.carriers import carriers
 from megapg.migrate.config import Config
 from megapg.migrate.locate import locate, parses_to
 from megapg.migrate.mapping import Argument, Refusal, Replacement, known, replacement
-from megapg.migrate.resolve import GLOBALS, Resolver, Thing, Things, is_parallel_state
+from megapg.migrate.resolve import GLOBALS, UNKNOWN, Resolver, Thing, Things, is_parallel_state
 from megapg.migrate.scopes import Analysis, Parents, Scope, Use, analyse, last_name
 from megapg.migrate.sites import Kind, Site
 from megapg.migrate.source import Problem, Source, parse, read_bytes
@@ -246,6 +246,8 @@ class Index:
                 things = self.resolver.attribute(things, node.attr)
             else:
                 things = self.resolver.expression(node, use.scope, path)
+            if things and all(thing == UNKNOWN for thing in things):
+                return None
             if name := _name_of(things):
                 parent = outer[-1] if outer else use.parents.node
                 return (*_of_a_member(name, node, parent), things)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -137,6 +138,7 @@ def _parenthesised(text: str, begin: int) -> _List | None:
     last: _Token | None = None
     for token in _tokens(text, begin):
         depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(token.text, 0)
+        depth = max(depth, 0)  # the function may be in parentheses itself
         if opened < 0:
             if token.text == "(" and depth == 1:  # deeper: among the parameters of types
                 opened, last = token.stop, token
@@ -149,7 +151,8 @@ def _parenthesised(text: str, begin: int) -> _List | None:
 
 def _tokens(text: str, begin: int) -> Iterator[_Token]:
     """The tokens from an index on, without comments and newlines, at their indices."""
-    reader = io.StringIO(text[begin:], newline="\n")
+    # One for one, so that the indices stay; a lone carriage return would end no comment.
+    reader = io.StringIO(re.sub(r"\r(?!\n)", "\n", text[begin:]), newline="\n")
     starts = [begin]
     in_strings = 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megapg.migrate.imports import scopes
 from megapg.migrate.index import Index
+from megapg.migrate.resolve import UNKNOWN
 from megapg.migrate.scopes import Analysis, Imported
 from megapg.migrate.sites import Kind
 
@@ -41,13 +42,19 @@ def _imported(index: Index, path: Path, analysis: Analysis, taken: dict[Path, se
 
 def _reached(index: Index, path: Path, analysis: Analysis, taken: dict[Path, set[str]]) -> None:
     for use in analysis.uses:
+        chain: list[str] = []
         node: ast.expr = use.node
         while isinstance(node, ast.Attribute):
-            if isinstance(node.value, ast.Name | ast.Attribute):
-                for thing in index.resolver.expression(node.value, use.scope, path):
-                    if thing.kind == "file" and thing.path is not None:
-                        taken[thing.path].add(node.attr)
+            chain.append(node.attr)
             node = node.value
+        things = index.resolver.expression(node, use.scope, path) if chain else frozenset()
+        for attribute in reversed(chain):
+            if all(thing == UNKNOWN for thing in things):
+                break
+            for thing in things:
+                if thing.kind == "file" and thing.path is not None:
+                    taken[thing.path].add(attribute)
+            things = index.resolver.attribute(things, attribute)
         parent = use.parents.node
         if isinstance(parent, ast.Call) and use.node in parent.args[:1] and len(parent.args) > 1:
             name = parent.args[1]  # setattr(module, "name", ...)

@@ -50,12 +50,14 @@ class Base:
             the expression ``plain``.
         expression: what is at hand.
         optional: whether what is at hand may be None.
+        made_here: whether it is a model that a variable of the function holds.
     """
 
     how: How
     form: str
     expression: str
     optional: bool = False
+    made_here: bool = False
 
 
 _GLOBALS = Base(How.RESOLVED, "resolve", "None")
@@ -177,12 +179,19 @@ class _Planner:
         self._edges: dict[Scope, list[_Edge]] = {}
         self._optional: list[tuple[Located, Replacement]] = []
         self._of_self: list[tuple[Located, Scope]] = []
+        self._of_locals: list[tuple[Located, Base]] = []
         self._of_methods: dict[Scope, set[str]] = {}
 
     def run(self) -> Plan:
         """Decide."""
         for located in self._index.located:
             self._look_at(located)
+        for located, base in self._of_locals:
+            unit = unit_of(located.use.scope)
+            if unit is not None and unit in self._wanting:
+                self._wanting[unit].append(located)  # what was passed is asked first
+            else:
+                self._decide(located, base)
         taking = self._thread()
         fed = self._fed(taking)
         narrow = {
@@ -278,7 +287,9 @@ class _Planner:
             self._decide(located, _GLOBALS)
             return
         base = _best(located.site.carriers)
-        if base is not None:
+        if base is not None and base.made_here:
+            self._of_locals.append((located, base))
+        elif base is not None:
             self._decide(located, base)
             self._give_to_self(located, base)
         elif unit is not None and self._may_take(unit, located.path):
@@ -469,7 +480,7 @@ class _Planner:
             fields.add(answer.field)
         if len(fields) > (1 if self._style is Style.AUTO else _MOST_GROUPS):
             return None
-        if any(mentions(function.node, group_name(field)) for field in fields):
+        if any(mentions(function, group_name(field)) for field in fields):
             return None
         first = first_read(function.node, [located.use for located in sites])
         body = getattr(function.node, "body", [])
@@ -547,7 +558,8 @@ def _best(found: Sequence[Carrier]) -> Base | None:
             expression = expression.rpartition(".")[0]
         elif carrier.kind == "collection":
             return Base(how, "of_collection", expression)
-        return Base(how, "groups_of", expression)
+        made_here = carrier.kind == "model" and carrier.origin == "local"
+        return Base(how, "groups_of", expression, made_here=made_here)
     return None
 
 

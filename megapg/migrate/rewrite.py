@@ -177,6 +177,10 @@ class Writer:
         first = first_read(function.node, [member.located.use for member in members])
         if first is None or name is None:
             return None
+        begin = min(member.located.begin for member in members)
+        calls = (each for each in ast.walk(first) if isinstance(each, ast.Call))
+        if base.form == "resolve" and any(self._source.extent(c)[1] <= begin for c in calls):
+            return None  # it may initialise the groups, which resolve() wants to be there
         parents = next(
             member.located.use.parents
             for member in members

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 _EMPTY = frozenset(
@@ -115,6 +116,23 @@ class Scope:
         while scope is not None and scope.kind not in kinds:
             scope = scope.parent
         return scope
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node in it but constants, those of the scopes in it too."""
+        return list(walk(self.node))
+
+    @cached_property
+    def deleted(self) -> frozenset[str]:
+        """Names and attributes that are deleted somewhere in it, as that of an ``except ... as``
+        is at its end.
+        """
+        return frozenset(
+            each.name or "" if isinstance(each, ast.ExceptHandler) else last_name(each)
+            for each in self.nodes
+            if isinstance(each, ast.ExceptHandler)
+            or (isinstance(each, ast.Name | ast.Attribute) and isinstance(each.ctx, ast.Del))
+        )
 
     @property
     def qualname(self) -> str:
@@ -381,6 +399,15 @@ class _Analyser:
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 self._uses.append(Use(value, scope, inside))
         self._push([node.func, *node.args, *node.keywords], scope, inside)
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and those in it, in no order, but for constants; faster than ``ast.walk``."""
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        yield each
+        waiting += _children(each)
 
 
 def last_name(node: ast.expr) -> str:
