@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megapg import errors as errors
+    from megapg import launch as launch
     from megapg import megatron as megatron
     from megapg import testing as testing
     from megapg.checkpoint.load import LoadedCheckpoint, load_checkpoint
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from megapg.collection import Lease, ProcessGroup, ProcessGroupCollection
     from megapg.comms.options import CommunicatorOptions
     from megapg.errors import MegapgError
+    from megapg.launch import Launch
     from megapg.layout import ParallelLayout
     from megapg.megatron import (
         from_megatron,
@@ -39,6 +41,7 @@ _HOMES = {
     "CheckpointInfo": "megapg.checkpoint.names",
     "CheckpointSave": "megapg.checkpoint.saves",
     "CommunicatorOptions": "megapg.comms.options",
+    "Launch": "megapg.launch",
     "LayoutSizes": "megapg.sessions",
     "Lease": "megapg.collection",
     "LoadedCheckpoint": "megapg.checkpoint.load",
@@ -66,12 +69,13 @@ _HOMES = {
 }
 
 # Parts that `import megapg` alone makes reachable, as in `megapg.testing.run_distributed`.
-_SUBMODULES = ("errors", "megatron", "testing")
+_SUBMODULES = ("errors", "launch", "megatron", "testing")
 
 __all__ = [
     "CheckpointInfo",
     "CheckpointSave",
     "CommunicatorOptions",
+    "Launch",
     "LayoutSizes",
     "Lease",
     "LoadedCheckpoint",

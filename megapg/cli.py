@@ -1,4 +1,4 @@
-"""The command line: ``megapg demo``, ``checkpoint``, ``check``, ``migrate`` and ``explain``."""
+"""The command line: ``megapg demo``, ``doctor``, ``checkpoint``, ``check`` and ``migrate``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 
 from megapg.checkpoint.commands import app as checkpoint_app
 from megapg.demo.job import VOCABULARY, GPTRun
+from megapg.doctor.commands import app as doctor_app
 from megapg.errors import LayoutError, MegapgError, RankFailedError
 from megapg.layout import ParallelLayout
 from megapg.migrate.commands import app as migrate_app
@@ -24,6 +25,7 @@ app = typer.Typer(
 
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(migrate_app)  # its commands stand beside demo
+app.add_typer(doctor_app)
 
 
 @app.callback()

@@ -48,9 +48,23 @@ class LeaseState(enum.Enum):
     LIVE = "live"
     SUSPENDED = "suspended"
     CLOSED = "closed"
+    FAILED = "failed"
 
 
 _LIVE = LeaseState.LIVE  # an enum's members cost more to reach than a name
+_WORDS = {
+    LeaseState.SUSPENDED: "were suspended",
+    LeaseState.CLOSED: "were closed",
+    LeaseState.FAILED: "were lost",
+}
+_WHAT_NOW = {
+    LeaseState.SUSPENDED: "Call resume() first.",
+    LeaseState.CLOSED: (
+        "Use them inside the session, or take `session.groups` from an open one; "
+        "`session.rebind(...)` puts those of a resumed session into a model."
+    ),
+    LeaseState.FAILED: "Close the session, and open another one.",
+}
 
 
 @dataclass
@@ -60,13 +74,16 @@ class Lease:
     Attributes:
         owner: the session, for messages.
         generation: how often the owner's name was opened in this job, from 1.
-        state: live, suspended or closed.
+        state: live; suspended, and the same groups will work again; closed, and they never will;
+            failed, and they were aborted.
         since: where and when the state last changed, for messages.
         pid: the process that the groups live in.
         scratch: what users of the groups keep as long as the owner does, by name.
         before_end: called when the owner wants to close the groups, which still work, with the
             error that it closes for, if any; what they raise is raised once the groups are closed.
-        at_end: called when the owner is about to close the groups.
+        at_end: called when the owner is about to close the groups, or has lost them.
+        at_succession: called after the end, if the owner makes the groups of the same layout anew,
+            with the new collection (under a lease of its own).
     """
 
     owner: str
@@ -79,6 +96,9 @@ class Lease:
         default_factory=list, repr=False
     )
     at_end: list[Callable[[], None]] = dataclasses.field(default_factory=list, repr=False)
+    at_succession: list[Callable[[ProcessGroupCollection], None]] = dataclasses.field(
+        default_factory=list, repr=False
+    )
 
     def wind_up(self, error: BaseException | None) -> list[BaseException]:
         """For the owner, about to close the groups: let their users finish. What they raised."""
@@ -91,12 +111,36 @@ class Lease:
                 error = error or problem
         return problems
 
-    def end(self, since: str) -> None:
-        """For the owner, about to close the groups: nobody may use them from now on."""
+    def end(self, since: str, state: LeaseState = LeaseState.CLOSED) -> None:
+        """For the owner, about to close the groups: nobody may use them from now on.
+
+        Args:
+            since: where and when.
+            state: closed; or failed, if the groups are lost.
+        """
         self.scratch.clear()
-        self.state, self.since = LeaseState.CLOSED, since
+        self.state, self.since = state, since
         for tell in tuple(self.at_end):
             tell()
+
+    def suspend(self, since: str) -> None:
+        """For the owner: nobody may use the groups until :meth:`resume`."""
+        self.state, self.since = LeaseState.SUSPENDED, since
+
+    def resume(self, since: str) -> None:
+        """For the owner: the groups work again."""
+        self.state, self.since = LeaseState.LIVE, since
+
+    def succeed(self, successor: ProcessGroupCollection) -> list[Exception]:
+        """For the owner, after :meth:`end`: these take the groups' place. What listeners raised."""
+        self.since += f", and generation {successor.lease.generation} has taken their place"
+        problems = []
+        for tell in tuple(self.at_succession):
+            try:
+                tell(successor)
+            except Exception as problem:
+                problems.append(problem)
+        return problems
 
     def check(self, purpose: str) -> None:
         """Raise unless the groups are live, in this process.
@@ -115,8 +159,7 @@ class Lease:
         if self.state is not LeaseState.LIVE:
             raise StaleGroupError(
                 f"{purpose}: the process groups of {self.owner} (generation {self.generation}) "
-                f"were {self.state.value} {self.since}. Use them inside the session, or take "
-                "`session.groups` from an open one."
+                f"{_WORDS[self.state]} {self.since}. {_WHAT_NOW[self.state]}"
             )
 
 

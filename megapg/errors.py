@@ -102,6 +102,22 @@ class TeardownError(MegapgError, ExceptionGroup[Exception]):
     """
 
 
+class UnsupportedOffloadError(MegapgError, RuntimeError):
+    """Groups can't be suspended in the way that was asked for, or the ranks asked for several ways.
+
+    Raised on every rank alike, before anything was touched: the groups go on as they were.
+    """
+
+
+class OffloadError(MegapgError, ExceptionGroup[Exception]):
+    """Suspending or resuming failed, here or on another rank; the groups were aborted everywhere.
+
+    Every remaining step was attempted. The exceptions inside name the fields and ranks of a group,
+    or the other ranks and what went wrong there. The session has failed: close it, and open a new
+    one.
+    """
+
+
 class RankFailedError(MegapgError, ExceptionGroup[Exception]):
     """One or more ranks of a ``run_distributed`` call failed.
 

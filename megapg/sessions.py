@@ -1,33 +1,38 @@
 """The owner of process groups: :func:`session` opens them, :class:`Session` closes them.
 
 A session makes every group of one layout, hands them out as a frozen collection, and is the only
-thing that ends them. What it opened it closes; what was open before it (a WORLD that the caller
-initialised, groups that others made) is left as it was.
+thing that suspends and ends them. What it opened it closes; what was open before it (a WORLD that
+the caller initialised, groups that others made) is left as it was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
-from typing import Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Self, TypedDict, TypeVar, Unpack
 
 import torch.distributed as dist
 
 from megapg.collection import (
     OPTIONAL_FIELDS,
     Lease,
+    LeaseState,
     Membership,
     ProcessGroup,
     ProcessGroupCollection,
 )
 from megapg.comms import groups as communicators_of_torch
+from megapg.comms import offload
 from megapg.comms.addresses import AddressBook
 from megapg.comms.backends import backend_for
-from megapg.comms.holders import holders
+from megapg.comms.council import Council
+from megapg.comms.handles import Handles
+from megapg.comms.offload import How, OffloadReport, Usage
 from megapg.comms.options import CommunicatorOptions
 from megapg.comms.plan import (
     ALL_GATHER_FIELDS,
@@ -38,17 +43,31 @@ from megapg.comms.plan import (
     created_fields,
     every_communicator,
 )
-from megapg.comms.rollcall import RollCall
+from megapg.comms.rollcall import RollCall, brief
+from megapg.comms.steps import Steps, together
+from megapg.comms.teamwork import OthersFailedError
 from megapg.comms.world import World, adopt, found, imagine
 from megapg.errors import (
     RendezvousError,
     SessionError,
+    TeardownError,
     UnknownFieldError,
     UnsupportedOptionError,
 )
+from megapg.launch import Launch
 from megapg.layout import FIELDS, EmbeddingRanks, ParallelLayout
+from megapg.signals import NoSignals, SignalExit, listening
+
+if TYPE_CHECKING:
+    from megapg.rebind import Rebound
 
 logger = logging.getLogger(__name__)
+
+# How long a rank whose collective failed waits for a word from the ranks that caused it. Seconds.
+_NEWS = 2.0
+
+_BeforeRelease = TypeVar("_BeforeRelease", bound=Callable[[], object])
+_OnResume = TypeVar("_OnResume", bound=Callable[[ProcessGroupCollection], object])
 
 
 class LayoutSizes(TypedDict, total=False):
@@ -80,18 +99,23 @@ def session(
     dedicated: Collection[str] = (),
     all_gather_groups: bool = False,
     gloo: Collection[str] = (),
+    handle_signals: bool = False,
+    launch: Launch | None = None,
+    network: str | Sequence[str] | None = None,
     **sizes: Unpack[LayoutSizes],
 ) -> Session:
     """Open the process groups of one layout. Every rank of it calls this, with equal values.
 
-    Starts torch.distributed only if nobody has, from torchrun's environment or alone. Use it as a
-    context manager, or call :meth:`Session.close`.
+    Starts torch.distributed only if nobody has: from what torchrun, SLURM's ``srun`` or Open MPI
+    put into the environment (see :func:`megapg.launch.detect`), or alone. Use it as a context
+    manager, or call :meth:`Session.close`.
 
     Args:
         layout: the layout; or give its sizes (``tp=2, pp=2``) and it spans WORLD.
         name: tells apart the sessions that are open at the same time in one process.
-        timeout: seconds to wait for the other ranks, at each of the few points where they meet,
-            here and in :meth:`Session.close`; megapg's own waits only.
+        timeout: seconds to wait for the other ranks, at each of the few points where they meet:
+            here, in :meth:`Session.close`, and in :meth:`Session.suspend` and
+            :meth:`Session.resume`; megapg's own waits only.
         collective_timeout: of collectives on the groups (and on WORLD, if the session makes it);
             WORLD's own unless given.
         backend: ``"gloo"``, ``"nccl"`` or a device map such as ``"cpu:gloo,cuda:nccl"``; WORLD's
@@ -102,11 +126,24 @@ def session(
             ``expt_dp`` on communicators of their own, so that all-gathers overlap reductions.
         gloo: fields that also get a companion on gloo, for objects and tensors on the CPU:
             ``gloo=("dp_cp",)`` makes ``groups.extras["gloo.dp_cp"]``.
+        handle_signals: SIGTERM and Ctrl-C close the session in good order: they raise
+            :class:`~megapg.signals.SignalExit` (left alone, it ends the process with status 143)
+            and ``KeyboardInterrupt`` in the main thread, where the session must be opened. Handlers
+            that were there before are called first, and are put back at the end. A rank that is
+            stuck inside a collective tells the others and ends within half a minute all the same.
+        launch: who this process is and where the ranks meet, if the environment is not to say so;
+            only where torch.distributed is not initialised.
+        network: the interfaces to talk over: ``"auto"`` for InfiniBand or RoCE where there is some,
+            or names such as ``"ib0"``; NCCL and gloo choose unless given. Variables that the user
+            has set are kept; see :func:`megapg.launch.choose_network`. Only where torch.distributed
+            is not initialised.
         **sizes: see :class:`~megapg.layout.ParallelLayout`.
 
     Raises:
+        LaunchError: the environment does not say who this process is, or contradicts itself.
         LayoutError: the sizes do not fit WORLD.
-        SessionError: a session of that name is open in this process.
+        SessionError: a session of that name is open in this process; or ``handle_signals`` outside
+            the main thread.
         RendezvousError: a rank did not come in time (its ``missing`` names it), or came with
             another layout (:class:`~megapg.errors.LayoutMismatchError`). Every rank that did come
             gets the error, and nothing stays open.
@@ -118,43 +155,65 @@ def session(
         )
     if layout is not None and sizes:
         raise SessionError(f"give a layout, or the sizes {', '.join(sizes)}, not both.")
-    if dist.is_initialized():
-        world = adopt()
-        if backend is not None:
-            world.backend = backend
-    else:
-        world = found(backend=backend, timeout=timeout, collective_timeout=collective_timeout)
-    try:
-        _check_kinds(name, options or {}, dedicated, gloo, sizes)
-        if layout is None:
-            layout = ParallelLayout(
-                world_size=len(sizes.get("ranks") or range(world.size)), **sizes
+    if launch is not None and dist.is_initialized():
+        raise SessionError(
+            "launch= says how to make WORLD, but torch.distributed is initialised already. Leave "
+            "launch= out to use that WORLD, or open the session first."
+        )
+    if network is not None and dist.is_initialized():
+        raise SessionError(
+            "network= says how to make WORLD, but torch.distributed is initialised already. Leave "
+            "network= out, open the session first, or initialise torch.distributed inside of "
+            "megapg.launch.choose_network(...).applied()."
+        )
+    make_world = partial(
+        found,
+        backend=backend,
+        timeout=timeout,
+        collective_timeout=collective_timeout,
+        launch=launch,
+        network=network,
+    )
+    with listening(handle_signals) as signals:
+        if dist.is_initialized():
+            world = adopt()
+            if backend is not None:
+                world.backend = backend
+        else:
+            world = make_world()
+        try:
+            _check_kinds(name, options or {}, dedicated, gloo, sizes)
+            if layout is None:
+                layout = ParallelLayout(
+                    world_size=len(sizes.get("ranks") or range(world.size)), **sizes
+                )
+            recipe = Recipe(
+                backend=world.backend,
+                lanes=backend_for(world.backend).lanes,
+                options=dict(options or {}),
+                dedicated=frozenset(dedicated),
+                all_gather_groups=all_gather_groups,
+                gloo=frozenset(gloo),
             )
-        recipe = Recipe(
-            backend=world.backend,
-            lanes=backend_for(world.backend).lanes,
-            options=dict(options or {}),
-            dedicated=frozenset(dedicated),
-            all_gather_groups=all_gather_groups,
-            gloo=frozenset(gloo),
-        )
-        _check_recipe(recipe, world, layout)
-    except BaseException as error:
-        RollCall(world.store, str(name), world.rank, range(world.size)).decline(error)
-        world.close(abort=True, timeout=0)
-        raise
-    try:
-        return Session(
-            layout,
-            world,
-            recipe,
-            name=name,
-            timeout=timeout,
-            collective_timeout=collective_timeout or world.timeout,
-        )
-    except BaseException:
-        world.close(abort=True, timeout=0)
-        raise
+            _check_recipe(recipe, world, layout)
+        except BaseException as error:
+            RollCall(world.store, str(name), world.rank, range(world.size)).decline(error)
+            world.close(abort=True, timeout=0)
+            raise
+        try:
+            return Session(
+                layout,
+                world,
+                recipe,
+                name=name,
+                timeout=timeout,
+                collective_timeout=collective_timeout or world.timeout,
+                make_world=make_world,
+                signals=signals,
+            )
+        except BaseException:
+            world.close(abort=True, timeout=0)
+            raise
 
 
 def pretend(layout: ParallelLayout, rank: int, *, gloo: Collection[str] = ()) -> Session:
@@ -181,7 +240,8 @@ class Session:
     Attributes:
         name: as given.
         layout: the layout whose groups these are.
-        generation: how often this name was opened in this job, the same number on every rank.
+        generation: how often this name was opened in this job, the same number on every rank;
+            :meth:`resume` counts where it makes the groups anew.
     """
 
     def __init__(
@@ -193,40 +253,21 @@ class Session:
         name: str,
         timeout: float,
         collective_timeout: timedelta,
+        make_world: Callable[[], World] | None = None,
+        signals: NoSignals | None = None,
     ) -> None:
-        self.name, self.layout = name, layout
-        self._world, self._timeout = world, timeout
-        self._roll_call: RollCall | None = None
-        store: dist.Store = world.store
-        self.generation = max(world.generation, 1)
-        if not backend_for(recipe.backend).alone:
-            roll_call = RollCall(world.store, name, world.rank, layout.ranks)
-            settings = _settings(layout, recipe, collective_timeout)
-            agreement = roll_call.meet(settings, timeout=timeout, at_least=self.generation)
-            store, self.generation, self._roll_call = (
-                agreement.store,
-                agreement.generation,
-                roll_call,
-            )
-        made: dict[Communicator, ProcessGroup] = {}
-        book = AddressBook(store, collective_timeout)
-        try:
-            made = self._make(recipe, book, collective_timeout)
-            self._made = list(made.items())
-            self._given = [(c.fields, weakref.ref(group)) for c, group in self._made]
-            self._lease = Lease(owner=f"session {name!r}", generation=self.generation)
-            self._groups: ProcessGroupCollection | None = _collect(
-                layout, recipe, made, world, self._lease
-            )
-            self._collection = weakref.ref(self._groups)
-            if self._roll_call is not None:
-                self._roll_call.confirm(None, timeout=timeout, telling=book.mine(world.rank))
-            book.fill_in(world.rank)
-        except BaseException as error:
-            communicators_of_torch.end(made.items(), abort=True)
-            if self._roll_call is not None and not isinstance(error, RendezvousError):
-                self._roll_call.confirm(error, timeout=timeout)
-            raise
+        self.name, self.layout, self.generation = name, layout, 0
+        self._world, self._make_world, self._recipe = world, make_world, recipe
+        self._timeout, self._collective_timeout = timeout, collective_timeout
+        self._council: Council | None = None  # while the ranks are together
+        self._made: list[tuple[Communicator, ProcessGroup]] = []
+        self._given = Handles()
+        self._before_release: list[Callable[[], object]] = []
+        self._on_resume: list[Callable[[ProcessGroupCollection], object]] = []
+        self._way: How | None = None  # how the groups were suspended, while they are
+        self._open()
+        self._signals = signals or NoSignals()
+        self._signals.when_stuck(self._leave_without_the_main_thread)
         logger.info("%s", self)
         if world.rank == layout.ranks[0]:
             logger.info(
@@ -237,10 +278,38 @@ class Session:
                 timeout,
             )
 
-    def _make(
-        self, recipe: Recipe, book: AddressBook, timeout: timedelta
-    ) -> dict[Communicator, ProcessGroup]:
-        prefix = communicators_of_torch.prefix_of(self.name, self.generation)
+    def _open(self) -> None:
+        """Meet the other ranks, and make the groups of a new generation together with them."""
+        world, timeout, store = self._world, self._timeout, self._world.store
+        council: Council | None = None
+        generation = max(world.generation, self.generation + 1)
+        if not backend_for(self._recipe.backend).alone:
+            council = Council(store, self.name, world.rank, self.layout.ranks, hosts=world.hosts)
+            settings = _settings(self.layout, self._recipe, self._collective_timeout)
+            agreement = council.meet(settings, timeout=timeout, at_least=generation)
+            store, generation = agreement.store, agreement.generation
+        made: dict[Communicator, ProcessGroup] = {}
+        book = AddressBook(store, self._collective_timeout)
+        try:
+            made = self._make(generation, book)
+            lease = Lease(owner=f"session {self.name!r}", generation=generation)
+            groups = _collect(self.layout, self._recipe, made, world, lease)
+            if council is not None:
+                council.confirm(None, timeout=timeout, telling=book.mine(world.rank))
+            book.fill_in(world.rank)
+        except BaseException as error:
+            communicators_of_torch.end(made.items(), abort=True)
+            if council is not None and not isinstance(error, RendezvousError):
+                council.confirm(error, timeout=timeout)
+            raise
+        self.generation, self._council, self._lease = generation, council, lease
+        self._made, self._state = list(made.items()), LeaseState.LIVE
+        self._groups: ProcessGroupCollection | None = groups
+        self._given.add(self._made, groups, world.group)
+
+    def _make(self, generation: int, book: AddressBook) -> dict[Communicator, ProcessGroup]:
+        recipe, timeout = self._recipe, self._collective_timeout
+        prefix = communicators_of_torch.prefix_of(self.name, generation)
         if self._world.device_bound:
             everyone = every_communicator(self.layout, recipe)
             return communicators_of_torch.make_together(
@@ -261,14 +330,16 @@ class Session:
         """The frozen collection to hand to models, optimizers, schedules and checkpoints.
 
         Raises:
-            SessionError: the session is closed.
+            SessionError: the session is suspended, closed, or has failed.
         """
-        if self._groups is None:
-            raise SessionError(
-                f"session {self.name!r} (generation {self.generation}) was closed "
-                f"{self._lease.since}. Open a new one."
-            )
+        self._expect(LeaseState.LIVE, "groups")
+        assert self._groups is not None  # as long as it is live
         return self._groups
+
+    @property
+    def state(self) -> LeaseState:
+        """Live; suspended, by :meth:`suspend`; closed; or failed, and only good for closing."""
+        return self._state
 
     @property
     def rank(self) -> int:
@@ -283,7 +354,7 @@ class Session:
     @property
     def closed(self) -> bool:
         """Whether the groups have been closed."""
-        return self._groups is None
+        return self._state is LeaseState.CLOSED
 
     def describe(self) -> dict[str, str | int | float | bool | dict[str, list[int]]]:
         """Plain data for logs and JSON: who owns what, the timeouts, each communicator's ranks.
@@ -294,7 +365,7 @@ class Session:
             "name": self.name,
             "generation": self.generation,
             "layout": self.layout.fingerprint(),
-            "state": self._lease.state.value,
+            "state": self._state.value,
             "world_size": self._world.size,
             "owns_world": self.owns_world,
             "backend": self._world.backend,
@@ -304,16 +375,253 @@ class Session:
         }
 
     def __repr__(self) -> str:
-        if self.closed:
-            since = self._lease.since
-            return f"<Session {self.name!r} generation {self.generation} closed {since}>"
+        name = f"Session {self.name!r} generation {self.generation} {self._state.value}"
+        if self._state is not LeaseState.LIVE:
+            way = f" by {self._way!r}" if self._way is not None else ""
+            return f"<{name}{way} {self._lease.since}>"
         world = "its own WORLD" if self.owns_world else "the caller's WORLD"
+        fields = sum(len(communicator.fields) for communicator, _ in self._made)
         return (
-            f"<Session {self.name!r} generation {self.generation} {self._lease.state.value}: "
-            f"{len(self._made)} communicators for {sum(len(c.fields) for c, _ in self._made)} "
-            f"fields, rank {self._world.rank} of {self._world.size} on {world} "
+            f"<{name}: {len(self._made)} communicators for {fields} fields, "
+            f"rank {self._world.rank} of {self._world.size} on {world} "
             f"({self._world.backend})>"
         )
+
+    # -- suspend and resume ------------------------------------------------------------------
+
+    def suspend(self, how: How | None = None) -> OffloadReport:
+        """Give back the memory of the communicators until :meth:`resume`. Every rank calls it.
+
+        No collective may be under way. The ranks agree on the way before anything is touched:
+
+        * ``"suspend"``: NCCL lets go of its device memory. Every handle stays valid, and
+          :meth:`resume` goes on with the same collection and generation. A WORLD that the session
+          made is suspended as well.
+        * ``"recreate"``: the groups are destroyed, and :meth:`resume` makes them anew, in a
+          collection and a generation of their own; :meth:`rebind` puts them into models.
+        * ``"recreate world"``: so is WORLD, if the session made it and nobody has groups on it.
+
+        Then the callbacks of :meth:`before_release` run, the device finishes its work, and the
+        memory is released. With ``"recreate"`` it is once nobody holds the old groups any more.
+
+        Args:
+            how: the way; by itself ``"suspend"`` where every rank can, else ``"recreate"``.
+
+        Returns:
+            What it brought on this rank.
+
+        Raises:
+            SessionError: the session is not live.
+            UnsupportedOffloadError: a rank can't go this way, or the ranks asked for different
+                ones, or a CUDA graph is being captured. Every rank gets it, and all stay live.
+            OffloadError: a step failed, here or on another rank, or a rank did not come within
+                ``timeout``. The session has failed on every rank: its groups were aborted, and it
+                is only good for closing.
+            CheckpointSaveError: a background save failed, which this waits for before it destroys
+                groups, and nobody has heard of it yet. The session is suspended all the same.
+        """
+        self._expect(LeaseState.LIVE, "suspend()")
+        unfinished: list[BaseException] = []
+        with self._together("suspend()") as steps:
+            with steps.timed("agree"):
+                owner = f"session {self.name!r}"
+                way = offload.agree(self._exchange, owner, how, self._refusals(), "suspend()")
+            before = Usage.of(self._concerned(way))
+            if way != "suspend":
+                unfinished = self._lease.wind_up(None)
+                if interrupted := [e for e in unfinished if not isinstance(e, Exception)]:
+                    raise interrupted[0]
+            for callback in self._before_release:
+                with steps.attempted("callbacks"):
+                    callback()
+            with steps.attempted("finish"):
+                offload.synchronize()
+            self._compare(steps, "suspend(), before the release")
+            since = f"{self._since()} by suspend()"
+            self._state, self._way = LeaseState.SUSPENDED, way
+            if way == "suspend":
+                self._lease.suspend(since)
+                with steps.attempted("suspend"):
+                    offload.suspend(self._concerned(way))
+                self._compare(steps, "suspend(), after the release")
+            else:
+                self._lease.end(since)
+                self._groups = None
+                with steps.attempted("destroy"):
+                    self._destroy(abort=False)
+                self._compare(steps, "suspend(), after the release")
+                with steps.timed("part"):
+                    self._part_well()
+            if way == "recreate world":
+                with steps.timed("destroy WORLD"):
+                    self._world.close(abort=False, timeout=self._timeout)
+        after = Usage.of(self._concerned(way))
+        report = offload.report(f"session {self.name!r}", "suspended", way, before, after, steps)
+        logger.info("%s", report)
+        if unfinished:
+            unfinished[0].add_note(f"session {self.name!r} is suspended all the same")
+            raise unfinished[0]
+        return report
+
+    def resume(self) -> OffloadReport:
+        """Make the groups work again, after :meth:`suspend`. Every rank calls it.
+
+        Then the callbacks of :meth:`on_resume` run. After *recreate*, whoever published the old
+        collection has the new one in ``parallel_state`` by then.
+
+        Returns:
+            What it took on this rank.
+
+        Raises:
+            SessionError: the session is not suspended.
+            OffloadError: as in :meth:`suspend`.
+        """
+        self._expect(LeaseState.SUSPENDED, "resume()")
+        way, former = self._way, self._lease
+        assert way is not None  # while it is suspended
+        before = Usage.of(self._concerned(way))
+        with self._together("resume()") as steps:
+            if way == "suspend":
+                with steps.timed("agree"):
+                    self._exchange("resume()", "")
+                with steps.attempted("resume"):
+                    offload.resume(self._concerned(way))
+                self._compare(steps, "resume(), the groups")
+                self._lease.resume(f"{self._since()} by resume()")
+                self._state = LeaseState.LIVE
+            else:
+                if way == "recreate world":
+                    with steps.timed("make WORLD"):
+                        self._make_world_again()
+                with steps.timed("make groups"):
+                    self._world.check()
+                    self._open()
+                steps.problems += former.succeed(self.groups)
+            self._way = None
+            for callback in self._on_resume:
+                with steps.attempted("callbacks"):
+                    callback(self.groups)
+            self._compare(steps, "resume(), the callbacks")
+        after = Usage.of(self._concerned(way))
+        report = offload.report(f"session {self.name!r}", "resumed", way, before, after, steps)
+        logger.info("%s", report)
+        return report
+
+    def before_release(self, callback: _BeforeRelease) -> _BeforeRelease:
+        """Have :meth:`suspend` and :meth:`close` call ``callback()`` before anything is released.
+
+        For what holds on to communicators or their memory beside them: CUDA graphs, buffers
+        registered with NCCL, the buffers of expert-parallel libraries. Callbacks run in the order
+        in which they were given; this serves as a decorator, too.
+        """
+        self._before_release.append(callback)
+        return callback
+
+    def on_resume(self, callback: _OnResume) -> _OnResume:
+        """Have every :meth:`resume` call ``callback(groups)`` with the session's groups.
+
+        They are new ones after *recreate*. Callbacks run in the order in which they were given;
+        this serves as a decorator, too.
+        """
+        self._on_resume.append(callback)
+        return callback
+
+    def rebind(self, *things: object) -> Rebound:
+        """Put the current groups wherever ``things`` hold earlier ones of this session.
+
+        After a resumed *recreate*: modules, DDP wrappers, optimizers, schedules, anything that was
+        given groups or a collection. After a *suspend* there is nothing to do.
+
+        Returns:
+            Every reference that was replaced, and every one that could not be.
+
+        Raises:
+            SessionError: the session is not live.
+        """
+        from megapg.rebind import Replacements, rebind
+
+        replacements = Replacements()
+        for old, new in self._given.outdated(self._made, self.groups, self._world.group):
+            replacements.add(old, new)
+        return rebind(things, replacements)
+
+    def _together(self, doing: str) -> contextlib.AbstractContextManager[Steps]:
+        return together(f"session {self.name!r}", doing, self.rank, partial(self._lose, doing))
+
+    def _lose(self, doing: str, said: str) -> None:
+        self._part(SessionError(f"{doing} failed: {said}"))
+        self._end(LeaseState.FAILED, f"{self._since()}, as {doing} failed")
+        self._destroy(abort=True)
+
+    def _refusals(self) -> dict[How, str]:
+        """Way -> why this rank can't go it, or empty."""
+        if reason := offload.capturing():
+            return dict.fromkeys(offload.WAYS, reason)
+        return {
+            "suspend": offload.refusal(self._concerned("suspend")),
+            "recreate": "",
+            "recreate world": self._why_world_stays(),
+        }
+
+    def _why_world_stays(self) -> str:
+        if self._make_world is None or not self._world.ours:
+            return "WORLD is not the session's to destroy"
+        if len(self.layout.ranks) < self._world.size:
+            return "WORLD has ranks that are not in this session"
+        bystanders = communicators_of_torch.bystanders(group for _, group in self._made)
+        return f"others have groups on WORLD: {', '.join(bystanders[:8])}" if bystanders else ""
+
+    def _concerned(self, way: How) -> list[tuple[Communicator, ProcessGroup]]:
+        """The groups that a way is about."""
+        world = self._world.group
+        if way == "recreate" or world is None or len(self.layout.ranks) < self._world.size:
+            return self._made
+        everyone = tuple(range(self._world.size))
+        described = Communicator(("WORLD",), everyone, CommunicatorOptions(), self._world.backend)
+        return [*self._made, (described, world)]
+
+    def _exchange(self, topic: str, said: str) -> dict[int, str]:
+        if self._council is None:  # nobody else is there
+            return {self.rank: said}
+        return self._council.exchange(topic, said, timeout=self._timeout)
+
+    def _compare(self, steps: Steps, topic: str) -> None:
+        """Go on only if all has gone well so far, on every rank."""
+        with steps.timed("agree"):
+            heard = self._exchange(topic, steps.report())
+        steps.compare(heard, self.rank)
+
+    def _part_well(self) -> None:
+        if problems := self._part(None):
+            raise OthersFailedError(problems)
+
+    def _make_world_again(self) -> None:
+        assert self._make_world is not None  # or the ranks would not have agreed on this way
+        before, self._world = self._world, self._make_world()
+        if (self._world.rank, self._world.size) != (before.rank, before.size):
+            raise SessionError(
+                f"this was rank {before.rank} of {before.size} before suspend(), and is rank "
+                f"{self._world.rank} of {self._world.size} now. Leave the launcher's environment "
+                "variables as they are."
+            )
+
+    def _expect(self, state: LeaseState, doing: str) -> None:
+        if self._state is state:
+            return
+        how_it_is, what_now = {
+            LeaseState.LIVE: ("is live", "Call suspend() first"),
+            LeaseState.SUSPENDED: ("was suspended", "Call resume() first"),
+            LeaseState.CLOSED: ("was closed", "Open a new one"),
+            LeaseState.FAILED: ("has failed", "Close it, and open a new one"),
+        }[self._state]
+        since = "" if self._state is LeaseState.LIVE else f" {self._lease.since}"
+        raise SessionError(
+            f"{doing}: session {self.name!r} (generation {self.generation}) {how_it_is}{since}. "
+            f"{what_now}."
+        )
+
+    def _since(self) -> str:
+        return f"at {time.strftime('%H:%M:%S')} on rank {self._world.rank}"
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -347,7 +655,8 @@ class Session:
             SessionError: this session made WORLD, and others are still open on it.
             TeardownError: some groups could not be closed; every one was attempted.
             CheckpointSaveError: a background save failed, which this waits for, and nobody has
-                heard of it yet. The groups are closed all the same.
+                heard of it yet. The groups are closed all the same, as they are when a callback of
+                :meth:`before_release` fails, whose error is raised then.
         """
         self._close(None)
 
@@ -358,21 +667,10 @@ class Session:
         garbage collector sees them. After :meth:`close` it should be empty. Slow.
         """
         own = {id(self), id(self._made), id(vars(self)), *(id(pair) for pair in self._made)}
-        groups = self._collection()
-        if groups is not None:
-            own |= {id(groups), id(vars(groups)), id(groups._extras)}
-        found = []
-        for fields, reference in self._given:
-            group = reference()
-            if group is not None:
-                name = "+".join(fields[:3]) + ("+..." if len(fields) > 3 else "")
-                found += [f"{name}: {line}" for line in holders(group, own)]
-        if groups is not None:
-            found += [f"the collection: {line}" for line in holders(groups, own)]
-        return found
+        return self._given.live_references(own)
 
     def _close(self, error: BaseException | None) -> None:
-        if self._groups is None:
+        if self._state is LeaseState.CLOSED:
             return
         others = sorted({*communicators_of_torch.sessions_in_torch()} - {self.name})
         if error is None and others and self._world.ours:
@@ -380,31 +678,110 @@ class Session:
                 f"session {self.name!r} made WORLD, and {', '.join(map(repr, others))} on this "
                 "rank would lose it. Close the others first."
             )
-        unfinished = self._lease.wind_up(error)
-        interrupted = [e for e in unfinished if not isinstance(e, Exception)]
-        problems = self._part(error or next(iter(interrupted), None))
-        made, self._made, self._groups = self._made, [], None
-        self._lease.end(
-            f"at {time.strftime('%H:%M:%S')} on rank {self._world.rank}"
-            + (f", after {type(error).__name__}" if error is not None else "")
-        )
-        abort = bool(problems)
-        if abort and error is None:
+        with self._signals.closing():
+            self._finish(error)
+
+    def _finish(self, error: BaseException | None) -> None:
+        council, problems = self._council, dict[int, str]()
+        unfinished: list[BaseException] = []
+        with self._interruptible(unfinished):
+            if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
+                unfinished += self._lease.wind_up(error)
+        if self._state is LeaseState.LIVE:
+            for callback in self._before_release:
+                with self._interruptible(unfinished):
+                    try:
+                        callback()
+                    except Exception as problem:
+                        unfinished.append(problem)
+        with self._interruptible(unfinished):
+            problems = self._part(error or _interruption(unfinished))
+        if (interruption := _interruption(unfinished)) is not None and not problems:
+            problems = {self.rank: brief(interruption)}
+            if council is not None:  # nobody shall wait for what it was about to say
+                council.part(interruption, timeout=self._timeout)
+        if error is not None and self._state is LeaseState.SUSPENDED and self._way == "recreate":
+            # The others may be waiting in resume().
+            RollCall(self._world.store, self.name, self.rank, self.layout.ranks).decline(error)
+        abort = bool(problems) or self._state is LeaseState.FAILED
+        if problems and error is None:
             logger.warning(
                 "session %r: other ranks are late or not well: %s; aborting", self.name, problems
             )
-        try:
-            communicators_of_torch.end(made, abort=abort)
-        finally:
-            del made
+        since = self._since() + (f", after {type(error).__name__}" if error is not None else "")
+        steps = Steps()
+        with steps.attempted("lease"):
+            self._end(LeaseState.CLOSED, since)
+        with steps.attempted("groups"):
+            self._destroy(abort=abort)
+        if isinstance(error, Exception) and council is not None:
+            self._add_news(error, council)
+        with steps.attempted("WORLD"):
             self._world.close(abort=abort, timeout=self._timeout)
+        if steps.problems:
+            self._state = LeaseState.FAILED  # closing it again tries the rest again
+        if (interruption := _interruption(unfinished)) is not None:
+            raise interruption
+        if steps.problems:
+            raise TeardownError(
+                f"session {self.name!r} could not be closed on rank {self.rank}: {steps.report()}",
+                [*steps.problems, *(e for e in unfinished if isinstance(e, Exception))],
+            )
         if unfinished:
             raise unfinished[0]
 
+    @contextlib.contextmanager
+    def _interruptible(self, interruptions: list[BaseException]) -> Iterator[None]:
+        """Around a wait while closing: Ctrl-C ends the wait, and counts when all is closed."""
+        try:
+            with self._signals.heeding():
+                yield
+        except Exception:
+            raise
+        except BaseException as interruption:
+            interruptions.append(interruption)
+
+    def _add_news(self, error: Exception, council: Council) -> None:
+        """Note on the error how the others fare: it may be theirs, and torch's names no rank."""
+        of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
+        news = council.news(wait=min(self._timeout, _NEWS) if of_torch else 0.0)
+        if news:
+            lines = "; ".join(f"rank {rank}: {text}" for rank, text in list(news.items())[:8])
+            more = f"; and {len(news) - 8} more" if len(news) > 8 else ""
+            error.add_note(f"session {self.name!r}, the other ranks: {lines}{more}.")
+
+    def _leave_without_the_main_thread(self, error: SignalExit) -> None:
+        """What another thread can do while the main thread is stuck: tell, call off, abort."""
+        self._part(error)
+        self._lease.wind_up(error)
+        for _, group in self._made:
+            group.abort()
+        if self._world.group is not None:
+            self._world.group.abort()
+
     def _part(self, error: BaseException | None) -> dict[int, str]:
-        if self._roll_call is None:
-            return {}
-        return self._roll_call.part(error, timeout=self._timeout)
+        """Take leave of the other ranks, if we are together: rank -> what went wrong there."""
+        council, self._council = self._council, None
+        return {} if council is None else council.part(error, timeout=self._timeout)
+
+    def _end(self, state: LeaseState, since: str) -> None:
+        """Nobody may use the groups from now on."""
+        self._state, self._groups, self._way = state, None, None
+        if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
+            self._lease.end(since, state)
+
+    def _destroy(self, *, abort: bool) -> None:
+        """End the communicators, and keep those that torch still knows for another attempt."""
+        made, self._made = self._made, []
+        try:
+            communicators_of_torch.end(made, abort=abort)
+        finally:
+            self._made = [pair for pair in made if communicators_of_torch.is_registered(pair[1])]
+
+
+def _interruption(errors: Iterable[BaseException]) -> BaseException | None:
+    """The first that is no ordinary error: Ctrl-C, or a request to exit."""
+    return next((error for error in errors if not isinstance(error, Exception)), None)
 
 
 def _check_waits(timeout: float, collective_timeout: timedelta | None) -> None:

@@ -110,7 +110,11 @@ def end(groups: Iterable[tuple[Communicator, dist.ProcessGroup]], *, abort: bool
             if abort and is_registered(group):
                 c10d._abort_process_group(group)
             if is_registered(group):
+                tag = c10d._world.pg_to_tag.get(group, "")
                 dist.destroy_process_group(group)
+                # torch leaves an empty list behind under the tag, and each group has its own.
+                if not c10d._world.tags_to_pg.get(tag):
+                    c10d._world.tags_to_pg.pop(tag, None)
         except Exception as error:
             error.add_note(
                 f"closing {', '.join(communicator.fields)} of ranks {communicator.ranks}"
@@ -130,6 +134,18 @@ def sessions_in_torch() -> list[str]:
     prefixes = {group.group_desc.rpartition(": ")[0] for group in c10d._world.pg_map}
     ours = sorted(prefix for prefix in prefixes if prefix.startswith(_OURS))
     return [prefix.removeprefix(_OURS).rpartition("/")[0] for prefix in ours]
+
+
+def registered() -> int:
+    """How many groups torch knows in this process, WORLD included."""
+    return len(c10d._world.pg_map)
+
+
+def bystanders(ours: Iterable[dist.ProcessGroup]) -> list[str]:
+    """Descriptions of the groups that torch knows besides WORLD and ``ours``."""
+    known = {id(dist.group.WORLD), *map(id, ours)}
+    others = [group for group in c10d._world.pg_map if id(group) not in known]
+    return [group.group_desc or group.group_name for group in others]
 
 
 def _description(prefix: str, communicator: Communicator) -> str:

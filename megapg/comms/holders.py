@@ -45,11 +45,17 @@ def _names(holder: object, target: object) -> str:
 
 
 def _is_dict_of(held: object, owner: object) -> bool:
+    if isinstance(owner, type):  # shows a view of it
+        return any(part is held for part in gc.get_referents(owner))
     return getattr(owner, "__dict__", None) is held
 
 
 def _attribute(owner: object, names: str) -> str:
-    name = owner.__name__ if isinstance(owner, ModuleType) else f"a {_kind(owner)}"
+    name = f"a {_kind(owner)}"
+    if isinstance(owner, ModuleType):
+        name = owner.__name__
+    elif isinstance(owner, type):
+        name = f"{owner.__module__}.{owner.__qualname__}"
     return f"{name}, as {names}"
 
 

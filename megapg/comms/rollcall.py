@@ -32,6 +32,8 @@ from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
 # How long beyond its deadline a rank waits for the leader's word: the leader knows more, so its
 # error is the better one. Seconds.
 GRACE = 2.0
+# From how many ranks on it is too much for the store if every rank asks about every other.
+_LARGE = 64
 # The longest pause between two questions to the store, in seconds.
 _PAUSE = 0.05
 # No key ever holds this: what the store answers when there is nothing.
@@ -111,6 +113,7 @@ class RollCall:
         rank: this rank.
         ranks: everyone expected, ascending; the first one leads.
         host: who hosts the store, for the message when it is gone.
+        hosts: rank -> the host it runs on, for the messages; empty where nobody knows.
     """
 
     def __init__(
@@ -120,9 +123,11 @@ class RollCall:
         rank: int,
         ranks: Sequence[int],
         host: str = "the store behind WORLD",
+        hosts: Sequence[str] = (),
     ) -> None:
         self._store = dist.PrefixStore(f"megapg/{name}", store)
         self._name, self._rank, self._ranks, self._host = name, rank, ranks, host
+        self._hosts = hosts
         self._leading = rank == ranks[0]
         self._mine = _Hello("new", secrets.token_hex(8), host=socket.gethostname(), pid=os.getpid())
 
@@ -327,7 +332,7 @@ class RollCall:
 
     def _absence(self, missing: Sequence[int], hellos: Mapping[int, _Hello | None]) -> str:
         lines = [
-            f"rank {rank}" + (f" on {hello.host} {hello.status()}" if hello else " never arrived")
+            f"rank {rank}{self._where(rank, hello)} {hello.status() if hello else 'never arrived'}"
             for rank in missing[:8]
             for hello in [hellos.get(rank)]
         ]
@@ -339,6 +344,10 @@ class RollCall:
             f"together{'' if hopeless else ' in time'}. Missing: {'; '.join(lines)}{more}. Look at "
             f"the logs of those ranks{advice}."
         )
+
+    def _where(self, rank: int, hello: _Hello | None) -> str:
+        host = hello.host if hello else self._hosts[rank] if self._hosts else ""
+        return f" on {host}" if host else ""
 
     def _failure(self, problems: Mapping[int, str]) -> str:
         lines = "; ".join(f"rank {rank}: {text}" for rank, text in list(problems.items())[:8])
@@ -384,6 +393,49 @@ class RollCall:
         except dist.DistError as error:
             return {self._ranks[0]: f"{self._host} is gone: {brief(error)}"}
         return problems
+
+    def news(self, *, wait: float) -> dict[int, str]:
+        """After :meth:`part` with a problem: what the others have said, and which are silent.
+
+        In a large job the leader alone asks all ranks, and the others ask the leader.
+
+        Args:
+            wait: seconds to wait for those that have said nothing yet; with 0 they are left out.
+
+        Returns:
+            rank -> what went wrong there; nothing for ranks that are well.
+        """
+        bye = f"{self._mine.namespace}/bye"
+        deadline = time.monotonic() + wait
+        large = len(self._ranks) > _LARGE
+        try:
+            if self._leading or not large:
+                found = self._hear_all(bye, deadline, silent_too=wait > 0)
+                if large:
+                    self._store.set(f"{bye}/news", json.dumps(found))
+            elif self._until(lambda: self._store.check([f"{bye}/news"]), deadline + wait):
+                found = self._read_problems(f"{bye}/news")
+            else:
+                found = self._silence(self._ranks[:1]) if wait else {}
+        except dist.DistError as error:
+            return {self._ranks[0]: f"{self._host} is gone: {brief(error)}"}
+        return {rank: found[rank] for rank in sorted(found) if rank != self._rank}
+
+    def _hear_all(self, bye: str, deadline: float, *, silent_too: bool) -> dict[int, str]:
+        everyone = [f"{bye}/{rank}" for rank in self._ranks]
+        if self._until(lambda: self._store.check(everyone), deadline) or not silent_too:
+            return self._answers(bye, "")
+        said = {rank: self._peek(f"{bye}/{rank}") for rank in self._ranks}
+        silent = self._silence([rank for rank, word in said.items() if word is None])
+        return {rank: word.decode() for rank, word in said.items() if word} | silent
+
+    def _silence(self, ranks: Sequence[int]) -> dict[int, str]:
+        return {
+            rank: "not a word"
+            + (f" (process {hello.pid} on {hello.host})" if hello else "")
+            + ": killed, stuck, or still at work"
+            for rank, hello in self._hellos(ranks).items()
+        }
 
     def _dismiss(self, bye: str, deadline: float) -> dict[int, str]:
         everyone = [f"{bye}/{rank}" for rank in self._ranks]

@@ -7,12 +7,14 @@ object it made, so what a caller set up, or put in its place since, is never tou
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -20,14 +22,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megapg.comms.backends import backend_for
+from megapg.comms.meeting import meeting_place
 from megapg.comms.rollcall import RollCall
-from megapg.errors import RendezvousError, SessionError
-from megapg.launch import Launch, detect
+from megapg.errors import LaunchError, RendezvousError, SessionError
+from megapg.launch import Launch, Network, choose_network, detect
 
-# The one thing that outlives a session, by (address, port): the connection to the store where the
-# ranks of this job meet. Ranks close at different moments, so whoever hosts the store must keep it
-# until the process ends, and a second rendezvous on the same port would race with the first.
-_MEETING_PLACES: dict[tuple[str, int], dist.Store] = {}
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -41,6 +41,8 @@ class World:
         backend: as torch names it, for example ``"gloo"``.
         timeout: of collectives on WORLD, and so of those inside Megatron.
         generation: how often megapg made WORLD in this job; 0 where the caller made it.
+        hosts: of each rank its host, where the launcher told.
+        network: the interfaces that were chosen for it, if that was asked for.
     """
 
     rank: int
@@ -49,13 +51,35 @@ class World:
     backend: str
     timeout: timedelta
     generation: int = 0
+    hosts: Sequence[str] = ()
+    network: Network | None = None
+    _known: weakref.ref[dist.ProcessGroup] | None = None
     _made: dist.ProcessGroup | None = None
     _roll_call: RollCall | None = None
+    _applied: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def ours(self) -> bool:
         """Whether the current WORLD is the object that we made."""
         return self._made is not None and dist.group.WORLD is self._made
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The current WORLD, if it is ours."""
+        return self._made if self.ours else None
+
+    def check(self) -> None:
+        """Raise unless WORLD is still the one that this is about.
+
+        Raises:
+            SessionError: it was destroyed, or replaced by another one.
+        """
+        if self._known is None or dist.group.WORLD is None or self._known() is not dist.group.WORLD:
+            what = "destroyed" if dist.group.WORLD is None else "replaced by another one"
+            raise SessionError(
+                f"WORLD was {what} behind the session's back. Open a new session, or leave WORLD "
+                "alone as long as one is open or suspended."
+            )
 
     @property
     def device_bound(self) -> bool:
@@ -71,15 +95,18 @@ class World:
         """
         if self._made is None:
             return
-        if self._roll_call is not None:
-            problem = RendezvousError("aborted") if abort else None
-            self._roll_call.part(problem, timeout=timeout)
-        if self.ours:
-            if abort:
-                c10d._abort_process_group()
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        self._made = None
+        try:
+            if self._roll_call is not None:
+                problem = RendezvousError("aborted") if abort else None
+                self._roll_call.part(problem, timeout=timeout)
+        finally:  # after Ctrl-C as well
+            self._applied.close()
+            if self.ours:
+                if abort:
+                    c10d._abort_process_group()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            self._made = None
 
 
 def adopt() -> World:
@@ -96,32 +123,54 @@ def adopt() -> World:
         # One backend on every device goes by its plain name; otherwise the device map matters.
         backend=kinds.pop() if len(kinds) == 1 else config,
         timeout=_timeout_of(default),
+        _known=weakref.ref(default),
     )
 
 
-def found(*, backend: str | None, timeout: float, collective_timeout: timedelta | None) -> World:
+def found(
+    *,
+    backend: str | None,
+    timeout: float,
+    collective_timeout: timedelta | None,
+    launch: Launch | None = None,
+    network: str | Sequence[str] | None = None,
+) -> World:
     """Make WORLD from what the launcher said, once every rank is here.
 
     Args:
         backend: ``"nccl"`` where CUDA is available and ``"gloo"`` elsewhere, unless given.
         timeout: seconds to wait for ranks that are missing.
         collective_timeout: of collectives on WORLD; torch's default for the backend unless given.
+        launch: who this process is; read from the environment unless given.
+        network: which interfaces to use, as :func:`~megapg.launch.choose_network` takes it; what it
+            sets in the environment stays until WORLD is closed.
 
     Raises:
-        LaunchError: the environment is incomplete.
-        RendezvousError: a rank did not come, the port is taken, the store can't be reached.
+        LaunchError: the environment is incomplete or contradicts itself, or the interface asked for
+            can't serve.
+        RendezvousError: a rank did not come, the port is taken, the store can't be reached, or the
+            ranks' accelerators can't talk to each other.
     """
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     row = backend_for(chosen)
-    launch = detect()
-    store = _meeting_place(launch, timeout)
+    launch = launch or detect()
+    store = meeting_place(launch, timeout)
     host = "the launcher's store" if launch.hosted else "the store that rank 0 hosts"
-    roll_call = RollCall(store, "WORLD", launch.rank, range(launch.world_size), host)
-    agreement = roll_call.meet({"backend": chosen}, timeout=timeout)
+    roll_call = RollCall(store, "WORLD", launch.rank, range(launch.world_size), host, launch.hosts)
+    interfaces = None if network is None else _interfaces(network, chosen, roll_call)
+    settings = {
+        "backend": chosen,
+        "network": "left alone" if interfaces is None else interfaces.agreement,
+    }
+    agreement = roll_call.meet(settings, timeout=timeout)
     made: dist.ProcessGroup | None = None
+    applied = contextlib.ExitStack()
     try:
-        if "nccl" in chosen:
-            torch.cuda.set_device(launch.local_rank)  # before init: NCCL takes the current device
+        if interfaces is not None:
+            applied.enter_context(interfaces.applied())
+        device = _device(launch) if "nccl" in chosen else None
+        if device is not None:
+            torch.cuda.set_device(device)  # before init: NCCL takes the current device
         with scoped_environment(row.creation_environment):
             dist.init_process_group(
                 chosen,
@@ -134,14 +183,21 @@ def found(*, backend: str | None, timeout: float, collective_timeout: timedelta 
         world = adopt()
         # Backends read keys under the store's own timeout, and may first do so much later.
         store.set_timeout(world.timeout)
-        roll_call.confirm(None, timeout=timeout)
+        if device is not None:
+            _meet_on(device, timeout)
     except BaseException as error:
-        if made is not None and dist.group.WORLD is made:
-            dist.destroy_process_group()
-        else:
+        with applied:
+            _discard(made)
             roll_call.confirm(error, timeout=timeout)
         raise
+    try:
+        roll_call.confirm(None, timeout=timeout)
+    except BaseException:
+        with applied:
+            _discard(made)
+        raise
     world.generation, world._roll_call, world._made = agreement.generation, roll_call, made
+    world.hosts, world.network, world._applied = launch.hosts, interfaces, applied
     return world
 
 
@@ -176,71 +232,64 @@ def scoped_environment(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _meeting_place(launch: Launch, timeout: float) -> dist.Store:
-    if not launch.address:
-        return dist.HashStore()
-    place = (launch.address, launch.port)
-    if place not in _MEETING_PLACES:
-        # One connection a process; what a launcher starts again meets apart from the dead.
-        hosting = launch.rank == 0 and not launch.hosted
-        try:
-            _MEETING_PLACES[place] = _connect(launch, hosting, timeout)
-        except (dist.DistError, TimeoutError) as error:
-            doing = "host" if hosting else "reach"
-            # Whether torch gives up first, and with which words, is a race: look for ourselves.
-            reason = str(error).splitlines()[0] if hosting else _what_is_there(launch)
-            raise RendezvousError(
-                f"rank {launch.rank} could not {doing} the store at {launch.address}:"
-                f"{launch.port} (MASTER_ADDR, MASTER_PORT from {launch.launcher}) within "
-                f"{timeout:g} s: {reason}. "
-                + (
-                    "Another program may have the port; choose a free MASTER_PORT."
-                    if hosting
-                    else "Rank 0 hosts it: see whether rank 0 started and what it says."
-                ),
-                () if hosting else (0,),
-            ) from error
-    return dist.PrefixStore(f"megapg/attempt {launch.attempt}", _MEETING_PLACES[place])
+def _device(launch: Launch) -> torch.device:
+    """The accelerator of this rank."""
+    count = torch.cuda.device_count()
+    # Some sites show each process its own device only, as the first.
+    index = 0 if count == 1 else launch.local_rank
+    if index >= count:
+        raise LaunchError(
+            f"rank {launch.rank} is number {launch.local_rank} on its host ({launch.launcher}), "
+            f"but sees {count} CUDA devices: start at most one rank per device, and look at "
+            "CUDA_VISIBLE_DEVICES; or choose backend='gloo'."
+        )
+    return torch.device("cuda", index)
 
 
-def _connect(launch: Launch, hosting: bool, timeout: float) -> dist.Store:
-    """Open the store within ``timeout`` seconds, come what may.
+def _meet_on(device: torch.device, timeout: float) -> None:
+    """A barrier between the accelerators: that the ranks met over TCP does not say they can talk.
 
-    torch's own timeout does not cover a port where something listens that is no store and says
-    nothing; the thread that is left waiting for it in that case is a daemon.
+    It may never end, nor can it be told to; the thread that is left in that case is a daemon.
     """
-    connecting: Future[dist.Store] = Future()
+    meeting: Future[None] = Future()
 
-    def connect() -> None:
+    def meet() -> None:
         try:
-            store = dist.TCPStore(
-                launch.address,
-                launch.port,
-                is_master=hosting,
-                timeout=timedelta(seconds=timeout),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-            connecting.set_result(store)
+            torch.cuda.set_device(device)  # each thread has a current device of its own
+            dist.barrier(device_ids=[device.index])
+            meeting.set_result(None)
         except BaseException as error:
-            connecting.set_exception(error)
+            meeting.set_exception(error)
 
-    threading.Thread(target=connect, daemon=True, name="megapg store").start()
+    threading.Thread(target=meet, daemon=True, name="megapg barrier").start()
     try:
-        return connecting.result(timeout + 1.0)
+        meeting.result(timeout)
     except TimeoutError:
-        raise TimeoutError("no answer") from None
+        raise RendezvousError(
+            f"all ranks came, but a barrier of their accelerators did not end within {timeout:g} "
+            f"s on {device} of {socket.gethostname()}. NCCL_DEBUG=INFO shows which network it "
+            "tries; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another."
+        ) from None
 
 
-def _what_is_there(launch: Launch) -> str:
-    """Why the store can't be reached."""
+def _interfaces(wanted: str | Sequence[str], backend: str, roll_call: RollCall) -> Network:
+    """The choice of this host; the other ranks hear of it if there is none."""
     try:
-        socket.create_connection((launch.address, launch.port), timeout=1.0).close()
-    except socket.gaierror:
-        return f"there is no host called {launch.address!r}"
-    except OSError as error:
-        return f"nobody listens there ({error.strerror or error})"
-    return "something listens there that is no store"
+        network = choose_network(wanted)
+        network.check(backend)
+    except LaunchError as error:
+        roll_call.decline(error)
+        raise
+    logger.info("%s", network)
+    return network
+
+
+def _discard(made: dist.ProcessGroup | None) -> None:
+    """Abort the WORLD that was made, unless somebody has another by now."""
+    if made is not None and dist.group.WORLD is made:
+        c10d._abort_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -15,8 +15,10 @@ from megapg.megatron.adapter import (
     schedule_collection,
     to_megatron,
 )
+from megapg.megatron.adopt import Adopted, AdoptedReport, Leftover, adopt
 from megapg.megatron.arguments import session_arguments
 from megapg.megatron.core import core_version, parallel_state_module
+from megapg.megatron.creations import Recording, record_initialize
 from megapg.megatron.forbid import forbid_global_reads
 from megapg.megatron.groups_of import groups_of
 from megapg.megatron.publish import published
@@ -31,11 +33,16 @@ if TYPE_CHECKING:
     parallel_state: ModuleType
 
 __all__ = [
+    "Adopted",
+    "AdoptedReport",
     "Comparison",
     "Disagreement",
     "GlobalGroups",
     "GlobalRead",
+    "Leftover",
+    "Recording",
     "Trace",
+    "adopt",
     "compare_with_globals",
     "core_version",
     "forbid_global_reads",
@@ -46,6 +53,7 @@ __all__ = [
     "groups_of",
     "parallel_state",
     "published",
+    "record_initialize",
     "resolve",
     "resolves",
     "schedule_collection",

@@ -1,12 +1,12 @@
 """Megatron-core's collections in the form of ours, each worked out once.
 
 To adapt a collection is to look at every rank of every group, and functions ask at every call. An
-adaptation is kept as long as the core's collection lives, and made anew when that has changed.
+adaptation is kept with the core's collection, and made anew when that has changed. It is nowhere
+else, so whoever puts new groups into the one (:func:`megapg.rebind.rebind`) finds the other.
 """
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import TypeGuard, cast
 
@@ -25,17 +25,13 @@ _CLASSES = frozenset(
     }
 )
 
+_KEPT_AS = "_megapg_adapted"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Adapted:
-    core: weakref.ref[MegatronCollection]
     held: dict[str, object]  # what the core's held then: it can be changed
     ours: ProcessGroupCollection
-
-
-# By identity, since the core's compare by value and so have no hash. The reference tells another
-# object at the same address apart, and takes the entry away with the collection.
-_known: dict[int, _Adapted] = {}
 
 
 def as_collection(value: object) -> ProcessGroupCollection | None:
@@ -56,19 +52,17 @@ def adapted(core: MegatronCollection) -> ProcessGroupCollection:
     Raises:
         ForeignGroupError: a field holds something that is no live group of this rank.
     """
-    key = id(core)
-    entry = _known.get(key)
-    if entry is not None and entry.core() is core and entry.held == core.__dict__:
-        return entry.ours
-
-    def forget(dead: weakref.ref[MegatronCollection]) -> None:
-        entry = _known.get(key)
-        if entry is not None and entry.core is dead:
-            del _known[key]
-
-    held = dict(core.__dict__)
+    namespace = core.__dict__
+    kept = namespace.get(_KEPT_AS)
+    if (
+        isinstance(kept, _Adapted)
+        and len(kept.held) == len(namespace) - 1
+        and kept.held.items() <= namespace.items()
+    ):
+        return kept.ours
+    held = {name: value for name, value in namespace.items() if name != _KEPT_AS}
     ours = from_megatron(core)
-    _known[key] = _Adapted(weakref.ref(core, forget), held, ours)
+    namespace[_KEPT_AS] = _Adapted(held, ours)
     return ours
 
 

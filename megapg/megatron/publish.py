@@ -13,12 +13,13 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, NoReturn
 
-from megapg.collection import LeaseState, ProcessGroupCollection
+from megapg.collection import Lease, LeaseState, ProcessGroupCollection
 from megapg.errors import ForeignGroupError, PublishedError
 from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.tables import (
@@ -52,7 +53,7 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
 
     The functions that make and end groups (``initialize_*``, ``create_*``, ``destroy_*``) raise
     inside: the groups are their session's. If the session closes inside, the getters say "not
-    initialized" from then on.
+    initialized" from then on; if it makes its groups anew, they answer from the new ones.
 
     Megatron-core's random streams (``get_cuda_rng_tracker()``) are no part of ``parallel_state``:
     two models that take turns in one process swap its states along with the groups.
@@ -76,8 +77,11 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
     # setdefault, as two threads may come at once and one of them must find the other.
     publishing: _Publishing = vars(module).setdefault(_MARK, _Publishing(module, pg.lease.owner))
     block = publishing.open(pg)
+    # The block must not keep groups alive that their session has replaced meanwhile.
+    passed = [pg]
+    del pg
     try:
-        yield pg
+        yield passed.pop()
     finally:
         publishing.close(block)
 
@@ -86,8 +90,10 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
 class _Block:
     """One ``with published(pg)`` that has been entered."""
 
-    pg: ProcessGroupCollection
+    lease: Lease
     before: dict[str, object]
+    numbers: dict[str, int]  # what ``set_*`` had set when the groups ended
+    follow: Callable[[ProcessGroupCollection], None] | None = None
     left: bool = False
 
 
@@ -115,11 +121,11 @@ class _Publishing:
                 "groups as arguments (pg_collection=...)."
             )
         before = _variables(self._state)
-        block = _Block(pg, before)
+        block = _Block(pg.lease, before, {})
         self._blocks.append(block)
         try:
             self._state.update(_answers(pg, before))
-            pg.lease.at_end.append(self._go_dark)
+            self._listen(block)
             if not self._codes:
                 self._refuse_owners_calls()
         except BaseException:
@@ -131,7 +137,6 @@ class _Publishing:
         block.left = True
         while self._blocks and self._blocks[-1].left:
             self._leave(self._blocks.pop())
-        self._go_dark()
         if not self._blocks:
             for function, code in reversed(self._codes):
                 function.__code__ = code
@@ -141,13 +146,41 @@ class _Publishing:
         for name in [name for name in _variables(self._state) if name not in block.before]:
             del self._state[name]
         self._state.update(block.before)
-        if self._go_dark in block.pg.lease.at_end:
-            block.pg.lease.at_end.remove(self._go_dark)
+        self._listen_no_more(block)
+
+    def _listen(self, block: _Block) -> None:
+        block.follow = partial(self._follow, block)
+        block.lease.at_end.append(self._go_dark)
+        block.lease.at_succession.append(block.follow)
+
+    def _listen_no_more(self, block: _Block) -> None:
+        if block.follow is not None:
+            block.lease.at_end.remove(self._go_dark)
+            block.lease.at_succession.remove(block.follow)
+            block.follow = None
 
     def _go_dark(self) -> None:
         """A dead group still answers, so it must not be handed out: nothing is initialised."""
-        if self._blocks and self._blocks[-1].pg.lease.state is LeaseState.CLOSED:
-            self._state.update({**dict.fromkeys(_variables(self._state)), HYBRID_GROUPS: {}})
+        for block in self._blocks:
+            if block.lease.state in (LeaseState.CLOSED, LeaseState.FAILED):
+                answers = self._answers_of(block)
+                held = _variables(answers)
+                block.numbers |= {name: n for name, n in held.items() if isinstance(n, int)}
+                answers.update({**dict.fromkeys(held), HYBRID_GROUPS: {}})
+
+    def _follow(self, block: _Block, successor: ProcessGroupCollection) -> None:
+        """The session has made its groups anew: the same layout, so what was set stays right."""
+        self._listen_no_more(block)
+        block.lease = successor.lease
+        answers = _answers(successor, block.before)
+        self._answers_of(block).update({**answers, **block.numbers})
+        block.numbers.clear()
+        self._listen(block)
+
+    def _answers_of(self, block: _Block) -> dict[str, object]:
+        """Where the block's answers are: in the module, or with the block that took its place."""
+        inner = self._blocks[self._blocks.index(block) + 1 :]
+        return inner[0].before if inner else self._state
 
     def _refuse_owners_calls(self) -> None:
         """Make the functions themselves raise, so that a name bound long ago does so too."""

@@ -1,0 +1,99 @@
+"""What one rank tells about itself: rows of facts, and findings. It travels as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Self
+
+
+class Level(StrEnum):
+    """How bad a finding is. A note makes nothing look wrong."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that looks wrong, and what to do about it.
+
+    Attributes:
+        check: which check found it, for programs.
+        level: how bad it is.
+        what: what is wrong and what comes of it.
+        remedy: what to do.
+    """
+
+    check: str
+    level: Level
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fact.
+
+    Attributes:
+        section: what it belongs to: ``"software"``.
+        name: what it is about: ``"torch"``.
+        text: the fact as people read it.
+        data: the fact as programs read it, where that is more than the text.
+        alike: whether it has to be the same on every rank.
+    """
+
+    section: str
+    name: str
+    text: str
+    data: Mapping[str, object] | bool | int | None = None
+    alike: bool = False
+
+
+@dataclass(frozen=True)
+class Account:
+    """Everything that one rank tells.
+
+    Attributes:
+        rank: its global rank.
+        host: where it runs.
+        device: the accelerator it would use, by a name that no other has; empty without one.
+        rows: the facts.
+        findings: what looks wrong there.
+    """
+
+    rank: int
+    host: str
+    device: str
+    rows: tuple[Row, ...]
+    findings: tuple[Finding, ...]
+
+    def get(self, section: str, name: str) -> str | None:
+        """The text of a row; None where there is no such row."""
+        row = self._row(section, name)
+        return None if row is None else row.text
+
+    def data(self, section: str, name: str) -> Mapping[str, object]:
+        """What a row is made of; empty where there is no such row, or it is only a text."""
+        row = self._row(section, name)
+        return row.data if row is not None and isinstance(row.data, Mapping) else {}
+
+    def _row(self, section: str, name: str) -> Row | None:
+        return next((row for row in self.rows if (row.section, row.name) == (section, name)), None)
+
+    def to_json(self) -> str:
+        """For the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The account that :meth:`to_json` wrote."""
+        told = json.loads(text)
+        told["rows"] = tuple(Row(**row) for row in told["rows"])
+        told["findings"] = tuple(
+            Finding(**{**finding, "level": Level(finding["level"])}) for finding in told["findings"]
+        )
+        return cls(**told)

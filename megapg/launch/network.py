@@ -1,0 +1,481 @@
+"""Which network interfaces the ranks talk over: found in sysfs, chosen on request, said aloud.
+
+InfiniBand is told by the kernel's link type and RoCE by the RDMA device behind an interface, never
+by a name: hosts rename their interfaces, and RoCE looks like any Ethernet from outside.
+
+NCCL and gloo spell the same choice differently. NCCL's ``NCCL_SOCKET_IFNAME`` is a filter, in which
+a bare name is a prefix (``ib1`` also takes ``ib10``), so the exact form ``=ib1`` is used; gloo's
+``GLOO_SOCKET_IFNAME`` is a plain list of names, and fails on everything else. What the user, or
+the administrator in ``/etc/nccl.conf``, has set is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+
+from megapg.errors import LaunchError
+
+NCCL_NAMES, GLOO_NAMES = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
+
+_ROOT = Path("/")
+_UP = 0x1  # IFF_UP in an interface's flags
+
+
+class Kind(StrEnum):
+    """What carries an interface's traffic."""
+
+    INFINIBAND = "InfiniBand"
+    ROCE = "RoCE"
+    ETHERNET = "Ethernet"
+    LOOPBACK = "loopback"
+    OTHER = "other"
+
+
+# The kernel's ARPHRD_* numbers, as in /sys/class/net/*/type.
+_LINK_TYPES = {1: Kind.ETHERNET, 32: Kind.INFINIBAND, 772: Kind.LOOPBACK}
+
+# As in /sys/class/infiniband/*/ports/*/link_layer.
+_LINK_LAYERS = {"InfiniBand": Kind.INFINIBAND, "Ethernet": Kind.ROCE}
+
+# What "auto" looks for, best first. Between plain Ethernet interfaces there is nothing to tell the
+# right one by, so that choice stays with NCCL, gloo and the user.
+_FAST = (Kind.INFINIBAND, Kind.ROCE)
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One network interface of this host.
+
+    Attributes:
+        name: as the kernel spells it: ``ib0.8001``, where ``ip`` prints ``ib0.8001@ib0``.
+        kind: what carries its traffic; a VLAN or bond on RoCE is RoCE.
+        up: whether it can carry traffic now.
+        addresses: its IP addresses, IPv4 first, without those that only hold on one link.
+        devices: the RDMA devices behind it, such as ``mlx5_0``.
+        speed: in megabits per second; None where the driver does not say.
+    """
+
+    name: str
+    kind: Kind
+    up: bool
+    addresses: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    speed: int | None = None
+
+    @property
+    def obstacle(self) -> str:
+        """Why ranks can't talk over it; empty where they can."""
+        if not self.up:
+            return "is down"
+        return "" if self.addresses else "has no IP address"
+
+    def __str__(self) -> str:
+        facts = [self.kind.value, *self.devices]
+        if self.speed is not None:
+            facts.append(f"{self.speed / 1000:g} Gb/s")
+        facts += ["up" if self.up else "down", *(self.addresses or ["no address"])]
+        return f"{self.name} ({', '.join(facts)})"
+
+
+@dataclass(frozen=True)
+class RdmaPort:
+    """One port of an RDMA device: what NCCL moves data over where it can.
+
+    Attributes:
+        device: for example ``mlx5_0``.
+        number: of the port, from 1.
+        kind: InfiniBand or RoCE, or other.
+        active: whether it can carry traffic now.
+        rate: as the driver words it: ``"400 Gb/sec (4X NDR)"``; empty where it does not.
+        interfaces: the network interfaces whose addresses are its, for RoCE.
+    """
+
+    device: str
+    number: int
+    kind: Kind
+    active: bool
+    rate: str = ""
+    interfaces: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        facts = [self.kind.value, "active" if self.active else "not active", self.rate]
+        return f"{self.device}:{self.number} ({', '.join(filter(None, facts))})"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable that a choice of network is about.
+
+    Attributes:
+        name: for example ``NCCL_SOCKET_IFNAME``.
+        value: what holds.
+        wanted: what the choice asked for.
+        kept: where the value was set before, which is why it is kept; empty where megapg sets it.
+        problem: what is wrong with the value that is kept; empty where nothing is.
+    """
+
+    name: str
+    value: str
+    wanted: str
+    kept: str = ""
+    problem: str = ""
+
+    def __str__(self) -> str:
+        if not self.kept:
+            return f"set {self.name}={self.value}"
+        instead = "" if self.value == self.wanted else f" instead of {self.wanted}"
+        problem = f"; {self.problem}" if self.problem else ""
+        return f"kept {self.name}={self.value} from {self.kept}{instead}{problem}"
+
+
+@dataclass(frozen=True)
+class Network:
+    """A choice of interfaces, and what it means for NCCL and gloo. Made by :func:`choose_network`.
+
+    Attributes:
+        interfaces: those chosen; empty where NCCL and gloo choose for themselves.
+        why: how they were chosen.
+        variables: what is set, and what was set before and is kept.
+        passed_over: interface -> why it was not chosen.
+    """
+
+    interfaces: tuple[Interface, ...]
+    why: str
+    variables: tuple[Variable, ...] = ()
+    passed_over: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def agreement(self) -> str:
+        """What every rank must have alike, for the ranks to compare: kinds, not names."""
+        if not self.interfaces:
+            return "left to NCCL and gloo"
+        return " + ".join(interface.kind.value for interface in self.interfaces)
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables to set: those that nobody has set before."""
+        return {each.name: each.value for each in self.variables if not each.kept}
+
+    def check(self, backend: str) -> None:
+        """Refuse what is kept but can't work.
+
+        Args:
+            backend: as torch spells it; variables of others don't matter.
+
+        Raises:
+            LaunchError: a variable that was set before names no interface that can serve.
+        """
+        for each in self.variables:
+            if each.problem and each.name.partition("_")[0].lower() in backend.lower():
+                raise LaunchError(
+                    f"{each.name}={each.value} (from {each.kept}): {each.problem}. Correct it, or "
+                    f"unset it{f' for {each.wanted}' if each.wanted else ''}."
+                )
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[Network]:
+        """Set :meth:`environment` while the block runs, and take it back at its end.
+
+        Enter it before the first communicator is made: NCCL reads its variables once a process.
+        """
+        added = {name: v for name, v in self.environment().items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            yield self
+        finally:
+            for name, value in added.items():
+                if os.environ.get(name) == value:  # else somebody has made it theirs meanwhile
+                    del os.environ[name]
+
+    def __str__(self) -> str:
+        chosen = ", ".join(map(str, self.interfaces)) or "no interface chosen"
+        lines = [f"network: {chosen}: {self.why}", *(f"  {each}" for each in self.variables)]
+        lines += [f"  passed over {name}: {reason}" for name, reason in self.passed_over.items()]
+        return "\n".join(lines)
+
+
+def choose_network(
+    wanted: str | Sequence[str] = "auto",
+    *,
+    environment: Mapping[str, str] = os.environ,
+    root: Path = _ROOT,
+    addresses: Mapping[str, Sequence[str]] | None = None,
+) -> Network:
+    """Choose the interfaces that ranks on this host talk over. Nothing is set by it.
+
+    Args:
+        wanted: ``"auto"`` for the first InfiniBand interface that is up and has an address, else
+            the first such RoCE interface, else none: then NCCL and gloo choose for themselves. What
+            the user has set for one of them narrows the choice for the other. Or exact names:
+            ``"ib0"``, ``"ib0,ib1"``, ``["ib0", "ib1"]``; with several, give every rank as many.
+        environment: where variables are that the user has set.
+        root: the directory that holds ``sys/class`` and ``etc/nccl.conf``.
+        addresses: interface -> IP addresses, instead of the host's own.
+
+    Raises:
+        LaunchError: an interface asked for is not there, is down or has no address.
+    """
+    found = {each.name: each for each in interfaces(root, addresses)}
+    already = _already_set(environment, root)
+    if wanted == "auto":
+        chosen, why, passed_over = _fastest(found, already)
+    else:
+        names = wanted.split(",") if isinstance(wanted, str) else wanted
+        chosen = tuple(_named(name.strip(), found) for name in names)
+        why, passed_over = "asked for by name", {}
+    return Network(chosen, why, tuple(_variables(chosen, found, already)), passed_over)
+
+
+def interfaces(
+    root: Path = _ROOT, addresses: Mapping[str, Sequence[str]] | None = None
+) -> tuple[Interface, ...]:
+    """The network interfaces of this host, in the natural order of their names.
+
+    Args:
+        root: the directory that holds ``sys/class``.
+        addresses: interface -> IP addresses, instead of the host's own.
+    """
+    net = root / "sys/class/net"
+    # A sysfs mounted in another network namespace, as in some containers, lists other interfaces
+    # than this process has: what has no address drops out, and what is missing is still named.
+    reachable = _addresses() if addresses is None else addresses
+    listed = {path.name for path in _entries(net) if (path / "type").exists()}
+    behind: dict[str, set[str]] = {}
+    for port in rdma_ports(root):
+        for name in port.interfaces:
+            behind.setdefault(name, set()).add(port.device)
+    names = sorted(listed | set(reachable), key=_natural)
+    return tuple(
+        Interface(
+            name=name,
+            kind=_kind(net / name, behind),
+            up=_is_up(net / name),
+            addresses=tuple(reachable.get(name, ())),
+            devices=tuple(sorted(_devices_behind(net / name, behind), key=_natural)),
+            speed=speed if (speed := _number(net / name / "speed")) and speed > 0 else None,
+        )
+        for name in names
+    )
+
+
+def rdma_ports(root: Path = _ROOT) -> tuple[RdmaPort, ...]:
+    """The RDMA ports of this host. InfiniBand works without a network interface of its own.
+
+    Args:
+        root: the directory that holds ``sys/class``.
+    """
+    return tuple(
+        RdmaPort(
+            device=device.name,
+            number=int(port.name),
+            kind=_LINK_LAYERS.get(_text(port / "link_layer"), Kind.OTHER),
+            active=_text(port / "state").endswith(": ACTIVE"),
+            rate=_text(port / "rate"),
+            # Most of the table is empty, and refuses to be read.
+            interfaces=frozenset(filter(None, map(_text, _entries(port / "gid_attrs/ndevs")))),
+        )
+        for device in sorted(_entries(root / "sys/class/infiniband"), key=_by_name)
+        for port in sorted(_entries(device / "ports"), key=_by_name)
+        if port.name.isdigit()
+    )
+
+
+def nccl_takes(setting: str, name: str) -> bool:
+    """Whether NCCL, with this ``NCCL_SOCKET_IFNAME``, may use the interface.
+
+    A list of prefixes; after ``^`` those not to use; after ``=`` exact names.
+    """
+    listed = setting.removeprefix("^")
+    exact = listed.startswith("=")
+    wanted = [part.partition(":")[0] for part in listed.removeprefix("=").split(",") if part]
+    hit = any(name == each if exact else name.startswith(each) for each in wanted)
+    return hit != setting.startswith("^")
+
+
+def nccl_problem(setting: str, found: Mapping[str, Interface]) -> str:
+    """What is wrong with a value of ``NCCL_SOCKET_IFNAME`` on this host; empty if nothing."""
+    taken = [each for name, each in found.items() if nccl_takes(setting, name)]
+    if not setting or any(not each.obstacle for each in taken):
+        return ""
+    if taken:
+        return f"{taken[0].name} {taken[0].obstacle}"
+    return f"no interface of this host matches; it has {', '.join(found) or 'none'}"
+
+
+def gloo_problem(setting: str, found: Mapping[str, Interface]) -> str:
+    """What is wrong with a value of ``GLOO_SOCKET_IFNAME`` on this host; empty if nothing."""
+    for name in filter(None, setting.split(",")):
+        if name not in found:
+            hint = " (gloo takes plain names; ^ and = are NCCL's)" if name[0] in "^=" else ""
+            return f"this host has no interface {name!r}{hint}; it has {', '.join(found) or 'none'}"
+        if found[name].obstacle:
+            return f"{name} {found[name].obstacle}"
+    return ""
+
+
+# --- choosing -------------------------------------------------------------------------------------
+
+
+def _fastest(
+    found: Mapping[str, Interface], already: Mapping[str, tuple[str, str]]
+) -> tuple[tuple[Interface, ...], str, dict[str, str]]:
+    usable = [each for each in found.values() if not _drawback(each, already)]
+    usable.sort(key=lambda each: _FAST.index(each.kind))  # stable: by name within a kind
+    passed_over = {
+        each.name: _drawback(each, already) or f"{usable[0].name} comes first"
+        for each in found.values()
+        if each not in usable[:1]
+    }
+    if not usable:
+        why = "no InfiniBand or RoCE interface can serve, so NCCL and gloo choose for themselves"
+        return (), why, passed_over
+    alike = sum(each.kind is usable[0].kind for each in usable)
+    why = f"the first of {alike} {usable[0].kind.value} interfaces" if alike > 1 else "the fastest"
+    return (usable[0],), why, passed_over
+
+
+def _drawback(interface: Interface, already: Mapping[str, tuple[str, str]]) -> str:
+    """Why "auto" does not take it; empty where it may."""
+    if interface.obstacle or interface.kind not in _FAST:
+        return interface.obstacle or f"is {interface.kind.value}"
+    for name, takes in _TAKES.items():
+        setting, where = already.get(name, ("", ""))
+        if setting and not takes(setting, interface.name):
+            return f"is not among {name}={setting} from {where}"
+    return ""
+
+
+def _gloo_takes(setting: str, name: str) -> bool:
+    return name in setting.split(",")
+
+
+_TAKES = {NCCL_NAMES: nccl_takes, GLOO_NAMES: _gloo_takes}
+
+
+def _named(name: str, found: Mapping[str, Interface]) -> Interface:
+    if name not in found:
+        plain = name.partition("@")[0].lstrip("^=")
+        hint = f" Write {plain!r}." if plain in found and plain != name else ""
+        have = "; ".join(map(str, found.values())) or "none"
+        raise LaunchError(
+            f"network={name!r}: {socket.gethostname()} has no interface of that name.{hint} It has "
+            f"{have}."
+        )
+    if obstacle := found[name].obstacle:
+        raise LaunchError(
+            f"network={name!r}: on {socket.gethostname()} that interface {obstacle}. Bring it up "
+            "with an address, or choose another."
+        )
+    return found[name]
+
+
+def _variables(
+    chosen: Sequence[Interface],
+    found: Mapping[str, Interface],
+    already: Mapping[str, tuple[str, str]],
+) -> Iterator[Variable]:
+    names = ",".join(each.name for each in chosen)
+    problems = {NCCL_NAMES: nccl_problem, GLOO_NAMES: gloo_problem}
+    for name, wanted in {NCCL_NAMES: f"={names}", GLOO_NAMES: names}.items():
+        if name in already:
+            value, where = already[name]
+            problem = problems[name](value, found)
+            yield Variable(name, value, wanted if chosen else "", where, problem)
+        elif chosen:
+            yield Variable(name, wanted, wanted)
+
+
+def _already_set(environment: Mapping[str, str], root: Path) -> dict[str, tuple[str, str]]:
+    """Variable -> its value, and where it was set. NCCL's files yield to the environment."""
+    named = environment.get("NCCL_CONF_FILE")
+    personal = Path(environment["HOME"], ".nccl.conf") if "HOME" in environment else None
+    files = [root / "etc/nccl.conf", Path(named) if named else personal]
+    found = {}
+    for file in filter(None, files):  # NCCL lets the personal file go first
+        with contextlib.suppress(OSError):
+            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+                name, equals, value = line.partition("=")
+                if equals and name.strip() == NCCL_NAMES:
+                    found[NCCL_NAMES] = (value.strip(), str(file))
+    given = {name: environment[name] for name in (NCCL_NAMES, GLOO_NAMES) if name in environment}
+    return found | {name: (value, "the environment") for name, value in given.items()}
+
+
+# --- reading sysfs --------------------------------------------------------------------------------
+
+
+def _addresses() -> dict[str, list[str]]:
+    """Interface -> its IP addresses, IPv4 first."""
+    found: dict[str, list[str]] = {}
+    for label, entries in psutil.net_if_addrs().items():
+        name = label.partition(":")[0]  # eth0:1 is a further address of eth0
+        for family in (socket.AF_INET, socket.AF_INET6):
+            found.setdefault(name, []).extend(
+                entry.address
+                for entry in entries
+                if entry.family == family and "%" not in entry.address  # link-local carries a zone
+            )
+    return found
+
+
+def _kind(path: Path, behind: Mapping[str, set[str]]) -> Kind:
+    kind = _LINK_TYPES.get(_number(path / "type") or 0, Kind.OTHER)
+    over_rdma = any(each.name in behind for each in _layers(path))
+    return Kind.ROCE if kind is Kind.ETHERNET and over_rdma else kind
+
+
+def _devices_behind(path: Path, behind: Mapping[str, set[str]]) -> set[str]:
+    own = {each.name for each in _entries(path / "device/infiniband")}
+    return own.union(*(behind.get(each.name, set()) for each in _layers(path)))
+
+
+def _layers(path: Path) -> Iterator[Path]:
+    """The interface and those below it: what a VLAN or a bond sends through."""
+    yield path
+    for lower in _entries(path):
+        if lower.name.startswith("lower_"):
+            yield from _layers(path.parent / lower.name.removeprefix("lower_"))
+
+
+def _is_up(path: Path) -> bool:
+    """Whether the interface carries traffic; some drivers leave that as ``unknown``."""
+    state = _text(path / "operstate")
+    if state:
+        return state == "up" or (state == "unknown" and bool((_number(path / "flags") or 0) & _UP))
+    statistics = psutil.net_if_stats().get(path.name)
+    return statistics is not None and statistics.isup
+
+
+def _entries(path: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return list(path.iterdir())
+    return []
+
+
+def _text(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    return ""
+
+
+def _number(path: Path) -> int | None:
+    with contextlib.suppress(ValueError):
+        return int(_text(path), 0)
+    return None
+
+
+def _by_name(path: Path) -> list[int | str]:
+    return _natural(path.name)
+
+
+def _natural(name: str) -> list[int | str]:
+    """Sorts ``ib10`` after ``ib2``."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,104 @@
+"""The nodes of a SLURM job: their names, and addresses at which they can be reached."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import socket
+import subprocess
+from collections.abc import Callable
+
+from megapg.errors import LaunchError
+
+# Seconds for one answer of scontrol; the controller may be slow, a dead one must not hang a job.
+_PATIENCE = 15.0
+
+
+def names(hostlist: str, count: int, variable: str) -> list[str]:
+    """The node names of a list such as ``gpu[001-004,7],login``.
+
+    By python-hostlist where that is installed, else by ``scontrol``. A list of one plain name after
+    the other needs neither.
+
+    Args:
+        hostlist: in SLURM's notation.
+        count: how many it must be: ``scontrol`` makes something of any garbage.
+        variable: where the list comes from, for the message.
+
+    Raises:
+        LaunchError: the list can't be read, or has another number of nodes.
+    """
+    try:
+        found = _expander()(hostlist) if "[" in hostlist else hostlist.split(",")
+        problem = f"names {len(found)} nodes, but the step has {count}"
+    except Exception as error:  # the library has a class of its own, which may be absent
+        found, problem = [], f"can't be read: {error}"
+    if len(found) != count:
+        raise LaunchError(
+            f"{variable}={hostlist!r} {problem}. Set MASTER_ADDR to the host of rank 0."
+        )
+    return found
+
+
+def address_of(node: str) -> str:
+    """The name itself where it resolves, else the address that SLURM has for the node.
+
+    Raises:
+        LaunchError: neither leads to an address.
+    """
+    if _resolves(node):
+        return node
+    try:
+        known = re.search(r"\bNodeAddr=(\S+)", _scontrol("--oneliner", "show", "node", node))
+    except OSError as error:
+        problem = f"SLURM does not tell its address: {error}"
+    else:
+        if known is not None and _resolves(known[1]):
+            return known[1]
+        problem = f"SLURM has {known[1] if known else 'none'!r} for its NodeAddr, which is no help"
+    raise LaunchError(
+        f"there is no host called {node!r}, and {problem}. Set MASTER_ADDR to an address of rank "
+        "0's host."
+    )
+
+
+def _expander() -> Callable[[str], list[str]]:
+    try:
+        library = importlib.import_module("hostlist")
+    except ImportError:
+        return lambda hostlist: _scontrol("show", "hostnames", hostlist).split()
+    expand: Callable[[str], list[str]] = library.expand_hostlist
+    return expand
+
+
+def _resolves(name: str) -> bool:
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError):
+        return False
+    return True
+
+
+def _scontrol(*arguments: str) -> str:
+    """What it answers.
+
+    Raises:
+        OSError: it can't be asked, or refused.
+    """
+    try:
+        done = subprocess.run(
+            ["scontrol", *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise OSError("there is no scontrol here") from None
+    except subprocess.TimeoutExpired:
+        raise OSError(f"scontrol gave no answer in {_PATIENCE:g} s") from None
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        raise OSError(f"scontrol ended with status {done.returncode}: {said}")
+    return done.stdout

@@ -1,0 +1,732 @@
+"""An owner for the groups that old code made with ``initialize_model_parallel``.
+
+Megatron-core's ``destroy_model_parallel`` forgets its groups and destroys none but the gloo
+companions, so that 17 to 20 stay behind in every cycle, and some of its globals as well.
+:func:`adopt` puts what ``parallel_state`` holds under the ownership that a
+:class:`~megapg.sessions.Session` has over its groups: they are closed in order, suspended, made
+anew. Ownership is identity: what the globals do not hold at that moment is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megapg.collection import (
+    OPTIONAL_FIELDS,
+    Lease,
+    LeaseState,
+    ProcessGroup,
+    ProcessGroupCollection,
+    membership,
+)
+from megapg.comms import groups as communicators_of_torch
+from megapg.comms import offload
+from megapg.comms.addresses import AddressBook
+from megapg.comms.backends import backend_for
+from megapg.comms.council import Council
+from megapg.comms.handles import Handles
+from megapg.comms.offload import How, OffloadReport, Usage
+from megapg.comms.plan import Communicator
+from megapg.comms.rollcall import RollCall
+from megapg.comms.steps import Steps, together
+from megapg.comms.teamwork import OthersFailedError
+from megapg.comms.world import World
+from megapg.comms.world import adopt as world_of_torch
+from megapg.errors import (
+    MissingGroupError,
+    PublishedError,
+    RendezvousError,
+    SessionError,
+    TeardownError,
+    UnsupportedOffloadError,
+    UnsupportedOptionError,
+)
+from megapg.layout import FIELDS
+from megapg.megatron import publish
+from megapg.megatron.core import installed_version, parallel_state_module
+from megapg.megatron.creations import Recording, creations, timeout_of
+from megapg.megatron.variables import (
+    fresh_variables,
+    groups_held,
+    groups_in,
+    holding,
+    lifted,
+    names_of_groups,
+    placed,
+    without,
+)
+
+if TYPE_CHECKING:
+    from megapg.rebind import Rebound
+
+logger = logging.getLogger(__name__)
+
+_NAME = "megatron.core.parallel_state"
+_OWNER = f"{_NAME}, adopted"
+_MARK = "__megapg_adopted__"  # where the owner lives in parallel_state: no state of our own
+_SESSIONS = "megapg/"  # what the descriptions of a session's groups begin with
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A group in torch's registry that nobody answers for: not WORLD, a session's, or adopted.
+
+    Most are what ``destroy_model_parallel`` forgot in cycles that have ended. But a group that the
+    caller made is among them too, and so they are told of and never swept.
+
+    Attributes:
+        name: torch's name of it.
+        description: what its maker said that it is for.
+        ranks: its global ranks.
+        backend: device by device, as torch spells it.
+    """
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.description} ({self.name!r}, {self.backend}) of ranks {list(self.ranks)}"
+
+
+@dataclass(frozen=True)
+class AdoptedReport(OffloadReport):
+    """What suspending or resuming adopted groups did on this rank.
+
+    Attributes:
+        unknown: what a group serves as -> the parameters of its creation that nobody can tell.
+    """
+
+    unknown: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"  unknown of {name}: {', '.join(what)}" for name, what in self.unknown.items()]
+        return "\n".join([super().__str__(), *lines])
+
+
+def adopt(record: Recording | None = None, *, timeout: float = 60.0) -> Adopted:
+    """Take over the groups that ``parallel_state`` holds now. Every rank of WORLD calls this. ::
+
+        parallel_state.initialize_model_parallel(2, 2)
+        with adopt():
+            ...  # old code, as it is
+        # In place of destroy_model_parallel(): nothing is left, in torch or in the globals.
+
+    Every live group in one of the globals is taken over, in lists and dicts too, but never WORLD.
+    What is made later stays its maker's. Groups of cycles that have ended are not touched either,
+    even where a global still holds one: see :attr:`Adopted.leftovers`.
+
+    Args:
+        record: what :func:`record_initialize` saw of their creation. Without it some backends do
+            not tell all that making them anew takes.
+        timeout: seconds to wait for the other ranks, here and wherever they meet again.
+
+    Raises:
+        MissingGroupError: ``parallel_state`` holds no live group.
+        SessionError: the groups have an owner: an earlier adoption, or a session.
+        PublishedError: inside ``published()``, where the globals show the groups of a collection.
+        RendezvousError: a rank did not come, or could not adopt; every rank that came hears which.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
+        raise SessionError(f"timeout={timeout!r}: give the seconds to wait, more than 0.")
+    module = parallel_state_module()
+    if not dist.is_initialized():
+        raise _nothing_to_adopt()
+    world = world_of_torch()
+    try:
+        owner = Adopted(module, world, record or Recording(), timeout)
+    except BaseException as error:
+        if not backend_for(world.backend).alone:
+            RollCall(world.store, _NAME, world.rank, range(world.size)).decline(error)
+        raise
+    owner._take_over()
+    return owner
+
+
+class Adopted:
+    """Megatron's own groups, and the duty to close them. Made by :func:`adopt`.
+
+    Attributes:
+        arguments: those of ``initialize_model_parallel``, if they were recorded.
+        generation: how often groups were adopted or made anew in this job.
+    """
+
+    def __init__(
+        self,
+        module: ModuleType,
+        world: World,
+        record: Recording,
+        timeout: float,
+    ) -> None:
+        if published := _published(module):
+            raise PublishedError(f"adopt() {published}.")
+        held = groups_held(module)
+        _refuse_owned(module, held)
+        if not held:
+            raise _nothing_to_adopt()
+        self.arguments, self.generation = record.arguments, 0
+        self._module, self._world, self._timeout = module, world, timeout
+        self._council: Council | None = None  # while the ranks are together
+        self._within = weakref.ref(c10d._get_default_group())
+        self._state = LeaseState.LIVE
+        self._way: How | None = None  # how the groups were suspended, while they are
+        found = creations(module, held, record)
+        self._made = [(creation.communicator, group) for group, creation in found.items()]
+        self._creations = {creation.communicator: creation for creation in found.values()}
+        self._lease = Lease(owner=_OWNER)
+        self._groups: ProcessGroupCollection | None = _collection(module, self._made, self._lease)
+        self._given = Handles()
+        self._places: dict[str, object] = {}  # what the globals held, while it is suspended
+
+    def _take_over(self) -> None:
+        council, _ = self._meet()
+        if council is not None:
+            council.confirm(None, timeout=self._timeout)
+        self._council, self._lease.generation = council, self.generation
+        self._given.add(self._made, self.groups, None)
+        vars(self._module)[_MARK] = self
+        logger.info("%s", self)
+        if (leftovers := self.leftovers) and self._world.rank == 0:
+            logger.warning(
+                "%d groups in torch's registry have no owner, and stay: %s%s",
+                len(leftovers),
+                "; ".join(map(str, leftovers[:4])),
+                "; and more" if len(leftovers) > 4 else "",
+            )
+
+    def _meet(self) -> tuple[Council | None, dist.Store]:
+        """Come together with all ranks, in a new generation; :meth:`Council.confirm` must follow.
+
+        The store is one that they share.
+        """
+        world = self._world
+        if backend_for(world.backend).alone:
+            self.generation += 1
+            return None, world.store
+        council = Council(world.store, _NAME, world.rank, range(world.size))
+        version = ".".join(map(str, installed_version()))
+        agreement = council.meet(
+            {"megatron-core": version}, timeout=self._timeout, at_least=self.generation + 1
+        )
+        self.generation = agreement.generation
+        return council, agreement.store
+
+    # -- use ---------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> ProcessGroupCollection:
+        """The groups as a frozen collection, ready to be passed on in place of the globals.
+
+        Raises:
+            SessionError: they are suspended, closed or lost.
+        """
+        self._expect(LeaseState.LIVE, "groups")
+        assert self._groups is not None  # as long as it is live
+        return self._groups
+
+    @property
+    def state(self) -> LeaseState:
+        """Live; suspended, by :meth:`suspend`; closed; or failed, and only good for closing."""
+        return self._state
+
+    @property
+    def closed(self) -> bool:
+        """Whether the groups have been closed."""
+        return self._state is LeaseState.CLOSED
+
+    @property
+    def leftovers(self) -> tuple[Leftover, ...]:
+        """Groups in torch's registry that nobody answers for, oldest first. Never touched."""
+        ours = {group for _, group in self._made}
+        return tuple(
+            Leftover(
+                name=group.group_name,
+                description=group.group_desc,
+                ranks=tuple(dist.get_process_group_ranks(group)),
+                backend=dist.get_backend_config(group),
+            )
+            for group in c10d._world.pg_map
+            if group not in ours
+            and group is not dist.group.WORLD
+            and not group.group_desc.startswith(_SESSIONS)
+        )
+
+    @property
+    def unknown(self) -> dict[str, tuple[str, ...]]:
+        """What a group serves as -> the parameters of its creation that nobody can tell."""
+        return {_served(c): known.unknown for c, known in self._creations.items() if known.unknown}
+
+    def describe(self) -> dict[str, object]:
+        """Plain data for logs and JSON: the state, how each group was made, the leftovers.
+
+        Timeouts are in seconds; None where nobody can tell.
+        """
+        return {
+            "state": self._state.value,
+            "generation": self.generation,
+            "world_size": self._world.size,
+            "backend": self._world.backend,
+            "start_up_timeout": self._timeout,
+            "communicators": {
+                _served(communicator): {
+                    "ranks": list(communicator.ranks),
+                    "backend": communicator.backend,
+                    "timeout": known.timeout and known.timeout.total_seconds(),
+                    "description": known.description,
+                    "options": communicator.options.given(),
+                    "unknown": list(known.unknown),
+                }
+                for communicator, known in self._creations.items()
+            },
+            "leftovers": [str(leftover) for leftover in self.leftovers],
+        }
+
+    def live_references(self) -> list[str]:
+        """Who still holds these groups or their collection, and so keeps sockets open.
+
+        See :meth:`megapg.sessions.Session.live_references`. The globals are among them until
+        :meth:`close`. Slow.
+        """
+        own = {id(self), id(self._made), id(vars(self)), *(id(pair) for pair in self._made)}
+        return self._given.live_references(own)
+
+    def __repr__(self) -> str:
+        since = f" {self._lease.since}" if self._state is not LeaseState.LIVE else ""
+        return (
+            f"<Adopted groups of {_NAME}, generation {self.generation} {self._state.value}{since}: "
+            f"{len(self._creations)} communicators, rank {self._world.rank} of {self._world.size} "
+            f"({self._world.backend})>"
+        )
+
+    # -- for a while -------------------------------------------------------------------------
+
+    def suspend(self, how: How | None = None, *, allow_unknown: bool = False) -> AdoptedReport:
+        """Give back what the groups hold, until :meth:`resume`. Every rank calls it.
+
+        As :meth:`megapg.sessions.Session.suspend`. By ``"recreate"`` the groups also leave the
+        globals, whose getters then say that nothing is initialised.
+
+        Args:
+            how: ``"suspend"`` or ``"recreate"``; by itself the former where every rank can.
+            allow_unknown: ``"recreate"`` also where parameters are :attr:`unknown`; the new groups
+                have the backend's defaults for them.
+
+        Raises:
+            SessionError: the groups are not live.
+            UnsupportedOffloadError: a rank can't go this way, for example since parameters are
+                unknown, or the ranks asked for different ones. Every rank gets it, and all stay
+                live.
+            OffloadError: a step failed, here or on another rank, or a rank did not come within
+                ``timeout``. The groups are lost on every rank, and all that is left is to close.
+            CheckpointSaveError: a background save failed, which this waits for before it destroys
+                groups, and nobody has heard of it yet. The groups are suspended all the same.
+        """
+        self._expect(LeaseState.LIVE, "suspend()")
+        unfinished: list[BaseException] = []
+        with self._together("suspend()") as steps:
+            with steps.timed("agree"):
+                way = offload.agree(
+                    self._exchange, _OWNER, how, self._refusals(allow_unknown), "suspend()"
+                )
+            before = Usage.of(self._made)
+            if way != "suspend":
+                unfinished = self._lease.wind_up(None)
+                if interrupted := [e for e in unfinished if not isinstance(e, Exception)]:
+                    raise interrupted[0]
+            with steps.attempted("finish"):
+                offload.synchronize()
+            self._compare(steps, "suspend(), before the release")
+            since = f"{self._since()} by suspend()"
+            self._state, self._way = LeaseState.SUSPENDED, way
+            if way == "suspend":
+                self._lease.suspend(since)
+                with steps.attempted("suspend"):
+                    offload.suspend(self._made)
+            else:
+                self._lease.end(since)
+                self._groups = None
+                with steps.attempted("destroy"):
+                    self._take_apart()
+            self._compare(steps, "suspend(), after the release")
+        report = self._report("suspended", way, before, steps)
+        if unfinished:
+            unfinished[0].add_note(f"{_OWNER}: the groups are suspended all the same")
+            raise unfinished[0]
+        return report
+
+    def resume(self) -> AdoptedReport:
+        """Make the groups work again, after :meth:`suspend`. Every rank calls it.
+
+        Those that are made anew take the places of the old in the globals. Models hold on to the
+        old ones: :meth:`rebind` them.
+
+        Raises:
+            SessionError: the groups are not suspended.
+            UnsupportedOffloadError: on some rank ``parallel_state`` was initialised since, so that
+                its groups would be lost, or is published. Every rank gets it, and all stay
+                suspended.
+            OffloadError: as in :meth:`suspend`.
+        """
+        self._expect(LeaseState.SUSPENDED, "resume()")
+        way, former = self._way, self._lease
+        assert way is not None  # while it is suspended
+        before = Usage.of(self._made)
+        with self._together("resume()") as steps:
+            with steps.timed("agree"):
+                self._agree_to_resume()
+            if way == "suspend":
+                with steps.attempted("resume"):
+                    offload.resume(self._made)
+                self._compare(steps, "resume(), the groups")
+                self._lease.resume(f"{self._since()} by resume()")
+            else:
+                with steps.timed("make groups"):
+                    self._groups = self._make_anew()
+                steps.problems += former.succeed(self._groups)
+                self._compare(steps, "resume(), the groups")
+            self._state, self._way = LeaseState.LIVE, None
+        return self._report("resumed", way, before, steps)
+
+    def rebind(self, *things: object) -> Rebound:
+        """Put the current groups wherever ``things`` hold earlier ones that were adopted here.
+
+        As :meth:`megapg.sessions.Session.rebind`: for models, optimizers, anything that took groups
+        from the globals before a *recreate*.
+
+        Raises:
+            SessionError: the groups are not live.
+        """
+        from megapg.rebind import Replacements, rebind
+
+        replacements = Replacements()
+        for old, new in self._given.outdated(self._made, self.groups, None):
+            replacements.add(old, new)
+        return rebind(things, replacements)
+
+    def _refusals(self, allow_unknown: bool) -> dict[How, str]:
+        """Way -> why this rank can't go it, or empty."""
+        if reason := _published(self._module) or offload.capturing():
+            return dict.fromkeys(offload.WAYS, reason)
+        return {
+            "suspend": offload.refusal(self._made),
+            "recreate": self._why_not_anew(allow_unknown),
+            "recreate world": "WORLD is not theirs",
+        }
+
+    def _why_not_anew(self, allow_unknown: bool) -> str:
+        if self._world.device_bound:
+            return "WORLD is bound to a device, where groups can only be split from it"
+        for communicator in self._creations:
+            try:
+                row = backend_for(communicator.backend)
+                row.options(_served(communicator), communicator.options)
+            except UnsupportedOptionError as error:
+                return str(error)
+        if allow_unknown or not self.unknown:
+            return ""
+        whose: dict[str, list[str]] = {}
+        for name, unknown in self.unknown.items():
+            for parameter in unknown:
+                whose.setdefault(parameter, []).append(name)
+        lines = [
+            f"{parameter} of {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
+            for parameter, names in whose.items()
+        ]
+        return (
+            f"nobody can tell {'; nor '.join(lines)}. Make the groups inside record_initialize(), "
+            "or have the defaults with allow_unknown=True"
+        )
+
+    def _agree_to_resume(self) -> None:
+        heard = self._exchange("resume()", self._in_the_way())
+        if reasons := [f"rank {rank}: {text}" for rank, text in heard.items() if text]:
+            raise UnsupportedOffloadError(
+                f"{_OWNER} can't be resumed. {'; '.join(reasons[:8])}. Nothing was touched."
+            )
+
+    def _in_the_way(self) -> str:
+        """Why the groups can't come back to this rank's globals; empty if they can."""
+        if reason := _published(self._module):
+            return reason
+        variables = vars(self._module)
+        for name, place in self._places.items():
+            if set(groups_in(variables.get(name))) - set(groups_in(place)):
+                return (
+                    f"{name} holds another group, since {_NAME} was initialised in the meantime. "
+                    "Destroy what was made there first"
+                )
+        return ""
+
+    def _take_apart(self) -> None:
+        """Destroy the groups, and keep all that making them anew takes, but nothing of them."""
+        for communicator, group in self._made:
+            known = self._creations[communicator]
+            timeout = timeout_of(group) or known.timeout  # it may have been changed since
+            self._creations[communicator] = replace(known, timeout=timeout)
+        ours = {group: communicator for communicator, group in self._made}
+        self._places = {n: lifted(value, ours) for n, value in holding(self._module, ours).items()}
+        self._clear(ours)
+        del ours, group
+        self._destroy(abort=False)
+
+    def _make_anew(self) -> ProcessGroupCollection:
+        """Make the groups as they were, together with all ranks, and put them into the globals."""
+        if problems := self._part(None):
+            raise OthersFailedError(problems)
+        council, store = self._meet()
+        timeouts = {c: known.timeout or self._world.timeout for c, known in self._creations.items()}
+        book = AddressBook(store, max(timeouts.values()))
+        prefix = communicators_of_torch.prefix_of(_NAME, self.generation)
+        try:
+            for communicator, timeout in timeouts.items():
+                made = communicators_of_torch.make(
+                    self._world,
+                    [communicator],
+                    store_for=book.store_for,
+                    prefix=prefix,
+                    timeout=timeout,
+                )
+                self._made += made.items()
+                # By it, logs and flight recorders tell groups apart.
+                made[communicator]._set_group_desc(self._creations[communicator].description)
+            if council is not None:
+                telling = book.mine(self._world.rank)
+                council.confirm(None, timeout=self._timeout, telling=telling)
+            book.fill_in(self._world.rank)
+        except BaseException as error:
+            if council is not None and not isinstance(error, RendezvousError):
+                council.confirm(error, timeout=self._timeout)
+            raise
+        self._council = council
+        serving = dict(self._made)
+        vars(self._module).update({n: placed(value, serving) for n, value in self._places.items()})
+        self._places = {}
+        self._lease = Lease(_OWNER, self.generation)
+        groups = _collection(self._module, self._made, self._lease)
+        self._given.add(self._made, groups, None)
+        return groups
+
+    def _report(self, action: str, way: How, before: Usage, steps: Steps) -> AdoptedReport:
+        report = offload.report(_OWNER, action, way, before, Usage.of(self._made), steps)
+        logger.info("%s", report)
+        return AdoptedReport(**vars(report), unknown=self.unknown)
+
+    # -- together ----------------------------------------------------------------------------
+
+    def _together(self, doing: str) -> contextlib.AbstractContextManager[Steps]:
+        return together(_OWNER, doing, self._world.rank, partial(self._lose, doing))
+
+    def _lose(self, doing: str, said: str) -> None:
+        self._part(SessionError(f"{doing} failed: {said}"))
+        self._end(LeaseState.FAILED, f"{self._since()}, as {doing} failed")
+        self._clear({group for _, group in self._made})
+        self._destroy(abort=True)
+
+    def _compare(self, steps: Steps, topic: str) -> None:
+        """Go on only if all has gone well so far, on every rank."""
+        with steps.timed("agree"):
+            heard = self._exchange(topic, steps.report())
+        steps.compare(heard, self._world.rank)
+
+    def _exchange(self, topic: str, said: str) -> dict[int, str]:
+        if self._council is None:  # nobody else is there
+            return {self._world.rank: said}
+        return self._council.exchange(topic, said, timeout=self._timeout)
+
+    def _part(self, error: BaseException | None) -> dict[int, str]:
+        """Take leave of the other ranks, if we are together: rank -> what went wrong there."""
+        council, self._council = self._council, None
+        if council is None:
+            return {}
+        if not self._in_its_world:  # all groups have ended, so there is nobody to wait for
+            council.part(error or SessionError("WORLD was destroyed"), timeout=self._timeout)
+            return {}
+        return council.part(error, timeout=self._timeout)
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        _ = self.groups  # closed ones say so here already
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self._close(error)
+        except Exception as trouble:  # what the body raised matters more
+            error.add_note(f"closing {_OWNER} failed as well: {trouble!r}")
+
+    def close(self) -> None:
+        """Destroy the groups and reset the globals; in place of ``destroy_model_parallel``.
+
+        The ranks meet first, for ``timeout`` seconds at most: where all are well the groups are
+        destroyed in the reverse order of their creation, otherwise aborted. The globals are then
+        what they are after an import, unless somebody has initialised ``parallel_state`` since.
+        Closing twice does nothing. Closing after WORLD was destroyed, and all groups with it,
+        resets the globals alone.
+
+        Raises:
+            PublishedError: inside ``published()``; leave that block first.
+            RendezvousError: ranks did not come, or were not well, and are named. The groups here
+                were aborted all the same.
+            TeardownError: some groups could not be destroyed; every one was attempted.
+            CheckpointSaveError: a background save failed, which this waits for, and nobody has
+                heard of it yet. The groups are closed all the same.
+        """
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self.closed:
+            return
+        if error is None and (published := _published(self._module)):
+            raise PublishedError(f"close() of {_OWNER}: {published}.")
+        in_use = self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED)
+        unfinished = self._lease.wind_up(error) if in_use else []
+        interrupted = [e for e in unfinished if not isinstance(e, Exception)]
+        problems = self._part(error or next(iter(interrupted), None))
+        abort = bool(problems) or self._state is LeaseState.FAILED
+        since = self._since() + (f", after {type(error).__name__}" if error is not None else "")
+        self._end(LeaseState.CLOSED, since)
+        steps = Steps()
+        with steps.attempted("globals"):
+            self._reset(finish=not abort)
+        with steps.attempted("groups"):
+            self._destroy(abort=abort)
+        if steps.problems:
+            self._state = LeaseState.FAILED  # closing it again tries the rest again
+            raise TeardownError(
+                f"{_OWNER}: could not be closed on rank {self._world.rank}: {steps.report()}",
+                [*steps.problems, *(e for e in unfinished if isinstance(e, Exception))],
+            )
+        if unfinished:
+            raise unfinished[0]
+        if problems and error is None:
+            lines = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
+            raise RendezvousError(
+                f"{_OWNER}: the groups were aborted, as not every rank came to close them in "
+                f"order: {lines}. Look at the logs of those ranks.",
+                sorted(problems),
+            )
+
+    def _end(self, state: LeaseState, since: str) -> None:
+        """Nobody may use the groups from now on."""
+        self._state, self._groups, self._way = state, None, None
+        if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
+            self._lease.end(since, state)
+
+    def _reset(self, *, finish: bool) -> None:
+        """Make the globals what they are after an import, as far as they are ours."""
+        variables = vars(self._module)
+        if variables.get(_MARK) is self:
+            del variables[_MARK]
+        self._clear({group for _, group in self._made})
+        self._places = {}
+        if groups_held(self._module):  # somebody has initialised it since: the rest is theirs
+            return
+        variables.update(fresh_variables(self._module))
+        if finish:  # what else a version has to end: NCCL's contexts for experts, symmetric memory
+            self._module.destroy_model_parallel()
+
+    def _clear(self, ours: Collection[ProcessGroup]) -> None:
+        """Take our groups out of the globals, so that nobody gets a dead one."""
+        held, fresh = holding(self._module, ours), fresh_variables(self._module)
+        left = {name: without(value, ours) for name, value in held.items()}
+        vars(self._module).update({name: value or fresh.get(name) for name, value in left.items()})
+
+    def _destroy(self, *, abort: bool) -> None:
+        """End the communicators, and keep those that torch still knows for another attempt."""
+        made, self._made = self._made, []
+        try:
+            communicators_of_torch.end(made, abort=abort)
+        finally:
+            self._made = [pair for pair in made if communicators_of_torch.is_registered(pair[1])]
+
+    # -- its state ---------------------------------------------------------------------------
+
+    @property
+    def _in_its_world(self) -> bool:
+        world = self._within()
+        return world is not None and world is dist.group.WORLD
+
+    def _expect(self, state: LeaseState, doing: str) -> None:
+        if self._state is not state:
+            what_now = {
+                LeaseState.LIVE: "suspend() first",
+                LeaseState.SUSPENDED: "resume() first",
+                LeaseState.CLOSED: "adopt() what there is now",
+                LeaseState.FAILED: "close(), and initialise anew",
+            }[self._state]
+            raise SessionError(f"{doing} needs {state.value} groups; {self!r}: {what_now}.")
+        if not self._in_its_world:
+            raise SessionError(f"{doing}: WORLD was destroyed, and {self!r} with it: close().")
+
+    def _since(self) -> str:
+        return f"at {time.strftime('%H:%M:%S')} on rank {self._world.rank}"
+
+
+def _collection(
+    module: ModuleType, made: Sequence[tuple[Communicator, ProcessGroup]], lease: Lease
+) -> ProcessGroupCollection:
+    """The groups as the globals hold them; what no field can hold is left out."""
+    ours = {group for _, group in made}
+    named = {
+        name: group
+        for group, names in names_of_groups(module).items()
+        if group in ours
+        for name in names
+    }
+    values: dict[str, ProcessGroup | list[ProcessGroup] | None] = dict.fromkeys(OPTIONAL_FIELDS)
+    values |= {name: group for name, group in named.items() if name in FIELDS}
+    values["hcp"] = [group for name, group in named.items() if name.startswith("hcp.")] or None
+    extras = {n: group for n, group in named.items() if n.startswith(("gloo.", "hybrid."))}
+    members = {name: membership(name, group) for name, group in named.items()}
+    return ProcessGroupCollection(values, members, lease, None, extras)
+
+
+def _published(module: ModuleType) -> str:
+    """Why the globals can't be touched; empty if they can."""
+    if publish._MARK not in vars(module):
+        return ""
+    return "inside published() the globals show another's groups; leave that block first"
+
+
+def _refuse_owned(module: ModuleType, held: Collection[ProcessGroup]) -> None:
+    earlier = vars(module).get(_MARK)
+    if isinstance(earlier, Adopted) and earlier._in_its_world:
+        raise SessionError(f"adopt(): the groups have an owner, {earlier!r}. Close that one first.")
+    owned = {g.group_desc.rpartition(": ")[0] for g in held if g.group_desc.startswith(_SESSIONS)}
+    if owned:
+        raise SessionError(
+            f"adopt(): {_NAME} holds groups of {', '.join(sorted(owned))}; their session is their "
+            "owner, and closes them."
+        )
+
+
+def _nothing_to_adopt() -> MissingGroupError:
+    return MissingGroupError(
+        f"adopt(): {_NAME} holds no live group. Call initialize_model_parallel() first; or, where "
+        "nothing reads its globals any more, open a session (`megapg.session(tp=..., pp=...)`)."
+    )
+
+
+def _served(communicator: Communicator) -> str:
+    return "+".join(communicator.fields)

@@ -1,0 +1,392 @@
+"""What launchers put into the environment: recorded from real ones, less what nobody reads.
+
+SLURM 22.05.8 with the nodes n1 and n2, Open MPI 4.1.4, torchrun of torch 2.13.
+"""
+
+
+def _ranks(common, *each):
+    return [{**common, **own} for own in each]
+
+
+# `torchrun --standalone --nproc-per-node=2`.
+TORCHRUN = _ranks(
+    {
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "46457",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": "4adf8804-a5ff-4299-8244-43cf25771e2e",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": "2",
+    },
+    {"LOCAL_RANK": "0", "RANK": "0"},
+    {"LOCAL_RANK": "1", "RANK": "1"},
+)
+
+# `srun -N2 -n4`.
+SRUN = _ranks(
+    {
+        "SLURM_JOBID": "1",
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NAME": "bash",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "SLURM_NODELIST": "n[1-2]",
+        "SLURM_NPROCS": "4",
+        "SLURM_NTASKS": "4",
+        "SLURM_STEPID": "0",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "3,1",
+        "SLURM_TASKS_PER_NODE": "3,1",
+    },
+    {
+        "SLURMD_NODENAME": "n1",
+        "SLURM_GTIDS": "0,1,2",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_TASK_PID": "6531",
+    },
+    {
+        "SLURMD_NODENAME": "n1",
+        "SLURM_GTIDS": "0,1,2",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "1",
+        "SLURM_TASK_PID": "6532",
+    },
+    {
+        "SLURMD_NODENAME": "n1",
+        "SLURM_GTIDS": "0,1,2",
+        "SLURM_LOCALID": "2",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "2",
+        "SLURM_TASK_PID": "6533",
+    },
+    {
+        "SLURMD_NODENAME": "n2",
+        "SLURM_GTIDS": "3",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_PROCID": "3",
+        "SLURM_TASK_PID": "6537",
+    },
+)
+
+# `srun -N2 -n4 --distribution=cyclic`.
+SRUN_CYCLIC = _ranks(
+    {
+        "SLURM_DISTRIBUTION": "cyclic",
+        "SLURM_JOBID": "7",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "bash",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "SLURM_NODELIST": "n[1-2]",
+        "SLURM_NPROCS": "4",
+        "SLURM_NTASKS": "4",
+        "SLURM_STEPID": "0",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "3,1",
+        "SLURM_TASKS_PER_NODE": "3,1",
+    },
+    {
+        "SLURMD_NODENAME": "n1",
+        "SLURM_GTIDS": "0,2,3",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_TASK_PID": "6808",
+    },
+    {
+        "SLURMD_NODENAME": "n2",
+        "SLURM_GTIDS": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_PROCID": "1",
+        "SLURM_TASK_PID": "6814",
+    },
+    {
+        "SLURMD_NODENAME": "n1",
+        "SLURM_GTIDS": "0,2,3",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "2",
+        "SLURM_TASK_PID": "6809",
+    },
+    {
+        "SLURMD_NODENAME": "n1",
+        "SLURM_GTIDS": "0,2,3",
+        "SLURM_LOCALID": "2",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "3",
+        "SLURM_TASK_PID": "6810",
+    },
+)
+
+# `srun` in a script for `sbatch -N2 -n4`.
+SRUN_IN_SBATCH = _ranks(
+    {
+        "SLURM_DISTRIBUTION": "block",
+        "SLURM_JOBID": "3",
+        "SLURM_JOB_ID": "3",
+        "SLURM_JOB_NAME": "b.sh",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "SLURM_NODELIST": "n[1-2]",
+        "SLURM_NPROCS": "4",
+        "SLURM_NTASKS": "4",
+        "SLURM_STEPID": "0",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "3,1",
+        "SLURM_TASKS_PER_NODE": "3,1",
+    },
+    {
+        "SLURMD_NODENAME": "n1",
+        "SLURM_GTIDS": "0,1,2",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_TASK_PID": "6614",
+    },
+    {
+        "SLURMD_NODENAME": "n1",
+        "SLURM_GTIDS": "0,1,2",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "1",
+        "SLURM_TASK_PID": "6615",
+    },
+    {
+        "SLURMD_NODENAME": "n1",
+        "SLURM_GTIDS": "0,1,2",
+        "SLURM_LOCALID": "2",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "2",
+        "SLURM_TASK_PID": "6616",
+    },
+    {
+        "SLURMD_NODENAME": "n2",
+        "SLURM_GTIDS": "3",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_PROCID": "3",
+        "SLURM_TASK_PID": "6620",
+    },
+)
+
+# `srun -n1 ... : -n2 ...`.
+HETEROGENEOUS = _ranks(
+    {
+        "SLURM_DISTRIBUTION": "block",
+        "SLURM_JOBID": "5",
+        "SLURM_JOB_ID": "5",
+        "SLURM_JOB_NAME": "bash",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "SLURM_NODELIST": "n[1-2]",
+        "SLURM_NPROCS": "3",
+        "SLURM_NTASKS": "3",
+        "SLURM_STEPID": "0",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_TASKS_PER_NODE": "1,2",
+        "SLURM_TASKS_PER_NODE": "1,2",
+    },
+    {
+        "SLURMD_NODENAME": "n1",
+        "SLURM_GTIDS": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_TASK_PID": "6753",
+    },
+    {
+        "SLURMD_NODENAME": "n2",
+        "SLURM_GTIDS": "1,2",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_PROCID": "1",
+        "SLURM_TASK_PID": "6751",
+    },
+    {
+        "SLURMD_NODENAME": "n2",
+        "SLURM_GTIDS": "1,2",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_PROCID": "2",
+        "SLURM_TASK_PID": "6752",
+    },
+)
+
+# `mpirun -n 2`.
+MPIRUN = _ranks(
+    {
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_MCA_orte_hnp_uri": "1648492544.0;tcp://192.0.2.2:56007;tcp6://[fd00::2]:39497",
+        "OMPI_MCA_orte_local_daemon_uri": "1648492544.0;tcp://192.0.2.2:56007;tcp6://[fd00::2]:39497",
+        "OMPI_MCA_orte_num_nodes": "1",
+        "PMIX_NAMESPACE": "1648492545",
+    },
+    {
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_NODE_RANK": "0",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "PMIX_RANK": "0",
+    },
+    {
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_NODE_RANK": "1",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "PMIX_RANK": "1",
+    },
+)
+
+# `mpirun -n 4` in a script for `sbatch -N2 -n4`: its daemons are tasks of SLURM's.
+MPIRUN_IN_SBATCH = _ranks(
+    {
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_MCA_orte_hnp_uri": "1964376064.0;tcp://192.0.2.2:55459;tcp6://[fd00::2]:35489",
+        "OMPI_MCA_orte_num_nodes": "2",
+        "PMIX_NAMESPACE": "1964376065",
+        "SLURM_DISTRIBUTION": "cyclic",
+        "SLURM_JOBID": "3",
+        "SLURM_JOB_ID": "3",
+        "SLURM_JOB_NAME": "b.sh",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODELIST": "n[1-2]",
+        "SLURM_NPROCS": "2",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_STEPID": "1",
+        "SLURM_STEP_ID": "1",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_TASKS_PER_NODE": "1(x2)",
+    },
+    {
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+        "OMPI_COMM_WORLD_NODE_RANK": "0",
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_MCA_orte_local_daemon_uri": "1964376064.1;tcp://192.0.2.2:55139;tcp6://[fd00::2]:44645",
+        "PMIX_RANK": "0",
+        "SLURMD_NODENAME": "n1",
+        "SLURM_GTIDS": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_TASK_PID": "6658",
+    },
+    {
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+        "OMPI_COMM_WORLD_NODE_RANK": "1",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_MCA_orte_local_daemon_uri": "1964376064.1;tcp://192.0.2.2:55139;tcp6://[fd00::2]:44645",
+        "PMIX_RANK": "1",
+        "SLURMD_NODENAME": "n1",
+        "SLURM_GTIDS": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_TASK_PID": "6658",
+    },
+    {
+        "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+        "OMPI_COMM_WORLD_NODE_RANK": "2",
+        "OMPI_COMM_WORLD_RANK": "2",
+        "OMPI_MCA_orte_local_daemon_uri": "1964376064.1;tcp://192.0.2.2:55139;tcp6://[fd00::2]:44645",
+        "PMIX_RANK": "2",
+        "SLURMD_NODENAME": "n1",
+        "SLURM_GTIDS": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_TASK_PID": "6658",
+    },
+    {
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "OMPI_COMM_WORLD_NODE_RANK": "0",
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_MCA_orte_local_daemon_uri": "1964376064.2;tcp://192.0.2.2:46229;tcp6://[fd00::2]:51101",
+        "PMIX_RANK": "3",
+        "SLURMD_NODENAME": "n2",
+        "SLURM_GTIDS": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_PROCID": "1",
+        "SLURM_TASK_PID": "6660",
+    },
+)
+
+# A shell of `salloc -N2 -n4`.
+SALLOC_SHELL = {
+    "SLURM_JOBID": "2",
+    "SLURM_JOB_ID": "2",
+    "SLURM_JOB_NAME": "interactive",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NODELIST": "n[1-2]",
+    "SLURM_NPROCS": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "3,1",
+}
+
+# The script of `sbatch -N2 -n4`.
+SBATCH_SHELL = {
+    "SLURMD_NODENAME": "n1",
+    "SLURM_GTIDS": "0",
+    "SLURM_JOBID": "3",
+    "SLURM_JOB_ID": "3",
+    "SLURM_JOB_NAME": "b.sh",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NODELIST": "n[1-2]",
+    "SLURM_NPROCS": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "3,1",
+    "SLURM_TASK_PID": "6589",
+}
+
+# The script of `sbatch`.
+SBATCH_SHELL_OF_ONE = {
+    "SLURMD_NODENAME": "n1",
+    "SLURM_GTIDS": "0",
+    "SLURM_JOBID": "4",
+    "SLURM_JOB_ID": "4",
+    "SLURM_JOB_NAME": "b1.sh",
+    "SLURM_JOB_NODELIST": "n1",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NODELIST": "n1",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "1",
+    "SLURM_TASK_PID": "6704",
+}

@@ -1,0 +1,513 @@
+"""The choice of network: sysfs trees as hosts have them, and real interfaces in namespaces."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import namespaces
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import megapg
+from megapg.errors import LaunchError, LayoutMismatchError, RendezvousError, SessionError
+from megapg.launch.network import (
+    GLOO_NAMES,
+    NCCL_NAMES,
+    Kind,
+    Network,
+    choose_network,
+    gloo_problem,
+    interfaces,
+    nccl_problem,
+    nccl_takes,
+    rdma_ports,
+)
+from megapg.testing import run_distributed
+
+# --- sysfs, as hosts have it ----------------------------------------------------------------------
+
+LOOPBACK = {"lo": {"type": "772", "operstate": "unknown", "flags": "0x9"}}
+ONBOARD = {"type": "1", "operstate": "up", "flags": "0x1003", "speed": "1000"}
+
+# Eight adapters, two of them shown; the second has no cable. A partition (P_Key) of the first.
+INFINIBAND = {
+    **LOOPBACK,
+    "eno1": ONBOARD,
+    "ibp24s0": {
+        "type": "32",
+        "operstate": "up",
+        "flags": "0x1003",
+        "speed": "400000",
+        "device/infiniband/mlx5_0/node_type": "1: CA",
+    },
+    "ibp24s0.8001": {"type": "32", "operstate": "up", "flags": "0x1003", "speed": "400000"},
+    "ibp64s0": {
+        "type": "32",
+        "operstate": "down",
+        "flags": "0x1003",
+        "speed": "-1",
+        "device/infiniband/mlx5_1/node_type": "1: CA",
+    },
+}
+INFINIBAND_PORTS = {
+    "mlx5_0/ports/1": {
+        "link_layer": "InfiniBand",
+        "state": "4: ACTIVE",
+        "rate": "400 Gb/sec (4X NDR)",
+    },
+    "mlx5_1/ports/1": {
+        "link_layer": "InfiniBand",
+        "state": "1: DOWN",
+        "rate": "10 Gb/sec (4X SDR)",
+    },
+}
+INFINIBAND_ADDRESSES = {
+    "lo": ["127.0.0.1"],
+    "eno1": ["192.168.7.4"],
+    "ibp24s0": ["10.4.0.7"],
+    "ibp24s0.8001": ["10.5.0.7"],
+}
+
+# RoCE: a bond of two ports with a VLAN on top, one adapter under a name that tells nothing, and
+# Ethernet without RDMA. Whether the table names the bond or its ports depends on the driver.
+ROCE = {
+    **LOOPBACK,
+    "eth0": ONBOARD,
+    "rdma10": {"type": "1", "operstate": "up", "flags": "0x1003", "speed": "100000"},
+    "rdma2": {"type": "1", "operstate": "up", "flags": "0x1003", "speed": "100000"},
+    "ens2f0": {"type": "1", "operstate": "up", "flags": "0x1803", "speed": "25000"},
+    "ens2f1": {"type": "1", "operstate": "up", "flags": "0x1803", "speed": "25000"},
+    "bond0": {"type": "1", "operstate": "up", "lower_ens2f0/x": "", "lower_ens2f1/x": ""},
+    "bond0.100": {"type": "1", "operstate": "up", "lower_bond0/x": ""},
+}
+ROCE_PORTS = {
+    "mlx5_3/ports/1": {
+        "link_layer": "Ethernet",
+        "state": "4: ACTIVE",
+        "gid_attrs/ndevs/0": "rdma2",
+        "gid_attrs/ndevs/1": "rdma2",
+    },
+    "mlx5_4/ports/1": {
+        "link_layer": "Ethernet",
+        "state": "4: ACTIVE",
+        "gid_attrs/ndevs/0": "rdma10",
+    },
+    "mlx5_bond_0/ports/1": {
+        "link_layer": "Ethernet",
+        "state": "4: ACTIVE",
+        "gid_attrs/ndevs/0": "ens2f0",
+    },
+}
+ROCE_ADDRESSES = {
+    "lo": ["127.0.0.1"],
+    "eth0": ["192.168.7.4"],
+    "rdma10": ["10.0.10.1"],
+    "rdma2": ["10.0.2.1"],
+    "bond0.100": ["172.16.0.9"],
+}
+
+
+def tree(
+    root: Path,
+    net: Mapping[str, Mapping[str, str]],
+    ports: Mapping[str, Mapping[str, str]] | None = None,
+) -> Path:
+    files = {f"net/{name}/{file}": text for name, of in net.items() for file, text in of.items()}
+    for port, of in (ports or {}).items():
+        files |= {f"infiniband/{port}/{file}": text for file, text in of.items()}
+        # An entry that is not in use refuses to be read, as the kernel's do.
+        (root / "sys/class/infiniband" / port / "gid_attrs/ndevs/7").mkdir(parents=True)
+    (root / "sys/class/net").mkdir(parents=True, exist_ok=True)
+    (root / "sys/class/net/bonding_masters").write_text("bond0\n")
+    for name, text in files.items():
+        (root / "sys/class" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "sys/class" / name).write_text(f"{text}\n")
+    return root
+
+
+@pytest.fixture
+def infiniband(tmp_path: Path) -> Path:
+    return tree(tmp_path, INFINIBAND, INFINIBAND_PORTS)
+
+
+@pytest.fixture
+def roce(tmp_path: Path) -> Path:
+    return tree(tmp_path, ROCE, ROCE_PORTS)
+
+
+def choose(
+    root: Path,
+    addresses: Mapping[str, Sequence[str]],
+    wanted: str | Sequence[str] = "auto",
+    **environment: str,
+) -> Network:
+    return choose_network(wanted, environment=environment, root=root, addresses=addresses)
+
+
+# --- what there is --------------------------------------------------------------------------------
+
+
+def test_infiniband_is_told_by_its_link_type(infiniband: Path) -> None:
+    found = {each.name: each for each in interfaces(infiniband, INFINIBAND_ADDRESSES)}
+    assert list(found) == ["eno1", "ibp24s0", "ibp24s0.8001", "ibp64s0", "lo"]
+    assert [each.kind for each in found.values()] == [
+        Kind.ETHERNET,
+        Kind.INFINIBAND,
+        Kind.INFINIBAND,
+        Kind.INFINIBAND,
+        Kind.LOOPBACK,
+    ]
+    assert [name for name, each in found.items() if not each.up] == ["ibp64s0"]
+    assert found["ibp24s0"].devices == ("mlx5_0",)
+    assert found["ibp24s0"].speed == 400_000
+    assert found["ibp64s0"].speed is None
+    assert str(found["ibp24s0"]) == "ibp24s0 (InfiniBand, mlx5_0, 400 Gb/s, up, 10.4.0.7)"
+    assert str(found["ibp64s0"]) == "ibp64s0 (InfiniBand, mlx5_1, down, no address)"
+
+
+def test_roce_is_told_by_the_device_behind_it_also_under_a_bond_and_a_vlan(roce: Path) -> None:
+    found = {each.name: each for each in interfaces(roce, ROCE_ADDRESSES)}
+    assert {name for name, each in found.items() if each.kind is Kind.ROCE} == {
+        "rdma2",
+        "rdma10",
+        "ens2f0",
+        "bond0",
+        "bond0.100",
+    }
+    assert found["bond0.100"].devices == ("mlx5_bond_0",)
+    assert found["eth0"].kind is Kind.ETHERNET
+    assert found["eth0"].devices == ()
+
+
+def test_rdma_ports_are_found_without_an_interface(infiniband: Path, roce: Path) -> None:
+    # Both fixtures share one directory: a host with InfiniBand and RoCE.
+    ports = {port.device: port for port in rdma_ports(infiniband)}
+    assert str(ports["mlx5_0"]) == "mlx5_0:1 (InfiniBand, active, 400 Gb/sec (4X NDR))"
+    assert not ports["mlx5_1"].active
+    assert ports["mlx5_3"].kind is Kind.ROCE
+    assert ports["mlx5_3"].interfaces == {"rdma2"}
+
+
+def test_this_host_is_as_psutil_sees_it() -> None:
+    found = {each.name: each for each in interfaces()}
+    statistics = psutil.net_if_stats()
+    assert set(found) >= {name.partition(":")[0] for name in statistics}
+    assert found["lo"].kind is Kind.LOOPBACK
+    assert found["lo"].up
+    assert "127.0.0.1" in found["lo"].addresses
+    assert not any("%" in address for each in found.values() for address in each.addresses)
+
+
+def test_a_host_without_sysfs_still_has_its_interfaces(tmp_path: Path) -> None:
+    found = {each.name: each for each in interfaces(tmp_path)}
+    assert found["lo"].kind is Kind.OTHER
+    assert found["lo"].obstacle == ""
+    assert rdma_ports(tmp_path) == ()
+    chosen = choose_network("lo", environment={}, root=tmp_path)
+    assert chosen.environment() == {NCCL_NAMES: "=lo", GLOO_NAMES: "lo"}
+
+
+# --- auto -----------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_first_infiniband_that_can_carry_traffic(infiniband: Path) -> None:
+    network = choose(infiniband, INFINIBAND_ADDRESSES)
+    assert [each.name for each in network.interfaces] == ["ibp24s0"]
+    assert network.why == "the first of 2 InfiniBand interfaces"
+    assert network.passed_over == {
+        "eno1": "is Ethernet",
+        "ibp24s0.8001": "ibp24s0 comes first",
+        "ibp64s0": "is down",
+        "lo": "is loopback",
+    }
+    # A bare name would be a prefix for NCCL, and take ibp24s0.8001 too; gloo takes nothing else.
+    assert network.environment() == {NCCL_NAMES: "=ibp24s0", GLOO_NAMES: "ibp24s0"}
+    assert network.agreement == "InfiniBand"
+
+
+def test_auto_takes_no_interface_without_an_address(infiniband: Path) -> None:
+    network = choose(infiniband, {"eno1": ["192.168.7.4"], "lo": ["127.0.0.1"]})
+    assert network.interfaces == ()
+    assert network.environment() == {}
+    assert network.passed_over["ibp24s0"] == "has no IP address"
+    assert network.agreement == "left to NCCL and gloo"
+    assert "NCCL and gloo choose for themselves" in str(network)
+
+
+def test_auto_takes_infiniband_before_roce_and_counts_as_people_do(
+    roce: Path, tmp_path: Path
+) -> None:
+    network = choose(roce, ROCE_ADDRESSES)
+    assert [each.name for each in network.interfaces] == ["bond0.100"]
+    fewer = {name: found for name, found in ROCE_ADDRESSES.items() if name != "bond0.100"}
+    assert choose(roce, fewer).environment()[GLOO_NAMES] == "rdma2"  # before rdma10
+    mixed = tree(tmp_path / "mixed", {**ROCE, **INFINIBAND}, ROCE_PORTS)
+    assert choose(mixed, {**ROCE_ADDRESSES, **INFINIBAND_ADDRESSES}).agreement == "InfiniBand"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "taken"),
+    [
+        (NCCL_NAMES, "^ibp24s0", None),  # every InfiniBand interface begins so
+        (NCCL_NAMES, "^=ibp24s0", "ibp24s0.8001"),
+        (NCCL_NAMES, "=ibp24s0.8001", "ibp24s0.8001"),
+        (NCCL_NAMES, "eno", None),
+        (GLOO_NAMES, "ibp24s0.8001", "ibp24s0.8001"),
+        (GLOO_NAMES, "eno1", None),
+    ],
+)
+def test_what_the_user_set_for_one_is_kept_and_narrows_the_other(
+    infiniband: Path, variable: str, value: str, taken: str | None
+) -> None:
+    network = choose(infiniband, INFINIBAND_ADDRESSES, **{variable: value})
+    assert [each.name for each in network.interfaces] == ([taken] if taken else [])
+    assert variable not in network.environment()
+    kept = next(each for each in network.variables if each.name == variable)
+    assert (kept.value, kept.kept) == (value, "the environment")
+    if taken:
+        (other,) = network.environment().values()
+        assert other.removeprefix("=") == taken
+    else:
+        assert f"is not among {variable}={value}" in network.passed_over["ibp24s0"]
+
+
+def test_what_the_administrator_set_for_nccl_is_kept(infiniband: Path) -> None:
+    # NCCL reads these files itself, and an environment variable would win over them.
+    (infiniband / "etc").mkdir()
+    (infiniband / "etc/nccl.conf").write_text("# site\nNCCL_DEBUG=WARN\nNCCL_SOCKET_IFNAME==eno1\n")
+    network = choose(infiniband, INFINIBAND_ADDRESSES, "ibp24s0")
+    assert network.environment() == {GLOO_NAMES: "ibp24s0"}
+    assert f"kept {NCCL_NAMES}==eno1 from {infiniband}/etc/nccl.conf instead of =ibp24s0" in str(
+        network
+    )
+    own = infiniband / "own.conf"
+    own.write_text("NCCL_SOCKET_IFNAME=ibp24s0\n")
+    network = choose(infiniband, INFINIBAND_ADDRESSES, NCCL_CONF_FILE=str(own))
+    assert network.variables[0].value == "ibp24s0"
+    assert network.variables[0].kept == str(own)
+
+
+# --- by name --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", ["rdma2,rdma10", "rdma2, rdma10", ["rdma2", "rdma10"]])
+def test_several_names_in_each_ones_own_form(roce: Path, wanted: str | Sequence[str]) -> None:
+    network = choose(roce, ROCE_ADDRESSES, wanted)
+    assert network.environment() == {NCCL_NAMES: "=rdma2,rdma10", GLOO_NAMES: "rdma2,rdma10"}
+    assert network.agreement == "RoCE + RoCE"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ("ib0", "no interface of that name. It has eno1 (Ethernet, 1 Gb/s, up, 192.168.7.4); ibp"),
+        ("ibp24s0.8001@ibp24s0", "no interface of that name. Write 'ibp24s0.8001'."),
+        ("=ibp24s0", "no interface of that name. Write 'ibp24s0'."),
+        ("ibp", "no interface of that name"),
+        ("", "no interface of that name"),
+        ("ibp24s0,nope", "network='nope'"),
+        ("ibp64s0", "that interface is down"),
+    ],
+)
+def test_a_name_that_cannot_serve_is_refused(infiniband: Path, wanted: str, said: str) -> None:
+    with pytest.raises(LaunchError) as refused:
+        choose(infiniband, INFINIBAND_ADDRESSES, wanted)
+    assert said in str(refused.value)
+
+
+def test_an_interface_asked_for_without_an_address_is_refused(infiniband: Path) -> None:
+    with pytest.raises(LaunchError, match="interface has no IP address"):
+        choose(infiniband, {"eno1": ["192.168.7.4"]}, "ibp24s0")
+
+
+def test_a_value_that_is_kept_though_it_cannot_work_is_reported(infiniband: Path) -> None:
+    network = choose(
+        infiniband, INFINIBAND_ADDRESSES, "ibp24s0", **{GLOO_NAMES: "=ibp24s0", NCCL_NAMES: "ib9"}
+    )
+    assert network.environment() == {}
+    nccl, gloo = network.variables
+    assert nccl.problem.startswith("no interface of this host matches")
+    assert "gloo takes plain names; ^ and = are NCCL's" in gloo.problem
+    assert gloo.problem in str(network)
+    with pytest.raises(LaunchError, match=r"GLOO_SOCKET_IFNAME==ibp24s0 .*unset it for ibp24s0\."):
+        network.check("gloo")
+    with pytest.raises(LaunchError, match=r"NCCL_SOCKET_IFNAME=ib9 \(from the environment\)"):
+        network.check("cpu:gloo,cuda:nccl")
+    network.check("fake")
+    choose(infiniband, INFINIBAND_ADDRESSES, "ibp24s0", **{GLOO_NAMES: "no"}).check("cuda:nccl")
+
+
+# --- the two spellings ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "takes"),
+    [
+        ("ib1", {"ib1", "ib10"}),
+        ("=ib1", {"ib1"}),
+        ("ib1,eth", {"ib1", "ib10", "eth0"}),
+        ("=ib1,eth", {"ib1"}),
+        ("^ib1", {"eth0", "lo"}),
+        ("^=ib1,lo", {"ib10", "eth0"}),
+        ("=ib1:1", {"ib1"}),
+    ],
+)
+def test_which_interfaces_nccl_takes(setting: str, takes: set[str]) -> None:
+    names = ("ib1", "ib10", "eth0", "lo")
+    assert {name for name in names if nccl_takes(setting, name)} == takes
+
+
+def test_what_is_wrong_with_a_setting(infiniband: Path) -> None:
+    found = {each.name: each for each in interfaces(infiniband, INFINIBAND_ADDRESSES)}
+    assert nccl_problem("ibp", found) == ""
+    assert nccl_problem("^docker,lo", found) == ""
+    assert nccl_problem("=ibp64s0", found) == "ibp64s0 is down"
+    assert nccl_problem("mlx5_0", found).startswith("no interface of this host matches")
+    assert gloo_problem("ibp24s0,eno1", found) == ""
+    assert gloo_problem("ibp24s0,ibp64s0", found) == "ibp64s0 is down"
+    assert "no interface '^lo'" in gloo_problem("^lo", found)
+    assert nccl_problem("", found) == gloo_problem("", found) == ""
+
+
+# --- the environment ------------------------------------------------------------------------------
+
+
+def test_applied_sets_and_takes_back(infiniband: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GLOO_NAMES, raising=False)
+    monkeypatch.delenv(NCCL_NAMES, raising=False)
+    network = choose(infiniband, INFINIBAND_ADDRESSES)
+    assert GLOO_NAMES not in os.environ  # choosing alone sets nothing
+    with suppress(KeyError), network.applied() as same:
+        assert same is network
+        assert os.environ[NCCL_NAMES] == "=ibp24s0"
+        assert os.environ[GLOO_NAMES] == "ibp24s0"
+        raise KeyError
+    assert not {NCCL_NAMES, GLOO_NAMES} & set(os.environ)
+    monkeypatch.setenv(NCCL_NAMES, "eth")  # since the choice
+    with network.applied():
+        assert os.environ[NCCL_NAMES] == "eth"
+        os.environ[GLOO_NAMES] = "other"
+    assert os.environ[NCCL_NAMES] == "eth"
+    assert os.environ.pop(GLOO_NAMES) == "other"
+
+
+# --- real interfaces ------------------------------------------------------------------------------
+
+# On each of two hosts, whose names lead nowhere: gloo finds the cable by the choice alone. Then
+# gloo itself shows why NCCL's form is not copied to it.
+TALK = textwrap.dedent(
+    """
+    import os, sys
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+    from megapg.launch.network import choose_network
+
+    interface = f"fast{os.environ['RANK']}"
+    network = choose_network(interface)
+    print(network)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2,
+        os.environ["RANK"] == "0", timedelta(seconds=60),
+    )
+    with network.applied():
+        dist.init_process_group(
+            "gloo", store=store, rank=int(os.environ["RANK"]), world_size=2,
+            timeout=timedelta(seconds=60),
+        )
+    value = torch.tensor([1.0 + dist.get_rank()])
+    dist.all_reduce(value)
+    print("sum", value.item())
+    dist.destroy_process_group()
+    for wrong in (f"={interface}", "^lo", f"{interface}@if5", "fast"):
+        os.environ["GLOO_SOCKET_IFNAME"] = wrong
+        try:
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        except RuntimeError as error:
+            print("refused", wrong, str(error).splitlines()[0])
+    """
+)
+
+
+def test_two_hosts_talk_over_the_cable_chosen(tmp_path: Path) -> None:
+    if reason := namespaces.lacking():
+        pytest.skip(reason)
+    script = tmp_path / "talk.py"
+    script.write_text(TALK)
+    ended = namespaces.run([str(script)], [str(script)], environment={}, timeout=120)
+    for number, process in enumerate(ended):
+        name, address = f"fast{number}", namespaces.HOSTS[number].address
+        assert process.code == 0, process.err
+        lines = process.out.splitlines()
+        assert lines[0].startswith(f"network: {name} (Ethernet")
+        assert lines[0].endswith(f"up, {address}): asked for by name")
+        assert lines[1:4] == [
+            f"  set {NCCL_NAMES}=={name}",
+            f"  set {GLOO_NAMES}={name}",
+            "sum 3.0",
+        ]
+        refused = [line for line in lines if line.startswith("refused")]
+        assert len(refused) == 4, process.out
+        assert all("Unable to find address" in line for line in refused), process.out
+
+
+# --- the network of a session ---------------------------------------------------------------------
+
+
+def together(folder: Path, case: str) -> None:
+    """No rank is at the next case while another is still at this one."""
+    (folder / f"{case}.{os.environ['RANK']}").touch()
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob(f"{case}.*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def sessions_with_a_network(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    for name in (NCCL_NAMES, GLOO_NAMES):
+        os.environ.pop(name, None)
+    with megapg.session(network="lo") as session:
+        assert (os.environ[NCCL_NAMES], os.environ[GLOO_NAMES]) == ("=lo", "lo")
+        value = torch.ones(1)
+        dist.all_reduce(value, group=session.groups.dp)
+        assert value.item() == 2
+        with pytest.raises(SessionError, match="network= says how to make WORLD"):
+            megapg.session(name="second", network="lo")
+    assert not {NCCL_NAMES, GLOO_NAMES} & set(os.environ)
+
+    together(folder, "one host has no such interface")
+    mine, said = (RendezvousError, "rank 0 on .* gave up: LaunchError: network='no-such'")
+    if rank == 0:
+        mine, said = LaunchError, "network='no-such': .* has no interface of that name"
+    with pytest.raises(mine, match=said):
+        megapg.session(network="lo" if rank else "no-such")
+
+    together(folder, "only one rank asks")
+    with pytest.raises(LayoutMismatchError) as different:
+        megapg.session(network="lo" if rank else None)
+    assert different.value.differences == {"network": {0: "left alone", 1: "loopback"}}
+
+    together(folder, "what is kept can't work")
+    os.environ[GLOO_NAMES] = "^lo"
+    with pytest.raises((LaunchError, RendezvousError), match="GLOO_SOCKET_IFNAME=\\^lo"):
+        megapg.session(network="lo")
+    assert NCCL_NAMES not in os.environ
+    del os.environ[GLOO_NAMES]
+
+    together(folder, "afterwards all is well")
+    fastest = choose_network().environment()  # none, where there is Ethernet only
+    with megapg.session(network="auto"):
+        assert {n: os.environ[n] for n in (NCCL_NAMES, GLOO_NAMES) if n in os.environ} == fastest
+
+
+def test_a_session_uses_the_network_while_it_is_open(tmp_path: Path) -> None:
+    run_distributed(partial(sessions_with_a_network, tmp_path), 2, deadline=150)
