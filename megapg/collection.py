@@ -120,8 +120,14 @@ class Lease:
         """
         self.scratch.clear()
         self.state, self.since = state, since
+        problems: list[Exception] = []
         for tell in tuple(self.at_end):
-            tell()
+            try:
+                tell()
+            except Exception as problem:
+                problems.append(problem)
+        if problems:
+            raise problems[0]
 
     def suspend(self, since: str) -> None:
         """For the owner: nobody may use the groups until :meth:`resume`."""

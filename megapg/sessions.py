@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Self, TypedDict, TypeVar, Unpack
 import torch.distributed as dist
 
 from megapg.collection import (
-    OPTIONAL_FIELDS,
     Lease,
     LeaseState,
-    Membership,
     ProcessGroup,
     ProcessGroupCollection,
 )
@@ -30,19 +28,18 @@ from megapg.comms import groups as communicators_of_torch
 from megapg.comms import offload
 from megapg.comms.addresses import AddressBook
 from megapg.comms.backends import backend_for
+from megapg.comms.collect import collect
 from megapg.comms.council import Council
 from megapg.comms.handles import Handles
 from megapg.comms.offload import How, OffloadReport, Usage
 from megapg.comms.options import CommunicatorOptions
 from megapg.comms.plan import (
-    ALL_GATHER_FIELDS,
     Communicator,
     Recipe,
-    by_field,
     communicators,
-    created_fields,
     every_communicator,
 )
+from megapg.comms.requests import check_kinds, check_recipe, check_waits, settings
 from megapg.comms.rollcall import RollCall, brief
 from megapg.comms.steps import Steps, together
 from megapg.comms.teamwork import OthersFailedError
@@ -51,11 +48,9 @@ from megapg.errors import (
     RendezvousError,
     SessionError,
     TeardownError,
-    UnknownFieldError,
-    UnsupportedOptionError,
 )
 from megapg.launch import Launch
-from megapg.layout import FIELDS, EmbeddingRanks, ParallelLayout
+from megapg.layout import EmbeddingRanks, ParallelLayout
 from megapg.signals import NoSignals, SignalExit, listening
 
 if TYPE_CHECKING:
@@ -148,7 +143,7 @@ def session(
             another layout (:class:`~megapg.errors.LayoutMismatchError`). Every rank that did come
             gets the error, and nothing stays open.
     """
-    _check_waits(timeout, collective_timeout)
+    check_waits(timeout, collective_timeout)
     if not dist.is_available():
         raise SessionError(
             "this torch was built without torch.distributed, so there are no process groups."
@@ -182,7 +177,7 @@ def session(
         else:
             world = make_world()
         try:
-            _check_kinds(name, options or {}, dedicated, gloo, sizes)
+            check_kinds(name, options or {}, dedicated, gloo, sizes, LayoutSizes.__annotations__)
             if layout is None:
                 layout = ParallelLayout(
                     world_size=len(sizes.get("ranks") or range(world.size)), **sizes
@@ -195,7 +190,7 @@ def session(
                 all_gather_groups=all_gather_groups,
                 gloo=frozenset(gloo),
             )
-            _check_recipe(recipe, world, layout)
+            check_recipe(recipe, world, layout)
         except BaseException as error:
             RollCall(world.store, str(name), world.rank, range(world.size)).decline(error)
             world.close(abort=True, timeout=0)
@@ -225,7 +220,7 @@ def pretend(layout: ParallelLayout, rank: int, *, gloo: Collection[str] = ()) ->
     world = imagine(rank, max(layout.ranks) + 1)
     recipe = Recipe("fake", {}, {}, frozenset(), all_gather_groups=False, gloo=frozenset(gloo))
     try:
-        _check_recipe(recipe, world, layout)
+        check_recipe(recipe, world, layout)
         return Session(
             layout, world, recipe, name="pretend", timeout=0, collective_timeout=world.timeout
         )
@@ -285,15 +280,15 @@ class Session:
         generation = max(world.generation, self.generation + 1)
         if not backend_for(self._recipe.backend).alone:
             council = Council(store, self.name, world.rank, self.layout.ranks, hosts=world.hosts)
-            settings = _settings(self.layout, self._recipe, self._collective_timeout)
-            agreement = council.meet(settings, timeout=timeout, at_least=generation)
+            said = settings(self.layout, self._recipe, self._collective_timeout)
+            agreement = council.meet(said, timeout=timeout, at_least=generation)
             store, generation = agreement.store, agreement.generation
         made: dict[Communicator, ProcessGroup] = {}
         book = AddressBook(store, self._collective_timeout)
         try:
             made = self._make(generation, book)
             lease = Lease(owner=f"session {self.name!r}", generation=generation)
-            groups = _collect(self.layout, self._recipe, made, world, lease)
+            groups = collect(self.layout, self._recipe, made, world, lease)
             if council is not None:
                 council.confirm(None, timeout=timeout, telling=book.mine(world.rank))
             book.fill_in(world.rank)
@@ -550,8 +545,10 @@ class Session:
 
     def _lose(self, doing: str, said: str) -> None:
         self._part(SessionError(f"{doing} failed: {said}"))
-        self._end(LeaseState.FAILED, f"{self._since()}, as {doing} failed")
-        self._destroy(abort=True)
+        try:
+            self._end(LeaseState.FAILED, f"{self._since()}, as {doing} failed")
+        finally:
+            self._destroy(abort=True)
 
     def _refusals(self) -> dict[How, str]:
         """Way -> why this rank can't go it, or empty."""
@@ -782,112 +779,3 @@ class Session:
 def _interruption(errors: Iterable[BaseException]) -> BaseException | None:
     """The first that is no ordinary error: Ctrl-C, or a request to exit."""
     return next((error for error in errors if not isinstance(error, Exception)), None)
-
-
-def _check_waits(timeout: float, collective_timeout: timedelta | None) -> None:
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
-        raise SessionError(f"timeout={timeout!r}: give the seconds to wait, more than 0.")
-    if collective_timeout is not None and not isinstance(collective_timeout, timedelta):
-        raise SessionError(
-            f"collective_timeout={collective_timeout!r}: give a datetime.timedelta, such as "
-            "timedelta(minutes=10)."
-        )
-
-
-def _check_kinds(
-    name: str,
-    options: Mapping[str, CommunicatorOptions],
-    dedicated: Collection[str],
-    gloo: Collection[str],
-    sizes: LayoutSizes,
-) -> None:
-    if not isinstance(name, str) or not name:
-        raise SessionError(f"name={name!r}: give the session a name, or leave it out.")
-    for argument, fields in (("dedicated", dedicated), ("gloo", gloo)):
-        if isinstance(fields, str):
-            raise SessionError(f"{argument}={fields!r}: give the fields in a tuple, ({fields!r},).")
-    for field, value in options.items():
-        if not isinstance(value, CommunicatorOptions):
-            raise UnsupportedOptionError(
-                f"options: {field} is {value!r}; give megapg.CommunicatorOptions(max_ctas=8)."
-            )
-    if unknown := set(sizes) - set(LayoutSizes.__annotations__):
-        raise SessionError(
-            f"session() has no {', '.join(sorted(unknown))}; the sizes are "
-            f"{', '.join(LayoutSizes.__annotations__)}. The names of initialize_model_parallel go "
-            "through megapg.session(**megapg.megatron.session_arguments(...))."
-        )
-
-
-def _check_recipe(recipe: Recipe, world: World, layout: ParallelLayout) -> None:
-    made = {field.partition(".")[0] for field in created_fields(layout, recipe)}
-    for field in (*recipe.options, *recipe.dedicated, *recipe.gloo):
-        if field not in FIELDS:
-            raise UnknownFieldError(f"{field!r} is no field; the fields are {', '.join(FIELDS)}.")
-        if field not in made:
-            needs = "all_gather_groups=True" if field in ALL_GATHER_FIELDS else "another layout"
-            raise UnsupportedOptionError(f"{field} is not made here; that takes {needs}.")
-    if "hcp" in recipe.gloo:
-        raise UnsupportedOptionError("gloo: hcp is several groups, which have no companions.")
-    for field, options in recipe.options.items():  # refused before anyone waits for anyone
-        backend_for(recipe.backend).options(field, options)
-    outside = [rank for rank in layout.ranks if rank >= world.size]
-    if outside:
-        raise SessionError(
-            f"the layout has the ranks {outside}, but WORLD has {world.size} ranks, from 0."
-        )
-    if world.rank not in layout.ranks:
-        raise SessionError(
-            f"rank {world.rank} is not in the layout's ranks {list(layout.ranks)}; only those "
-            "ranks open this session."
-        )
-    if world.device_bound and len(layout.ranks) != world.size:
-        raise UnsupportedOptionError(
-            "ranks=: WORLD is bound to a device (init_process_group(device_id=...)), so torch "
-            "splits groups from it with all of its ranks. Initialise WORLD without device_id to "
-            "open a session on some of them."
-        )
-
-
-def _settings(
-    layout: ParallelLayout, recipe: Recipe, collective_timeout: timedelta
-) -> dict[str, str]:
-    """Everything that must be equal on every rank, as text, for the roll call."""
-    return {
-        **layout.describe(),
-        "backend": recipe.backend,
-        "options": str({field: o.given() for field, o in sorted(recipe.options.items())}),
-        "dedicated": str(sorted(recipe.dedicated)),
-        "all_gather_groups": str(recipe.all_gather_groups),
-        "gloo": str(sorted(recipe.gloo)),
-        "connects_lazily": str(backend_for(recipe.backend).connects_lazily),
-        "collective_timeout": str(collective_timeout),
-    }
-
-
-def _collect(
-    layout: ParallelLayout,
-    recipe: Recipe,
-    made: Mapping[Communicator, ProcessGroup],
-    world: World,
-    lease: Lease,
-) -> ProcessGroupCollection:
-    """The collection of a session: every field, None where that is what Megatron means."""
-    values: dict[str, ProcessGroup | Sequence[ProcessGroup] | None] = dict.fromkeys(OPTIONAL_FIELDS)
-    members = {}
-    serving = by_field(made)
-    levels: list[ProcessGroup] = []
-    extras: dict[str, ProcessGroup] = {}
-    for field in created_fields(layout, recipe):
-        communicator = serving.get(field)
-        if communicator is None:
-            continue
-        members[field] = Membership(communicator.ranks.index(world.rank), communicator.ranks)
-        if field.startswith("hcp."):
-            levels.append(made[communicator])
-        elif field not in FIELDS:
-            extras[field] = made[communicator]
-        else:
-            values[field] = made[communicator]
-    values["hcp"] = levels or None
-    return ProcessGroupCollection(values, members, lease, layout, extras)

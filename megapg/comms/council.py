@@ -96,8 +96,8 @@ class Council(RollCall):
             lines = [f"rank {rank}{text}" for rank, text in list(others.items())[:8]]
             more = f"; and {len(others) - 8} more" if len(others) > 8 else ""
             raise RendezvousError(
-                f"{self._name!r}, {topic}: {'; '.join(lines)}{more}. Every rank of the session "
-                "calls it; look at the logs of those ranks.",
+                f"{self._name!r}, {topic}: {'; '.join(lines)}{more}. Every rank must "
+                "call it; look at the logs of those ranks.",
                 sorted(others),
             )
 

@@ -129,11 +129,16 @@ def prefix_of(session: str, generation: int) -> str:
     return f"{_OURS}{session}/{generation}"
 
 
+def session_of(group: dist.ProcessGroup) -> str:
+    """Name and generation of the session that made a group; empty for anybody else's."""
+    prefix = group.group_desc.rpartition(": ")[0]
+    return prefix.removeprefix(_OURS) if prefix.startswith(_OURS) else ""
+
+
 def sessions_in_torch() -> list[str]:
     """Names of the sessions with groups that torch knows, in this process."""
-    prefixes = {group.group_desc.rpartition(": ")[0] for group in c10d._world.pg_map}
-    ours = sorted(prefix for prefix in prefixes if prefix.startswith(_OURS))
-    return [prefix.removeprefix(_OURS).rpartition("/")[0] for prefix in ours]
+    owners = sorted(set(map(session_of, c10d._world.pg_map)) - {""})
+    return [owner.rpartition("/")[0] for owner in owners]
 
 
 def registered() -> int:

@@ -150,7 +150,7 @@ def agree(
             return way
         refusals.append(f"not by {way!r}, since {_told(_ranks_by(reasons))}")
     raise UnsupportedOffloadError(
-        f"{owner} can't be suspended {', '.join(refusals)}. Nothing was touched."
+        f"{owner} can't be suspended: {', '.join(refusals)}. Nothing was touched."
     )
 
 

@@ -53,9 +53,9 @@ from megapg.errors import (
     UnsupportedOptionError,
 )
 from megapg.layout import FIELDS
-from megapg.megatron import publish
 from megapg.megatron.core import installed_version, parallel_state_module
 from megapg.megatron.creations import Recording, creations, timeout_of
+from megapg.megatron.publish import is_published
 from megapg.megatron.variables import (
     fresh_variables,
     groups_held,
@@ -75,7 +75,6 @@ logger = logging.getLogger(__name__)
 _NAME = "megatron.core.parallel_state"
 _OWNER = f"{_NAME}, adopted"
 _MARK = "__megapg_adopted__"  # where the owner lives in parallel_state: no state of our own
-_SESSIONS = "megapg/"  # what the descriptions of a session's groups begin with
 
 
 @dataclass(frozen=True)
@@ -260,7 +259,7 @@ class Adopted:
             for group in c10d._world.pg_map
             if group not in ours
             and group is not dist.group.WORLD
-            and not group.group_desc.startswith(_SESSIONS)
+            and not communicators_of_torch.session_of(group)
         )
 
     @property
@@ -704,7 +703,7 @@ def _collection(
 
 def _published(module: ModuleType) -> str:
     """Why the globals can't be touched; empty if they can."""
-    if publish._MARK not in vars(module):
+    if not is_published(module):
         return ""
     return "inside published() the globals show another's groups; leave that block first"
 
@@ -713,7 +712,7 @@ def _refuse_owned(module: ModuleType, held: Collection[ProcessGroup]) -> None:
     earlier = vars(module).get(_MARK)
     if isinstance(earlier, Adopted) and earlier._in_its_world:
         raise SessionError(f"adopt(): the groups have an owner, {earlier!r}. Close that one first.")
-    owned = {g.group_desc.rpartition(": ")[0] for g in held if g.group_desc.startswith(_SESSIONS)}
+    owned = set(map(communicators_of_torch.session_of, held)) - {""}
     if owned:
         raise SessionError(
             f"adopt(): {_NAME} holds groups of {', '.join(sorted(owned))}; their session is their "

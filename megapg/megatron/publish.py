@@ -86,6 +86,11 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
         publishing.close(block)
 
 
+def is_published(module: ModuleType) -> bool:
+    """Whether the globals of ``parallel_state`` show somebody's collection at the moment."""
+    return _MARK in vars(module)
+
+
 @dataclass(eq=False)
 class _Block:
     """One ``with published(pg)`` that has been entered."""
