@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from megapg import errors as errors
     from megapg import launch as launch
     from megapg import megatron as megatron
+    from megapg import signals as signals
     from megapg import testing as testing
     from megapg.checkpoint.load import LoadedCheckpoint, load_checkpoint
     from megapg.checkpoint.names import CheckpointInfo, latest, list_checkpoints
     from megapg.checkpoint.save import save_checkpoint
     from megapg.checkpoint.saves import CheckpointSave
-    from megapg.collection import Lease, ProcessGroup, ProcessGroupCollection
+    from megapg.collection import Lease, LeaseState, ProcessGroup, ProcessGroupCollection
+    from megapg.comms.offload import OffloadReport
     from megapg.comms.options import CommunicatorOptions
     from megapg.errors import MegapgError
     from megapg.launch import Launch
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
         resolve,
         to_megatron,
     )
+    from megapg.rebind import Rebound
     from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
     from megapg.sessions import LayoutSizes, Session, session
 
@@ -44,11 +47,14 @@ _HOMES = {
     "Launch": "megapg.launch",
     "LayoutSizes": "megapg.sessions",
     "Lease": "megapg.collection",
+    "LeaseState": "megapg.collection",
     "LoadedCheckpoint": "megapg.checkpoint.load",
     "MegapgError": "megapg.errors",
+    "OffloadReport": "megapg.comms.offload",
     "ParallelLayout": "megapg.layout",
     "ProcessGroup": "megapg.collection",
     "ProcessGroupCollection": "megapg.collection",
+    "Rebound": "megapg.rebind",
     "RngState": "megapg.rng",
     "Session": "megapg.sessions",
     "capture_rng_state": "megapg.rng",
@@ -69,7 +75,7 @@ _HOMES = {
 }
 
 # Parts that `import megapg` alone makes reachable, as in `megapg.testing.run_distributed`.
-_SUBMODULES = ("errors", "launch", "megatron", "testing")
+_SUBMODULES = ("errors", "launch", "megatron", "signals", "testing")
 
 __all__ = [
     "CheckpointInfo",
@@ -78,11 +84,14 @@ __all__ = [
     "Launch",
     "LayoutSizes",
     "Lease",
+    "LeaseState",
     "LoadedCheckpoint",
     "MegapgError",
+    "OffloadReport",
     "ParallelLayout",
     "ProcessGroup",
     "ProcessGroupCollection",
+    "Rebound",
     "RngState",
     "Session",
     "capture_rng_state",

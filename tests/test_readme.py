@@ -28,7 +28,7 @@ def run(tmp_path, source, *launcher):
 
 
 def test_there_are_as_many_examples_as_tests_here():
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 7
 
 
 @pytest.mark.contract
@@ -83,12 +83,40 @@ def test_the_training_script_of_the_page_on_checkpoints(tmp_path):
     ]
 
 
+def test_the_example_of_suspending(tmp_path):
+    said = run(tmp_path, BLOCKS[3], *TORCHRUN)
+    assert said.count("2 communicators suspended by recreate") == 2
+    assert said.count("  Layer.tp_group") == 2
+    assert sorted(re.findall(r"rank (\d) goes on: 2", said)) == ["0", "1"]
+
+
+@pytest.mark.contract
+def test_the_example_of_groups_of_megatrons(tmp_path):
+    said = run(tmp_path, BLOCKS[4], *TORCHRUN)
+    assert said.count("tp (0, 1)") == 6
+    assert sorted(re.findall(r"generation (\d) closed", said)) == ["1", "1", "2", "2", "3", "3"]
+
+
+def test_the_doctor_as_shown(tmp_path):
+    assert "$ megapg doctor\n" in README
+    done = subprocess.run(
+        [sys.executable, "-m", "megapg", "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    assert "a single process" in done.stdout
+
+
 def test_unit_test_example(tmp_path):
-    run(tmp_path, BLOCKS[3])
+    run(tmp_path, BLOCKS[5])
 
 
 def test_real_ranks_example(tmp_path):
-    run(tmp_path, BLOCKS[4])
+    run(tmp_path, BLOCKS[6])
 
 
 def test_the_commands_and_the_error_are_real():

@@ -41,7 +41,9 @@ class Rebound:
 
     def __str__(self) -> str:
         names = ", ".join(f"{name} {count}" for name, count in self.by_name.items())
-        lines = [f"replaced {len(self.replaced)} references" + (f": {names}" if names else "")]
+        count = len(self.replaced)
+        noun = "reference" if count == 1 else "references"
+        lines = [f"replaced {count} {noun}" + (f": {names}" if names else "")]
         lines += _first(self.replaced)
         for what, found in (("not replaced", self.left), ("held elsewhere", self.elsewhere)):
             if found:
