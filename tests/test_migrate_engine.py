@@ -171,6 +171,131 @@ BEST = sections(r"""
 +    return megapg.groups_of(pg_collection).tp
 ??? resolved
 
+=== where a collection is None for certain it serves nothing
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+ class Layer:
+     def f(self):
+         pg_collection = getattr(self, "_groups", None)
+         if pg_collection is not None:
+             return pg_collection.tp, pg_collection.dp
+-        return mpu.TP_GROUP(), mpu.DP_GROUP()
++        pg = megapg.resolve(None)
++        return pg.tp, pg.dp
+@@ b.py
+-from megatron.core import mpu
++import megapg
+
+
+ def f(x, pg_collection=None):
+     if not (x and pg_collection is None):
+         raise ValueError
+     with x:
+-        y = mpu.TP_SIZE()
++        y = megapg.resolve(None).size("tp")
+     if x is None or pg_collection:
+         x = 1
+     else:
+         return y
+     pg_collection = g()
+-    return mpu.TP_RANK()
++    return megapg.groups_of(pg_collection).rank("tp")
+@@ c.py
+-from megatron.core import mpu
++import megapg
+
+
+-def f(model=None):
++def f(model=None, *, pg_collection=None):
+     if model:
+-        x = mpu.TP_RANK()
++        x = megapg.groups_of(model, "tp").rank("tp")
+     else:
+-        x = mpu.TP_SIZE()
++        x = megapg.resolve(pg_collection).size("tp")
+     if model is not None:
+         model.train()
+         return x
+-    return mpu.TP_GROUP()
++    return megapg.resolve(pg_collection).tp
+??? resolved resolved resolved collection model resolved resolved
+
+=== a collection that may be there in spite of a test serves
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+ def f(pg_collection, x):
+     if pg_collection is not None and x:
+         return 1
+-    return mpu.TP_RANK()
++    return megapg.groups_of(pg_collection).rank("tp")
+
+
+ def g(pg_collection, x):
+     if pg_collection is not None:
+         x += 1
+-    return mpu.TP_RANK()
++    return megapg.groups_of(pg_collection).rank("tp")
+
+
+ def h(pg_collection, x):
+     for _ in x:
+-        x = mpu.TP_RANK()
++        x = megapg.groups_of(pg_collection).rank("tp")
+         if pg_collection is not None:
+             continue
+         pg_collection = x
+
+
+ def i(pg_collection, x):
+     def fill():
+         nonlocal pg_collection
+         pg_collection = x
+
+     if pg_collection is not None:
+         return 1
+     fill()
+-    return mpu.TP_RANK()
++    return megapg.groups_of(pg_collection).rank("tp")
+
+
+ def j(pg_collection, x):
+     if pg_collection is not None:
+         return 1
+     import x as pg_collection
+-    return mpu.TP_RANK()
++    return megapg.groups_of(pg_collection).rank("tp")
+
+
+ def k(pg_collection, x):
+     if pg_collection is not None:
+         return 1
+-    later = lambda: mpu.TP_RANK()
++    later = lambda: megapg.groups_of(pg_collection).rank("tp")
+     pg_collection = x
+     return later
+
+
+ def m(pg_collection, x):
+     if pg_collection is None:
+         return 1
+-    return mpu.TP_RANK()
++    return megapg.groups_of(pg_collection).rank("tp")
+
+
+ def n(pg_collection, x):
+     if pg_collection is not None:
+         return 1
+-    while mpu.TP_RANK():
++    while megapg.groups_of(pg_collection).rank("tp"):
+         pg_collection = x
+??? collection collection collection collection collection collection collection collection
+
 === a collection in a variable
 @@ a.py
 -from megatron.core import mpu
@@ -4094,10 +4219,11 @@ TRICKY = sections(r"""
 +import megapg
 
 
- def f(model):
+-def f(model):
++def f(model, *, pg_collection=None):
      if model is None:
 -        return mpu.TP_RANK()
-+        return megapg.groups_of(model, "tp").rank("tp")
++        return megapg.resolve(pg_collection).rank("tp")
      return 0
 
 === a constructor of a model of Megatron-core, once it is one

@@ -6,7 +6,14 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from megapg.migrate.flow import Held, Holding, blocks, runs_before, statements_around
+from megapg.migrate.flow import (
+    Held,
+    Holding,
+    blocks,
+    is_ruled_out,
+    runs_before,
+    statements_around,
+)
 from megapg.migrate.mapping import (
     COLLECTION_NAMES,
     GROUP_PARAMETERS,
@@ -166,7 +173,7 @@ class _Search:
 
     def _variable(self, name: str, bindings: list[Binding], scope: Scope) -> Iterator[Carrier]:
         kind = self._wanted[name]
-        if name in scope.deleted:
+        if name in scope.deleted or self._is_ruled_out(name, scope):
             return
         if kind == "collection" and (
             _is_filled(name, scope) or _is_asked_about(name, self._use.parents)
@@ -190,6 +197,12 @@ class _Search:
         if before or any(b.line < around[0].lineno for b in bindings if around):
             certain = before and (kind != "group" or self._are_of_the_field(bindings))
             yield Carrier(kind, name, "local", False, certain)
+
+    def _is_ruled_out(self, name: str, scope: Scope) -> bool:
+        """Whether a variable holds nothing for certain; a function further in may run later."""
+        if self._use.scope is not scope:
+            return False
+        return is_ruled_out(name, statements_around(self._use.parents, scope.node), scope.node)
 
     def _of_self(self, name: str, of: Scope, method: Scope) -> Iterator[Carrier]:
         method_name = getattr(method.node, "name", "")

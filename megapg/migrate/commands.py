@@ -13,7 +13,6 @@ from typing import Annotated, ParamSpec
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from megapg.errors import MegapgError
@@ -23,9 +22,6 @@ from megapg.migrate.config import Config, load_config
 from megapg.migrate.index import find_sites
 from megapg.migrate.migration import Rewritten, Style
 from megapg.migrate.reasons import explain as explanation
-from megapg.migrate.report import as_json as json_report
-from megapg.migrate.report import markdown as markdown_report
-from megapg.migrate.report import sarif as sarif_report
 from megapg.migrate.report.diff import base_of, unified
 from megapg.migrate.report.entries import (
     Entry,
@@ -201,6 +197,8 @@ def migrate(
             out.print(Text(summary))
         _write_documents(report, report.entries, as_json, sarif)
         if markdown is not None:
+            from megapg.migrate.report import markdown as markdown_report
+
             _write_to(markdown, markdown_report.document(report, summary))
     if unwritten:
         raise typer.Exit(2)
@@ -247,9 +245,14 @@ def _one_document(as_json: bool, *files: Path | None) -> bool:
 def _write_documents(
     report: Report, counted: Sequence[Entry], as_json: bool, sarif: Path | None
 ) -> None:
+    # What a document takes is loaded for it alone: most runs print none.
     if as_json:
+        from megapg.migrate.report import as_json as json_report
+
         typer.echo(json.dumps(json_report.document(report, counted)))
     if sarif is not None:
+        from megapg.migrate.report import sarif as sarif_report
+
         _write_to(sarif, json.dumps(sarif_report.document(report, counted), indent=1) + "\n")
 
 
@@ -303,13 +306,14 @@ def _beside(report: Report) -> list[str]:
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
     """Without the search for garbage in circles: among so many nodes of syntax trees, which all
-    live until the end, it takes as long as the work itself.
+    live until the end, it takes as long as the work itself. It does not look at them later either.
     """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         if was_on:
             gc.enable()
 
@@ -321,6 +325,14 @@ def _progress(doing: str) -> Iterator[Callable[[int, int], None]]:
     if not console.is_terminal:
         yield lambda done, total: None
         return
+    from rich.progress import (  # not for a run that nobody watches
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("")

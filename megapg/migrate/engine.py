@@ -94,7 +94,7 @@ class _Attempt:
         self._texts: dict[Decision, str] = {}
         self._not_written: list[Left] = []
         self._write()
-        taken = names_taken(index)
+        taken = names_taken(index, {path: each.released for path, each in self._writers.items()})
         self._files = [
             file
             for path, writer in self._writers.items()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from megapg.migrate.scopes import Parents, Use, last_name
+from megapg.migrate.scopes import Parents, Use, last_name, walk
 
 _OWN_SCOPE = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 _LOOP = ast.For | ast.AsyncFor | ast.While
@@ -193,6 +193,92 @@ class Holding:
             and isinstance(call.func.value, ast.Name)
             and call.func.value.id == self.name
         )
+
+
+def is_ruled_out(name: str, around: Sequence[ast.stmt], function: ast.AST) -> bool:
+    """Whether a variable of a function holds nothing for certain when an expression is evaluated:
+    where it holds something, a branch around has another block, or one before has left.
+
+    :class:`Holding` can't tell: for it, what may hold nothing and what does are the same.
+
+    Args:
+        name: of the variable.
+        around: the statements around the expression, from the outside in.
+        function: the function's node.
+    """
+    nothing, outer = False, function
+    for each in around:
+        block = next((b for b in blocks(outer) if any(each is other for other in b)), None)
+        if block is None:
+            return False
+        if nothing and _may_bind(outer, name):
+            nothing = False  # elsewhere in it: in an earlier turn of a loop, say
+        if isinstance(outer, ast.If):
+            where = _where_nothing(outer.test, name)
+            nothing = nothing or (where is not None and block is (outer.orelse, outer.body)[where])
+        for statement in block[: _position(block, each)]:
+            nothing = _is_nothing_after(statement, name, nothing)
+        outer = each
+    if not nothing or _may_bind(_bound_last(outer), name):
+        return False
+    # A function in it may give it something whenever it is called.
+    return not any(isinstance(each, ast.Nonlocal) and name in each.names for each in walk(function))
+
+
+def _bound_last(statement: ast.AST) -> ast.AST:
+    """The part of a statement in which something is bound before all of it is evaluated."""
+    if isinstance(statement, ast.Assign) and all(
+        isinstance(e, ast.Name) for e in statement.targets
+    ):
+        return statement.value
+    return statement
+
+
+def _is_nothing_after(statement: ast.stmt, name: str, before: bool) -> bool:
+    if isinstance(statement, ast.If):
+        where = _where_nothing(statement.test, name)
+        if where is not None:
+            nothing, something = (statement.orelse, statement.body)[:: -1 if where else 1]
+            if _leaves(something) and not any(_may_bind(each, name) for each in nothing):
+                return True
+    return before and not _may_bind(statement, name)
+
+
+def _where_nothing(test: ast.expr, name: str) -> bool | None:
+    """The outcome of a test that only a variable has that holds nothing; None where there is no
+    such one, or the test may give it something.
+    """
+    if not isinstance(test, ast.Name | ast.Compare) and _may_bind(test, name):
+        return None
+    if isinstance(test, ast.Name) and test.id == name:
+        return False
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = _where_nothing(test.operand, name)
+        return None if inner is None else not inner
+    if isinstance(test, ast.BoolOp):  # all parts have the outcome, if they have this one
+        outcome = isinstance(test.op, ast.And)
+        return outcome if outcome in (_where_nothing(e, name) for e in test.values) else None
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        to = test.comparators[0]
+        same = isinstance(test.left, ast.Name) and test.left.id == name
+        is_none = isinstance(to, ast.Constant) and to.value is None
+        if same and is_none and isinstance(test.ops[0], ast.Is | ast.IsNot):
+            return isinstance(test.ops[0], ast.Is)
+    return None
+
+
+def _may_bind(node: ast.AST, name: str) -> bool:
+    """Whether something in a node may bind a name, or say that it is one of elsewhere."""
+    for each in walk(node):
+        if isinstance(each, ast.Name):
+            if each.id == name and not isinstance(each.ctx, ast.Load):
+                return True
+        elif isinstance(each, ast.Global | ast.Nonlocal):
+            if name in each.names:
+                return True
+        elif name in (getattr(each, key, None) for key in ("name", "asname", "rest")):
+            return True
+    return False
 
 
 def _leaves(block: Sequence[ast.stmt]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -45,7 +45,7 @@ class Imports:
     def _name(self, name: str, bound_to: tuple[tuple[str, ...], str], statement: str) -> str:
         if self._is_imported(name, bound_to):
             return name
-        if re.search(rf"\b{name}\b", self.source.text) and name in self._names:
+        if name in self.source.text and name in self._names:
             name = next(n for n in (f"_{name}", f"{name}_", f"_{name}_") if n not in self._names)
             statement = f"{statement} as {name}"
         self.wanted[statement] = None
@@ -207,15 +207,13 @@ class Imports:
                 yield statement, None  # with its comment
 
     def _unused_names(self, gone: set[Use], kept: Collection[str]) -> Iterator[tuple[int, str]]:
+        names = names_of(gone)
         left: set[tuple[int, str]] = set()
         went: set[tuple[int, str]] = set()
         for use in self.analysis.uses:
-            root = use.node
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            if isinstance(root, ast.Name) and (found := use.scope.find(root.id)):
-                (went if use in gone else left).add((id(found[0]), root.id))
-        deleted = self._deleted
+            if use.root in names and (found := use.scope.find(use.root)):
+                (went if use in gone else left).add((id(found[0]), use.root))
+        deleted = self.analysis.deleted
         for scope in scopes(self.analysis.module):
             for name, bindings in scope.bindings.items():
                 key = (id(scope), name)
@@ -227,17 +225,6 @@ class Imports:
                     continue
                 if len(bindings) == 1 and isinstance(bindings[0], Imported):
                     yield bindings[0].line, name
-
-    @cached_property
-    def _deleted(self) -> set[str]:
-        """Names in ``del`` statements, which are no uses."""
-        if not re.search(r"\bdel\b", self.source.text):
-            return set()
-        return {
-            node.id
-            for node in walk(self.source.tree)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del)
-        }
 
     def _exported(self, name: str) -> bool:
         if "__all__" not in self.analysis.module.bindings:
@@ -267,6 +254,11 @@ class Imports:
             if own and re.fullmatch(r",\s*(#.*)?\s*", rest):
                 begin, end = lines
             yield Edit(begin, end, "", "import")
+
+
+def names_of(uses: Iterable[Use]) -> set[str]:
+    """The names with which some uses begin."""
+    return {use.root for use in uses if use.root}
 
 
 def scopes(scope: Scope) -> Iterator[Scope]:

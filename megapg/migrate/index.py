@@ -16,7 +16,14 @@ from megapg.migrate.carriers import carriers
 from megapg.migrate.config import Config
 from megapg.migrate.locate import locate, parses_to
 from megapg.migrate.mapping import Argument, Refusal, Replacement, known, replacement
-from megapg.migrate.resolve import GLOBALS, UNKNOWN, Resolver, Thing, Things, is_parallel_state
+from megapg.migrate.resolve import (
+    GLOBALS,
+    ONLY_UNKNOWN,
+    Resolver,
+    Thing,
+    Things,
+    is_parallel_state,
+)
 from megapg.migrate.scopes import Analysis, Parents, Scope, Use, analyse, last_name
 from megapg.migrate.sites import Kind, Site
 from megapg.migrate.source import Problem, Source, parse, read_bytes
@@ -236,6 +243,8 @@ class Index:
 
     def _chain(self, use: Use, path: Path) -> tuple[Kind, str, ast.expr, Things] | None:
         """The use of a name or a chain: what it is, and of which expression."""
+        if use.root and self.resolver.name(use.root, use.scope, path) is ONLY_UNKNOWN:
+            return None  # as with most
         outer = [use.node]
         while isinstance(outer[-1], ast.Attribute):
             outer.append(outer[-1].value)
@@ -246,7 +255,7 @@ class Index:
                 things = self.resolver.attribute(things, node.attr)
             else:
                 things = self.resolver.expression(node, use.scope, path)
-            if things and all(thing == UNKNOWN for thing in things):
+            if things == ONLY_UNKNOWN:
                 return None
             if name := _name_of(things):
                 parent = outer[-1] if outer else use.parents.node
@@ -336,7 +345,10 @@ def _outside(things: Things) -> bool:
 
 
 def _name_of(things: Things) -> str:
-    return next((thing.name for thing in things if thing.kind == "member"), "")
+    for thing in things:
+        if thing.kind == "member":
+            return thing.name
+    return ""
 
 
 def _module_as_value(use: Use, things: Things) -> tuple[Kind, str, ast.expr, Things] | None:

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megapg.migrate.imports import scopes
 from megapg.migrate.index import Index
-from megapg.migrate.resolve import UNKNOWN
+from megapg.migrate.resolve import ONLY_UNKNOWN
 from megapg.migrate.scopes import Analysis, Imported
 from megapg.migrate.sites import Kind
 
 
-def names_taken(index: Index) -> dict[Path, set[str]]:
+def names_taken(index: Index, released: Mapping[Path, Collection[str]]) -> dict[Path, set[str]]:
     """For each file the names that other files import or reach through it, ``*`` for all; patches
     in tests that go through it count.
+
+    Args:
+        index: the project.
+        released: the files that are asked about, with the names. Other files and names may be
+            left out of the answer.
     """
     taken: dict[Path, set[str]] = defaultdict(set)
+    names = {"*"}.union(*released.values())
     for path, analysis in index.analyses():
-        _imported(index, path, analysis, taken)
-        _reached(index, path, analysis, taken)
+        _imported(index, path, analysis, taken, names)
+        _reached(index, path, analysis, taken, names)
     for located in index.located:
         if located.site.kind is Kind.STRING and isinstance(located.node, ast.Constant):
             parts = tuple(str(located.node.value).split("."))
@@ -30,35 +37,40 @@ def names_taken(index: Index) -> dict[Path, set[str]]:
     return taken
 
 
-def _imported(index: Index, path: Path, analysis: Analysis, taken: dict[Path, set[str]]) -> None:
+def _imported(
+    index: Index, path: Path, analysis: Analysis, taken: dict[Path, set[str]], names: set[str]
+) -> None:
     for scope in scopes(analysis.module):
         froms = [each for bound in scope.bindings.values() for each in bound]
         for each in (*froms, *scope.stars):
-            if isinstance(each, Imported) and each.member:
+            if isinstance(each, Imported) and each.member in names:
                 for thing in index.resolver.module(each, path):
                     if thing.kind == "file" and thing.path is not None and thing.path != path:
                         taken[thing.path].add(each.member)
 
 
-def _reached(index: Index, path: Path, analysis: Analysis, taken: dict[Path, set[str]]) -> None:
+def _reached(
+    index: Index, path: Path, analysis: Analysis, taken: dict[Path, set[str]], names: set[str]
+) -> None:
     for use in analysis.uses:
         chain: list[str] = []
         node: ast.expr = use.node
         while isinstance(node, ast.Attribute):
             chain.append(node.attr)
             node = node.value
-        things = index.resolver.expression(node, use.scope, path) if chain else frozenset()
-        for attribute in reversed(chain):
-            if all(thing == UNKNOWN for thing in things):
-                break
-            for thing in things:
-                if thing.kind == "file" and thing.path is not None:
-                    taken[thing.path].add(attribute)
-            things = index.resolver.attribute(things, attribute)
+        if not names.isdisjoint(chain):
+            things = index.resolver.expression(node, use.scope, path)
+            for attribute in reversed(chain):
+                if not things or things == ONLY_UNKNOWN:
+                    break
+                for thing in things:
+                    if thing.kind == "file" and thing.path is not None:
+                        taken[thing.path].add(attribute)
+                things = index.resolver.attribute(things, attribute)
         parent = use.parents.node
         if isinstance(parent, ast.Call) and use.node in parent.args[:1] and len(parent.args) > 1:
             name = parent.args[1]  # setattr(module, "name", ...)
-            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+            if isinstance(name, ast.Constant) and name.value in names:
                 for thing in index.resolver.expression(use.node, use.scope, path):
                     if thing.kind == "file" and thing.path is not None:
                         taken[thing.path].add(name.value)

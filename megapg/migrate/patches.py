@@ -122,9 +122,11 @@ class _Nodes:
         self._source = source
         self.parents: dict[ast.AST, ast.AST] = {}
         self._by_place: dict[tuple[int, int], ast.expr] = {}
-        for node in ast.walk(source.tree):
-            for child in ast.iter_child_nodes(node):
-                self.parents[child] = node
+        waiting: list[ast.AST] = [source.tree]
+        for node in waiting:  # grows
+            children = list(ast.iter_child_nodes(node))
+            self.parents |= dict.fromkeys(children, node)
+            waiting += children
             if isinstance(node, ast.expr):
                 self._by_place.setdefault(source.extent(node), node)
 

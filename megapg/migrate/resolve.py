@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -58,6 +58,7 @@ Things: TypeAlias = frozenset[Thing]
 
 GLOBALS = Thing("globals")
 UNKNOWN = Thing("unknown")
+ONLY_UNKNOWN: Things = frozenset({UNKNOWN})
 _NOTHING: Things = frozenset()
 
 _DEEPEST = 40  # names bound to names: further than anyone writes, and less than Python recurses
@@ -84,6 +85,7 @@ class Resolver:
         self._wrappers = {tuple(name.split(".")) for name in wrappers}
         self._same = _OTHER_NAMES | {PARALLEL_STATE} | self._wrappers
         self._known: dict[tuple[Scope | Path, str], Things] = {}
+        self._known_outside: dict[tuple[str, Path | None], Things] = {}
         self._asking: set[object] = set()
         self._cut = 0  # how often a circle was cut short: what came of it is not for keeps
 
@@ -105,20 +107,26 @@ class Resolver:
             return self._dotted(module, path)
         if isinstance(node, ast.Subscript) and (module := _in_sys_modules(node)):
             return self._dotted(module, path)
-        return frozenset({UNKNOWN})
+        return ONLY_UNKNOWN
 
     def _either(self, nodes: Iterable[ast.expr], scope: Scope, path: Path) -> Things:
         return _NOTHING.union(*(self.expression(node, scope, path) for node in nodes))
 
     def name(self, name: str, scope: Scope, path: Path) -> Things:
         """What a name may stand for where it is used."""
+        known = self._known.get((scope, name))
+        if known is not None:
+            return known
         return self._once(scope, name, lambda: self._looked_up(name, scope, path))
 
     def _looked_up(self, name: str, scope: Scope, path: Path) -> Things:
         found = scope.find(name)
-        if found is not None:
-            return self._bindings(found[1], path)
-        return self._starred(name, scope, path) or frozenset({UNKNOWN})
+        if found is None:
+            return self._starred(name, scope, path) or ONLY_UNKNOWN
+        owner, bindings = found
+        if owner is scope:
+            return self._bindings(bindings, path)
+        return self._once(owner, name, lambda: self._bindings(bindings, path))
 
     def _once(self, where: Scope | Path, name: str, answer: Callable[[], Things]) -> Things:
         """The answer about a name in a scope, or of a module, kept for the next time; nothing where
@@ -131,7 +139,7 @@ class Resolver:
             self._cut += 1
             return _NOTHING
         if len(self._asking) > _DEEPEST:
-            return frozenset({UNKNOWN})
+            return ONLY_UNKNOWN
         self._asking.add(key)
         cut = self._cut
         things = answer()
@@ -148,7 +156,9 @@ class Resolver:
                     return things
         return _NOTHING
 
-    def _bindings(self, bindings: Iterable[Binding], path: Path) -> Things:
+    def _bindings(self, bindings: Sequence[Binding], path: Path) -> Things:
+        if len(bindings) == 1:
+            return self._binding(bindings[0], path)
         return _NOTHING.union(*(self._binding(binding, path) for binding in bindings))
 
     def _binding(self, binding: Binding, path: Path) -> Things:
@@ -163,7 +173,7 @@ class Resolver:
             return frozenset({Thing("self", path=path, scope=binding.of)})
         if isinstance(binding, Defined):
             return frozenset({Thing(binding.scope.kind, path=path, scope=binding.scope)})
-        return frozenset({UNKNOWN})
+        return ONLY_UNKNOWN
 
     # -- modules -----------------------------------------------------------------------------
 
@@ -207,6 +217,11 @@ class Resolver:
 
     def attribute(self, things: Things, name: str) -> Things:
         """What an attribute may be."""
+        if things is ONLY_UNKNOWN:
+            return things
+        if len(things) == 1:
+            (thing,) = things
+            return self._attribute(thing, name)
         return _NOTHING.union(*(self._attribute(thing, name) for thing in things))
 
     def _attribute(self, thing: Thing, name: str) -> Things:
@@ -226,9 +241,15 @@ class Resolver:
                 found = self._bindings(held, thing.path)
                 self._asking.discard(key)
                 return found
-        return frozenset({UNKNOWN})
+        return ONLY_UNKNOWN
 
     def _outside(self, dotted: str, importer: Path | None) -> Things:
+        key = (dotted, importer)
+        if key not in self._known_outside:
+            self._known_outside[key] = self._found_outside(dotted, importer)
+        return self._known_outside[key]
+
+    def _found_outside(self, dotted: str, importer: Path | None) -> Things:
         parts = tuple(dotted.split("."))
         if parts in self._same:
             return frozenset({GLOBALS})
@@ -262,7 +283,7 @@ class Resolver:
             inner = self._modules.exactly((*parts, name))
             if inner is not None:
                 return self._file(inner)
-        return frozenset({UNKNOWN})
+        return ONLY_UNKNOWN
 
 
 def is_parallel_state(path: Path) -> bool:

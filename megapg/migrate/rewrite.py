@@ -9,7 +9,7 @@ from functools import cached_property
 
 from megapg.migrate.flow import binding_statements, first_read, runs_before, statements_around
 from megapg.migrate.functions import PARAMETER
-from megapg.migrate.imports import Imports
+from megapg.migrate.imports import Imports, names_of
 from megapg.migrate.insert import add_argument, add_parameter, add_statement, newline_of
 from megapg.migrate.locate import quote_in
 from megapg.migrate.mapping import Takes
@@ -35,6 +35,11 @@ class Writer:
         self._imports = Imports(source, analysis)
         self._edits: list[Edit] = []
         self._gone: set[Use] = set()
+
+    @property
+    def released(self) -> set[str]:
+        """The names that may have lost their last use."""
+        return names_of(self._gone)
 
     def edits(self, kept: Collection[str]) -> list[Edit]:
         """All edits, in the order of the file.

@@ -12,16 +12,24 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
-_EMPTY = frozenset(
-    {*ast.expr_context.__subclasses__(), *ast.operator.__subclasses__()}
-    | {*ast.unaryop.__subclasses__(), *ast.boolop.__subclasses__(), ast.Constant}
+# Fields in which there is no node, or none that has anything in it.
+_BARE = frozenset(
+    {"id", "attr", "ctx", "op", "ops", "kind", "type_comment", "module", "level", "asname"}
+    | {"conversion", "str", "simple", "is_async"}
 )
+# For each kind of node the other fields, and what may be in these that is not gone into.
+_INNER = {
+    kind: tuple(name for name in kind._fields if name not in _BARE)
+    for kind in vars(ast).values()
+    if isinstance(kind, type) and issubclass(kind, ast.AST)
+} | {ast.Constant: ()}
+_EMPTY = frozenset({ast.Constant, str, bool, type(None)})
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 _Comprehension: TypeAlias = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Imported:
     """Bound by an import: of a module, or of a module's member.
 
@@ -38,7 +46,7 @@ class Imported:
     line: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Alias:
     """Bound to the value of an expression."""
 
@@ -47,7 +55,7 @@ class Alias:
     line: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Instance:
     """The first parameter of a method: self, or cls."""
 
@@ -55,7 +63,7 @@ class Instance:
     line: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Defined:
     """A class or a function defined here."""
 
@@ -63,7 +71,7 @@ class Defined:
     line: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Opaque:
     """Bound to what can't be told: a parameter, a loop's variable."""
 
@@ -104,10 +112,14 @@ class Scope:
 
     def find(self, name: str) -> tuple[Scope, list[Binding]] | None:
         """The scope whose name it is, and what it is bound to there."""
-        for scope in self.chain():
-            owner = scope.elsewhere.get(name, scope)
-            if name in owner.bindings:
-                return owner, owner.bindings[name]
+        scope: Scope | None = self
+        while scope is not None:  # as chain() has it, without a generator: this is asked most
+            if scope.kind != "class" or scope is self:
+                owner = scope.elsewhere.get(name, scope)
+                bindings = owner.bindings.get(name)
+                if bindings is not None:
+                    return owner, bindings
+            scope = scope.parent
         return None
 
     def enclosing(self, *kinds: str) -> Scope | None:
@@ -146,7 +158,7 @@ class Scope:
         return ".".join(reversed(names))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Parents:
     """The nodes around one, from the inside out."""
 
@@ -160,21 +172,36 @@ class Parents:
             at = at.above
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Use:
-    """A place that names something: a name, a chain of attributes, or a string passed to a call."""
+    """A place that names something: a name, a chain of attributes, or a string passed to a call.
+
+    Attributes:
+        node: the expression.
+        scope: in which it is.
+        parents: the nodes around it.
+        root: the name with which it begins; empty where that is something else.
+    """
 
     node: ast.expr
     scope: Scope
     parents: Parents
+    root: str = ""
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """The scopes of one module, and its uses in the order of the source."""
+    """What is in one module.
+
+    Attributes:
+        module: its scope, with those in it.
+        uses: in the order of the source.
+        deleted: names in ``del`` statements, which are no uses.
+    """
 
     module: Scope
     uses: list[Use]
+    deleted: set[str]
 
 
 def analyse(tree: ast.Module) -> Analysis:
@@ -189,6 +216,7 @@ class _Analyser:
         self._tree = tree
         self._module = Scope("module", "", tree, None)
         self._uses: list[Use] = []
+        self._deleted: set[str] = set()
         self._stack: list[tuple[ast.AST, Scope, Parents]] = []
         self._handlers = {
             ast.FunctionDef: self._function,
@@ -221,12 +249,12 @@ class _Analyser:
         while self._stack:
             node, scope, parents = self._stack.pop()
             handler = self._handlers.get(type(node))
-            if handler is None:
-                self._push(_children(node), scope, Parents(node, parents))
-            else:
+            if handler is not None:
                 handler(node, scope, parents)  # type: ignore[operator]
+            elif children := _children(node):
+                self._push(children, scope, Parents(node, parents))
         self._uses.sort(key=lambda use: (use.node.lineno, use.node.col_offset))
-        return Analysis(self._module, self._uses)
+        return Analysis(self._module, self._uses, self._deleted)
 
     def _push(self, nodes: Iterable[ast.AST | None], scope: Scope, parents: Parents) -> None:
         # The first is handled first, so that declarations come before what they are about.
@@ -377,7 +405,9 @@ class _Analyser:
         if isinstance(node.ctx, ast.Store):
             scope.bind(node.id, Opaque(node.lineno))
         elif isinstance(node.ctx, ast.Load):
-            self._uses.append(Use(node, scope, parents))
+            self._uses.append(Use(node, scope, parents, node.id))
+        else:
+            self._deleted.add(node.id)
 
     def _attribute(self, node: ast.Attribute, scope: Scope, parents: Parents) -> None:
         if isinstance(node.ctx, ast.Store):
@@ -385,12 +415,15 @@ class _Analyser:
         self._chain(node, scope, parents)
 
     def _chain(self, node: ast.Attribute, scope: Scope, parents: Parents) -> None:
-        self._uses.append(Use(node, scope, parents))
+        around = parents
         inner: ast.expr = node
         while isinstance(inner, ast.Attribute):
             parents = Parents(inner, parents)
             inner = inner.value
-        if not isinstance(inner, ast.Name):
+        if isinstance(inner, ast.Name):
+            self._uses.append(Use(node, scope, around, inner.id))
+        else:
+            self._uses.append(Use(node, scope, around))
             self._push([inner], scope, parents)
 
     def _call(self, node: ast.Call, scope: Scope, parents: Parents) -> None:
@@ -420,11 +453,11 @@ def last_name(node: ast.expr) -> str:
 def _children(node: ast.AST) -> list[ast.AST]:
     """The nodes directly in one, without those that have nothing in them, which are most."""
     found: list[ast.AST] = []
-    for name in node._fields:
+    for name in _INNER[node.__class__]:
         value = getattr(node, name, None)
         if value.__class__ is list:
-            found += [each for each in value if isinstance(each, ast.AST)]
-        elif isinstance(value, ast.AST) and value.__class__ not in _EMPTY:
+            found += [each for each in value if each.__class__ not in _EMPTY]
+        elif value is not None and value.__class__ not in _EMPTY:
             found.append(value)
     return found
 

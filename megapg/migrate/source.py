@@ -74,6 +74,8 @@ class Source:
     @cached_property
     def _byte_starts(self) -> list[int]:
         starts, at = [], len(self.data) - len(self._encoded(self.text))  # the byte order mark
+        if self.encoding == "utf-8" and self.text.isascii():  # most files
+            return [at + begin for begin in self.line_starts]
         for line, begin in enumerate(self.line_starts):
             starts.append(at)
             end = self.line_starts[line + 1] if line + 1 < len(self.line_starts) else None

@@ -124,9 +124,13 @@ class Modules:
     def __init__(self, files: Iterable[File]) -> None:
         self._by_last: dict[str, list[tuple[tuple[str, ...], Path]]] = {}
         self._parts: dict[Path, tuple[str, ...]] = {}
+        self._packages: set[tuple[str, ...]] = set()
+        self._found: dict[tuple[tuple[str, ...], tuple[str, ...]], Path | None] = {}
         for file in files:
             parts = module_parts(file.path)
             self._parts[file.path] = parts
+            if file.path.name == "__init__.py":
+                self._packages.add(parts)
             if parts:
                 self._by_last.setdefault(parts[-1], []).append((parts, file.path))
 
@@ -136,14 +140,21 @@ class Modules:
     def find(self, dotted: Sequence[str], importer: Path) -> Path | None:
         """The file of an absolute import."""
         wanted = tuple(dotted)
+        if not wanted or wanted[-1] not in self._by_last:
+            return None
+        key = wanted, _folder(importer)
+        if key not in self._found:
+            self._found[key] = self._nearest(*key)
+        return self._found[key]
+
+    def _nearest(self, wanted: tuple[str, ...], here: tuple[str, ...]) -> Path | None:
         found = [
             (self._parts[path], path)
-            for path in self.ending(dotted)
-            if self._is_root(self._parts[path][: -len(wanted)], importer)
+            for path in self.ending(wanted)
+            if self._is_root(self._parts[path][: -len(wanted)], here)
         ]
-        here = _folder(importer)
         if len(wanted) == 1:  # `import types` means no types.py elsewhere
-            found = [each for each in found if self._at_top(each[1], importer)]
+            found = [each for each in found if self._at_top(each[1], here)]
         return max(found, key=lambda each: _shared(each[0], here), default=(None, None))[1]
 
     def ending(self, dotted: Sequence[str]) -> Iterator[Path]:
@@ -153,16 +164,14 @@ class Modules:
             if parts[-len(wanted) :] == wanted:
                 yield path
 
-    def _is_root(self, parts: tuple[str, ...], importer: Path) -> bool:
+    def _is_root(self, folder: tuple[str, ...], here: tuple[str, ...]) -> bool:
         """Whether absolute imports can start in a folder: it is no package, or a script's own."""
-        folder = Path(*parts) if parts else Path()
-        return folder / "__init__.py" not in self or folder == importer.parent
+        return folder not in self._packages or folder == here
 
-    def _at_top(self, path: Path, importer: Path) -> bool:
+    def _at_top(self, path: Path, here: tuple[str, ...]) -> bool:
         """Whether one word can mean it: a package in no package, or the neighbour of a script."""
-        is_package = path.stem == "__init__"
-        outside = path.parent.parent if is_package else path.parent
-        return outside / "__init__.py" not in self and (is_package or outside == importer.parent)
+        outside = self._parts[path][:-1]
+        return outside not in self._packages and (path.stem == "__init__" or outside == here)
 
     def exactly(self, parts: Sequence[str]) -> Path | None:
         """The file that these parts lead to, from the root of the file system."""

@@ -658,7 +658,8 @@ def _table(source: Source) -> symtable.SymbolTable:
 
 
 def _mentions(source: Source, name: str) -> bool:
-    return re.search(rf"\b{re.escape(name)}\b", source.text) is not None
+    # The search for a string alone is much faster, and mostly enough.
+    return name in source.text and bool(re.search(rf"\b{re.escape(name)}\b", source.text))
 
 
 def _imports(table: symtable.SymbolTable, name: str) -> bool:
