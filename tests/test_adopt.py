@@ -293,7 +293,7 @@ def ownership():
 
         # Groups of a session in the globals, whoever put them there, stay the session's.
         parallel_state._TENSOR_MODEL_PARALLEL_GROUP = session.groups.tp
-        with raises(SessionError, "megapg/beside/1"):
+        with raises(SessionError, "session beside/1"):
             adopt(timeout=60)
         parallel_state._TENSOR_MODEL_PARALLEL_GROUP = None
         everyone()

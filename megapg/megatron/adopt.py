@@ -715,7 +715,7 @@ def _refuse_owned(module: ModuleType, held: Collection[ProcessGroup]) -> None:
     owned = set(map(communicators_of_torch.session_of, held)) - {""}
     if owned:
         raise SessionError(
-            f"adopt(): {_NAME} holds groups of {', '.join(sorted(owned))}; their session is their "
+            f"adopt(): {_NAME} holds groups of session {', '.join(sorted(owned))}; their session is their "
             "owner, and closes them."
         )
 
