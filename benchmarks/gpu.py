@@ -133,20 +133,20 @@ def _less(before: int | None, after: int | None) -> int | None:
 
 
 def table(world_size: int, lives: Sequence[tuple[How, Sequence[Life]]], cycles: int) -> Table:
-    """What came of it, by way; the worst of the ranks."""
+    """What came of it, by way; the worst of the ranks, and NCCL's own count of rank 0."""
     rows, refusals = [], []
     for way, ranks in lives:
         if ranks[0].refused:
             rows.append((way, *["-"] * 7, "refused"))
             refusals.append(f"{way}: {ranks[0].refused}")
             continue
-        worst = ranks[0]
+        held = ranks[0].held
         rows.append(
             (
                 way,
-                _mib(worst.took),
-                _mib(worst.back and -worst.back),
-                f"{_mib(worst.held[0])} to {_mib(worst.held[1])}",
+                _mib(_largest(each.took for each in ranks)),
+                _mib(min((each.back for each in ranks if each.back is not None), default=None)),
+                f"{_mib(held[0])} to {_mib(held[1])}",
                 f"{max(each.suspend_s for each in ranks):.3f}",
                 f"{max(each.resume_s for each in ranks):.3f}",
                 _mib(_largest(each.drift for each in ranks)),
@@ -193,6 +193,8 @@ def main() -> int:
         "--on-gloo", type=int, metavar="RANKS", help="try the script itself, without a GPU"
     )
     options = parser.parse_args()
+    if options.cycles < 1:
+        parser.error("--cycles: at least 1")
     gpus = 0 if options.on_gloo else torch.cuda.device_count()
     if not gpus and not options.on_gloo:
         print("no GPU at hand: torch sees none", file=sys.stderr)

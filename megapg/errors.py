@@ -2,7 +2,9 @@
 
 Each error says what is wrong, where, and what to do about it; the classes exist so that code can
 tell the cases apart, and they derive from the builtin a caller would expect (``ValueError``,
-``AttributeError``, ``RuntimeError``) where that matters to existing code.
+``AttributeError``, ``RuntimeError``) where that matters to existing code. What says that Megatron's
+globals lack a group is an ``AssertionError`` besides, as from its getters: code that was written
+around those says ``except AssertionError``.
 """
 
 from __future__ import annotations
@@ -29,6 +31,13 @@ class MissingGroupError(MegapgError, AttributeError):
     """
 
 
+class MissingGlobalGroupError(MissingGroupError, AssertionError):
+    """Megatron's globals, which served in place of a collection, do not hold that group.
+
+    It is an ``AssertionError`` as well because that is what their getters raise.
+    """
+
+
 class StaleGroupError(MegapgError, RuntimeError):
     """The session that owns these groups has closed or suspended them."""
 
@@ -51,6 +60,15 @@ class GlobalReadError(MegapgError, RuntimeError):
 
 class NoCollectionError(MegapgError, RuntimeError):
     """A function needs process groups, was passed none, and the globals can't or mustn't serve."""
+
+
+class NoGlobalGroupsError(NoCollectionError, AssertionError):
+    """A function needs process groups, was passed none, and the globals are not initialised.
+
+    It is an ``AssertionError`` as well because that is what the globals' getters raise. Where they
+    could serve and must not, the error is a plain :class:`NoCollectionError`: a handler that was
+    written around a getter must not hide it.
+    """
 
 
 class GlobalGroupsWarning(UserWarning):

@@ -447,6 +447,8 @@ class Session:
                 self._compare(steps, "suspend(), after the release")
                 with steps.timed("part"):
                     self._part_well()
+                    if way == "recreate":
+                        self._world.note(self.name, away=True)
             if way == "recreate world":
                 with steps.timed("destroy WORLD"):
                     self._world.close(abort=False, timeout=self._timeout)
@@ -491,6 +493,7 @@ class Session:
                 with steps.timed("make groups"):
                     self._world.check()
                     self._open()
+                    self._world.note(self.name, away=False)
                 steps.problems += former.succeed(self.groups)
             self._way = None
             for callback in self._on_resume:
@@ -566,6 +569,7 @@ class Session:
         if len(self.layout.ranks) < self._world.size:
             return "WORLD has ranks that are not in this session"
         bystanders = communicators_of_torch.bystanders(group for _, group in self._made)
+        bystanders += [f"session {name!r}, which is suspended" for name in self._world.away()]
         return f"others have groups on WORLD: {', '.join(bystanders[:8])}" if bystanders else ""
 
     def _concerned(self, way: How) -> list[tuple[Communicator, ProcessGroup]]:
@@ -669,7 +673,8 @@ class Session:
     def _close(self, error: BaseException | None) -> None:
         if self._state is LeaseState.CLOSED:
             return
-        others = sorted({*communicators_of_torch.sessions_in_torch()} - {self.name})
+        open_here = {*communicators_of_torch.sessions_in_torch(), *self._world.away()}
+        others = sorted(open_here - {self.name})
         if error is None and others and self._world.ours:
             raise SessionError(
                 f"session {self.name!r} made WORLD, and {', '.join(map(repr, others))} on this "
@@ -697,9 +702,11 @@ class Session:
             problems = {self.rank: brief(interruption)}
             if council is not None:  # nobody shall wait for what it was about to say
                 council.part(interruption, timeout=self._timeout)
-        if error is not None and self._state is LeaseState.SUSPENDED and self._way == "recreate":
-            # The others may be waiting in resume().
-            RollCall(self._world.store, self.name, self.rank, self.layout.ranks).decline(error)
+        if self._state is LeaseState.SUSPENDED and self._way == "recreate":
+            # The others may be waiting in resume(). And where none is, each rank shall count this
+            # as an attempt, or the next one would be taken for this on those that fall behind.
+            gone = error or SessionError("it has closed the session")
+            RollCall(self._world.store, self.name, self.rank, self.layout.ranks).decline(gone)
         abort = bool(problems) or self._state is LeaseState.FAILED
         if problems and error is None:
             logger.warning(
@@ -763,6 +770,8 @@ class Session:
 
     def _end(self, state: LeaseState, since: str) -> None:
         """Nobody may use the groups from now on."""
+        if self._way == "recreate":
+            self._world.note(self.name, away=False)
         self._state, self._groups, self._way = state, None, None
         if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
             self._lease.end(since, state)

@@ -161,6 +161,7 @@ class _Watch:
         self.holding = 0
         self._came: tuple[int, FrameType | None] | None = None  # while holding
         self._heard_at = -math.inf
+        self._asked_at = -math.inf  # the same, but for repetitions
         self._earlier: dict[int, _Handler | int] = {}
         for number in _SIGNALS:
             handler = signal.getsignal(number)
@@ -204,13 +205,17 @@ class _Watch:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         """The handler. No collective, no store, no locks but its own: it may run anywhere."""
-        again = time.monotonic() - self._heard_at < _SAME
         self._heard_at = time.monotonic()
+        again = self._heard_at - self._asked_at < _SAME
+        if not again:  # or who asks again and again would never be heard
+            self._asked_at = self._heard_at
         if not self.ears:
             self._pass_on(number, frame)
+        elif again:
+            return
         elif self.holding:
             self._came = number, frame
-        elif not again:
+        else:
             self._stop(number, frame)
 
     def deliver(self) -> None:
@@ -220,7 +225,7 @@ class _Watch:
             if threading.current_thread() is threading.main_thread():
                 self._stop(*came)
             else:  # closed from here, but stopping is for the main thread
-                self._heard_at = -math.inf
+                self._asked_at = -math.inf
                 os.kill(os.getpid(), came[0])
 
     def _stop(self, number: int, frame: FrameType | None) -> None:

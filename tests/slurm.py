@@ -95,7 +95,7 @@ class Slurm:
                     host=socket.gethostname().partition(".")[0],
                     user=getpass.getuser(),
                     folder=self._folder,
-                    ports=[_free_port() for _ in range(3)],
+                    ports=[free_port() for _ in range(3)],
                 )
             )
             munge = [
@@ -189,7 +189,7 @@ def _end(process):
         process.wait()
 
 
-def _free_port():
+def free_port():
     """Below those that connections are given, so that nobody gets it before the daemon binds it."""
     for number in _PORTS:
         port = 10_000 + number % 10_000

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import inspect
 import os
+import signal
 import threading
 import time
 import warnings
@@ -701,3 +702,33 @@ def gone_missing():
 
 def test_a_rank_that_fails_or_does_not_come_is_named_and_nothing_hangs():
     assert on_four(gone_missing) == [0, 1, 2, 3]
+
+
+def interrupted():
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    initialise(2)
+    owner = adopt(timeout=60)
+    if dist.get_rank() == 1:  # the first rank waits for it, and hears why
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        owner._council.part = partial(slowly, owner._council.part)
+        with pytest.raises(KeyboardInterrupt):
+            owner.close()
+    else:
+        with raises(RendezvousError, "rank 1: KeyboardInterrupt", missing=(1,)):
+            owner.close()
+    assert owner.closed
+    assert state() == FRESH
+    assert registry() == {dist.group.WORLD}
+    return True
+
+
+def slowly(part, problem, *, timeout):
+    """As on a rank that is interrupted while it tells the others that it is well."""
+    if problem is None:
+        time.sleep(30)
+    return part(problem, timeout=timeout)
+
+
+def test_an_interrupted_close_tells_the_others_and_leaves_nothing():
+    assert on_four(interrupted, world_size=2) == [True] * 2

@@ -23,6 +23,7 @@ from megapg.collection import OPTIONAL_FIELDS
 from megapg.errors import (
     GlobalReadError,
     LayoutError,
+    MissingGlobalGroupError,
     MissingGroupError,
     StaleGroupError,
     UnsupportedOptionError,
@@ -268,11 +269,15 @@ def test_the_view_gives_every_missing_field_a_message():
         if field in OPTIONAL_FIELDS:
             assert getattr(view, field) is None
             continue
-        with pytest.raises(MissingGroupError, match=rf"no {field} .*get_\w+\("):
+        with pytest.raises(MissingGlobalGroupError, match=rf"no {field} .*get_\w+\("):
             getattr(view, field)
+        for ask in (view.rank, view.size, view.ranks, view.require):
+            with pytest.raises(MissingGlobalGroupError, match=rf"no {field} .*get_\w+\("):
+                ask(field)
     for name in ("gloo.dp_cp", "hybrid.4"):
-        with pytest.raises(MissingGroupError, match="initialize_model_parallel"):
-            view.ranks(name)
+        for ask in (view.ranks, view.require):
+            with pytest.raises(MissingGlobalGroupError, match="initialize_model_parallel"):
+                ask(name)
     with pytest.raises(AttributeError, match="nonsense"):
         _ = view.nonsense
     # It holds nothing: on the other side it is the globals there.
@@ -339,6 +344,60 @@ def test_no_reader_of_parallel_state_is_forgotten():
     assert {theirs for theirs, _ in QUESTIONS.values()} <= helped
 
 
+def test_where_a_getter_asserts_so_does_its_helper():
+    """Authors wrote ``except AssertionError`` around these calls."""
+    middle = Configuration(world_size=8, pp=4)
+    with megatron(2, 8):
+        nothing = of_both(GlobalGroups())
+        middle.initialize_megatron()
+        initialised = of_both(GlobalGroups())
+    asserted = [
+        [row for row, (theirs, _) in each.items() if theirs is AssertionError]
+        for each in (nothing, initialised)
+    ]
+    assert len(asserted[0]) > 15
+    assert len(asserted[1]) >= 1
+    for each in (nothing, initialised):
+        for row, (theirs, ours) in each.items():
+            if theirs is AssertionError and not issubclass(ours, WRONG_ARGUMENTS):
+                assert issubclass(ours, AssertionError), row
+                assert issubclass(ours, MissingGroupError), row
+    if not OLD:  # of a session's groups nobody asserted anything
+        with fake_collection(rank=2, pp=4, world_size=8) as pg:
+            for _, ours in of_both(pg).values():
+                assert not issubclass(ours, AssertionError)
+
+
+# No group is missing there, and no call that was ever right gets them.
+WRONG_ARGUMENTS = (LayoutError, UnsupportedOptionError)
+
+
+def of_both(pg):
+    """What is raised; ``object`` where there is an answer."""
+
+    def raised(question, *args, **kwargs):
+        try:
+            question(*args, **kwargs)
+        except REFUSALS as error:
+            return type(error)
+        return object
+
+    state = parallel_state
+    asked = {
+        row: (
+            raised(getattr(state, row.theirs), **dict(row.arguments)),
+            raised(getattr(getters, row.ours), pg, **dict(row.arguments)),
+        )
+        for row in ROWS
+    }
+    gloo = {
+        field: (raised(getattr(state, name), **k), raised(getters.gloo_group, pg, field))
+        for field, (name, k) in GLOO.items()
+    }
+    fetch = state.get_global_memory_buffer
+    return asked | gloo | {"memory": (raised(fetch), raised(getters.memory_buffer, pg))}
+
+
 @pytest.mark.parametrize("field", ["embd", "pos_embd", "inter_dist_opt"])
 def test_a_group_that_is_not_there_is_never_world(field):
     with megatron(2, 8):  # a stage in the middle, and one optimizer instance
@@ -367,6 +426,47 @@ def test_the_pipelines_of_a_rank_in_several_are_not_none():
         assert getters.model_parallel_is_initialized(view)
         assert getters.is_pipeline_first_stage(view)
         assert not getters.is_pipeline_last_stage(view, ignore_virtual=True)
+
+
+def test_rank_and_size_are_those_in_each_of_several_pipelines():
+    with megatron(5, 8):
+        Configuration(world_size=8, pp=2).initialize_megatron()
+        view, one = GlobalGroups(), parallel_state.get_pipeline_model_parallel_group()
+        other, wide = dist.new_group([3, 5]), dist.new_group([2, 3, 5])
+        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = [one, other]
+        with trace_global_reads() as trace:
+            assert (view.rank("pp"), view.size("pp")) == (one.rank(), one.size()) == (1, 2)
+        assert {read.getter for read in trace.reads} == {"_PIPELINE_MODEL_PARALLEL_GROUP"}
+        with pytest.raises(MissingGlobalGroupError, match="several such groups"):
+            view.ranks("pp")
+        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = [one, wide]
+        for ask, numbers in ((view.rank, r"\[1, 2\]"), (view.size, r"\[2, 3\]")):
+            with pytest.raises(MissingGlobalGroupError, match=rf"no number in common: {numbers}"):
+                ask("pp")
+        parallel_state.set_pipeline_model_parallel_rank(3)
+        parallel_state.set_pipeline_model_parallel_world_size(7)
+        assert (view.rank("pp"), view.size("pp")) == (3, 7)
+
+
+@pytest.mark.skipif(
+    "encoder_tensor_model_parallel_size"
+    not in inspect.signature(parallel_state.initialize_model_parallel).parameters,
+    reason="this core has no encoder that is narrower than its decoder",
+)
+@pytest.mark.parametrize("rank", range(6))
+def test_an_encoder_that_is_narrower_than_its_decoder_is_in_several_pipelines(rank):
+    with megatron(rank, 6):
+        parallel_state.initialize_model_parallel(
+            2, 1, encoder_tensor_model_parallel_size=1, encoder_pipeline_model_parallel_size=1
+        )
+        view, state = GlobalGroups(), parallel_state
+        several = isinstance(state.get_pipeline_model_parallel_group(), list)
+        assert several == (rank < 2)  # one encoder for each data parallel rank
+        assert view.rank("pp") == state.get_pipeline_model_parallel_rank() == (rank >= 2)
+        assert view.size("pp") == state.get_pipeline_model_parallel_world_size() == 2
+        for helper in ("is_pipeline_first_stage", "is_pipeline_last_stage", "is_inside_encoder"):
+            assert getattr(getters, helper)(view) == getattr(state, helper)(), helper
+        assert getters.all_ranks(view) == state.get_all_ranks()
 
 
 def test_a_sessions_pipeline_is_not_split():

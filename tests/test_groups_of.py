@@ -28,6 +28,7 @@ from megapg.errors import (
     ForeignGroupError,
     GlobalGroupsWarning,
     GlobalReadError,
+    MissingGlobalGroupError,
     MissingGroupError,
     NoCollectionError,
     StaleGroupError,
@@ -311,6 +312,55 @@ def test_a_view_that_a_model_carries_is_passed_on(pg):
     view = GlobalGroups()
     with no_globals():
         assert groups_of(types.SimpleNamespace(pg_collection=view), "tp") is view
+        assert groups_of(view, "tp") is view
+
+
+class Trainer:
+    """Keeps what it is passed; its model is built later."""
+
+    def __init__(self, model=None, pg_collection=None):
+        self.pg_collection = pg_collection
+        self.model = model
+
+
+def early_trainers(pg):
+    """Made before there was a model, with what stood in for its groups; then the model came."""
+    chunk = Holder(nn.Module())
+    chunk.gpt.pg_collection = pg
+    for kept in (clip(None), GlobalGroups(), resolve(clip(Takes()))):
+        outer = types.SimpleNamespace(pg_collection=clip(None), model=None)
+        trainer = Trainer(pg_collection=kept)
+        trainer.model = [nn.Module(), chunk]
+        trainer.model[0]._pg_collection = kept
+        outer.model = trainer
+        yield from (trainer, outer)
+
+
+@pytest.mark.usefixtures("initialised")
+def test_what_stood_in_for_a_collection_does_not_hide_the_models():
+    pg = megapg.from_parallel_state()
+    part = ProcessGroupCollection.from_groups(tp=pg.tp)
+    with no_globals():  # neither are they read
+        for trainer in early_trainers(pg):
+            assert groups_of(trainer) is pg
+            assert groups_of(trainer, "tp", "mp") is pg
+        for trainer in early_trainers(part):
+            assert groups_of(trainer, "tp") is part
+            assert groups_of(trainer, "tp", "dp") is trainer.pg_collection
+
+
+@pytest.mark.usefixtures("initialised")
+def test_where_only_a_stand_in_is_found_it_tells_its_own_place_once():
+    def step(trainer):
+        return groups_of(trainer, "mp").rank("mp")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = Trainer(TakesNone(), clip(Takes()))
+        assert [step(trainer), step(trainer)] == [parallel_state._MODEL_PARALLEL_GROUP.rank()] * 2
+    (said,) = [each for each in caught if each.category is GlobalGroupsWarning]
+    assert (said.filename, said.lineno) == (__file__, clip.__code__.co_firstlineno + 1)
+    assert str(said.message).startswith("Takes carries no collection with tp, dp, which clip asks ")
 
 
 def test_a_collection_is_checked_as_by_resolve(pg):
@@ -505,8 +555,9 @@ def test_without_globals_nothing_is_raised_before_a_field_is_read(policy):
         assert getattr(view, "tp", None) is None
         reads = (lambda: view.tp, lambda: view.rank("dp"), lambda: view.size("tp"))
         for read in reads:
-            with pytest.raises(MissingGroupError) as caught:
+            with pytest.raises(MissingGlobalGroupError) as caught:
                 read()
+            assert isinstance(caught.value, AssertionError)  # as from Megatron's getters
             for part in (
                 "Takes carries no collection with tp, dp, which clip asks groups_of() for",
                 "initialize_model_parallel()",

@@ -169,6 +169,22 @@ def test_a_mixture_names_both_sources(environment, ours, theirs):
     assert "Unset" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("inner", "names"),
+    [
+        # mpiexec -n 8 of MPICH: four ranks on each node, all with the variables of one srun task
+        ({"PMI_RANK": "5", "PMI_SIZE": "8"}, "PMI_RANK=5, PMI_SIZE=8"),
+        ({"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "5"}, "FLUX_TASK_RANK=3, FLUX_JOB_SIZE=5"),
+    ],
+)
+def test_a_launcher_that_srun_started_is_no_task(inner, names):
+    with pytest.raises(LaunchError, match="two sources contradict") as caught:
+        seen(recorded.SRUN[3] | inner)
+    assert f"{names}, but SLURM has SLURM_PROCID=3, SLURM_STEP_NUM_TASKS=4" in str(caught.value)
+    assert seen(recorded.SRUN[3] | {"PMI_RANK": "3", "PMI_SIZE": "4"}) == seen(recorded.SRUN[3])
+    assert seen(recorded.TORCHRUN[1] | inner) == seen(recorded.TORCHRUN[1])
+
+
 def without(environment, *names):
     return {name: value for name, value in environment.items() if name not in names}
 
@@ -355,6 +371,30 @@ def test_torch_reads_what_was_written():
         dist.init_process_group("gloo")
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
     dist.destroy_process_group()
+
+
+def hooked():
+    before = sys.excepthook
+    for _ in range(3):
+        with megapg.session(timeout=60):
+            assert sys.excepthook is not before
+    return sys.excepthook is before
+
+
+def test_the_rank_is_not_put_before_a_traceback_once_for_each_session():
+    assert run_distributed(hooked, world_size=1, deadline=120) == [True]
+
+
+def no_host():
+    for rank, doing in ((0, "host"), (1, "reach")):
+        launch = Launch(rank=rank, world_size=2, address="gpu..01", port=29500)
+        with pytest.raises(RendezvousError, match=rf"could not {doing} .*gpu\.\.01"):
+            megapg.session(timeout=1, launch=launch)
+    return True
+
+
+def test_a_name_that_no_host_can_have():
+    assert run_distributed(no_host, world_size=1, deadline=120) == [True]
 
 
 def test_reading_needs_no_torch():

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -66,12 +65,6 @@ def check(ranks, count, launcher):
     assert len({line["at"] for line in ranks}) == 1
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
@@ -79,7 +72,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 def test_torchrun(kind):
     how = {
         "standalone": ["--standalone"],
-        "static": ["--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"],
+        "static": ["--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={slurm.free_port()}"],
     }[kind]
     check(run(*TORCHRUN, *how, "--nproc-per-node=2", SCRIPT, "train"), 2, "torchrun")
 
@@ -150,7 +143,7 @@ def test_a_shell_is_no_task_and_two_steps_of_its_job_run_at_once(cluster):
 def test_torchrun_inside_srun(cluster):
     agent = (
         f"exec {' '.join(TORCHRUN)} --nnodes=2 --node-rank=$SLURM_NODEID --nproc-per-node=1 "
-        f"--master-addr=127.0.0.1 --master-port={free_port()} {SCRIPT} train"
+        f"--master-addr=127.0.0.1 --master-port={slurm.free_port()} {SCRIPT} train"
     )
     done = cluster.run("srun", "-N2", "-n2", "sh", "-c", agent, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-4000:]

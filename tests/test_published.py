@@ -28,6 +28,7 @@ from megapg.errors import ForeignGroupError, PublishedError, StaleGroupError
 from megapg.layout import ParallelLayout
 from megapg.megatron import (
     from_parallel_state,
+    getters,
     parallel_state,
     published,
     to_megatron,
@@ -335,17 +336,57 @@ def test_the_list_of_groups_whose_timeouts_change_together(pg):
         assert len(listed) == len(set(listed))
 
 
-def test_the_memory_buffer_lives_as_long_as_the_block(pg):
+def test_the_memory_buffer_is_the_collections_and_ends_with_its_session():
+    with megatron_on_cpu(), fake_world(0, 2), megapg.session(tp=2, name="other") as session:
+        other = session.groups
+        theirs = getters.memory_buffer(other)
+        with megapg.session(tp=1, name="inner") as session:
+            pg = session.groups
+            for _ in range(2):  # it outlives the block, as the collection does
+                with published(pg):
+                    buffer = parallel_state.get_global_memory_buffer()
+                    assert buffer is getters.memory_buffer(pg)
+                    with published(other):
+                        assert parallel_state.get_global_memory_buffer() is theirs
+                    with published(pg):
+                        assert parallel_state.get_global_memory_buffer() is buffer
+            tensor = buffer.get_tensor((4,), torch.float32, "mpu")
+            kept = weakref.ref(buffer), weakref.ref(tensor)
+            del buffer, tensor
+        gc.collect()
+        assert [reference() for reference in kept] == [None, None]
+        assert getters.memory_buffer(other) is theirs
+
+
+def test_who_clears_the_buffer_of_a_model_clears_what_the_cores_layers_filled(pg):
+    model = torch.nn.Module()
+    model.pg_collection = pg
     with megatron_on_cpu(), published(pg):
-        outer = parallel_state.get_global_memory_buffer()
-        tensor = outer.get_tensor((4,), torch.float32, "mpu")
+        filled = parallel_state.get_global_memory_buffer()
+        filled.get_tensor((4,), torch.float32, "mpu")
+        getters.memory_buffer(megapg.groups_of(model, "tp")).buffer.clear()
+        assert parallel_state.get_global_memory_buffer().buffer == filled.buffer == {}
+
+
+def test_groups_borrowed_from_the_globals_bring_their_buffer_along(pg):
+    with megatron_as_found():
+        initialise_megatron({"tp": 2}, create_gloo_process_groups=False)
+        theirs = parallel_state.get_global_memory_buffer()
+        borrowed = from_parallel_state()
         with published(pg):
-            assert parallel_state.get_global_memory_buffer() is not outer
-        assert parallel_state.get_global_memory_buffer() is outer
-        kept = weakref.ref(outer), weakref.ref(tensor)
-        del outer, tensor
-    gc.collect()
-    assert [reference() for reference in kept] == [None, None]
+            mine = parallel_state.get_global_memory_buffer()
+            assert mine is not theirs
+            with published(ProcessGroupCollection.from_groups(tp=pg.tp)):
+                assert parallel_state.get_global_memory_buffer() is mine
+        with trace_global_reads() as trace, published(borrowed):
+            pass
+        assert trace.reads == ()
+        with published(borrowed):
+            assert parallel_state.get_global_memory_buffer() is theirs
+        parallel_state._GLOBAL_MEMORY_BUFFER = None
+        with published(borrowed):
+            found = parallel_state.get_global_memory_buffer()
+            assert found is getters.memory_buffer(borrowed)
 
 
 # -- nesting and order -----------------------------------------------------------------------------
@@ -410,11 +451,12 @@ def test_a_failure_on_entry_leaves_nothing_behind(pg, monkeypatch):
         with pytest.raises(ZeroDivisionError), published(pg):
             pass
         assert_unchanged(before)
+    other = ProcessGroupCollection.from_groups(tp=pg.pp)  # without a buffer so far
     with published(pg):
         inside = everything()
         with monkeypatch.context() as patched:
             patched.setattr("megatron.core.utils.GlobalMemoryBuffer", fail)
-            with pytest.raises(ZeroDivisionError), published(pg):
+            with pytest.raises(ZeroDivisionError), published(other):
                 pass
         assert_unchanged(inside)
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from recording import recorded_megatron
+from recording import recorded_megatron, restored_parallel_state
 
 import megapg
 from megapg import ProcessGroupCollection
@@ -27,6 +27,7 @@ from megapg.errors import (
     GlobalGroupsWarning,
     MissingGroupError,
     NoCollectionError,
+    NoGlobalGroupsError,
     StaleGroupError,
     UnknownFieldError,
     UnsupportedOptionError,
@@ -237,6 +238,38 @@ def test_with_neither_the_error_says_what_to_write():
             build()
     with pytest.raises(UnknownFieldError, match="'dpp' is no field"):
         resolve(None, needs=("dpp",))
+
+
+def test_a_handler_around_a_getter_works_around_what_replaces_it(pg):
+    """Megatron's getters assert. What is said of the globals is an AssertionError as well."""
+
+    def before():
+        try:
+            return parallel_state.get_model_parallel_group()
+        except AssertionError:
+            return "none"
+
+    def after(pg_collection=None):
+        try:
+            return resolve(pg_collection).mp
+        except AssertionError:
+            return "none"
+
+    part = ProcessGroupCollection.from_groups(dp=pg.dp)
+    with globals_policy("silent"):
+        assert before() == after() == "none"
+        with restored_parallel_state():
+            parallel_state._DATA_PARALLEL_GROUP = pg.dp  # initialised, but not that group
+            assert before() == after() == "none"
+            parallel_state._MODEL_PARALLEL_GROUP = pg.mp
+            assert before() is after() is pg.mp
+            # A handler for the globals is none for what was passed, nor for what is forbidden.
+            with pytest.raises(MissingGroupError):
+                after(part)
+            with globals_policy("error"), pytest.raises(NoCollectionError, match="may not serve"):
+                after()
+        with pytest.raises(NoGlobalGroupsError, match="not initialised either"):
+            resolve(None)
 
 
 def test_asking_does_not_import_megatron():

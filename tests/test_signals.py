@@ -138,6 +138,36 @@ def test_a_repeated_signal_is_one_request_and_a_later_one_is_another(monkeypatch
                 kill(signal.SIGINT)
             time.sleep(0.6)
     assert came == 2
+    came = 0
+    with megapg.session(handle_signals=True):
+        for _ in range(12):  # by an impatient user, who does not wait in between
+            try:
+                kill(signal.SIGINT)
+            except KeyboardInterrupt:
+                came += 1
+            time.sleep(0.1)
+    assert came > 1
+    # While it closes for the first one, the launcher's copy neither keeps it from calling off what
+    # goes on in the background nor takes the first one's place.
+    session = megapg.session(handle_signals=True)
+    lease, called_off = session.groups.lease, []
+    lease.before_end.append(called_off.append)
+    lease.at_end.append(lambda: kill(signal.SIGTERM))
+    session.before_release(lambda: kill(signal.SIGTERM))
+    holding = signals.Signals.closing
+
+    @contextlib.contextmanager
+    def told_once_more(ear):
+        with holding(ear):
+            kill(signal.SIGTERM)
+            yield
+
+    monkeypatch.setattr(signals.Signals, "closing", told_once_more)
+    monkeypatch.setattr(signals, "_SAME", 60.0)
+    with pytest.raises(KeyboardInterrupt) as stopped, session:
+        kill(signal.SIGINT)
+    assert called_off == [stopped.value]
+    assert session.closed
 
 
 @pytest.mark.usefixtures("alone")

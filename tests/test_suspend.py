@@ -140,6 +140,7 @@ def recreated():
     told = [
         refused(lambda: session.suspend("suspend")),
         refused(lambda: session.suspend("nap")),
+        refused(lambda: session.suspend(["recreate"])),
         refused(lambda: session.suspend("recreate world" if session.rank == 3 else None)),
     ]
     with mock.patch.multiple(
@@ -196,6 +197,19 @@ def recreated():
         1 / session.suspend("recreate world").communicators / 0
     assert session.closed
 
+    # A session that is suspended still counts on WORLD.
+    with megapg.session(tp=2, name="outer", timeout=60) as outer:
+        with megapg.session(pp=4, name="inner", timeout=60) as inner:
+            inner.suspend()
+            assert "'inner', which is suspended" in refused(lambda: outer.suspend("recreate world"))
+            assert "'inner' on this rank would lose it" in refused(outer.close, SessionError)
+            inner.resume()
+            assert works(inner)
+            inner.suspend()
+        outer.suspend("recreate world")
+        outer.resume()
+        assert works(outer)
+
     # In the caller's WORLD, beside another session.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store = dist.PrefixStore("callers", store)
@@ -222,9 +236,10 @@ def recreated():
 def test_groups_are_destroyed_and_made_anew_alike_on_all_ranks():
     told = run_distributed(recreated, 4, deadline=200)
     assert all(each == told[0] for each in told[:2])
-    for gloo, nap, mixed, capture, bystander, callers in told:
+    for gloo, nap, pillow, mixed, capture, bystander, callers in told:
         assert "gloo keeps no memory that could be suspended (ranks 0, 1, 2, 3)" in gloo
         assert "there is no such way; the ways are suspend, recreate, recreate world" in nap
+        assert "not by \"['recreate']\", since there is no such way" in pillow
         assert "how=None (ranks 0, 1, 2); how='recreate world' (rank 3)" in mixed
         assert "a CUDA graph is being captured; suspend before or after (rank 3)" in capture
         assert "others have groups on WORLD" in bystander

@@ -1,5 +1,6 @@
 """When suspend() or resume() fails on one rank: every rank hears why, and all can start afresh."""
 
+import contextlib
 import os
 import threading
 import time
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 import megapg
 from megapg.collection import LeaseState
-from megapg.comms import groups
+from megapg.comms import council, groups, rollcall
 from megapg.comms.council import Council
 from megapg.errors import (
     OffloadError,
@@ -272,3 +273,82 @@ def test_ranks_that_came_for_different_things_hear_so():
     assert "rank 0 came for coffee" in said[1][1]
     assert [said[rank][2] for rank in range(3)] == [(1, 2), (0,), (0,)]
     assert max(s[3] for s in said.values()) <= 8  # what was said before is forgotten
+
+
+def played_by(threads):
+    """What each of these functions returned or raised, all at work at the same time."""
+    said = {}
+
+    def play(rank, work):
+        try:
+            said[rank] = work()
+        except Exception as error:
+            said[rank] = error
+
+    ranks = [threading.Thread(target=play, args=item) for item in threads.items()]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(PATIENT)
+    return said
+
+
+@pytest.mark.parametrize("where", ["exchange", "confirm", "part"])
+def test_where_one_has_given_up_nobody_goes_on(where, monkeypatch):
+    """Though the others, which came later, are all there in time by their own clocks."""
+    for module in (council, rollcall):
+        monkeypatch.setattr(module, "GRACE", 0.1)
+    store = dist.HashStore()
+    ranks = [Council(store, "talk", rank, range(3)) for rank in range(3)]
+    played_by({r: partial(ranks[r].meet, {}, timeout=PATIENT) for r in range(3)})
+    if where != "confirm":
+        played_by({r: partial(ranks[r].confirm, None, timeout=PATIENT) for r in range(3)})
+    arguments = ("tea", "milk") if where == "exchange" else (None,)
+
+    def come(those, timeout):
+        return played_by(
+            {r: partial(getattr(ranks[r], where), *arguments, timeout=timeout) for r in those}
+        )
+
+    said = come([1], 0.1) | come([0, 2], PATIENT)
+    for rank in range(3):
+        heard = said[rank]
+        assert heard if where == "part" else isinstance(heard, RendezvousError), (rank, heard)
+
+
+def test_attempts_are_counted_alike_once_all_have_met(monkeypatch):
+    """Or what a rank said of an earlier attempt is taken for the one under way."""
+    store = dist.HashStore()
+
+    def opened(rank, ranks):
+        council = Council(store, "talk", rank, ranks)
+        council.meet({}, timeout=PATIENT)
+        council.confirm(None, timeout=PATIENT)
+        return council.part(None, timeout=PATIENT)
+
+    assert played_by({r: partial(opened, r, range(2)) for r in range(2)}) == {0: {}, 1: {}}
+    everyone = {r: partial(opened, r, range(3)) for r in range(3)}
+    assert played_by(everyone) == {0: {}, 1: {}, 2: {}}
+    bad = partial(Council(store, "talk", 0, range(3)).decline, ValueError("bad argument"))
+    heard = played_by({**everyone, 0: bad})
+    assert all("bad argument" in str(heard[rank]) for rank in (1, 2))
+    late = {**everyone, 0: lambda: (time.sleep(1.0), everyone[0]())[1]}
+    assert played_by(late) == {0: {}, 1: {}, 2: {}}
+
+
+def given_up_in_between():
+    """One rank fails while the groups are away, and the others never want them back."""
+    dist.init_process_group("gloo")  # whose store outlives the session
+    expected = pytest.raises(ZeroDivisionError) if me() == 1 else contextlib.nullcontext()
+    with expected, megapg.session(tp=2, pp=2, timeout=PATIENT) as session:
+        session.suspend()
+        if me() == 1:
+            raise ZeroDivisionError("bad batch")
+    if me() == 1:
+        time.sleep(2.0)  # the others do not take its last word for the answer to this
+    afresh()
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_fails_between_is_not_held_against_the_next_session():
+    run_distributed(given_up_in_between, 4, deadline=200)

@@ -52,8 +52,7 @@ class Council(RollCall):
             if self._leading:
                 everyone = [f"{folder}/{rank}" for rank in self._ranks]
                 self._wait(everyone, deadline)
-                heard = self._answers(folder, "")
-                self._store.set(f"{folder}/all", json.dumps(heard))
+                heard = self._settle(f"{folder}/all", self._answers(folder, ""))
                 if len(heard) == len(self._ranks):  # so everyone has heard what was said before
                     for rank in (*self._ranks, "all"):
                         self._store.delete_key(f"{before}/{rank}")
@@ -62,6 +61,7 @@ class Council(RollCall):
             else:
                 heard = self._answers(folder, "")
                 heard.pop(self._ranks[0], None)  # it was to tell us
+                heard = self._settle(f"{folder}/all", heard)
             self._check(topic, heard, timeout)
         return {rank: json.loads(text)[1] for rank, text in heard.items()}
 
@@ -89,7 +89,8 @@ class Council(RollCall):
         others = {}
         for rank in self._ranks:
             if rank not in heard:
-                others[rank] = self._absent(rank, timeout)
+                late = rank == self._rank
+                others[rank] = " came too late" if late else self._absent(rank, timeout)
             elif (theirs := json.loads(heard[rank])[0]) != topic:
                 others[rank] = f" came for {theirs}"
         if others:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import socket
 import threading
@@ -19,6 +20,10 @@ from megapg.launch import Launch
 # until the process ends, and a second rendezvous on the same port would race with the first.
 _MEETING_PLACES: dict[tuple[str, int], dist.Store] = {}
 
+# For how long torch may go on trying to connect after we have given up, in seconds: it pauses
+# between two tries, by chance up to three seconds.
+_AFTERWARDS = 5.0
+
 
 def meeting_place(launch: Launch, timeout: float) -> dist.Store:
     """The store of the job that ``launch`` is part of; a process alone has one to itself.
@@ -33,6 +38,8 @@ def meeting_place(launch: Launch, timeout: float) -> dist.Store:
     if not launch.address:
         return dist.HashStore()
     place = (launch.address, launch.port)
+    if place in _MEETING_PLACES and not _answers(_MEETING_PLACES[place]):
+        del _MEETING_PLACES[place]  # its host died: whoever hosts it now is to be met anew
     if place not in _MEETING_PLACES:
         hosting = launch.rank == 0 and not launch.hosted
         try:
@@ -43,13 +50,22 @@ def meeting_place(launch: Launch, timeout: float) -> dist.Store:
             reason = str(error).splitlines()[0] if hosting else _what_is_there(launch)
             raise RendezvousError(
                 f"rank {launch.rank} could not {doing} the store at {launch.address}:"
-                f"{launch.port} ({launch.origin}) within {timeout:g} s: {reason}. "
+                f"{launch.port} ({launch.origin}) within {timeout:g} s: {reason.rstrip('.')}. "
                 + (_why_not_here(launch) if hosting else _whose_fault(launch)),
                 () if hosting else (0,),
             ) from error
     # What a launcher starts again meets apart from the dead, and another job that came to the same
     # port by chance apart from this one.
     return dist.PrefixStore(f"megapg/{launch.job}/{launch.attempt}", _MEETING_PLACES[place])
+
+
+def _answers(store: dist.Store) -> bool:
+    """Whether the store is still there."""
+    try:
+        store.check(["megapg"])
+    except dist.DistError:
+        return False
+    return True
 
 
 def _connect(launch: Launch, hosting: bool, timeout: float) -> dist.Store:
@@ -77,10 +93,13 @@ def _connect(launch: Launch, hosting: bool, timeout: float) -> dist.Store:
         except BaseException as error:
             connecting.set_exception(error)
 
-    threading.Thread(target=connect, daemon=True, name="megapg store").start()
+    thread = threading.Thread(target=connect, daemon=True, name="megapg store")
+    thread.start()
     try:
         return connecting.result(max(deadline - time.monotonic(), 0.0) + 1.0)
     except TimeoutError:
+        # One that comes back from C++ while the interpreter is exiting ends it with SIGABRT.
+        atexit.register(thread.join, _AFTERWARDS)
         raise TimeoutError("no answer") from None
 
 
@@ -95,7 +114,7 @@ def _await_listener(launch: Launch, deadline: float) -> None:
         try:
             socket.create_connection((launch.address, launch.port), timeout=left).close()
             return
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter: no name that a host can have
             if time.monotonic() + 0.1 >= deadline:
                 raise TimeoutError(str(error)) from error
         time.sleep(0.1)
@@ -105,7 +124,7 @@ def _what_is_there(launch: Launch) -> str:
     """Why the store can't be reached."""
     try:
         socket.create_connection((launch.address, launch.port), timeout=1.0).close()
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
         return f"there is no host called {launch.address!r}"
     except OSError as error:
         return f"nobody listens there ({error.strerror or error})"
@@ -122,7 +141,7 @@ def _whose_fault(launch: Launch) -> str:
 def _why_not_here(launch: Launch) -> str:
     """What to do about a store that this rank should host and can't."""
     addresses = set()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):
         addresses = {info[-1][0] for info in socket.getaddrinfo(launch.address, None)}
     for address in addresses:
         family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET

@@ -134,6 +134,7 @@ def agree(
         UnsupportedOffloadError: some ranks can't, or the ranks asked for different ways.
         RendezvousError: a rank did not come.
     """
+    asked = None if asked is None else cast("How", str(asked))  # whatever it is, it is told
     heard = exchange(topic, json.dumps({"asked": asked, "cannot": cannot}))
     said = {rank: json.loads(text) for rank, text in heard.items()}
     by_asked = _ranks_by({rank: f"how={answer['asked']!r}" for rank, answer in said.items()})

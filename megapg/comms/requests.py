@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from datetime import timedelta
 
@@ -14,8 +15,11 @@ from megapg.layout import FIELDS, ParallelLayout
 
 
 def check_waits(timeout: float, collective_timeout: timedelta | None) -> None:
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
-        raise SessionError(f"timeout={timeout!r}: give the seconds to wait, more than 0.")
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not number or not 0 < timeout < math.inf:  # nor NaN, which no deadline ever reaches
+        raise SessionError(
+            f"timeout={timeout!r}: give the seconds to wait, a finite number above 0."
+        )
     if collective_timeout is not None and not isinstance(collective_timeout, timedelta):
         raise SessionError(
             f"collective_timeout={collective_timeout!r}: give a datetime.timedelta, such as "

@@ -58,7 +58,8 @@ class _Hello:
     """What a rank last said about itself.
 
     Its state is *arrived*, *live* or *closed*; *declined* if it could not even try; *left* if it
-    tried and gave up. ``attempt`` counts its tries, the same number on all ranks that try together.
+    tried and gave up. ``attempt`` counts its tries: the same number on all ranks that try
+    together, as all that have met go on from the highest of theirs.
     """
 
     state: str
@@ -89,6 +90,7 @@ class _Hello:
 class _Verdict:
     namespace: str = ""
     generation: int = 0
+    attempt: int = 0
     problem: str = ""
     missing: Sequence[int] = ()
     differences: dict[str, dict[str, str]] | None = None
@@ -157,7 +159,12 @@ class RollCall:
                 if self._mine.state != "declined":
                     self._leave("left", error)
                 raise
-        self._mine = replace(self._mine, namespace=verdict.namespace, generation=verdict.generation)
+        self._mine = replace(
+            self._mine,
+            namespace=verdict.namespace,
+            generation=verdict.generation,
+            attempt=verdict.attempt,
+        )
         return Agreement(dist.PrefixStore(verdict.namespace, self._store), verdict.generation)
 
     def confirm(
@@ -186,15 +193,17 @@ class RollCall:
                 }
                 message[f"{here}/ready/{self._rank}"] = "" if problem is None else brief(problem)
                 self._set(message)
+                problems: dict[int, str] | None = None
                 if self._leading:
                     ready = [f"{here}/ready/{rank}" for rank in self._ranks]
                     self._until(lambda: self._store.check(ready), deadline)
-                    problems = self._answers(f"{here}/ready", "did not confirm in time")
-                    self._store.set(f"{here}/go", json.dumps(problems))
                 elif self._until(lambda: self._store.check([f"{here}/go"]), deadline + GRACE):
                     problems = self._read_problems(f"{here}/go")
-                else:
-                    problems = {self._ranks[0]: "did not answer in time"}
+                if self._leading or problems is None:
+                    late = self._answers(f"{here}/ready", "did not confirm in time")
+                    if not self._leading:
+                        late = late or {self._ranks[0]: "did not answer in time"}
+                    problems = self._settle(f"{here}/go", late)
                 if problems and problem is None:
                     raise RendezvousError(self._failure(problems), sorted(problems))
             except BaseException as error:
@@ -249,7 +258,8 @@ class RollCall:
             verdict = _Verdict(problem=_mismatch(self._name, differences), differences=differences)
         else:
             highest = max(hello.generation for hello in arrived.values())
-            verdict = _Verdict(namespace=secrets.token_hex(8), generation=highest)
+            attempt = max(hello.attempt for hello in arrived.values())
+            verdict = _Verdict(secrets.token_hex(8), highest, attempt)
             if self._mine.leftover or (before and before.state != "closed"):
                 # Everyone has come back, so nobody can be in an earlier meeting any more.
                 self._forget([*self._mine.leftover, "verdict"])
@@ -263,14 +273,18 @@ class RollCall:
         hellos: dict[int, _Hello | None] = dict.fromkeys(self._ranks)
         waiting = list(self._ranks)
 
-        def all_here_or_hopeless() -> bool:
-            nonlocal waiting
-            for rank, hello in self._hellos(waiting).items():
+        def look(ranks: Sequence[int]) -> list[int]:
+            for rank, hello in self._hellos(ranks).items():
                 hellos[rank] = hello
                 self._refuse_if_behind(rank, hello)
                 if hello and self._has_its_verdict(hello):
                     hellos[rank] = replace(hello, state="left")
-            waiting = [r for r in waiting if (h := hellos[r]) is None or h.state != "arrived"]
+            return [r for r in ranks if (h := hellos[r]) is None or h.state != "arrived"]
+
+        def all_here_or_hopeless() -> bool:
+            nonlocal waiting
+            # Whoever came first may have given up by the time that the last one comes.
+            waiting = look(waiting) or look(self._ranks)
             return not waiting or any(self._has_declined(hellos[rank]) for rank in waiting)
 
         self._until(all_here_or_hopeless, deadline)
@@ -377,18 +391,18 @@ class RollCall:
                 problems = {self._rank: brief(problem)}
                 if self._leading:  # with what it has heard so far, which may be the cause
                     problems |= self._answers(bye, "")
-                    self._store.set(f"{bye}/all", json.dumps(problems))
+                    self._settle(f"{bye}/all", problems)
             elif self._leading:
                 problems = self._dismiss(bye, deadline)
-            elif self._until(lambda: self._store.check([f"{bye}/all"]), deadline + GRACE):
-                problems = self._read_problems(f"{bye}/all")
+            else:
+                if self._until(lambda: self._store.check([f"{bye}/all"]), deadline + GRACE):
+                    problems = self._read_problems(f"{bye}/all")
+                else:
+                    problems = self._settle(f"{bye}/all", {self._ranks[0]: "did not answer"})
                 # Before the leader may go, and the store with it. The leader tidies up.
                 self._say(state="closed", **({} if problems else {"namespace": "", "leftover": []}))
                 self._store.set(f"{bye}/heard/{self._rank}", "")
                 return problems
-            else:
-                problems = {self._ranks[0]: "did not answer"}
-                self._store.set(f"{bye}/{self._rank}", "gave up waiting for the others to close")
             self._say(state="closed")
         except dist.DistError as error:
             return {self._ranks[0]: f"{self._host} is gone: {brief(error)}"}
@@ -440,8 +454,7 @@ class RollCall:
     def _dismiss(self, bye: str, deadline: float) -> dict[int, str]:
         everyone = [f"{bye}/{rank}" for rank in self._ranks]
         self._until(lambda: self._store.check(everyone), deadline)
-        problems = self._answers(bye, "did not answer")
-        self._store.set(f"{bye}/all", json.dumps(problems))
+        problems = self._settle(f"{bye}/all", self._answers(bye, "did not answer"))
         if problems:
             return problems  # some may still be at work: their keys are left to the next meeting
         # Whoever hosts the store may exit next: not before the others have heard.
@@ -489,6 +502,15 @@ class RollCall:
 
     def _read_problems(self, key: str) -> dict[int, str]:
         return {int(rank): text for rank, text in json.loads(self._store.get(key)).items()}
+
+    def _settle(self, key: str, word: Mapping[int, str]) -> dict[int, str]:
+        """Say it for everyone, unless somebody has already; what was said, the same on all ranks.
+
+        The leader says how things stand, and a follower that gives up waiting for it says so in the
+        same place: either all go on, or none does.
+        """
+        said = self._store.compare_set(key, "", json.dumps(word))
+        return {int(rank): text for rank, text in json.loads(said).items()}
 
     def _forget(self, folders: Collection[str]) -> None:
         """Delete the keys inside these folders, those that communicators left there included."""

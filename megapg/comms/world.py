@@ -7,15 +7,18 @@ object it made, so what a caller set up, or put in its place since, is never tou
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
+import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -28,6 +31,8 @@ from megapg.errors import LaunchError, RendezvousError, SessionError
 from megapg.launch import Launch, Network, choose_network, detect
 
 logger = logging.getLogger(__name__)
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 @dataclass
@@ -56,6 +61,7 @@ class World:
     _known: weakref.ref[dist.ProcessGroup] | None = None
     _made: dist.ProcessGroup | None = None
     _roll_call: RollCall | None = None
+    _hooks: tuple[_Hook, _Hook] | None = None  # sys.excepthook before and after it was made
     _applied: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
@@ -86,6 +92,24 @@ class World:
         """Whether WORLD is tied to one device: then torch splits every group from it, together."""
         return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
 
+    def away(self) -> list[str]:
+        """Names of this process's sessions that have no groups now, and will make some on WORLD."""
+        with contextlib.suppress(dist.DistError):  # without a store nobody makes any
+            if self.store.check([self._away]):
+                names: list[str] = json.loads(self.store.get(self._away))
+                return names
+        return []
+
+    def note(self, session: str, *, away: bool) -> None:
+        """Have :meth:`away` name a session, or no longer."""
+        names = {*self.away()} - {session} | ({session} if away else set())
+        with contextlib.suppress(dist.DistError):
+            self.store.set(self._away, json.dumps(sorted(names)))
+
+    @property
+    def _away(self) -> str:
+        return f"megapg away/{self.rank}"
+
     def close(self, *, abort: bool, timeout: float) -> None:
         """Destroy WORLD if it is ours; leave it alone if it is not.
 
@@ -95,18 +119,23 @@ class World:
         """
         if self._made is None:
             return
+        in_order = False  # every rank is well, and knows that every rank is
         try:
-            if self._roll_call is not None:
-                problem = RendezvousError("aborted") if abort else None
-                self._roll_call.part(problem, timeout=timeout)
+            problem = RendezvousError("aborted") if abort else None
+            problems = self._roll_call and self._roll_call.part(problem, timeout=timeout)
+            in_order = not abort and not problems
         finally:  # after Ctrl-C as well
             self._applied.close()
             if self.ours:
-                if abort:
+                if not in_order:
                     c10d._abort_process_group()
                 if dist.is_initialized():
                     dist.destroy_process_group()
             self._made = None
+            # torch puts the rank before the lines of a traceback, once more for each WORLD. After
+            # a failure that stays: it is about to be printed.
+            if in_order and self._hooks is not None and sys.excepthook is self._hooks[1]:
+                sys.excepthook = self._hooks[0]
 
 
 def adopt() -> World:
@@ -171,15 +200,19 @@ def found(
         device = _device(launch) if "nccl" in chosen else None
         if device is not None:
             torch.cuda.set_device(device)  # before init: NCCL takes the current device
-        with scoped_environment(row.creation_environment):
-            dist.init_process_group(
-                chosen,
-                store=agreement.store,
-                rank=launch.rank,
-                world_size=launch.world_size,
-                timeout=collective_timeout,
-            )
-        made = dist.group.WORLD
+        hook, before = sys.excepthook, dist.group.WORLD
+        try:
+            with scoped_environment(row.creation_environment):
+                dist.init_process_group(
+                    chosen,
+                    store=agreement.store,
+                    rank=launch.rank,
+                    world_size=launch.world_size,
+                    timeout=collective_timeout,
+                )
+        finally:  # a barrier that fails, or Ctrl-C, can leave a WORLD behind
+            made = dist.group.WORLD if before is None else None
+        hooked = sys.excepthook
         world = adopt()
         # Backends read keys under the store's own timeout, and may first do so much later.
         store.set_timeout(world.timeout)
@@ -198,6 +231,7 @@ def found(
         raise
     world.generation, world._roll_call, world._made = agreement.generation, roll_call, made
     world.hosts, world.network, world._applied = launch.hosts, interfaces, applied
+    world._hooks = hook, hooked
     return world
 
 
@@ -214,9 +248,10 @@ def imagine(rank: int, size: int) -> World:
         )
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
 
+    hook = sys.excepthook
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)
     world = adopt()
-    world._made = dist.group.WORLD
+    world._made, world._hooks = dist.group.WORLD, (hook, sys.excepthook)
     return world
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from typing import Self
+from typing import Any, Self
 
 
 class Level(StrEnum):
@@ -90,10 +90,16 @@ class Account:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """The account that :meth:`to_json` wrote."""
+        """The account that :meth:`to_json` wrote, perhaps that of another version of megapg."""
         told = json.loads(text)
-        told["rows"] = tuple(Row(**row) for row in told["rows"])
+        told["rows"] = tuple(Row(**_known(Row, row)) for row in told["rows"])
         told["findings"] = tuple(
-            Finding(**{**finding, "level": Level(finding["level"])}) for finding in told["findings"]
+            Finding(**{**_known(Finding, finding), "level": Level(finding["level"])})
+            for finding in told["findings"]
         )
-        return cls(**told)
+        return cls(**_known(cls, told))
+
+
+def _known(kind: type, told: Mapping[str, Any]) -> dict[str, Any]:
+    names = {each.name for each in fields(kind)}
+    return {name: value for name, value in told.items() if name in names}

@@ -10,7 +10,7 @@ from megapg.launch.by_hand import ByHand
 from megapg.launch.launch import Launch
 from megapg.launch.launcher import Launcher
 from megapg.launch.openmpi import OpenMpi
-from megapg.launch.others import refuse_unknown
+from megapg.launch.others import refuse_unknown, refuse_within
 from megapg.launch.slurm import Slurm, refuse_shell
 from megapg.launch.torchrun import Torchrun
 from megapg.launch.variables import Variables
@@ -47,6 +47,8 @@ def detect(
         if by_hand.divides(launcher):
             return by_hand.launch()
         by_hand.refuse_unless_it_repeats(launcher)
+        if isinstance(launcher, Slurm):  # the outermost, so another may have come in between
+            refuse_within(variables, launcher)
         return launcher.launch(by_hand.place(address_of))
     if by_hand:
         return by_hand.launch()

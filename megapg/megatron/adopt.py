@@ -38,7 +38,7 @@ from megapg.comms.council import Council
 from megapg.comms.handles import Handles
 from megapg.comms.offload import How, OffloadReport, Usage
 from megapg.comms.plan import Communicator
-from megapg.comms.rollcall import RollCall
+from megapg.comms.rollcall import RollCall, brief
 from megapg.comms.steps import Steps, together
 from megapg.comms.teamwork import OthersFailedError
 from megapg.comms.world import World
@@ -601,7 +601,16 @@ class Adopted:
         in_use = self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED)
         unfinished = self._lease.wind_up(error) if in_use else []
         interrupted = [e for e in unfinished if not isinstance(e, Exception)]
-        problems = self._part(error or next(iter(interrupted), None))
+        council = self._council
+        try:
+            problems = self._part(error or next(iter(interrupted), None))
+        except Exception:
+            raise
+        except BaseException as interruption:  # it ends the wait, and counts when all is closed
+            interrupted.append(interruption)
+            problems = {self._world.rank: brief(interruption)}
+            if council is not None:  # nobody shall wait for what this rank was about to say
+                council.part(interruption, timeout=self._timeout)
         abort = bool(problems) or self._state is LeaseState.FAILED
         since = self._since() + (f", after {type(error).__name__}" if error is not None else "")
         self._end(LeaseState.CLOSED, since)
@@ -612,6 +621,9 @@ class Adopted:
             self._destroy(abort=abort)
         if steps.problems:
             self._state = LeaseState.FAILED  # closing it again tries the rest again
+        if interrupted:
+            raise interrupted[0]
+        if steps.problems:
             raise TeardownError(
                 f"{_OWNER}: could not be closed on rank {self._world.rank}: {steps.report()}",
                 [*steps.problems, *(e for e in unfinished if isinstance(e, Exception))],
@@ -715,8 +727,8 @@ def _refuse_owned(module: ModuleType, held: Collection[ProcessGroup]) -> None:
     owned = set(map(communicators_of_torch.session_of, held)) - {""}
     if owned:
         raise SessionError(
-            f"adopt(): {_NAME} holds groups of session {', '.join(sorted(owned))}; their session is their "
-            "owner, and closes them."
+            f"adopt(): {_NAME} holds groups of session {', '.join(sorted(owned))}, which is their "
+            "owner and closes them."
         )
 
 

@@ -3,6 +3,8 @@
 Each takes a collection, explicit or :class:`~megapg.megatron.GlobalGroups`, and gives what the
 getter named in its docstring gives, in the installed version of Megatron-core. A group, a rank or a
 size that a field does hold needs none of them: ``pg.tp``, ``pg.rank("dp_cp")``, ``pg.ranks("cp")``.
+
+A ``MissingGroupError`` about the globals is an ``AssertionError`` as well, as from their getters.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Protocol, cast, overload
 import torch
 
 from megapg.collection import ProcessGroup, ProcessGroupCollection
-from megapg.errors import LayoutError, MissingGroupError, UnsupportedOptionError
+from megapg.errors import LayoutError, MissingGlobalGroupError, UnsupportedOptionError
 from megapg.megatron.core import globals_of_core, installed_version
 from megapg.megatron.tables import (
     MEMORY_BUFFER,
@@ -23,16 +25,13 @@ from megapg.megatron.tables import (
     VIRTUAL_PIPELINE_RANK,
     VIRTUAL_PIPELINE_SIZE,
 )
-from megapg.megatron.view import GlobalGroups, value_in_globals
+from megapg.megatron.view import GlobalGroups, several_pipelines, value_in_globals
 
 _EMBEDDING_RANKS = "_EMBEDDING_GLOBAL_RANKS"  # in the order in which they were chosen
 
 # Of encoder and decoder on stages of their own, which Megatron-core had up to 0.13.
 _SPLIT_RANK = "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK"
 _DECODER_START = "_PIPELINE_MODEL_PARALLEL_DECODER_START"
-_PIPELINES = "_PIPELINE_MODEL_PARALLEL_GROUP"  # several where the decoder is wider
-_STAGE_AS_SET = "_MPU_PIPELINE_MODEL_PARALLEL_RANK"
-_STAGES_AS_SET = "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"
 
 _INTER_PARTIAL = "_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"  # up to 0.12
 
@@ -80,7 +79,7 @@ def model_parallel_is_initialized(pg_collection: ProcessGroupCollection | None) 
 
 def _has(pg: ProcessGroupCollection | None, *fields: str) -> bool:
     pg = GlobalGroups() if pg is None else pg
-    if _pipelines(pg) is not None:
+    if _in_several_pipelines(pg):
         fields = tuple(field for field in fields if field != "pp")
     return pg.holds(fields) and all(hasattr(pg, field) for field in fields)
 
@@ -128,7 +127,7 @@ def is_pipeline_first_stage(
         LayoutError: ``vp_stage`` or ``vp_size`` is needed and not known.
     """
     chunk = _chunk(pg, ignore_virtual, vp_stage, vp_size)
-    return (chunk is None or chunk[0] == 0) and _stage(pg) == 0
+    return (chunk is None or chunk[0] == 0) and pg.rank("pp") == 0
 
 
 def is_pipeline_last_stage(
@@ -150,7 +149,9 @@ def is_pipeline_last_stage(
         LayoutError: ``vp_stage`` or ``vp_size`` is needed and not known.
     """
     chunk = _chunk(pg, ignore_virtual, vp_stage, vp_size)
-    return (chunk is None or chunk[0] == chunk[1] - 1) and _stage(pg) == _stages(pg) - 1
+    if chunk is not None and chunk[0] != chunk[1] - 1:
+        return False
+    return pg.rank("pp") == pg.size("pp") - 1
 
 
 def _chunk(
@@ -176,28 +177,8 @@ def _chunk(
     return vp_stage, size
 
 
-def _stage(pg: ProcessGroupCollection) -> int:
-    """This rank's stage; where it is in several pipelines, that in each."""
-    several = _pipelines(pg)
-    if several is None:
-        return pg.rank("pp")
-    given = _number(pg, _STAGE_AS_SET)
-    return several[0].rank() if given is None else given
-
-
-def _stages(pg: ProcessGroupCollection) -> int:
-    """How many stages there are; where this rank is in several pipelines, in each."""
-    several = _pipelines(pg)
-    if several is None:
-        return pg.size("pp")
-    given = _number(pg, _STAGES_AS_SET)
-    return several[0].size() if given is None else given
-
-
-def _pipelines(pg: ProcessGroupCollection) -> Sequence[ProcessGroup] | None:
-    """Of a rank in several pipelines, which no field can hold, those."""
-    held = globals_of_core().get(_PIPELINES) if isinstance(pg, GlobalGroups) else None
-    return held if isinstance(held, list) else None
+def _in_several_pipelines(pg: ProcessGroupCollection) -> bool:
+    return isinstance(pg, GlobalGroups) and several_pipelines() is not None
 
 
 def _ignores_virtual(given: bool | None) -> bool:
@@ -273,7 +254,7 @@ def is_pipeline_stage_after_split(pg: ProcessGroupCollection, rank: int | None =
 
 def is_pipeline_stage_at_split(pg: ProcessGroupCollection) -> bool:
     """For ``is_pipeline_stage_at_split()``: whether this stage is the encoder's last."""
-    rank = _stage(pg)
+    rank = pg.rank("pp")
     return is_pipeline_stage_before_split(pg, rank) and is_pipeline_stage_after_split(pg, rank + 1)
 
 
@@ -306,9 +287,9 @@ def is_inside_decoder(pg: ProcessGroupCollection, rank: int | None = None) -> bo
 
 def _one_of_several(pg: ProcessGroupCollection, given: int | None) -> int | None:
     """The stage that is asked about; None in a pipeline of one, which does everything."""
-    if _stages(pg) == 1:
+    if pg.size("pp") == 1:
         return None
-    return _stage(pg) if given is None else given
+    return pg.rank("pp") if given is None else given
 
 
 # -- embeddings ------------------------------------------------------------------------------------
@@ -393,7 +374,7 @@ def present_group(
         MissingGroupError: the field is None here, or the collection lacks it; or it is the pipeline
             of a rank that is in several.
     """
-    checked = check_initialized or (field == "pp" and _pipelines(pg) is not None)
+    checked = check_initialized or (field == "pp" and _in_several_pipelines(pg))
     found: ProcessGroup | None = getattr(pg, field, *(() if checked else (None,)))
     if found is None and checked:
         pg.ranks(field)  # knows what to say
@@ -642,22 +623,32 @@ def memory_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
     and so have borrowed groups that are the globals'.
 
     Raises:
-        MissingGroupError: the globals have none.
+        MissingGlobalGroupError: the globals have none.
         StaleGroupError: the session behind ``pg`` has ended.
     """
-    if isinstance(pg, GlobalGroups) or (pg.layout is None and _is_of_globals(pg, "tp")):
+    if shares_globals_buffer(pg):
         buffer = _view(pg).read(MEMORY_BUFFER)
         if buffer is None:
-            raise MissingGroupError(
+            raise MissingGlobalGroupError(
                 "the globals have no memory buffer, and get_global_memory_buffer() would fail too. "
                 "Call initialize_model_parallel() before, or pass session.groups."
             )
-    else:
-        pg.lease.check("memory_buffer()")
-        buffer = pg.lease.scratch.get(MEMORY_BUFFER)
-        if buffer is None:
-            made = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer()
-            buffer = pg.lease.scratch.setdefault(MEMORY_BUFFER, made)  # one, whoever came first
+        return cast(MemoryBuffer, buffer)
+    pg.lease.check("memory_buffer()")
+    return owners_buffer(pg)
+
+
+def shares_globals_buffer(pg: ProcessGroupCollection) -> bool:
+    """Whether :func:`memory_buffer` gives the global one. To find out is no read of it."""
+    return isinstance(pg, GlobalGroups) or (pg.layout is None and _is_of_globals(pg, "tp"))
+
+
+def owners_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
+    """The one that goes with the owner of these groups, made when it is first asked for."""
+    buffer = pg.lease.scratch.get(MEMORY_BUFFER)
+    if buffer is None:
+        made = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer()
+        buffer = pg.lease.scratch.setdefault(MEMORY_BUFFER, made)  # one, whoever came first
     return cast(MemoryBuffer, buffer)
 
 

@@ -47,6 +47,8 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
             torch.distributed.all_reduce(norm, group=tp)
 
     Where a model holds two models of different layouts, ask for the groups of the one you mean.
+    A :class:`GlobalGroups` that something carries (a trainer, say, that kept what this gave before
+    there was a model) is what the globals stood in for, not a collection: the search goes on.
 
     Megatron-core's own collections are adapted, once each. Of properties and ``__getattr__`` only
     those are run that may give a collection; a property ``model`` may load one from disk.
@@ -56,7 +58,8 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
     and as ``MEGAPG_GLOBALS`` allows. Unlike there, all that waits until a field is read, its rank
     or its size, and is then said of the place that called this: the call can stand in front of the
     test whether the globals are initialised, and be an argument of what may not need it. Where
-    nothing is read nothing has happened.
+    nothing is read nothing has happened. One that is carried, the outermost, is passed on instead,
+    and tells of the place that first asked for it.
 
     The search costs a microsecond or so where the model itself carries a collection, and grows
     with the number of modules where none does: in a loop, call it once before.
@@ -73,16 +76,20 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
 
     What a read raises where nothing was found:
         NoCollectionError: ``MEGAPG_GLOBALS`` forbids the globals, which are initialised.
-        MissingGroupError: they are not, or lack that group.
+        MissingGlobalGroupError: they are not, or lack that group. It is a ``MissingGroupError``,
+            and an ``AssertionError`` as from Megatron's getters.
         UnsupportedOptionError: ``MEGAPG_GLOBALS`` is set to something unknown.
     """
     itself = as_collection(owner)
     if itself is not None:
         return resolve(itself, needs=needs, owner="groups_of")
-    partial = None
+    partial = stand_in = None
     for carried in _carried(owner):
         pg = as_collection(carried)
         if pg is None:
+            continue
+        if isinstance(pg, GlobalGroups):
+            stand_in = stand_in or pg
             continue
         if not pg.holds(needs):
             if _lacking(pg, needs):
@@ -95,6 +102,8 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
             watching.resolved(_name(_innermost(owner)), pg, needs, frame, _home(frame))
         return pg
     check_names(needs)
+    if stand_in is not None:
+        return stand_in
     lacking = _lacking(partial, needs) if partial is not None else ()
     return _Fallback(_innermost(owner), needs, lacking, Place.of(sys._getframe(1)))
 

@@ -8,7 +8,6 @@ published(pg)`` all of them see ``pg``; afterwards every global is exactly what 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import re
 import sys
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megapg.collection import Lease, LeaseState, ProcessGroupCollection
 from megapg.errors import ForeignGroupError, PublishedError
 from megapg.megatron.core import core_version, parallel_state_module
+from megapg.megatron.getters import owners_buffer, shares_globals_buffer
 from megapg.megatron.tables import (
     GLOO_GLOBALS,
     GROUP_GLOBALS,
@@ -49,7 +49,9 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
     answers; on exit, also after an exception, all of the module's state is what it was, whatever
     ``set_*`` was called in between. A field that ``pg`` lacks is None in the globals, so its
     getter says "not initialized". The virtual pipeline's size and rank come from the layout; a
-    collection of borrowed groups has none, and leaves them as they are.
+    collection of borrowed groups has none, and leaves them as they are. The memory buffer is what
+    :func:`~megapg.megatron.getters.memory_buffer` gives for ``pg``, the same one in every block:
+    who clears that clears what Megatron-core's layers have filled.
 
     The functions that make and end groups (``initialize_*``, ``create_*``, ``destroy_*``) raise
     inside: the groups are their session's. If the session closes inside, the getters say "not
@@ -245,7 +247,8 @@ def _answers(pg: ProcessGroupCollection, before: dict[str, object]) -> dict[str,
     answers[HYBRID_GROUPS] = {int(name.removeprefix("hybrid.")): groups[name] for name in hybrid}
     every = [group for field in pg.present() for group in pg._groups(field)]
     answers[GROUP_LIST] = [None, *dict.fromkeys([*every, *pg.extras.values()])]
-    answers[MEMORY_BUFFER] = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer()
+    shared = before.get(MEMORY_BUFFER) if shares_globals_buffer(pg) else None
+    answers[MEMORY_BUFFER] = owners_buffer(pg) if shared is None else shared
     if pg.layout is None:  # borrowed groups don't say, so what the globals say stands
         for name in (VIRTUAL_PIPELINE_SIZE, VIRTUAL_PIPELINE_RANK):
             answers[name] = before.get(name)

@@ -23,6 +23,7 @@ from megapg.errors import (
     ForeignGroupError,
     GlobalGroupsWarning,
     NoCollectionError,
+    NoGlobalGroupsError,
     UnknownFieldError,
     UnsupportedOptionError,
 )
@@ -65,7 +66,10 @@ def resolve(
         owner: the function's name, for messages; found out unless given.
 
     Raises:
-        NoCollectionError: nothing was passed, and the globals are not initialised or not allowed.
+        NoGlobalGroupsError: nothing was passed, and the globals are not initialised. It is an
+            ``AssertionError`` as well, which is what Megatron's getters raise then.
+        NoCollectionError: nothing was passed, and the globals are not allowed. The error above is
+            one too.
         MissingGroupError: the collection passed lacks a field of ``needs``.
         StaleGroupError: the session behind it has closed or suspended its groups.
         ForeignGroupError: its groups were destroyed or are of another process, or what was passed
@@ -247,7 +251,7 @@ def _fall_back(needs: Sequence[str], owner: str | None, frame: FrameType) -> Glo
     lack = f"{owner} needs {wanted} and was called without pg_collection"
     if not initialised():
         sizes = ", ".join(f"{axis}=..." for axis in ("tp", "pp", "cp", "ep") if axis in needs)
-        raise NoCollectionError(
+        raise NoGlobalGroupsError(
             f"{lack} at {_place(caller)}, and megatron.core.parallel_state is not initialised "
             f"either. Write {owner}(..., pg_collection=session.groups) there, inside "
             f"`with megapg.session({sizes or 'tp=..., pp=...'}) as session:`."

@@ -22,7 +22,7 @@ from megapg.collection import (
     ProcessGroupCollection,
     membership,
 )
-from megapg.errors import MissingGroupError, UnknownFieldError
+from megapg.errors import MissingGlobalGroupError, MissingGroupError, UnknownFieldError
 from megapg.layout import FIELDS
 from megapg.megatron import hook
 from megapg.megatron.core import globals_of_core
@@ -87,7 +87,9 @@ class GlobalGroups(ProcessGroupCollection):
     It takes the place of a collection wherever one goes. Each field reads its one global when it
     is asked for, and never any other; what a rank or size was set to by ``set_*`` of
     ``parallel_state`` comes first, as in Megatron's getters. A field whose global is unset is
-    absent, and reading it raises :class:`~megapg.errors.MissingGroupError` naming the getter.
+    absent, and reading it raises :class:`~megapg.errors.MissingGlobalGroupError` naming the getter:
+    a ``MissingGroupError`` that is an ``AssertionError`` too, as is what the getter raises, so that
+    ``except AssertionError`` around the one works around the other.
     """
 
     __slots__ = ()
@@ -116,7 +118,7 @@ class GlobalGroups(ProcessGroupCollection):
                 hook.report(_GLOBALS[name])
             found = value_in_globals(name)
             if found is None and name not in OPTIONAL_FIELDS:
-                raise MissingGroupError(self._absent(type(self).__name__, [name]))
+                raise MissingGlobalGroupError(self._absent(type(self).__name__, [name]))
             return found
 
     # vars() is how Megatron-core 0.19 asks what is present. Never what attributes come from: those
@@ -129,28 +131,52 @@ class GlobalGroups(ProcessGroupCollection):
     def rank(self, field: str) -> int:
         """This rank's index in the group of ``field``, or what it was set to.
 
+        Of a rank in several pipelines, up to Megatron-core 0.13, its index in each.
+
         Raises:
-            MissingGroupError: its global is unset.
+            MissingGlobalGroupError: its global is unset; or the index is not the same in each.
         """
         self._announce()
         given = _override(field, 0)
-        if given is None:
+        if given is not None:
+            hook.report(_OVERRIDES[field][0])
+            return given
+        several = several_pipelines() if field == "pp" else None
+        if several is None:
             return super().rank(field)
-        hook.report(_OVERRIDES[field][0])
-        return given
+        return _common(field, [group.rank() for group in several])
 
     def size(self, field: str) -> int:
         """Number of ranks in the group of ``field``, or what it was set to.
 
+        Of a rank in several pipelines, up to Megatron-core 0.13, the size of each.
+
         Raises:
-            MissingGroupError: its global is unset.
+            MissingGlobalGroupError: its global is unset; or the size is not the same for each.
         """
         self._announce()
         given = _override(field, 1)
-        if given is None:
+        if given is not None:
+            hook.report(_OVERRIDES[field][1])
+            return given
+        several = several_pipelines() if field == "pp" else None
+        if several is None:
             return super().size(field)
-        hook.report(_OVERRIDES[field][1])
-        return given
+        return _common(field, [group.size() for group in several])
+
+    def require(self, *fields: str, owner: str = "require()") -> ProcessGroupCollection:
+        """The same check as of any collection; what is missing is missing in the globals.
+
+        Raises:
+            MissingGlobalGroupError: a field is absent; every absent one is named.
+            UnknownFieldError: a name is no field.
+            ForeignGroupError: a group was destroyed, or lives in the process that this one was
+                forked from.
+        """
+        try:
+            return super().require(*fields, owner=owner)
+        except MissingGroupError as error:
+            raise MissingGlobalGroupError(str(error)) from None
 
     def holds(self, fields: Sequence[str]) -> bool:
         """True: each global is looked at when it is read."""
@@ -195,9 +221,11 @@ class GlobalGroups(ProcessGroupCollection):
         }
         argument = arguments.get(name.partition(".")[0])
         if argument is None:
-            return super()._no_such(name)
+            error = super()._no_such(name)
+            missing = isinstance(error, MissingGroupError)
+            return MissingGlobalGroupError(str(error)) if missing else error
         have = ", ".join(self.extras) or "none"
-        return MissingGroupError(
+        return MissingGlobalGroupError(
             f"there is no group {name!r} among the globals (of this kind: {have}). Call "
             f"initialize_model_parallel({argument}) before, or pass pg_collection=session.groups."
         )
@@ -233,6 +261,23 @@ def value_in_globals(field: str) -> ProcessGroup | tuple[ProcessGroup, ...] | No
     if field == "hcp" and isinstance(held, list):
         return tuple(held) or None  # 0.12 leaves an empty list where there are no levels
     return held if isinstance(held, dist.ProcessGroup) else None
+
+
+def several_pipelines() -> Sequence[ProcessGroup] | None:
+    """Of a rank in several pipelines, which no field can hold, those. Nobody is told of it."""
+    held = _held("pp")
+    return held if isinstance(held, list) else None
+
+
+def _common(field: str, numbers: Sequence[int]) -> int:
+    """What all of a rank's pipelines have in common, as Megatron's getters assert."""
+    hook.report(_GLOBALS[field])
+    if len(set(numbers)) != 1:
+        raise MissingGlobalGroupError(
+            f"this rank is in {len(numbers)} pipelines that have no number in common: {numbers}. "
+            "Megatron-core takes them to be of one size, with this rank at one place in all."
+        )
+    return numbers[0]
 
 
 def _held_fields() -> dict[str, object]:
