@@ -81,6 +81,7 @@ class Report:
             "gloo",
             f"- medians of {self.repeats} repeats unless a table says otherwise",
             f"- load average (one minute) {self.load:.1f} before the run: what else ran here",
+            f"- {_gpus()}",
             "",
             "A ratio is megapg's cost divided by the peer's, measured in the same run: below 1 "
             "megapg is cheaper. Absolute times are there for orientation; they are noise of this "
@@ -97,6 +98,13 @@ def _versions() -> dict[str, str]:
         "torch": torch.__version__,
         "Python": platform.python_version(),
     }
+
+
+def _gpus() -> str:
+    count = torch.cuda.device_count()
+    if not count:
+        return "no GPU was at hand: what `make test-gpu` shows is not in here"
+    return f"{count} GPUs ({torch.cuda.get_device_name()}); `make test-gpu` has their tables"
 
 
 def _memory_gib() -> float:
