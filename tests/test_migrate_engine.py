@@ -33,7 +33,10 @@ from megapg.errors import GlobalGroupsWarning, NoCollectionError
 from megapg.migrate.carriers import is_torch_module
 from megapg.migrate.config import Config
 from megapg.migrate.engine import migrate
+from megapg.migrate.functions import Functions
+from megapg.migrate.index import Index
 from megapg.migrate.migration import Migration
+from megapg.migrate.scopes import Defined
 from megapg.migrate.source import Source, parse
 from megapg.migrate.verify import verify
 from megapg.testing import fake_collection, megatron_on_cpu, run_distributed
@@ -1945,12 +1948,460 @@ FAKES = sections(r"""
      return Writer(model)
 ??? resolved
 !!! setter
+
+=== what is decorated with a function that fakes a rank, and what it calls
+@@ a.py
+ from functools import wraps
+
+ from megatron.core import mpu
++import megapg
+
+
+ def as_expert(func):
+     @wraps(func)
+     def wrapper(*args):
+         mpu._MPU_TENSOR_MODEL_PARALLEL_RANK = 3
+         return func(*args)
+
+     return wrapper
+
+
+ def plain(func):
+     return func
+
+
+ class Layer:
+     def __init__(self, pg_collection):
+         self.pg_collection = pg_collection
+
+     @as_expert
+     def faked(self):
+-        return mpu.TP_RANK(), size(self)
++        return megapg.resolve(None).rank("tp"), size(self)
+
+     @plain
+     def true(self):
+-        return mpu.TP_RANK()
++        return megapg.groups_of(self, "tp").rank("tp")
+
+
+ def size(model):
+-    return mpu.TP_SIZE()
++    return megapg.resolve(None).size("tp")
+??? resolved collection resolved
+!!! assigned
+
+=== what is decorated with what such a function returns, in another file, or is handed to it
+@@ a.py
+ from contextlib import contextmanager
+
+ from megatron.core import mpu
+
+
+ @contextmanager
+ def rank_is(rank, then=None):
+     mpu.SET_TP(rank)
+     yield
+@@ b.py
+ from a import rank_is
+-from megatron.core import mpu
++import megapg
+
+
+ @rank_is(3)
+ def decorated(model):
+-    return mpu.TP_RANK()
++    return megapg.resolve(None).rank("tp")
+
+
+ def handed_on(model):
+-    return mpu.TP_RANK()
++    return megapg.resolve(None).rank("tp")
+
+
+ def by_default(model, what=rank_is):
+-    return mpu.TP_RANK()
++    return megapg.groups_of(model, "tp").rank("tp")
+
+
+ rank_is(3, handed_on)
+??? resolved resolved model
+!!! setter
+
+=== a function that makes or ends the groups reads those that it made, and passes none on
+@@ a.py
+ from megatron.core import mpu
++import megapg
+
+
+ def again(model, size):
+     mpu.destroy_model_parallel()
+     mpu.initialize_model_parallel(size)
+-    return mpu.TP_GROUP(), rank()
++    return megapg.resolve(None).tp, rank()
+
+
+-def rank():
+-    return mpu.TP_RANK()
++def rank(*, pg_collection=None):
++    return megapg.resolve(pg_collection).rank("tp")
+
+
+ def after(model):
+     again(model, 2)
+-    return mpu.TP_GROUP()
++    return megapg.groups_of(model, "tp").tp
+??? resolved resolved model
+!!! lifecycle lifecycle
 """)
 
 
 @pytest.mark.parametrize("name", FAKES)
 def test_fakes(tmp_path: Path, name: str) -> None:
     check(tmp_path, FAKES[name])
+
+
+# ---- values of the globals -----------------------------------------------------------------------
+
+VALUES = sections(r"""
+=== a variable keeps the value that a private global had
+@@ a.py
+ from megatron.core import mpu
++import megapg
+
+
+ def swapped(func, group, model):
+-    before = mpu._TENSOR_MODEL_PARALLEL_GROUP
++    before = getattr(megapg.groups_of(None, "tp"), "tp", None)
+     try:
+         mpu._TENSOR_MODEL_PARALLEL_GROUP = group
+         return func()
+     finally:
+         mpu._TENSOR_MODEL_PARALLEL_GROUP = before
+??? resolved
+!!! assigned assigned
+
+=== at the top of a module, by the attribute of an instance, and with another value
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+-NOW = mpu._DATA_PARALLEL_GROUP
++NOW = getattr(megapg.groups_of(None, "dp"), "dp", None)
+
+
+ class Swapped:
+     def __init__(self, model):
+-        self.before = mpu._TENSOR_MODEL_PARALLEL_GROUP
++        self.before = getattr(megapg.groups_of(model, "tp"), "tp", None)
+
+     def f(self, model):
+-        first, group = None, mpu._TENSOR_MODEL_PARALLEL_GROUP if model else self.before
++        first, group = None, getattr(megapg.groups_of(model, "tp"), "tp", None) if model else self.before
+         return first, group, self.before, NOW
+
+=== a private global by import is what it was then
+@@ a.py
+ from megatron.core.parallel_state import _TENSOR_MODEL_PARALLEL_GROUP as TP
+
+
+ def f(model):
+     return TP
+@@ b.py
+ import a
+
+
+ def f(model):
+     return a.TP
+!!! at-import
+
+=== a getter under another name is the getter
+@@ a.py
+ from megatron.core import mpu
++import megapg
+
+ rank = mpu.TP_RANK
+
+
+ def f(model):
+-    return rank()
++    return megapg.groups_of(model, "tp").rank("tp")
+!!! as-value
+""")
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values(tmp_path: Path, name: str) -> None:
+    check(tmp_path, VALUES[name])
+
+
+# ---- what is looked up already -------------------------------------------------------------------
+
+LOOKED_UP = sections(r"""
+=== callees are passed what the reads around them share
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+-def callee(x):
+-    return x, mpu.TP_RANK()
++def callee(x, *, pg_collection=None):
++    return x, megapg.resolve(pg_collection).rank("tp")
+
+
+-def of_data(x):
+-    return x, mpu.DP_RANK()
++def of_data(x, *, pg_collection=None):
++    return x, megapg.resolve(pg_collection).rank("dp")
+
+
+ def f(model, xs):
+-    callee(mpu.TP_GROUP())
+-    of_data(mpu.TP_SIZE())
++    pg = megapg.groups_of(model, "tp")
++    callee(pg.tp, pg_collection=pg)
++    of_data(pg.size("tp"), pg_collection=megapg.groups_of(model, "dp"))
+     for x in xs:
+-        callee(x)
+-    return lambda y: callee(y)
++        callee(x, pg_collection=pg)
++    return lambda y: callee(y, pg_collection=megapg.groups_of(model, "tp"))
+
+
+ def before(model, xs):
+-    callee(xs)
++    callee(xs, pg_collection=megapg.groups_of(model, "tp"))
+     if xs:
+-        xs = mpu.TP_RANK() + mpu.TP_SIZE()
+-    return callee(xs)
++        pg = megapg.groups_of(model, "tp")
++        xs = pg.rank("tp") + pg.size("tp")
++    return callee(xs, pg_collection=megapg.groups_of(model, "tp"))
+
+
+ def of_two(model, models):
+-    callee(mpu.TP_GROUP())
+-    callee(mpu.TP_GROUP())
++    pg = megapg.groups_of(model, "tp")
++    callee(pg.tp, pg_collection=pg)
++    callee(pg.tp, pg_collection=pg)
+""")
+
+
+@pytest.mark.parametrize("name", LOOKED_UP)
+def test_looked_up(tmp_path: Path, name: str) -> None:
+    check(tmp_path, LOOKED_UP[name])
+
+
+# ---- whose groups --------------------------------------------------------------------------------
+
+WHOSE = sections(r"""
+=== a model that is passed comes before a self that holds one
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+ class Exporter:
+-    def __init__(self):
++    def __init__(self, *, pg_collection=None):
++        self.pg_collection = pg_collection
+         self.model = None
+
+     def build(self, model):
+-        return mpu.TP_RANK()
++        return megapg.groups_of(model, "tp").rank("tp")
+
+     def again(self):
+-        return mpu.TP_RANK()
++        return megapg.groups_of(self, "tp").rank("tp")
+
+     def may_be(self, model=None):
+-        return mpu.TP_RANK()
++        return megapg.groups_of(self, "tp").rank("tp")
+
+     def each(self):
+         for model in self.unwrapped_models:
+-            yield mpu.TP_RANK()
++            yield megapg.groups_of(model, "tp").rank("tp")
+??? model model model model
+
+=== and before a module of the project's own
+@@ a.py
+ import torch
+-from megatron.core import mpu
++import megapg
+ from b import call
+
+
+ class Manager(torch.nn.Module):
+     def direct(self, model):
+-        return mpu.TP_RANK() + call(1)
++        return megapg.groups_of(model, "tp").rank("tp") + call(1, pg_collection=megapg.groups_of(model, "tp"))
+
+     def of_any_part(self, module):
+-        return mpu.TP_RANK()
++        return megapg.groups_of(self, "tp").rank("tp")
+@@ b.py
+-from megatron.core import mpu
++import megapg
+
+
+-def call(x):
+-    return mpu.TP_RANK()
++def call(x, *, pg_collection=None):
++    return megapg.resolve(pg_collection).rank("tp")
+??? model model threaded
+
+=== but not before one that carries a collection, or is Megatron-core's
+@@ a.py
+ import torch
+-from megatron.core import mpu
++import megapg
+ from megatron.core.models.gpt import GPTModel
+
+
+ class Carries(torch.nn.Module):
+     def __init__(self, pg_collection):
+         if pg_collection:
+             self.pg_collection = pg_collection
+
+     def f(self, model):
+-        return mpu.TP_RANK()
++        return megapg.groups_of(self, "tp").rank("tp")
+
+
+ class Net(GPTModel):
+     def f(self, model):
+-        return mpu.TP_RANK()
++        return megapg.groups_of(self, "tp").rank("tp")
+??? model model
+
+=== who holds models of several roles is not asked where another role is named
+@@ a.py
+-from megatron.core import mpu
++import megapg
+ from b import topk
+
+
+ class Trainer:
+-    def __init__(self, model, teacher_models):
++    def __init__(self, model, teacher_models, *, pg_collection=None):
++        self.pg_collection = pg_collection
+         self.model, self.teacher_models = model, teacher_models
+
+     def teach(self, batch, own):
+         if own:
+             teacher_model = self.model
+         else:
+             teacher_model = self.teacher_models[0]
+         logits = teacher_model(batch)
+         logits = logits.detach()
+-        return topk(logits), mpu.TP_RANK()
++        return topk(logits, pg_collection=megapg.groups_of(teacher_model, "tp")), megapg.resolve(None).rank("tp")
+
+     def of_both(self, batch):
+         teacher_model = self.teacher_models[0]
+         return topk(teacher_model(batch) - self.model(batch))
+
+     def unknown(self):
+         return topk(self.teacher_models[0]())
+
+     def learn(self, batch):
+-        return topk(self.model(batch)), mpu.TP_RANK()
++        return topk(self.model(batch), pg_collection=megapg.groups_of(self, "tp")), megapg.groups_of(self, "tp").rank("tp")
+@@ b.py
+-from megatron.core import mpu
++import megapg
+
+
+-def topk(x):
+-    return mpu.TP_GROUP()
++def topk(x, *, pg_collection=None):
++    return megapg.resolve(pg_collection).tp
+
+=== a role of its own is no other one
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+ class CriticWorker:
+-    def __init__(self, critic_module):
++    def __init__(self, critic_module, *, pg_collection=None):
++        self.pg_collection = pg_collection
+         self.critic_module = critic_module
+
+     def f(self):
+-        return self.critic_module, mpu.TP_RANK()
++        return self.critic_module, megapg.groups_of(self, "tp").rank("tp")
+
+=== a class of Megatron-core by a star
+@@ a.py
+-from megatron.core import mpu
++import megapg
+ from megatron.core.models.gpt.gpt_model import *
+ from b import *
+
+
+ class Net(GPTModel):
+     def f(self, model):
+-        return mpu.TP_RANK()
++        return megapg.groups_of(self, "tp").rank("tp")
+
+
+ class Ours(GPTLayer):
+     def f(self):
+-        return mpu.TP_RANK()
++        return megapg.resolve(None).rank("tp")
+@@ b.py
+ class GPTLayer:
+     pass
+
+=== a name of two stars outside may be of either
+@@ a.py
+-from megatron.core import mpu
++import megapg
+ from megatron.core.models.gpt.gpt_model import *
+ from other import *
+
+
+ class Net(GPTModel):
+     def f(self):
+-        return mpu.TP_RANK()
++        return megapg.resolve(None).rank("tp")
+@@ b.py
+-from megatron.core import mpu
++import megapg
+ from other import *
+ from megatron.core.models.gpt.gpt_model import *
+
+
+ class Net(GPTModel):
+     def f(self):
+-        return mpu.TP_RANK()
++        return megapg.resolve(None).rank("tp")
+""")
+
+
+@pytest.mark.parametrize("name", WHOSE)
+def test_whose(tmp_path: Path, name: str) -> None:
+    check(tmp_path, WHOSE[name])
+
+
+def test_a_star_hides_no_builtin(tmp_path: Path) -> None:
+    text = "from megatron.core.transformer import *\n\n\nclass {}({}):\n    pass\n"
+    write(tmp_path, {"a.py": text.format("Of", "Anything"), "b.py": text.format("Of", "Exception")})
+    index = Index([tmp_path], Config(tmp_path))
+    found = {}
+    for name in ("a.py", "b.py"):
+        analysis = index.analysis(tmp_path / name)
+        assert analysis is not None
+        (klass,) = analysis.module.bindings["Of"]
+        assert isinstance(klass, Defined)
+        found[name] = Functions(index).is_of_core(klass.scope, tmp_path / name)
+    assert found == {"a.py": True, "b.py": False}
 
 
 # ---- one look-up for several reads ---------------------------------------------------------------
@@ -2345,11 +2796,10 @@ SHARED = sections(r"""
 +import megapg
 
 
--def f(size):
-+def f(size, *, pg_collection=None):
+ def f(size):
      mpu.initialize_model_parallel(size)
 -    return mpu.TP_RANK(), mpu.DP_SIZE()
-+    pg = megapg.resolve(pg_collection)
++    pg = megapg.resolve(None)
 +    return pg.rank("tp"), pg.size("dp")
 !!! lifecycle
 
@@ -2972,9 +3422,9 @@ NESTED = sections(r"""
 
  def f(model):
 -    mpu.initialize_model_parallel(mpu.TP_SIZE(), mpu.PP_SIZE())
-+    pg = megapg.groups_of(model, "pp", "tp")
++    pg = megapg.resolve(None)
 +    mpu.initialize_model_parallel(pg.size("tp"), pg.size("pp"))
-??? model model
+??? resolved resolved
 !!! lifecycle
 """)
 
@@ -3722,6 +4172,48 @@ def test_a_rank_that_was_set_is_the_rank(tmp_path: Path) -> None:
                 assert names["convert"](model) == (1, 7, "mp_rank_07")  # type: ignore[operator]
 
 
+SWAPS_A_GROUP = """
+from megatron.core import mpu
+
+
+def as_expert(func):
+    def wrapper(*args):
+        rank, group = mpu._MPU_TENSOR_MODEL_PARALLEL_RANK, mpu._TENSOR_MODEL_PARALLEL_GROUP
+        try:
+            mpu._MPU_TENSOR_MODEL_PARALLEL_RANK = 7
+            mpu._TENSOR_MODEL_PARALLEL_GROUP = "of the experts"
+            return func(*args)
+        finally:
+            mpu._MPU_TENSOR_MODEL_PARALLEL_RANK = rank
+            mpu._TENSOR_MODEL_PARALLEL_GROUP = group
+
+    return wrapper
+
+
+class Experts:
+    def __init__(self, pg_collection):
+        self.pg_collection = pg_collection
+
+    @as_expert
+    def rank(self):
+        return mpu.TP_RANK()
+
+
+def group():
+    return mpu._TENSOR_MODEL_PARALLEL_GROUP
+"""
+
+
+def test_what_is_swapped_is_swapped_back(tmp_path: Path) -> None:
+    """As Megatron-core 0.12 does it around the checkpoints of its experts."""
+    before, after = executed(tmp_path, SWAPS_A_GROUP)
+    with fake_collection(tp=2, rank=1) as pg, megapg.megatron.globals_policy("silent"):
+        for names in (before, after):
+            with megapg.published(pg):
+                assert names["Experts"](pg).rank() == 7  # type: ignore[operator]
+                assert names["group"]() is pg.tp  # type: ignore[operator]
+
+
 KEEPS_A_COLLECTION = """
 import torch
 from megatron.core import mpu
@@ -3897,16 +4389,15 @@ TRICKY = sections(r"""
 
 === a local import of a name that a nested function uses
 @@ a.py
--def f(x):
 +import megapg
-+def f(x, *, pg_collection=None):
+ def f(x):
      from megatron.core import mpu
 
      def g():
          mpu.destroy_model_parallel()
 
 -    return g, mpu.TP_RANK()
-+    return g, megapg.resolve(pg_collection).rank("tp")
++    return g, megapg.resolve(None).rank("tp")
 !!! lifecycle
 
 === the parameter of an inner function has the name

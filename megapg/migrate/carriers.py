@@ -22,6 +22,7 @@ from megapg.migrate.mapping import (
     Replacement,
 )
 from megapg.migrate.resolve import Resolver, Thing
+from megapg.migrate.roles import has_another_role, role_asked_about
 from megapg.migrate.scopes import (
     Alias,
     Binding,
@@ -60,6 +61,8 @@ _ONLY_MODELS = frozenset({"unwrapped_models", "wrapped_models", "model_chunks"})
 _ONLY_OF_MODULES = frozenset(
     {"parameters", "named_parameters", "modules", "named_modules", "state_dict", "load_state_dict"}
 )
+# Names of models that may be any part of a module, where a module has them.
+_OF_ALL_MODULES = frozenset({"module"})
 _RANKS = {"group": 0, "collection": 1, "model": 2}
 # Annotations of parameters that have a model's name and hold none.
 _NO_MODEL = frozenset(
@@ -101,14 +104,31 @@ class _Search:
             **{name: "group" for name, of in GROUP_PARAMETERS.items() if self._field in of},
             **dict.fromkeys(COLLECTION_NAMES, "collection"),
         }
+        self._giving_way: dict[str, frozenset[str]] = {}
 
     def run(self) -> Iterator[Carrier]:
-        found = list(self._by_name())
+        found = [*self._of_another_role(), *self._by_name()]
+        # A model at hand is asked before a self that may have nothing to say, or hold another one.
+        found = sorted(found, key=lambda one: any(self._gives_way(one, each) for each in found))
         yield from found
         if not any(each.certain and each.kind == "model" for each in found):
             annotated = list(self._by_annotation())
             if len(annotated) == 1:  # of several the one that is meant can't be told
                 yield Carrier("model", annotated[0], "parameter")
+
+    def _gives_way(self, one: Carrier, other: Carrier) -> bool:
+        except_for = self._giving_way.get(one.expression)
+        if except_for is None or other.kind != "model" or other.origin == "attribute":
+            return False
+        return other.certain and not other.may_be_none and other.expression not in except_for
+
+    def _of_another_role(self) -> Iterator[Carrier]:
+        function = self._use.scope
+        name = role_asked_about(self._use) if function.kind == "function" else ""
+        if name:
+            around = statements_around(self._use.parents, function.node)
+            if Holding(name, _is_nothing).at(around, function.node) is Held.SOMETHING:
+                yield Carrier("model", name, "local")
 
     def _by_name(self) -> Iterator[Carrier]:
         hidden: set[str] = set()  # names that mean something else further in
@@ -214,19 +234,26 @@ class _Search:
         held = {name for each in ancestors for name in (*each.attributes, *each.bindings)}
         is_module = any(is_torch_module(each) or is_engine_module(each) for each in outside)
         of_core = any(map(is_of_core, outside))
+        is_sure = not has_another_role(method)
         made = method_name != "__init__"
         for attribute in sorted(held & self._wanted.keys()):
             kind = self._wanted[attribute]
             # A group may be another one in a subclass, and what groups_of() finds by itself it
             # is asked for, as it does not mind what is not there.
             sure = made and kind != "group" and attribute not in MODEL_ATTRIBUTES
+            sure = sure and (is_sure or kind != "model")
             certain = sure and _assigned_at_first(attribute, ancestors)
             yield Carrier(kind, f"{name}.{attribute}", "attribute", False, certain)
         if is_module:
             set_up = of_core and self._is_set_up(method)
-            yield Carrier("model", name, "attribute", False, made or set_up)
+            certain = made or set_up
+            if not of_core and not any(_has_a_collection(each) for each in ancestors):
+                self._giving_way[name] = _OF_ALL_MODULES
+                certain = certain and is_sure
+            yield Carrier("model", name, "attribute", False, certain)
         elif any(_has_a_model(each) for each in ancestors):
-            yield Carrier("model", name, "attribute", False, made)
+            self._giving_way[name] = frozenset()
+            yield Carrier("model", name, "attribute", False, made and is_sure)
 
     def _is_set_up(self, constructor: Scope) -> bool:
         """Whether the constructors of the bases have run."""
@@ -316,6 +343,14 @@ def _has_a_model(klass: Scope) -> bool:
         ):
             return True
     return False
+
+
+def _has_a_collection(klass: Scope) -> bool:
+    """Whether objects of a class carry one themselves: it is written, or the class is the one of
+    which all modules of Megatron-core are made.
+    """
+    held = klass.attributes.keys() | klass.bindings.keys()
+    return klass.name == "MegatronModule" or not held.isdisjoint(COLLECTION_NAMES)
 
 
 def _is_class_method(scope: Scope) -> bool:

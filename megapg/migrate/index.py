@@ -321,6 +321,8 @@ class Index:
             return Refusal("unknown-name" if unknown else _WITHOUT_READING[kind])
         if len(things) > 1:
             return Refusal("ambiguous")
+        if any(thing.kind == "snapshot" for thing in things):
+            return Refusal("at-import", "it keeps the value that it had at the import")
         return replacement(name, arguments, self._config.versions)
 
 
@@ -346,7 +348,7 @@ def _outside(things: Things) -> bool:
 
 def _name_of(things: Things) -> str:
     for thing in things:
-        if thing.kind == "member":
+        if thing.kind in ("member", "snapshot"):
             return thing.name
     return ""
 

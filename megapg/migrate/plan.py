@@ -28,6 +28,7 @@ from megapg.migrate.insert import add_argument, add_statement
 from megapg.migrate.locate import is_shown, quote_in
 from megapg.migrate.mapping import GROUP_PARAMETERS, Refusal, Replacement, Takes
 from megapg.migrate.migration import How, Left, Style
+from megapg.migrate.roles import has_another_role
 from megapg.migrate.scopes import Defined, Instance, Scope
 from megapg.migrate.sites import Carrier, Kind
 
@@ -37,6 +38,7 @@ _DEEPEST = 5
 _MOST_GROUPS = 3
 # Writes that make a rank or size differ from what the groups say.
 _FAKING = frozenset({"setter", "assigned"})
+_OWNING = frozenset({"initialize_model_parallel", "destroy_model_parallel"})
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class _Planner:
         self._index, self._functions, self._frozen = index, functions, frozen
         self._style, self._unsafe = style, unsafe
         self._plan = Plan()
-        self._tainted = self._reached_by_fakes()
+        self._tainted = self._reached_by_fakes() | self._owning_groups()
         self._patched = {
             each.site.name
             for each in index.located
@@ -328,6 +330,8 @@ class _Planner:
 
     def _constructor(self, method: Scope, path: Path) -> Scope | None:
         """The constructor that can keep a collection for a method."""
+        if has_another_role(method):
+            return None
         if not _self_of(method) or not _is_usual_method(method) or method.parent is None:
             return None
         for each in method.parent.bindings.get("__init__", ()):
@@ -345,8 +349,8 @@ class _Planner:
         return unit is not None and unit in self._tainted
 
     def _reached_by_fakes(self) -> set[Scope]:
-        """Functions that fake a rank or a size, and those that they call: only the globals know
-        what was faked.
+        """Functions that fake a rank or a size, those that are decorated with one or handed to it,
+        and those that they call: only the globals know what was faked.
         """
         found: dict[Scope, Path] = {}
         for located in self._index.located:
@@ -356,6 +360,8 @@ class _Planner:
             )
             if fakes and unit is not None:
                 found[unit] = located.path
+        for unit, path in list(found.items()):
+            found.update(self._handed_to(unit, path))
         waiting = list(found.items())
         while waiting:
             unit, path = waiting.pop()
@@ -364,6 +370,35 @@ class _Planner:
                     found[callee] = at
                     waiting.append((callee, at))
         return set(found)
+
+    def _owning_groups(self) -> set[Scope]:
+        """Functions that make or end the groups themselves: what they read is what they made, and
+        a model that they have may carry groups of before.
+        """
+        units = {
+            unit_of(located.use.scope)
+            for located in self._index.located
+            if located.site.kind is Kind.CALL and located.site.name in _OWNING
+        }
+        return {unit for unit in units if unit is not None}
+
+    def _handed_to(self, function: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
+        """The functions that a function is to call: it decorates them, or is passed them."""
+        for reference in self._functions.references(function, path):
+            use, at = reference.use, reference.path
+            outer = use.parents.node
+            if isinstance(outer, ast.Call) and outer.func is reference.node:
+                for each in outer.args:
+                    for thing in self._index.resolver.expression(each, use.scope, at):
+                        if thing.kind == "function" and thing.scope and thing.path:
+                            yield thing.scope, thing.path
+                outer = use.parents.above.node if use.parents.above else outer
+            if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):
+                named = (e.func if isinstance(e, ast.Call) else e for e in outer.decorator_list)
+                if any(each is reference.node for each in named):
+                    for binding in use.scope.bindings.get(outer.name, ()):
+                        if isinstance(binding, Defined) and binding.scope.node is outer:
+                            yield binding.scope, at
 
     def _called_by(self, unit: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
         analysis = self._index.analysis(path)

@@ -6,6 +6,7 @@ An answer is a set: a name that is bound in several branches may stand for sever
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -40,9 +41,10 @@ class Thing:
     """One thing that a name may stand for.
 
     Attributes:
-        kind: ``globals`` for Megatron's module, ``member`` for a name in it, ``file`` for a module
-            of the project, ``name`` for something outside of it, ``self`` for an instance of a
-            class, ``class`` for the class, ``function`` for one of the project, ``unknown``.
+        kind: ``globals`` for Megatron's module, ``member`` for a name in it, ``snapshot`` for what
+            the value of a member was at an import, ``file`` for a module of the project, ``name``
+            for something outside of it, ``self`` for an instance of a class, ``class`` for the
+            class, ``function`` for one of the project, ``unknown``.
         name: the member, or the dotted name.
         path: of the file; of something outside, the file that asks.
         scope: of the class or function.
@@ -149,11 +151,19 @@ class Resolver:
         return things
 
     def _starred(self, name: str, scope: Scope, path: Path) -> Things:
+        outside = []
         for each in scope.chain():
             for star in reversed(each.stars):
                 things = self.attribute(self.module(star, path), name)
                 if any(thing.kind not in ("unknown", "name") for thing in things):
                     return things
+                if any(thing.kind == "name" for thing in things):
+                    outside.append(things)
+        # A class of the only module that may have it; what that imports itself it hands on, too.
+        if name[:1].isupper() and name != name.upper() and not hasattr(builtins, name):
+            things = outside[0] if len(outside) == 1 else _NOTHING
+            if all(thing.name.startswith("megatron.core.") for thing in things):
+                return things
         return _NOTHING
 
     def _bindings(self, bindings: Sequence[Binding], path: Path) -> Things:
@@ -163,12 +173,15 @@ class Resolver:
 
     def _binding(self, binding: Binding, path: Path) -> Things:
         if isinstance(binding, Alias):
-            return self.expression(binding.value, binding.scope, path)
+            return _kept(self.expression(binding.value, binding.scope, path), UNKNOWN)
         if isinstance(binding, Imported):
             if not binding.level and (*binding.module, binding.member) in self._same:
                 return frozenset({GLOBALS})
             module = self.module(binding, path)
-            return self.attribute(module, binding.member) if binding.member else module
+            if not binding.member:
+                return module
+            snapshot = Thing("snapshot", binding.member)
+            return _kept(self.attribute(module, binding.member), snapshot)
         if isinstance(binding, Instance):
             return frozenset({Thing("self", path=path, scope=binding.of)})
         if isinstance(binding, Defined):
@@ -289,6 +302,20 @@ class Resolver:
 def is_parallel_state(path: Path) -> bool:
     """Whether the file is Megatron-core's module itself."""
     return (*path.parent.parts, path.stem)[-3:] == PARALLEL_STATE
+
+
+def _kept(things: Things, value: Thing) -> Things:
+    """What a name stands for that is bound to one of these: that of a private global keeps the
+    value which it had then, whatever is written to the global later.
+    """
+    if not any(_is_variable(each) for each in things):  # as with most
+        return things
+    return frozenset(value if _is_variable(each) else each for each in things)
+
+
+def _is_variable(thing: Thing) -> bool:
+    """Whether it is a private global, and neither the module nor a function."""
+    return thing.kind == "member" and thing.name[:1] == "_" and thing.name == thing.name.upper()
 
 
 def _imported_by_call(node: ast.Call) -> tuple[str, ...] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from megapg.migrate.flow import binding_statements, first_read, runs_before, statements_around
@@ -22,6 +23,17 @@ from megapg.migrate.source import Source
 _LOCAL_NAMES = ("pg", "groups", "pg_", "groups_")
 
 
+@dataclass(frozen=True)
+class _LookedUp:
+    """A variable with a collection: its name, the fields that were asked for, and the statement
+    before which it is bound.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    before: ast.stmt
+
+
 class Writer:
     """Collects the edits of one file.
 
@@ -35,6 +47,7 @@ class Writer:
         self._imports = Imports(source, analysis)
         self._edits: list[Edit] = []
         self._gone: set[Use] = set()
+        self._looked_up: dict[tuple[Scope, Base], _LookedUp] = {}
 
     @property
     def released(self) -> set[str]:
@@ -97,11 +110,22 @@ class Writer:
         call = passing.reference.call
         if call is None:
             return False
-        written = self._collection(passing.base, passing.needs)
+        written = self._at_hand(passing) or self._collection(passing.base, passing.needs)
         arguments = [f"{group_name(field)}={written}.{field}" for field in passing.fields]
         edits = add_argument(self._source, call, arguments or [f"{PARAMETER}={written}"])
         self._edits += edits
         return bool(edits)
+
+    def _at_hand(self, passing: Passing) -> str:
+        """The variable that has the collection already; empty where there is none."""
+        use = passing.reference.use
+        function = use.scope.enclosing("function", "class", "module")
+        found = self._looked_up.get((function, passing.base)) if function is not None else None
+        if function is None or found is None or not {*passing.needs} <= {*found.needs}:
+            return ""
+        around = statements_around(use.parents, function.node)
+        is_bound = found.before in around or runs_before(found.before, around, function.node)
+        return found.name if is_bound else ""
 
     # -- reads ---------------------------------------------------------------------------------
 
@@ -199,6 +223,7 @@ class Writer:
         if edit is None:
             return None
         self._edits.append(edit)
+        self._looked_up[function, base] = _LookedUp(name, needs, first)
         return name
 
     @cached_property

@@ -135,6 +135,19 @@ class Scope:
         return list(walk(self.node))
 
     @cached_property
+    def said(self) -> frozenset[tuple[str, str]]:
+        """The names in it, and the attributes of names: of which, and how it is called."""
+        found = set()
+        for each in self.nodes:
+            if isinstance(each, ast.Name):
+                found.add(("", each.id))
+            elif isinstance(each, ast.arg):
+                found.add(("", each.arg))
+            elif isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
+                found.add((each.value.id, each.attr))
+        return frozenset(found)
+
+    @cached_property
     def deleted(self) -> frozenset[str]:
         """Names and attributes that are deleted somewhere in it, as that of an ``except ... as``
         is at its end.
