@@ -320,7 +320,7 @@ def test_a_store_that_is_not_there_is_told_from_one_that_is_silent(address, mess
 
 
 ARGUMENTS = [
-    ({"timeout": -1}, "timeout=-1: give the seconds to wait, more than 0"),
+    ({"timeout": -1}, "timeout=-1: give the seconds to wait, a finite number above 0"),
     ({"timeout": "5"}, "timeout='5': give the seconds"),
     ({"collective_timeout": 600}, "collective_timeout=600: give a datetime.timedelta"),
     ({"name": None}, "name=None: give the session a name"),
