@@ -729,10 +729,13 @@ class Session:
         if steps.problems:
             raise TeardownError(
                 f"session {self.name!r} could not be closed on rank {self.rank}: {steps.report()}",
-                [*steps.problems, *(e for e in unfinished if isinstance(e, Exception))],
+                [*steps.take(), *(e for e in unfinished if isinstance(e, Exception))],
             )
         if unfinished:
-            raise unfinished[0]
+            try:
+                raise unfinished[0]
+            finally:
+                unfinished.clear()  # as Steps.take() does, and why
 
     @contextlib.contextmanager
     def _interruptible(self, interruptions: list[BaseException]) -> Iterator[None]:

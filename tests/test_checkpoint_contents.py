@@ -24,7 +24,8 @@ import torch
 from torch.distributed.checkpoint import metadata as of_torch
 
 from megapg.checkpoint.contents import Contents, load_safely, read_contents
-from megapg.checkpoint.safe import parse_metadata
+from megapg.checkpoint.safe import naming, parse_metadata
+from megapg.comms.teamwork import OthersFailedError
 from megapg.errors import (
     BrokenCheckpointError,
     CheckpointError,
@@ -658,3 +659,11 @@ def test_an_entry_that_is_compressed_is_named(copied: Path) -> None:
 def test_the_note_of_the_save_is_plain_json() -> None:
     note = json.loads((samples.with_manifest() / "iter_0000005" / "integrity.json").read_text())
     assert note["megapg"]["layout"]["tp"] == 2
+
+
+def test_a_rank_that_fails_meanwhile_is_no_damaged_file() -> None:
+    """Reading reports progress, and may hear there that another rank has failed."""
+    with pytest.raises(OthersFailedError, match="rank 1: busy"), naming("__0_0.distcp"):
+        raise OthersFailedError({1: "busy"})
+    with pytest.raises(BrokenCheckpointError, match="can't be read"), naming("__0_0.distcp"):
+        raise RuntimeError("busy")

@@ -1,9 +1,11 @@
 """When suspend() or resume() fails on one rank: every rank hears why, and all can start afresh."""
 
 import contextlib
+import gc
 import os
 import threading
 import time
+import weakref
 from functools import partial
 from unittest import mock
 
@@ -334,6 +336,29 @@ def test_attempts_are_counted_alike_once_all_have_met(monkeypatch):
     assert all("bad argument" in str(heard[rank]) for rank in (1, 2))
     late = {**everyone, 0: lambda: (time.sleep(1.0), everyone[0]())[1]}
     assert played_by(late) == {0: {}, 1: {}, 2: {}}
+
+
+@pytest.mark.parametrize("doing", ["suspend", "close"])
+def test_what_a_failure_held_goes_with_its_error(doing):
+    """Or the groups live until the collector comes, and on gloo the waits for this rank do too."""
+
+    def busy():
+        raise RuntimeError("busy")
+
+    def fail():
+        session = megapg.session(tp=1)
+        session.before_release(busy)
+        with pytest.raises((OffloadError, RuntimeError), match="busy"), session:
+            getattr(session, doing)()
+        return weakref.ref(session)
+
+    fail()  # what is imported on the way leaves circles of its own
+    gc.collect()
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
 
 
 def given_up_in_between():

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megapg.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
+from megapg.errors import BrokenCheckpointError, MegapgError, UnsafeCheckpointError
 
 T = TypeVar("T")
 
@@ -438,7 +438,7 @@ def naming(what: str | os.PathLike[str]) -> Iterator[None]:
     """
     try:
         yield
-    except CheckpointError:
+    except MegapgError:  # of ours: others may have failed while this rank was reading
         raise
     except Exception as error:  # what a damaged file raises is anybody's guess
         if refused := _REFUSALS.search(str(error)):

@@ -77,7 +77,9 @@ class _Hello:
     def status(self) -> str:
         match self.state:
             case "left" | "declined":
-                return f"gave up: {self.why.rstrip('.') or 'it failed in an earlier attempt'}"
+                if not self.why:  # nobody has heard of it since; it may be stuck
+                    return "has not come back from an earlier attempt"
+                return f"gave up: {self.why.rstrip('.')}"
             case "live":
                 return f"is still in generation {self.generation}"
             case "closed":

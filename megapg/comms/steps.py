@@ -51,6 +51,16 @@ class Steps:
         """What went wrong, for other ranks; empty if nothing did."""
         return "; ".join(map(_told, self.problems)).rstrip(".")
 
+    def take(self) -> list[Exception]:
+        """What went wrong so far, and forget it.
+
+        For who raises it: the frames in its tracebacks hold these steps, and in a circle with them
+        the groups would live until Python's collector comes by. On gloo, so would the waits of the
+        ranks that are connected to this one.
+        """
+        problems, self.problems = self.problems, []
+        return problems
+
     def compare(self, heard: Mapping[int, str], rank: int) -> None:
         """Go on only if every rank is well.
 
@@ -99,7 +109,7 @@ def together(owner: str, doing: str, rank: int, lose: Callable[[str], None]) -> 
         raise OffloadError(
             f"{owner} has failed in {doing} on rank {rank}: {said}. Its groups were aborted: close "
             "it, and open a new one",
-            steps.problems,
+            steps.take(),
         ) from None
 
 

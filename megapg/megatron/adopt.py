@@ -626,10 +626,13 @@ class Adopted:
         if steps.problems:
             raise TeardownError(
                 f"{_OWNER}: could not be closed on rank {self._world.rank}: {steps.report()}",
-                [*steps.problems, *(e for e in unfinished if isinstance(e, Exception))],
+                [*steps.take(), *(e for e in unfinished if isinstance(e, Exception))],
             )
         if unfinished:
-            raise unfinished[0]
+            try:
+                raise unfinished[0]
+            finally:
+                unfinished.clear()  # as Steps.take() does, and why
         if problems and error is None:
             lines = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
             raise RendezvousError(
