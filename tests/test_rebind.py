@@ -9,11 +9,11 @@ import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from stepwise import build, step, weights
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +26,6 @@ from megapg.megatron.tables import GROUP_GLOBALS
 from megapg.rebind import Rebound, Replacements, rebind
 from megapg.testing import megatron_on_cpu, run_distributed
 
-TEXT = Path(__file__).read_bytes()
 APART = ("tp", "pp", "cp", "dp")
 
 
@@ -50,37 +49,6 @@ def replacements_of(old, new):
 
 DENSE = GPTRun(steps=4, layers=2, hidden=32, seq_length=32, num_microbatches=2, tp=2)
 EXPERTS = replace(DENSE, tp=1, pp=2, layers=4, ep=2, experts=4, dispatcher="alltoall")
-
-
-def build(run, pg):
-    from megapg.demo import gpt
-
-    gpt._seed(run.seed + 100 * pg.rank("pp"), pg)
-    chunks = gpt._build_chunks(run, pg, pg.pp)
-    optimizer = gpt._build_optimizer(run, chunks, pg)
-    return chunks, optimizer, gpt._schedule(run, chunks, pg)
-
-
-def step(run, number, job, pg):
-    from megapg.demo import gpt
-
-    chunks, optimizer, forward_backward = job
-    with published(pg):
-        chunks[0].zero_grad_buffer()
-        optimizer.zero_grad()
-        reported = forward_backward(data_iterator=gpt._batches(run, TEXT, number, pg.dp))
-        optimizer.step()
-        return gpt._mean_over_job(reported, pg.pp, pg.dp)
-
-
-def weights(job, pg):
-    from megapg.demo import gpt
-
-    with published(pg):
-        job[0][0].start_param_sync(force_sync=True)
-    digest = gpt._digest(job[0])
-    gpt._let_go(job[0])
-    return digest
 
 
 def sizes(run):

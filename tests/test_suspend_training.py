@@ -3,18 +3,16 @@
 import gc
 import warnings
 from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
 import torch.distributed as dist
+from stepwise import build, step, weights
 
 import megapg
 from megapg.demo.job import GPTRun
-from megapg.megatron import published
 from megapg.testing import megatron_on_cpu, run_distributed
 
-TEXT = Path(__file__).read_bytes()
 TINY = {"hidden": 16, "heads": 2, "seq_length": 16, "micro_batch_size": 1, "num_microbatches": 2}
 
 # pp=4 has embedding groups that overlap the pipelines: the first and the last stage share weights.
@@ -22,37 +20,6 @@ RUNS = {
     4: GPTRun(pp=4, layers=4, steps=100, **TINY),
     8: GPTRun(tp=2, pp=2, layers=2, steps=100, **TINY),
 }
-
-
-def build(run, pg):
-    from megapg.demo import gpt
-
-    gpt._seed(run.seed + 100 * pg.rank("pp"), pg)
-    chunks = gpt._build_chunks(run, pg, pg.pp)
-    optimizer = gpt._build_optimizer(run, chunks, pg)
-    return chunks, optimizer, gpt._schedule(run, chunks, pg)
-
-
-def step(run, number, job, pg):
-    from megapg.demo import gpt
-
-    chunks, optimizer, forward_backward = job
-    with published(pg):
-        chunks[0].zero_grad_buffer()
-        optimizer.zero_grad()
-        reported = forward_backward(data_iterator=gpt._batches(run, TEXT, number, pg.dp))
-        optimizer.step()
-        return gpt._mean_over_job(reported, pg.pp, pg.dp)
-
-
-def weights(job, pg):
-    from megapg.demo import gpt
-
-    with published(pg):
-        job[0][0].start_param_sync(force_sync=True)
-    digest = gpt._digest(job[0])
-    gpt._let_go(job[0])
-    return digest
 
 
 def usage(me):
@@ -108,8 +75,8 @@ def test_a_gpt_trains_on_through_a_hundred_cycles_bit_for_bit(world_size):
         preload=("megapg.demo.gpt",),
         env={"PYTHONWARNINGS": "ignore"},
     )
-    for rank, (steady, (losses, weights, rebound, seen)) in enumerate(everyone):
-        assert (losses, weights) == steady
+    for rank, (steady, (losses, digest, rebound, seen)) in enumerate(everyone):
+        assert (losses, digest) == steady
         assert len(set(losses)) == run.steps  # it learns something in every step
         assert len(rebound) == run.steps
         assert all(each.replaced and each.complete for each in rebound), str(rebound[-1])
