@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+import megapg
 from megapg.checkpoint.commands import app as checkpoint_app
 from megapg.demo.job import VOCABULARY, GPTRun
 from megapg.doctor.commands import app as doctor_app
@@ -28,8 +29,21 @@ app.add_typer(migrate_app)  # its commands stand beside demo
 app.add_typer(doctor_app)
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megapg {megapg.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Say the version, and no more."
+        ),
+    ] = False,
+) -> None:
     """Process groups for Megatron-core by injection instead of module globals."""
 
 

@@ -373,3 +373,9 @@ def test_a_python_too_old_or_not_there_is_refused(clone: Path, tmp_path: Path) -
     refused = run_in(clone, "make", "setup", f"PYTHON={old}")
     assert refused.returncode != 0
     assert "is Python 3.9; .venv needs 3.11 or newer" in refused.stderr
+
+
+def test_the_version_is_said() -> None:
+    command = [sys.executable, "-m", "megapg", "--version"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said == f"megapg {megapg.__version__}\n"
