@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Never, ParamSpec
 import typer
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from megapg.errors import CheckpointError, CheckpointNotFoundError
 from megapg.layout import ParallelLayout
 
 if TYPE_CHECKING:  # they import torch, which takes seconds that --help should not
+    from rich.table import Table
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from megapg.checkpoint.contents import Contents
@@ -356,6 +355,8 @@ def _sum(rows: Sequence[Mapping[str, object]], name: str) -> int:
 def _show(contents: Contents, rows: int | None) -> None:
     tensors, objects = _tensors(contents), _objects(contents)
     streams, problem = _random_streams(contents)
+    from rich.table import Table
+
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -412,6 +413,8 @@ def _list(console: Console, table: Table, total: int, rows: int | None) -> None:
 
 
 def _table(*names: str, right: Sequence[int] = ()) -> Table:
+    from rich.table import Table  # every command of megapg would pay for it
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, name in enumerate(names):
         # Names of tensors are long, and a half name is none: they wrap, and nothing else does.
@@ -446,6 +449,8 @@ def _plain(value: object) -> Text:
 @contextlib.contextmanager
 def _progress(name: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
     """A bar on the terminal while the block runs; nothing where there is no terminal."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     console = Console(stderr=True)
     with Progress(
         TextColumn("{task.description}"),
