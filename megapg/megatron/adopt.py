@@ -38,6 +38,7 @@ from megapg.comms.council import Council
 from megapg.comms.handles import Handles
 from megapg.comms.offload import How, OffloadReport, Usage
 from megapg.comms.plan import Communicator
+from megapg.comms.requests import check_waits
 from megapg.comms.rollcall import RollCall, brief
 from megapg.comms.steps import Steps, together
 from megapg.comms.teamwork import OthersFailedError
@@ -138,8 +139,7 @@ def adopt(record: Recording | None = None, *, timeout: float = 60.0) -> Adopted:
         PublishedError: inside ``published()``, where the globals show the groups of a collection.
         RendezvousError: a rank did not come, or could not adopt; every rank that came hears which.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
-        raise SessionError(f"timeout={timeout!r}: give the seconds to wait, more than 0.")
+    check_waits(timeout, None)
     module = parallel_state_module()
     if not dist.is_initialized():
         raise _nothing_to_adopt()
@@ -529,9 +529,11 @@ class Adopted:
 
     def _lose(self, doing: str, said: str) -> None:
         self._part(SessionError(f"{doing} failed: {said}"))
-        self._end(LeaseState.FAILED, f"{self._since()}, as {doing} failed")
-        self._clear({group for _, group in self._made})
-        self._destroy(abort=True)
+        try:
+            self._end(LeaseState.FAILED, f"{self._since()}, as {doing} failed")
+        finally:  # whatever a listener raises
+            self._clear({group for _, group in self._made})
+            self._destroy(abort=True)
 
     def _compare(self, steps: Steps, topic: str) -> None:
         """Go on only if all has gone well so far, on every rank."""
@@ -613,8 +615,9 @@ class Adopted:
                 council.part(interruption, timeout=self._timeout)
         abort = bool(problems) or self._state is LeaseState.FAILED
         since = self._since() + (f", after {type(error).__name__}" if error is not None else "")
-        self._end(LeaseState.CLOSED, since)
         steps = Steps()
+        with steps.attempted("lease"):
+            self._end(LeaseState.CLOSED, since)
         with steps.attempted("globals"):
             self._reset(finish=not abort)
         with steps.attempted("groups"):
