@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -53,6 +54,13 @@ def report(*arguments: object) -> dict[str, list[dict[str, object]]]:
 
 
 # --- reports --------------------------------------------------------------------------------------
+
+
+def test_the_collector_is_left_as_it_was(project: Path) -> None:
+    before = gc.isenabled(), gc.get_freeze_count()
+    run("check", project, "--from-core", "0.16")
+    run("migrate", project, "--from-core", "0.16")
+    assert (gc.isenabled(), gc.get_freeze_count()) == before
 
 
 def test_a_line_for_every_use(project: Path) -> None:

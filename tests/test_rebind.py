@@ -492,6 +492,19 @@ def test_what_is_held_elsewhere_is_told_of(change):
     assert change.over(forgotten).complete
 
 
+def test_what_is_frozen_and_held_elsewhere_is_told_of(change):
+    Elsewhere.group = change.old.dp
+    del change.core, change.old
+    gc.freeze()
+    try:
+        rebound = rebind([], change.replacements)
+    finally:
+        gc.unfreeze()
+    assert not rebound.elsewhere
+    assert rebound.unseen == ("dp",)
+    Elsewhere.group = None
+
+
 def test_what_lives_on_in_a_local_variable_is_told_of(change):
     held = change.old.tp
     del change.core

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -306,14 +307,17 @@ def _beside(report: Report) -> list[str]:
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
     """Without the search for garbage in circles: among so many nodes of syntax trees, which all
-    live until the end, it takes as long as the work itself. It does not look at them later either.
+    live until the end, it takes as long as the work itself. Nor when Python ends.
     """
     was_on = gc.isenabled()
     gc.disable()
+    atexit.register(gc.freeze)  # not now: in a process that goes on, it stays frozen
     try:
         yield
     finally:
-        gc.freeze()
+        if not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()  # and so all of it is old, and not looked through at once
         if was_on:
             gc.enable()
 

@@ -23,8 +23,8 @@ class Rebound:
         left: ``path: reason`` for every reference to an old one, or to its name, that was found
             on the way and could not be replaced.
         elsewhere: ``group: holder`` for what still holds an old one and was not on the way.
-        unseen: the old ones that live on though nothing in sight holds them: a local variable, or
-            the graph of the last step, which goes with the next.
+        unseen: the old ones that live on though nothing in sight holds them: a local variable, the
+            graph of the last step, which goes with the next, or what ``gc.freeze()`` has hidden.
         by_name: how many references were replaced, by the attribute or key that leads to them.
     """
 
