@@ -7,14 +7,11 @@ the caller initialised, groups that others made) is left as it was.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import torch.distributed as dist
 
@@ -22,7 +19,6 @@ from megapg.collection import (
     Lease,
     LeaseState,
     ProcessGroup,
-    ProcessGroupCollection,
 )
 from megapg.comms import groups as communicators_of_torch
 from megapg.comms import offload
@@ -30,8 +26,7 @@ from megapg.comms.addresses import AddressBook
 from megapg.comms.backends import backend_for
 from megapg.comms.collect import collect
 from megapg.comms.council import Council
-from megapg.comms.handles import Handles
-from megapg.comms.offload import How, OffloadReport, Usage
+from megapg.comms.offload import How, OffloadReport
 from megapg.comms.options import CommunicatorOptions
 from megapg.comms.plan import (
     Communicator,
@@ -40,29 +35,23 @@ from megapg.comms.plan import (
     every_communicator,
 )
 from megapg.comms.requests import check_kinds, check_recipe, check_waits, settings
-from megapg.comms.rollcall import RollCall, brief
-from megapg.comms.steps import Steps, together
+from megapg.comms.rollcall import RollCall
+from megapg.comms.steps import Steps
 from megapg.comms.teamwork import OthersFailedError
 from megapg.comms.world import World, adopt, found, imagine
 from megapg.errors import (
     RendezvousError,
     SessionError,
-    TeardownError,
 )
 from megapg.launch import Launch
 from megapg.layout import EmbeddingRanks, ParallelLayout
+from megapg.ownership import Owner
 from megapg.signals import NoSignals, SignalExit, listening
 
 if TYPE_CHECKING:
-    from megapg.rebind import Rebound
+    pass
 
 logger = logging.getLogger(__name__)
-
-# How long a rank whose collective failed waits for a word from the ranks that caused it. Seconds.
-_NEWS = 2.0
-
-_BeforeRelease = TypeVar("_BeforeRelease", bound=Callable[[], object])
-_OnResume = TypeVar("_OnResume", bound=Callable[[ProcessGroupCollection], object])
 
 
 class LayoutSizes(TypedDict, total=False):
@@ -229,8 +218,8 @@ def pretend(layout: ParallelLayout, rank: int, *, gloo: Collection[str] = ()) ->
         raise
 
 
-class Session:
-    """Open process groups and the duty to close them. Made by :func:`session`.
+class Session(Owner):
+    """The groups of one layout, made by :func:`session`.
 
     Attributes:
         name: as given.
@@ -251,17 +240,11 @@ class Session:
         make_world: Callable[[], World] | None = None,
         signals: NoSignals | None = None,
     ) -> None:
-        self.name, self.layout, self.generation = name, layout, 0
-        self._world, self._make_world, self._recipe = world, make_world, recipe
-        self._timeout, self._collective_timeout = timeout, collective_timeout
-        self._council: Council | None = None  # while the ranks are together
-        self._made: list[tuple[Communicator, ProcessGroup]] = []
-        self._given = Handles()
-        self._before_release: list[Callable[[], object]] = []
-        self._on_resume: list[Callable[[ProcessGroupCollection], object]] = []
-        self._way: How | None = None  # how the groups were suspended, while they are
+        super().__init__(f"session {name!r}", world, timeout, signals or NoSignals())
+        self.name, self.layout = name, layout
+        self._make_world, self._recipe = make_world, recipe
+        self._collective_timeout = collective_timeout
         self._open()
-        self._signals = signals or NoSignals()
         self._signals.when_stuck(self._leave_without_the_main_thread)
         logger.info("%s", self)
         if world.rank == layout.ranks[0]:
@@ -287,7 +270,7 @@ class Session:
         book = AddressBook(store, self._collective_timeout)
         try:
             made = self._make(generation, book)
-            lease = Lease(owner=f"session {self.name!r}", generation=generation)
+            lease = Lease(owner=self._title, generation=generation)
             groups = collect(self.layout, self._recipe, made, world, lease)
             if council is not None:
                 council.confirm(None, timeout=timeout, telling=book.mine(world.rank))
@@ -299,7 +282,7 @@ class Session:
             raise
         self.generation, self._council, self._lease = generation, council, lease
         self._made, self._state = list(made.items()), LeaseState.LIVE
-        self._groups: ProcessGroupCollection | None = groups
+        self._groups = groups
         self._given.add(self._made, groups, world.group)
 
     def _make(self, generation: int, book: AddressBook) -> dict[Communicator, ProcessGroup]:
@@ -321,35 +304,9 @@ class Session:
     # -- use ---------------------------------------------------------------------------------
 
     @property
-    def groups(self) -> ProcessGroupCollection:
-        """The frozen collection to hand to models, optimizers, schedules and checkpoints.
-
-        Raises:
-            SessionError: the session is suspended, closed, or has failed.
-        """
-        self._expect(LeaseState.LIVE, "groups")
-        assert self._groups is not None  # as long as it is live
-        return self._groups
-
-    @property
-    def state(self) -> LeaseState:
-        """Live; suspended, by :meth:`suspend`; closed; or failed, and only good for closing."""
-        return self._state
-
-    @property
-    def rank(self) -> int:
-        """This process's global rank."""
-        return self._world.rank
-
-    @property
     def owns_world(self) -> bool:
         """Whether this session made torch's WORLD, and will destroy it at its end."""
         return self._world.ours
-
-    @property
-    def closed(self) -> bool:
-        """Whether the groups have been closed."""
-        return self._state is LeaseState.CLOSED
 
     def describe(self) -> dict[str, str | int | float | bool | dict[str, list[int]]]:
         """Plain data for logs and JSON: who owns what, the timeouts, each communicator's ranks.
@@ -415,50 +372,7 @@ class Session:
             CheckpointSaveError: a background save failed, which this waits for before it destroys
                 groups, and nobody has heard of it yet. The session is suspended all the same.
         """
-        self._expect(LeaseState.LIVE, "suspend()")
-        unfinished: list[BaseException] = []
-        with self._together("suspend()") as steps:
-            with steps.timed("agree"):
-                owner = f"session {self.name!r}"
-                way = offload.agree(self._exchange, owner, how, self._refusals(), "suspend()")
-            before = Usage.of(self._concerned(way))
-            if way != "suspend":
-                unfinished = self._lease.wind_up(None)
-                if interrupted := [e for e in unfinished if not isinstance(e, Exception)]:
-                    raise interrupted[0]
-            for callback in self._before_release:
-                with steps.attempted("callbacks"):
-                    callback()
-            with steps.attempted("finish"):
-                offload.synchronize()
-            self._compare(steps, "suspend(), before the release")
-            since = f"{self._since()} by suspend()"
-            self._state, self._way = LeaseState.SUSPENDED, way
-            if way == "suspend":
-                self._lease.suspend(since)
-                with steps.attempted("suspend"):
-                    offload.suspend(self._concerned(way))
-                self._compare(steps, "suspend(), after the release")
-            else:
-                self._lease.end(since)
-                self._groups = None
-                with steps.attempted("destroy"):
-                    self._destroy(abort=False)
-                self._compare(steps, "suspend(), after the release")
-                with steps.timed("part"):
-                    self._part_well()
-                    if way == "recreate":
-                        self._world.note(self.name, away=True)
-            if way == "recreate world":
-                with steps.timed("destroy WORLD"):
-                    self._world.close(abort=False, timeout=self._timeout)
-        after = Usage.of(self._concerned(way))
-        report = offload.report(f"session {self.name!r}", "suspended", way, before, after, steps)
-        logger.info("%s", report)
-        if unfinished:
-            unfinished[0].add_note(f"session {self.name!r} is suspended all the same")
-            raise unfinished[0]
-        return report
+        return self._suspend(how, self._refusals)
 
     def resume(self) -> OffloadReport:
         """Make the groups work again, after :meth:`suspend`. Every rank calls it.
@@ -473,85 +387,7 @@ class Session:
             SessionError: the session is not suspended.
             OffloadError: as in :meth:`suspend`.
         """
-        self._expect(LeaseState.SUSPENDED, "resume()")
-        way, former = self._way, self._lease
-        assert way is not None  # while it is suspended
-        before = Usage.of(self._concerned(way))
-        with self._together("resume()") as steps:
-            if way == "suspend":
-                with steps.timed("agree"):
-                    self._exchange("resume()", "")
-                with steps.attempted("resume"):
-                    offload.resume(self._concerned(way))
-                self._compare(steps, "resume(), the groups")
-                self._lease.resume(f"{self._since()} by resume()")
-                self._state = LeaseState.LIVE
-            else:
-                if way == "recreate world":
-                    with steps.timed("make WORLD"):
-                        self._make_world_again()
-                with steps.timed("make groups"):
-                    self._world.check()
-                    self._open()
-                    self._world.note(self.name, away=False)
-                steps.problems += former.succeed(self.groups)
-            self._way = None
-            for callback in self._on_resume:
-                with steps.attempted("callbacks"):
-                    callback(self.groups)
-            self._compare(steps, "resume(), the callbacks")
-        after = Usage.of(self._concerned(way))
-        report = offload.report(f"session {self.name!r}", "resumed", way, before, after, steps)
-        logger.info("%s", report)
-        return report
-
-    def before_release(self, callback: _BeforeRelease) -> _BeforeRelease:
-        """Have :meth:`suspend` and :meth:`close` call ``callback()`` before anything is released.
-
-        For what holds on to communicators or their memory beside them: CUDA graphs, buffers
-        registered with NCCL, the buffers of expert-parallel libraries. Callbacks run in the order
-        in which they were given; this serves as a decorator, too.
-        """
-        self._before_release.append(callback)
-        return callback
-
-    def on_resume(self, callback: _OnResume) -> _OnResume:
-        """Have every :meth:`resume` call ``callback(groups)`` with the session's groups.
-
-        They are new ones after *recreate*. Callbacks run in the order in which they were given;
-        this serves as a decorator, too.
-        """
-        self._on_resume.append(callback)
-        return callback
-
-    def rebind(self, *things: object) -> Rebound:
-        """Put the current groups wherever ``things`` hold earlier ones of this session.
-
-        After a resumed *recreate*: modules, DDP wrappers, optimizers, schedules, anything that was
-        given groups or a collection. After a *suspend* there is nothing to do.
-
-        Returns:
-            Every reference that was replaced, and every one that could not be.
-
-        Raises:
-            SessionError: the session is not live.
-        """
-        from megapg.rebind import Replacements, rebind
-
-        replacements = Replacements()
-        for old, new in self._given.outdated(self._made, self.groups, self._world.group):
-            replacements.add(old, new)
-        return rebind(things, replacements)
-
-    def _together(self, doing: str) -> contextlib.AbstractContextManager[Steps]:
-        return together(f"session {self.name!r}", doing, self.rank, partial(self._lose, doing))
-
-    def _lose(self, doing: str, said: str) -> None:
-        self._part(SessionError(f"{doing} failed: {said}"))
-        try:
-            self._end(LeaseState.FAILED, f"{self._since()}, as {doing} failed")
-        finally:
-            self._destroy(abort=True)
+        return self._resume()
 
     def _refusals(self) -> dict[How, str]:
         """Way -> why this rank can't go it, or empty."""
@@ -581,20 +417,34 @@ class Session:
         described = Communicator(("WORLD",), everyone, CommunicatorOptions(), self._world.backend)
         return [*self._made, (described, world)]
 
-    def _exchange(self, topic: str, said: str) -> dict[int, str]:
-        if self._council is None:  # nobody else is there
-            return {self.rank: said}
-        return self._council.exchange(topic, said, timeout=self._timeout)
+    def _world_of_ours(self) -> ProcessGroup | None:
+        return self._world.group
 
-    def _compare(self, steps: Steps, topic: str) -> None:
-        """Go on only if all has gone well so far, on every rank."""
-        with steps.timed("agree"):
-            heard = self._exchange(topic, steps.report())
-        steps.compare(heard, self.rank)
+    def _let_go(self, way: How, steps: Steps) -> None:
+        with steps.attempted("destroy"):
+            self._destroy(abort=False)
+        self._compare(steps, "suspend(), after the release")
+        with steps.timed("part"):
+            if problems := self._part(None):
+                raise OthersFailedError(problems)
+            if way == "recreate":
+                self._world.note(self.name, away=True)
+        if way == "recreate world":
+            with steps.timed("destroy WORLD"):
+                self._world.close(abort=False, timeout=self._timeout)
 
-    def _part_well(self) -> None:
-        if problems := self._part(None):
-            raise OthersFailedError(problems)
+    def _agree_to_resume(self, way: How) -> None:
+        if way == "suspend":  # else they have parted
+            self._exchange("resume()", "")
+
+    def _make_anew(self, way: How, steps: Steps) -> None:
+        if way == "recreate world":
+            with steps.timed("make WORLD"):
+                self._make_world_again()
+        with steps.timed("make groups"):
+            self._world.check()
+            self._open()
+            self._world.note(self.name, away=False)
 
     def _make_world_again(self) -> None:
         assert self._make_world is not None  # or the ranks would not have agreed on this way
@@ -621,28 +471,7 @@ class Session:
             f"{what_now}."
         )
 
-    def _since(self) -> str:
-        return f"at {time.strftime('%H:%M:%S')} on rank {self._world.rank}"
-
     # -- the end -----------------------------------------------------------------------------
-
-    def __enter__(self) -> Self:
-        _ = self.groups  # a closed session says so here already
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-            return
-        try:
-            self._close(error)
-        except Exception as trouble:  # what the body raised matters more
-            error.add_note(f"closing session {self.name!r} failed as well: {trouble!r}")
 
     def close(self) -> None:
         """Close the groups, and WORLD if this session made it. Closing twice does nothing.
@@ -659,103 +488,30 @@ class Session:
                 heard of it yet. The groups are closed all the same, as they are when a callback of
                 :meth:`before_release` fails, whose error is raised then.
         """
-        self._close(None)
+        super().close()
 
-    def live_references(self) -> list[str]:
-        """Who still holds this session's groups or its collection, and so keeps sockets open.
-
-        One line per holder, such as ``tp+tp_cp: a mymodel.Block, as tp_group``, as far as Python's
-        garbage collector sees them. After :meth:`close` it should be empty. Slow.
-        """
-        own = {id(self), id(self._made), id(vars(self)), *(id(pair) for pair in self._made)}
-        return self._given.live_references(own)
-
-    def _close(self, error: BaseException | None) -> None:
-        if self._state is LeaseState.CLOSED:
-            return
+    def _refuse_to_close(self) -> None:
         open_here = {*communicators_of_torch.sessions_in_torch(), *self._world.away()}
-        others = sorted(open_here - {self.name})
-        if error is None and others and self._world.ours:
+        if (others := sorted(open_here - {self.name})) and self._world.ours:
             raise SessionError(
                 f"session {self.name!r} made WORLD, and {', '.join(map(repr, others))} on this "
                 "rank would lose it. Close the others first."
             )
-        with self._signals.closing():
-            self._finish(error)
 
-    def _finish(self, error: BaseException | None) -> None:
-        council, problems = self._council, dict[int, str]()
-        unfinished: list[BaseException] = []
-        with self._interruptible(unfinished):
-            if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
-                unfinished += self._lease.wind_up(error)
-        if self._state is LeaseState.LIVE:
-            for callback in self._before_release:
-                with self._interruptible(unfinished):
-                    try:
-                        callback()
-                    except Exception as problem:
-                        unfinished.append(problem)
-        with self._interruptible(unfinished):
-            problems = self._part(error or _interruption(unfinished))
-        if (interruption := _interruption(unfinished)) is not None and not problems:
-            problems = {self.rank: brief(interruption)}
-            if council is not None:  # nobody shall wait for what it was about to say
-                council.part(interruption, timeout=self._timeout)
+    def _take_leave(self, problems: Mapping[int, str], error: BaseException | None) -> None:
         if self._state is LeaseState.SUSPENDED and self._way == "recreate":
             # The others may be waiting in resume(). And where none is, each rank shall count this
             # as an attempt, or the next one would be taken for this on those that fall behind.
             gone = error or SessionError("it has closed the session")
             RollCall(self._world.store, self.name, self.rank, self.layout.ranks).decline(gone)
-        abort = bool(problems) or self._state is LeaseState.FAILED
-        if problems and error is None:
-            logger.warning(
-                "session %r: other ranks are late or not well: %s; aborting", self.name, problems
-            )
-        since = self._since() + (f", after {type(error).__name__}" if error is not None else "")
-        steps = Steps()
-        with steps.attempted("lease"):
-            self._end(LeaseState.CLOSED, since)
+        super()._take_leave(problems, error)
+
+    def _release(self, steps: Steps, news: Callable[[], None], *, abort: bool) -> None:
         with steps.attempted("groups"):
             self._destroy(abort=abort)
-        if isinstance(error, Exception) and council is not None:
-            self._add_news(error, council)
+        news()
         with steps.attempted("WORLD"):
             self._world.close(abort=abort, timeout=self._timeout)
-        if steps.problems:
-            self._state = LeaseState.FAILED  # closing it again tries the rest again
-        if (interruption := _interruption(unfinished)) is not None:
-            raise interruption
-        if steps.problems:
-            raise TeardownError(
-                f"session {self.name!r} could not be closed on rank {self.rank}: {steps.report()}",
-                [*steps.take(), *(e for e in unfinished if isinstance(e, Exception))],
-            )
-        if unfinished:
-            try:
-                raise unfinished[0]
-            finally:
-                unfinished.clear()  # as Steps.take() does, and why
-
-    @contextlib.contextmanager
-    def _interruptible(self, interruptions: list[BaseException]) -> Iterator[None]:
-        """Around a wait while closing: Ctrl-C ends the wait, and counts when all is closed."""
-        try:
-            with self._signals.heeding():
-                yield
-        except Exception:
-            raise
-        except BaseException as interruption:
-            interruptions.append(interruption)
-
-    def _add_news(self, error: Exception, council: Council) -> None:
-        """Note on the error how the others fare: it may be theirs, and torch's names no rank."""
-        of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
-        news = council.news(wait=min(self._timeout, _NEWS) if of_torch else 0.0)
-        if news:
-            lines = "; ".join(f"rank {rank}: {text}" for rank, text in list(news.items())[:8])
-            more = f"; and {len(news) - 8} more" if len(news) > 8 else ""
-            error.add_note(f"session {self.name!r}, the other ranks: {lines}{more}.")
 
     def _leave_without_the_main_thread(self, error: SignalExit) -> None:
         """What another thread can do while the main thread is stuck: tell, call off, abort."""
@@ -766,28 +522,7 @@ class Session:
         if self._world.group is not None:
             self._world.group.abort()
 
-    def _part(self, error: BaseException | None) -> dict[int, str]:
-        """Take leave of the other ranks, if we are together: rank -> what went wrong there."""
-        council, self._council = self._council, None
-        return {} if council is None else council.part(error, timeout=self._timeout)
-
     def _end(self, state: LeaseState, since: str) -> None:
-        """Nobody may use the groups from now on."""
         if self._way == "recreate":
             self._world.note(self.name, away=False)
-        self._state, self._groups, self._way = state, None, None
-        if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
-            self._lease.end(since, state)
-
-    def _destroy(self, *, abort: bool) -> None:
-        """End the communicators, and keep those that torch still knows for another attempt."""
-        made, self._made = self._made, []
-        try:
-            communicators_of_torch.end(made, abort=abort)
-        finally:
-            self._made = [pair for pair in made if communicators_of_torch.is_registered(pair[1])]
-
-
-def _interruption(errors: Iterable[BaseException]) -> BaseException | None:
-    """The first that is no ordinary error: Ctrl-C, or a request to exit."""
-    return next((error for error in errors if not isinstance(error, Exception)), None)
+        super()._end(state, since)

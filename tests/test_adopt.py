@@ -200,8 +200,10 @@ def train_through_suspensions():
         parallel_state.initialize_model_parallel(2, 2, create_gloo_process_groups=False)
         usual = train(RUN, TEXT, None)
         plain = [loss.hex() for loss in usual.losses] + [usual.weights_sha256]
-        told = []
+        told, called = [], []
         with adopt(record, timeout=60) as owner:
+            owner.before_release(lambda: called.append("release"))
+            owner.on_resume(lambda groups: called.append(groups is owner.groups))
             passed = train(RUN, TEXT, owner.groups)
             assert (passed.losses, passed.weights_sha256) == (usual.losses, usual.weights_sha256)
             training = steps_of(RUN, owner)
@@ -219,6 +221,7 @@ def train_through_suspensions():
                 assert rebound.complete, str(rebound)
             told.append(next(training))
             again = train(RUN, TEXT, None)
+    assert called == ["release", True] * RUN.steps + ["release"]
     assert (again.losses, again.weights_sha256) == (usual.losses, usual.weights_sha256)
     assert state() == FRESH
     assert len(registry()) == 1

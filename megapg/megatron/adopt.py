@@ -9,15 +9,13 @@ anew. Ownership is identity: what the globals do not hold at that moment is neve
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Self
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -35,12 +33,11 @@ from megapg.comms import offload
 from megapg.comms.addresses import AddressBook
 from megapg.comms.backends import backend_for
 from megapg.comms.council import Council
-from megapg.comms.handles import Handles
-from megapg.comms.offload import How, OffloadReport, Usage
+from megapg.comms.offload import How, OffloadReport
 from megapg.comms.plan import Communicator
 from megapg.comms.requests import check_waits
-from megapg.comms.rollcall import RollCall, brief
-from megapg.comms.steps import Steps, together
+from megapg.comms.rollcall import RollCall
+from megapg.comms.steps import Steps
 from megapg.comms.teamwork import OthersFailedError
 from megapg.comms.world import World
 from megapg.comms.world import adopt as world_of_torch
@@ -49,7 +46,6 @@ from megapg.errors import (
     PublishedError,
     RendezvousError,
     SessionError,
-    TeardownError,
     UnsupportedOffloadError,
     UnsupportedOptionError,
 )
@@ -67,9 +63,11 @@ from megapg.megatron.variables import (
     placed,
     without,
 )
+from megapg.ownership import Owner
+from megapg.signals import NoSignals
 
 if TYPE_CHECKING:
-    from megapg.rebind import Rebound
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +152,8 @@ def adopt(record: Recording | None = None, *, timeout: float = 60.0) -> Adopted:
     return owner
 
 
-class Adopted:
-    """Megatron's own groups, and the duty to close them. Made by :func:`adopt`.
+class Adopted(Owner):
+    """Megatron's own groups, taken over by :func:`adopt`.
 
     Attributes:
         arguments: those of ``initialize_model_parallel``, if they were recorded.
@@ -175,18 +173,14 @@ class Adopted:
         _refuse_owned(module, held)
         if not held:
             raise _nothing_to_adopt()
-        self.arguments, self.generation = record.arguments, 0
-        self._module, self._world, self._timeout = module, world, timeout
-        self._council: Council | None = None  # while the ranks are together
+        super().__init__(_OWNER, world, timeout, NoSignals())
+        self.arguments = record.arguments
+        self._module = module
         self._within = weakref.ref(c10d._get_default_group())
-        self._state = LeaseState.LIVE
-        self._way: How | None = None  # how the groups were suspended, while they are
         found = creations(module, held, record)
         self._made = [(creation.communicator, group) for group, creation in found.items()]
         self._creations = {creation.communicator: creation for creation in found.values()}
-        self._lease = Lease(owner=_OWNER)
-        self._groups: ProcessGroupCollection | None = _collection(module, self._made, self._lease)
-        self._given = Handles()
+        self._groups = _collection(module, self._made, self._lease)
         self._places: dict[str, object] = {}  # what the globals held, while it is suspended
 
     def _take_over(self) -> None:
@@ -223,27 +217,6 @@ class Adopted:
         return council, agreement.store
 
     # -- use ---------------------------------------------------------------------------------
-
-    @property
-    def groups(self) -> ProcessGroupCollection:
-        """The groups as a frozen collection, ready to be passed on in place of the globals.
-
-        Raises:
-            SessionError: they are suspended, closed or lost.
-        """
-        self._expect(LeaseState.LIVE, "groups")
-        assert self._groups is not None  # as long as it is live
-        return self._groups
-
-    @property
-    def state(self) -> LeaseState:
-        """Live; suspended, by :meth:`suspend`; closed; or failed, and only good for closing."""
-        return self._state
-
-    @property
-    def closed(self) -> bool:
-        """Whether the groups have been closed."""
-        return self._state is LeaseState.CLOSED
 
     @property
     def leftovers(self) -> tuple[Leftover, ...]:
@@ -292,15 +265,6 @@ class Adopted:
             "leftovers": [str(leftover) for leftover in self.leftovers],
         }
 
-    def live_references(self) -> list[str]:
-        """Who still holds these groups or their collection, and so keeps sockets open.
-
-        See :meth:`megapg.sessions.Session.live_references`. The globals are among them until
-        :meth:`close`. Slow.
-        """
-        own = {id(self), id(self._made), id(vars(self)), *(id(pair) for pair in self._made)}
-        return self._given.live_references(own)
-
     def __repr__(self) -> str:
         since = f" {self._lease.since}" if self._state is not LeaseState.LIVE else ""
         return (
@@ -332,38 +296,8 @@ class Adopted:
             CheckpointSaveError: a background save failed, which this waits for before it destroys
                 groups, and nobody has heard of it yet. The groups are suspended all the same.
         """
-        self._expect(LeaseState.LIVE, "suspend()")
-        unfinished: list[BaseException] = []
-        with self._together("suspend()") as steps:
-            with steps.timed("agree"):
-                way = offload.agree(
-                    self._exchange, _OWNER, how, self._refusals(allow_unknown), "suspend()"
-                )
-            before = Usage.of(self._made)
-            if way != "suspend":
-                unfinished = self._lease.wind_up(None)
-                if interrupted := [e for e in unfinished if not isinstance(e, Exception)]:
-                    raise interrupted[0]
-            with steps.attempted("finish"):
-                offload.synchronize()
-            self._compare(steps, "suspend(), before the release")
-            since = f"{self._since()} by suspend()"
-            self._state, self._way = LeaseState.SUSPENDED, way
-            if way == "suspend":
-                self._lease.suspend(since)
-                with steps.attempted("suspend"):
-                    offload.suspend(self._made)
-            else:
-                self._lease.end(since)
-                self._groups = None
-                with steps.attempted("destroy"):
-                    self._take_apart()
-            self._compare(steps, "suspend(), after the release")
-        report = self._report("suspended", way, before, steps)
-        if unfinished:
-            unfinished[0].add_note(f"{_OWNER}: the groups are suspended all the same")
-            raise unfinished[0]
-        return report
+        report = self._suspend(how, partial(self._refusals, allow_unknown))
+        return AdoptedReport(**vars(report), unknown=self.unknown)
 
     def resume(self) -> AdoptedReport:
         """Make the groups work again, after :meth:`suspend`. Every rank calls it.
@@ -378,41 +312,7 @@ class Adopted:
                 suspended.
             OffloadError: as in :meth:`suspend`.
         """
-        self._expect(LeaseState.SUSPENDED, "resume()")
-        way, former = self._way, self._lease
-        assert way is not None  # while it is suspended
-        before = Usage.of(self._made)
-        with self._together("resume()") as steps:
-            with steps.timed("agree"):
-                self._agree_to_resume()
-            if way == "suspend":
-                with steps.attempted("resume"):
-                    offload.resume(self._made)
-                self._compare(steps, "resume(), the groups")
-                self._lease.resume(f"{self._since()} by resume()")
-            else:
-                with steps.timed("make groups"):
-                    self._groups = self._make_anew()
-                steps.problems += former.succeed(self._groups)
-                self._compare(steps, "resume(), the groups")
-            self._state, self._way = LeaseState.LIVE, None
-        return self._report("resumed", way, before, steps)
-
-    def rebind(self, *things: object) -> Rebound:
-        """Put the current groups wherever ``things`` hold earlier ones that were adopted here.
-
-        As :meth:`megapg.sessions.Session.rebind`: for models, optimizers, anything that took groups
-        from the globals before a *recreate*.
-
-        Raises:
-            SessionError: the groups are not live.
-        """
-        from megapg.rebind import Replacements, rebind
-
-        replacements = Replacements()
-        for old, new in self._given.outdated(self._made, self.groups, None):
-            replacements.add(old, new)
-        return rebind(things, replacements)
+        return AdoptedReport(**vars(self._resume()), unknown=self.unknown)
 
     def _refusals(self, allow_unknown: bool) -> dict[How, str]:
         """Way -> why this rank can't go it, or empty."""
@@ -448,7 +348,7 @@ class Adopted:
             "or have the defaults with allow_unknown=True"
         )
 
-    def _agree_to_resume(self) -> None:
+    def _agree_to_resume(self, way: How) -> None:
         heard = self._exchange("resume()", self._in_the_way())
         if reasons := [f"rank {rank}: {text}" for rank, text in heard.items() if text]:
             raise UnsupportedOffloadError(
@@ -468,6 +368,14 @@ class Adopted:
                 )
         return ""
 
+    def _concerned(self, way: How) -> list[tuple[Communicator, ProcessGroup]]:
+        return self._made
+
+    def _let_go(self, way: How, steps: Steps) -> None:
+        with steps.attempted("destroy"):
+            self._take_apart()
+        self._compare(steps, "suspend(), after the release")
+
     def _take_apart(self) -> None:
         """Destroy the groups, and keep all that making them anew takes, but nothing of them."""
         for communicator, group in self._made:
@@ -476,11 +384,14 @@ class Adopted:
             self._creations[communicator] = replace(known, timeout=timeout)
         ours = {group: communicator for communicator, group in self._made}
         self._places = {n: lifted(value, ours) for n, value in holding(self._module, ours).items()}
-        self._clear(ours)
         del ours, group
         self._destroy(abort=False)
 
-    def _make_anew(self) -> ProcessGroupCollection:
+    def _make_anew(self, way: How, steps: Steps) -> None:
+        with steps.timed("make groups"):
+            self._make_and_place()
+
+    def _make_and_place(self) -> None:
         """Make the groups as they were, together with all ranks, and put them into the globals."""
         if problems := self._part(None):
             raise OthersFailedError(problems)
@@ -513,68 +424,20 @@ class Adopted:
         vars(self._module).update({n: placed(value, serving) for n, value in self._places.items()})
         self._places = {}
         self._lease = Lease(_OWNER, self.generation)
-        groups = _collection(self._module, self._made, self._lease)
-        self._given.add(self._made, groups, None)
-        return groups
-
-    def _report(self, action: str, way: How, before: Usage, steps: Steps) -> AdoptedReport:
-        report = offload.report(_OWNER, action, way, before, Usage.of(self._made), steps)
-        logger.info("%s", report)
-        return AdoptedReport(**vars(report), unknown=self.unknown)
-
-    # -- together ----------------------------------------------------------------------------
-
-    def _together(self, doing: str) -> contextlib.AbstractContextManager[Steps]:
-        return together(_OWNER, doing, self._world.rank, partial(self._lose, doing))
-
-    def _lose(self, doing: str, said: str) -> None:
-        self._part(SessionError(f"{doing} failed: {said}"))
-        try:
-            self._end(LeaseState.FAILED, f"{self._since()}, as {doing} failed")
-        finally:  # whatever a listener raises
-            self._clear({group for _, group in self._made})
-            self._destroy(abort=True)
-
-    def _compare(self, steps: Steps, topic: str) -> None:
-        """Go on only if all has gone well so far, on every rank."""
-        with steps.timed("agree"):
-            heard = self._exchange(topic, steps.report())
-        steps.compare(heard, self._world.rank)
-
-    def _exchange(self, topic: str, said: str) -> dict[int, str]:
-        if self._council is None:  # nobody else is there
-            return {self._world.rank: said}
-        return self._council.exchange(topic, said, timeout=self._timeout)
+        self._groups = _collection(self._module, self._made, self._lease)
+        self._given.add(self._made, self._groups, None)
 
     def _part(self, error: BaseException | None) -> dict[int, str]:
         """Take leave of the other ranks, if we are together: rank -> what went wrong there."""
-        council, self._council = self._council, None
-        if council is None:
-            return {}
-        if not self._in_its_world:  # all groups have ended, so there is nobody to wait for
-            council.part(error or SessionError("WORLD was destroyed"), timeout=self._timeout)
-            return {}
-        return council.part(error, timeout=self._timeout)
+        council = self._council
+        if council is None or self._in_its_world:
+            return super()._part(error)
+        # All groups have ended, so there is nobody to wait for.
+        self._council = None
+        council.part(error or SessionError("WORLD was destroyed"), timeout=self._timeout)
+        return {}
 
     # -- the end -----------------------------------------------------------------------------
-
-    def __enter__(self) -> Self:
-        _ = self.groups  # closed ones say so here already
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-            return
-        try:
-            self._close(error)
-        except Exception as trouble:  # what the body raised matters more
-            error.add_note(f"closing {_OWNER} failed as well: {trouble!r}")
 
     def close(self) -> None:
         """Destroy the groups and reset the globals; in place of ``destroy_model_parallel``.
@@ -593,49 +456,14 @@ class Adopted:
             CheckpointSaveError: a background save failed, which this waits for, and nobody has
                 heard of it yet. The groups are closed all the same.
         """
-        self._close(None)
+        super().close()
 
-    def _close(self, error: BaseException | None) -> None:
-        if self.closed:
-            return
-        if error is None and (published := _published(self._module)):
+    def _refuse_to_close(self) -> None:
+        if published := _published(self._module):
             raise PublishedError(f"close() of {_OWNER}: {published}.")
-        in_use = self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED)
-        unfinished = self._lease.wind_up(error) if in_use else []
-        interrupted = [e for e in unfinished if not isinstance(e, Exception)]
-        council = self._council
-        try:
-            problems = self._part(error or next(iter(interrupted), None))
-        except Exception:
-            raise
-        except BaseException as interruption:  # it ends the wait, and counts when all is closed
-            interrupted.append(interruption)
-            problems = {self._world.rank: brief(interruption)}
-            if council is not None:  # nobody shall wait for what this rank was about to say
-                council.part(interruption, timeout=self._timeout)
-        abort = bool(problems) or self._state is LeaseState.FAILED
-        since = self._since() + (f", after {type(error).__name__}" if error is not None else "")
-        steps = Steps()
-        with steps.attempted("lease"):
-            self._end(LeaseState.CLOSED, since)
-        with steps.attempted("globals"):
-            self._reset(finish=not abort)
-        with steps.attempted("groups"):
-            self._destroy(abort=abort)
-        if steps.problems:
-            self._state = LeaseState.FAILED  # closing it again tries the rest again
-        if interrupted:
-            raise interrupted[0]
-        if steps.problems:
-            raise TeardownError(
-                f"{_OWNER}: could not be closed on rank {self._world.rank}: {steps.report()}",
-                [*steps.take(), *(e for e in unfinished if isinstance(e, Exception))],
-            )
-        if unfinished:
-            try:
-                raise unfinished[0]
-            finally:
-                unfinished.clear()  # as Steps.take() does, and why
+
+    def _finish(self, error: BaseException | None) -> dict[int, str]:
+        problems = super()._finish(error)
         if problems and error is None:
             lines = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
             raise RendezvousError(
@@ -643,12 +471,14 @@ class Adopted:
                 f"order: {lines}. Look at the logs of those ranks.",
                 sorted(problems),
             )
+        return problems
 
-    def _end(self, state: LeaseState, since: str) -> None:
-        """Nobody may use the groups from now on."""
-        self._state, self._groups, self._way = state, None, None
-        if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
-            self._lease.end(since, state)
+    def _release(self, steps: Steps, news: Callable[[], None], *, abort: bool) -> None:
+        with steps.attempted("globals"):
+            self._reset(finish=not abort)
+        with steps.attempted("groups"):
+            self._destroy(abort=abort)
+        news()
 
     def _reset(self, *, finish: bool) -> None:
         """Make the globals what they are after an import, as far as they are ours."""
@@ -670,12 +500,10 @@ class Adopted:
         vars(self._module).update({name: value or fresh.get(name) for name, value in left.items()})
 
     def _destroy(self, *, abort: bool) -> None:
-        """End the communicators, and keep those that torch still knows for another attempt."""
-        made, self._made = self._made, []
         try:
-            communicators_of_torch.end(made, abort=abort)
+            self._clear({group for _, group in self._made})
         finally:
-            self._made = [pair for pair in made if communicators_of_torch.is_registered(pair[1])]
+            super()._destroy(abort=abort)
 
     # -- its state ---------------------------------------------------------------------------
 
@@ -695,9 +523,6 @@ class Adopted:
             raise SessionError(f"{doing} needs {state.value} groups; {self!r}: {what_now}.")
         if not self._in_its_world:
             raise SessionError(f"{doing}: WORLD was destroyed, and {self!r} with it: close().")
-
-    def _since(self) -> str:
-        return f"at {time.strftime('%H:%M:%S')} on rank {self._world.rank}"
 
 
 def _collection(
