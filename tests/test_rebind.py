@@ -475,6 +475,11 @@ def test_what_is_held_elsewhere_is_told_of(change):
     del change.core  # holds old groups, too
     model, forgotten = Plain(group=old.tp), Plain(group=old.tp, pg=old)
     Elsewhere.group = old.dp
+    shared = old.cp
+
+    def hook():
+        return shared
+
     garbage = Plain(group=old.tp)
     garbage.itself = garbage
     gc.collect()
@@ -483,12 +488,13 @@ def test_what_is_held_elsewhere_is_told_of(change):
     assert model.group is new.tp
     here = __name__
     assert sorted(rebound.elsewhere) == [
+        f"cp: the closure of {here}.{hook.__qualname__}, as shared",
         f"dp: {here}.Elsewhere, as group",
         f"the collection: a {here}.Plain, as pg",
         f"tp: a {here}.Plain, as group",
     ]
-    assert "held elsewhere: 3" in str(rebound)
-    Elsewhere.group = None
+    assert "held elsewhere: 4" in str(rebound)
+    Elsewhere.group = shared = None
     assert change.over(forgotten).complete
 
 
@@ -514,7 +520,7 @@ def test_what_lives_on_in_a_local_variable_is_told_of(change):
     assert model.group is change.new.tp
     assert rebound.complete
     assert rebound.unseen == ("tp",)
-    assert str(rebound).endswith("\nheld by nothing in sight, yet alive: tp")
+    assert str(rebound).endswith(" yet alive: tp")
     del held
     assert not rebind([], change.replacements).unseen
 

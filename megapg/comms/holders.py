@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from types import FrameType, ModuleType
+from types import CellType, FrameType, FunctionType, ModuleType
 
 from torch.distributed import distributed_c10d as c10d
 
@@ -26,6 +26,8 @@ def holders(target: object, known: set[int]) -> Iterator[str]:
         if isinstance(holder, dict):
             owner = next((o for o in gc.get_referrers(holder) if _is_dict_of(holder, o)), None)
             yield _attribute(owner, names) if owner is not None else f"a dict, under {names}"
+        elif isinstance(holder, CellType):
+            yield _closure(holder)
         else:
             yield _attribute(holder, names) if names else f"a {_kind(holder)}"
 
@@ -57,6 +59,15 @@ def _attribute(owner: object, names: str) -> str:
     elif isinstance(owner, type):
         name = f"{owner.__module__}.{owner.__qualname__}"
     return f"{name}, as {names}"
+
+
+def _closure(cell: CellType) -> str:
+    for closure in gc.get_referrers(cell):
+        for function in gc.get_referrers(closure) if isinstance(closure, tuple) else ():
+            if isinstance(function, FunctionType) and id(function.__closure__) == id(closure):
+                name = function.__code__.co_freevars[closure.index(cell)]
+                return f"the closure of {function.__module__}.{function.__qualname__}, as {name}"
+    return "a local variable that functions share"
 
 
 def _kind(thing: object) -> str:

@@ -49,7 +49,10 @@ class Rebound:
             if found:
                 lines += [f"{what}: {len(found)}", *(f"  {line}" for line in found)]
         if self.unseen:
-            lines.append(f"held by nothing in sight, yet alive: {', '.join(self.unseen)}")
+            lines.append(
+                "held by nothing in sight, such as a local variable or the last step's graph, "
+                f"yet alive: {', '.join(self.unseen)}"
+            )
         return "\n".join(lines)
 
 
