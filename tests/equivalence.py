@@ -23,7 +23,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
@@ -284,8 +284,11 @@ def prove() -> Tally:
             for rank in range(grid.world_size):
                 with megatron(rank, grid.world_size):
                     grid.initialize_megatron(**more)
-                    beyond = (grid, more) in BEYOND
-                    _of_globals(tally, asking, f"{grid} {more} rank {rank}", beyond=beyond)
+                    where, beyond = f"{grid} {more} rank {rank}", (grid, more) in BEYOND
+                    expected = _of_globals(tally, asking, where, beyond=beyond)
+                    if not beyond:
+                        _of_their_groups(tally, expected, where)
+                    _of_several(tally, asking, where)
     with megatron(5, 16):
         Configuration(world_size=16, tp=4, pp=4).initialize_megatron()
         for name in list(vars(parallel_state)):
@@ -341,6 +344,17 @@ def _of_their_groups(tally: Tally, expected: Mapping[Question, object], where: s
         if question.written.takes is Takes.JOB and all(hasattr(view, name) for name in needs):
             pg = ProcessGroupCollection.from_groups(**{name: getattr(view, name) for name in needs})
             tally.compare(question, "their groups", where, answer, asked(question.ours, pg))
+
+
+def _of_several(tally: Tally, asking: Sequence[Question], where: str) -> None:
+    """Compare what is written for code that can do with a list with what the getter gives."""
+    for question in asking:
+        written = replacement(question.name, (), [MINOR], or_several=True)
+        if question.written != written and question.text.endswith("()"):
+            assert isinstance(written, Replacement)
+            ours = compile(written.expression, "ours", "eval")
+            answer, got = asked(question.theirs), asked(ours, GlobalGroups())
+            tally.compare(replace(question, written=written), "or several", where, answer, got)
 
 
 def _of_globals(

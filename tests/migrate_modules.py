@@ -629,6 +629,32 @@ def «O»(a):
     ),
     _unit(
         """
+def «N»(a):
+    return (a, «e»)
+
+def «M»(a, how, model=None):
+    if how == 1:
+        f = «N»
+    elif how == 2:
+        def f(**given): return «N»(**given)
+    else:
+        f = «N» if how else len
+    g = «N»
+    return (f(a=a), [f(a=g(x)) for x in (a, 1)], (lambda: g(a))(), «e»)
+
+def «O»(a, how):
+    f = (
+        «N»  # as it is
+    )
+    h = «N»
+    return («M»(a, how), f(a), apply(h, a), «e»)
+""",
+        "«M»(«i», 1)",
+        "«M»(«i», 2, None)",
+        "«O»(«i», 3)",
+    ),
+    _unit(
+        """
 @wrapping
 def «N»(a, b=2):
     return (a, b, «e»)

@@ -22,6 +22,7 @@ from megapg.megatron import (
     core_version,
     from_megatron,
     from_parallel_state,
+    groups_of,
     parallel_state,
     published,
     schedule_collection,
@@ -96,6 +97,17 @@ def test_to_megatron_holds_exactly_the_present_fields(pg):
     assert set(back.present()) == set(pg.present()) & declared
     core.dp = None  # a core sets None where it means nothing: absent here
     assert not hasattr(from_megatron(core), "dp")
+
+
+def test_a_collection_of_the_core_from_before_there_were_groups_holds_nothing(pg):
+    core = to_megatron(ProcessGroupCollection.from_groups(embd=None, pos_embd=None))
+    core.pp = None
+    assert from_megatron(core).present() == ()  # that embd is None says nothing
+    with published(pg):
+        model = SimpleNamespace(pg_collection=core)
+        assert groups_of(model, "embd").embd is parallel_state.get_embedding_group()
+    core.pp = pg.pp
+    assert from_megatron(core).embd is None
 
 
 def test_hierarchical_groups_are_a_list_for_the_core():

@@ -428,6 +428,50 @@ def test_the_pipelines_of_a_rank_in_several_are_not_none():
         assert not getters.is_pipeline_last_stage(view, ignore_virtual=True)
 
 
+def test_code_that_can_do_with_a_list_gets_each_of_several_pipelines():
+    ask = {
+        "pipeline_or_pipelines": "get_pipeline_model_parallel_group",
+        "pipeline_next_rank_or_ranks": "get_pipeline_model_parallel_next_rank",
+        "pipeline_prev_rank_or_ranks": "get_pipeline_model_parallel_prev_rank",
+        "pipeline_last_rank_or_ranks": "get_pipeline_model_parallel_last_rank",
+    }
+    with megatron(5, 8):
+        Configuration(world_size=8, pp=2).initialize_megatron()
+        view, one = GlobalGroups(), parallel_state.get_pipeline_model_parallel_group()
+        own = ProcessGroupCollection.from_groups(pp=dist.new_group([2, 5, 7]))
+        for ours, theirs in ask.items():
+            assert getattr(getters, ours)(view) == getattr(parallel_state, theirs)()
+        other = dist.new_group([3, 5])
+        parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = [one, other]
+        assert [getattr(getters, ours)(view) for ours in ask] == [
+            [one, other],
+            [1, 3],
+            [1, 3],
+            [5, 5],
+        ]
+        # Another collection has one pipeline, whatever the globals have.
+        assert [getattr(getters, ours)(own) for ours in ask] == [own.pp, 7, 2, 7]
+
+
+def test_groups_that_are_the_globals_are_split_as_theirs():
+    with megatron(5, 8):
+        Configuration(world_size=8, pp=4).initialize_megatron()
+        theirs = ProcessGroupCollection.from_groups(pp=GlobalGroups().pp)
+        own = ProcessGroupCollection.from_groups(pp=dist.new_group([1, 3, 5, 7]))
+        for name in (
+            "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK",
+            "_PIPELINE_MODEL_PARALLEL_DECODER_START",
+        ):
+            setattr(parallel_state, name, 3)  # undone with the rest
+        asked = (
+            *(getters.pipeline_split_rank, getters.pipeline_decoder_start),
+            *(getters.is_pipeline_stage_after_split, getters.is_inside_decoder),
+        )
+        assert [ask(GlobalGroups()) for ask in asked] == [3, 3, False, False]
+        assert [ask(theirs) for ask in asked] == [3, 3, False, False]
+        assert [ask(own) for ask in asked] == [None, None, True, True]
+
+
 def test_rank_and_size_are_those_in_each_of_several_pipelines():
     with megatron(5, 8):
         Configuration(world_size=8, pp=2).initialize_megatron()

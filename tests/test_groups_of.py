@@ -87,7 +87,7 @@ def here():
 # -- real models -----------------------------------------------------------------------------------
 
 
-def build_gpt(pg):
+def build_gpt(pg, **options):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -105,8 +105,10 @@ def build_gpt(pg):
         tensor_model_parallel_size=2,
         bf16=True,
         params_dtype=torch.bfloat16,
+        **options,
     )
-    return GPTModel(config, get_gpt_layer_local_spec(), 32, max_sequence_length=8, pg_collection=pg)
+    spec = get_gpt_layer_local_spec(options.get("num_moe_experts"))
+    return GPTModel(config, spec, 32, max_sequence_length=8, pg_collection=pg)
 
 
 def wrap(model, pg):
@@ -156,6 +158,42 @@ def test_a_model_on_a_session_gives_the_sessions_collection(pg):
             assert groups_of(it) is pg, name
             assert groups_of(it, "tp", "dp_cp", "hcp") is pg, name
         assert groups_of(model, "tp").rank("tp") == 1
+
+
+@needs_injection
+def test_what_keeps_single_groups_gives_these():
+    sizes = {"tp": 2, "ep": 4, "expt_tp": 1}
+    with fake_collection(**sizes, world_size=8, rank=3) as pg, megatron_on_cpu(), no_globals():
+        of_experts = {
+            "num_moe_experts": 4,
+            "expert_model_parallel_size": 4,
+            "expert_tensor_parallel_size": 1,
+            "sequence_parallel": True,
+            "add_bias_linear": False,
+        }
+        model = build_gpt(pg, **of_experts)
+        of = {type(each).__name__: each for each in model.modules()}
+        for name, needs in {
+            "SequentialMLP": ("ep", "expt_tp", "expt_dp"),
+            "MoELayer": ("ep", "tp"),
+            "TopKRouter": ("tp", "cp", "tp_cp", "tp_dp_cp"),
+        }.items():
+            inner = of[name]
+            assert "pg_collection" not in vars(inner)
+            found = groups_of(inner, *needs)
+            assert all(getattr(found, field) is getattr(pg, field) for field in needs), name
+            # A class made of the core's, as tools make them of a module that is there.
+            inner.__class__ = type(f"Mine{name}", (inner.__class__,), {})
+            assert getattr(groups_of(inner, needs[0]), needs[0]) is getattr(pg, needs[0])
+            assert groups_of(Holder(inner), *needs).rank(needs[0]) == pg.rank(needs[0])
+        for inner, field in ((of["SequentialMLP"], "tp"), (of["ColumnParallelLinear"], "tp")):
+            with pytest.raises(MissingGlobalGroupError, match="no such group"):
+                _ = groups_of(inner, field).tp
+        with pytest.raises(MissingGlobalGroupError, match="but one without dp"):
+            _ = groups_of(of["SequentialMLP"], "ep", "dp").ep
+        of["SequentialMLP"].dp_group = None  # of what was built before there were groups
+        with pytest.raises(MissingGlobalGroupError, match="but one without expt_dp"):
+            _ = groups_of(of["SequentialMLP"], "ep", "expt_dp").ep
 
 
 @needs_injection

@@ -1428,6 +1428,131 @@ THREADED = sections(r"""
 +    loop(partial(step, scale=2, pg_collection=megapg.groups_of(model, "tp")))
 ??? threaded
 
+=== a function that is called by another name
+@@ a.py
+ import torch
+-from megatron.core import mpu
++import functools
++import megapg
+
+
+ def _plain(x):
+     return x
+
+
+-def _sent(x):
+-    return x * mpu.PP_RANK()
++def _sent(x, *, pg_collection=None):
++    return x * megapg.resolve(pg_collection).rank("pp")
+
+
+-def send(x, config):
++def send(x, config, *, pg_collection=None):
+     if config.rings:
+
+         def func(**kwargs):
+             torch.ring(**kwargs)
+
+     elif config.batched:
+         func = _plain
+     else:
+-        func = _sent
++        func = functools.partial(_sent, pg_collection=pg_collection)
+     return [func(x=each) for each in x]
+
+
+ def step(model, x, config):
+-    return send(x, config)
++    return send(x, config, pg_collection=megapg.groups_of(model, "pp"))
+??? threaded
+
+=== a function that one of two branches of an expression gives another name
+@@ a.py
+ from functools import partial
+-from megatron.core import mpu
++import megapg
+
+
+ def _plain(x):
+     return x
+
+
+-def _sent(x):
+-    return x * mpu.PP_RANK()
++def _sent(x, *, pg_collection=None):
++    return x * megapg.resolve(pg_collection).rank("pp")
+
+
+ class Layer:
+     def __init__(self, pg_collection):
+         self.pg_collection = pg_collection
+
+     def send(self, x, config):
+-        func = _plain if config.batched else _sent
++        func = _plain if config.batched else partial(_sent, pg_collection=megapg.groups_of(self, "pp"))
+         later = lambda: func(x)
+         return later() + func(x)
+??? threaded
+
+=== a function that is more than called by another name
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+-def _sent(x=0):
+-    return x * mpu.PP_RANK()
++def _sent(x=0, *, pg_collection=None):
++    return x * megapg.resolve(pg_collection).rank("pp")
+
+
+ def handed_on(model, run):
+     func = _sent
+     func()
+     return run(func)
+
+
+ def compared(model, other):
+     func = _sent
+     return func is other or func()
+
+
+ def never_called(model):
+     func = _sent
+
+
+ def kept(model, self):
+     self.func = _sent
+     return self.func()
+
+
+ def said_as_well(model, pp_group):
+     func = _sent
+     return func(pp_group=pp_group)
+
+
+ def whatever(model, **more):
+     func = _sent
+     return func(**more)
+
+
+ def of_everybody(model):
+     global func
+     func = _sent
+     return func()
+
+
+ def seen(model):
+     func = _sent
+     return func(), locals()
+
+
+ def of_another_model(model, models):
+     func = _sent
+     for model in models:
+         func()
+??? resolved
+
 === a constructor keeps it behind its docstring
 @@ a.py
 -from megatron.core import mpu
@@ -2186,6 +2311,54 @@ LOOKED_UP = sections(r"""
 +    pg = megapg.groups_of(model, "tp")
 +    callee(pg.tp, pg_collection=pg)
 +    callee(pg.tp, pg_collection=pg)
+
+=== what all reads can't share parts of them do
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+-def conditional_first(x):
+-    if x and mpu.TP_RANK():
+-        x = mpu.TP_SIZE()
+-        x = x + mpu.TP_RANK()
+-    print(mpu.DP_RANK(), mpu.TP_RANK())
+-    return mpu.PP_RANK()
++def conditional_first(x, *, pg_collection=None):
++    if x and megapg.resolve(pg_collection).rank("tp"):
++        pg = megapg.resolve(pg_collection)
++        x = pg.size("tp")
++        x = x + pg.rank("tp")
++    pg = megapg.resolve(pg_collection)
++    print(pg.rank("dp"), pg.rank("tp"))
++    return pg.rank("pp")
+
+
+-def branches(x):
++def branches(x, *, pg_collection=None):
+     if x:
+-        return mpu.TP_RANK() + mpu.TP_SIZE()
++        pg = megapg.resolve(pg_collection)
++        return pg.rank("tp") + pg.size("tp")
+     elif x is None:
+         for _ in range(2):
+-            x = mpu.DP_RANK(), mpu.DP_SIZE()
++            pg = megapg.resolve(pg_collection)
++            x = pg.rank("dp"), pg.size("dp")
+         return x
+-    return mpu.PP_RANK()
++    return megapg.resolve(pg_collection).rank("pp")
+
+
+ def of_a_model(model, x):
+     if x:
+-        x = mpu.DP_RANK()
+-        x = mpu.TP_RANK() + mpu.TP_SIZE()
+-    return [x and mpu.TP_RANK()]
++        x = megapg.groups_of(model, "dp").rank("dp")
++        pg = megapg.groups_of(model, "tp")
++        x = pg.rank("tp") + pg.size("tp")
++    return [x and megapg.groups_of(model, "tp").rank("tp")]
 """)
 
 
@@ -2226,6 +2399,130 @@ WHOSE = sections(r"""
 -            yield mpu.TP_RANK()
 +            yield megapg.groups_of(model, "tp").rank("tp")
 ??? model model model model
+
+=== a constructor asks the model that it, or what it is made of, has made by then
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+-def warm_up(x):
+-    return mpu.TP_RANK()
++def warm_up(x, *, pg_collection=None):
++    return megapg.resolve(pg_collection).rank("tp")
+
+
+ class Base:
+-    def __init__(self, build):
+-        self.early = mpu.TP_RANK()
++    def __init__(self, build, *, pg_collection=None):
++        self.pg_collection = pg_collection
++        self.early = megapg.resolve(pg_collection).rank("tp")
+         self.prepare(build)
+-        warm_up(1)
++        warm_up(1, pg_collection=megapg.groups_of(self, "tp"))
+
+     def prepare(self, build):
+         self.unwrapped_models = build()
+
+
+ class Trainer(Base):
+-    def __init__(self, build):
+-        warm_up(0)
+-        super().__init__(build)
+-        self.group = mpu.DP_GROUP()
++    def __init__(self, build, *, pg_collection=None):
++        self.pg_collection = pg_collection
++        warm_up(0, pg_collection=pg_collection)
++        super().__init__(build, pg_collection=pg_collection)
++        self.group = megapg.groups_of(self, "dp").dp
+
+     def prepare(self, build):
+         print(build)
+         super().prepare(build)
+
+
+ class Other(Base):
+-    def __init__(self, build):
+-        super().__init__(build)
+-        self.group = mpu.DP_GROUP()
++    def __init__(self, build, *, pg_collection=None):
++        self.pg_collection = pg_collection
++        super().__init__(build, pg_collection=pg_collection)
++        self.group = megapg.groups_of(self, "dp").dp
+
+     def prepare(self, build):
+         if build:
+             super().prepare(build)
+
+
+ class Named:
+-    def __init__(self, build):
++    def __init__(self, build, *, pg_collection=None):
++        self.pg_collection = pg_collection
+         self.model = None
+-        self.group = mpu.DP_GROUP()
++        self.group = megapg.resolve(pg_collection).dp
+         self.model = build()
+-        self.rank = mpu.TP_RANK()
++        self.rank = megapg.groups_of(self, "tp").rank("tp")
+
+
+ class Pipeline:
+     def run(self, build):
+         self.model = build()
+-        return Trainer(build), Other(build), Named(build)
++        return Trainer(build, pg_collection=megapg.groups_of(self, "dp", "tp")), Other(build, pg_collection=megapg.groups_of(self, "dp", "tp")), Named(build, pg_collection=megapg.groups_of(self, "dp", "tp"))
+
+=== a strategy of Lightning has its model as a property
+@@ a.py
+ import pytorch_lightning as pl
+ from lightning.fabric.strategies import DDPStrategy as Fabric
+ from lightning.pytorch.strategies import DDPStrategy
+ from megatron.core import mpu
++import megapg
++from megapg.megatron import getters
+
+
+ def make_groups(tp):
+     mpu.initialize_model_parallel(tp)
+
+
+ class Strategy(DDPStrategy):
+     def setup_environment(self):
+-        if not mpu.model_parallel_is_initialized():
++        if not getters.model_parallel_is_initialized(None):
+             make_groups(2)
+-        self.kwargs["process_group"] = mpu.DP_GROUP()
++        pg = megapg.groups_of(self.model, "dp", "tp")
++        self.kwargs["process_group"] = pg.dp
+-        return mpu.TP_GROUP(), mpu.TP_RANK()
++        return pg.tp, pg.rank("tp")
+
+     def wrap(self, wrapper):
+-        print(mpu.DP_GROUP())
++        print(megapg.groups_of(self.model, "dp").dp)
+         self._model = wrapper(self.model)
+-        return mpu.DP_GROUP()
++        return megapg.groups_of(self.model, "dp").dp
+
+     def is_up(self, model):
+-        return mpu.model_parallel_is_initialized(), mpu.TP_RANK()
++        pg = megapg.groups_of(model, "dp", "pp", "tp")
++        return getters.model_parallel_is_initialized(pg), pg.rank("tp")
+
+
+ class Sharded(pl.strategies.FSDPStrategy):
+     def rank(self):
+-        return mpu.TP_RANK()
++        return megapg.groups_of(self.model, "tp").rank("tp")
+
+
+ class Plain(Fabric):
+     def rank(self):
+-        return mpu.TP_RANK()
++        return megapg.resolve(None).rank("tp")
+!!! lifecycle
 
 === and before a module of the project's own
 @@ a.py
@@ -2388,6 +2685,49 @@ WHOSE = sections(r"""
 @pytest.mark.parametrize("name", WHOSE)
 def test_whose(tmp_path: Path, name: str) -> None:
     check(tmp_path, WHOSE[name])
+
+
+def test_no_constructor_takes_what_stood_in_for_groups(tmp_path: Path) -> None:
+    """Who starts a trainer may have been passed nothing, and so passes on what stands in."""
+    after = one(
+        """\
+from megatron.core import mpu
+
+
+class Base:
+    def __init__(self, build):
+        self.prepare(build)
+
+    def prepare(self, build):
+        self.unwrapped_models = build()
+
+
+class Trainer(Base):
+    def __init__(self, build):
+        super().__init__(build)
+        self.group = mpu.DP_GROUP()
+
+
+class Pipeline:
+    def __init__(self, model):
+        self.model = model
+
+    def run(self, build):
+        return Trainer(build)
+""",
+        tmp_path,
+    )
+    made: dict[str, type] = {}
+    exec(compile(after, "a.py", "exec"), made)
+    with fake_collection(tp=2, world_size=4, rank=1) as pg:
+
+        class Model:
+            pg_collection = pg
+
+        other = megapg.ProcessGroupCollection.from_groups(dp=pg.tp)
+        assert made["Pipeline"]("of something else").run(lambda: [Model()]).group is pg.dp
+        assert made["Trainer"](lambda: [Model()], pg_collection=other).group is pg.tp
+        assert made["Trainer"](list, pg_collection=other).group is pg.tp
 
 
 def test_a_star_hides_no_builtin(tmp_path: Path) -> None:
@@ -4063,6 +4403,110 @@ FLIPS = [
     ("get_expert_data_parallel_group(True)", (18, 19), "version"),
     ("get_data_modulo_expert_parallel_group()", (8,), "no-field"),
 ]
+
+
+def test_what_is_called_by_another_name_works_with_what_its_caller_was_passed(
+    tmp_path: Path,
+) -> None:
+    _, after = executed(
+        tmp_path,
+        """
+from megatron.core import mpu
+
+
+def _sent(x):
+    return x, mpu.PP_RANK()
+
+
+def send(config, model=None):
+    if config:
+        func = _sent
+    else:
+        func = print
+    return mpu.PP_RANK(), func(x=1)
+
+
+def send_all(config):
+    func = _sent if config else print
+    return mpu.PP_RANK(), [func(x=each) for each in range(2)]
+""",
+    )
+    with fake_collection(tp=2, pp=4, rank=5) as pg, megapg.published(pg):
+        assert (pg.rank("tp"), pg.rank("pp")) == (1, 2)
+
+        class Model:
+            pg_collection = megapg.ProcessGroupCollection.from_groups(pp=pg.tp)
+
+        given = {"pg_collection": Model.pg_collection}
+        assert after["send"](True, Model) == (1, (1, 1))
+        assert after["send_all"](True, **given) == (1, [(0, 1), (1, 1)])
+        with pytest.warns(GlobalGroupsWarning):
+            assert after["send_all"](True) == (2, [(0, 2), (1, 2)])
+
+
+def test_code_that_asks_for_a_list_of_pipelines_gets_one(tmp_path: Path) -> None:
+    check(
+        tmp_path,
+        """
+@@ a.py
+-from megatron.core import mpu
++import megapg
++from megapg.megatron import getters
+
+
+ def send(model):
+-    group = mpu.get_pipeline_model_parallel_group()
+-    rank = mpu.get_pipeline_model_parallel_next_rank()
+-    before = mpu.get_pipeline_model_parallel_prev_rank()
+-    first = mpu.get_pipeline_model_parallel_first_rank()
++    pg = megapg.groups_of(model, "pp")
++    group = getters.pipeline_or_pipelines(pg)
++    rank = getters.pipeline_next_rank_or_ranks(pg)
++    before = getters.pipeline_prev_rank(pg)
++    first = getters.pipeline_first_rank(pg)
+     if not isinstance(group, list):
+         group, rank = [group], [rank]
+
+     def ranks():
+         assert isinstance(rank, (tuple, list))
+
+     if isinstance(first, list) or isinstance(before, tuple):
+         ranks()
+     return group
+??? model model model model
+""",
+        versions=(12,),
+    )
+
+
+def test_the_split_is_asked_of_what_is_carried(tmp_path: Path) -> None:
+    check(
+        tmp_path,
+        """
+@@ a.py
+-from megatron.core import mpu
++import megapg
++from megapg.megatron import getters
+
+
+-def offset(stage):
+-    if not mpu.is_inside_encoder():
+-        stage -= mpu.get_pipeline_model_parallel_decoder_start() or 0
+-    return stage + mpu.PP_RANK()
++def offset(stage, *, pg_collection=None):
++    pg = megapg.resolve(pg_collection)
++    if not getters.is_inside_encoder(pg):
++        stage -= getters.pipeline_decoder_start(pg) or 0
++    return stage + pg.rank("pp")
+
+
+ def f(model):
+-    return offset(1)
++    return offset(1, pg_collection=megapg.groups_of(model, "pp"))
+??? threaded threaded threaded
+""",
+        versions=(12,),
+    )
 
 
 @pytest.mark.parametrize(("read", "versions", "expected"), FLIPS)

@@ -331,6 +331,39 @@ def test_a_replacement_can_be_written_with_other_names() -> None:
     assert first.write_narrow("pp_group") is None
 
 
+@pytest.mark.parametrize(
+    ("name", "call", "versions", "expected"),
+    [
+        ("get_pipeline_model_parallel_group", "", (9,), "getters.pipeline_or_pipelines(pg)"),
+        ("get_pipeline_model_parallel_group", "", (13, 16), "getters.pipeline_or_pipelines(pg)"),
+        ("get_pipeline_model_parallel_group", "", (8,), "pg.pp"),
+        ("get_pipeline_model_parallel_group", "", (14, 19), "pg.pp"),
+        (
+            "get_pipeline_model_parallel_group",
+            "False",
+            (13,),
+            'getters.present_group(pg, "pp", check_initialized=False)',
+        ),
+        (
+            "get_pipeline_model_parallel_last_rank",
+            "",
+            (12,),
+            "getters.pipeline_last_rank_or_ranks(pg)",
+        ),
+        ("get_pipeline_model_parallel_first_rank", "", (12,), "getters.pipeline_first_rank(pg)"),
+        ("get_pipeline_model_parallel_rank", "", (12,), 'pg.rank("pp")'),
+    ],
+)
+def test_code_that_can_do_with_a_list_gets_one(
+    name: str, call: str, versions: tuple[int, ...], expected: str
+) -> None:
+    arguments = [Argument(text) for text in call.split(", ") if text]
+    found = replacement(name, arguments, versions, or_several=True)
+    assert isinstance(found, Replacement)
+    assert found.expression == expected
+    assert found.needs == ("pp",)
+
+
 def test_what_stood_at_a_position_can_stand_at_a_keyword() -> None:
     found = replacement("is_pipeline_last_stage", [Argument("off := False")], [16])
     assert isinstance(found, Replacement)
@@ -369,7 +402,10 @@ def test_groups_that_may_be_none_say_so_where_the_getter_hands_none_on() -> None
         ("get_virtual_pipeline_model_parallel_world_size", "", 16, "pp", Takes.JOB),
         ("get_global_memory_buffer", "", 16, "tp", Takes.JOB),
         ("get_data_parallel_group_gloo", "", 16, "", Takes.GLOBALS),
-        ("is_inside_encoder", "", 12, "pp", Takes.GLOBALS),
+        ("is_inside_encoder", "", 12, "pp", Takes.JOB),
+        ("is_pipeline_stage_at_split", "", 12, "pp", Takes.JOB),
+        ("get_pipeline_model_parallel_split_rank", "", 12, "pp", Takes.JOB),
+        ("get_pipeline_model_parallel_decoder_start", "", 12, "pp", Takes.JOB),
         ("is_initialized", "", 16, "dp", Takes.OPTIONAL),
         ("model_parallel_is_initialized", "", 16, "tp pp dp", Takes.OPTIONAL),
         ("get_tensor_model_parallel_group", "False", 16, "tp", Takes.LAZY),

@@ -56,14 +56,14 @@ def schedule_collection(
 def from_megatron(collection: MegatronCollection) -> ProcessGroupCollection:
     """A frozen view of the groups that the core's collection holds now; they stay borrowed.
 
-    What the core leaves unset, or sets to None where None means nothing, is absent here.
+    What the core leaves unset, or sets to None where None means nothing, is absent here. So is all
+    of a collection that holds None alone: it was made before there were groups.
 
     Raises:
         ForeignGroupError: a field holds something that is no live group of this rank.
     """
-    return _borrow(
-        {field: vars(collection)[field] for field in FIELDS if field in vars(collection)}
-    )
+    held = {field: vars(collection)[field] for field in FIELDS if field in vars(collection)}
+    return _borrow(held if any(value is not None for value in held.values()) else {})
 
 
 def from_parallel_state() -> ProcessGroupCollection:

@@ -27,6 +27,7 @@ from megapg.megatron.tables import (
 )
 from megapg.megatron.view import GlobalGroups, several_pipelines, value_in_globals
 
+_PIPELINES = "_PIPELINE_MODEL_PARALLEL_GROUP"  # a list up to 0.13, of a rank in several
 _EMBEDDING_RANKS = "_EMBEDDING_GLOBAL_RANKS"  # in the order in which they were chosen
 
 # Of encoder and decoder on stages of their own, which Megatron-core had up to 0.13.
@@ -95,7 +96,7 @@ def virtual_pipeline_size(pg: ProcessGroupCollection) -> int | None:
     Raises:
         LayoutError: the collection is of other borrowed groups, which don't say.
     """
-    if isinstance(pg, GlobalGroups) or (pg.layout is None and _is_of_globals(pg, "pp")):
+    if _is_the_globals_pipeline(pg):
         return _number(pg, VIRTUAL_PIPELINE_SIZE)
     if pg.layout is None:
         raise LayoutError(
@@ -211,23 +212,67 @@ def pipeline_prev_rank(pg: ProcessGroupCollection) -> int:
     return pg.ranks("pp")[(pg.rank("pp") - 1) % pg.size("pp")]
 
 
+def pipeline_or_pipelines(pg: ProcessGroupCollection) -> ProcessGroup | list[ProcessGroup]:
+    """For ``get_pipeline_model_parallel_group()`` of code that can do with a list: the group; in
+    the globals of a rank in several pipelines, which no field can hold, all of them.
+
+    Up to Megatron-core 0.13 there are such ranks, where an encoder has fewer tensor parallel ranks
+    than its decoder. ``pg.pp`` raises there.
+    """
+    several = _pipelines(pg)
+    return pg.pp if several is None else several
+
+
+def pipeline_next_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
+    """For ``get_pipeline_model_parallel_next_rank()`` of such code: a rank for each pipeline."""
+    return pipeline_next_rank(pg) if (ranks := _in_each_pipeline(pg, 1)) is None else ranks
+
+
+def pipeline_prev_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
+    """For ``get_pipeline_model_parallel_prev_rank()`` of such code: a rank for each pipeline."""
+    return pipeline_prev_rank(pg) if (ranks := _in_each_pipeline(pg, -1)) is None else ranks
+
+
+def pipeline_last_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
+    """For ``get_pipeline_model_parallel_last_rank()`` of such code: a rank for each pipeline."""
+    ranks = _in_each_pipeline(pg, pg.size("pp") - 1 - pg.rank("pp"))
+    return pipeline_last_rank(pg) if ranks is None else ranks
+
+
+def _pipelines(pg: ProcessGroupCollection) -> list[ProcessGroup] | None:
+    """Of a rank in several pipelines those."""
+    if not _in_several_pipelines(pg):
+        return None
+    return cast(list[ProcessGroup], _view(pg).read(_PIPELINES))
+
+
+def _in_each_pipeline(pg: ProcessGroupCollection, stages: int) -> list[int] | None:
+    """Of a rank in several pipelines the rank that many stages on in each."""
+    several = _pipelines(pg)
+    if several is None:
+        return None
+    at = (pg.rank("pp") + stages) % pg.size("pp")
+    return [torch.distributed.get_process_group_ranks(each)[at] for each in several]
+
+
 # -- encoder and decoder ---------------------------------------------------------------------------
 
 
 def pipeline_split_rank(pg: ProcessGroupCollection) -> int | None:
     """For ``get_pipeline_model_parallel_split_rank()``: the first stage of the decoder, or None.
 
-    A collection that is not of the globals has no such split, nor have those of Megatron-core from
-    0.14 on. The same holds for what follows here.
+    Of a collection of borrowed groups the globals know where its pipeline is theirs. No other has
+    such a split, nor have those of Megatron-core from 0.14 on. The same holds for what follows
+    here.
     """
-    return _number(pg, _SPLIT_RANK) if isinstance(pg, GlobalGroups) else None
+    return _number(pg, _SPLIT_RANK) if _is_the_globals_pipeline(pg) else None
 
 
 def pipeline_decoder_start(pg: ProcessGroupCollection) -> int | None:
     """For ``get_pipeline_model_parallel_decoder_start()``: the first stage of the decoder, where
     the encoder has stages of its own, or None.
     """
-    return _number(pg, _DECODER_START) if isinstance(pg, GlobalGroups) else None
+    return _number(pg, _DECODER_START) if _is_the_globals_pipeline(pg) else None
 
 
 def is_pipeline_stage_before_split(pg: ProcessGroupCollection, rank: int | None = None) -> bool:
@@ -658,6 +703,11 @@ def owners_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
 def _is_of_globals(pg: ProcessGroupCollection, field: str) -> bool:
     """Whether a group is the very one that the globals have; to find out is no read of them."""
     return getattr(pg, field, pg) is value_in_globals(field)
+
+
+def _is_the_globals_pipeline(pg: ProcessGroupCollection) -> bool:
+    """Whether the globals know of its pipeline what no group tells."""
+    return isinstance(pg, GlobalGroups) or (pg.layout is None and _is_of_globals(pg, "pp"))
 
 
 def _data_field(pg: ProcessGroupCollection, with_context_parallel: bool, partial: bool) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, cast
 
+import torch.distributed as dist
+
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import MegapgError
 from megapg.megatron import hook
@@ -32,6 +34,21 @@ if TYPE_CHECKING:
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 _TELLING = frozenset((*COLLECTION_NAMES, *MODEL_ATTRIBUTES))
 
+# Modules of the core that keep groups of the collection that they were built with, and not that:
+# where their classes are -> attribute -> its field. The same in every core, as far as it has them.
+# Parallel linears are left out: what they were given as a tp_group may be any group.
+_MOE = "megatron.core.transformer.moe"
+_SINGLE_GROUPS: Mapping[str, Mapping[str, str]] = {
+    f"{_MOE}.experts": {"ep_group": "ep", "tp_group": "expt_tp", "dp_group": "expt_dp"},
+    f"{_MOE}.moe_layer": {"ep_group": "ep", "attn_tp_group": "tp", "tp_group": "tp"},
+    f"{_MOE}.router": {
+        "tp_group": "tp",
+        "cp_group": "cp",
+        "tp_cp_group": "tp_cp",
+        "tp_dp_cp_group": "tp_dp_cp",
+    },
+}
+
 
 def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
     """The collection that ``owner`` carries: a model, or what holds one.
@@ -40,7 +57,9 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
     mixed precision, Lightning), a list of pipeline chunks, any object with a ``pg_collection``, or
     a collection. It is searched from the outside in: its own ``pg_collection``, then what it
     wraps, then its submodules in order; the answer is the first collection found that has all
-    fields of ``needs``, since the inner modules of Megatron-core keep just the fields they use. ::
+    fields of ``needs``, since the inner modules of Megatron-core keep just the fields they use.
+    Its experts, MoE layers and routers keep single groups (``ep_group``, say) in place of one, and
+    answer with these where they have all of ``needs``. ::
 
         def total(model, norm):
             tp = megapg.groups_of(model, "tp").tp
@@ -84,7 +103,7 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
     if itself is not None:
         return resolve(itself, needs=needs, owner="groups_of")
     partial = stand_in = None
-    for carried in _carried(owner):
+    for carried in _carried(owner, needs):
         pg = as_collection(carried)
         if pg is None:
             continue
@@ -162,10 +181,11 @@ class _Fallback(GlobalGroups):
         return f"{self._lack()}. {super()._absent('groups_of', missing)}"
 
 
-def _carried(owner: object) -> Iterator[object]:
+def _carried(owner: object, needs: Sequence[str]) -> Iterator[object]:
     """What may be a collection, from the outside in, whatever is odd about ``owner``."""
     seen = {id(None)}
     quiet: set[type] = set()  # torch's modules that compute none: a model has many of few classes
+    single: dict[type, Mapping[str, str]] = {}  # what those of the core keep group by group
     waiting = [owner]
     while waiting:
         each = waiting.pop()
@@ -194,6 +214,12 @@ def _carried(owner: object) -> Iterator[object]:
                 yield _asked(each, name)
             if torch_s and not asked:
                 quiet.add(kind)
+            if torch_s and (fields := _single_groups(kind)):
+                single[kind] = fields
+        if kind in single:
+            kept = _kept_singly(plain, single[kind], needs)
+            if kept:
+                yield ProcessGroupCollection.from_groups(**kept)
         if submodules:
             waiting.extend(reversed(submodules.values()))
             telling = telling or not submodules.keys().isdisjoint(_TELLING)
@@ -225,6 +251,27 @@ def _wrapped(plain: Mapping[str, object], submodules: dict[str, object] | None) 
         if inside is not None:
             wrapped.append(inside)
     return wrapped
+
+
+def _single_groups(kind: type) -> Mapping[str, str]:
+    """The attributes in which a class of the core keeps single groups, and their fields."""
+    return {
+        attribute: field
+        for each in kind.__mro__
+        for attribute, field in _SINGLE_GROUPS.get(each.__module__, {}).items()
+    }
+
+
+def _kept_singly(
+    plain: Mapping[str, object], fields: Mapping[str, str], needs: Sequence[str]
+) -> dict[str, dist.ProcessGroup]:
+    """Of the fields that are needed, those for which a thing with these attributes has a group."""
+    held = {field: plain.get(attribute) for attribute, field in fields.items() if field in needs}
+    return {
+        field: cast("dist.ProcessGroup", group)
+        for field, group in held.items()
+        if issubclass(type(group), dist.ProcessGroup)
+    }
 
 
 def _asked(thing: object, name: str) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megapg.migrate.flow import (
@@ -52,6 +52,8 @@ _ENDS_OF_MODULES = (
 # Of Transformer Engine, and names in torch.nn that are no modules.
 _ENDS_OF_ENGINES = ("Linear", "LayerNormMLP", "Attention", "TransformerLayer")
 _NO_MODULE = frozenset({"Parameter", "Buffer"})
+_OF_THEIR_OWN = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_HOMES_OF_STRATEGIES = ("lightning.pytorch.strategies.", "pytorch_lightning.strategies.")
 _MAY_BE_NONE = frozenset({"None", "Optional"})
 _OF_SEVERAL = frozenset({"list", "List", "tuple", "Tuple", "Sequence"})
 # What groups_of() takes from an object or looks into, whatever that is.
@@ -236,6 +238,11 @@ class _Search:
         of_core = any(map(is_of_core, outside))
         is_sure = not has_another_role(method)
         made = method_name != "__init__"
+        given = not made and self._may_have_a_model(method, ancestors)
+        if any(map(_is_strategy, outside)):
+            # There model is a property, and None until there is one; groups_of() asks no such.
+            self._giving_way[f"{name}.model"] = frozenset()
+            yield Carrier("model", f"{name}.model", "attribute", False, made and is_sure)
         for attribute in sorted(held & self._wanted.keys()):
             kind = self._wanted[attribute]
             # A group may be another one in a subclass, and what groups_of() finds by itself it
@@ -246,14 +253,16 @@ class _Search:
             yield Carrier(kind, f"{name}.{attribute}", "attribute", False, certain)
         if is_module:
             set_up = of_core and self._is_set_up(method)
-            certain = made or set_up
+            certain = made or set_up or given
             if not of_core and not any(_has_a_collection(each) for each in ancestors):
                 self._giving_way[name] = _OF_ALL_MODULES
                 certain = certain and is_sure
+            if given and not set_up:
+                self._giving_way[name] = frozenset()  # what it was given is the parameter here
             yield Carrier("model", name, "attribute", False, certain)
         elif any(_has_a_model(each) for each in ancestors):
             self._giving_way[name] = frozenset()
-            yield Carrier("model", name, "attribute", False, made and is_sure)
+            yield Carrier("model", name, "attribute", False, (made or given) and is_sure)
 
     def _is_set_up(self, constructor: Scope) -> bool:
         """Whether the constructors of the bases have run."""
@@ -265,6 +274,18 @@ class _Search:
             and runs_before(statement, around, constructor.node)
             for block in blocks(constructor.node)
             for statement in block
+        )
+
+    def _may_have_a_model(self, constructor: Scope, classes: list[Scope]) -> bool:
+        """Whether a constructor may have given its object a model before."""
+        around = statements_around(self._use.parents, constructor.node)
+        return any(
+            runs_before(statement, around, constructor.node)
+            for statement in _statements(constructor.node)
+            if any(
+                _gives_a_model(each, constructor, classes, 0)
+                for each in (statement, *_statements(statement))
+            )
         )
 
     def _are_of_the_field(self, bindings: list[Binding]) -> bool:
@@ -315,6 +336,11 @@ def is_engine_module(base: str) -> bool:
     return base.startswith("transformer_engine.pytorch.") and base.endswith(_ENDS_OF_ENGINES)
 
 
+def _is_strategy(base: str) -> bool:
+    """Whether a class outside of the project is a strategy of Lightning's trainer."""
+    return base.endswith("Strategy") and base.startswith(_HOMES_OF_STRATEGIES)
+
+
 def _has_a_model(klass: Scope) -> bool:
     """Whether objects of a class have what groups_of() looks into: methods of the class write it,
     or use it as models are used, as those do of a class that is mixed into others.
@@ -343,6 +369,62 @@ def _has_a_model(klass: Scope) -> bool:
         ):
             return True
     return False
+
+
+def _gives_a_model(
+    statement: ast.stmt,
+    method: Scope,
+    classes: Sequence[Scope],
+    of: int,
+    seen: frozenset[tuple[str, int]] = frozenset(),
+) -> bool:
+    """Whether a statement gives the object what groups_of() looks into: itself, or by a method.
+
+    Args:
+        statement: of the method.
+        method: of one of the classes.
+        classes: that of the object, and those that it is made of.
+        of: which of them has the method.
+        seen: the methods that have been looked at: their names, and from which class on.
+    """
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        written = [each for target in targets for each in getattr(target, "elts", [target])]
+        something = statement.value is not None and not _is_nothing(statement.value)
+        return something and any(
+            isinstance(each, ast.Attribute)
+            and each.attr in MODEL_ATTRIBUTES
+            and _is_self(each.value, method)
+            for each in written
+        )
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return False
+    name, owner = call.func.attr, call.func.value
+    first = 0 if _is_self(owner, method) else of + 1 if ast.unparse(owner) == "super()" else -1
+    if first < 0 or (name, first) in seen:
+        return False
+    found = next((i for i, each in enumerate(classes) if i >= first and name in each.bindings), -1)
+    return found >= 0 and any(
+        _gives_a_model(inner, each.scope, classes, found, seen | {(name, first)})
+        for each in classes[found].bindings[name]
+        if isinstance(each, Defined)
+        for inner in _statements(each.scope.node)
+    )
+
+
+def _statements(outer: ast.AST) -> Iterator[ast.stmt]:
+    """The statements in a function or a statement, in any depth, but those of functions in it."""
+    for block in blocks(outer):
+        for statement in block:
+            yield statement
+            if not isinstance(statement, _OF_THEIR_OWN):
+                yield from _statements(statement)
+
+
+def _is_self(value: ast.expr, method: Scope) -> bool:
+    bound = method.bindings.get(value.id, ()) if isinstance(value, ast.Name) else ()
+    return any(isinstance(each, Instance) for each in bound)
 
 
 def _has_a_collection(klass: Scope) -> bool:

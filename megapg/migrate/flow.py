@@ -361,3 +361,28 @@ def first_read(function: ast.AST, uses: Sequence[Use]) -> ast.stmt | None:
         if first in chain and is_certain(use.node, use.parents, first):
             return first
     return None
+
+
+def parts(chains: Sequence[Sequence[ast.stmt]], function: ast.AST) -> list[list[int]]:
+    """Several expressions in parts, by index, for which something may be looked up that can't be
+    for all: what is in the first statement with one of them, block by block, and the rest.
+
+    Args:
+        chains: the statements around each expression, from the outside in.
+        function: the function's node.
+    """
+    found = common_block(chains, function) if all(chains) else None
+    if found is None:
+        return []
+    block, position = found
+    first = block[position]
+    inside = [i for i, chain in enumerate(chains) if first in chain]
+    if len(inside) < len(chains):
+        return [inside, [i for i in range(len(chains)) if i not in inside]]
+    split: dict[int, list[int]] = {}
+    for i, chain in enumerate(chains):
+        inner = chain[chain.index(first) + 1 :][:1]
+        for each in blocks(first):
+            if inner and any(inner[0] is other for other in each):
+                split.setdefault(id(each), []).append(i)
+    return list(split.values())

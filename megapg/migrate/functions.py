@@ -313,6 +313,35 @@ class Functions:
         return self._names[path].get(name, [])
 
 
+def calls_by_another_name(reference: Reference) -> list[ast.Call]:
+    """The calls of the variable to which a function is given in another one; none where something
+    else may happen to it than to be called. ``functools.partial`` of the function can stand there.
+    """
+    use, inner = reference.use, reference.node
+    function, name = use.scope, ""
+    for outer in use.parents if inner is use.node and function.kind == "function" else ():
+        if isinstance(outer, ast.IfExp) and inner is not outer.test:
+            inner = outer
+            continue
+        if isinstance(outer, ast.Assign) and outer.value is inner and len(outer.targets) == 1:
+            name = outer.targets[0].id if isinstance(outer.targets[0], ast.Name) else ""
+        break
+    if not name or name in function.elsewhere or mentions(function, "locals"):
+        return []
+    calls = [
+        each
+        for each in function.nodes
+        if isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id == name
+    ]
+    called = {id(each.func) for each in calls}
+    only_called = all(
+        id(each) in called or not isinstance(each.ctx, ast.Load)
+        for each in function.nodes
+        if isinstance(each, ast.Name) and each.id == name
+    )
+    return calls if only_called else []
+
+
 def mentions(function: Scope, name: str) -> bool:
     """Whether a name means something in a function already, or locals() are taken as a whole."""
     for each in function.nodes:

@@ -42,6 +42,12 @@ class Imports:
         home = ("megapg", "megatron")
         return self._name(_HELPERS, (home, _HELPERS), "from megapg.megatron import getters")
 
+    def partial(self) -> str:
+        """What ``functools.partial`` is called, likewise."""
+        if self._is_imported("partial", (("functools",), "partial")):
+            return "partial"
+        return self._name("functools", (("functools",), ""), "import functools") + ".partial"
+
     def _name(self, name: str, bound_to: tuple[tuple[str, ...], str], statement: str) -> str:
         if self._is_imported(name, bound_to):
             return name
@@ -116,7 +122,8 @@ class Imports:
         """
         removed = list(self._unused(set(gone), kept))
         # `import x` before `from x import`, as sorters of imports have it.
-        new = newline_of(self.source).join(sorted(self.wanted, reverse=True))
+        wanted = sorted(self.wanted, key=lambda each: (each.startswith("from "), each))
+        new = newline_of(self.source).join(wanted)
         edits: list[Edit] = []
         for statement, names in removed:
             if names is not None:

@@ -15,7 +15,14 @@ from types import MappingProxyType
 from megapg.migrate.carriers import carriers
 from megapg.migrate.config import Config
 from megapg.migrate.locate import locate, parses_to
-from megapg.migrate.mapping import Argument, Refusal, Replacement, known, replacement
+from megapg.migrate.mapping import (
+    OF_SEVERAL_PIPELINES,
+    Argument,
+    Refusal,
+    Replacement,
+    known,
+    replacement,
+)
 from megapg.migrate.resolve import (
     GLOBALS,
     ONLY_UNKNOWN,
@@ -290,7 +297,8 @@ class Index:
         begin, end, exact = locate(source, node, use.parents)
         span = source.span(begin, end)
         arguments = _arguments(source, node, exact) if kind is Kind.CALL else ()
-        answer = self._answer(kind, name, arguments, things)
+        or_several = name in OF_SEVERAL_PIPELINES and _may_be_a_list(use, node)
+        answer = self._answer(kind, name, arguments, things, or_several=or_several)
         scope = use.scope.enclosing("function", "class", "module") or use.scope
         function, klass = use.scope.enclosing("function"), use.scope.enclosing("class")
         lines = range(span.line, span.end_line + 1)
@@ -314,7 +322,13 @@ class Index:
         return Located(site, source.path, begin, end, node, use)
 
     def _answer(
-        self, kind: Kind, name: str, arguments: Sequence[Argument], things: Things
+        self,
+        kind: Kind,
+        name: str,
+        arguments: Sequence[Argument],
+        things: Things,
+        *,
+        or_several: bool,
     ) -> Replacement | Refusal:
         if kind in _WITHOUT_READING:
             unknown = kind is Kind.VALUE and not known(name)
@@ -323,7 +337,7 @@ class Index:
             return Refusal("ambiguous")
         if any(thing.kind == "snapshot" for thing in things):
             return Refusal("at-import", "it keeps the value that it had at the import")
-        return replacement(name, arguments, self._config.versions)
+        return replacement(name, arguments, self._config.versions, or_several=or_several)
 
 
 def _of_a_member(name: str, node: ast.expr, parent: ast.AST) -> tuple[Kind, str, ast.expr]:
@@ -332,6 +346,22 @@ def _of_a_member(name: str, node: ast.expr, parent: ast.AST) -> tuple[Kind, str,
     if isinstance(parent, ast.Call) and parent.func is node:
         return Kind.CALL, name, parent
     return Kind.PRIVATE if name.startswith("_") else Kind.VALUE, name, node
+
+
+def _may_be_a_list(use: Use, value: ast.expr) -> bool:
+    """Whether a function asks about the variable that gets a value whether it is a list."""
+    bound = next((each for each in use.parents if each is not value), None)
+    if not isinstance(bound, ast.Assign) or bound.value is not value:
+        return False
+    names = {each.id for each in bound.targets if isinstance(each, ast.Name)}
+    return any(
+        isinstance(each, ast.Call)
+        and last_name(each.func) == "isinstance"
+        and len(each.args) == 2
+        and last_name(each.args[0]) in names
+        and any(isinstance(of, ast.Name) and of.id == "list" for of in ast.walk(each.args[1]))
+        for each in use.scope.nodes
+    )
 
 
 def _is_string(use: Use) -> bool:

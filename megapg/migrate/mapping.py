@@ -257,13 +257,13 @@ _BY_NAME: Mapping[str, Replacement] = {
         "$getters.memory_buffer($pg)", needs=("tp",), takes=Takes.JOB
     ),
     "get_pipeline_model_parallel_split_rank": Replacement(
-        "$getters.pipeline_split_rank($pg)", takes=Takes.GLOBALS
+        "$getters.pipeline_split_rank($pg)", needs=("pp",), takes=Takes.JOB
     ),
     "get_pipeline_model_parallel_decoder_start": Replacement(
-        "$getters.pipeline_decoder_start($pg)", takes=Takes.GLOBALS
+        "$getters.pipeline_decoder_start($pg)", needs=("pp",), takes=Takes.JOB
     ),
     "is_pipeline_stage_at_split": Replacement(
-        "$getters.is_pipeline_stage_at_split($pg)", needs=("pp",), takes=Takes.GLOBALS
+        "$getters.is_pipeline_stage_at_split($pg)", needs=("pp",), takes=Takes.JOB
     ),
     # Where weights are not rematerialised there is no group, and the answer is 0.
     **{
@@ -286,6 +286,16 @@ _OF_A_STAGE: Mapping[str, str] = {
     "is_rank_in_embedding_group": "embd",
 }
 _TAKES_VP_STAGE = 13
+
+# Where a rank may be in several pipelines: an encoder that has fewer tensor parallel ranks than its
+# decoder. What gives it a list then -> the helper that does so too.
+OF_SEVERAL_PIPELINES: Mapping[str, str] = {
+    "get_pipeline_model_parallel_group": "pipeline_or_pipelines",
+    "get_pipeline_model_parallel_next_rank": "pipeline_next_rank_or_ranks",
+    "get_pipeline_model_parallel_prev_rank": "pipeline_prev_rank_or_ranks",
+    "get_pipeline_model_parallel_last_rank": "pipeline_last_rank_or_ranks",
+}
+SEVERAL_PIPELINES = range(9, 14)
 
 # Of encoder and decoder, for this rank's stage or another. The helpers have the same names.
 _OF_A_SPLIT = frozenset(
@@ -453,7 +463,11 @@ def known(name: str) -> bool:
 
 
 def replacement(
-    name: str, arguments: Sequence[Argument] = (), versions: Sequence[int] = tuple(VERSIONS)
+    name: str,
+    arguments: Sequence[Argument] = (),
+    versions: Sequence[int] = tuple(VERSIONS),
+    *,
+    or_several: bool = False,
 ) -> Replacement | Refusal:
     """What serves in place of ``name(*arguments)``, or of a private global.
 
@@ -462,6 +476,8 @@ def replacement(
         arguments: of the call; none for a private global.
         versions: minor numbers of Megatron-core that may run the code: what is written must mean
             the same in all of them that have the name.
+        or_several: whether the code can do with a list, which some getters of a pipeline give to
+            a rank in several: what is written does then, too.
     """
     if not known(name):
         return Refusal("unknown-name")
@@ -483,7 +499,11 @@ def replacement(
     if not answers:
         return misfits[-1]
     if len(answers) == 1:
-        return next(iter(answers))
+        answer = next(iter(answers))
+        several = or_several and any(version in SEVERAL_PIPELINES for version in having)
+        if several and name in OF_SEVERAL_PIPELINES and not arguments:
+            return Replacement(f"$getters.{OF_SEVERAL_PIPELINES[name]}($pg)", needs=("pp",))
+        return answer
     reason = "stage-default" if name in _OF_A_STAGE else "version"
     return Refusal(reason, "; ".join(f"{_span(at)}: {_said(a)}" for a, at in answers.items()))
 
@@ -580,7 +600,7 @@ def _in_version(name: str, arguments: Sequence[Argument], version: int) -> Repla
         )
     if name in _OF_A_SPLIT:
         rank = call.passed()
-        return Replacement(f"$getters.{name}($pg{rank})", "pp", needs=("pp",), takes=Takes.GLOBALS)
+        return Replacement(f"$getters.{name}($pg{rank})", "pp", needs=("pp",), takes=Takes.JOB)
     if name in _BY_NAME:
         return _BY_NAME[name]
     if name == "get_amax_reduction_group" and version == 8:  # always of tp, without saying so

@@ -74,8 +74,9 @@ class Edit:
         start: index of the first character in the old text.
         stop: index behind the last one.
         new: what is there instead.
-        what: ``site``, ``parameter``, ``argument``, ``statement``, ``import``, or ``patch`` for
-            whole lines of a test that patched getters.
+        what: ``site``, which may be of a function that ``functools.partial`` of it replaces;
+            ``parameter``, ``argument``, ``statement``, ``import``, or ``patch`` for whole lines of
+            a test that patched getters.
     """
 
     start: int

@@ -13,7 +13,16 @@ from pathlib import Path
 
 from megapg.errors import MegapgError
 from megapg.migrate.examples import EXAMPLES, OF_FILES, Example
-from megapg.migrate.mapping import PRIVATE, Argument, Refusal, Replacement, Takes, replacement
+from megapg.migrate.mapping import (
+    OF_SEVERAL_PIPELINES,
+    PRIVATE,
+    SEVERAL_PIPELINES,
+    Argument,
+    Refusal,
+    Replacement,
+    Takes,
+    replacement,
+)
 from megapg.migrate.reasons import CAUTIONS, REASONS, Reason
 from megapg.migrate.signatures import SIGNATURES, VERSIONS, Parameter, functions, signature
 
@@ -191,6 +200,7 @@ def _mapping_page(version: int) -> str:
         "collection of borrowed groups; what is *asked of the globals* is state of the job, and "
         "the tool writes `megapg.resolve(None)` for `pg`.",
         *blocks,
+        *_of_several(version),
         *_of_flags({name: rows[name] for name in served}),
         "## Not served",
         _table(
@@ -208,6 +218,31 @@ def _mapping_page(version: int) -> str:
 
 
 _HEADINGS = ("call", "written", "reads")
+
+
+def _of_several(version: int) -> Iterator[str]:
+    """What there is to say of a rank in several pipelines, where there may be one."""
+    if version in SEVERAL_PIPELINES:
+        yield "## A rank in several pipelines"
+        yield (
+            "An encoder may have fewer tensor parallel ranks than its decoder. Its ranks are then "
+            "in several pipelines, and the getters below give them a list, which no field can "
+            'hold: `pg.pp`, the ranks of others in the pipeline and `pg.ranks("pp")` raise '
+            '`MissingGlobalGroupError` there. `pg.rank("pp")` and `pg.size("pp")` are '
+            "those in each of them. Where a function asks of the variable that gets the answer "
+            "whether it is a list, as in `isinstance(pp_group, list)`, the tool writes instead "
+            "what gives a list as well."
+        )
+        yield _table(
+            ("call", "written where a list is asked about"),
+            (
+                (
+                    _quoted(f"{name}()"),
+                    _written(replacement(name, (), [version], or_several=True), ""),
+                )
+                for name in OF_SEVERAL_PIPELINES
+            ),
+        )
 
 
 def _of_flags(rows: Mapping[str, Sequence[tuple[_Form, _Answer]]]) -> Iterator[str]:

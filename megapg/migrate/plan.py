@@ -18,6 +18,7 @@ from megapg.migrate.functions import (
     PARAMETER,
     Functions,
     Reference,
+    calls_by_another_name,
     class_of,
     decorators,
     mentions,
@@ -76,10 +77,10 @@ class Decision:
 
 @dataclass(frozen=True, eq=False)
 class Passing:
-    """A call that is given the collection.
+    """A call that is given the collection, or a function that is called by another name.
 
     Attributes:
-        reference: the call.
+        reference: the call, or the function.
         path: of the file of the function that is called.
         base: what it is given.
         needs: the fields that are read behind it.
@@ -148,14 +149,16 @@ class _Edge:
     """A call of a function that takes the parameter, seen from the caller.
 
     Attributes:
-        reference: the call.
+        reference: the call; or the function, where it is given the name by which it is called.
         supply: what the caller has to pass.
         caller: the function that has to be given it first; None where it is there.
+        keeper: the caller, where it is a constructor, and passes what its object carries.
     """
 
     reference: Reference
     supply: Base
     caller: Scope | None
+    keeper: Scope | None = None
 
 
 class _Planner:
@@ -170,7 +173,8 @@ class _Planner:
         self._index, self._functions, self._frozen = index, functions, frozen
         self._style, self._unsafe = style, unsafe
         self._plan = Plan()
-        self._tainted = self._reached_by_fakes() | self._owning_groups()
+        self._owning = self._owning_groups()
+        self._tainted = self._reached_by_fakes() | self._owning
         self._patched = {
             each.site.name
             for each in index.located
@@ -251,8 +255,9 @@ class _Planner:
         elif answer.takes is Takes.GLOBALS:
             self._decide(located, _GLOBALS)
         elif answer.takes in (Takes.OPTIONAL, Takes.LAZY):
-            base = _best(site.carriers)
-            if base is None or base.optional or self._is_tainted(unit_of(located.use.scope)):
+            base, unit = _best(site.carriers), unit_of(located.use.scope)
+            is_guard = answer.takes is Takes.OPTIONAL and self._makes_groups(unit, located.path)
+            if base is None or base.optional or self._is_tainted(unit) or is_guard:
                 self._optional.append((located, answer))
             else:
                 self._decide(located, base)
@@ -382,6 +387,18 @@ class _Planner:
         }
         return {unit for unit in units if unit is not None}
 
+    def _makes_groups(self, unit: Scope | None, path: Path) -> bool:
+        """Whether a function calls one that makes the groups, be it by way of others. Whether there
+        are any it asks of the globals then: it makes them where they have none.
+        """
+        found = {unit: path} if unit is not None else {}
+        for _ in range(_DEEPEST):
+            if not self._owning.isdisjoint(found):
+                return True
+            for each, at in list(found.items()):
+                found.update(self._called_by(each, at))
+        return False
+
     def _handed_to(self, function: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
         """The functions that a function is to call: it decorates them, or is passed them."""
         for reference in self._functions.references(function, path):
@@ -430,7 +447,7 @@ class _Planner:
             function = waiting.pop(0)
             edges = self._edges[function] = list(self._callers(function))
             for edge in edges:
-                caller, depth = edge.caller, reached[function] + 1
+                caller, depth = edge.caller or edge.keeper, reached[function] + 1
                 if caller is not None and caller not in reached and depth <= _DEEPEST:
                     reached[caller] = depth
                     waiting.append(caller)
@@ -455,26 +472,35 @@ class _Planner:
     def _callers(self, function: Scope) -> Iterator[_Edge]:
         for reference in self._functions.references(function, self._paths[function]):
             call, path = reference.call, reference.path
-            if call is None or path in self._frozen or any(k.arg is None for k in call.keywords):
+            calls = calls_by_another_name(reference) if call is None else [call]
+            if not calls or path in self._frozen:
                 continue
+            keywords = [keyword.arg for each in calls for keyword in each.keywords]
             # Who passes a group passes what is needed: a collection would be looked up in vain.
-            if any(k.arg == PARAMETER or k.arg in GROUP_PARAMETERS for k in call.keywords):
+            if any(k is None or k == PARAMETER or k in GROUP_PARAMETERS for k in keywords):
                 continue
             if any(isinstance(each, ast.JoinedStr) for each in reference.use.parents):
                 continue
             looked = self._index.look(path)
-            if looked is None or not add_argument(looked[0], call, [PARAMETER]):
+            if looked is None or (call and not add_argument(looked[0], call, [PARAMETER])):
                 continue
             unit = unit_of(reference.use.scope)
             if self._is_tainted(unit):
                 continue
             supply = _best(carriers(reference.use, path, None, self._index.resolver))
             if supply is not None:
-                yield _Edge(reference, supply, None)
+                if call is not None or not _is_rebound(supply, reference.use.scope):
+                    yield _Edge(reference, supply, None, self._keeper(unit, path, supply))
             elif unit is not None and self._may_take(unit, path):
                 yield _Edge(reference, Base(How.THREADED, "plain", PARAMETER), unit)
             elif unit is not None and (constructor := self._constructor(unit, path)) is not None:
                 yield _Edge(reference, Base(How.THREADED, "groups_of", _self_of(unit)), constructor)
+
+    def _keeper(self, unit: Scope | None, path: Path, supply: Base) -> Scope | None:
+        """A constructor that passes what its object carries: what it is passed comes first."""
+        if unit is None or class_of(unit) is None or supply.expression != _self_of(unit):
+            return None
+        return self._constructor(unit, path)
 
     def _fed(self, taking: Collection[Scope]) -> set[Scope]:
         """The functions to which every caller in the project passes a collection."""
@@ -505,6 +531,8 @@ class _Planner:
             return None
         if any(edge.caller is function for each in taking for edge in self._edges.get(each, ())):
             return None
+        if any(edge.reference.call is None for edge in self._edges.get(function, ())):
+            return None  # groups would be looked up before it is called, if it is
         if any(unit_of(located.use.scope) is function for located, _ in self._optional):
             return None  # whether there are groups at all is asked of a collection
         fields = set()
@@ -545,7 +573,7 @@ class _Planner:
             changed = False
             for function in taking:
                 for edge in self._edges.get(function, ()):
-                    caller = edge.caller
+                    caller = edge.caller or edge.keeper
                     if caller in needs and not needs[function] <= needs[caller]:
                         needs[caller] |= needs[function]
                         changed = True
@@ -598,6 +626,12 @@ def _best(found: Sequence[Carrier]) -> Base | None:
     return None
 
 
+def _is_rebound(supply: Base, function: Scope) -> bool:
+    """Whether it may be another one when something is called than when that was given a name."""
+    found = function.find(supply.expression.partition(".")[0])
+    return found is not None and len(found[1]) > 1
+
+
 def _self_of(method: Scope | None) -> str:
     """What a method calls its instance; empty where there is none."""
     for name, bindings in method.bindings.items() if method is not None else ():
@@ -607,5 +641,5 @@ def _self_of(method: Scope | None) -> str:
 
 
 def _is_usual_method(method: Scope) -> bool:
-    special = method.name.startswith("__") and method.name != "__call__"
+    special = method.name.startswith("__") and method.name not in ("__call__", "__init__")
     return not special and not decorators(method.node) & {"classmethod", "staticmethod"}

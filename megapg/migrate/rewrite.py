@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megapg.migrate.flow import binding_statements, first_read, runs_before, statements_around
+from megapg.migrate.flow import (
+    binding_statements,
+    first_read,
+    parts,
+    runs_before,
+    statements_around,
+)
 from megapg.migrate.functions import PARAMETER
 from megapg.migrate.imports import Imports, names_of
 from megapg.migrate.insert import add_argument, add_parameter, add_statement, newline_of
@@ -47,7 +54,7 @@ class Writer:
         self._imports = Imports(source, analysis)
         self._edits: list[Edit] = []
         self._gone: set[Use] = set()
-        self._looked_up: dict[tuple[Scope, Base], _LookedUp] = {}
+        self._looked_up: dict[tuple[Scope, Base], list[_LookedUp]] = {}
 
     @property
     def released(self) -> set[str]:
@@ -108,11 +115,15 @@ class Writer:
     def pass_argument(self, passing: Passing) -> bool:
         """Pass the collection in a call; False where its text is too odd for that."""
         call = passing.reference.call
-        if call is None:
-            return False
         written = self._at_hand(passing) or self._collection(passing.base, passing.needs)
         arguments = [f"{group_name(field)}={written}.{field}" for field in passing.fields]
-        edits = add_argument(self._source, call, arguments or [f"{PARAMETER}={written}"])
+        arguments = arguments or [f"{PARAMETER}={written}"]
+        if call is None:  # it is called by another name
+            begin, end = self._source.extent(passing.reference.node)
+            bound = ", ".join([self._source.text[begin:end], *arguments])
+            self._edits.append(Edit(begin, end, f"{self._imports.partial()}({bound})", "site"))
+            return True
+        edits = add_argument(self._source, call, arguments)
         self._edits += edits
         return bool(edits)
 
@@ -120,8 +131,11 @@ class Writer:
         """The variable that has the collection already; empty where there is none."""
         use = passing.reference.use
         function = use.scope.enclosing("function", "class", "module")
-        found = self._looked_up.get((function, passing.base)) if function is not None else None
-        if function is None or found is None or not {*passing.needs} <= {*found.needs}:
+        every = self._looked_up.get((function, passing.base), []) if function is not None else []
+        if function is None or len(every) != 1:  # of several the last may have other fields
+            return ""
+        (found,) = every
+        if not {*passing.needs} <= {*found.needs}:
             return ""
         around = statements_around(use.parents, function.node)
         is_bound = found.before in around or runs_before(found.before, around, function.node)
@@ -191,14 +205,40 @@ class Writer:
                 groups.setdefault((function, decision.base), []).append(decision)
         shared: dict[Decision, str] = {}
         done: set[Scope] = set()
-        for (function, base), members in sorted(groups.items(), key=lambda each: -len(each[1])):
-            if len(members) < 2 or function in done:
-                continue
-            name = self._hoist(function, base, members)
-            if name is not None:
-                done.add(function)
-                shared |= dict.fromkeys(members, name)
+        largest = sorted(groups.items(), key=lambda each: -len(each[1]))
+        for share in (self._share_all, self._share_parts):
+            for (function, base), members in largest:
+                found = dict(share(function, base, members)) if function not in done else {}
+                if found:
+                    done.add(function)
+                    shared |= found
         return shared
+
+    def _share_all(
+        self, function: Scope, base: Base, members: Sequence[Decision]
+    ) -> Iterator[tuple[Decision, str]]:
+        name = self._hoist(function, base, members) if len(members) > 1 else None
+        if name is not None:
+            yield from ((member, name) for member in members)
+
+    def _share_parts(
+        self, function: Scope, base: Base, members: Sequence[Decision]
+    ) -> Iterator[tuple[Decision, str]]:
+        """For reads without a look-up that all of them can share: one for each part of them."""
+        if base.form == "groups_of":  # for other fields it may find another collection
+            each = Counter(member.answer.needs for member in members)
+            needs = max(each, key=lambda one: each[one])
+            members = [member for member in members if member.answer.needs == needs]
+        waiting = [members]
+        while waiting:
+            some = waiting.pop()
+            found = dict(self._share_all(function, base, some))
+            yield from found.items()
+            if not found and len(some) > 1:
+                around = [
+                    statements_around(member.located.use.parents, function.node) for member in some
+                ]
+                waiting += [[some[i] for i in part] for part in parts(around, function.node)]
 
     def _hoist(self, function: Scope, base: Base, members: Sequence[Decision]) -> str | None:
         """Put the look-up before the first statement that certainly makes one of the reads."""
@@ -223,7 +263,7 @@ class Writer:
         if edit is None:
             return None
         self._edits.append(edit)
-        self._looked_up[function, base] = _LookedUp(name, needs, first)
+        self._looked_up.setdefault((function, base), []).append(_LookedUp(name, needs, first))
         return name
 
     @cached_property
@@ -235,10 +275,10 @@ class Writer:
 
 def _is_bound(expression: str, around: Sequence[ast.stmt], function: Scope) -> bool:
     """Whether what a look-up starts from is there when the last of some statements begins."""
-    name = expression.partition(".")[0]
+    name, _, attribute = expression.partition(".")
     bindings = function.bindings.get(name, ())
-    if len(bindings) > 1:  # at another time it may be another one
-        return False
+    if len(bindings) > 1 or _is_written(attribute, function):
+        return False  # at another time it may be another one
     if not bindings or isinstance(bindings[0], Instance):
         return True
     if isinstance(bindings[0], Opaque) and bindings[0].parameter:
@@ -246,6 +286,16 @@ def _is_bound(expression: str, around: Sequence[ast.stmt], function: Scope) -> b
     return any(
         statement is not around[-1] and runs_before(statement, around, function.node)
         for statement in binding_statements(function.node, name)
+    )
+
+
+def _is_written(attribute: str, function: Scope) -> bool:
+    """Whether a function writes an attribute of that name, or what a property gives by it."""
+    return any(
+        isinstance(each, ast.Attribute)
+        and not isinstance(each.ctx, ast.Load)
+        and each.attr.lstrip("_") == attribute
+        for each in function.nodes
     )
 
 
