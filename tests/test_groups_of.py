@@ -841,6 +841,20 @@ def test_only_properties_that_may_give_a_collection_are_run(pg):
     assert set(ran) == {"pg_collection"}
 
 
+def test_a_net_is_looked_into_where_it_is_a_module(pg):
+    model = nn.Identity()
+    model.pg_collection = pg
+    with no_globals():
+        for owner in ({"net": nn.Sequential(model)}, {"model": None, "net": model}):
+            assert groups_of(types.SimpleNamespace(**owner), "tp") is pg
+        inner = ProcessGroupCollection.from_groups(tp=pg.tp)
+        both = types.SimpleNamespace(net=model, model=types.SimpleNamespace(pg_collection=inner))
+        assert groups_of(both, "tp") is inner
+        # Others use the name for other things.
+        host = types.SimpleNamespace(pg_collection=pg)
+        assert isinstance(groups_of(types.SimpleNamespace(net=host), "tp"), GlobalGroups)
+
+
 def test_errors_of_megapg_in_a_property_come_through(pg):
     class Model(nn.Module):
         @property

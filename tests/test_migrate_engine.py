@@ -3516,6 +3516,332 @@ def test_imports(tmp_path: Path, name: str) -> None:
     check(tmp_path, IMPORTS[name])
 
 
+# ---- constructors of bases, and what a variable holds by then ------------------------------------
+
+BASES = """
+import torch
+from megatron.core import mpu
+
+
+class Base(torch.nn.Module):
+    def __init__(self, x):
+        super(Base, self).__init__()
+        self.x = x
+
+    def first(self):
+        return mpu.PP_RANK()
+
+
+class Old(Base):
+    def __init__(self, x):
+        super(Old, self).__init__(x)
+
+    def rank(self):
+        return mpu.TP_RANK()
+
+
+class Named(Base):
+    def __init__(self, x):
+        Base.__init__(self, x)
+
+    def rank(self):
+        return mpu.TP_RANK()
+
+
+class Between(Base):
+    def __init__(self, x):
+        self.given = sorted(locals())
+        super().__init__(x)
+
+
+class Below(Between):
+    def __init__(self, x):
+        super().__init__(x)  # which takes none
+
+    def rank(self):
+        return mpu.TP_RANK()
+
+
+class Either(Between):
+    def __init__(self, x):
+        if x:
+            super().__init__(
+                x,
+            )
+        else:
+            super(Either, self).__init__(0)
+
+    def rank(self):
+        return mpu.TP_RANK()
+
+
+class Mixed(Base, abc.ABC):
+    def __init__(self, x):
+        super(Mixed, self).__init__(x)
+
+    def rank(self):
+        return mpu.TP_RANK()
+
+
+class Wrapper(Base):
+    def __init__(self, module):
+        super().__init__(1)
+        self.module = module
+
+    def rank(self):
+        return mpu.TP_RANK()
+
+
+class OneLine(Between):
+    def __init__(self, x):
+        super().__init__(x); self.y = x
+
+    def rank(self):
+        return mpu.TP_RANK()
+"""
+
+
+def test_what_a_constructor_was_passed_is_not_lost_to_a_base(tmp_path: Path) -> None:
+    _, after = executed(tmp_path, "import abc\n" + BASES)
+    with fake_collection(tp=2, pp=2, rank=3) as pg, megapg.megatron.globals_policy("error"):
+        for name in ("Old", "Named", "Below", "Either", "Mixed"):
+            net = after[name](1, pg_collection=pg)  # type: ignore[operator]
+            assert net.pg_collection is pg, name
+            assert (net.rank(), net.first(), net.x) == (1, 1, 1)
+        inner = after["Base"](1, pg_collection=None)  # type: ignore[operator]
+        for module in (inner, torch.nn.Identity()):
+            net = after["Wrapper"](module, pg_collection=pg)  # type: ignore[operator]
+            assert (net.rank(), net.first()) == (1, 1)
+    with pytest.raises(TypeError):  # there is no place where it could keep it
+        after["OneLine"](1, pg_collection=None)  # type: ignore[operator]
+
+
+AT_THAT_TIME = sections(r"""
+=== a constructor of a base that is called in the old way
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+ class Base:
+-    def __init__(self, x):
+-        self.x = x * mpu.TP_RANK()
++    def __init__(self, x, *, pg_collection=None):
++        self.pg_collection = pg_collection
++        self.x = x * megapg.resolve(pg_collection).rank("tp")
+
+
+ class Derived(Base):
+-    def __init__(self):
+-        super(Derived, self).__init__(1)
++    def __init__(self, *, pg_collection=None):
++        self.pg_collection = pg_collection
++        super(Derived, self).__init__(1, pg_collection=pg_collection)
+
+
+ class Further(Derived):
+     def __init__(self):
+         super(Base, self).__init__()
+
+
+ def f(model):
+-    return Derived()
++    return Derived(pg_collection=megapg.groups_of(model, "tp"))
+
+=== a constructor that can't be passed one between two that keep theirs
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+ class Base:
+-    def __init__(self, x):
++    def __init__(self, x, *, pg_collection=None):
++        self.pg_collection = pg_collection
+         self.x = x
+
+     def rank(self):
+-        return mpu.TP_RANK()
++        return megapg.groups_of(self, "tp").rank("tp")
+
+
+ class Between(Base):
+     def __init__(self, **kwargs):
+         super().__init__(kwargs)
+
+
+ class Derived(Between):
+-    def __init__(self, x):
++    def __init__(self, x, *, pg_collection=None):
+         super().__init__(
+             y=x,
+         )  # all of them
++        self.pg_collection = pg_collection
+         self.y = x
+
+     def size(self):
+-        return mpu.TP_SIZE()
++        return megapg.groups_of(self, "tp").size("tp")
+
+=== a base of Megatron-core's that is set up in the old way
+@@ a.py
+-from megatron.core import mpu
++import megapg
+ from megatron.core.models.gpt import GPTModel
+
+
+ class Net(GPTModel):
+     def __init__(self, config):
+         super(Net, self).__init__(config)
+-        self.size = mpu.DP_SIZE()
++        self.size = megapg.groups_of(self, "dp").size("dp")
+
+
+ class Named(GPTModel):
+     def __init__(self, config):
+         GPTModel.__init__(self, config)
+-        self.size = mpu.DP_SIZE()
++        self.size = megapg.groups_of(self, "dp").size("dp")
+??? model model
+
+=== one that hands all on to a base that keeps it
+@@ a.py
+ import torch
+-from megatron.core import mpu
++import megapg
+
+
+ class Loss(torch.nn.Module):
+-    def __init__(self, drop=True):
++    def __init__(self, drop=True, *, pg_collection=None):
++        self.pg_collection = pg_collection
+         super().__init__()
+         self.drop = drop
+
+
+ class Distilled(Loss):
+     def __init__(self, f, *args, **kwargs):
+         super().__init__(*args, **kwargs)
+-        self.sizes = mpu.CP_SIZE(), mpu.TP_SIZE()
++        pg = megapg.groups_of(self, "cp", "tp")
++        self.sizes = pg.size("cp"), pg.size("tp")
+
+     def group(self):
+-        return mpu.TP_GROUP()
++        return megapg.groups_of(self, "tp").tp
+
+
+ class Early(Loss):
+     def __init__(self, f, **kwargs):
+-        self.size = mpu.CP_SIZE()
++        self.size = megapg.resolve(None).size("cp")
+         super().__init__(**kwargs)
+
+
+ class Alone(Loss):
+     def __init__(self, f, **kwargs):
+         super().__init__(**f)
+-        self.size = mpu.CP_SIZE()
++        self.size = megapg.resolve(None).size("cp")
+??? resolved resolved model resolved resolved
+
+=== an iterator over models is none
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+ def f(models):
+     models = iter(models)
+     model = next(models)
+-    return model, mpu.DP_RANK()
++    return model, megapg.groups_of(model, "dp").rank("dp")
+
+
+-def before(models):
++def before(models, *, pg_collection=None):
+-    rank = mpu.DP_RANK()
++    rank = megapg.groups_of(models, "dp").rank("dp")
+     models = (each for each in models)
+
+     def inner():
+-        return rank, models, mpu.DP_SIZE()
++        return rank, models, megapg.resolve(pg_collection).size("dp")
+
+     return inner
+
+
+ def chunks(model):
+     yield from model
+
+
+-def generator(model):
++def generator(model, *, pg_collection=None):
+     model = chunks(model)
+-    return model, mpu.DP_RANK()
++    return model, megapg.resolve(pg_collection).rank("dp")
+
+
+-def state(model):
++def state(model, *, pg_collection=None):
+     if isinstance(model, list):
+         model = model[0].state_dict()
+-    return model, mpu.DP_RANK()
++    return model, megapg.resolve(pg_collection).rank("dp")
+
+
+ def still(models):
+     if not isinstance(models, list):
+         models = [models]
+-    return mpu.DP_RANK()
++    return megapg.groups_of(models, "dp").rank("dp")
+
+=== a class of models is none
+@@ a.py
+-from megatron.core import mpu
++import megapg
+ from megatron.core.models.gpt import GPTModel
+
+
+ class Net(GPTModel):
+     pass
+
+
+-def f(x):
++def f(x, *, pg_collection=None):
+     if x:
+         model = Net
+     else:
+         model = GPTModel
+-    return model(mpu.PP_RANK())
++    return model(megapg.resolve(pg_collection).rank("pp"))
+
+
+ def g(x):
+     model = Net
+     model = model(x)
+-    return model, mpu.PP_RANK()
++    return model, megapg.groups_of(model, "pp").rank("pp")
+
+=== the module that Lightning passes to hooks
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+ class Callback:
+     def on_train_batch_end(self, trainer, pl_module, outputs):
+-        return outputs if mpu.PP_RANK() else None
++        return outputs if megapg.groups_of(pl_module, "pp").rank("pp") else None
+??? model
+""")
+
+
+@pytest.mark.parametrize("name", AT_THAT_TIME)
+def test_at_that_time(tmp_path: Path, name: str) -> None:
+    check(tmp_path, AT_THAT_TIME[name])
+
+
 # ---- layout --------------------------------------------------------------------------------------
 
 # A signature, and the same with the parameter.

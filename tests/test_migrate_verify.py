@@ -832,3 +832,47 @@ def test_every_damage_is_found() -> None:
     assert sum(found.values()) > 10_000
     assert len(found) == 13
     assert min(found.values()) > 5
+
+
+# ---- constructors ------------------------------------------------------------------------------
+
+KEEPING = """
+class Base:
+    def __init__(self, a⟦parameter||, *, pg=None⟧):
+⟦statement||        self.pg = pg
+⟧        self.a = a
+
+
+class Derived(Base):
+    def __init__(self⟦parameter||, *, pg=None⟧):
+⟦statement||        self.pg = pg
+⟧        {}
+"""
+KEPT_BEHIND = """
+class Base:
+    def __init__(self, a⟦parameter||, *, pg=None⟧):
+⟦statement||        self.pg = pg
+⟧        self.a = a
+
+
+class Between(Base):
+    pass
+
+
+class Derived(Between):
+    def __init__(self⟦parameter||, *, pg=None⟧):
+        super().__init__(1)  # as before⟦statement||
+        self.pg = pg⟧
+        self.b = 1
+"""
+
+
+@pytest.mark.parametrize("call", ["super()", "super(Derived, self)", "Base"])
+def test_what_a_constructor_keeps_is_not_lost_to_a_base(call: str) -> None:
+    first = "self, " if call == "Base" else ""
+    passing = KEEPING.format(f"{call}.__init__({first}1⟦argument||, pg=pg⟧)")
+    assert verify(rewritten(passing)) is None
+    lost = verify(rewritten(KEEPING.format(f"{call}.__init__({first}1)")))
+    assert lost is not None
+    assert "lost to a base" in lost
+    assert verify(rewritten(KEPT_BEHIND)) is None

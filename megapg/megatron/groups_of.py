@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
-_TELLING = frozenset((*COLLECTION_NAMES, *MODEL_ATTRIBUTES))
+# What is looked into as well, but only where it is a module: others use the name for other things.
+_MAY_BE_MODULES = ("net",)
+_TELLING = frozenset((*COLLECTION_NAMES, *MODEL_ATTRIBUTES, *_MAY_BE_MODULES))
 
 # Modules of the core that keep groups of the collection that they were built with, and not that:
 # where their classes are -> attribute -> its field. The same in every core, as far as it has them.
@@ -54,10 +56,11 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
     """The collection that ``owner`` carries: a model, or what holds one.
 
     ``owner`` may be a model, a wrapper around one (``.module`` or ``.model``: data parallelism,
-    mixed precision, Lightning), a list of pipeline chunks, any object with a ``pg_collection``, or
-    a collection. It is searched from the outside in: its own ``pg_collection``, then what it
-    wraps, then its submodules in order; the answer is the first collection found that has all
-    fields of ``needs``, since the inner modules of Megatron-core keep just the fields they use.
+    mixed precision, Lightning; ``.net`` where that is a module), a list of pipeline chunks, any
+    object with a ``pg_collection``, or a collection. It is searched from the outside in: its own
+    ``pg_collection``, then what it wraps, then its submodules in order; the answer is the first
+    collection found that has all fields of ``needs``, since the inner modules of Megatron-core
+    keep just the fields they use.
     Its experts, MoE layers and routers keep single groups (``ep_group``, say) in place of one, and
     answer with these where they have all of ``needs``. ::
 
@@ -243,7 +246,8 @@ def _opened(thing: object) -> tuple[Mapping[str, object], dict[str, object] | No
 
 def _wrapped(plain: Mapping[str, object], submodules: dict[str, object] | None) -> list[object]:
     """What a thing with these attributes wraps, the first to look at last."""
-    wrapped = []
+    inside: object
+    wrapped = [inside for name in _MAY_BE_MODULES if _is_module(inside := plain.get(name))]
     for name in MODEL_ATTRIBUTES:
         inside = plain.get(name)
         if inside is None and submodules:
@@ -251,6 +255,11 @@ def _wrapped(plain: Mapping[str, object], submodules: dict[str, object] | None) 
         if inside is not None:
             wrapped.append(inside)
     return wrapped
+
+
+def _is_module(thing: object) -> bool:
+    """Whether it is torch's, as far as that can be told without anybody's code being run."""
+    return _opened(thing)[1] is not None
 
 
 def _single_groups(kind: type) -> Mapping[str, str]:

@@ -43,6 +43,7 @@ MODEL_NAMES = (
     *("models", "model_chunks", "model_list", "ddp_model", "language_model", "megatron_model"),
     *("wrapped_models", "unwrapped_models", "vpp_model", "gpt", "mcore_model", "megatron_module"),
     *("inference_wrapped_model", "parallel_model", "mg_model", "mg_models"),
+    *("pl_module",),  # of Lightning's hooks
 )
 _MODULES = ("torch.nn.Module", "torch.nn.modules.module.Module", "nn.Module")
 _ENDS_OF_MODULES = (
@@ -69,6 +70,14 @@ _RANKS = {"group": 0, "collection": 1, "model": 2}
 # Annotations of parameters that have a model's name and hold none.
 _NO_MODEL = frozenset(
     {"str", "int", "float", "bool", "bytes", "dict", "Dict", "Path", "ModuleType"}
+    | {"type", "Type", "Iterator", "Generator"}
+)
+# What gives no model, whatever it is called with, and what is no model of a model's.
+_GIVING_NONE = frozenset(
+    {"iter", "map", "filter", "zip", "enumerate", "reversed", "partial", "dict", "set", "type"}
+)
+_PARTS_OF_MODELS = frozenset(
+    {"state_dict", "parameters", "named_parameters", "modules", "named_modules", "children"}
 )
 # Where asking self for its attributes may not end, or there is no self yet.
 _WITHOUT_SELF = frozenset(
@@ -210,15 +219,48 @@ class _Search:
                 isinstance(default, ast.Constant) and default.value is None and len(bindings) == 1
             )
             # What a group is of can't be told from its name; nor which of two a parameter holds.
-            yield Carrier(kind, name, "parameter", may_be_none, kind != "group")
+            certain = kind != "group" and self._is_still_one(name, bindings, scope, kind)
+            yield Carrier(kind, name, "parameter", may_be_none, certain)
             return
         around = statements_around(self._use.parents, scope.node)
         known = all(isinstance(each, Alias | Opaque) for each in bindings)
         held = Holding(name, _is_nothing).at(around, scope.node)
         before = known and held is Held.SOMETHING
+        before = before and self._is_still_one(name, bindings, scope, kind)
         if before or any(b.line < around[0].lineno for b in bindings if around):
             certain = before and (kind != "group" or self._are_of_the_field(bindings))
             yield Carrier(kind, name, "local", False, certain)
+
+    def _is_still_one(
+        self, name: str, bindings: Sequence[Binding], scope: Scope, kind: str
+    ) -> bool:
+        """Whether a variable for a model has not been given what can't be one."""
+        values = [each.value for each in bindings if isinstance(each, Alias)]
+        if kind != "model" or not any(self._is_no_model(each, scope) for each in values):
+            return True
+        if self._use.scope.enclosing("function") is not scope:
+            return False  # it may run at any time
+        holding = Holding(name, lambda value: self._is_no_model(value, scope), Held.SOMETHING)
+        around = statements_around(self._use.parents, scope.node)
+        return holding.at(around, scope.node) is Held.SOMETHING
+
+    def _is_no_model(self, value: ast.expr, scope: Scope) -> bool:
+        """Whether a value is a class, a function, an iterator, or the like."""
+        if isinstance(value, ast.Call):
+            name = last_name(value.func)
+            by_name = isinstance(value.func, ast.Name) or name == "partial"
+            if name in (_GIVING_NONE if by_name else _PARTS_OF_MODELS):
+                return True
+            called = self._resolver.expression(value.func, scope, self._path)
+            return bool(called) and all(map(_is_generator, called))
+        if isinstance(value, ast.Name | ast.Attribute | ast.IfExp):
+            things = self._resolver.expression(value, scope, self._path)
+            kinds = ("class", "function")
+            return bool(things) and all(
+                each.kind in kinds or (each.kind == "name" and is_torch_module(each.name))
+                for each in things
+            )
+        return isinstance(value, ast.GeneratorExp | ast.Lambda | ast.DictComp | ast.SetComp)
 
     def _is_ruled_out(self, name: str, scope: Scope) -> bool:
         """Whether a variable holds nothing for certain; a function further in may run later."""
@@ -270,7 +312,7 @@ class _Search:
         return any(
             isinstance(statement, ast.Expr)
             and isinstance(statement.value, ast.Call)
-            and ast.unparse(statement.value.func) == "super().__init__"
+            and _is_of_only_base(statement.value, constructor)
             and runs_before(statement, around, constructor.node)
             for block in blocks(constructor.node)
             for statement in block
@@ -314,6 +356,61 @@ def ancestry(
                 yield from ancestry(thing.scope, thing.path, resolver, seen | {id(of)})
             else:
                 yield thing.name
+
+
+def _is_generator(thing: Thing) -> bool:
+    """Whether it is a function of the project that gives an iterator when it is called."""
+    function = thing.scope.node if thing.kind == "function" and thing.scope else None
+    waiting: list[ast.AST] = []
+    if isinstance(function, ast.FunctionDef) and not function.decorator_list:
+        waiting += function.body
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, ast.Yield | ast.YieldFrom):
+            return True
+        if not isinstance(each, (*_OF_THEIR_OWN, ast.Lambda)):
+            waiting += ast.iter_child_nodes(each)
+    return False
+
+
+def is_super(node: ast.expr, method: Scope | None) -> bool:
+    """Whether an expression is ``super()`` in a method, or ``super(C, self)`` in one of ``C``."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    if node.func.id != "super" or len(node.args) != 2 or method is None:
+        return node.func.id == "super" and not node.args
+    klass, instance = node.args
+    found = method.find(klass.id) if isinstance(klass, ast.Name) else None
+    bound = found[1] if found else []
+    around = [each.scope if isinstance(each, Defined) else None for each in bound]
+    return around == [method.parent] and _is_self(instance, method)
+
+
+def calls_of_bases(constructor: Scope) -> list[ast.Call]:
+    """The calls in a constructor that may be of the constructors of its bases."""
+    return [
+        each
+        for each in constructor.nodes
+        if isinstance(each, ast.Call)
+        and isinstance(each.func, ast.Attribute)
+        and each.func.attr == "__init__"
+        and (
+            (isinstance(each.func.value, ast.Call) and last_name(each.func.value.func) == "super")
+            or (each.args and _is_self(each.args[0], constructor))
+        )
+    ]
+
+
+def _is_of_only_base(call: ast.Call, constructor: Scope) -> bool:
+    """Whether a call is that of the constructor of the base, by way of super() or by its name."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "__init__":
+        return False
+    of, klass = call.func.value, constructor.parent
+    if is_super(of, constructor):
+        return True
+    bases = [ast.unparse(each) for each in getattr(klass.node if klass else None, "bases", ())]
+    by_name = bool(call.args) and _is_self(call.args[0], constructor)
+    return by_name and bases == [ast.unparse(of)]
 
 
 def is_of_core(base: str) -> bool:
@@ -401,7 +498,7 @@ def _gives_a_model(
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
         return False
     name, owner = call.func.attr, call.func.value
-    first = 0 if _is_self(owner, method) else of + 1 if ast.unparse(owner) == "super()" else -1
+    first = 0 if _is_self(owner, method) else of + 1 if is_super(owner, method) else -1
     if first < 0 or (name, first) in seen:
         return False
     found = next((i for i, each in enumerate(classes) if i >= first and name in each.bindings), -1)

@@ -112,10 +112,12 @@ class Holding:
     Args:
         name: of the variable.
         is_nothing: whether a value that it is given stands for nothing as yet.
+        at_first: what it holds where the function begins.
     """
 
     name: str
     is_nothing: Callable[[ast.expr], bool]
+    at_first: Held = Held.UNBOUND
 
     def at(self, around: Sequence[ast.stmt], function: ast.AST) -> Held:
         """What it holds when an expression is evaluated.
@@ -124,7 +126,7 @@ class Holding:
             around: the statements around the expression, from the outside in.
             function: the function's node.
         """
-        held, outer = Held.UNBOUND, function
+        held, outer = self.at_first, function
         for each in around:
             block = next((b for b in blocks(outer) if any(each is other for other in b)), None)
             if block is None:

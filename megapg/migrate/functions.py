@@ -12,10 +12,16 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megapg.migrate.carriers import ancestry, is_of_core, is_torch_module
+from megapg.migrate.carriers import (
+    ancestry,
+    calls_of_bases,
+    is_of_core,
+    is_super,
+    is_torch_module,
+)
 from megapg.migrate.imports import scopes
 from megapg.migrate.index import Index
-from megapg.migrate.insert import add_statement
+from megapg.migrate.insert import add_behind, add_statement
 from megapg.migrate.resolve import Thing
 from megapg.migrate.scopes import Analysis, Imported, Scope, Use, last_name
 
@@ -71,6 +77,17 @@ def class_of(function: Scope) -> Scope | None:
     return outer if outer is not None and outer.kind == "class" else None
 
 
+def kept_behind(constructor: Scope) -> list[ast.stmt] | None:
+    """The statements that call constructors of bases; None where one is called in another way."""
+    calls = calls_of_bases(constructor)
+    found = [
+        each
+        for each in constructor.nodes
+        if isinstance(each, ast.Expr) and any(each.value is call for call in calls)
+    ]
+    return sorted(found, key=lambda each: each.lineno) if len(found) == len(calls) else None
+
+
 class Functions:
     """Answers questions about the functions of the files of an index."""
 
@@ -105,6 +122,10 @@ class Functions:
             looked = self._index.look(path)
             if looked is None or not body or add_statement(looked[0], body[0], "") is None:
                 return False  # there is no place to keep it
+            above = list(ancestry(outer, path, self._index.resolver))[1:]
+            behind = kept_behind(function) if any(isinstance(e, Scope) for e in above) else ()
+            if behind is None or any(add_behind(looked[0], each, "") is None for each in behind):
+                return False  # nor one behind what may put something else in its place
         elif outer.kind != "module":
             return False
         if len(outer.bindings.get(node.name, ())) != 1:
@@ -274,7 +295,9 @@ class Functions:
         classes: list[tuple[Scope, Path]] | tuple[()],
         function: Scope,
     ) -> bool:
-        if isinstance(node, ast.Attribute) and node.attr == "__init__" and _is_super(node.value):
+        method = use.scope.enclosing("function")
+        by_super = isinstance(node, ast.Attribute) and is_super(node.value, method)
+        if by_super and last_name(node) == "__init__":
             return self._is_super_of(use, path, {each for each, _ in classes})
         things = self._index.resolver.expression(node, use.scope, path)
         if len(things) == 1 and things <= wanted:
@@ -426,15 +449,6 @@ def _may_be(wanted: Thing, thing: Thing) -> bool:
 
 def _classes(module: Scope) -> Iterator[Scope]:
     return (scope for scope in scopes(module) if scope.kind == "class")
-
-
-def _is_super(node: ast.expr) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "super"
-        and not node.args
-    )
 
 
 def decorators(node: ast.AST) -> set[str]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from megapg.migrate.migration import Edit
 from megapg.migrate.source import Source
 
+# Behind a statement, where nothing else follows.
+_REST_OF_LINE = re.compile(r"[ \t\f]*(?:#[^\r\n]*)?(?=[\r\n]|\Z)")
 _PASSED_OVER = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE})
 
 
@@ -80,6 +82,21 @@ def add_statement(source: Source, before: ast.stmt, statement: str) -> Edit | No
         return None
     lines = "".join(indent + line + newline_of(source) for line in statement.splitlines())
     return Edit(begin, begin, lines, "statement")
+
+
+def add_behind(source: Source, statement: ast.stmt, added: str) -> Edit | None:
+    """The edit that puts a statement on a line of its own behind another one; None where that does
+    not have its lines for itself.
+    """
+    before = add_statement(source, statement, "")
+    end = source.index(statement.end_lineno or 0, statement.end_col_offset or 0)
+    rest = _REST_OF_LINE.match(source.text, end)
+    if before is None or rest is None:
+        return None
+    begin = source.index(statement.lineno, statement.col_offset)
+    indent = source.text[before.start : begin]
+    at = rest.end()
+    return Edit(at, at, newline_of(source) + indent + added, "statement")
 
 
 def newline_of(source: Source) -> str:

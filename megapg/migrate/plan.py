@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megapg.migrate.carriers import carriers
-from megapg.migrate.flow import first_read
+from megapg.migrate.carriers import ancestry, calls_of_bases, carriers, is_super
+from megapg.migrate.flow import first_read, runs_before, statements_around
 from megapg.migrate.functions import (
     PARAMETER,
     Functions,
@@ -21,6 +21,7 @@ from megapg.migrate.functions import (
     calls_by_another_name,
     class_of,
     decorators,
+    kept_behind,
     mentions,
     unit_of,
 )
@@ -30,7 +31,7 @@ from megapg.migrate.locate import is_shown, quote_in
 from megapg.migrate.mapping import GROUP_PARAMETERS, Refusal, Replacement, Takes
 from megapg.migrate.migration import How, Left, Style
 from megapg.migrate.roles import has_another_role
-from megapg.migrate.scopes import Defined, Instance, Scope
+from megapg.migrate.scopes import Defined, Instance, Scope, Use
 from megapg.migrate.sites import Carrier, Kind
 
 # Further than anyone has to thread a parameter.
@@ -102,6 +103,8 @@ class Taking:
         function: its scope.
         path: of its file.
         kept: whether it is a constructor that keeps it on ``self``.
+        behind: the statements behind which it is kept: those of bases keep what they are passed,
+            which is not that.
         fields: of which it gets a group each, in place of a collection.
         first: the statement before which groups that were not passed are looked up.
     """
@@ -111,6 +114,7 @@ class Taking:
     kept: bool
     fields: tuple[str, ...] = ()
     first: ast.stmt | None = None
+    behind: tuple[ast.stmt, ...] = ()
 
 
 @dataclass
@@ -231,6 +235,7 @@ class _Planner:
                     self._keeps(function, path),
                     fields,
                     narrow.get(function),
+                    self._kept_behind(function, path, taking),
                 )
             )
             for edge in self._edges.get(function, ()):
@@ -321,7 +326,11 @@ class _Planner:
         """The constructor that can put the collection on ``self``, where a method asks."""
         method = unit_of(located.use.scope)
         constructor = self._constructor(method, located.path) if method is not None else None
-        if constructor is not None:
+        if constructor is None:
+            constructor = self._kept_by_base(located.use, located.path)
+            if constructor is not None:
+                self._wanting.setdefault(constructor, [])
+        else:
             self._wanting.setdefault(constructor, [])
             if isinstance(located.site.answer, Replacement):
                 self._of_methods.setdefault(constructor, set()).update(located.site.answer.needs)
@@ -332,6 +341,41 @@ class _Planner:
         method = unit_of(located.use.scope)
         if method is not None and base.how is How.MODEL and base.expression == _self_of(method):
             self._held_by_self(located)
+
+    def _kept_by_base(self, use: Use, path: Path) -> Scope | None:
+        """The constructor of the base that keeps the collection, where one with ``**kwargs``, which
+        hands these on to it, has done so.
+        """
+        constructor = unit_of(use.scope)
+        klass = class_of(constructor) if constructor is not None else None
+        base = self._only_base(klass, path) if klass is not None else None
+        for _ in range(_DEEPEST):
+            if base is not None and "__init__" not in base[0].bindings:
+                base = self._only_base(*base)
+        if constructor is None or base is None or has_another_role(constructor):
+            return None
+        around = statements_around(use.parents, constructor.node)
+        if not any(
+            runs_before(statement, around, constructor.node)
+            for statement in kept_behind(constructor) or ()
+            if _hands_on(statement, constructor)
+        ):
+            return None
+        for each in base[0].bindings.get("__init__", ()):
+            if isinstance(each, Defined):
+                return self._constructor(each.scope, base[1])
+        return None
+
+    def _only_base(self, klass: Scope, path: Path) -> tuple[Scope, Path] | None:
+        """The class of the project of which alone a class is made."""
+        bases: list[ast.expr] = getattr(klass.node, "bases", [])
+        if len(bases) != 1 or klass.parent is None:
+            return None
+        things = self._index.resolver.expression(bases[0], klass.parent, path)
+        thing = next(iter(things)) if len(things) == 1 else None
+        if thing is None or thing.kind != "class" or thing.scope is None or thing.path is None:
+            return None
+        return thing.scope, thing.path
 
     def _constructor(self, method: Scope, path: Path) -> Scope | None:
         """The constructor that can keep a collection for a method."""
@@ -493,7 +537,10 @@ class _Planner:
                     yield _Edge(reference, supply, None, self._keeper(unit, path, supply))
             elif unit is not None and self._may_take(unit, path):
                 yield _Edge(reference, Base(How.THREADED, "plain", PARAMETER), unit)
-            elif unit is not None and (constructor := self._constructor(unit, path)) is not None:
+            elif unit is not None and (
+                constructor := self._constructor(unit, path)
+                or self._kept_by_base(reference.use, path)
+            ):
                 yield _Edge(reference, Base(How.THREADED, "groups_of", _self_of(unit)), constructor)
 
     def _keeper(self, unit: Scope | None, path: Path, supply: Base) -> Scope | None:
@@ -561,6 +608,33 @@ class _Planner:
         klass = class_of(function)
         return klass is not None and not self._functions.is_of_core(klass, path)
 
+    def _kept_behind(
+        self, function: Scope, path: Path, taking: Collection[Scope]
+    ) -> tuple[ast.stmt, ...]:
+        """The calls behind which a constructor has to keep what it was passed; none where all of
+        them pass it on, or there is no other constructor that keeps something.
+        """
+        klass = class_of(function)
+        if klass is None or not self._keeps(function, path):
+            return ()
+        others = [
+            each.scope
+            for above in ancestry(klass, path, self._index.resolver)
+            if isinstance(above, Scope) and above is not klass
+            for each in above.bindings.get("__init__", ())
+            if isinstance(each, Defined) and each.scope in taking
+        ]
+        same = (PARAMETER, _self_of(function))
+        passed = {
+            id(edge.reference.call)
+            for other in others
+            for edge in self._edges.get(other, ())
+            if edge.supply.expression in same and (edge.caller is None or edge.caller in taking)
+        }
+        if not others or all(id(call) in passed for call in calls_of_bases(function)):
+            return ()
+        return tuple(kept_behind(function) or ())
+
     def _needs_of(self, taking: Collection[Scope]) -> Mapping[Scope, tuple[str, ...]]:
         """The fields that are read in each function and behind it."""
         needs = {each: set(self._of_methods.get(each, ())) for each in taking}
@@ -574,6 +648,9 @@ class _Planner:
             for function in taking:
                 for edge in self._edges.get(function, ()):
                     caller = edge.caller or edge.keeper
+                    unit = unit_of(edge.reference.use.scope)
+                    if caller is None or unit is None or caller.parent is not unit.parent:
+                        continue  # a base is not asked for what only some classes made of it read
                     if caller in needs and not needs[function] <= needs[caller]:
                         needs[caller] |= needs[function]
                         changed = True
@@ -638,6 +715,24 @@ def _self_of(method: Scope | None) -> str:
         if any(isinstance(each, Instance) for each in bindings):
             return name
     return ""
+
+
+def _hands_on(statement: ast.stmt, constructor: Scope) -> bool:
+    """Whether a statement is ``super().__init__`` with the ``**kwargs`` of the constructor."""
+    call, arguments = getattr(statement, "value", None), getattr(constructor.node, "args", None)
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and is_super(call.func.value, constructor)
+        and isinstance(arguments, ast.arguments)
+        and arguments.kwarg is not None
+        and any(
+            each.arg is None
+            and isinstance(each.value, ast.Name)
+            and each.value.id == arguments.kwarg.arg
+            for each in call.keywords
+        )
+    )
 
 
 def _is_usual_method(method: Scope) -> bool:

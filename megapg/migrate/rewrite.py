@@ -18,7 +18,13 @@ from megapg.migrate.flow import (
 )
 from megapg.migrate.functions import PARAMETER
 from megapg.migrate.imports import Imports, names_of
-from megapg.migrate.insert import add_argument, add_parameter, add_statement, newline_of
+from megapg.migrate.insert import (
+    add_argument,
+    add_behind,
+    add_parameter,
+    add_statement,
+    newline_of,
+)
 from megapg.migrate.locate import quote_in
 from megapg.migrate.mapping import Takes
 from megapg.migrate.migration import Edit
@@ -81,8 +87,8 @@ class Writer:
         edits = add_parameter(self._source, node, [self._declared(n, taking, node) for n in names])
         if not edits:
             return False
-        if taking.kept and (statement := self._keep(taking.function, node)) is not None:
-            edits.append(statement)
+        if taking.kept:
+            edits += self._keep(taking, node)
         if taking.fields and taking.first is not None:
             looked_up = newline_of(self._source).join(
                 f"{name} = {self._imports.megapg()}.resolve(None).{field} "
@@ -104,13 +110,19 @@ class Writer:
         kind = "ProcessGroup" if taking.fields else "ProcessGroupCollection"
         return f'{name}: "{self._imports.megapg()}.{kind} | None" = None'
 
-    def _keep(self, function: Scope, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Edit | None:
+    def _keep(self, taking: Taking, node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[Edit]:
         arguments = [*node.args.posonlyargs, *node.args.args]
         body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
-        if not arguments or not body or function.parent is None:
-            return None
+        if not arguments or not body or taking.function.parent is None:
+            return []
         statement = f"{arguments[0].arg}.{PARAMETER} = {PARAMETER}"
-        return add_statement(self._source, body[0], statement)
+        first = add_statement(self._source, body[0], statement)
+        behind = [add_behind(self._source, each, statement) for each in taking.behind]
+        if behind and all(any(each is other for other in body) for each in taking.behind):
+            edits = behind[-1:]  # that one has run whenever the constructor has
+        else:
+            edits = [first, *behind]
+        return [each for each in edits if each is not None]
 
     def pass_argument(self, passing: Passing) -> bool:
         """Pass the collection in a call; False where its text is too odd for that."""

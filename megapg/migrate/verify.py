@@ -18,7 +18,7 @@ import tokenize
 import warnings
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -30,6 +30,7 @@ _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _Import: TypeAlias = ast.Import | ast.ImportFrom
 Pair: TypeAlias = tuple[ast.AST, ast.AST]
 
+_KEEPING = re.compile(r"\s*\w+\.(?P<name>\w+) = (?P=name)\s*")
 _NEWLINE = re.compile(r"\r\n|\r|\n")
 _BOM = b"\xef\xbb\xbf"
 _FSTRINGS = (ast.JoinedStr, *filter(None, [getattr(ast, "TemplateStr", None)]))  # from 3.14
@@ -59,8 +60,9 @@ def verify(rewritten: Rewritten, old: Source | None = None) -> str | None:
     Sound means: the edits applied to the old text are the new bytes, none outside of their spans
     differs, and encoding, byte order mark and newlines are kept; the new file compiles; the edits
     taken back on the new syntax tree give the old one, each of them at one place and as the kind
-    of change that it says; what is replaced was read, not written; no docstring is lost; no name
-    is left without its import, and none that was in use comes to mean something else.
+    of change that it says; what is replaced was read, not written; no docstring is lost; what a
+    constructor keeps is not lost to one of its bases in the file; no name is left without its
+    import, and none that was in use comes to mean something else.
 
     What the new texts read can't be told from the edits: which group, say.
 
@@ -74,6 +76,7 @@ def verify(rewritten: Rewritten, old: Source | None = None) -> str | None:
         undo = _ByPlace(old, new, rewritten.edits)
         undo.compare(old.tree, new.tree)
         undo.all_undone()
+        _keeps_what_it_is_passed(new, rewritten.edits)
         _names_keep_their_meaning(old, new, undo)
     except _Unsound as unsound:
         return str(unsound)
@@ -620,6 +623,73 @@ def _uses(body: Iterable[ast.AST], name: str) -> int:
                 continue
         pending.extend(ast.iter_child_nodes(node))
     return 0
+
+
+# ---- constructors ------------------------------------------------------------------------------
+
+
+def _keeps_what_it_is_passed(new: Source, edits: Sequence[Edit]) -> None:
+    """Raise where a constructor keeps a parameter, and then calls that of a base which keeps one as
+    well, and is not passed it.
+    """
+    matched = (_KEEPING.fullmatch(edit.new) for edit in edits if edit.what == "statement")
+    names = [each["name"] for each in matched if each]
+    for name in {each for each in names if names.count(each) > 1}:
+        classes = {each.name: each for each in ast.walk(new.tree) if isinstance(each, ast.ClassDef)}
+        keepers = {each: _last_kept(klass, name) for each, klass in classes.items()}
+        for one, line in keepers.items():
+            above = _above(classes[one], classes) if line else set()
+            if any(keepers[each] for each in above) and _passes_nothing(classes[one], name, line):
+                raise _Unsound(f"line {line}: the {name} that is kept would be lost to a base")
+
+
+def _constructors(klass: ast.ClassDef) -> list[ast.FunctionDef]:
+    return [e for e in klass.body if isinstance(e, ast.FunctionDef) and e.name == "__init__"]
+
+
+def _last_kept(klass: ast.ClassDef, name: str) -> int:
+    """The line in which a constructor puts a parameter on its object; or 0."""
+    lines = [
+        each.lineno
+        for constructor in _constructors(klass)
+        for each in ast.walk(constructor)
+        if isinstance(each, ast.Assign)
+        and isinstance(each.targets[0], ast.Attribute)
+        and each.targets[0].attr == name
+        and isinstance(each.value, ast.Name)
+        and each.value.id == name
+    ]
+    return max(lines, default=0)
+
+
+def _passes_nothing(klass: ast.ClassDef, name: str, line: int) -> bool:
+    """Whether from a line on a constructor calls another one, and does not pass it a parameter."""
+    for constructor in _constructors(klass):
+        first = [each.arg for each in (*constructor.args.posonlyargs, *constructor.args.args)][:1]
+        for call in ast.walk(constructor):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            of, given = call.func.value, [e.id for e in call.args[:1] if isinstance(e, ast.Name)]
+            by_super = isinstance(of, ast.Call) and getattr(of.func, "id", "") == "super"
+            if (
+                call.func.attr == "__init__"
+                and call.lineno > line
+                and (by_super or (given and given == first))
+                and not any(each.arg in (name, None) for each in call.keywords)
+            ):
+                return True
+    return False
+
+
+def _above(klass: ast.ClassDef, classes: Mapping[str, ast.ClassDef]) -> set[str]:
+    """The classes of the file that a class is made of."""
+    found: set[str] = set()
+    waiting = [klass]
+    while waiting:
+        names = {each.id for each in waiting.pop().bases if isinstance(each, ast.Name)}
+        waiting += [classes[each] for each in names - found if each in classes]
+        found |= names & classes.keys()
+    return found - {klass.name}
 
 
 # ---- names -------------------------------------------------------------------------------------
