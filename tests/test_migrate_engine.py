@@ -2191,20 +2191,50 @@ def test_fakes(tmp_path: Path, name: str) -> None:
 VALUES = sections(r"""
 === a variable keeps the value that a private global had
 @@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+ def before(func, model):
+-    found = mpu._TENSOR_MODEL_PARALLEL_GROUP
++    found = getattr(megapg.groups_of(model, "tp"), "tp", None)
+     func()
+     return found
+??? model
+
+=== a function that writes private globals reads them back, whatever it wrote
+@@ a.py
  from megatron.core import mpu
 +import megapg
 
 
  def swapped(func, group, model):
--    before = mpu._TENSOR_MODEL_PARALLEL_GROUP
-+    before = getattr(megapg.groups_of(None, "tp"), "tp", None)
+     before = mpu._TENSOR_MODEL_PARALLEL_GROUP
      try:
          mpu._TENSOR_MODEL_PARALLEL_GROUP = group
-         return func()
+         return func(), mpu._DATA_PARALLEL_GROUP
      finally:
          mpu._TENSOR_MODEL_PARALLEL_GROUP = before
-??? resolved
-!!! assigned assigned
+
+
+ def bridged(groups):
+     saved = {name: getattr(mpu, name) for name in groups}
+     for name, group in groups.items():
+         setattr(mpu, name, group)
+     if mpu._DATA_PARALLEL_GROUP is saved["_DATA_PARALLEL_GROUP"]:
+         setattr(mpu, "_DATA_PARALLEL_GROUP", mpu._TENSOR_MODEL_PARALLEL_GROUP)
+
+
+ def sets_one(group):
+     setattr(mpu, "_TENSOR_MODEL_PARALLEL_GROUP", group)
+     return mpu._TENSOR_MODEL_PARALLEL_GROUP is group
+
+
+ def reads(model):
+-    return mpu._TENSOR_MODEL_PARALLEL_GROUP
++    return getattr(megapg.groups_of(model, "tp"), "tp", None)
+??? model
+!!! assigned assigned assigned assigned dynamic patched assigned patched assigned patched assigned
 
 === at the top of a module, by the attribute of an instance, and with another value
 @@ a.py
@@ -2258,6 +2288,227 @@ VALUES = sections(r"""
 @pytest.mark.parametrize("name", VALUES)
 def test_values(tmp_path: Path, name: str) -> None:
     check(tmp_path, VALUES[name])
+
+
+# ---- functions that become methods, and constructors of bases -------------------------------------
+
+OF_CLASSES = sections(r"""
+=== a nested function that becomes a method of a class asks its own object
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+ def apply_patch(model):
+     from megatron.core.transformer.attention import SelfAttention
+
+     def forward(self, x):
+-        return x * mpu.TP_SIZE(), total(x)
++        return x * megapg.groups_of(self, "tp").size("tp"), total(x, pg_collection=megapg.groups_of(self, "tp"))
+
+     SelfAttention.forward = forward
+-    return mpu.TP_SIZE()
++    return megapg.groups_of(model, "tp").size("tp")
+
+
+-def total(x):
+-    return x + mpu.TP_RANK()
++def total(x, *, pg_collection=None):
++    return x + megapg.resolve(pg_collection).rank("tp")
+??? model model threaded
+
+=== and never the parameter of what is around it
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+ def apply_patch():
+     from megatron.core.transformer.attention import SelfAttention
+
+     def forward(self):
+-        return mpu.TP_SIZE()
++        return megapg.groups_of(self, "tp").size("tp")
+
+     SelfAttention.forward = forward
+
+
+ def f(model):
+     apply_patch()
+??? model
+
+=== of what is no module, and of a module's functions, the globals
+@@ a.py
+ import library
+-from megatron.core import mpu
++import megapg
+ from library import Loader
+
+
+ def apply_patch(model):
+     def load(self):
+-        return mpu.TP_RANK()
++        return megapg.resolve(None).rank("tp")
+
+     def save():
+-        return mpu.DP_RANK()
++        return megapg.resolve(None).rank("dp")
+
+     def of_its_type(self):
+-        return mpu.PP_SIZE()
++        return megapg.resolve(None).size("pp")
+
+     Loader.load = load
+     library.save = save
+     setattr(type(model), "load", of_its_type)
+??? resolved resolved resolved
+
+=== what becomes an attribute of one object may ask what is around it
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+ def wrap(model, inner):
+     def forward(x):
+-        return x * mpu.TP_SIZE()
++        return x * megapg.groups_of(model, "tp").size("tp")
+
+     inner.forward = forward
+??? model
+
+=== so may what is a method of a class for a while
+@@ a.py
+ import contextlib
+
+-from megatron.core import mpu
++import megapg
+ from megatron.core.tensor_parallel import VocabParallelEmbedding
+
+
+ @contextlib.contextmanager
+ def patched(model):
+     origin = VocabParallelEmbedding.forward
+
+     def forward(self, x):
+-        return origin(self, x) * mpu.CP_SIZE()
++        return origin(self, x) * megapg.groups_of(model, "cp").size("cp")
+
+     VocabParallelEmbedding.forward = forward
+     try:
+         yield
+     finally:
+         VocabParallelEmbedding.forward = origin
+??? model
+
+=== a class made abstract by its metaclass takes what its methods ask it for
+@@ a.py
+ from abc import ABCMeta
+
+ import torch
+-from megatron.core import mpu
++import megapg
+
+
+ class Loss(torch.nn.Module, metaclass=ABCMeta):
+-    def __init__(self, config):
++    def __init__(self, config, *, pg_collection=None):
++        self.pg_collection = pg_collection
+         super().__init__()
+
+     def forward(self, x):
+-        return x / mpu.CP_SIZE()
++        return x / megapg.groups_of(self, "cp").size("cp")
+
+
+ def make(model):
+-    return Loss(model.config)
++    return Loss(model.config, pg_collection=megapg.groups_of(model, "cp"))
+
+=== a function that takes the group itself needs no collection, unless someone has one for it
+@@ a.py
+-from megatron.core import mpu
++import megapg
+
+
+ def split(x, cp_group=None):
+     if cp_group is None:
+-        cp_group = mpu.get_context_parallel_group()
++        cp_group = megapg.resolve(None).cp
+     return x / cp_group.size()
+
+
+ def reduce(x, group=None):
+     if group is None:
+-        group = mpu.TP_GROUP()
++        group = megapg.resolve(None).tp
+     return x / group.size()
+
+
+-def gather(x, cp_group=None):
++def gather(x, cp_group=None, *, pg_collection=None):
+     if cp_group is None:
+-        cp_group = mpu.get_context_parallel_group()
++        cp_group = megapg.resolve(pg_collection).cp
+     return x * cp_group.size()
+
+
+-def scatter(x, cp_group=None):
++def scatter(x, cp_group=None, *, pg_collection=None):
+-    size = mpu.TP_SIZE()
++    pg = megapg.resolve(pg_collection)
++    size = pg.size("tp")
+     if cp_group is None:
+-        cp_group = mpu.get_context_parallel_group()
++        cp_group = pg.cp
+     return x * cp_group.size() / size
+
+
+ def f(model, x, cp_group):
+-    return split(x, cp_group=cp_group), gather(x)
++    return split(x, cp_group=cp_group), gather(x, pg_collection=megapg.groups_of(model, "cp"))
+
+=== a constructor hands what it was passed to that of its base, before what its model carries
+@@ a.py
+ import torch
+-from megatron.core import mpu
++import megapg
+
+
+ class Base(torch.nn.Module):
+-    def __init__(self, config):
++    def __init__(self, config, *, pg_collection=None):
++        self.pg_collection = pg_collection
+         super().__init__()
+         self.config = config
+
+     def rank(self):
+-        return mpu.TP_RANK()
++        return megapg.groups_of(self, "tp").rank("tp")
+
+
+ class Wrapper(Base):
+-    def __init__(self, config, module):
+-        super().__init__(config)
++    def __init__(self, config, module, *, pg_collection=None):
++        self.pg_collection = pg_collection
++        super().__init__(config, pg_collection=pg_collection or megapg.groups_of(module, "tp"))
+         self.module = module
+
+     def size(self):
+-        return mpu.DP_SIZE()
++        return megapg.groups_of(self, "dp").size("dp")
+
+
+ def wrapped(module, pg_collection):
+-    return Wrapper({}, module)
++    return Wrapper({}, module, pg_collection=megapg.groups_of(pg_collection))
+""")
+
+
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_of_classes(tmp_path: Path, name: str) -> None:
+    check(tmp_path, OF_CLASSES[name])
 
 
 # ---- what is looked up already -------------------------------------------------------------------
@@ -6526,7 +6777,7 @@ SEEN = sections(r"""
 +    return rank(pg_collection=megapg.groups_of(model, "tp"))
 ??? threaded
 
-=== named in another list beside a word of patching
+=== named in a list of what is patched
 @@ a.py
 -from megatron.core import mpu
 +import megapg
@@ -6539,7 +6790,9 @@ SEEN = sections(r"""
 +    return megapg.resolve(None).rank("tp")
 
 
- def patch_all(model):
+ def patch_all(model, module, fake):
+     for name in PATCHED:
+         setattr(module, name, fake)
      return rank()
 ??? resolved
 

@@ -153,8 +153,29 @@ class _Search:
                         yield from self._of_self(name, first.of, scope)
                 elif name in self._wanted:
                     yield from self._variable(name, bindings, scope)
+            yield from self._of_a_method_to_be(scope, hidden)
+            if scope.given_to and scope.parent is not None and scope.parent.kind == "function":
+                return  # what is around it is of one call, and this serves all objects
             hidden |= scope.bindings.keys() | scope.declared
             hidden |= {name for name, of in scope.elsewhere.items() if of.kind == "module"}
+
+    def _of_a_method_to_be(self, function: Scope, hidden: set[str]) -> Iterator[Carrier]:
+        """The first parameter of a function that becomes a method, of modules and nothing else."""
+        arguments = getattr(function.node, "args", None)
+        outer = function.parent
+        if not function.given_to or outer is None or not isinstance(arguments, ast.arguments):
+            return
+        name = next((each.arg for each in (*arguments.posonlyargs, *arguments.args)), "")
+        one_value = len(function.bindings.get(name, ())) == 1 and name not in function.deleted
+        if name != "self" or name in hidden or not one_value:
+            return
+        for owner, attribute in function.given_to:
+            things = self._resolver.expression(owner, outer, self._path)
+            if attribute.startswith("__") or not things:
+                return
+            if not all(map(self._is_module_class, things)):
+                return
+        yield Carrier("model", name, "attribute")
 
     def _by_annotation(self) -> Iterator[str]:
         """The parameters of the function around that are modules by what they are annotated with,

@@ -22,6 +22,7 @@ from megapg.migrate.carriers import (
 from megapg.migrate.imports import scopes
 from megapg.migrate.index import Index
 from megapg.migrate.insert import add_behind, add_statement
+from megapg.migrate.replaced import Replaced
 from megapg.migrate.resolve import Thing
 from megapg.migrate.scopes import Analysis, Imported, Scope, Use, last_name
 
@@ -37,7 +38,6 @@ _PLAIN_BASES = frozenset({"ABC", "object", "Generic"})
 _CLASS_DECORATORS = frozenset({"total_ordering", "final", "deprecated"})
 # What makes an attribute more than one.
 _SPECIAL = frozenset({PARAMETER, "__slots__", "__new__", "__setattr__"})
-_PATCHING = re.compile(rb"patch|setattr|mock")
 _ASKING = re.compile(rb"getattr|attrgetter")
 # Functions that read the signature, or compile the source, of what they are passed.
 _INSPECTING = frozenset({"script", "jit_fuser", "signature", "getfullargspec", "get_type_hints"})
@@ -62,11 +62,16 @@ class Reference:
 
 
 def unit_of(scope: Scope) -> Scope | None:
-    """The function whose parameter a use can see: the outermost around it, up to a class."""
+    """The function whose parameter a use can see: the outermost around it, up to a class, or to
+    one that becomes a method of a class.
+    """
     found: Scope | None = None
     each: Scope | None = scope
     while each is not None and each.kind != "class":
-        found = each if each.kind == "function" else found
+        if each.kind == "function":
+            found = each
+            if each.given_to:
+                break
         each = each.parent
     return found
 
@@ -93,6 +98,7 @@ class Functions:
 
     def __init__(self, index: Index) -> None:
         self._index = index
+        self._replaced = Replaced(index)
         self._taking: dict[Scope, bool] = {}
         self._references: dict[Scope, list[Reference]] = {}
         self._blind: set[Scope] = set()
@@ -130,8 +136,10 @@ class Functions:
             return False
         if len(outer.bindings.get(node.name, ())) != 1:
             return False
-        called = outer.name if outer.kind == "class" else node.name
-        if mentions(function, PARAMETER) or self._is_replaced(called):
+        called = outer if outer.kind == "class" else function
+        if mentions(function, PARAMETER):
+            return False
+        if self._replaced.may_be(Thing(called.kind, path=path, scope=called)):
             return False
         return not any(_is_inspected(reference) for reference in self.references(function, path))
 
@@ -146,7 +154,9 @@ class Functions:
                     return False
                 continue
             node = each.node
-            if not isinstance(node, ast.ClassDef) or node.keywords:
+            if not isinstance(node, ast.ClassDef):
+                return False
+            if any(k.arg != "metaclass" or last_name(k.value) != "ABCMeta" for k in node.keywords):
                 return False
             if not decorators(node) <= _CLASS_DECORATORS:
                 return False
@@ -163,16 +173,6 @@ class Functions:
                 if klass.name in named and PARAMETER in (*each.bindings, *each.attributes):
                     return True
         return False
-
-    def _is_replaced(self, name: str) -> bool:
-        """Whether something may be put in the place of a function of that name, as tests do."""
-        word = re.escape(name.encode())
-        written = re.compile(rb"(?:\." + word + rb"|\b" + word + rb"\.__init__)\s*=[^=]")
-        return any(
-            written.search(self._index.data(file))
-            or (_PATCHING.search(self._index.data(file)) and self._quotes(file, name))
-            for file in self._index.mentioning(name)
-        )
 
     def _is_asked_for(self, file: Path, name: str) -> bool:
         """Whether a file asks for something by a string with its name."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megapg.migrate.carriers import ancestry, calls_of_bases, carriers, is_super
-from megapg.migrate.flow import first_read, runs_before, statements_around
+from megapg.migrate.flow import first_read, is_ruled_out, runs_before, statements_around
 from megapg.migrate.functions import (
     PARAMETER,
     Functions,
@@ -31,8 +31,8 @@ from megapg.migrate.locate import is_shown, quote_in
 from megapg.migrate.mapping import GROUP_PARAMETERS, Refusal, Replacement, Takes
 from megapg.migrate.migration import How, Left, Style
 from megapg.migrate.roles import has_another_role
-from megapg.migrate.scopes import Defined, Instance, Scope, Use
-from megapg.migrate.sites import Carrier, Kind
+from megapg.migrate.scopes import Defined, Instance, Opaque, Scope, Use
+from megapg.migrate.sites import Carrier, Kind, Site
 
 # Further than anyone has to thread a parameter.
 _DEEPEST = 5
@@ -40,6 +40,8 @@ _DEEPEST = 5
 _MOST_GROUPS = 3
 # Writes that make a rank or size differ from what the groups say.
 _FAKING = frozenset({"setter", "assigned"})
+# Parameters that hold whichever group a caller means.
+_ANY_GROUP = frozenset({"group", "process_group"})
 _OWNING = frozenset({"initialize_model_parallel", "destroy_model_parallel"})
 
 
@@ -55,6 +57,7 @@ class Base:
         expression: what is at hand.
         optional: whether what is at hand may be None.
         made_here: whether it is a model that a variable of the function holds.
+        passed_first: whether what was passed to the function comes before it.
     """
 
     how: How
@@ -62,6 +65,7 @@ class Base:
     expression: str
     optional: bool = False
     made_here: bool = False
+    passed_first: bool = False
 
 
 _GLOBALS = Base(How.RESOLVED, "resolve", "None")
@@ -179,6 +183,11 @@ class _Planner:
         self._plan = Plan()
         self._owning = self._owning_groups()
         self._tainted = self._reached_by_fakes() | self._owning
+        self._writing = {
+            (unit_of(each.use.scope), each.path)
+            for each in index.located
+            if _writes_a_variable(each.site)
+        }
         self._patched = {
             each.site.name
             for each in index.located
@@ -211,7 +220,7 @@ class _Planner:
         }
         for function, sites in self._wanting.items():
             for located in sites:
-                base = _parameter(function in fed)
+                base = _parameter(function in fed) if function in taking else _GLOBALS
                 if function in narrow and isinstance(located.site.answer, Replacement):
                     base = Base(base.how, "group", group_name(located.site.answer.field))
                 self._decide(located, base)
@@ -243,6 +252,8 @@ class _Planner:
                     supply = edge.supply
                     if fields and supply.form == "plain":
                         supply = Base(supply.how, "resolve", supply.expression)
+                    if _is_passed_first(edge, taking):
+                        supply = replace(supply, passed_first=True)
                     passing = Passing(edge.reference, path, supply, needs[function], fields)
                     self._plan.passing.append(passing)
         return self._plan
@@ -276,6 +287,10 @@ class _Planner:
             return "unverified", ""
         if site.name in self._patched:
             return "assigned", "the getter is replaced elsewhere"
+        if site.kind is Kind.PRIVATE and (
+            (unit_of(located.use.scope), located.path) in self._writing
+        ):
+            return "assigned", "its function writes variables of the module and reads them back"
         if not site.exact or (site.in_fstring and not self._fits_in_string(located)):
             return "in-a-string", ""
         if unit_of(located.use.scope) is None and _answers_zero(site.name):
@@ -498,7 +513,7 @@ class _Planner:
         useful = {
             function
             for function in reached
-            if function in self._wanting
+            if (function in self._wanting and not self._has_its_own(function))
             or any(edge.caller is None for edge in self._edges[function])
         }
         while True:
@@ -512,6 +527,15 @@ class _Planner:
                 break
             useful |= more
         return {function: None for function in reached if function in useful}
+
+    def _has_its_own(self, function: Scope) -> bool:
+        """Whether a function takes groups as it is, turns to the globals where it was passed none
+        only, and nobody in the project who calls it so has a collection.
+        """
+        sites = self._wanting[function]
+        if self._edges[function] or not sites or class_of(function) is not None:
+            return False
+        return all(_stands_in(located, function) for located in sites)
 
     def _callers(self, function: Scope) -> Iterator[_Edge]:
         for reference in self._functions.references(function, self._paths[function]):
@@ -629,7 +653,8 @@ class _Planner:
             id(edge.reference.call)
             for other in others
             for edge in self._edges.get(other, ())
-            if edge.supply.expression in same and (edge.caller is None or edge.caller in taking)
+            if _is_passed_first(edge, taking)
+            or (edge.supply.expression in same and (edge.caller is None or edge.caller in taking))
         }
         if not others or all(id(call) in passed for call in calls_of_bases(function)):
             return ()
@@ -639,7 +664,7 @@ class _Planner:
         """The fields that are read in each function and behind it."""
         needs = {each: set(self._of_methods.get(each, ())) for each in taking}
         for function, sites in self._wanting.items():
-            for located in sites:
+            for located in sites if function in needs else ():
                 if isinstance(located.site.answer, Replacement):
                     needs[function] |= set(located.site.answer.needs)
         changed = True
@@ -647,7 +672,7 @@ class _Planner:
             changed = False
             for function in taking:
                 for edge in self._edges.get(function, ()):
-                    caller = edge.caller or edge.keeper
+                    caller = edge.caller or edge.keeper or _constructor_around(edge)
                     unit = unit_of(edge.reference.use.scope)
                     if caller is None or unit is None or caller.parent is not unit.parent:
                         continue  # a base is not asked for what only some classes made of it read
@@ -655,6 +680,20 @@ class _Planner:
                         needs[caller] |= needs[function]
                         changed = True
         return {function: tuple(sorted(fields)) for function, fields in needs.items()}
+
+
+def _constructor_around(edge: _Edge) -> Scope | None:
+    """The constructor that calls that of its base, which keeps on the same object what it gets."""
+    if not isinstance(edge.reference.node, ast.Attribute) or edge.reference.call is None:
+        return None
+    unit = unit_of(edge.reference.use.scope)
+    is_base_s = edge.reference.node.attr == "__init__"
+    return unit if is_base_s and unit is not None and class_of(unit) is not None else None
+
+
+def _is_passed_first(edge: _Edge, taking: Collection[Scope]) -> bool:
+    """Whether a constructor hands what it was passed to its base, before what it finds itself."""
+    return not (edge.caller or edge.keeper) and _constructor_around(edge) in taking
 
 
 def _is_replaced(located: Located) -> bool:
@@ -665,6 +704,28 @@ def _is_replaced(located: Located) -> bool:
     return (
         isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "setattr"
     )
+
+
+def _stands_in(located: Located, function: Scope) -> bool:
+    """Whether a use is what a function takes where a parameter of its own, for a group, is None."""
+    answer = located.site.answer
+    if located.use.scope is not function or not isinstance(answer, Replacement):
+        return False
+    around = statements_around(located.use.parents, function.node)
+    return any(
+        isinstance(bound[0], Opaque)
+        and bound[0].parameter
+        and (name in _ANY_GROUP or answer.field in GROUP_PARAMETERS.get(name, ()))
+        and is_ruled_out(name, around, function.node)
+        for name, bound in function.bindings.items()
+    )
+
+
+def _writes_a_variable(site: Site) -> bool:
+    """Whether a site puts something into a private variable of the globals, be it whatever."""
+    if site.kind not in (Kind.ASSIGNED, Kind.PATCHED, Kind.STRING):
+        return False
+    return site.name.startswith("_") or (site.kind is Kind.PATCHED and not site.name)
 
 
 def _answers_zero(name: str) -> bool:

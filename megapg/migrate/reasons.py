@@ -142,7 +142,8 @@ _ALL = (
         "assigned",
         "writes to the module",
         "Code assigns to an attribute of parallel_state: the reads that it wants to change are "
-        "not reads of a collection any more once they are migrated.",
+        "not reads of a collection any more once they are migrated. A function that writes private "
+        "variables may have written anything: the private ones that it reads stay, too.",
         "Pass a collection that answers so. megapg.testing has collections of fake groups.",
     ),
     Reason(

@@ -202,7 +202,8 @@ class Writer:
             return base.expression
         fields = "".join(f', "{name}"' for name in needs) if base.form == "groups_of" else ""
         function = "resolve" if base.form == "resolve" else "groups_of"
-        return f"{self._imports.megapg()}.{function}({base.expression}{fields})"
+        passed = f"{PARAMETER} or " if base.passed_first else ""
+        return f"{passed}{self._imports.megapg()}.{function}({base.expression}{fields})"
 
     # -- one look-up for several reads ---------------------------------------------------------
 

@@ -135,6 +135,45 @@ class Scope:
         return list(walk(self.node))
 
     @cached_property
+    def given_to(self) -> list[tuple[ast.expr, str]]:
+        """The classes, and modules, of which a function becomes an attribute in the function or the
+        module around, and the attribute's name: it serves all objects then, and stays when what is
+        around it has returned. Those that get back what they had there are left out.
+        """
+        outer = self.parent
+        if self.kind != "function" or outer is None or outer.kind == "class":
+            return []
+        restored = {
+            (ast.unparse(owner), attribute)
+            for owner, attribute, names in outer._assigned
+            if self.name not in names
+        }
+        return [
+            (owner, attribute)
+            for owner, attribute, names in outer._assigned
+            if self.name in names
+            and _is_for_all(owner, outer)
+            and (ast.unparse(owner), attribute) not in restored
+        ]
+
+    @cached_property
+    def _assigned(self) -> list[tuple[ast.expr, str, set[str]]]:
+        """What is assigned to attributes in it: of what, the attribute, and the names assigned."""
+        found: list[tuple[ast.expr, str, ast.expr]] = []
+        for each in self.nodes:
+            if isinstance(each, ast.Assign):
+                targets = (t for t in each.targets if isinstance(t, ast.Attribute))
+                found += [(target.value, target.attr, each.value) for target in targets]
+            elif isinstance(each, ast.Call) and last_name(each.func) == "setattr":
+                attribute = each.args[1] if len(each.args) == 3 else None
+                if isinstance(attribute, ast.Constant):
+                    found.append((each.args[0], str(attribute.value), each.args[2]))
+        return [
+            (owner, attribute, {node.id for node in walk(value) if isinstance(node, ast.Name)})
+            for owner, attribute, value in found
+        ]
+
+    @cached_property
     def said(self) -> frozenset[tuple[str, str]]:
         """The names in it, and the attributes of names: of which, and how it is called."""
         found = set()
@@ -454,6 +493,19 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
         each = waiting.pop()
         yield each
         waiting += _children(each)
+
+
+def _is_for_all(owner: ast.expr, scope: Scope) -> bool:
+    """Whether an expression is a class or a module, as far as its name tells, and not an object."""
+    if isinstance(owner, ast.Call):
+        return last_name(owner.func) == "type"
+    name = last_name(owner)
+    if name == "__class__" or name[:1].isupper() or name.endswith(("cls", "class", "klass")):
+        return True
+    while isinstance(owner, ast.Attribute):
+        owner = owner.value
+    bound = scope.find(owner.id) if isinstance(owner, ast.Name) else None
+    return bound is not None and all(isinstance(each, Imported) for each in bound[1])
 
 
 def last_name(node: ast.expr) -> str:
