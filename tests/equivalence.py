@@ -326,10 +326,12 @@ def compare_on(tally: Tally, asking: Sequence[Question], grid: Configuration, ra
             tally.compare(question, "session", where, answer, got)
             if written.takes in (Takes.GLOBALS, Takes.JOB):
                 continue
-            if written.needs not in borrowed:
-                held = {name: getattr(session.groups, name) for name in written.needs}
-                borrowed[written.needs] = ProcessGroupCollection.from_groups(**held)
-            got = asked(question.ours, borrowed[written.needs])
+            # Whether there are groups any will do to tell.
+            names = ("tp",) if written.takes is Takes.OPTIONAL else written.needs
+            if names not in borrowed:
+                held = {name: getattr(session.groups, name) for name in names}
+                borrowed[names] = ProcessGroupCollection.from_groups(**held)
+            got = asked(question.ours, borrowed[names])
             tally.compare(question, "needs alone", where, answer, got)
             if question.narrow:
                 got = asked(question.narrow, session.groups)

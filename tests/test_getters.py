@@ -11,6 +11,7 @@ import itertools
 import pickle
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -33,11 +34,12 @@ from megapg.megatron import (
     forbid_global_reads,
     from_parallel_state,
     getters,
+    groups_of,
     trace_global_reads,
 )
 from megapg.megatron.core import installed_version
 from megapg.megatron.resolve import resolve
-from megapg.megatron.tables import GLOO_GLOBALS, OLDEST_CORE
+from megapg.megatron.tables import GLOO_GLOBALS, OLDEST_CORE, TAKES_VP_STAGE
 from megapg.megatron.view import GlobalGroups
 from megapg.sessions import pretend
 from megapg.testing import fake_collection
@@ -563,10 +565,19 @@ def test_is_there_a_collection():
         assert getters.is_initialized(pg)
         assert getters.model_parallel_is_initialized(pg)
         assert not getters.model_parallel_is_initialized(None)
-        part = ProcessGroupCollection.from_groups(dp=pg.dp)
-        assert getters.is_initialized(part)
-        assert not getters.model_parallel_is_initialized(part)
+        # A model of Megatron-core has what it needs, and data parallelism is not among that.
+        for part in ({"dp": pg.dp}, {"tp": pg.tp, "pp": pg.pp, "cp": pg.cp}):
+            part = ProcessGroupCollection.from_groups(**part)
+            assert getters.is_initialized(part)
+            assert getters.model_parallel_is_initialized(part)
+        for empty in (ProcessGroupCollection.from_groups(embd=None), GlobalGroups()):
+            assert not getters.is_initialized(empty)
+            assert not getters.model_parallel_is_initialized(empty)
     assert not getters.is_initialized(pg)  # closed
+    assert not getters.is_initialized(part)  # destroyed
+    with megatron(3, 8):
+        parallel_state.initialize_model_parallel(2, 2)
+        assert getters.is_initialized(ProcessGroupCollection.from_groups(embd=None))
 
 
 def test_one_memory_buffer_for_each_owner():
@@ -634,3 +645,55 @@ def test_two_data_parallel_groups_are_one_too_many():
             with pytest.raises(UnsupportedOptionError, match="gtp_remat has 2 ranks"):
                 ask(view)
         assert view.dp is parallel_state.get_data_parallel_group(with_gtp_remat=False)
+
+
+def test_the_gloo_companion_is_of_the_same_layout():
+    """Borrowed groups that are the globals' have the globals', others their own or none."""
+    with megatron(3, 8):
+        parallel_state.initialize_model_parallel(2, 2)
+        theirs = {field: getters.gloo_group(GlobalGroups(), field) for field in ("dp", "expt_dp")}
+        whole = from_parallel_state()
+        parts = [ProcessGroupCollection.from_groups(**{f: getattr(whole, f)}) for f in theirs]
+        for field, pg in [*((field, whole) for field in theirs), *zip(theirs, parts, strict=True)]:
+            assert getters.gloo_group(pg, field) is theirs[field]
+            assert (
+                getters.gloo_group(groups_of(SimpleNamespace(pg_collection=pg), field), field)
+                is (theirs[field])
+            )
+        foreign = ProcessGroupCollection.from_groups(dp=whole.tp, tp=whole.tp)
+        with pytest.raises(MissingGroupError, match=r'gloo=\("dp",\)'):
+            getters.gloo_group(foreign, "dp")
+        with pytest.raises(MissingGroupError, match=r'gloo=\("dp_cp",\)'):
+            getters.gloo_group(foreign, "dp_cp")  # nor has it that group itself
+        with (
+            forbid_global_reads(),
+            pytest.raises(GlobalReadError, match="_DATA_PARALLEL_GROUP_GLOO"),
+        ):
+            getters.gloo_group(whole, "dp")
+        parallel_state._DATA_PARALLEL_GROUP_GLOO = None
+        with pytest.raises(MissingGlobalGroupError, match="create_gloo_process_groups=True"):
+            getters.gloo_group(whole, "dp")
+
+
+@pytest.mark.skipif(installed_version() >= TAKES_VP_STAGE, reason="this core passes vp_stage")
+def test_the_schedule_says_which_chunk_is_current():
+    with megatron(0, 8):
+        parallel_state.initialize_model_parallel(1, 4, 2)
+        pp, foreign = GlobalGroups().pp, ProcessGroupCollection.from_groups(pp=GlobalGroups().dp)
+        theirs = ProcessGroupCollection.from_groups(pp=pp)
+        for chunk in range(2):
+            parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+            for pg, size in ((GlobalGroups(), None), (theirs, None), (foreign, 2)):
+                ask = {"ignore_virtual": False, "vp_size": size}
+                assert getters.is_pipeline_first_stage(pg, **ask) == (chunk == 0)
+                assert getters.is_pipeline_first_stage(pg, vp_stage=1 - chunk, **ask) == (
+                    chunk == 1
+                )
+    with fake_collection(pp=2, vpp=2, world_size=4) as pg:
+        for chunk in range(2):
+            parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+            assert getters.is_pipeline_first_stage(pg, ignore_virtual=False) == (chunk == 0)
+        for odd in (2, None):  # of another schedule, or of none
+            parallel_state.set_virtual_pipeline_model_parallel_rank(odd)
+            with pytest.raises(LayoutError, match="vp_stage="):
+                getters.is_pipeline_first_stage(pg, ignore_virtual=False)

@@ -186,9 +186,8 @@ def test_what_keeps_single_groups_gives_these():
             inner.__class__ = type(f"Mine{name}", (inner.__class__,), {})
             assert getattr(groups_of(inner, needs[0]), needs[0]) is getattr(pg, needs[0])
             assert groups_of(Holder(inner), *needs).rank(needs[0]) == pg.rank(needs[0])
-        for inner, field in ((of["SequentialMLP"], "tp"), (of["ColumnParallelLinear"], "tp")):
-            with pytest.raises(MissingGlobalGroupError, match="no such group"):
-                _ = groups_of(inner, field).tp
+        with pytest.raises(MissingGlobalGroupError, match="no such group"):
+            _ = groups_of(of["SequentialMLP"], "tp").tp
         with pytest.raises(MissingGlobalGroupError, match="but one without dp"):
             _ = groups_of(of["SequentialMLP"], "ep", "dp").ep
         of["SequentialMLP"].dp_group = None  # of what was built before there were groups
@@ -914,3 +913,86 @@ def test_what_was_found_is_compared_with_the_globals():
         clip(types.SimpleNamespace(pg_collection=swapped))
     (found,) = comparison.disagreements
     assert (found.field, found.line) == ("tp", clip.__code__.co_firstlineno + 1)
+
+
+# -- layers, asked themselves ----------------------------------------------------------------------
+
+
+@needs_injection
+def test_a_layer_answers_with_the_group_it_was_given():
+    sizes = {"tp": 2, "ep": 2, "expt_tp": 1}
+    with fake_collection(**sizes, world_size=8, rank=3) as pg, megatron_on_cpu(), no_globals():
+        model = build_gpt(
+            pg,
+            num_moe_experts=2,
+            expert_model_parallel_size=2,
+            expert_tensor_parallel_size=1,
+            sequence_parallel=True,
+            add_bias_linear=False,
+        )
+        layers = dict(model.named_modules())
+        word = layers["embedding.word_embeddings"]
+        expert = layers["decoder.layers.0.mlp.experts.local_experts.0.linear_fc1"]
+        for dense in (word, model.output_layer):
+            assert groups_of(dense, "tp").tp is groups_of(wrapping(dense), "tp").tp is pg.tp
+            assert groups_of(dense, "tp").size("tp") == 2
+            with pytest.raises(MissingGlobalGroupError, match="but one without cp"):
+                _ = groups_of(dense, "tp", "cp").tp
+        assert groups_of(expert, "expt_tp").expt_tp is pg.expt_tp
+        with pytest.raises(MissingGlobalGroupError, match="no such group"):
+            _ = groups_of(expert, "tp").tp
+        # Inside of something else they don't count: that may be anything.
+        with pytest.raises(MissingGlobalGroupError, match="no such group"):
+            _ = groups_of(nn.Sequential(model.output_layer), "tp").tp
+        word.tp_group = None
+        with pytest.raises(MissingGlobalGroupError, match="no such group"):
+            _ = groups_of(word, "tp").tp
+
+
+def wrapping(model):
+    return types.SimpleNamespace(module=[model])
+
+
+def layer_of(module, **attributes):
+    """A layer as a module of Megatron-core has them, with these attributes."""
+    made = type("Layer", (nn.Module,), {"__module__": f"megatron.core.{module}"})()
+    vars(made).update(attributes)
+    return made
+
+
+def test_a_layer_of_transformer_engine_answers_where_its_group_is_certain():
+    with fake_collection(tp=2, ep=2, expt_tp=1, world_size=8) as pg, no_globals():
+        config = types.SimpleNamespace(tensor_model_parallel_size=2)
+        te = functools.partial(layer_of, "extensions.transformer_engine", config=config)
+        assert groups_of(te(_tp_group=pg.tp, parallel_mode="row"), "tp").tp is pg.tp
+        for uncertain in (
+            te(_tp_group=pg.tp, parallel_mode=None),  # not divided, or an expert
+            te(_tp_group=pg.expt_tp, parallel_mode="column"),  # an expert, where there is no ep
+            te(_tp_group=object(), parallel_mode="row"),
+            layer_of("transformer.mlp", tp_group=pg.tp, config=config),
+        ):
+            with pytest.raises(MissingGlobalGroupError, match="no such group"):
+                _ = groups_of(uncertain, "tp").tp
+            config._pg_collection = pg
+            assert groups_of(uncertain, "tp") is pg
+            del config._pg_collection
+
+
+def test_the_config_of_a_module_may_have_the_collection(pg):
+    """But not where the module has a group of its own, and it is another one."""
+    config = types.SimpleNamespace(_pg_collection=pg)
+    plain, linear = nn.Linear(1, 1), layer_of("tensor_parallel.layers", tp_group=pg.tp)
+    plain.config = linear.config = config
+    with no_globals():
+        assert groups_of(plain, "tp", "cp") is groups_of(wrapping(plain)) is pg
+        assert groups_of(linear, "tp").tp is pg.tp
+        assert groups_of(linear, "tp", "cp") is groups_of(linear) is pg
+        linear.tp_group = pg.dp
+        assert groups_of(linear, "tp").tp is pg.dp
+        with pytest.raises(MissingGlobalGroupError, match="but one without cp"):
+            _ = groups_of(linear, "tp", "cp").cp
+        plain.pg_collection = ProcessGroupCollection.from_groups(tp=pg.dp)
+        assert groups_of(plain, "tp") is plain.pg_collection
+        assert groups_of(types.SimpleNamespace(config=config), "tp") is not pg  # no module
+        config._pg_collection = view = GlobalGroups()
+        assert groups_of(linear, "cp") is view

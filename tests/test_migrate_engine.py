@@ -2759,7 +2759,7 @@ WHOSE = sections(r"""
 
      def is_up(self, model):
 -        return mpu.model_parallel_is_initialized(), mpu.TP_RANK()
-+        pg = megapg.groups_of(model, "dp", "pp", "tp")
++        pg = megapg.groups_of(model, "tp")
 +        return getters.model_parallel_is_initialized(pg), pg.rank("tp")
 
 
@@ -7021,3 +7021,80 @@ def f():
 def test_a_constructor_that_is_replaced(tmp_path: Path) -> None:
     before, after = given(tmp_path, REPLACED_CONSTRUCTOR)
     assert after == before
+
+
+ASKED_OF_THE_SAME = sections("""
+=== a gloo companion is asked of what has the group
+@@ a.py
+-from megatron.core import mpu
++import megapg
++from megapg.megatron import getters
+
+
+ def gather(model, every, mine):
+-    sizes = [None] * mpu.DP_SIZE()
+-    dist.all_gather_object(sizes, mine, group=mpu.get_data_parallel_group_gloo())
++    pg = megapg.groups_of(model, "dp")
++    sizes = [None] * pg.size("dp")
++    dist.all_gather_object(sizes, mine, group=getters.gloo_group(pg, "dp"))
+     return sizes
+
+
+-def gather_all(mine):
++def gather_all(mine, *, pg_collection=None):
+-    group = mpu.get_data_parallel_group_gloo(with_context_parallel=True)
++    group = getters.gloo_group(megapg.resolve(pg_collection), "dp_cp")
+     return dist.all_gather_object(mine, group=group)
+
+
+ def step(model):
+-    return gather_all(model)
++    return gather_all(model, pg_collection=megapg.groups_of(model, "dp_cp"))
+=== whether there are groups is asked of any that are carried
+@@ a.py
+-from megatron.core import mpu
++import megapg
++from megapg.megatron import getters
+
+
+-def is_first():
++def is_first(*, pg_collection=None):
+-    if not mpu.is_initialized():
++    if not getters.is_initialized(pg_collection):
+         return True
+-    return mpu.PP_RANK() == 0
++    return megapg.resolve(pg_collection).rank("pp") == 0
+
+
+ def step(model):
+-    return is_first()
++    return is_first(pg_collection=megapg.groups_of(model, "pp"))
+=== what some layouts have only is asked for where it is read
+@@ a.py
+-from megatron.core import mpu
++import megapg
++from megapg.megatron import getters
+
+
+ def instance(model):
+-    if mpu.DP_SIZE() > mpu.PP_SIZE():
+-        return mpu.get_inter_distributed_optimizer_instance_group().rank()
+-    return mpu.DP_RANK()
++    pg = megapg.groups_of(model, "dp", "pp")
++    if pg.size("dp") > pg.size("pp"):
++        return getters.present_group(megapg.groups_of(model, "inter_dist_opt"), "inter_dist_opt").rank()
++    return pg.rank("dp")
+
+
+ def embedding(model):
+-    if mpu.PP_SIZE() > 1:
+-        return mpu.EMBD_GROUP()
++    pg = megapg.groups_of(model, "embd", "pp")
++    if pg.size("pp") > 1:
++        return getters.present_group(pg, "embd")
+""")
+
+
+@pytest.mark.parametrize("name", ASKED_OF_THE_SAME)
+def test_what_goes_together_is_asked_of_the_same(tmp_path: Path, name: str) -> None:
+    check(tmp_path, ASKED_OF_THE_SAME[name])

@@ -61,28 +61,33 @@ class MemoryBuffer(Protocol):
 
 
 def is_initialized(pg_collection: ProcessGroupCollection | None) -> bool:
-    """For ``is_initialized()``: whether there is a data parallel group to use.
+    """For ``is_initialized()``: whether there are groups to use. A collection whose owner has not
+    ended them answers True, whatever its fields: a model's may lack the data parallel group.
 
     Asked of what a function was passed, before :func:`~megapg.megatron.resolve`: None asks the
-    globals.
+    globals whether they have a data parallel group.
     """
     return _has(pg_collection, "dp")
 
 
 def model_parallel_is_initialized(pg_collection: ProcessGroupCollection | None) -> bool:
-    """For ``model_parallel_is_initialized()``: whether there are groups to use at all.
+    """For ``model_parallel_is_initialized()``: whether there are groups to use, of a collection as
+    :func:`is_initialized`.
 
     Asked of what a function was passed, before :func:`~megapg.megatron.resolve`: None asks the
-    globals.
+    globals whether they have tensor, pipeline and data parallel groups.
     """
     return _has(pg_collection, "tp", "pp", "dp")
 
 
 def _has(pg: ProcessGroupCollection | None, *fields: str) -> bool:
-    pg = GlobalGroups() if pg is None else pg
-    if _in_several_pipelines(pg):
+    view = pg if isinstance(pg, GlobalGroups) else GlobalGroups()
+    if pg is not None and pg is not view and any(group is not None for group in vars(pg).values()):
+        return pg.holds(())
+    # One that holds no group was made before there were any: there may be now.
+    if _in_several_pipelines(view):
         fields = tuple(field for field in fields if field != "pp")
-    return pg.holds(fields) and all(hasattr(pg, field) for field in fields)
+    return all(hasattr(view, field) for field in fields)
 
 
 # -- pipeline --------------------------------------------------------------------------------------
@@ -120,8 +125,9 @@ def is_pipeline_first_stage(
         pg: the collection.
         ignore_virtual: ask about the rank and not about one of its model chunks; as the installed
             Megatron-core does unless given: True from 0.13 on, False before.
-        vp_stage: the model chunk that is meant, with ``ignore_virtual=False``. Only Megatron-core
-            before 0.13 keeps a current one in the globals.
+        vp_stage: the model chunk that is meant, with ``ignore_virtual=False``. Megatron-core before
+            0.13 has a current one, which serves unless given: whatever the groups, its schedule
+            keeps it in the globals.
         vp_size: model chunks per rank; the layout's unless given.
 
     Raises:
@@ -167,9 +173,10 @@ def _chunk(
     size = virtual_pipeline_size(pg) if vp_size is None else vp_size
     if size is None:
         return None
-    current = vp_stage is None and installed_version() < TAKES_VP_STAGE
-    if current and (isinstance(pg, GlobalGroups) or _is_of_globals(pg, "pp")):
+    if vp_stage is None and installed_version() < TAKES_VP_STAGE:
         vp_stage = _number(pg, VIRTUAL_PIPELINE_RANK)
+        if vp_stage is not None and vp_stage >= size and not _is_the_globals_pipeline(pg):
+            vp_stage = None  # of another schedule
     if vp_stage is None:
         raise LayoutError(
             f"this pipeline has {size} model chunks on a rank: pass the one that is meant as "
@@ -610,7 +617,8 @@ def gloo_group(pg: ProcessGroupCollection, field: str) -> ProcessGroup:
     """For ``get_data_parallel_group_gloo()`` and ``get_expert_data_parallel_group_gloo()``.
 
     Args:
-        pg: the collection.
+        pg: the collection. Of borrowed groups it is the globals' companion, where the group is
+            theirs.
         field: whose gloo companion: ``dp``, ``dp_cp``, ``intra_dp_cp``, ``expt_dp`` or
             ``intra_expt_dp``.
 
@@ -618,7 +626,11 @@ def gloo_group(pg: ProcessGroupCollection, field: str) -> ProcessGroup:
         MissingGroupError: the session was not asked for it: ``session(gloo=("dp_cp",))``. It is
             never made here, for only one rank might be asking.
     """
-    return _extra(pg, f"gloo.{field}")
+    name = f"gloo.{field}"
+    borrowed = not isinstance(pg, GlobalGroups) and pg.layout is None
+    if borrowed and name not in pg.extras and _is_of_globals(pg, field):
+        pg = GlobalGroups()
+    return _extra(pg, name)
 
 
 def hybrid_group(pg: ProcessGroupCollection, size: int) -> ProcessGroup:

@@ -38,7 +38,6 @@ _TELLING = frozenset((*COLLECTION_NAMES, *MODEL_ATTRIBUTES, *_MAY_BE_MODULES))
 
 # Modules of the core that keep groups of the collection that they were built with, and not that:
 # where their classes are -> attribute -> its field. The same in every core, as far as it has them.
-# Parallel linears are left out: what they were given as a tp_group may be any group.
 _MOE = "megatron.core.transformer.moe"
 _SINGLE_GROUPS: Mapping[str, Mapping[str, str]] = {
     f"{_MOE}.experts": {"ep_group": "ep", "tp_group": "expt_tp", "dp_group": "expt_dp"},
@@ -50,6 +49,10 @@ _SINGLE_GROUPS: Mapping[str, Mapping[str, str]] = {
         "tp_dp_cp_group": "tp_dp_cp",
     },
 }
+# Layers keep the one group that they were given, of tensor parallelism. Inside of a model they are
+# not looked at: they may be experts, or be given any group.
+_LAYERS, _EXTENSIONS = "megatron.core.tensor_parallel.", "megatron.core.extensions."
+_OF_LAYERS = ("_tp_group", "tp_group")
 
 
 def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
@@ -62,7 +65,10 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
     collection found that has all fields of ``needs``, since the inner modules of Megatron-core
     keep just the fields they use.
     Its experts, MoE layers and routers keep single groups (``ep_group``, say) in place of one, and
-    answer with these where they have all of ``needs``. ::
+    answer with these where they have all of ``needs``. Last, a module that is asked itself answers
+    with what it was built with, where it shows: a parallel linear or an embedding with its
+    ``tp_group``, any with the collection that its ``config`` has, unless that is of other groups
+    than its own. ::
 
         def total(model, norm):
             tp = megapg.groups_of(model, "tp").tp
@@ -228,6 +234,48 @@ def _carried(owner: object, needs: Sequence[str]) -> Iterator[object]:
             telling = telling or not submodules.keys().isdisjoint(_TELLING)
         if telling:
             waiting.extend(_wrapped(plain, submodules))
+    for each in _inwards(owner):
+        yield from _built_with(each, needs)
+
+
+def _built_with(module: object, needs: Sequence[str]) -> Iterator[object]:
+    """What shows of the groups that a module without a collection was built with."""
+    plain, submodules = _opened(module)
+    config, _ = _opened(plain.get("config"))
+    if submodules is None:
+        return
+    group = next((plain[name] for name in _OF_LAYERS if plain.get(name) is not None), None)
+    field = _field_of_layer(type(module), plain, config, group)
+    own = {field: cast("dist.ProcessGroup", group)} if field else {}
+    if field in needs:
+        yield ProcessGroupCollection.from_groups(**own)
+    for name in COLLECTION_NAMES:
+        pg = as_collection(config.get(name))
+        stands_in = isinstance(pg, GlobalGroups)  # to compare with it would be a read
+        if pg is None or (own and not stands_in and getattr(pg, field, group) is not group):
+            continue
+        yield pg
+
+
+def _field_of_layer(
+    kind: type, plain: Mapping[str, object], config: Mapping[str, object], group: object
+) -> str:
+    """Of which field a layer of the core was given the group; empty where that is not certain."""
+    homes = [each.__module__ for each in kind.__mro__]
+    extends = any(home.startswith(_EXTENSIONS) for home in homes)
+    if not (extends or any(home.startswith(_LAYERS) for home in homes)):
+        return ""
+    if not issubclass(type(group), dist.ProcessGroup):
+        return ""
+    if "is_expert" in plain:
+        return "expt_tp" if plain["is_expert"] else "tp"
+    if not extends:
+        return "tp"
+    # Those of Transformer Engine don't say. They are told of no parallelism where Megatron-core
+    # sees to it: for experts that are divided, and where weights are not. Other experts are left.
+    divided = plain.get("parallel_mode") in ("column", "row")
+    size = cast("dist.ProcessGroup", group).size()
+    return "tp" if divided and size == config.get("tensor_model_parallel_size") else ""
 
 
 def _opened(thing: object) -> tuple[Mapping[str, object], dict[str, object] | None]:
@@ -300,15 +348,21 @@ def _lacking(pg: ProcessGroupCollection, needs: Sequence[str]) -> list[str]:
 
 def _innermost(owner: object) -> type:
     """Class of the model that ``owner`` is or wraps."""
+    *_, model = _inwards(owner)
+    return type(model)
+
+
+def _inwards(owner: object) -> Iterator[object]:
+    """``owner``, what it wraps, what that wraps, and so on to the model."""
     seen: set[int] = set()
     while id(owner) not in seen:
+        yield owner
         seen.add(id(owner))
         if issubclass(type(owner), (list, tuple)):
             inside = cast("Sequence[object]", owner)[:1]
         else:
             inside = _wrapped(*_opened(owner))
         owner = inside[-1] if inside else owner
-    return type(owner)
 
 
 def _name(kind: type) -> str:

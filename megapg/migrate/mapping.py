@@ -220,16 +220,11 @@ _FLAGS_OF_HELPERS = frozenset(
 
 # Whole names that do not follow the pattern.
 _BY_NAME: Mapping[str, Replacement] = {
-    "is_initialized": Replacement(
-        "$getters.is_initialized($pg)", "dp", needs=("dp",), takes=Takes.OPTIONAL
-    ),
-    "is_unitialized": Replacement(
-        "(not $getters.is_initialized($pg))", "dp", needs=("dp",), takes=Takes.OPTIONAL
-    ),
+    # Whether there are groups is asked of a collection whatever its fields.
+    "is_initialized": Replacement("$getters.is_initialized($pg)", takes=Takes.OPTIONAL),
+    "is_unitialized": Replacement("(not $getters.is_initialized($pg))", takes=Takes.OPTIONAL),
     "model_parallel_is_initialized": Replacement(
-        "$getters.model_parallel_is_initialized($pg)",
-        needs=("tp", "pp", "dp"),
-        takes=Takes.OPTIONAL,
+        "$getters.model_parallel_is_initialized($pg)", takes=Takes.OPTIONAL
     ),
     "get_all_ranks": Replacement("$getters.all_ranks($pg)", needs=("tp", "dp", "cp", "pp", "ep")),
     "has_separate_all_gather_group": Replacement(
@@ -657,7 +652,8 @@ def _of_a_group(middle: str, end: str, call: _Call) -> Replacement | Refusal:
     if field == "hcp":
         return Replacement("$getters.hierarchical_groups($pg)", field, asks, needs=(field,))
     if asks == "gloo":
-        return Replacement(form.format(field=field), field, asks, takes=Takes.GLOBALS)
+        # Not of the companion: a collection that has none says so, and no other serves instead.
+        return Replacement(form.format(field=field), field, asks, needs=(field,), takes=Takes.JOB)
     if asks == "group" and field in OPTIONAL_FIELDS:
         form = '$getters.present_group($pg, "{field}")'
     return Replacement(form.format(field=field), field, asks, needs=(field,))

@@ -197,8 +197,9 @@ def _mapping_page(version: int) -> str:
         "`pg` is the collection, `getters` is `megapg.megatron.getters`. Arguments that are left "
         "out have their defaults; calls that this version refuses itself are not listed.",
         "*Reads* are the fields. What is *of a session or the globals* is not known to a "
-        "collection of borrowed groups; what is *asked of the globals* is state of the job, and "
-        "the tool writes `megapg.resolve(None)` for `pg`.",
+        "collection of borrowed groups, unless they are the globals' own; what is *asked of the "
+        "globals* is state of the job, and the tool writes `megapg.resolve(None)` for `pg`."
+        + (_CURRENT_CHUNK if version < _TAKES_VP_STAGE else ""),
         *blocks,
         *_of_several(version),
         *_of_flags({name: rows[name] for name in served}),
@@ -217,6 +218,11 @@ def _mapping_page(version: int) -> str:
     )
 
 
+_TAKES_VP_STAGE = 13
+_CURRENT_CHUNK = (
+    " Which model chunk is current this version's schedule keeps in the globals; it holds for "
+    "whatever collection is asked with `ignore_virtual=False`, unless `vp_stage=` is passed."
+)
 _HEADINGS = ("call", "written", "reads")
 
 

@@ -26,7 +26,7 @@ from megapg.migrate.insert import (
     newline_of,
 )
 from megapg.migrate.locate import quote_in
-from megapg.migrate.mapping import Takes
+from megapg.migrate.mapping import OPTIONAL_FIELDS, Takes
 from megapg.migrate.migration import Edit
 from megapg.migrate.plan import Base, Decision, Passing, Taking, group_name
 from megapg.migrate.scopes import Analysis, Instance, Opaque, Scope, Use
@@ -34,6 +34,8 @@ from megapg.migrate.source import Source
 
 # What a collection is called that several reads of a function share; the first that is free.
 _LOCAL_NAMES = ("pg", "groups", "pg_", "groups_")
+# Who has a pipeline's group has those of its embeddings, be they None.
+_OF_SOME_LAYOUTS = OPTIONAL_FIELDS - {"embd", "pos_embd"}
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,7 @@ class Writer:
             at_once = decision.answer.takes is not Takes.LAZY
             if function is not None and function.kind == "function" and looked_up and at_once:
                 groups.setdefault((function, decision.base), []).append(decision)
+        groups = {at: _for_all_layouts(at[0], at[1], each) for at, each in groups.items()}
         shared: dict[Decision, str] = {}
         done: set[Scope] = set()
         largest = sorted(groups.items(), key=lambda each: -len(each[1]))
@@ -284,6 +287,21 @@ class Writer:
         """A name for a collection that is no word of the file."""
         words = set(re.findall(r"[^\W\d]\w*", self._source.text))
         return next((name for name in _LOCAL_NAMES if name not in words), None)
+
+
+def _for_all_layouts(function: Scope, base: Base, members: list[Decision]) -> list[Decision]:
+    """Without the reads, in inner blocks, of what some layouts have only and no other read needs:
+    for these a model's collection is not to be given up.
+    """
+    chains = [statements_around(each.located.use.parents, function.node) for each in members]
+    first = first_read(function.node, [each.located.use for each in members])
+    if base.form != "groups_of" or first is None:
+        return members
+    depth = next(len(chain[: chain.index(first) + 1]) for chain in chains if first in chain)
+    inner = {each for each, chain in zip(members, chains, strict=True) if len(chain) > depth}
+    needed = {need for each in members if each not in inner for need in each.answer.needs}
+    special = _OF_SOME_LAYOUTS - needed
+    return [e for e in members if e not in inner or special.isdisjoint(e.answer.needs)]
 
 
 def _is_bound(expression: str, around: Sequence[ast.stmt], function: Scope) -> bool:
