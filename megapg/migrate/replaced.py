@@ -60,15 +60,14 @@ class Replaced:
         """Whether something may be put in the place of a function or a class of the project."""
         name = thing.scope.name if thing.scope is not None else ""
         word = re.escape(name.encode())
-        written = re.compile(rb"(?:\." + word + rb"|\b" + word + rb"\.__init__)\s*=[^=]")
-        quoted = re.compile(
-            rb"[\"'.}]" + word + rb"[\"']|\b" + word + rb"\s*,\s*[\"']__init__[\"']"
-        )
+        # What begins with the name itself is found much faster than what stands before it.
+        written = re.compile(word + rb"(\.__init__)?\s*=[^=]")
+        quoted = re.compile(word + rb"(\s*,\s*[\"']__init__)?[\"']")
         for file in self._index.mentioning(name):
             data = self._index.data(file)
-            if written.search(data):
+            if _has(data, written, b"."):
                 return True
-            named = quoted.search(data) or _MAY_HAVE_KEYWORDS.search(data)
+            named = _has(data, quoted, b"\"'.}") or _MAY_HAVE_KEYWORDS.search(data)
             if named and _MAY_PATCH.search(data) and self._patches(file, name, thing):
                 return True
         return False
@@ -142,11 +141,21 @@ class Replaced:
         return False
 
 
+def _has(data: bytes, name: re.Pattern[bytes], behind: bytes) -> bool:
+    """Whether a name stands behind one of some characters, or is a whole one with its __init__."""
+    for found in name.finditer(data):
+        before = data[max(found.start() - 1, 0) : found.start()]
+        if not re.match(rb"\w", before) if found[1] else before and before in behind:
+            return True
+    return False
+
+
 class _Reader:
     """Finds what a file patches."""
 
     def __init__(self, tree: ast.Module, analysis: Analysis) -> None:
         self._tree, self._analysis = tree, analysis
+        self._nodes = list(walk(tree))
         self._other_names = set(_names_for_patching(analysis.module))
         self._found = _Patches()
 
@@ -161,7 +170,7 @@ class _Reader:
                 self._in_arguments(call)
                 if _is_told(call) and not _is_of_an_object(call, use.scope):
                     units += _units(use)
-        for node in ast.walk(self._tree):
+        for node in self._nodes:
             self._found.names |= _written_by_name(node)
         self._follow(units)
         return self._found
@@ -190,7 +199,7 @@ class _Reader:
     def _follow(self, units: list[ast.AST]) -> None:
         """What may come to functions that patch what they are told to."""
         found, tables = self._found, dict(_tables(self._tree))
-        calls = [each for each in ast.walk(self._tree) if isinstance(each, ast.Call)]
+        calls = [each for each in self._nodes if isinstance(each, ast.Call)]
         waiting, seen = units, set[int]()
         for unit in waiting:  # grows
             if id(unit) in seen:
