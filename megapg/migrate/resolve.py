@@ -9,12 +9,20 @@ import ast
 import builtins
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from megapg.migrate.mapping import known
-from megapg.migrate.scopes import Alias, Analysis, Binding, Defined, Imported, Instance, Scope
+from megapg.migrate.scopes import (
+    Alias,
+    Analysis,
+    Binding,
+    Defined,
+    Imported,
+    Instance,
+    Opaque,
+    Scope,
+)
 from megapg.migrate.tree import Modules, relative_parts
 
 PARALLEL_STATE = ("megatron", "core", "parallel_state")
@@ -36,8 +44,7 @@ _MOVED = "get_moe_layer_wise_logging_tracker"  # a function of its own elsewhere
 _DUNDER = re.compile(r"__\w+__\Z")
 
 
-@dataclass(frozen=True)
-class Thing:
+class Thing(NamedTuple):  # there are many of them, in sets
     """One thing that a name may stand for.
 
     Attributes:
@@ -119,10 +126,15 @@ class Resolver:
         known = self._known.get((scope, name))
         if known is not None:
             return known
-        return self._once(scope, name, lambda: self._looked_up(name, scope, path))
-
-    def _looked_up(self, name: str, scope: Scope, path: Path) -> Things:
         found = scope.find(name)
+        if found is not None and all(each.__class__ is Opaque for each in found[1]):
+            self._known[scope, name] = ONLY_UNKNOWN  # most are local variables
+            return ONLY_UNKNOWN
+        return self._once(scope, name, lambda: self._looked_up(name, found, scope, path))
+
+    def _looked_up(
+        self, name: str, found: tuple[Scope, list[Binding]] | None, scope: Scope, path: Path
+    ) -> Things:
         if found is None:
             return self._starred(name, scope, path) or ONLY_UNKNOWN
         owner, bindings = found

@@ -285,8 +285,16 @@ class Writer:
     @cached_property
     def _free_name(self) -> str | None:
         """A name for a collection that is no word of the file."""
-        words = set(re.findall(r"[^\W\d]\w*", self._source.text))
-        return next((name for name in _LOCAL_NAMES if name not in words), None)
+        text = self._source.text
+        for name in _LOCAL_NAMES:  # most are nowhere in it
+            if not any(_is_whole(text, found) for found in re.finditer(rf"{name}\b", text)):
+                return name
+        return None
+
+
+def _is_whole(text: str, found: re.Match[str]) -> bool:
+    before = text[max(found.start() - 1, 0) : found.start()]
+    return not (before.isalnum() or before == "_")
 
 
 def _for_all_layouts(function: Scope, base: Base, members: list[Decision]) -> list[Decision]:

@@ -55,6 +55,13 @@ class Span:
     stop: int
 
 
+def line_starts(text: str) -> list[int]:
+    """For each line of a text the index of its first character."""
+    if "\r" in text:
+        return [0, *(found.end() for found in _NEWLINE.finditer(text))]
+    return list(accumulate((len(line) + 1 for line in text.split("\n")[:-1]), initial=0))
+
+
 class Source:
     """A Python file that parses."""
 
@@ -69,7 +76,7 @@ class Source:
     @cached_property
     def line_starts(self) -> list[int]:
         """For each line the index of its first character in ``text``."""
-        return [0, *(found.end() for found in _NEWLINE.finditer(self.text))]
+        return line_starts(self.text)
 
     @cached_property
     def _byte_starts(self) -> list[int]:

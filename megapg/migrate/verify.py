@@ -121,7 +121,7 @@ def _parsed(rewritten: Rewritten, data: bytes, what: str = "") -> Source:
 def _applied(old: Source, edits: Sequence[Edit]) -> str:
     """The text with the edits, which are in order and apart, in the newlines of the file."""
     text, pieces, at = old.text, [], 0
-    newlines = set(_NEWLINE.findall(text))
+    newlines = set(_NEWLINE.findall(text) if "\r" in text else "\n" * ("\n" in text))
     for edit in edits:
         line = f"line {bisect_right(old.line_starts, edit.start)}"
         if not at <= edit.start <= edit.stop <= len(text):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Iterator
 
 from megapg.migrate.migration import Edit, Rewritten
-
-_NEWLINE = re.compile(r"\r\n|\r|\n")
+from megapg.migrate.source import line_starts
 
 
 def located(file: Rewritten) -> Iterator[tuple[Edit, dict[str, int]]]:
     """Every edit with the region that it replaces, under the names that reports use."""
-    starts = [0, *(found.end() for found in _NEWLINE.finditer(file.text))]
+    starts = line_starts(file.text)
 
     def place(index: int) -> tuple[int, int]:
         line = bisect_right(starts, index)
