@@ -1,5 +1,6 @@
 """What the README shows, run as it stands there."""
 
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,8 @@ def run(tmp_path, source, *launcher):
         timeout=200,
         check=False,
         cwd=tmp_path,
+        # Written in one piece at the end: the ranks share a pipe.
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
