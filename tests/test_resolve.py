@@ -192,6 +192,25 @@ def test_the_globals_serve_with_one_warning_for_each_call_site():
 
 
 @pytest.mark.usefixtures("initialised")
+def test_the_advice_is_one_that_can_be_taken():
+    def outer(*, pg_collection=None):
+        def inner():
+            return resolve(pg_collection)
+
+        return inner()
+
+    def without():
+        return resolve(None)
+
+    here_ = "test_the_advice_is_one_that_can_be_taken.<locals>"
+    with pytest.warns(GlobalGroupsWarning, match=r"Write .*locals>\.outer\(\.\.\., pg_coll"):
+        outer()
+    expected = f"Give {here_}.without a keyword-only parameter pg_collection, and pass pg there"
+    with pytest.warns(GlobalGroupsWarning, match=re.escape(expected)):
+        without()
+
+
+@pytest.mark.usefixtures("initialised")
 def test_a_view_is_passed_on_without_another_warning():
     with globals_policy("silent"):
         view = build()

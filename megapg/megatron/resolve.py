@@ -245,6 +245,7 @@ def check_names(needs: Sequence[str]) -> None:
 def _fall_back(needs: Sequence[str], owner: str | None, frame: FrameType) -> GlobalGroups:
     check_names(needs)
     policy = policy_now()
+    takes_it = owner is not None or "pg_collection" in _parameters(frame)
     owner = owner or _name(frame)
     caller = _call_site(frame)
     wanted = f"the process groups {', '.join(needs)}" if needs else "process groups"
@@ -253,19 +254,32 @@ def _fall_back(needs: Sequence[str], owner: str | None, frame: FrameType) -> Glo
         sizes = ", ".join(f"{axis}=..." for axis in ("tp", "pp", "cp", "ep") if axis in needs)
         raise NoGlobalGroupsError(
             f"{lack} at {_place(caller)}, and megatron.core.parallel_state is not initialised "
-            f"either. Write {owner}(..., pg_collection=session.groups) there, inside "
+            f"either. {_advice(frame, owner, 'session.groups', takes_it=takes_it)}, inside "
             f"`with megapg.session({sizes or 'tp=..., pp=...'}) as session:`."
         )
     let_globals_serve(
         owner,
         needs,
         lack=lack,
-        advice=f"Write {owner}(..., pg_collection=pg) there",
+        advice=_advice(frame, owner, "pg", takes_it=takes_it),
         policy=policy,
         caller=caller,
         module=_home(frame),
     )
     return GlobalGroups()
+
+
+def _advice(frame: FrameType, owner: str, passing: str, *, takes_it: bool) -> str:
+    if takes_it:
+        return f"Write {owner}(..., pg_collection={passing}) there"
+    if "pg_collection" in frame.f_code.co_freevars:  # of the function around
+        return f"Write {owner.rpartition('.<locals>')[0]}(..., pg_collection={passing})"
+    return f"Give {owner} a keyword-only parameter pg_collection, and pass {passing} there"
+
+
+def _parameters(frame: FrameType) -> tuple[str, ...]:
+    code = frame.f_code
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def _adopt(passed: object, owner: str) -> ProcessGroupCollection:
