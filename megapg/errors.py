@@ -20,6 +20,13 @@ class LayoutError(MegapgError, ValueError):
     """The sizes, order or ranks given do not form a parallel layout."""
 
 
+class UnknownStageError(MegapgError, AssertionError):
+    """A stage of a virtual pipeline is asked about, and nobody says which model chunk is meant.
+
+    It is an ``AssertionError`` because that is what Megatron's getters raise then.
+    """
+
+
 class UnknownFieldError(MegapgError, ValueError):
     """A name that is no field of a process-group collection."""
 

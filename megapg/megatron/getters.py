@@ -17,7 +17,12 @@ from typing import Protocol, cast, overload
 import torch
 
 from megapg.collection import ProcessGroup, ProcessGroupCollection
-from megapg.errors import LayoutError, MissingGlobalGroupError, UnsupportedOptionError
+from megapg.errors import (
+    LayoutError,
+    MissingGlobalGroupError,
+    UnknownStageError,
+    UnsupportedOptionError,
+)
 from megapg.megatron.core import globals_of_core, installed_version
 from megapg.megatron.tables import (
     MEMORY_BUFFER,
@@ -131,7 +136,8 @@ def is_pipeline_first_stage(
         vp_size: model chunks per rank; the layout's unless given.
 
     Raises:
-        LayoutError: ``vp_stage`` or ``vp_size`` is needed and not known.
+        UnknownStageError: ``vp_stage`` is needed and not given.
+        LayoutError: ``vp_size`` is needed and not known.
     """
     chunk = _chunk(pg, ignore_virtual, vp_stage, vp_size)
     return (chunk is None or chunk[0] == 0) and pg.rank("pp") == 0
@@ -153,7 +159,8 @@ def is_pipeline_last_stage(
         vp_size: see there.
 
     Raises:
-        LayoutError: ``vp_stage`` or ``vp_size`` is needed and not known.
+        UnknownStageError: ``vp_stage`` is needed and not given.
+        LayoutError: ``vp_size`` is needed and not known.
     """
     chunk = _chunk(pg, ignore_virtual, vp_stage, vp_size)
     if chunk is not None and chunk[0] != chunk[1] - 1:
@@ -178,7 +185,7 @@ def _chunk(
         if vp_stage is not None and vp_stage >= size and not _is_the_globals_pipeline(pg):
             vp_stage = None  # of another schedule
     if vp_stage is None:
-        raise LayoutError(
+        raise UnknownStageError(
             f"this pipeline has {size} model chunks on a rank: pass the one that is meant as "
             "vp_stage=, or ignore_virtual=True."
         )
@@ -365,7 +372,8 @@ def is_rank_in_embedding_group(
         vp_size: see there.
 
     Raises:
-        LayoutError: ``vp_stage`` or ``vp_size`` is needed and not known.
+        UnknownStageError: ``vp_stage`` is needed and not given.
+        LayoutError: ``vp_size`` is needed and not known.
     """
     if pg.embd is None:
         return False
