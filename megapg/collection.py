@@ -100,16 +100,16 @@ class Lease:
         default_factory=list, repr=False
     )
 
-    def wind_up(self, error: BaseException | None) -> list[BaseException]:
-        """For the owner, about to close the groups: let their users finish. What they raised."""
-        problems: list[BaseException] = []
+    def wind_up(self, error: BaseException | None, problems: list[BaseException]) -> None:
+        """For the owner, about to close the groups: let their users finish.
+
+        What they raised is added to ``problems`` and kept nowhere else: a traceback holds frames.
+        """
         for finish in tuple(self.before_end):
             try:
-                finish(error)
+                finish(error or next(iter(problems), None))
             except BaseException as problem:  # Ctrl-C too: the groups are closed all the same
                 problems.append(problem)
-                error = error or problem
-        return problems
 
     def end(self, since: str, state: LeaseState = LeaseState.CLOSED) -> None:
         """For the owner, about to close the groups: nobody may use them from now on.

@@ -142,7 +142,8 @@ class Owner(abc.ABC):
         """Who still holds these groups or their collection, and so keeps sockets open.
 
         One line per holder, such as ``tp+tp_cp: a mymodel.Block, as tp_group``, as far as Python's
-        garbage collector sees them. After :meth:`close` it should be empty. Slow.
+        garbage collector sees them. After :meth:`close` it should be empty; of adopted groups the
+        globals are among them until then. Slow.
         """
         own = {id(self), id(self._made), id(vars(self)), *(id(pair) for pair in self._made)}
         return self._given.live_references(own)
@@ -189,15 +190,13 @@ class Owner(abc.ABC):
 
     def _suspend(self, how: How | None, refusals: Callable[[], dict[How, str]]) -> OffloadReport:
         self._expect(LeaseState.LIVE, "suspend()")
-        unfinished: list[BaseException] = []
         with self._together("suspend()") as steps:
             with steps.timed("agree"):
                 way = offload.agree(self._exchange, self._title, how, refusals(), "suspend()")
             before = Usage.of(self._concerned(way))
             if way != "suspend":
-                unfinished = self._lease.wind_up(None)
-                if (interruption := _interruption(unfinished)) is not None:
-                    raise interruption
+                self._lease.wind_up(None, steps.aside)
+                _raise_interruption(steps.aside)
             for callback in self._before_release:
                 with steps.attempted("callbacks"):
                     callback()
@@ -216,9 +215,9 @@ class Owner(abc.ABC):
                 self._groups = None
                 self._let_go(way, steps)
         report = self._report("suspended", way, before, steps)
-        if unfinished:
-            unfinished[0].add_note(f"{self._title}: the groups are suspended all the same")
-            _raise_first(unfinished)
+        if steps.aside:
+            steps.aside[0].add_note(f"{self._title}: the groups are suspended all the same")
+            _raise_first(steps.aside)
         return report
 
     def _resume(self) -> OffloadReport:
@@ -320,7 +319,7 @@ class Owner(abc.ABC):
         unfinished: list[BaseException] = []
         with self._interruptible(unfinished):
             if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
-                unfinished += self._lease.wind_up(error)
+                self._lease.wind_up(error, unfinished)
         if self._state is LeaseState.LIVE:
             for callback in self._before_release:
                 with self._interruptible(unfinished):
@@ -334,7 +333,7 @@ class Owner(abc.ABC):
             problems = {self.rank: brief(interruption)}
             if council is not None:  # nobody shall wait for what it was about to say
                 council.part(interruption, timeout=self._timeout)
-        self._take_leave(problems, error)
+        self._take_leave(problems, error or interruption)
         abort = bool(problems) or self._state is LeaseState.FAILED
         since = self._since() + (f", after {type(error).__name__}" if error is not None else "")
         steps = Steps()
@@ -343,13 +342,18 @@ class Owner(abc.ABC):
         self._release(steps, partial(self._add_news, error, council), abort=abort)
         if steps.problems:
             self._state = LeaseState.FAILED  # closing it again tries the rest again
-        if interruption is not None:
-            raise interruption
+        del interruption
+        _raise_interruption(unfinished)
         if steps.problems:
-            raise TeardownError(
-                f"{self._title} could not be closed on rank {self.rank}: {steps.report()}",
-                [*steps.take(), *(e for e in unfinished if isinstance(e, Exception))],
-            )
+            try:
+                raise TeardownError(
+                    f"{self._title} could not be closed on rank {self.rank}: {steps.report()}",
+                    [*steps.take(), *(e for e in unfinished if isinstance(e, Exception))],
+                )
+            finally:
+                unfinished.clear()  # as _raise_first() does
+        for other in unfinished[1:]:
+            unfinished[0].add_note(f"{self._title}: and {other!r}")
         if unfinished:
             _raise_first(unfinished)
         return problems
@@ -394,6 +398,14 @@ class Owner(abc.ABC):
 def _interruption(errors: Iterable[BaseException]) -> BaseException | None:
     """The first that is no ordinary error: Ctrl-C, or a request to exit."""
     return next((error for error in errors if not isinstance(error, Exception)), None)
+
+
+def _raise_interruption(errors: list[BaseException]) -> None:
+    """Raise the first that is no ordinary error, if there is one, and keep none here."""
+    if (found := _interruption(errors)) is not None:
+        errors[:] = [found]
+        del found
+        _raise_first(errors)
 
 
 def _raise_first(errors: list[BaseException]) -> None:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import torch.distributed as dist
 
@@ -47,9 +47,6 @@ from megapg.launch import Launch
 from megapg.layout import EmbeddingRanks, ParallelLayout
 from megapg.ownership import Owner
 from megapg.signals import NoSignals, SignalExit, listening
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -516,7 +513,7 @@ class Session(Owner):
     def _leave_without_the_main_thread(self, error: SignalExit) -> None:
         """What another thread can do while the main thread is stuck: tell, call off, abort."""
         self._part(error)
-        self._lease.wind_up(error)
+        self._lease.wind_up(error, [])
         for _, group in self._made:
             group.abort()
         if self._world.group is not None:

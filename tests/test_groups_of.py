@@ -186,6 +186,8 @@ def test_what_keeps_single_groups_gives_these():
             inner.__class__ = type(f"Mine{name}", (inner.__class__,), {})
             assert getattr(groups_of(inner, needs[0]), needs[0]) is getattr(pg, needs[0])
             assert groups_of(Holder(inner), *needs).rank(needs[0]) == pg.rank(needs[0])
+        vars(of["MoELayer"]).pop("tp_group")  # as before 0.16, where attn_tp_group is all there is
+        assert groups_of(of["MoELayer"], "ep", "tp").tp is pg.tp
         with pytest.raises(MissingGlobalGroupError, match="no such group"):
             _ = groups_of(of["SequentialMLP"], "tp").tp
         with pytest.raises(MissingGlobalGroupError, match="but one without dp"):

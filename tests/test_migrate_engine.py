@@ -2506,6 +2506,128 @@ OF_CLASSES = sections(r"""
 """)
 
 
+def text_of(tmp_path: Path, **files: str) -> str:
+    """The first file, migrated with the others."""
+    before = {f"{name}.py": with_names(text).encode() for name, text in files.items()}
+    return migrated(tmp_path, before)[f"{next(iter(files))}.py"].decode()
+
+
+BASE = """
+from megatron.core import mpu
+
+
+class Base:
+    def __init__(self, x=1):
+        self.rank = mpu.TP_RANK()
+
+
+"""
+
+
+def test_what_a_constructor_keeps_is_not_kept_on_objects_of_classes_in_it(tmp_path: Path) -> None:
+    source = """class Own(Base):
+    def __init__(self, x):
+        super().__init__(x)
+        self.size = mpu.TP_SIZE()
+
+        class Small(dict):
+            __slots__ = ()
+
+            def __init__(self, values):
+                super().__init__(values)
+
+        self.small = Small({1: x})
+"""
+    after = text_of(tmp_path, a=BASE + source)
+    assert "self.pg_collection = pg_collection" in after
+    assert after.endswith(source.partition("        class Small")[2])
+
+
+def test_super_may_lead_to_a_class_beside(tmp_path: Path) -> None:
+    after = text_of(
+        tmp_path,
+        a=BASE
+        + """class Left(Base):
+    def __init__(self, x):
+        super().__init__(x)
+        self.size = mpu.TP_SIZE()
+
+
+class Right(Base):
+    def __init__(self, x):
+        super().__init__(x + 1)
+
+
+class Both(Left, Right):
+    pass
+
+
+def build(model):
+    return Left(2), model, mpu.PP_RANK()
+""",
+    )
+    assert "super().__init__(x)\n" in after  # Right's takes nothing more
+    assert "super().__init__(x," not in after
+
+
+def test_a_fixture_of_conftest_that_patches(tmp_path: Path) -> None:
+    after = text_of(
+        tmp_path,
+        a="""from megatron.core import mpu
+
+
+def gather(x):
+    return x + mpu.TP_RANK()
+
+
+def use(model):
+    return gather(1), mpu.PP_RANK()
+""",
+        conftest="""import pytest
+
+
+@pytest.fixture
+def swap(monkeypatch):
+    def inner(owner, name, value):
+        monkeypatch.setattr(owner, name, value)
+
+    return inner
+""",
+        test_a="""import a
+
+
+def test_use(swap):  # no mock of a package
+    swap(a, "gather", lambda x: x)
+    assert a.use(None)
+""",
+    )
+    assert "def gather(x):" in after
+
+
+def test_what_is_passed_is_kept_before_anything_else_may_run(tmp_path: Path) -> None:
+    after = text_of(
+        tmp_path,
+        a=BASE
+        + """class Late(Base):
+    def __init__(self, options):
+        self.set_up()
+        if options is None:
+            return
+        super().__init__(**options)
+
+    def set_up(self):
+        self.size = mpu.TP_SIZE()
+
+
+def build(options):
+    return Late(options), mpu.PP_RANK()
+""",
+    )
+    kept = "self.pg_collection = pg_collection\n"
+    assert f"        {kept}        self.set_up()" in after
+    assert f"        super().__init__(**options)\n        {kept}" in after
+
+
 @pytest.mark.parametrize("name", OF_CLASSES)
 def test_of_classes(tmp_path: Path, name: str) -> None:
     check(tmp_path, OF_CLASSES[name])

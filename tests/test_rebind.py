@@ -475,10 +475,10 @@ def test_what_is_held_elsewhere_is_told_of(change):
     del change.core  # holds old groups, too
     model, forgotten = Plain(group=old.tp), Plain(group=old.tp, pg=old)
     Elsewhere.group = old.dp
-    shared = old.cp
+    shared, another = old.cp, torch.ones(2)  # two of which nobody asks whether they are equal
 
     def hook():
-        return shared
+        return another, shared
 
     garbage = Plain(group=old.tp)
     garbage.itself = garbage

@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import re
 import weakref
 from datetime import timedelta
 from functools import partial
@@ -294,6 +295,22 @@ def played():
     with pytest.raises(ZeroDivisionError):
         closing.close()
     assert closing.closed
+
+    def fails(error):
+        raise OSError("the save failed")
+
+    for end, expected in (("suspend", megapg.errors.OffloadError), ("close", OSError)):
+        both = pretend(ParallelLayout(world_size=64, tp=4, pp=4), 17)
+        both.groups.lease.before_end.append(fails)
+        both.before_release(lambda: 1 // 0)
+        with pytest.raises(expected) as caught:
+            getattr(both, end)()
+        error = caught.value
+        told = [*getattr(error, "exceptions", [error]), *getattr(error, "__notes__", [])]
+        assert {"OSError", "ZeroDivisionError"} <= {
+            name for each in map(repr, told) for name in re.findall(r"\w+Error", each)
+        }
+        both.close()
     return called
 
 

@@ -65,7 +65,9 @@ def _closure(cell: CellType) -> str:
     for closure in gc.get_referrers(cell):
         for function in gc.get_referrers(closure) if isinstance(closure, tuple) else ():
             if isinstance(function, FunctionType) and id(function.__closure__) == id(closure):
-                name = function.__code__.co_freevars[closure.index(cell)]
+                # By identity: cells are equal where what is in them says so, or raises.
+                named = zip(function.__code__.co_freevars, closure, strict=True)
+                name = next(name for name, each in named if each is cell)
                 return f"the closure of {function.__module__}.{function.__qualname__}, as {name}"
     return "a local variable that functions share"
 

@@ -21,11 +21,13 @@ class Steps:
     Attributes:
         seconds: step -> how long it took.
         problems: what went wrong so far, in order.
+        aside: what else did, and is no reason to stop; told where something is.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.problems: list[Exception] = []
+        self.aside: list[BaseException] = []
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -101,6 +103,8 @@ def together(owner: str, doing: str, rank: int, lose: Callable[[str], None]) -> 
     except BaseException as error:
         if isinstance(error, Exception) and not isinstance(error, NotAllWellError):
             steps.problems.append(error)
+        steps.problems += [each for each in steps.aside if isinstance(each, Exception)]
+        steps.aside.clear()
         said = steps.report() or brief(error)
         with steps.attempted("abort"):
             lose(said)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -65,9 +64,6 @@ from megapg.megatron.variables import (
 )
 from megapg.ownership import Owner
 from megapg.signals import NoSignals
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -495,7 +491,9 @@ class Adopted(Owner):
 
     def _clear(self, ours: Collection[ProcessGroup]) -> None:
         """Take our groups out of the globals, so that nobody gets a dead one."""
-        held, fresh = holding(self._module, ours), fresh_variables(self._module)
+        if not (held := holding(self._module, ours)):
+            return
+        fresh = fresh_variables(self._module)
         left = {name: without(value, ours) for name, value in held.items()}
         vars(self._module).update({name: value or fresh.get(name) for name, value in left.items()})
 

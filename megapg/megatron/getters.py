@@ -23,7 +23,8 @@ from megapg.errors import (
     UnknownStageError,
     UnsupportedOptionError,
 )
-from megapg.megatron.core import globals_of_core, installed_version
+from megapg.megatron.adapted import as_collection
+from megapg.megatron.core import MegatronCollection, globals_of_core, installed_version
 from megapg.megatron.tables import (
     MEMORY_BUFFER,
     TAKES_VP_STAGE,
@@ -65,9 +66,9 @@ class MemoryBuffer(Protocol):
 # -- is there a collection? ------------------------------------------------------------------------
 
 
-def is_initialized(pg_collection: ProcessGroupCollection | None) -> bool:
-    """For ``is_initialized()``: whether there are groups to use. A collection whose owner has not
-    ended them answers True, whatever its fields: a model's may lack the data parallel group.
+def is_initialized(pg_collection: ProcessGroupCollection | MegatronCollection | None) -> bool:
+    """For ``is_initialized()``: whether there are groups to use. A collection of live groups
+    answers True, whatever its fields: a model's may lack the data parallel group.
 
     Asked of what a function was passed, before :func:`~megapg.megatron.resolve`: None asks the
     globals whether they have a data parallel group.
@@ -75,7 +76,9 @@ def is_initialized(pg_collection: ProcessGroupCollection | None) -> bool:
     return _has(pg_collection, "dp")
 
 
-def model_parallel_is_initialized(pg_collection: ProcessGroupCollection | None) -> bool:
+def model_parallel_is_initialized(
+    pg_collection: ProcessGroupCollection | MegatronCollection | None,
+) -> bool:
     """For ``model_parallel_is_initialized()``: whether there are groups to use, of a collection as
     :func:`is_initialized`.
 
@@ -85,7 +88,8 @@ def model_parallel_is_initialized(pg_collection: ProcessGroupCollection | None) 
     return _has(pg_collection, "tp", "pp", "dp")
 
 
-def _has(pg: ProcessGroupCollection | None, *fields: str) -> bool:
+def _has(passed: ProcessGroupCollection | MegatronCollection | None, *fields: str) -> bool:
+    pg = as_collection(passed)  # it may be Megatron-core's own, as resolve() takes it
     view = pg if isinstance(pg, GlobalGroups) else GlobalGroups()
     if pg is not None and pg is not view and any(group is not None for group in vars(pg).values()):
         return pg.holds(())

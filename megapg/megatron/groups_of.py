@@ -323,11 +323,10 @@ def _kept_singly(
     plain: Mapping[str, object], fields: Mapping[str, str], needs: Sequence[str]
 ) -> dict[str, dist.ProcessGroup]:
     """Of the fields that are needed, those for which a thing with these attributes has a group."""
-    held = {field: plain.get(attribute) for attribute, field in fields.items() if field in needs}
     return {
-        field: cast("dist.ProcessGroup", group)
-        for field, group in held.items()
-        if issubclass(type(group), dist.ProcessGroup)
+        field: cast("dist.ProcessGroup", plain[attribute])
+        for attribute, field in fields.items()
+        if field in needs and issubclass(type(plain.get(attribute)), dist.ProcessGroup)
     }
 
 

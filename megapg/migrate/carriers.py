@@ -411,7 +411,7 @@ def calls_of_bases(constructor: Scope) -> list[ast.Call]:
     """The calls in a constructor that may be of the constructors of its bases."""
     return [
         each
-        for each in constructor.nodes
+        for each in _of_its_class(constructor.node)
         if isinstance(each, ast.Call)
         and isinstance(each.func, ast.Attribute)
         and each.func.attr == "__init__"
@@ -420,6 +420,29 @@ def calls_of_bases(constructor: Scope) -> list[ast.Call]:
             or (each.args and _is_self(each.args[0], constructor))
         )
     ]
+
+
+def _of_its_class(method: ast.AST) -> Iterator[ast.AST]:
+    """Every node in a method, but those of classes, and of functions with a self of their own, in
+    it: what these call is not of the method's object.
+    """
+    own = _first_parameter(method)
+    waiting = [method]
+    while waiting:
+        each = waiting.pop()
+        yield each
+        waiting += [
+            inner
+            for inner in ast.iter_child_nodes(each)
+            if not isinstance(inner, ast.ClassDef) and not own == _first_parameter(inner) != ""
+        ]
+
+
+def _first_parameter(node: ast.AST) -> str:
+    arguments = getattr(node, "args", None)
+    if not isinstance(arguments, ast.arguments):
+        return ""
+    return next((each.arg for each in (*arguments.posonlyargs, *arguments.args)), "")
 
 
 def _is_of_only_base(call: ast.Call, constructor: Scope) -> bool:

@@ -316,7 +316,41 @@ class Functions:
         if len(node.bases) != 1:
             return False
         things = self._index.resolver.expression(node.bases[0], klass.parent, path)
-        return len(things) == 1 and {thing.scope for thing in things} <= classes
+        certain = len(things) == 1 and {thing.scope for thing in things} <= classes
+        return certain and not self._is_parted(klass, next(iter(things)).scope)
+
+    def _is_parted(self, klass: Scope, base: Scope | None) -> bool:
+        """Whether objects may have another class between a class and its base: one that is made of
+        both the class and another one that leads to the base, too.
+        """
+        below = [klass]
+        for above in below:  # grows
+            for file in self._index.mentioning(above.name):
+                analysis = self._index.analysis(file) if file in self._index else None
+                for each in _classes(analysis.module) if analysis else ():
+                    bases = getattr(each.node, "bases", ())
+                    if each in below or each.parent is None:
+                        continue
+                    if above.name not in map(last_name, bases):
+                        continue
+                    made_of = [
+                        thing
+                        for one in bases
+                        for thing in self._index.resolver.expression(one, each.parent, file)
+                        if thing.scope is not None and thing.path is not None
+                    ]
+                    if all(thing.scope is not above for thing in made_of):
+                        continue
+                    lines = [self._line(thing) for thing in made_of]
+                    if any(base in line and klass not in line for line in lines):
+                        return True
+                    below.append(each)
+        return False
+
+    def _line(self, thing: Thing) -> list[Scope | str]:
+        if thing.scope is None or thing.path is None:
+            return []
+        return list(ancestry(thing.scope, thing.path, self._index.resolver))
 
     def _named(
         self, path: Path, analysis: Analysis, name: str

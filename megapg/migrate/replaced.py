@@ -17,7 +17,17 @@ from pathlib import Path
 from megapg.migrate.imports import scopes
 from megapg.migrate.index import Index
 from megapg.migrate.resolve import UNKNOWN, Thing
-from megapg.migrate.scopes import Alias, Analysis, Binding, Imported, Scope, Use, last_name, walk
+from megapg.migrate.scopes import (
+    Alias,
+    Analysis,
+    Binding,
+    Imported,
+    Opaque,
+    Scope,
+    Use,
+    last_name,
+    walk,
+)
 
 _PATCHING = re.compile("[Pp]atch|setattr|mock")
 _MAY_PATCH = re.compile(rb"[Pp]atch|setattr|mock|globals\(\)|vars\(|__dict__")
@@ -138,7 +148,18 @@ class Replaced:
                 patches = self._of(each.path)
                 if patches is None or each.scope.name in patches.helpers:
                     return True
-        return False
+        return isinstance(call.func, ast.Name) and self._is_helping_fixture(call.func.id, use.scope)
+
+    def _is_helping_fixture(self, name: str, scope: Scope) -> bool:
+        """Whether a name is a parameter's, and a fixture of that name gives such a function."""
+        found = scope.find(name)
+        if found is None or not all(isinstance(e, Opaque) and e.parameter for e in found[1]):
+            return False
+        return any(
+            (patches := self._of(at)) is None or name in patches.helpers
+            for at in self._index.mentioning(name)
+            if _MAY_PATCH.search(self._index.data(at))
+        )
 
 
 def _has(data: bytes, name: re.Pattern[bytes], behind: bytes) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -120,8 +121,8 @@ class Writer:
         statement = f"{arguments[0].arg}.{PARAMETER} = {PARAMETER}"
         first = add_statement(self._source, body[0], statement)
         behind = [add_behind(self._source, each, statement) for each in taking.behind]
-        if behind and all(any(each is other for other in body) for each in taking.behind):
-            edits = behind[-1:]  # that one has run whenever the constructor has
+        if behind and all(map(operator.is_, taking.behind, body)):
+            edits = behind[-1:]  # nothing else runs before that one
         else:
             edits = [first, *behind]
         return [each for each in edits if each is not None]

@@ -647,12 +647,35 @@ def _constructors(klass: ast.ClassDef) -> list[ast.FunctionDef]:
     return [e for e in klass.body if isinstance(e, ast.FunctionDef) and e.name == "__init__"]
 
 
+def _of_its_class(method: ast.AST) -> Iterator[ast.AST]:
+    """Every node in a method, but those of classes, and of functions with a self of their own, in
+    it: what these call is not of the method's object.
+    """
+    own = _first_parameter(method)
+    waiting = [method]
+    while waiting:
+        each = waiting.pop()
+        yield each
+        waiting += [
+            inner
+            for inner in ast.iter_child_nodes(each)
+            if not isinstance(inner, ast.ClassDef) and not own == _first_parameter(inner) != ""
+        ]
+
+
+def _first_parameter(node: ast.AST) -> str:
+    arguments = getattr(node, "args", None)
+    if not isinstance(arguments, ast.arguments):
+        return ""
+    return next((each.arg for each in (*arguments.posonlyargs, *arguments.args)), "")
+
+
 def _last_kept(klass: ast.ClassDef, name: str) -> int:
     """The line in which a constructor puts a parameter on its object; or 0."""
     lines = [
         each.lineno
         for constructor in _constructors(klass)
-        for each in ast.walk(constructor)
+        for each in _of_its_class(constructor)
         if isinstance(each, ast.Assign)
         and isinstance(each.targets[0], ast.Attribute)
         and each.targets[0].attr == name
@@ -666,7 +689,7 @@ def _passes_nothing(klass: ast.ClassDef, name: str, line: int) -> bool:
     """Whether from a line on a constructor calls another one, and does not pass it a parameter."""
     for constructor in _constructors(klass):
         first = [each.arg for each in (*constructor.args.posonlyargs, *constructor.args.args)][:1]
-        for call in ast.walk(constructor):
+        for call in _of_its_class(constructor):
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
                 continue
             of, given = call.func.value, [e.id for e in call.args[:1] if isinstance(e, ast.Name)]
