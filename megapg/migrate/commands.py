@@ -311,6 +311,7 @@ def _uncollected() -> Iterator[None]:
     """
     was_on = gc.isenabled()
     gc.disable()
+    atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)  # not now: in a process that goes on, it stays frozen
     try:
         yield

@@ -102,6 +102,7 @@ class Functions:
         self._taking: dict[Scope, bool] = {}
         self._references: dict[Scope, list[Reference]] = {}
         self._blind: set[Scope] = set()
+        self._parted: dict[Scope, bool] = {}
         self._quoted: dict[Path, frozenset[str] | None] = {}
         self._names: dict[Path, dict[str, list[tuple[Use, ast.expr, ast.AST]]]] = {}
 
@@ -317,7 +318,11 @@ class Functions:
             return False
         things = self._index.resolver.expression(node.bases[0], klass.parent, path)
         certain = len(things) == 1 and {thing.scope for thing in things} <= classes
-        return certain and not self._is_parted(klass, next(iter(things)).scope)
+        if not certain:
+            return False
+        if klass not in self._parted:
+            self._parted[klass] = self._is_parted(klass, next(iter(things)).scope)
+        return not self._parted[klass]
 
     def _is_parted(self, klass: Scope, base: Scope | None) -> bool:
         """Whether objects may have another class between a class and its base: one that is made of
