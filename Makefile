@@ -24,16 +24,22 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ALLOW_CUDA_TORCH ?=
 
+# How many tests run at a time: three keep two cores busy, as many of them wait. 0: one, in pytest's
+# own process, as `ARGS=--pdb` needs it.
+WORKERS ?= 3
+
 # A stamp says "installed". Its name carries the version: `make test MCORE=0.17.0` installs that.
 READY := .venv/.ready-megatron-core-$(MCORE)
 READY_NEWEST := .venv-newest/.ready-megatron-core-$(MCORE_NEWEST)
 
-# benchmarks/ may be absent from a source archive.
-SOURCES := megapg tests $(wildcard benchmarks)
+# benchmarks/ and tools/ may be absent from a source archive.
+SOURCES := megapg tests $(wildcard benchmarks tools)
 
 export PYTHON TORCH TORCH_INDEX ALLOW_CUDA_TORCH
+# The tests start interpreters by the hundred. Where none may keep bytecode each compiles megapg anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-newest test-gpu bench bench-migrate lint clean distclean
+.PHONY: help setup demo test test-quick test-slow test-newest test-gpu bench bench-migrate figures lint clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets (what a plain `make` does)
@@ -46,11 +52,20 @@ demo: $(READY)  ## train a small model on injected groups; options in ARGS, see 
 	.venv/bin/megapg demo $(ARGS)
 
 # Each rank is a process of its own; with more threads than one they would fight for the cores.
-test: $(READY)  ## run all tests (CPU only, minutes); pytest's options in ARGS
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(ARGS)
+# A file stays in one process, since its tests share what is dear to make.
+PYTEST = -m pytest -n $(WORKERS) --dist loadfile
+
+test: $(READY)  ## run the tests (CPU only, minutes); pytest's options in ARGS
+	OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "not slow" $(ARGS)
+
+test-quick: $(READY)  ## run the unit tests and a smoke test of each area: two minutes
+	OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) --quick $(ARGS)
+
+test-slow: $(READY)  ## run the matrices, the fuzzers and what else takes minutes
+	OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m slow $(ARGS)
 
 test-newest: $(READY_NEWEST)  ## run the contract tests on the newest Megatron-core (python3.12, may download gigabytes)
-	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -m contract $(ARGS)
+	OMP_NUM_THREADS=1 .venv-newest/bin/python $(PYTEST) -m contract $(ARGS)
 
 # Nothing is installed for it: the torch that belongs to the machine's driver is the one to ask.
 test-gpu:  ## suspend, resume and count memory on this machine's GPUs, with the torch of PYTHON
@@ -61,6 +76,9 @@ bench: $(READY)  ## run the benchmarks; options in ARGS
 
 bench-migrate: $(READY)  ## migrate published code and check it (downloads 33 MB once); options in ARGS
 	.venv/bin/python -m benchmarks --only migrate $(ARGS)
+
+figures: $(READY)  ## the size of the house, beside what the design wants; ARGS=--names says which
+	.venv/bin/python tools/figures.py $(ARGS)
 
 lint: $(READY)  ## check format, lint and types
 	.venv/bin/ruff format --check $(SOURCES)

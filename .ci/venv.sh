@@ -153,6 +153,6 @@ if [ -n "$old" ] && [ ! -d "$venv/cores/$old" ]; then
         --target "$venv/cores/unpacking" "megatron-core==$old"; then
         mv "$venv/cores/unpacking" "$venv/cores/$old"
     else
-        say "that failed (see above); all works without it, but tests/test_old_core.py"
+        say "that failed (see above); all works without it, but tests/bridge/test_old_core.py"
     fi
 fi

@@ -37,6 +37,7 @@ class Part(enum.StrEnum):
     LAYOUT = "layout"
     ACCESS = "access"
     BRIDGE = "bridge"
+    STARTING = "starting"
     CHECKPOINT = "checkpoint"
     MIGRATE = "migrate"
 
@@ -94,6 +95,8 @@ def main(
     **bridge** takes a function's collection from `resolve`, against a read of the globals, and
     traces the reads of a training step.
 
+    **starting** starts four ranks that have Megatron-core, against `torch.multiprocessing.spawn`.
+
     **checkpoint** saves and loads model and optimizer, 194 MiB of them: megapg against
     `dist_checkpointing` called directly and against torch's distributed checkpoints. It writes to
     the directory for temporary files (`TMPDIR`).
@@ -134,6 +137,8 @@ def main(
             _access(report, progress)
         if Part.BRIDGE in parts:
             _bridge(report, progress)
+        if Part.STARTING in parts:
+            _starting(report, progress)
         if Part.CHECKPOINT in parts:
             _checkpoint(report, quick, progress)
         if Part.MIGRATE in parts:
@@ -192,6 +197,14 @@ def _bridge(report: Report, progress: Progress) -> None:
     report.costs = bridge.run()
     progress.advance(task)
     report.costs += tracing.run().costs()
+    progress.advance(task)
+
+
+def _starting(report: Report, progress: Progress) -> None:
+    from benchmarks import starting
+
+    task = progress.add_task("starting", total=1)
+    report.starts = starting.run()
     progress.advance(task)
 
 

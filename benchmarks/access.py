@@ -1,4 +1,6 @@
-"""What reading one value costs: attributes of a collection against parallel_state's getters."""
+"""What reading one value costs: attributes of a collection, and of the shim, against
+parallel_state's getters.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megapg import session
-from megapg.megatron import parallel_state
+from megapg.megatron import globals_policy, parallel_state, resolve
 from megapg.testing.distributed import run_distributed
 
 # What it is, as written with megapg, as written with Megatron-core.
@@ -22,6 +24,12 @@ PAIRS = (
         'pg.rank("dp_cp")',
         "parallel_state.get_data_parallel_rank(with_context_parallel=True)",
     ),
+)
+# The shim asks the getter itself: what is there to pay beside it, and beside a collection's field?
+SHIM = tuple(
+    (f"{what}, by the shim", ours.replace("pg.", "shim."), against)
+    for what, ours, theirs in PAIRS
+    for against in (theirs, ours)
 )
 _CALLS = 20_000
 _ROUNDS = 50
@@ -53,11 +61,11 @@ def run() -> list[Reading]:
 def _read_all() -> list[Reading]:
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    with session() as opened:
-        names = {"pg": opened.groups, "parallel_state": parallel_state}
+    with session() as opened, globals_policy("silent"):
+        names = {"pg": opened.groups, "shim": resolve(None), "parallel_state": parallel_state}
         return [
             Reading(what, ours, theirs, *nanoseconds((ours, theirs), names))
-            for what, ours, theirs in PAIRS
+            for what, ours, theirs in (*PAIRS, *SHIM)
         ]
 
 

@@ -41,9 +41,9 @@ from megapg.demo.job import Checkpoints, GPTRun, TrainingResult
 from megapg.demo.text import read_text
 from megapg.megatron import GlobalRead, trace_global_reads
 from megapg.migrate.config import Config, parse_versions
+from megapg.migrate.edit.write import write_files
 from megapg.migrate.engine import migrate
 from megapg.migrate.migration import Migration
-from megapg.migrate.write import write_files
 from megapg.testing import megatron_on_cpu
 from megapg.testing.distributed import run_distributed
 
@@ -242,7 +242,7 @@ def migrated_core() -> Iterator[tuple[Path, Migration]]:
         shutil.copytree(installed_core(), core, ignore=shutil.ignore_patterns("__pycache__"))
         version = importlib.metadata.version("megatron-core")
         config = Config(Path(folder), versions=parse_versions(".".join(version.split(".")[:2])))
-        migration = migrate([core], config, style=config.style)
+        migration = migrate([core], config)
         problems = write_files(migration.files)
         if problems:
             raise RuntimeError(f"{problems[0].file}: {problems[0].message}")

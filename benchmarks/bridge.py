@@ -9,7 +9,7 @@ import torch.distributed as dist
 from benchmarks.access import nanoseconds
 from megapg import ProcessGroupCollection, session
 from megapg.megatron import parallel_state
-from megapg.megatron.resolve import globals_policy, resolve, resolves
+from megapg.megatron.reading.resolve import globals_policy, resolve, resolves
 from megapg.testing.distributed import run_distributed
 
 GETTER = "parallel_state.get_data_parallel_rank()"

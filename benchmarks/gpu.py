@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 import megapg
 from benchmarks.table import Table
-from megapg.comms.offload import WAYS, How, OffloadReport
 from megapg.errors import UnsupportedOffloadError
+from megapg.ownership.offload import WAYS, How, OffloadReport
 from megapg.testing import run_distributed
 
 _MIB = 2**20

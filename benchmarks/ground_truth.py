@@ -28,11 +28,11 @@ from typing import TypeGuard
 
 from benchmarks.corpora import CORES, Wheel
 from megapg.layout import FIELDS
-from megapg.migrate.carriers import MODEL_NAMES
 from megapg.migrate.config import Config, parse_versions
 from megapg.migrate.engine import migrate
-from megapg.migrate.mapping import COLLECTION_NAMES, GROUP_PARAMETERS, Refusal
-from megapg.migrate.sites import Kind, Site
+from megapg.migrate.find.carriers import MODEL_NAMES
+from megapg.migrate.find.sites import Kind, Site
+from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS, Refusal
 
 FIELD_TARGET = 0.98
 CARRIER_TARGET = 0.70

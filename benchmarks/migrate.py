@@ -5,7 +5,9 @@ from outside of the tool: every file parses and compiles that did before, taking
 back gives the old bytes, no byte outside of them is another one, and a second run finds nothing
 to do. How many uses are served is counted in source only: tests are what the user migrates last.
 
-``python -m benchmarks.migrate`` runs this alone; with ``--sample`` it prints changed uses to read.
+``python -m benchmarks.migrate`` runs this alone; with ``--sample`` it prints changed uses to read,
+with ``--digest`` a digest of each tree's new texts: two versions of the tool that print the same
+write the same.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import ast
 import compileall
 import difflib
+import hashlib
 import io
 import os
 import random
@@ -21,7 +24,7 @@ import tempfile
 import tokenize
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,11 +35,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.corpora import CORPORA, Corpus
+from megapg.migrate.edit.soundness import verify
+from megapg.migrate.edit.write import write_files
 from megapg.migrate.engine import migrate
 from megapg.migrate.migration import SHIMS, How, Migration, Rewritten, Served
-from megapg.migrate.source import Problem, Source, parse
-from megapg.migrate.verify import verify
-from megapg.migrate.write import write_files
+from megapg.migrate.python.source import Problem, Source, parse
 
 AUTOMATIC_TARGET = 0.92
 SHIMLESS_TARGET = 0.60
@@ -128,7 +131,7 @@ def run(corpus: Corpus) -> Outcome:
             corpus=corpus,
             source=_uses(before, lambda file: not is_test(file)),
             tests=_uses(before, is_test),
-            files=before.looked_at,
+            files=before.findings.files,
             changed=len(files),
             problems=tuple(f"{problem.file}: {problem.message}" for problem in problems),
             unparsed=tuple(file.file for file in files if not _parses(file.after)),
@@ -350,6 +353,30 @@ def _touches(heading: str, lines: tuple[int, int]) -> bool:
     return begin <= lines[1] and lines[0] < begin + length
 
 
+# -- a digest to compare ---------------------------------------------------------------------------
+
+
+def digest_line(corpus: Corpus) -> str:
+    """What a tree's migration comes to, in source and in tests, on one line."""
+    found, _ = _migration(corpus, corpus.wheel.tree())
+    parts = [corpus.name]
+    for part, counted in (("source", lambda file: not is_test(file)), ("tests", is_test)):
+        uses = _uses(found, counted)
+        shimless = sum(count for how, count in uses.served.items() if how not in SHIMS)
+        digest = digest_of(file for file in found.files if counted(file.file))
+        parts.append(
+            f"{part} {uses.total} uses, {uses.served.total()} rewritten, {shimless} without shim, "
+            f"{uses.left.total()} left, {digest}"
+        )
+    return "; ".join(parts)
+
+
+def digest_of(files: Iterable[Rewritten]) -> str:
+    """SHA-256 of the names and the new bytes of files, in whatever order they come."""
+    each = sorted((file.file, hashlib.sha256(file.after).hexdigest()) for file in files)
+    return hashlib.sha256(repr(each).encode()).hexdigest()
+
+
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -359,8 +386,15 @@ def main(
         int, typer.Option(min=0, help="Print that many changed uses to read, and measure nothing.")
     ] = 0,
     seed: Annotated[int, typer.Option(help="Which ones: the same ones for the same seed.")] = 0,
+    digest: Annotated[
+        bool, typer.Option("--digest", help="Print a digest of each tree, and measure nothing.")
+    ] = False,
 ) -> None:
     """Migrate the corpora and print what came of it; nothing is written to RESULTS.md."""
+    if digest:
+        for corpus in CORPORA:
+            print(digest_line(corpus), flush=True)
+        return
     console = Console(soft_wrap=bool(sample), highlight=False)
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("corpora", total=len(CORPORA))

@@ -124,7 +124,7 @@ def _served(outcomes: Sequence[Outcome]) -> Table:
             for what, uses in rows
         ),
         (
-            "group and collection: one that was in scope. model: groups_of(model). threaded: a "
+            "collection: one that was in scope. model: groups_of(model). threaded: a "
             "parameter that every caller passes. resolved: resolve(), which takes what was "
             "passed, else the globals. Roots are the functions that turn to the globals then. "
             "As of: the Megatron-core that a tree is read as being written for.",

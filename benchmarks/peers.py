@@ -6,6 +6,7 @@ imports this module before it forks the ranks, so no contestant pays for imports
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -43,8 +44,9 @@ class Shape:
 
 
 def megapg_session(shape: Shape) -> Groups:
-    pg = session(tp=shape.tp, pp=shape.pp, ep=shape.ep).groups
-    return {field: getattr(pg, field) for field in FIELDS}
+    opened = session(tp=shape.tp, pp=shape.pp, ep=shape.ep)
+    atexit.register(opened.close)  # which keeps it open until then
+    return {field: getattr(opened.groups, field) for field in FIELDS}
 
 
 def parallel_state_without_gloo(shape: Shape) -> Groups:

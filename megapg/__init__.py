@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from megapg import megatron as megatron
     from megapg import signals as signals
     from megapg import testing as testing
+    from megapg.checkpoint.background import CheckpointSave
+    from megapg.checkpoint.directory import CheckpointInfo, latest, list_checkpoints
     from megapg.checkpoint.load import LoadedCheckpoint, load_checkpoint
-    from megapg.checkpoint.names import CheckpointInfo, latest, list_checkpoints
     from megapg.checkpoint.save import save_checkpoint
-    from megapg.checkpoint.saves import CheckpointSave
     from megapg.collection import Lease, LeaseState, ProcessGroup, ProcessGroupCollection
-    from megapg.comms.offload import OffloadReport
-    from megapg.comms.options import CommunicatorOptions
+    from megapg.communicators.health import HealthReport
+    from megapg.communicators.options import CommunicatorOptions
+    from megapg.communicators.warm_up import WarmUpReport
     from megapg.errors import MegapgError
     from megapg.launch import Launch
     from megapg.layout import ParallelLayout
@@ -34,43 +35,51 @@ if TYPE_CHECKING:
         resolve,
         to_megatron,
     )
-    from megapg.rebind import Rebound
+    from megapg.ownership.offload import OffloadReport
+    from megapg.ownership.opening import LayoutSizes, open_sessions, session
+    from megapg.ownership.rebind import Rebound
+    from megapg.ownership.session import Session
+    from megapg.ownership.suspend_several import resume, suspend
     from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
-    from megapg.sessions import LayoutSizes, Session, session
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CheckpointInfo": "megapg.checkpoint.names",
-    "CheckpointSave": "megapg.checkpoint.saves",
-    "CommunicatorOptions": "megapg.comms.options",
+    "CheckpointInfo": "megapg.checkpoint.directory",
+    "CheckpointSave": "megapg.checkpoint.background",
+    "CommunicatorOptions": "megapg.communicators.options",
     "Launch": "megapg.launch",
-    "LayoutSizes": "megapg.sessions",
+    "HealthReport": "megapg.communicators.health",
+    "LayoutSizes": "megapg.ownership.opening",
     "Lease": "megapg.collection",
     "LeaseState": "megapg.collection",
     "LoadedCheckpoint": "megapg.checkpoint.load",
     "MegapgError": "megapg.errors",
-    "OffloadReport": "megapg.comms.offload",
+    "OffloadReport": "megapg.ownership.offload",
     "ParallelLayout": "megapg.layout",
     "ProcessGroup": "megapg.collection",
     "ProcessGroupCollection": "megapg.collection",
-    "Rebound": "megapg.rebind",
+    "Rebound": "megapg.ownership.rebind",
     "RngState": "megapg.rng",
-    "Session": "megapg.sessions",
+    "Session": "megapg.ownership.session",
+    "WarmUpReport": "megapg.communicators.warm_up",
     "capture_rng_state": "megapg.rng",
     "fork_rng": "megapg.rng",
     "from_megatron": "megapg.megatron",
     "from_parallel_state": "megapg.megatron",
     "groups_of": "megapg.megatron",
-    "latest": "megapg.checkpoint.names",
-    "list_checkpoints": "megapg.checkpoint.names",
+    "latest": "megapg.checkpoint.directory",
+    "list_checkpoints": "megapg.checkpoint.directory",
     "load_checkpoint": "megapg.checkpoint.load",
+    "open_sessions": "megapg.ownership.opening",
     "published": "megapg.megatron",
     "resolve": "megapg.megatron",
+    "resume": "megapg.ownership.suspend_several",
     "restore_rng_state": "megapg.rng",
     "save_checkpoint": "megapg.checkpoint.save",
     "seed_all": "megapg.rng",
-    "session": "megapg.sessions",
+    "session": "megapg.ownership.opening",
+    "suspend": "megapg.ownership.suspend_several",
     "to_megatron": "megapg.megatron",
 }
 
@@ -81,6 +90,7 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointSave",
     "CommunicatorOptions",
+    "HealthReport",
     "Launch",
     "LayoutSizes",
     "Lease",
@@ -94,6 +104,7 @@ __all__ = [
     "Rebound",
     "RngState",
     "Session",
+    "WarmUpReport",
     "capture_rng_state",
     "fork_rng",
     "from_megatron",
@@ -102,12 +113,15 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "load_checkpoint",
+    "open_sessions",
     "published",
     "resolve",
     "restore_rng_state",
+    "resume",
     "save_checkpoint",
     "seed_all",
     "session",
+    "suspend",
     "to_megatron",
 ]
 

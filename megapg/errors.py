@@ -69,7 +69,7 @@ class NoCollectionError(MegapgError, RuntimeError):
     """A function needs process groups, was passed none, and the globals can't or mustn't serve."""
 
 
-class NoGlobalGroupsError(NoCollectionError, AssertionError):
+class NoGlobalGroupsError(NoCollectionError, MissingGlobalGroupError):
     """A function needs process groups, was passed none, and the globals are not initialised.
 
     It is an ``AssertionError`` as well because that is what the globals' getters raise. Where they

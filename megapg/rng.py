@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointMismatchError, UnsupportedOptionError
 from megapg.megatron.core import MegatronCollection, installed_version
-from megapg.megatron.resolve import resolve
+from megapg.megatron.reading.resolve import require_groups, resolve
 
 # Names on disk, in Megatron's tracker and in its record.
 DATA_STREAM = "data-parallel-rng"
@@ -68,7 +68,7 @@ def capture_rng_state(
         UnsupportedVersionError: Megatron-core is not installed.
     """
     needs = ("dp",) if data_parallel_random_init else ()
-    pg = resolve(pg_collection, needs=needs, owner="capture_rng_state")
+    pg = require_groups(resolve(pg_collection, needs=needs, owner="capture_rng_state"))
     record = _captured()
     if not data_parallel_random_init or pg.size("dp") == 1:
         return [record]
@@ -99,7 +99,7 @@ def restore_rng_state(
         StaleGroupError, MissingGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
     needs = ("dp",) if data_parallel_random_init else ()
-    pg = resolve(pg_collection, needs=needs, owner="restore_rng_state")
+    pg = require_groups(resolve(pg_collection, needs=needs, owner="restore_rng_state"))
     expected = pg.size("dp") if data_parallel_random_init else 1
     if len(records) != expected:
         why = f"dp={expected} with" if data_parallel_random_init else "without"
@@ -141,7 +141,9 @@ def seed_all(
         StaleGroupError, MissingGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
     dp = ("dp",) if data_parallel_random_init else ()
-    pg = resolve(pg_collection, needs=("tp", "pp", "ep", "expt_tp", *dp), owner="seed_all")
+    pg = require_groups(
+        resolve(pg_collection, needs=("tp", "pp", "ep", "expt_tp", *dp), owner="seed_all")
+    )
     seeds = _seeds(seed, pg, data_parallel_random_init)
     record = _seeded(seeds)
     _refuse_graphs_on_cpu("seed_all")
@@ -213,7 +215,8 @@ def checked(record: object, owner: str) -> RngState:
             "random streams. Nothing was changed. Pass what capture_rng_state() or Megatron's "
             "get_rng_state() returned."
         )
-    python, numpy, cpu, device = random.Random(), np.random.RandomState(), *_scratch()
+    python, numpy = random.Random(), np.random.RandomState()
+    cpu, device = torch.Generator(), torch.Generator(_device())
     _try(owner, "random_rng_state", python.setstate, given["random_rng_state"])
     _try(owner, "np_rng_state", numpy.set_state, given["np_rng_state"])
     _try(owner, "torch_rng_state", cpu.set_state, given["torch_rng_state"])
@@ -345,10 +348,6 @@ def _device() -> torch.device:
 
 def _device_state() -> torch.Tensor:
     return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
-
-
-def _scratch() -> tuple[torch.Generator, torch.Generator]:
-    return torch.Generator(), torch.Generator(_device())
 
 
 # -- Megatron-core, all versions ---------------------------------------------------------------

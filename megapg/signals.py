@@ -1,7 +1,7 @@
 """Told to stop: SIGTERM, as before preemption, and Ctrl-C close a session in good order.
 
-The handler only raises, in the main thread, and everything else happens where exceptions are
-dealt with: :meth:`Session.__exit__ <megapg.sessions.Session>` tells the other ranks, calls off
+The handler only raises, in the main thread, and everything else happens where exceptions are dealt
+with: :meth:`Session.__exit__ <megapg.ownership.session.Session>` tells the other ranks, calls off
 background saves, aborts the groups. Python runs handlers between two instructions of its own, so a
 thread that waits inside a collective hears nothing. Measured with gloo in torch 2.13: the wait ends
 with the collective, its timeout or the peer's connection, and by nothing done from another thread,
@@ -288,7 +288,7 @@ class _Watch:
 
     def _main_thread_heard(self, asked: float, patience: float) -> bool:
         until = time.monotonic() + patience
-        while self._heard_at < asked - _SAME:
+        while self.ears and self._heard_at < asked - _SAME:  # or it has closed everything
             if time.monotonic() >= until:
                 return False
             time.sleep(0.05)

@@ -9,43 +9,50 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import os
-import pathlib
 import re
-import stat
 import types
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from megapg.checkpoint.names import COMMON_FILE, FORMAT_FILE, INDEX_FILE, MANIFEST_FILE
-from megapg.checkpoint.safe import load_safely, naming, parse_metadata
+from megapg.checkpoint import archive
+from megapg.checkpoint.directory import (
+    COMMON_FILE,
+    FORMAT,
+    FORMAT_FILE,
+    INDEX_FILE,
+    RELEASE,
+    iteration_of,
+)
+from megapg.checkpoint.entries import Entries, check_places, inside, seals_of
+from megapg.checkpoint.files import (
+    LARGEST_JSON,
+    LARGEST_PICKLE,
+    broken,
+    parse_json,
+    read_small,
+)
+from megapg.checkpoint.manifest import Manifest, read_manifest
+from megapg.checkpoint.safe_metadata import parse_metadata
+from megapg.checkpoint.safe_torch import load_safely
 from megapg.errors import (
     BrokenCheckpointError,
     CheckpointError,
     CheckpointNotFoundError,
     LayoutError,
-    UnsafeCheckpointError,
 )
 from megapg.layout import DEFAULT_ORDER, ParallelLayout
 
-__all__ = [
-    "Contents",
-    "layout_of_checkpoint",
-    "load_safely",
-    "naming",
-    "parse_metadata",
-    "read_contents",
-]
-
 COMMON_KEY = "common_state/shard_0_1"
 """Where Megatron-core keeps the common state since 0.19, as a byte entry, instead of the file."""
+
+NAME_ONE = "Name the directory of one checkpoint, such as checkpoints/iter_0000123."
+"""What to do, for errors."""
 
 _OF_MEGATRON = re.compile(r"/shard_[\d.]+_[\d.]+$")  # how it names its objects
 
@@ -55,19 +62,21 @@ class Contents:
     """One checkpoint directory, as its small files describe it.
 
     Attributes:
-        path: the directory.
         metadata: of torch's distributed checkpoint: every key, its shape, type and shards, and
             where each shard lies.
         common: what Megatron-core keeps once for all ranks: iteration, ``args``, parameter groups
             and so on. Empty for a checkpoint that torch wrote without Megatron-core.
-        about: what megapg noted about the save: ``iteration``, ``layout`` and ``version``. Empty
-            where something else wrote the checkpoint.
+        about: what megapg noted about the save; empty where something else wrote the checkpoint.
+        manifest: what its shards are compared with as they are read, if there is one.
+        check: whether they are checked as they are read.
     """
 
     path: Path
     metadata: Metadata
     common: Mapping[str, object]
     about: Mapping[str, object] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    check: bool = False
 
     def keys(self) -> tuple[str, ...]:
         """Every key, of tensors and byte entries alike, in the order of the save."""
@@ -112,51 +121,71 @@ class Contents:
         entry = self.metadata.state_dict_metadata.get(key)
         if not isinstance(entry, BytesStorageMetadata):
             problem = "has no entry" if entry is None else "has a tensor, not a byte entry, for"
-            near = difflib.get_close_matches(key, self._byte_keys, n=3)
+            known = self.metadata.state_dict_metadata.items()
+            others = [name for name, one in known if isinstance(one, BytesStorageMetadata)]
+            near = difflib.get_close_matches(key, others, n=3)
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise CheckpointError(f"{self.path} {problem} {key!r}.{hint}")
-        place = self._places.get(MetadataIndex(key))
+        place = (self.metadata.storage_data or {}).get(MetadataIndex(key))
         if place is None:
             raise broken(self.path / INDEX_FILE, f"does not say where the entry {key!r} lies")
-        if place.transform_descriptors:
-            raise CheckpointError(
-                f"{self.path}: {key!r} was written through {', '.join(place.transform_descriptors)}"
-                ", which megapg does not read. Load it with torch's own reader."
-            )
-        data, file = read_range(self.path, place), self.path / place.relative_path
-        try:
-            found = load_safely(data, f"{file}, in its entry {key!r},")
-        except BrokenCheckpointError as error:
-            raise broken(file, f"is damaged in its entry {key!r}") from error
+        with closing(self.entries()) as entries:
+            found = entries.load(place, key)
         if isinstance(found, list) and len(found) == 1 and _OF_MEGATRON.search(key):
             return found[0]
         return found
 
-    @property
-    def _byte_keys(self) -> list[str]:
-        entries = self.metadata.state_dict_metadata.items()
-        return [key for key, entry in entries if isinstance(entry, BytesStorageMetadata)]
+    def entries(self) -> Entries:
+        """A reader of the shards, which checks what it reads as this was read. Close it."""
+        return Entries(self.path, self._seals, check=self.check)
 
     @cached_property
-    def _places(self) -> Mapping[MetadataIndex, _StorageInfo]:
-        return self.metadata.storage_data or {}
+    def _seals(self) -> Mapping[str, Mapping[int, int]] | None:
+        if self.manifest is None:
+            return None
+        return seals_of(self.path, self.metadata, self.manifest)
 
 
-def read_contents(path: str | os.PathLike[str]) -> Contents:
+def read_contents(path: str | os.PathLike[str], *, check: bool = False) -> Contents:
     """Read what a checkpoint directory holds, without its tensors.
 
     Args:
         path: the directory of one checkpoint, for example ``checkpoints/iter_0000123``.
+        check: whether it is as it was saved, and what will be read of its shards; against the
+            manifest, or where there is none against what is inside of the files.
 
     Raises:
         CheckpointNotFoundError: there is no such directory, or it is no checkpoint of the
             ``torch_dist`` format.
-        BrokenCheckpointError: its metadata or common state is missing or damaged.
+        BrokenCheckpointError: its metadata or common state is missing or damaged; with ``check``
+            also its manifest, or that it is not of the iteration that its directory is called.
         UnsafeCheckpointError: either would run code; nothing of it was run.
     """
     path = Path(path)
-    metadata = read_metadata(path)
-    return Contents(path, metadata, read_common(path, metadata), _about(path))
+    if not check:
+        metadata = read_metadata(path)
+        return Contents(path, metadata, read_common(path, metadata), _about(path))
+    _check_there(path)
+    manifest = read_manifest(path)
+    metadata = read_metadata(path, manifest)
+    if manifest is None:
+        check_places(path, metadata)
+    form = path / FORMAT_FILE
+    if form.exists() or (manifest and FORMAT_FILE in manifest.sha256):
+        data = _small(form, LARGEST_JSON, manifest)
+        if problem := wrong_format(parse_json(form, data)):
+            raise broken(form, problem)
+    contents = Contents(
+        path,
+        metadata,
+        read_common(path, metadata, manifest, check=True),
+        manifest.about if manifest else {},
+        manifest,
+        check=True,
+    )
+    if problem := wrong_name(path, contents.common):
+        raise broken(path, problem)
+    return contents
 
 
 def layout_of_checkpoint(path: Path) -> ParallelLayout | None:
@@ -168,37 +197,38 @@ def layout_of_checkpoint(path: Path) -> ParallelLayout | None:
     return layout or read_contents(path).saved_layout()
 
 
-def read_metadata(path: Path) -> Metadata:
-    """The ``.metadata`` of a checkpoint directory; raises as :func:`read_contents`."""
+def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
+    """The ``.metadata`` of a checkpoint directory, compared with the manifest if there is one;
+    raises as :func:`read_contents`.
+    """
+    _check_there(path)
     file = path / INDEX_FILE
-    if not file.exists():
-        if not path.is_dir():
-            raise CheckpointNotFoundError(
-                f"{path} is not there. Name the directory of one checkpoint, such as "
-                "checkpoints/iter_0000123."
-            )
-        if not (path / FORMAT_FILE).exists() and not any(path.glob("*.distcp")):
-            raise CheckpointNotFoundError(
-                f"{path} is no checkpoint of the torch_dist format: it has no {INDEX_FILE}. "
-                "Name the directory of one checkpoint, such as checkpoints/iter_0000123."
-            )
-        raise broken(file, "is missing")
-    with open_regular(file) as stream:
-        metadata = parse_metadata(stream.read(), str(file))
+    metadata = parse_metadata(_small(file, LARGEST_PICKLE, manifest), str(file))
     for name in {place.relative_path for place in (metadata.storage_data or {}).values()}:
         inside(path, name)
     return metadata
 
 
-def read_common(path: Path, metadata: Metadata) -> Mapping[str, object]:
-    """The common state of a checkpoint directory; raises as :func:`read_contents`."""
+def read_common(
+    path: Path, metadata: Metadata, manifest: Manifest | None = None, *, check: bool = False
+) -> Mapping[str, object]:
+    """The common state of a checkpoint directory, checked on request; raises as
+    :func:`read_contents`.
+    """
     file = path / COMMON_FILE
-    if file.exists():
-        with open_regular(file) as stream:
-            common = load_safely(stream, str(file))
+    if manifest is not None and (file.exists() or COMMON_FILE in manifest.sha256):
+        common = load_safely(manifest.read(COMMON_FILE, LARGEST_PICKLE), str(file))
+    elif file.exists():
+        data = read_small(file, LARGEST_PICKLE)
+        if check:
+            try:
+                archive.check(memoryview(data))
+            except ValueError as error:
+                raise broken(file, f"is damaged: {error}") from error
+        common = load_safely(data, str(file))
     elif COMMON_KEY in metadata.state_dict_metadata:
         file = path / COMMON_KEY
-        common = Contents(path, metadata, {}).read_object(COMMON_KEY)
+        common = Contents(path, metadata, {}, {}, manifest, check=check).read_object(COMMON_KEY)
     elif (path / FORMAT_FILE).exists():
         raise broken(file, f"is missing, and there is no entry {COMMON_KEY!r} instead")
     else:
@@ -208,68 +238,47 @@ def read_common(path: Path, metadata: Metadata) -> Mapping[str, object]:
     return common
 
 
-def read_range(path: Path, place: _StorageInfo) -> bytes:
-    """The bytes of one entry; raises as :meth:`Contents.read_object`."""
-    file = inside(path, place.relative_path)
-    with open_regular(file) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if place.offset + place.length > size:
-            raise broken(file, f"has {size} bytes, {place.offset + place.length} are needed")
-        stream.seek(place.offset)
-        return stream.read(place.length)
+def _small(file: Path, limit: int, manifest: Manifest | None) -> bytes:
+    """A small file, compared with the manifest if there is one."""
+    return manifest.read(file.name, limit) if manifest else read_small(file, limit)
 
 
-def inside(path: Path, name: str) -> Path:
-    """The file of a name that ``.metadata`` gives.
+def wrong_format(form: object) -> str:
+    """What is wrong with what ``metadata.json`` says, by which Megatron knows the format."""
+    backend = form.get("sharded_backend") if isinstance(form, dict) else None
+    return "" if backend == FORMAT else f"names the format {backend!r:.40}, not {FORMAT!r}"
 
-    Raises:
-        UnsafeCheckpointError: the name leads out of the directory.
+
+def wrong_name(path: Path, common: Mapping[str, object]) -> str:
+    """What is wrong if a directory is called after another iteration than its common state has, as
+    in "holds iteration 5"; empty if nothing.
     """
-    pure = pathlib.PurePosixPath(name)
-    if not name or "\0" in name or pure.is_absolute() or ".." in pure.parts:
-        raise UnsafeCheckpointError(
-            f"{path / INDEX_FILE} says that data lies in {name!r}, outside of the checkpoint. "
-            "Nothing of it was read. Don't load this checkpoint."
+    saved = common.get("iteration")
+    if path.name == RELEASE or type(saved) is not int or iteration_of(path.name) in (None, saved):
+        return ""
+    return f"holds iteration {saved}, but its directory is called {path.name}"
+
+
+def _check_there(path: Path) -> None:
+    file = path / INDEX_FILE
+    if file.exists():
+        return
+    if not path.is_dir():
+        raise CheckpointNotFoundError(f"{path} is not there. {NAME_ONE}")
+    if not (path / FORMAT_FILE).exists() and not any(path.glob("*.distcp")):
+        raise CheckpointNotFoundError(
+            f"{path} is no checkpoint of the torch_dist format: it has no {INDEX_FILE}. {NAME_ONE}"
         )
-    return path / pure
-
-
-def open_regular(file: Path) -> BinaryIO:
-    """Open a file of a checkpoint to read; what is no regular file would block or never end.
-
-    Raises:
-        BrokenCheckpointError: it is missing, can't be read, or is no regular file.
-    """
-    try:
-        # Non-blocking, as opening a pipe waits for a writer.
-        stream = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    except FileNotFoundError as error:
-        raise broken(file, "is missing") from error
-    except OSError as error:
-        raise broken(file, f"can't be read ({error.strerror})") from error
-    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-        stream.close()
-        raise broken(file, "is no regular file")
-    return stream
-
-
-def broken(file: Path, problem: str) -> BrokenCheckpointError:
-    """The error for one file; ``problem`` goes on after its name."""
-    return BrokenCheckpointError(
-        f"{file} {problem}. Take it from a copy, or use an older checkpoint.",
-        [f"{file.name}: {problem}"],
-    )
+    raise broken(file, "is missing")
 
 
 def _about(path: Path) -> Mapping[str, object]:
     """megapg's part of the manifest, which is only a note here: verify() says if it is damaged."""
     try:
-        with open_regular(path / MANIFEST_FILE) as stream:
-            found = json.load(stream)
-    except (BrokenCheckpointError, ValueError, RecursionError):
+        manifest = read_manifest(path)
+    except BrokenCheckpointError:
         return {}
-    about = found.get("megapg") if isinstance(found, dict) else None
-    return about if isinstance(about, dict) else {}
+    return manifest.about if manifest else {}
 
 
 # --- the saved layout -----------------------------------------------------------------------------

@@ -4,38 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 import os
+import re
 import sys
 import time
+import zlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from megapg import errors
 from megapg.checkpoint import optimizer as optimizers
+from megapg.checkpoint import scheduler as schedulers
+from megapg.checkpoint.background import Saves
+from megapg.checkpoint.choice import OF_THE_CHECKPOINT, Choice, are_of_the_checkpoint, identity
 from megapg.checkpoint.contents import Contents, read_contents
-from megapg.checkpoint.groups import exchanging, layout_of, teamwork
-from megapg.checkpoint.manifest import verify as verify_files
-from megapg.checkpoint.names import (
-    INDEX_FILE,
-    RELEASE,
-    CheckpointInfo,
-    find,
-    iteration_name,
-    latest,
-    list_checkpoints,
-)
+from megapg.checkpoint.directory import RELEASE
+from megapg.checkpoint.param_groups import fit
 from megapg.checkpoint.planning import Loading, State
-from megapg.checkpoint.rng_records import KEY, NEEDS, RngReport, detect, record_for_this_rank
-from megapg.checkpoint.saves import Saves
+from megapg.checkpoint.reshard import check_reshard
+from megapg.checkpoint.rng_layouts import KEY, detect
+from megapg.checkpoint.rng_records import ALIKE, NEEDS, RngReport, record_for_this_rank
 from megapg.checkpoint.state import (
     KNOWN,
+    RANK_EXTRA,
     MegatronOptimizer,
     Stateful,
     check_groups,
@@ -46,28 +46,28 @@ from megapg.checkpoint.state import (
     model_state,
     scheduler_state,
 )
+from megapg.checkpoint.team import exchanging, joint_work, layout_of
+from megapg.checkpoint.verify import verify as verify_files
 from megapg.collection import ProcessGroupCollection
-from megapg.comms.teamwork import OthersFailedError, Teamwork
 from megapg.errors import (
     BrokenCheckpointError,
     CheckpointError,
     CheckpointMismatchError,
-    CheckpointNotFoundError,
     RendezvousError,
 )
 from megapg.layout import ParallelLayout
-from megapg.megatron import resolve
 from megapg.megatron.core import MegatronCollection
+from megapg.megatron.reading.resolve import require_groups, resolve
+from megapg.rendezvous.joint_work import JointWork, OthersFailedError
+from megapg.rendezvous.problems import brief
 from megapg.rng import RngState, restore_rng_state
 
 logger = logging.getLogger(__name__)
 
-_SHARED = (
-    "BrokenCheckpointError",
-    "CheckpointMismatchError",
-    "CheckpointNotFoundError",
-    "UnsafeCheckpointError",
-)
+_RANK_EXTRA = f"{RANK_EXTRA}/shard_"
+_PLACING = ("tp", "cp", "pp", "order")  # which rank is where in the data, and in the pipeline
+_RERUN = "rerun_state_machine_state"  # Megatron's, for its own use
+_OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,17 @@ class LoadedCheckpoint:
         extra: what else was saved; with Megatron's own checkpoints whatever it kept there.
         num_floating_point_operations: done when it was saved.
         missing: keys that the checkpoint lacked (``strict=False``).
+        unexpected: keys of the checkpoint that no rank has a place for, among those of the parts
+            that were loaded (the model, the optimizer).
         resized: key -> its shape in the checkpoint, where Megatron lets it differ from the model's:
             of a vocabulary, which is padded otherwise for another tensor parallel size.
         rng: whether this rank's random streams go on exactly where they were, or why not; None
             where none were restored.
+        rank_extra: what this rank gave ``save_checkpoint(rank_extra=)``; None where nobody did, or
+            where this rank is in another place of the job now.
+        rank_extra_lost: why there was one and it is not handed back; empty otherwise.
+        fallback: why this is not the checkpoint that the tracker names but an older one; empty
+            where it is. The same on all ranks.
     """
 
     path: Path
@@ -95,8 +102,12 @@ class LoadedCheckpoint:
     extra: Mapping[str, object]
     num_floating_point_operations: float
     missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
     resized: Mapping[str, tuple[int, ...]]
     rng: RngReport | None
+    rank_extra: object
+    rank_extra_lost: str
+    fallback: str
 
 
 def load_checkpoint(
@@ -108,17 +119,20 @@ def load_checkpoint(
     pg_collection: ProcessGroupCollection | MegatronCollection | None = None,
     iteration: int | None = None,
     strict: bool = True,
-    verify: bool = False,
+    verify: bool | None = None,
     weights_only: bool = False,
+    load_optimizer: bool = True,
+    load_scheduler: bool = True,
     rng: bool = True,
     rng_key: str = "rng_state",
-    timeout: float = 300.0,
+    timeout: float | None = None,
 ) -> LoadedCheckpoint:
     """Load a checkpoint of megapg's or Megatron's into model, optimizer, scheduler and random
     streams. Every rank of the groups calls it.
 
     The layout may be another than it was saved under. Everything that can be checked is checked on
-    every rank before the first weight changes.
+    every rank before the first weight changes. Where the latest is removed or replaced while it is
+    read, since another job saves there, the one that is the latest by then is loaded.
 
     Args:
         directory: where the checkpoints are; the latest is loaded. Or the directory of one.
@@ -130,13 +144,19 @@ def load_checkpoint(
             Megatron's globals through :func:`megapg.resolve`.
         iteration: which one, if not the latest.
         strict: refuse a checkpoint that lacks something the model has; otherwise leave it as it is.
-        verify: read every file first and compare checksums.
+        verify: whether to check that the files are as they were saved. Unless given, what a rank
+            uses is checked as it is read; True reads every file first and so changes nothing if one
+            is damaged; False checks nothing but names, sizes and shapes.
         weights_only: for fine-tuning: nothing but the weights, which the optimizer takes over as
             its own; its moments, the scheduler and the random streams stay as they are.
+        load_optimizer: whether to restore the optimizer's own state. If not, it takes over the
+            weights that are loaded.
+        load_scheduler: whether to restore the scheduler.
         rng: whether to restore the random streams.
         rng_key: what the random streams were kept under.
-        timeout: seconds of silence after which another rank is given up. The few collectives of
-            Megatron's on the way end after the groups' own ``collective_timeout``.
+        timeout: seconds of silence after which another rank is given up; unless given that of the
+            session, and 300 for groups that no session owns. The few collectives of Megatron's on
+            the way end after the groups' own ``collective_timeout``.
 
     Raises:
         CheckpointNotFoundError: there is none, or not of this iteration.
@@ -147,139 +167,144 @@ def load_checkpoint(
         CheckpointError: another rank failed; it is named.
         MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
-    pg = resolve(pg_collection, needs=NEEDS, owner="load_checkpoint")
+    pg = require_groups(resolve(pg_collection, needs=NEEDS, owner="load_checkpoint"))
     saves = Saves.of(pg.lease)
     saves.make_room(1)
-    root = Path(directory).absolute()
-    which = "the latest" if iteration is None else f"iteration {iteration}"
-    team = teamwork(pg, "load", timeout)
-    started = time.monotonic()
-    with _naming(f"loading {which} from {root}", team):
-        settings = {
-            "directory": root,
-            "iteration": which,
-            "strict": strict,
-            "optimizer": "none" if optimizer is None else "given",
-            "weights_only": weights_only,
-        }
-        team.begin({name: str(value) for name, value in settings.items()})
-        with team, contextlib.ExitStack() as undo:
-            saves.raise_news()
-            check_key(rng_key)
-            chunks = chunks_of(model)
-            check_groups(chunks, pg)
-            if team.leading:
-                found = _find(root, iteration)
-                if verify:
-                    _verify(found.path, team)
-                team.announce("directory", str(found.path).encode())
-                path = found.path
-            else:
-                path = Path(team.announce("directory").decode())
-            contents = read_contents(path)
-            release = path.name == RELEASE
-            weights_only = weights_only or release
-            layout = layout_of(pg)
-            with_optimizer = not weights_only and _wants_optimizer(optimizer, contents)
-            if with_optimizer:
-                optimizers.check_reshard(
-                    contents.content_metadata, contents.saved_layout(), layout, _has_experts(chunks)
-                )
-            live = optimizers.with_groups(contents.content_metadata, pg)
-            state: State = dict(model_state(chunks, live))
-            common = copy.deepcopy(dict(contents.common))
-            if optimizer is not None and with_optimizer:
-                saved = common.get("optimizer", {})
-                common["optimizer"] = optimizers.fit(optimizer, saved)  # type: ignore[arg-type]
-            if scheduler is not None and not weights_only:
-                undo.callback(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict()))
-                scheduler.load_state_dict(scheduler_state(common))  # it may refuse
-            # A rank that fails beside a collective leaves the others in it: first all come here.
-            team.agree("model")
-            if optimizer is not None and with_optimizer:
-                with exchanging("the optimizer's state", team):
-                    state["optimizer"] = optimizers.sharded_state(
-                        optimizer, state, is_loading=True, metadata=live
+    choice = Choice(Path(directory).absolute(), iteration)
+    while True:
+        team = joint_work(pg, "load", timeout)
+        with _again_if_replaced(choice, team), _naming(f"loading {choice}", team):
+            started = time.monotonic()
+            settings = {
+                "checkpoint": choice,
+                "strict": strict,
+                "optimizer": "none" if optimizer is None else "given",
+                "weights_only": weights_only,
+                "load_optimizer": load_optimizer,
+                "load_scheduler": load_scheduler,
+            }
+            team.begin({name: str(value) for name, value in settings.items()})
+            with team:
+                saves.raise_news()
+                check_key(rng_key)
+                chunks = chunks_of(model)
+                check_groups(chunks, pg)
+                if team.leading:
+                    found = choice.make()
+                    if verify:
+                        _verify(found.path, team)
+                    chosen = {"path": str(found.path), "fallback": choice.fallback}
+                    team.announce("directory", json.dumps(chosen).encode())
+                else:
+                    chosen = json.loads(team.announce("directory"))
+                path = Path(chosen["path"])
+                here = identity(path)
+                contents = read_contents(path, check=verify is not False)
+                release = path.name == RELEASE
+                whole = not (weights_only or release)
+                layout = layout_of(pg)
+                restored = optimizer if load_optimizer and whole else None
+                if restored is not None:
+                    _check_optimizer(contents, layout, chunks)
+                live = optimizers.with_groups(contents.content_metadata, pg)
+                state: State = dict(model_state(chunks, live))
+                common = copy.deepcopy(dict(contents.common))
+                if restored is not None:
+                    saved = common.get("optimizer", {})
+                    common["optimizer"] = fit(restored, saved)  # type: ignore[arg-type]
+                schedule = None
+                if scheduler is not None and load_scheduler and whole:
+                    schedule = scheduler_state(contents.common)
+                    schedulers.check(scheduler, schedule)
+                # A rank that fails beside a collective leaves the others in it: all come here.
+                team.agree("model")
+                if restored is not None:
+                    with exchanging("the optimizer's state", team):
+                        state["optimizer"] = optimizers.wanted_state(restored, state, metadata=live)
+                loading = Loading(state, contents, strict=strict)
+                if any(key.startswith("optimizer.") for key in loading.missing):
+                    raise CheckpointMismatchError(
+                        f"{path} lacks part of the optimizer's state, as the model has more than "
+                        "was saved. Load it with weights_only=True. Nothing was changed."
                     )
-            loading = Loading(state, contents, strict=strict)
-            if any(key.startswith("optimizer.") for key in loading.missing):
-                raise CheckpointMismatchError(
-                    f"{path} lacks part of the optimizer's state, as the model has more than was "
-                    "saved. Load it with weights_only=True. Nothing was changed."
-                )
-            record, report = None, None
-            if rng and not weights_only:
-                record, report = _random_streams(contents, pg, rng_key)
-            if loading.resized and team.leading:
-                logger.warning(
-                    "%s: other sizes were saved of %s; what is new is zero, what is beyond the end "
-                    "is left out",
-                    path,
-                    ", ".join(f"{key} {shape}" for key, shape in loading.resized.items()),
-                )
-            team.agree("fits")  # from here on weights change
-            undo.pop_all()
-            with _progress(path, contents, layout, show=team.leading) as show:
-
-                def progress(done: int, size: int) -> None:
-                    team.progress()
-                    show(done, size)
-
-                state = loading.read(common, progress)
-            load_model(chunks, state, strict=strict and not loading.missing)
-            team.agree("read")
-            with exchanging("the optimizer's state", team):
-                if optimizer is not None and with_optimizer:
-                    optimizers.restore(optimizer, state["optimizer"])  # type: ignore[arg-type]
-                elif optimizer is not None:
-                    optimizer.reload_model_params()
-            if record is not None:
-                restore_rng_state([record], pg)
-            team.agree("loaded")
-    logger.info("loaded %s in %.1f s", path, time.monotonic() - started)
-    args = common.get("args")
-    return LoadedCheckpoint(
-        path=path,
-        iteration=0 if release else contents.iteration or 0,
-        release=release,
-        args=args if isinstance(args, Namespace) else None,
-        extra={k: v for k, v in contents.common.items() if k not in KNOWN and not is_model(k)},
-        num_floating_point_operations=_number(common, "num_floating_point_operations_so_far"),
-        missing=tuple(sorted(loading.missing)),
-        resized=loading.resized,
-        rng=report,
-    )
-
-
-def _find(root: Path, iteration: int | None) -> CheckpointInfo:
-    if (root / INDEX_FILE).exists():  # the directory of one
-        if iteration is not None and root.name != iteration_name(iteration):
-            raise CheckpointNotFoundError(
-                f"{root} is a checkpoint itself, and not that of step {iteration}. Leave iteration "
-                "out, or give the directory above."
+                record, report = None, None
+                if rng and whole:
+                    record, report = _random_streams(contents, pg, rng_key)
+                if loading.resized and team.leading:
+                    logger.warning(
+                        "%s: other sizes were saved of %s; what is new is zero, what is beyond the "
+                        "end is left out",
+                        path,
+                        ", ".join(f"{key} {shape}" for key, shape in loading.resized.items()),
+                    )
+                rank_extra, rank_extra_lost = _rank_extra(contents, layout, team)
+                # All have come here, and from here on weights change.
+                unexpected = _unexpected(contents, loading, restored is not None, team)
+                with _progress(path, contents, layout, team) as progress:
+                    state = loading.read(common, progress)
+                if identity(path) not in (here, None):
+                    raise BrokenCheckpointError(
+                        f"{path} was replaced while it was read. Load again."
+                    )
+                load_model(chunks, state, strict=strict and not loading.missing)
+                team.agree("read")
+                with exchanging("the optimizer's state", team):
+                    if restored is not None:
+                        optimizers.restore(restored, state["optimizer"])  # type: ignore[arg-type]
+                    elif optimizer is not None:
+                        optimizer.reload_model_params()
+                if scheduler is not None and schedule is not None:
+                    # Last, as with Megatron: it may be told not to take the saved learning rates.
+                    schedulers.restore(scheduler, schedule)
+                if record is not None:
+                    restore_rng_state([record], pg)
+                team.agree("loaded")
+            logger.info("loaded %s in %.1f s", path, time.monotonic() - started)
+            args = common.get("args")
+            return LoadedCheckpoint(
+                path=path,
+                iteration=0 if release else contents.iteration or 0,
+                release=release,
+                args=args if isinstance(args, Namespace) else None,
+                extra={
+                    k: v for k, v in contents.common.items() if k not in KNOWN and not is_model(k)
+                },
+                num_floating_point_operations=_number(
+                    common, "num_floating_point_operations_so_far"
+                ),
+                missing=tuple(sorted(loading.missing)),
+                unexpected=unexpected,
+                resized=loading.resized,
+                rng=report,
+                rank_extra=rank_extra,
+                rank_extra_lost=rank_extra_lost,
+                fallback=chosen["fallback"],
             )
-        return CheckpointInfo(path=root, iteration=0, release=root.name == RELEASE, complete=True)
-    found = latest(root) if iteration is None else find(root, iteration_name(iteration))
-    if found is None or not found.complete:
-        if not root.is_dir():
-            raise CheckpointNotFoundError(f"there is no directory {root}.")
-        named = [c for c in list_checkpoints(root) if not c.path.name.startswith(".")]
-        bad = [c for c in named if not c.complete and iteration in (None, c.iteration)]
-        if bad and not (iteration is None and any(c.complete for c in named)):
-            problems = [f"{c.path.name} {c.problem}" for c in bad]
-            raise BrokenCheckpointError(
-                f"{root}: {'; '.join(problems[-4:])}. Take it from a copy, or load another with "
-                "iteration=.",
-                problems,
-            )
-        have = ", ".join(c.path.name for c in list_checkpoints(root) if c.complete)
-        which = "complete checkpoint" if iteration is None else f"checkpoint of step {iteration}"
-        rest = f" It has {have}." if have else ""
-        raise CheckpointNotFoundError(f"{root} has no {which}.{rest}")
-    return found
 
 
-def _verify(path: Path, team: Teamwork) -> None:
+@contextlib.contextmanager
+def _again_if_replaced(choice: Choice, team: JointWork) -> Iterator[None]:
+    """Pass over the error of an attempt to load where all ranks are to make another."""
+    try:
+        yield
+    except CheckpointError as error:
+        # All ranks have to go the same way, whichever of these they ran into.
+        asking = team.leading or are_of_the_checkpoint(_known(error))
+        if not asking or not team.verdict(choice.is_worth_another):
+            raise
+    except BaseException:
+        if team.leading:
+            team.verdict(lambda troubles: False)
+        raise
+
+
+def _known(error: CheckpointError) -> Iterable[str]:
+    """What this rank knows of the troubles."""
+    others = error.__cause__
+    return others.problems.values() if isinstance(others, OthersFailedError) else [brief(error)]
+
+
+def _verify(path: Path, team: JointWork) -> None:
     report = verify_files(path, on_progress=lambda *_: team.progress())
     if report.problems:
         raise BrokenCheckpointError(
@@ -289,27 +314,22 @@ def _verify(path: Path, team: Teamwork) -> None:
         )
 
 
-def _wants_optimizer(optimizer: MegatronOptimizer | None, contents: Contents) -> bool:
-    if optimizer is None:
-        return False
-    if "optimizer" in contents.common or _has_keys(contents, "optimizer."):
-        return True
-    raise CheckpointMismatchError(
-        f"{contents.path} has no optimizer state. Load it with weights_only=True. Nothing was "
-        "changed."
-    )
-
-
-def _has_keys(contents: Contents, start: str) -> bool:
-    return any(key.startswith(start) for key in contents.metadata.state_dict_metadata)
-
-
-def _has_experts(chunks: Sequence[torch.nn.Module]) -> bool:
-    return any(
+def _check_optimizer(
+    contents: Contents, layout: ParallelLayout | None, chunks: Sequence[torch.nn.Module]
+) -> None:
+    """Whether the checkpoint has an optimizer's state that can be cut for this layout."""
+    keys = contents.metadata.state_dict_metadata
+    if "optimizer" not in contents.common and not any(k.startswith("optimizer.") for k in keys):
+        raise CheckpointMismatchError(
+            f"{contents.path} has no optimizer state. Load it with weights_only=True. Nothing was "
+            "changed."
+        )
+    has_experts = any(
         not getattr(parameter, "allreduce", True)  # how Megatron-core marks those of experts
         for chunk in chunks
         for parameter in chunk.parameters()
     )
+    check_reshard(contents.content_metadata, contents.saved_layout(), layout, has_experts)
 
 
 def _random_streams(
@@ -330,9 +350,68 @@ def _random_streams(
         contents.read_object,
         pg,
         saved=contents.saved_layout(),
+        alike=alike if isinstance(alike := contents.about.get(ALIKE), bool) else None,
         iteration=contents.iteration or 0,
-        stacklevel=4,
+        stacklevel=4,  # whoever called load_checkpoint
     )
+
+
+def _rank_extra(
+    contents: Contents, layout: ParallelLayout | None, team: JointWork
+) -> tuple[object, str]:
+    """What this rank kept for itself, or why it does not get it."""
+    number, ranks = team.place
+    kept = [key for key in contents.metadata.state_dict_metadata if key.startswith(_RANK_EXTRA)]
+    of = {key.rpartition("_")[2] for key in kept}
+    if not of:
+        return None, ""
+    saved = contents.saved_layout()
+    if of != {str(ranks)}:
+        why = f"it was saved by {' or '.join(sorted(of))} ranks, and now they are {ranks}"
+    elif saved is None or layout is None:
+        when = "it was saved under" if saved is None else "these groups make"
+        why = f"the layout that {when} is not known"
+    elif any(getattr(saved, name) != getattr(layout, name) for name in _PLACING):
+        why = f"it was saved under {_cut(saved)}, and now the ranks are {_cut(layout)}"
+    else:
+        return contents.read_object(f"{_RANK_EXTRA}{number}_{ranks}"), ""
+    if team.leading:
+        logger.warning("%s: rank_extra is not handed back, as %s", contents.path, why)
+    return None, why
+
+
+def _unexpected(
+    contents: Contents, loading: Loading, with_optimizer: bool, team: JointWork
+) -> tuple[str, ...]:
+    """Keys that no rank reads, of the parts that are loaded. All ranks have to come here."""
+    saved = contents.metadata.state_dict_metadata
+    keys = [key for key in saved if _is_looked_for(key, with_optimizer)]
+    stamp = zlib.crc32(repr(keys).encode()).to_bytes(4, "big")
+    mine = np.packbits([key in loading.wanted for key in keys]).tobytes()
+    reports = team.collect("fits", stamp + mine)
+    if team.leading:
+        if {report[:4] for report in reports.values()} != {stamp}:
+            raise BrokenCheckpointError(
+                f"{contents.path} is not the same on all ranks: it was replaced while it was read, "
+                "or they see different file systems. Load again."
+            )
+        read = np.zeros(len(mine), np.uint8)
+        for report in reports.values():
+            read |= np.frombuffer(report[4:], np.uint8)
+        flags = np.unpackbits(read, count=len(keys))
+        left = [key for key, flag in zip(keys, flags, strict=True) if not flag]
+        if left:
+            more = f" and {len(left) - 4} more" if len(left) > 4 else ""
+            named = ", ".join(left[:4]) + more
+            logger.warning("%s has what no rank has a place for: %s", contents.path, named)
+        return tuple(json.loads(team.announce("unexpected", json.dumps(left).encode())))
+    return tuple(json.loads(team.announce("unexpected")))
+
+
+def _is_looked_for(key: str, with_optimizer: bool) -> bool:
+    if KEY in key or key.partition("/")[0] in (*KNOWN, RANK_EXTRA, _RERUN):
+        return False
+    return with_optimizer or not _OF_OPTIMIZER.match(key)
 
 
 def _number(state: Mapping[str, object], name: str) -> float:
@@ -342,22 +421,27 @@ def _number(state: Mapping[str, object], name: str) -> float:
 
 @contextlib.contextmanager
 def _progress(
-    path: Path, contents: Contents, layout: ParallelLayout | None, *, show: bool
+    path: Path, contents: Contents, layout: ParallelLayout | None, team: JointWork
 ) -> Iterator[Callable[[int, int], None]]:
-    """A line on the terminal of the first rank while it reads; elsewhere nothing."""
+    """What tells the others how reading gets on; on the first rank a line on its terminal too."""
     saved = contents.saved_layout()
     doing = f"loading {path.name}"
     if saved is not None and layout is not None and (then := _cut(saved)) != (now := _cut(layout)):
         doing += f", {then} as {now}"
-        if show:
+        if team.leading:
             logger.info("%s", doing)
-    if not show or not sys.stderr.isatty():
-        yield lambda done, size: None
+    if not team.leading or not sys.stderr.isatty():
+        yield lambda done, size: team.progress()
         return
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as line:
         task = line.add_task(doing)
-        yield lambda done, size: line.update(task, completed=done, total=size)
+
+        def progress(done: int, size: int) -> None:
+            team.progress()
+            line.update(task, completed=done, total=size)
+
+        yield progress
 
 
 def _cut(layout: ParallelLayout) -> str:
@@ -366,14 +450,16 @@ def _cut(layout: ParallelLayout) -> str:
 
 
 @contextlib.contextmanager
-def _naming(what: str, team: Teamwork) -> Iterator[None]:
+def _naming(what: str, team: JointWork) -> Iterator[None]:
     """Errors of other ranks that say what was going on."""
     try:
         yield
     except OthersFailedError as error:
         # The same class here as where it happened, if it is one of ours.
         names = {text.partition(":")[0] for text in error.problems.values()}
-        kind = getattr(errors, names.pop()) if names <= set(_SHARED) and len(names) == 1 else None
+        kind = (
+            getattr(errors, names.pop()) if names <= OF_THE_CHECKPOINT and len(names) == 1 else None
+        )
         said = str(error).rstrip(".")
         raise (kind or CheckpointError)(f"{what} failed: {said}.") from error
     except RendezvousError as error:

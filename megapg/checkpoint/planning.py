@@ -7,9 +7,13 @@ here is a file made there. What is left out of it are its collectives over WORLD
 
 from __future__ import annotations
 
+import contextlib
 import io
+import math
+import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -17,19 +21,27 @@ from megatron.core.dist_checkpointing import dict_utils, mapping, state_dict_uti
 from megatron.core.dist_checkpointing import utils as core_utils
 from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.core.dist_checkpointing.strategies import torch as core
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megapg.checkpoint.contents import broken, inside
-from megapg.checkpoint.names import INDEX_FILE
-from megapg.checkpoint.safe import load_safely, naming
+from megapg.checkpoint.directory import INDEX_FILE
+from megapg.checkpoint.entries import flaw, inside
+from megapg.checkpoint.files import broken, open_regular
 from megapg.collection import ProcessGroup
 from megapg.errors import CheckpointMismatchError, CheckpointSaveError
 
@@ -43,31 +55,14 @@ Item: TypeAlias = tuple[WriteItem, torch.Tensor | io.BytesIO]
 """One entry to write: what it is of the whole, and its data."""
 
 
-def sharded_object(
-    key: str,
-    data: object,
-    *,
-    shape: tuple[int, ...],
-    offset: tuple[int, ...],
-    replica: int | tuple[int, ...] = 0,
-) -> object:
-    """A Python object that each of ``shape`` many places has one of; ``offset`` is ours."""
-    return mapping.ShardedObject(key, data, shape, offset, replica)
-
-
 # -- saving ----------------------------------------------------------------------------------------
 
 
 def plan_save(state: State, share_among: ProcessGroup | None) -> tuple[list[Item], State]:
-    """What this rank writes, and the common state, which the leader writes.
+    """What this rank writes, live tensors, and the common state, which the leader writes.
 
-    Args:
-        state: is used up.
-        share_among: the ranks of this group, which hold the same replicas, write a part of them
-            each (one exchange of names and shapes among them); None: the first one writes.
-
-    Returns:
-        The items hold the live tensors, not copies.
+    ``state`` is used up. The ranks of the group ``share_among`` hold the same replicas and write a
+    part of them each (one exchange of names and shapes among them); None: the first one writes.
     """
     sharded, common = state_dict_utils.save_preprocess(state, False)
     if share_among is not None and share_among.size() > 1:
@@ -75,30 +70,50 @@ def plan_save(state: State, share_among: ProcessGroup | None) -> tuple[list[Item
         fully_parallel.distribute_main_replicas_with_precomputed_distribution(
             sharded, share_among, shares
         )
-    by_key, _, _ = core._replace_state_dict_keys_with_sharded_keys(sharded, True)
-    planner = _save_planner()
-    planner.set_up_planner(core.mcore_to_pyt_state_dict(by_key, False), is_coordinator=False)
-    items = planner.create_local_plan().items
-    return [(item, planner.resolve_data(item)) for item in items], common
+    items, objects = list[Item](), defaultdict[str, list[object]](list)
+    for leaf in dict_utils.nested_values(sharded):
+        if not mapping.is_main_replica(leaf.replica_id):
+            continue
+        if isinstance(leaf, mapping.ShardedTensor):
+            data = leaf.data.detach()[(None,) * leaf.prepend_axis_num]
+            items.append(shard(leaf.key, leaf.global_shape, leaf.global_offset, data))
+        else:
+            objects[leaf.unique_key].append(leaf.data)
+    for key, values in objects.items():
+        buffer = io.BytesIO()
+        torch.save(values, buffer)
+        items.append((WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO), buffer))
+    return items, common
+
+
+def shard(key: str, shape: Sequence[int], offset: Sequence[int], data: torch.Tensor) -> Item:
+    """The entry of ``data``, the part of a tensor of this shape that begins at ``offset``."""
+    offsets = torch.Size(offset)
+    about = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=offsets, sizes=data.shape),
+        properties=TensorProperties(dtype=data.dtype),
+        size=torch.Size(shape),
+    )
+    return WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=about), data
 
 
 def merge_plans(
-    plans: Mapping[int, list[WriteItem]], places: Mapping[int, list[_StorageInfo]], name: str
+    plans: Mapping[int, list[WriteItem]],
+    places: Mapping[int, list[_StorageInfo]],
+    name: str,
+    expected: Set[str],
 ) -> Metadata:
-    """The metadata of the whole checkpoint from the items of all ranks and where they lie.
+    """The metadata of the whole checkpoint ``name`` from the items of each rank and their places.
 
-    Args:
-        plans: rank -> its items.
-        places: rank -> where each of them lies.
-        name: of the checkpoint, for the record.
-
-    Raises:
-        CheckpointSaveError: shards overlap or are missing; each key is named.
+    CheckpointSaveError: shards overlap, or are missing, as those of ``expected`` that nobody wrote.
     """
-    problems = [*_overlaps(plans), *_missing_objects(plans)]
+    found = {item.index.fqn for items in plans.values() for item in items}
+    nobody = [f"{key} is written by no rank" for key in sorted(expected - found)]
+    problems = [*_overlaps(plans), *_missing_objects(plans), *nobody]
     if not problems:
+        planner = core.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         try:
-            _, metadata = _save_planner().create_global_plan(
+            _, metadata = planner.create_global_plan(
                 [SavePlan(items=plans[rank]) for rank in sorted(plans)]
             )
         except (ValueError, AssertionError) as error:  # torch has logged which tensor
@@ -114,12 +129,8 @@ def merge_plans(
         for item, place in zip(items, places[rank], strict=True)
     }
     metadata.storage_meta = StorageMeta(checkpoint_id=name)
-    found: Metadata = metadata
-    return found
-
-
-def _save_planner() -> core.MCoreSavePlanner:
-    return core.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    whole: Metadata = metadata
+    return whole
 
 
 def _overlaps(plans: Mapping[int, list[WriteItem]]) -> Iterator[str]:
@@ -140,9 +151,7 @@ def _missing_objects(plans: Mapping[int, list[WriteItem]]) -> Iterator[str]:
             if shard and item.tensor_data is None:
                 found[name, rest.partition("_")[2]] += 1
     for (name, shape), count in found.items():
-        whole = 1
-        for size in shape.split("."):
-            whole *= int(size)
+        whole = math.prod(map(int, shape.split(".")))
         if count != whole:
             yield f"{name} has {count} of {whole} parts"
 
@@ -159,6 +168,7 @@ class Loading:
         strict: refuse where the checkpoint lacks something; otherwise that stays as it is.
 
     Attributes:
+        wanted: keys that this rank reads.
         missing: keys that the checkpoint lacks.
         resized: key -> its shape in the checkpoint, where Megatron lets it differ: a vocabulary is
             padded otherwise for another tensor parallel size.
@@ -173,86 +183,128 @@ class Loading:
         sharded, self._local, self._factories = state_dict_utils.load_preprocess(state)
         sharded, _ = core_utils.extract_sharded_base(sharded)
         self._contents = contents
-        self.missing = _check(sharded, contents.metadata, strict)
+        self.missing, self.resized = _check(sharded, contents.metadata, strict)
         if self.missing:
             sharded, _ = dict_utils.extract_matching_values(
                 sharded, lambda leaf: _key(leaf) not in self.missing
             )
         _check_files(sharded, contents)
         self._sharded: State = sharded
-        self.resized = _resized(sharded, contents.metadata)
+        self.wanted = frozenset(map(_key, dict_utils.nested_values(sharded)))
 
     def read(self, common: State, progress: Callable[[int, int], None]) -> State:
-        """Read it, into the very tensors that the state held.
+        """Read it, into the very tensors that the state held, and merge it into ``common``.
 
-        Args:
-            common: what is not sharded; the rest is merged into it.
-            progress: called with the bytes read so far and those to read in all.
+        ``progress`` hears of the bytes read so far and those to read in all.
 
         Raises:
-            BrokenCheckpointError, UnsafeCheckpointError: naming the file.
+            BrokenCheckpointError, UnsafeCheckpointError: naming the file and the key.
         """
         by_key, flat, renamed = core._replace_state_dict_keys_with_sharded_keys(self._sharded)
-        leaves = list(dict_utils.nested_values(self._sharded))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, mapping.ShardedTensor)]
-        torch_state = core.mcore_to_pyt_state_dict(by_key, True)
-        size = sum(leaf.data.numel() * leaf.data.element_size() for leaf in tensors)
-        planner = _LoadPlanner(
-            lambda done: progress(done, size),
-            allow_shape_mismatch_sharded_tensors={
-                leaf.key: leaf for leaf in tensors if leaf.allow_shape_mismatch
-            },
-            flatten_state_dict=False,
-            flatten_sharded_tensors=False,
-        )
-        planner.set_up_planner(torch_state, self._contents.metadata, is_coordinator=False)
-        reader = FileSystemReader(self._contents.path)
-        reader.set_up_storage_reader(self._contents.metadata, is_coordinator=False)
-        for file, items in self._by_file(planner.create_local_plan()).items():
-            with naming(inside(self._contents.path, file)):
-                reader.read_data(LoadPlan(items), planner).wait()
-        lists = {key: core._unwrap_pyt_sharded_tensor(value) for key, value in torch_state.items()}
-        found = core._replace_sharded_keys_with_state_dict_keys(lists, flat, renamed)
-        core._restore_dict_types(found, self._sharded)
+        found: dict[str, object] = {}
+        wanted: list[_Wanted] = []
+        for key, leaves in by_key.items():
+            if isinstance(leaves[0], mapping.ShardedTensor):
+                found[key] = [_memory(leaf) for leaf in leaves]
+                wanted += self._wanted(key, leaves)
+            else:
+                wanted.append(_Wanted(self._places[MetadataIndex(key)], key))
+        total = sum(piece.to.nbytes for each in wanted for piece in each.pieces)
+        done = 0
+        # Disks and networks like to be read forwards.
+        wanted.sort(key=lambda each: (each.place.relative_path, each.place.offset))
+        with contextlib.closing(self._contents.entries()) as entries:
+            for each in wanted:
+                if each.shape is None:
+                    found[each.key] = entries.load(each.place, each.key)
+                    continue
+                saved = entries.tensor(each.place, each.key, each.shape)
+                for piece in each.pieces:
+                    piece.to.copy_(_part(saved, piece.start, piece.to.shape))
+                    done += piece.to.nbytes
+                progress(done, total)
+        state = core._replace_sharded_keys_with_state_dict_keys(found, flat, renamed)
+        core._restore_dict_types(state, self._sharded)
         dict_utils.merge(common, self._local)
-        dict_utils.merge(common, found)
+        dict_utils.merge(common, state)
         merged: State = mapping.apply_factory_merges(common, self._factories)
         return merged
 
-    def _by_file(self, plan: LoadPlan) -> dict[str, list[ReadItem]]:
-        where = self._contents.metadata.storage_data
-        files: dict[str, list[ReadItem]] = defaultdict(list)
-        for item in plan.items:
-            files[where[item.storage_index].relative_path].append(item)
-        for items in files.values():  # disks and networks like to be read forwards
-            items.sort(key=lambda item: where[item.storage_index].offset)
-        return files
+    def _wanted(self, key: str, leaves: list[mapping.ShardedTensor]) -> Iterator[_Wanted]:
+        """Each saved chunk of a tensor that is wanted, and what goes where."""
+        saved = self._contents.metadata.state_dict_metadata[key]
+        assert isinstance(saved, TensorStorageMetadata)  # or it would not have passed _check()
+        pieces: dict[torch.Size, list[_Piece]] = defaultdict(list)
+        chunks = {chunk.offsets: chunk for chunk in saved.chunks}
+        others: list[torch.Tensor] = []
+        cut: list[ChunkStorageMetadata] = []
+        for leaf in leaves:
+            offsets = torch.Size(leaf.global_offset)
+            to = leaf.data[(None,) * leaf.prepend_axis_num]
+            chunk = chunks.get(offsets)
+            if chunk is not None and chunk.sizes == to.shape:  # cut as it was
+                pieces[offsets].append(_Piece((0,) * to.dim(), to))
+            else:
+                others.append(to)
+                cut.append(ChunkStorageMetadata(offsets, to.shape))
+        for item in create_read_items_for_chunk_list(key, saved, cut):
+            offsets = item.storage_index.offset or torch.Size()
+            target = _part(others[item.dest_index.index or 0], item.dest_offsets, item.lengths)
+            pieces[offsets].append(_Piece(item.storage_offsets, target))
+        for offsets, of_chunk in pieces.items():
+            place = self._places[MetadataIndex(key, offsets)]
+            yield _Wanted(place, key, chunks[offsets].sizes, of_chunk)
+
+    @property
+    def _places(self) -> Mapping[MetadataIndex, _StorageInfo]:
+        return self._contents.metadata.storage_data or {}
 
 
-class _LoadPlanner(core.MCoreLoadPlanner):  # type: ignore[misc]  # Megatron-core has no types
-    """Megatron's planner; byte entries go through the allow-list, and it tells how far it is."""
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a saved chunk."""
 
-    def __init__(self, progress: Callable[[int], None], **options: object) -> None:
-        super().__init__(**options)
-        self._progress, self._done = progress, 0
+    start: Sequence[int]  # in the chunk
+    to: torch.Tensor  # where it goes; of its shape
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        key = read_item.dest_index.fqn
-        self.state_dict[key] = load_safely(value, key)
 
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        super().commit_tensor(read_item, tensor)
-        self._done += tensor.numel() * tensor.element_size()
-        self._progress(self._done)
+@dataclass(frozen=True)
+class _Wanted:
+    """An entry to read."""
+
+    place: _StorageInfo
+    key: str
+    shape: torch.Size | None = None  # of its chunk; None for an object
+    pieces: Sequence[_Piece] = ()
+
+
+def _memory(leaf: mapping.ShardedTensor) -> torch.Tensor:
+    """Where a sharded tensor is read to, made if need be; zero where less may come than it has."""
+    if leaf.data is None:
+        leaf.init_data(torch.device("cpu"))
+    data: torch.Tensor = leaf.data.detach()
+    leaf.data = data.zero_() if leaf.allow_shape_mismatch else data
+    return data
+
+
+def _part(tensor: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    for axis, (begin, length) in enumerate(zip(start, shape, strict=True)):
+        if length != tensor.shape[axis]:
+            tensor = tensor.narrow(axis, begin, length)
+    return tensor
 
 
 def _key(leaf: object) -> str:
     return str(leaf.unique_key if isinstance(leaf, mapping.ShardedObject) else leaf.key)  # type: ignore[attr-defined]
 
 
-def _check(sharded: State, metadata: Metadata, strict: bool) -> set[str]:
-    """Keys that the checkpoint lacks, if that is allowed; everything else must fit."""
-    missing, wrong = set(), list[str]()
+def _check(
+    sharded: State, metadata: Metadata, strict: bool
+) -> tuple[set[str], dict[str, tuple[int, ...]]]:
+    """Keys that the checkpoint lacks, and those of another shape there with that, if it is allowed;
+    everything else must fit.
+    """
+    missing, resized, wrong = set(), dict[str, tuple[int, ...]](), list[str]()
     for leaf in dict_utils.nested_values(sharded):
         key = _key(leaf)
         saved = metadata.state_dict_metadata.get(key)
@@ -260,12 +312,12 @@ def _check(sharded: State, metadata: Metadata, strict: bool) -> set[str]:
             missing.add(key)
         elif isinstance(saved, BytesStorageMetadata) != isinstance(leaf, mapping.ShardedObject):
             wrong.append(f"{key} is no {'tensor' if hasattr(leaf, 'dtype') else 'object'} there")
-        elif (
-            isinstance(saved, TensorStorageMetadata)
-            and not leaf.allow_shape_mismatch
-            and tuple(saved.size) != tuple(leaf.global_shape)
-        ):
-            wrong.append(f"{key} has shape {tuple(saved.size)}, here {tuple(leaf.global_shape)}")
+        elif isinstance(saved, TensorStorageMetadata):
+            there, here = tuple(saved.size), tuple(leaf.global_shape)
+            if there != here and leaf.allow_shape_mismatch:
+                resized[key] = there
+            elif there != here:
+                wrong.append(f"{key} has shape {there}, here {here}")
     lenient = bool(missing) and not wrong
     if missing and strict:
         wrong += [f"{key} is missing" for key in sorted(missing)]
@@ -276,36 +328,28 @@ def _check(sharded: State, metadata: Metadata, strict: bool) -> set[str]:
             "loaded. Build the model with the sizes that were saved (`megapg checkpoint inspect`)"
             + (", or pass strict=False to leave what is missing as it is." if lenient else ".")
         )
-    return missing
-
-
-def _resized(sharded: State, metadata: Metadata) -> dict[str, tuple[int, ...]]:
-    found = {}
-    for leaf in dict_utils.nested_values(sharded):
-        if isinstance(leaf, mapping.ShardedTensor) and leaf.allow_shape_mismatch:
-            saved = metadata.state_dict_metadata[leaf.key]
-            if isinstance(saved, TensorStorageMetadata) and saved.size != leaf.global_shape:
-                found[leaf.key] = tuple(saved.size)
-    return found
+    return missing, resized
 
 
 def _check_files(sharded: State, contents: Contents) -> None:
     """Before anything is read: whether all that is wanted has a place, in a file that has it."""
-    where = contents.metadata.storage_data or {}
+    where, index = contents.metadata.storage_data or {}, contents.path / INDEX_FILE
     ends: dict[str, int] = {}
     for key in {_key(leaf) for leaf in dict_utils.nested_values(sharded)}:
         saved = contents.metadata.state_dict_metadata[key]
-        shards = saved.chunks if isinstance(saved, TensorStorageMetadata) else [None]
-        for shard in shards:
-            place = where.get(MetadataIndex(key, None if shard is None else shard.offsets))
-            if place is None:
-                raise broken(contents.path / INDEX_FILE, f"does not say where {key} lies")
+        entries = [MetadataIndex(key)]
+        if isinstance(saved, TensorStorageMetadata):
+            if problem := flaw(saved):
+                raise broken(index, f"says that the shards of {key!r} {problem}")
+            entries = [MetadataIndex(key, chunk.offsets) for chunk in saved.chunks]
+        for entry in entries:
+            if (place := where.get(entry)) is None:
+                raise broken(index, f"does not say where {key} lies")
             end = place.offset + place.length
             ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
     for name, end in ends.items():
         file = inside(contents.path, name)
-        size = file.stat().st_size if file.is_file() else None
-        if size is None:
-            raise broken(file, "is missing")
+        with open_regular(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
         if size < end:
             raise broken(file, f"has {size} bytes, {end} are needed")

@@ -17,52 +17,58 @@ import pickle
 import socket
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem
 
 from megapg import __version__
 from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint import rng_records
-from megapg.checkpoint.groups import exchanging, layout_of, sizes_of, teamwork
-from megapg.checkpoint.manifest import FileSum, write_file, write_manifest
-from megapg.checkpoint.names import (
+from megapg.checkpoint.background import CheckpointSave, Saves
+from megapg.checkpoint.commit import Partial, check_keep
+from megapg.checkpoint.directory import (
     COMMON_FILE,
     FORMAT_FILE,
     INDEX_FILE,
     CheckpointInfo,
     iteration_name,
 )
-from megapg.checkpoint.optimizer import OptimizerSharding
-from megapg.checkpoint.planning import Item, State, merge_plans, plan_save, sharded_object
-from megapg.checkpoint.publish import Partial
-from megapg.checkpoint.safe import load_safely
-from megapg.checkpoint.saves import CheckpointSave, Saves
+from megapg.checkpoint.manifest import FileSum, write_file, write_manifest
+from megapg.checkpoint.param_groups import leaves_of
+from megapg.checkpoint.pieces import Weights, weights_of
+from megapg.checkpoint.planning import Item, State, merge_plans, plan_save
+from megapg.checkpoint.reshard import OptimizerSharding
+from megapg.checkpoint.rng_layouts import Kind
+from megapg.checkpoint.safe_torch import load_safely
 from megapg.checkpoint.state import (
     CHECKPOINT_VERSION,
+    RANK_EXTRA,
     MegatronOptimizer,
     Stateful,
+    behind,
     check_extra,
     check_groups,
     check_key,
     chunks_of,
     gather_parameters,
     model_state,
-    namespace,
+    prepare_parameters,
 )
-from megapg.checkpoint.writer import snapshot, write_items
+from megapg.checkpoint.team import exchanging, joint_work, layout_of, sizes_of
+from megapg.checkpoint.writer import Memory, write_items
 from megapg.collection import ProcessGroupCollection
-from megapg.comms.teamwork import CancelledError, OthersFailedError, Teamwork
 from megapg.errors import CheckpointError, CheckpointSaveError, RendezvousError
 from megapg.layout import ParallelLayout
-from megapg.megatron import resolve
 from megapg.megatron.core import MegatronCollection
-from megapg.rng import RngState, capture_rng_state
+from megapg.megatron.reading.resolve import require_groups, resolve
+from megapg.rendezvous.joint_work import CancelledError, JointWork, OthersFailedError
+from megapg.rng import capture_rng_state
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +76,7 @@ RngRecords: TypeAlias = Literal["both", "per_rank", "per_tp_pp"]
 """How random streams are kept: one record for every rank (Megatron's main branch since #6858), one
 for each tensor and pipeline rank (what Megatron-core up to 0.19 reads), or both."""
 
-_LAYOUTS: Mapping[RngRecords, tuple[rng_records.Kind, ...]] = {
+_LAYOUTS: Mapping[RngRecords, tuple[Kind, ...]] = {
     "both": ("per_rank", "per_tp_pp"),
     "per_rank": ("per_rank",),
     "per_tp_pp": ("per_tp_pp",),
@@ -87,6 +93,7 @@ def save_checkpoint(
     pg_collection: ProcessGroupCollection | MegatronCollection | None = None,
     args: Namespace | Mapping[str, object] | None = None,
     extra: Mapping[str, object] | None = None,
+    rank_extra: object = None,
     num_floating_point_operations: float = 0,
     optimizer_sharding: OptimizerSharding = "fully_reshardable",
     rng_layout: RngRecords = "both",
@@ -95,9 +102,10 @@ def save_checkpoint(
     fully_parallel: bool = True,
     release: bool = False,
     keep: int | None = None,
+    retain_every: int | None = None,
     asynchronous: bool = False,
     in_flight: int = 1,
-    timeout: float = 300.0,
+    timeout: float | None = None,
 ) -> CheckpointSave:
     """Save a checkpoint that Megatron loads too. Every rank of the groups calls it.
 
@@ -117,6 +125,9 @@ def save_checkpoint(
             Megatron checks a good many of them when it loads.
         extra: more state of yours, equal on all ranks (that of the first is kept): numbers,
             strings, containers, tensors. It lies beside Megatron's in the common state.
+        rank_extra: this rank's own state, such as its data loader's, of the same kinds of values.
+            If one rank gives it, all do; an empty dict will do. Each rank gets its own back where
+            :func:`~megapg.load_checkpoint` finds it in the same place.
         num_floating_point_operations: done so far; kept for Megatron.
         optimizer_sharding: how the distributed optimizer's state is cut.
         rng_layout: how random streams are kept; "both" is read by every Megatron.
@@ -126,12 +137,15 @@ def save_checkpoint(
         fully_parallel: spread what data-parallel ranks hold in common over them for writing.
         release: write the directory ``release`` instead, which loads as iteration 0.
         keep: how many complete checkpoints to keep, this one included; all unless given.
+        retain_every: with ``keep``, iterations that are a multiple of it stay for good, beside
+            those that ``keep`` counts.
         asynchronous: return once the state is copied, and write in the background. Errors surface
             in ``wait()``, at the next save or load with these groups, or when their session closes,
-            which waits.
+            which waits. The memory of the copies is kept for the next save until then.
         in_flight: how many background saves may be under way; one more waits for the oldest.
-        timeout: seconds of silence after which another rank is given up. The few collectives of
-            Megatron's on the way end after the groups' own ``collective_timeout``.
+        timeout: seconds of silence after which another rank is given up; unless given that of the
+            session, and 300 for groups that no session owns. The few collectives of Megatron's on
+            the way end after the groups' own ``collective_timeout``.
 
     Returns:
         The save: finished, or with ``asynchronous`` to be waited for.
@@ -142,7 +156,7 @@ def save_checkpoint(
         CheckpointError: arguments that make no sense.
         MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
-    pg = resolve(pg_collection, needs=rng_records.NEEDS, owner="save_checkpoint")
+    pg = require_groups(resolve(pg_collection, needs=rng_records.NEEDS, owner="save_checkpoint"))
     if asynchronous and pg is not pg_collection:
         raise CheckpointError(
             "asynchronous=True needs pg_collection=: pass session.groups, or a collection of "
@@ -151,15 +165,16 @@ def save_checkpoint(
     root = Path(directory).absolute()
     saves = Saves.of(pg.lease)
     saves.make_room(in_flight if asynchronous else 1)
-    team = teamwork(pg, "save", timeout, background=asynchronous)
+    team = joint_work(pg, "save", timeout, background=asynchronous)
     what = f"saving {'a release' if release else f'iteration {iteration}'} to {root}"
-    with _naming(what, team), contextlib.ExitStack() as team_ends:
+    with _naming(what, team), team.in_one_thread(), contextlib.ExitStack() as team_ends:
         settings = {
             "directory": root,
             "iteration": iteration,
             "release": release,
             "optimizer": "none" if optimizer is None else "given",
             "optimizer_sharding": optimizer_sharding,
+            "rank_extra": "none" if rank_extra is None else "given",
             "data_parallel_random_init": data_parallel_random_init,
             "fully_parallel": fully_parallel,
         }
@@ -169,46 +184,66 @@ def save_checkpoint(
         chunks = chunks_of(model)
         check_groups(chunks, pg)
         check_extra(extra or {})
-        _check_numbers(iteration, keep, in_flight)
+        if in_flight < 1:
+            raise CheckpointError(f"in_flight={in_flight}: how many may be under way, 1 or more.")
+        if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
+            raise CheckpointError(f"iteration={iteration!r}: give the number of steps, 0 or more.")
+        check_keep(keep, retain_every)
         check_key(rng_key)
         if rng_layout not in _LAYOUTS:
             raise CheckpointError(f"rng_layout={rng_layout!r}: give one of {', '.join(_LAYOUTS)}.")
-        # A rank that fails beside a collective leaves the others in it: first all have come there.
-        team.agree("arguments")
-        with exchanging("parameters", team):
-            gather_parameters(chunks, optimizer)
         metadata = optimizers.content_metadata(optimizer, sharding=optimizer_sharding)
         live = optimizers.with_groups(metadata, pg)
+        prepare_parameters(optimizer)
+        model_now = model_state(chunks, live)
+        late = behind(chunks)
+        weights = weights_of(leaves_of(optimizer), late, model_now) if late else None
+        must_gather = bool(late) and weights is None
+        # A rank that fails beside a collective leaves the others in it: first all have come there.
+        team.agree("arguments", wait=must_gather)
+        if must_gather:
+            with exchanging("parameters", team):
+                gather_parameters(late)
+            model_now = model_state(chunks, live)
+        if weights is None:
+            weights = Weights([], frozenset(), model_now)
         state: State = {
             "checkpoint_version": CHECKPOINT_VERSION,
             "iteration": iteration,
             "num_floating_point_operations_so_far": num_floating_point_operations,
             "content_metadata": metadata,
             **(extra or {}),
-            **model_state(chunks, live),
+            **weights.rest,
         }
         if args is not None:
-            state["args"] = namespace(args)
+            state["args"] = Namespace(**args) if isinstance(args, Mapping) else args
         if scheduler is not None:
             state["opt_param_scheduler"] = scheduler.state_dict()
         optimizers.check(optimizer, metadata)
-        team.agree("model")
-        gathered: frozenset[int] = frozenset()
+        gathers = optimizers.gathers(optimizer, model_now, live)
+        team.agree("model", wait=gathers or data_parallel_random_init)
+        pieces: list[Item] = []
         if optimizer is not None:
             with exchanging("the optimizer's state", team):
-                of_optimizer = optimizers.sharded_state(
-                    optimizer, state, is_loading=False, metadata=live
+                state["optimizer"], pieces = optimizers.saved_state(
+                    optimizer, model_now, live, gather=gathers
                 )
-            gathered = optimizers.gathered_memory(optimizer, of_optimizer, live)
-            state["optimizer"] = of_optimizer
         with exchanging("random streams", team):
             records = capture_rng_state(pg, data_parallel_random_init=data_parallel_random_init)
-        state |= _random_streams(records, pg, rng_layout, rng_key)
+        streams = rng_records.entries(records, pg, _LAYOUTS[rng_layout], key=rng_key)
+        state |= {f"rng_state {number}": entry for number, entry in enumerate(streams)}
+        if rank_extra is not None:
+            _serialised(rank_extra, "rank_extra", "rank_extra")
+            number, ranks = team.place
+            state["rank_extra"] = ShardedObject(RANK_EXTRA, rank_extra, (ranks,), (number,))
         team.agree("state")
         with exchanging("names of tensors", team):
             items, common = plan_save(state, pg.dp_cp if fully_parallel else None)
+        items += weights.items + pieces
+        memory = None
         if asynchronous:
-            items = snapshot(items, gathered)
+            memory = saves.memory.pop() if saves.memory else Memory()
+            items = memory.copies(items)
         work = _Work(
             what=what,
             team=team,
@@ -216,10 +251,17 @@ def save_checkpoint(
             iteration=iteration,
             release=release,
             keep=keep,
+            retain_every=retain_every,
             items=items,
-            common=_serialised(common) if team.leading else b"",
+            expected=weights.keys,
+            common=_serialised(common, "args, extra or the scheduler's state", COMMON_FILE)
+            if team.leading
+            else b"",
             layout=layout_of(pg),
+            streams=rng_records.drawn(records, pg),
             after=saves.newest,
+            memory=memory,
+            unused=saves.memory,
         )
         team.agree("in hand")  # all ranks begin to write, or none
         team_ends.pop_all()
@@ -236,15 +278,20 @@ class _Work:
     """What is left once the state is in hand: no collectives, so it may go on in the background."""
 
     what: str
-    team: Teamwork
+    team: JointWork
     root: Path
     iteration: int
     release: bool
     keep: int | None
+    retain_every: int | None
     items: list[Item]
+    expected: Set[str]
     common: bytes
     layout: ParallelLayout | None
+    streams: rng_records.Drawn
     after: CheckpointSave | None
+    memory: Memory | None
+    unused: list[Memory]
 
     def run(self) -> CheckpointInfo:
         """Write, report, and if this rank leads, publish.
@@ -254,7 +301,9 @@ class _Work:
         """
         started = time.monotonic()
         # Undone last: the others must hear what went wrong before they miss the directory.
-        with _naming(self.what, self.team), contextlib.ExitStack() as undo, self.team as team:
+        ending = contextlib.ExitStack()
+        with _naming(self.what, self.team), self.team.in_one_thread(), ending as undo, self.team:
+            team = self.team
             partial = None
             if team.leading:
                 with team.busy():
@@ -266,12 +315,15 @@ class _Work:
             here = Path(team.announce("directory").decode()) if partial is None else partial.path
             try:
                 _check_shared(here)
-                written = write_items(here, team.rank, self.items, team.progress, team.busy)
+                places, sums = write_items(here, team.rank, self.items, team.progress, team.busy)
             except (OSError, CheckpointSaveError):
                 team.heed()
                 raise
-            report = [item for item, _ in self.items], written
+            plan = [item for item, _ in self.items]
+            report = plan, places, sums, self.streams, self.expected
             self.items = []
+            if self.memory is not None:
+                self.unused.append(self.memory)
             reports = team.collect("written", pickle.dumps(report), final=True)
             if partial is not None:
                 sums = self._complete(partial.path, reports)
@@ -279,7 +331,7 @@ class _Work:
                     team.progress()  # an older save must not name itself the latest after us
                 team.heed()
                 with team.busy():
-                    info = partial.publish(self.keep)
+                    info = partial.publish(self.keep, retain_every=self.retain_every)
                 undo.pop_all()
                 team.announce("published", pickle.dumps(info))
                 size = sum(each.size for each in sums.values())
@@ -294,13 +346,16 @@ class _Work:
         plans: dict[int, list[WriteItem]] = {}
         places: dict[int, list[_StorageInfo]] = {}
         sums: dict[str, FileSum] = {}
+        streams: list[rng_records.Drawn] = []
+        expected: set[str] = set()
         for rank, report in reports.items():
-            plans[rank], written = pickle.loads(report)
-            places[rank] = written.places
-            sums |= written.sums
-            for name, known in written.sums.items():
+            plans[rank], places[rank], files, drawn, keys = pickle.loads(report)
+            expected |= keys
+            streams.append(drawn)
+            sums |= files
+            for name, known in files.items():
                 _check_arrived(here / name, known.size, rank)
-        metadata = merge_plans(plans, places, iteration_name(self.iteration))
+        metadata = merge_plans(plans, places, iteration_name(self.iteration), expected)
         for name, data in (
             (INDEX_FILE, pickle.dumps(metadata)),
             (COMMON_FILE, self.common),
@@ -311,6 +366,7 @@ class _Work:
             "version": __version__,
             "iteration": self.iteration,
             "layout": None if self.layout is None else sizes_of(self.layout),
+            rng_records.ALIKE: rng_records.drew_alike(streams),
         }
         write_manifest(here, sums, about)
         return sums
@@ -325,43 +381,18 @@ _FORMAT = {
 }
 
 
-def _random_streams(
-    records: list[RngState], pg: ProcessGroupCollection, layout: RngRecords, key: str
-) -> State:
-    entries = rng_records.entries(records, pg, _LAYOUTS[layout], key=key)
-    return {
-        f"rng_state {number}": sharded_object(
-            entry.key,
-            entry.data,
-            shape=entry.global_shape,
-            offset=entry.global_offset,
-            replica=entry.replica_id,
-        )
-        for number, entry in enumerate(entries)
-    }
-
-
-def _serialised(common: State) -> bytes:
-    """The bytes of ``common.pt``, once it is certain that they can be loaded again."""
+def _serialised(value: object, what: str, name: str) -> bytes:
+    """What ``torch.save`` makes of a value, once it is certain that it can be loaded again."""
     buffer = io.BytesIO()
     try:
-        torch.save(common, buffer)
-        load_safely(io.BytesIO(buffer.getvalue()), COMMON_FILE)
+        torch.save(value, buffer)
+        load_safely(buffer.getvalue(), name)
     except Exception as error:
         raise CheckpointSaveError(
-            f"args, extra or the scheduler's state can't be saved so that it loads safely: {error} "
-            "Give plain values: numbers, strings, containers, tensors."
+            f"{what} can't be saved so that it loads safely: {error} Give plain values: numbers, "
+            "strings, containers, tensors."
         ) from error
     return buffer.getvalue()
-
-
-def _check_numbers(iteration: int, keep: int | None, in_flight: int) -> None:
-    if in_flight < 1:
-        raise CheckpointError(f"in_flight={in_flight}: how many may be under way, 1 or more.")
-    if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:
-        raise CheckpointError(f"iteration={iteration!r}: give the number of steps, 0 or more.")
-    if keep is not None and keep < 1:
-        raise CheckpointError(f"keep={keep}: the newest is always kept, so give 1 or more.")
 
 
 def _check_shared(here: Path) -> None:
@@ -383,7 +414,7 @@ def _check_arrived(file: Path, size: int, rank: int) -> None:
 
 
 @contextlib.contextmanager
-def _naming(what: str, team: Teamwork) -> Iterator[None]:
+def _naming(what: str, team: JointWork) -> Iterator[None]:
     """Errors that say what was going on; the last checkpoint is safe in every case."""
     try:
         yield

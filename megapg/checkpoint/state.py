@@ -5,7 +5,6 @@ Names and nesting are those of ``generate_state_dict`` in ``megatron/training/ch
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -19,21 +18,15 @@ from megapg.errors import CheckpointError, CheckpointMismatchError
 
 CHECKPOINT_VERSION = 3.0
 
+RANK_EXTRA = "megapg_rank_extra"
+"""The key of what each rank keeps for itself. A shard is the place of a rank in its job."""
+
 # What Megatron puts into the common state; everything else there is the user's.
 KNOWN = frozenset(
     {
-        "args",
-        "checkpoint_version",
-        "iteration",
-        "model",
-        "optimizer",
-        "opt_param_scheduler",
-        "lr_scheduler",
-        "rng_state",
-        "rerun_state_machine",
-        "num_floating_point_operations_so_far",
-        "content_metadata",
-        "common_state",
+        *("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"),
+        *("model", "optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state"),
+        *("rerun_state_machine", "content_metadata", "common_state"),
     }
 )
 
@@ -41,29 +34,16 @@ KNOWN = frozenset(
 class Stateful(Protocol):
     """What has a state dict, as ``OptimizerParamScheduler`` of Megatron-core does."""
 
-    def state_dict(self) -> dict[str, object]:
-        """The state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, object], /) -> object:
-        """Take the state over."""
-        ...
+    def state_dict(self) -> dict[str, object]: ...
+    def load_state_dict(self, state_dict: dict[str, object], /) -> object: ...
 
 
 class MegatronOptimizer(Protocol):
     """What ``get_megatron_optimizer`` of Megatron-core returns."""
 
-    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:
-        """The state as sharded tensors."""
-        ...
-
-    def reload_model_params(self) -> object:
-        """Take the master weights from the model."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, object], /) -> object:
-        """Take the state over."""
-        ...
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]: ...
+    def reload_model_params(self) -> object: ...
+    def load_state_dict(self, state_dict: dict[str, object], /) -> object: ...
 
 
 def model_state(chunks: Sequence[torch.nn.Module], metadata: Mapping[str, object]) -> State:
@@ -88,28 +68,30 @@ def model_names(count: int) -> list[str]:
     return ["model"] if count == 1 else [f"model{number}" for number in range(count)]
 
 
-def gather_parameters(
-    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None
-) -> None:
-    """Bring the parameters up to date where the optimizer left that to the next forward pass.
-
-    With ``overlap_param_gather`` a rank has only its own shard of the new weights until then.
-    """
+def prepare_parameters(optimizer: MegatronOptimizer | None) -> None:
+    """Have each rank's own shard of the new weights in place, where the optimizer has not yet."""
     prepare = getattr(optimizer, "prepare_model_params_for_param_sync", None)  # 0.19
     if prepare is not None:
         prepare()
-    for chunk in chunks:
-        config = getattr(chunk, "ddp_config", None)
-        if getattr(config, "overlap_param_gather", False):
-            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+
+
+def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
+    """Bring the parameters up to date where the optimizer left that to the next forward pass."""
+    for chunk in behind(chunks):
+        chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+
+
+def behind(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The chunks with ``overlap_param_gather``: until the next forward pass a rank has only its own
+    shard of their new weights.
+    """
+    configs = [getattr(chunk, "ddp_config", None) for chunk in chunks]
+    late = [getattr(config, "overlap_param_gather", False) for config in configs]
+    return [chunk for chunk, is_late in zip(chunks, late, strict=True) if is_late]
 
 
 def chunks_of(model: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.nn.Module]:
-    """The model's chunks, wrapped as they are.
-
-    Raises:
-        CheckpointError: something that is no model of Megatron-core.
-    """
+    """The model's chunks, wrapped as they are; CheckpointError: one is not Megatron-core's."""
     chunks: list[torch.nn.Module] = []
     for chunk in model if isinstance(model, list | tuple) else (model,):
         if isinstance(chunk, torch.nn.Module) and hasattr(
@@ -127,11 +109,7 @@ def chunks_of(model: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.
 
 
 def check_groups(chunks: Sequence[torch.nn.Module], pg: ProcessGroupCollection) -> None:
-    """Refuse groups that the model was not built with.
-
-    Raises:
-        CheckpointError: naming the field, and both groups.
-    """
+    """Refuse groups that the model was not built with: CheckpointError names both."""
     for chunk in unwrap_model(list(chunks)):
         for field in ("tp", "pp", "ep"):
             group = getattr(getattr(chunk, "pg_collection", None), field, None)
@@ -145,30 +123,19 @@ def check_groups(chunks: Sequence[torch.nn.Module], pg: ProcessGroupCollection) 
                 )
 
 
-def namespace(args: Namespace | Mapping[str, object] | None) -> Namespace | None:
-    """The training arguments in the form that Megatron saves."""
-    return Namespace(**args) if isinstance(args, Mapping) else args
-
-
 def check_extra(extra: Mapping[str, object]) -> None:
-    """Refuse names that are taken.
-
-    Raises:
-        CheckpointError: naming them.
-    """
+    """Refuse names that are taken: CheckpointError names them."""
     taken = sorted(
-        name for name in extra if name in KNOWN or is_model(name) or name.startswith("rng_state")
+        name
+        for name in extra
+        if name in KNOWN or is_model(name) or name.startswith(("rng_state", "rank_extra"))
     )
     if taken:
         raise CheckpointError(f"extra: Megatron uses {', '.join(taken)}; choose other names.")
 
 
 def check_key(key: str) -> None:
-    """Refuse what nobody would find again.
-
-    Raises:
-        CheckpointError: a key of random streams that is not made like Megatron's.
-    """
+    """Refuse a key of random streams unlike Megatron's, which nobody would find again."""
     if "rng_state" not in key or "/" in key:
         raise CheckpointError(
             f"rng_key={key!r}: put a prefix before rng_state, or a module's name after it, as in "
@@ -182,11 +149,7 @@ def is_model(name: str) -> bool:
 
 
 def scheduler_state(state: Mapping[str, object]) -> dict[str, object]:
-    """The scheduler's state, under its present or its old name.
-
-    Raises:
-        CheckpointMismatchError: there is none.
-    """
+    """The scheduler's state, under its present or its old name; CheckpointMismatchError if none."""
     for name in ("opt_param_scheduler", "lr_scheduler"):
         found = state.get(name)
         if isinstance(found, dict):

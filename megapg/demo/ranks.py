@@ -16,6 +16,7 @@ import psutil
 import torch.distributed as dist
 
 import megapg
+from megapg.communicators.create import registered
 from megapg.demo.job import Checkpoints, GPTRun, TrainingResult
 from megapg.megatron import GlobalRead, trace_global_reads
 from megapg.testing import megatron_on_cpu
@@ -34,21 +35,13 @@ class Usage:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank brings home.
+    """What one rank brings home."""
 
-    Attributes:
-        result: losses, weights and pace.
-        communicators: process groups it was in, WORLD apart.
-        reads: reads of Megatron's globals while it trained on a session.
-        before: usage when the groups were not yet there.
-        after: usage when they were gone again.
-    """
-
-    result: TrainingResult
-    communicators: int
-    reads: tuple[GlobalRead, ...]
-    before: Usage
-    after: Usage
+    result: TrainingResult  # losses, weights and pace
+    communicators: int  # process groups it was in, WORLD apart
+    reads: tuple[GlobalRead, ...]  # reads of Megatron's globals while it trained on a session
+    before: Usage  # usage when the groups were not yet there
+    after: Usage  # usage when they were gone again
 
 
 def on_a_session(
@@ -63,7 +56,7 @@ def on_a_session(
         pg = session.groups
         with megapg.published(pg), trace_global_reads(session=pg) as trace:
             result = train(run, text, pg, _reporter(progress, session.rank), checkpoints)
-        communicators = _registered() - 1
+        communicators = registered() - 1
         del pg
     del session
     gc.collect()  # the model and the optimizer hold groups, and are cycles
@@ -87,7 +80,7 @@ def on_globals(run: GPTRun, text: bytes, progress: Path) -> RankReport:
     )
     with megatron_on_cpu():
         result = train(run, text, None, _reporter(progress, dist.get_rank()))
-    communicators = _registered() - 1  # after training, as on a session
+    communicators = registered() - 1  # after training, as on a session
     parallel_state.destroy_model_parallel()
     gc.collect()
     after = _usage()
@@ -126,10 +119,6 @@ def _reporter(progress: Path, rank: int) -> Callable[[int, float, int], None] | 
     return report
 
 
-def _registered() -> int:
-    return len(dist.distributed_c10d._world.pg_map)
-
-
 def _usage() -> Usage:
     me = psutil.Process(os.getpid())
-    return Usage(_registered(), me.num_threads(), me.num_fds())
+    return Usage(registered(), me.num_threads(), me.num_fds())

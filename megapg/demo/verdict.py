@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from megapg.demo.job import TrainingResult
 from megapg.demo.ranks import RankReport, Usage
 from megapg.megatron import GlobalRead
-from megapg.megatron.forbid import is_below
+from megapg.megatron.watching.forbid import is_below
+from megapg.megatron.watching.trace import summed
 
 CORE = "megatron.core"  # whose own reads no argument can prevent
 
@@ -29,12 +31,9 @@ class Row:
 def judge(
     session: Sequence[RankReport], globals_: Sequence[RankReport], left_over: int
 ) -> tuple[Row, ...]:
-    """The verdict on the two runs, rank by rank.
+    """The verdict on a run on a session and the same on Megatron's globals, rank by rank.
 
-    Args:
-        session: reports of the run on a session, in rank order.
-        globals_: reports of the same run on Megatron's globals.
-        left_over: processes that the demo started and that still live.
+    ``left_over`` are processes that the demo started and that still live.
     """
     return (
         _losses(session, globals_),
@@ -55,45 +54,40 @@ def judge_resumed(
 ) -> tuple[Row, ...]:
     """The verdict on the runs that went on from a checkpoint of the first one, rank by rank.
 
-    Args:
-        whole: reports of the run that saved and was not interrupted.
-        resumed: of the run that resumed in the same layout.
-        recut: of the run that resumed in another; empty if there is none.
-        how: that layout, for the claim.
+    ``whole`` was not interrupted, ``resumed`` went on in its layout, and ``recut``, which may be
+    empty, in the one that ``how`` says.
     """
-    rows = [_resumed(whole, resumed)]
-    if recut:
-        rows.append(_recut(whole, recut, how))
-    return tuple(rows)
+    same = _resumed(whole, resumed)
+    return (same, _recut(whole, recut, how)) if recut else (same,)
 
 
 def _resumed(whole: Sequence[RankReport], resumed: Sequence[RankReport]) -> Row:
+    ranks = _side_by_side(whole, resumed)
     pairs = [
         (ours, theirs)
-        for before, after in zip(whole, resumed, strict=True)
+        for before, after in ranks
         for ours, theirs in zip(
-            (before.result.at_checkpoint, *_last(before, len(after.result.losses))),
-            (after.result.at_checkpoint, *after.result.losses),
+            (before.at_checkpoint, *before.losses[len(before.losses) - len(after.losses) :]),
+            (after.at_checkpoint, *after.losses),
             strict=True,
         )
     ]
-    equal = sum(ours == theirs for ours, theirs in pairs)
-    weights = sum(
-        before.result.weights_sha256 == after.result.weights_sha256
-        for before, after in zip(whole, resumed, strict=True)
-    )
+    equal, weights = sum(ours == theirs for ours, theirs in pairs), _equal_weights(ranks)
     return Row(
         "resumed in the same layout: as if never stopped, bit for bit",
-        equal == len(pairs)
-        and weights == len(whole)
-        and all(report.result.losses for report in resumed),
+        equal == len(pairs) and weights == len(whole) and all(after.losses for _, after in ranks),
         f"{equal} of {len(pairs)} losses, final weights on {weights} of {len(whole)} ranks",
     )
 
 
-def _last(report: RankReport, count: int) -> tuple[float, ...]:
-    losses = report.result.losses
-    return losses[len(losses) - count :]
+def _side_by_side(
+    some: Sequence[RankReport], others: Sequence[RankReport]
+) -> list[tuple[TrainingResult, TrainingResult]]:
+    return [(one.result, other.result) for one, other in zip(some, others, strict=True)]
+
+
+def _equal_weights(ranks: Sequence[tuple[TrainingResult, TrainingResult]]) -> int:
+    return sum(one.weights_sha256 == other.weights_sha256 for one, other in ranks)
 
 
 def _recut(whole: Sequence[RankReport], recut: Sequence[RankReport], how: str) -> Row:
@@ -113,20 +107,14 @@ def _recut(whole: Sequence[RankReport], recut: Sequence[RankReport], how: str) -
 
 def reads_of(session: Sequence[RankReport]) -> tuple[GlobalRead, ...]:
     """The reads of globals of all ranks, one entry per place, by file and line."""
-    places: dict[GlobalRead, int] = {}
-    for report in session:
-        for read in report.reads:
-            place = replace(read, count=0)
-            places[place] = places.get(place, 0) + read.count
-    found = [replace(place, count=count) for place, count in places.items()]
-    return tuple(sorted(found, key=lambda read: (read.file, read.line, read.getter)))
+    return summed(read for report in session for read in report.reads)
 
 
 def _losses(session: Sequence[RankReport], globals_: Sequence[RankReport]) -> Row:
     pairs = [
         (ours, theirs)
-        for mine, other in zip(session, globals_, strict=True)
-        for ours, theirs in zip(mine.result.losses, other.result.losses, strict=True)
+        for mine, other in _side_by_side(session, globals_)
+        for ours, theirs in zip(mine.losses, other.losses, strict=True)
     ]
     equal = sum(ours.hex() == theirs.hex() for ours, theirs in pairs)
     losses = session[0].result.losses
@@ -138,8 +126,7 @@ def _losses(session: Sequence[RankReport], globals_: Sequence[RankReport]) -> Ro
 
 
 def _weights(session: Sequence[RankReport], globals_: Sequence[RankReport]) -> Row:
-    pairs = zip(session, globals_, strict=True)
-    equal = sum(a.result.weights_sha256 == b.result.weights_sha256 for a, b in pairs)
+    equal = _equal_weights(_side_by_side(session, globals_))
     return Row(
         "final weights equal the run on globals, bit for bit",
         equal == len(session) > 0,

@@ -19,57 +19,35 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that looks wrong, and what to do about it.
+    """Something that looks wrong, and what to do about it."""
 
-    Attributes:
-        check: which check found it, for programs.
-        level: how bad it is.
-        what: what is wrong and what comes of it.
-        remedy: what to do.
-    """
-
-    check: str
-    level: Level
-    what: str
-    remedy: str
+    check: str  # which check found it, for programs
+    level: Level  # how bad it is
+    what: str  # what is wrong and what comes of it
+    remedy: str  # what to do
 
 
 @dataclass(frozen=True)
 class Row:
-    """One fact.
+    """One fact."""
 
-    Attributes:
-        section: what it belongs to: ``"software"``.
-        name: what it is about: ``"torch"``.
-        text: the fact as people read it.
-        data: the fact as programs read it, where that is more than the text.
-        alike: whether it has to be the same on every rank.
-    """
-
-    section: str
-    name: str
-    text: str
+    section: str  # what it belongs to: ``"software"``
+    name: str  # what it is about: ``"torch"``
+    text: str  # the fact as people read it
+    # the fact as programs read it, where that is more than the text
     data: Mapping[str, object] | bool | int | None = None
-    alike: bool = False
+    alike: bool = False  # whether it has to be the same on every rank
 
 
 @dataclass(frozen=True)
 class Account:
-    """Everything that one rank tells.
+    """Everything that one rank tells."""
 
-    Attributes:
-        rank: its global rank.
-        host: where it runs.
-        device: the accelerator it would use, by a name that no other has; empty without one.
-        rows: the facts.
-        findings: what looks wrong there.
-    """
-
-    rank: int
-    host: str
-    device: str
-    rows: tuple[Row, ...]
-    findings: tuple[Finding, ...]
+    rank: int  # its global rank
+    host: str  # where it runs
+    device: str  # the accelerator it would use, by a name that no other has; empty without one
+    rows: tuple[Row, ...]  # the facts
+    findings: tuple[Finding, ...]  # what looks wrong there
 
     def get(self, section: str, name: str) -> str | None:
         """The text of a row; None where there is no such row."""

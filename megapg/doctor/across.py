@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from megapg.doctor.account import Account, Finding, Level
-from megapg.doctor.traffic import is_loopback
 from megapg.launch import Launch
+from megapg.launch.process import is_loopback, ranks_said
 
 K = TypeVar("K")
 
@@ -18,19 +18,12 @@ _NOT_SET = "not set"
 
 @dataclass(frozen=True)
 class Gathering:
-    """The ranks that came, and those that did not.
+    """The ranks that came, and those that did not."""
 
-    Attributes:
-        launch: what launched the rank that gathered them.
-        accounts: in the order of their ranks.
-        missing: ranks that did not come in time.
-        problem: why the ranks could not meet at all; empty where they could.
-    """
-
-    launch: Launch
-    accounts: tuple[Account, ...]
-    missing: tuple[int, ...] = ()
-    problem: str = ""
+    launch: Launch  # what launched the rank that gathered them
+    accounts: tuple[Account, ...]  # in the order of their ranks
+    missing: tuple[int, ...] = ()  # ranks that did not come in time
+    problem: str = ""  # why the ranks could not meet at all; empty where they could
 
 
 Located: TypeAlias = tuple[Finding, tuple[int, ...]]
@@ -40,18 +33,6 @@ Located: TypeAlias = tuple[Finding, tuple[int, ...]]
 def compare(gathering: Gathering) -> tuple[Located, ...]:
     """Run every check that looks at more than one rank."""
     return tuple(found for check in CHECKS for found in check(gathering))
-
-
-def ranks_said(ranks: Iterable[int]) -> str:
-    """``ranks 0-7, 9``; ``rank 3``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    said = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
-    return f"rank {said}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {said}"
 
 
 def missing(gathering: Gathering) -> Iterator[Located]:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from megapg.doctor.account import Finding, Level
-from megapg.doctor.facts import Facts
-from megapg.launch.network import (
-    GLOO_NAMES,
-    NCCL_NAMES,
-    Interface,
-    gloo_problem,
-    nccl_problem,
-)
+from megapg.doctor.survey import Facts
+from megapg.launch.network import GLOO_NAMES, NCCL_NAMES, PROBLEMS
 
 Check: TypeAlias = Callable[[Facts], Iterator[Finding]]
 
@@ -49,16 +43,12 @@ def _records_flights(facts: Facts) -> bool:
     return any((facts.variable(name) or "0") != "0" for name in sizes)
 
 
-def _without_torchcomms(facts: Facts) -> bool:
-    return not facts.version("torchcomms")
-
-
 def _suspends_otherwise(facts: Facts) -> bool:
     return "NCCL_CUMEM_ENABLE" in facts.offload.get("suspend", "")
 
 
-def _yes(value: str) -> bool:
-    return value.lower() in _YES
+def _cannot_suspend_anyway(facts: Facts) -> bool:
+    return bool(facts.offload.get("suspend")) and not _suspends_otherwise(facts)
 
 
 def _no(value: str) -> bool:
@@ -67,23 +57,14 @@ def _no(value: str) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """One value of an environment variable that looks wrong.
+    """One value of an environment variable that looks wrong."""
 
-    Attributes:
-        names: the variable, and older names that are still read.
-        wrong: whether the value is.
-        consequence: what comes of it.
-        remedy: what to do; ``{name}`` stands for the variable.
-        level: how bad it is.
-        where: whether it matters on this machine.
-    """
-
-    names: tuple[str, ...]
-    wrong: Callable[[str], bool]
-    consequence: str
-    remedy: str = "Unset {name}."
-    level: Level = Level.WARNING
-    where: Callable[[Facts], bool] = _always
+    names: tuple[str, ...]  # the variable, and older names that are still read
+    wrong: Callable[[str], bool]  # whether the value is
+    consequence: str  # what comes of it
+    remedy: str = "Unset {name}."  # what to do; ``{name}`` stands for the variable
+    level: Level = Level.WARNING  # how bad it is
+    where: Callable[[Facts], bool] = _always  # whether it matters on this machine
 
 
 # What a value does is from torch's "ProcessGroupNCCL Environment Variables", the chapter
@@ -101,7 +82,7 @@ RULES = (
         lambda value: value == "1",
         "torchcomms is not installed, and torch goes on without it and says nothing",
         "Install torchcomms, or unset {name}.",
-        where=_without_torchcomms,
+        where=lambda facts: not facts.version("torchcomms"),
     ),
     Rule(
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),
@@ -118,14 +99,21 @@ RULES = (
     ),
     Rule(
         ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"),
-        _yes,
+        lambda value: value.lower() in _YES,
         "every wait for a collective blocks the CPU",
     ),
     Rule(
         ("NCCL_CUMEM_ENABLE",),
         _no,
-        "NCCL can't suspend communicators, and session.suspend() has to re-create them",
+        "NCCL can't suspend communicators in place, and session.suspend() has to re-create them",
         where=_suspends_otherwise,
+    ),
+    Rule(
+        ("NCCL_CUMEM_ENABLE",),
+        _no,
+        "where NCCL could suspend communicators in place, this rules it out",
+        level=Level.NOTE,
+        where=_cannot_suspend_anyway,
     ),
     Rule(
         ("NCCL_IB_DISABLE",),
@@ -186,12 +174,8 @@ def launch(facts: Facts) -> Iterator[Finding]:
 def interface_names(facts: Facts) -> Iterator[Finding]:
     """NCCL's and gloo's choice of interfaces names what is not there, or in the other's words."""
     found = {each.name: each for each in facts.interfaces}
-    tests: Mapping[str, Callable[[str, Mapping[str, Interface]], str]] = {
-        NCCL_NAMES: nccl_problem,
-        GLOO_NAMES: gloo_problem,
-    }
     forms = {NCCL_NAMES: "=NAME for an exact name", GLOO_NAMES: "plain names, with commas"}
-    for name, problem_of in tests.items():
+    for name, problem_of in PROBLEMS.items():
         value = facts.variable(name)
         if value and (problem := problem_of(value, found)):
             remedy = f"Set {name} to an interface that is up ({forms[name]}), or unset it."
@@ -237,7 +221,11 @@ def devices(facts: Facts) -> Iterator[Finding]:
         what = f"This host has NVIDIA's driver, but torch sees no GPU: {cause}."
         remedy = "Give the process its GPUs, and install a torch for CUDA that the driver can run."
         yield Finding("devices", Level.WARNING, what, remedy)
-    if facts.devices and not facts.device:
+    if facts.devices and not facts.device and local is None:
+        what = f"This rank sees {len(facts.devices)} GPUs, and nobody says which is its own."
+        remedy = "Set LOCAL_RANK in each rank, counting from 0 on each host; or use torchrun."
+        yield Finding("devices", Level.ERROR, what, remedy)
+    elif facts.devices and not facts.device:
         yield Finding(
             "devices",
             Level.ERROR,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import megapg
-from megapg.doctor.account import Account, Finding, Level, Row
+from megapg.doctor.account import Finding, Level, Row
 from megapg.doctor.across import Gathering, Located, compare
+
+SCHEMA_VERSION = 1
+"""Of ``--json``: a higher one where a key goes or changes its meaning; new ones may come."""
 
 
 @dataclass(frozen=True)
@@ -17,45 +20,30 @@ class Value:
 
     ranks: tuple[int, ...]
     text: str
-    data: Mapping[str, object] | bool | int | None
+    value: Mapping[str, object] | bool | int | str  # what the text is made of, or the text again
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One fact over all ranks.
+    """One fact over all ranks."""
 
-    Attributes:
-        section: what it belongs to.
-        name: what it is about.
-        values: the different ones; a rank that has none, say of a variable, is in none of them.
-        differs: it has to be the same on every rank, and is not.
-    """
-
-    section: str
-    name: str
+    section: str  # what it belongs to
+    name: str  # what it is about
+    differs: bool  # it has to be the same on every rank, and is not
+    # the different ones; a rank that has none, say of a variable, is in none of them
     values: tuple[Value, ...]
-    differs: bool
 
 
 @dataclass(frozen=True)
 class Report:
-    """What ``megapg doctor`` shows.
+    """What ``megapg doctor`` shows."""
 
-    Attributes:
-        launcher: what started the ranks.
-        world_size: how many there are.
-        hosts: host -> its ranks.
-        missing: ranks that did not come.
-        facts: in the order in which they are shown.
-        findings: what looks wrong and on which ranks, the worst first.
-    """
-
-    launcher: str
-    world_size: int
-    hosts: Mapping[str, tuple[int, ...]]
-    missing: tuple[int, ...]
-    facts: tuple[Fact, ...]
-    findings: tuple[Located, ...]
+    launcher: str  # what started the ranks
+    world_size: int  # how many there are
+    hosts: Mapping[str, tuple[int, ...]]  # host -> its ranks
+    missing: tuple[int, ...]  # ranks that did not come
+    findings: tuple[Located, ...]  # what looks wrong and on which ranks, the worst first
+    facts: tuple[Fact, ...]  # in the order in which they are shown
 
     @property
     def good(self) -> bool:
@@ -63,48 +51,19 @@ class Report:
         return all(finding.level is Level.NOTE for finding, _ in self.findings)
 
     def as_json(self) -> dict[str, object]:
-        """Plain data; the keys below are stable.
-
-        ``megapg``: its version. ``launcher``, ``world_size``, ``hosts`` (host -> ranks),
-        ``missing`` (ranks), ``good``. ``findings``: a list of ``check``, ``level`` ("error",
-        "warning" or "note"), ``ranks``, ``what`` and ``remedy``. ``facts``: a list of ``section``,
-        ``name``, ``differs`` and ``values``, a list of ``ranks``, ``text`` and ``value`` (the text
-        again, or what it is made of).
-        """
-        return {
-            "megapg": megapg.__version__,
-            "launcher": self.launcher,
-            "world_size": self.world_size,
-            "hosts": {host: list(ranks) for host, ranks in self.hosts.items()},
-            "missing": list(self.missing),
-            "good": self.good,
-            "findings": [
-                {
-                    "check": finding.check,
-                    "level": finding.level.value,
-                    "ranks": list(ranks),
-                    "what": finding.what,
-                    "remedy": finding.remedy,
-                }
-                for finding, ranks in self.findings
-            ],
-            "facts": [
-                {
-                    "section": fact.section,
-                    "name": fact.name,
-                    "differs": fact.differs,
-                    "values": [
-                        {
-                            "ranks": list(value.ranks),
-                            "text": value.text,
-                            "value": value.text if value.data is None else value.data,
-                        }
-                        for value in fact.values
-                    ],
-                }
-                for fact in self.facts
-            ],
-        }
+        """Plain data, as ``schema.json`` beside this module describes it."""
+        head = {"schema_version": SCHEMA_VERSION, "megapg": megapg.__version__, "good": self.good}
+        findings = [
+            {
+                "check": finding.check,
+                "level": finding.level.value,
+                "ranks": ranks,
+                "what": finding.what,
+                "remedy": finding.remedy,
+            }
+            for finding, ranks in self.findings
+        ]
+        return {**head, **asdict(self), "findings": findings}
 
 
 def merge(gathering: Gathering) -> Report:
@@ -118,36 +77,32 @@ def merge(gathering: Gathering) -> Report:
             findings[finding].append(account.rank)
         for row in account.rows:
             rows[row.section, row.name][account.rank] = row
-    everything = [
-        *compare(gathering),
-        *((finding, tuple(ranks)) for finding, ranks in findings.items()),
-    ]
+    everything = [*compare(gathering)]
+    everything += [(finding, tuple(ranks)) for finding, ranks in findings.items()]
     sections = list(dict.fromkeys(section for section, _ in rows))
     return Report(
         launcher=gathering.launch.launcher,
         world_size=gathering.launch.world_size,
         hosts={host: tuple(ranks) for host, ranks in hosts.items()},
         missing=gathering.missing,
+        findings=tuple(sorted(everything, key=lambda each: list(Level).index(each[0].level))),
         facts=tuple(
-            _fact(section, name, found, gathering.accounts)
+            _fact(section, name, found, len(gathering.accounts))
             for wanted in sections
             for (section, name), found in rows.items()
             if section == wanted
         ),
-        findings=tuple(sorted(everything, key=lambda each: list(Level).index(each[0].level))),
     )
 
 
-def _fact(section: str, name: str, found: Mapping[int, Row], accounts: tuple[Account, ...]) -> Fact:
+def _fact(section: str, name: str, found: Mapping[int, Row], accounts: int) -> Fact:
     by_text: dict[str, list[int]] = defaultdict(list)
     for rank, row in found.items():
         by_text[row.text].append(rank)
+    values = []
+    for text, ranks in by_text.items():
+        data = found[ranks[0]].data
+        values.append(Value(tuple(ranks), text, text if data is None else data))
     alike = any(row.alike for row in found.values())
-    return Fact(
-        section=section,
-        name=name,
-        values=tuple(
-            Value(tuple(ranks), text, found[ranks[0]].data) for text, ranks in by_text.items()
-        ),
-        differs=alike and (len(by_text) > 1 or len(found) < len(accounts)),
-    )
+    differs = alike and (len(values) > 1 or len(found) < accounts)
+    return Fact(section, name, differs, tuple(values))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from megapg.doctor.account import Row
-from megapg.doctor.facts import Facts
+from megapg.doctor.survey import Facts
 from megapg.doctor.traffic import fastest, of_gloo, of_nccl
 
 # Environment variables with which ranks talk past each other if they differ ...
@@ -24,7 +24,8 @@ def rows(facts: Facts) -> Iterator[Row]:
     yield Row("launch", "launched by", launch.launcher, alike=True)
     yield Row("launch", "host", facts.host)
     yield Row("launch", "ranks", str(launch.world_size), launch.world_size, alike=True)
-    yield Row("launch", "local rank", str(launch.local_rank), launch.local_rank)
+    local = launch.local_rank
+    yield Row("launch", "local rank", "unknown" if local is None else str(local), local)
     if launch.address:
         hosted = "the launcher" if launch.hosted else "rank 0"
         place = f"{launch.address}:{launch.port} ({launch.origin}), where {hosted} hosts the store"

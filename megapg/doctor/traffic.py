@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 
-from megapg.doctor.facts import Facts
+from megapg.doctor.survey import Facts
 from megapg.launch.network import GLOO_NAMES, NCCL_NAMES, Interface, Kind, nccl_takes
 
 # What NCCL tries in turn where NCCL_SOCKET_IFNAME is not set, from "NCCL_SOCKET_IFNAME" in its
@@ -49,14 +48,6 @@ def of_nccl(facts: Facts) -> str:
         if port.active and (not filtered or nccl_takes(filtered, port.device))
     ]
     return f"{', '.join(ports)}, meeting over {sockets}" if ports else f"TCP on {sockets}"
-
-
-def is_loopback(address: str) -> bool:
-    """Whether it names the host that asks, whichever that is."""
-    try:
-        return address == "localhost" or ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def _sockets(facts: Facts) -> list[Interface]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import replace
 
 from megapg.errors import LaunchError
-from megapg.launch.launch import Launch
-from megapg.launch.launcher import Launcher, Place, check_range
-from megapg.launch.variables import Variables
+from megapg.launch.environment import Variables
+from megapg.launch.launcher import Launcher, check_range
+from megapg.launch.process import Launch
+from megapg.launch.unsupported import local_rank, refuse_unknown
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@dataclass(frozen=True)
 class ByHand:
     """What was set; unlike a launcher, somebody may have set a part only.
 
@@ -24,40 +22,22 @@ class ByHand:
     """
 
     name = "the environment"
-    variables: Variables
-    rank: int | None
-    world_size: int | None
-    local_rank: int | None
-    address: str | None
-    port: int | None
 
-    @classmethod
-    def detect(cls, variables: Variables) -> Self:
-        """What was set."""
-        return cls(
-            variables,
-            variables.maybe("RANK"),
-            variables.maybe("WORLD_SIZE"),
-            variables.maybe("LOCAL_RANK"),
-            variables.text("MASTER_ADDR") if "MASTER_ADDR" in variables else None,
-            variables.maybe("MASTER_PORT"),
-        )
+    def __init__(self, variables: Variables) -> None:
+        self.variables = variables
+        self.rank, self.world_size, self.local_rank = map(variables.maybe, _NAMES)
+        self.address = variables.text("MASTER_ADDR") if "MASTER_ADDR" in variables else None
+        self.port = variables.maybe("MASTER_PORT")
 
     def __bool__(self) -> bool:
         return bool(self.variables.among(_NEEDED))
 
-    def place(self, address_of: Callable[[str], str]) -> Place:
-        """Where the ranks of a launcher are to meet."""
-        return Place(self.address, self.port, address_of)
-
     def launch(self) -> Launch:
-        """All of it.
-
-        Raises:
-            LaunchError: a part is missing.
-        """
+        """All of it; a LaunchError where a part is missing."""
         given = self.variables.among(_NEEDED)
         if missing := [name for name in _NEEDED if name not in given]:
+            if not {"RANK", "WORLD_SIZE"} & {*given}:  # an address alone says nothing of ranks
+                refuse_unknown(self.variables)
             raise LaunchError(
                 f"the environment has {', '.join(given)} but not {', '.join(missing)}. Start with "
                 "torchrun, srun or mpirun, or set all four, or none for a single process."
@@ -65,16 +45,32 @@ class ByHand:
         assert self.rank is not None
         assert self.world_size is not None
         check_range(self.rank, self.world_size, _NAMES)
-        return Launch(
+        launch = Launch(
             launcher=self.name,
             rank=self.rank,
             world_size=self.world_size,
-            local_rank=self.local_rank or 0,
+            local_rank=self.local_rank,
             local_world_size=self.variables.maybe("LOCAL_WORLD_SIZE"),
             address=self.address or "",
             port=self.port or 0,
             origin="MASTER_ADDR, MASTER_PORT from the environment",
         )
+        if launch.local_rank is None:
+            found = local_rank(self.variables, self.rank, self.world_size)
+            launch = replace(launch, local_rank=found)
+        return launch
+
+    def refuse_one_of_several(self) -> None:
+        """Refuse one of several on its host, by what nobody else has explained."""
+        here = self.variables.whole("LOCAL_WORLD_SIZE") or 1
+        if self.local_rank or here > 1:
+            names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+            given = ", ".join(f"{n}={self.variables.text(n)}" for n in self.variables.among(names))
+            raise LaunchError(
+                f"the environment has {given}, so this is one of several ranks, but not "
+                f"{', '.join(_NEEDED)}: each would train alone. Set them in each, or start with "
+                "torchrun, srun or mpirun. If alone is meant, pass launch=megapg.Launch.alone()."
+            )
 
     def divides(self, outer: Launcher) -> bool:
         """Whether this is one of several ranks that the launcher's task started itself."""
@@ -84,11 +80,7 @@ class ByHand:
         return share > 1 and not rest and self.rank // share == outer.rank
 
     def refuse_unless_it_repeats(self, outer: Launcher) -> None:
-        """Nothing, if all that was set is what the launcher says too.
-
-        Raises:
-            LaunchError: two sources contradict each other; both are named.
-        """
+        """Refuse what contradicts the launcher; both sources are named."""
         ours = (self.rank, self.world_size, self.local_rank)
         theirs = (outer.rank, outer.world_size, outer.local_rank)
         different = [

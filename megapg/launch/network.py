@@ -15,7 +15,7 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -88,22 +88,14 @@ class Interface:
 
 @dataclass(frozen=True)
 class RdmaPort:
-    """One port of an RDMA device: what NCCL moves data over where it can.
+    """One port of an RDMA device: what NCCL moves data over where it can."""
 
-    Attributes:
-        device: for example ``mlx5_0``.
-        number: of the port, from 1.
-        kind: InfiniBand or RoCE, or other.
-        active: whether it can carry traffic now.
-        rate: as the driver words it: ``"400 Gb/sec (4X NDR)"``; empty where it does not.
-        interfaces: the network interfaces whose addresses are its, for RoCE.
-    """
-
-    device: str
-    number: int
-    kind: Kind
-    active: bool
-    rate: str = ""
+    device: str  # for example ``mlx5_0``
+    number: int  # of the port, from 1
+    kind: Kind  # InfiniBand or RoCE, or other
+    active: bool  # whether it can carry traffic now
+    rate: str = ""  # as the driver words it: ``"400 Gb/sec (4X NDR)"``; empty where it does not
+    # the network interfaces whose addresses are its, for RoCE
     interfaces: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
@@ -321,6 +313,11 @@ def gloo_problem(setting: str, found: Mapping[str, Interface]) -> str:
     return ""
 
 
+PROBLEMS: Mapping[str, Callable[[str, Mapping[str, Interface]], str]] = {
+    NCCL_NAMES: nccl_problem,
+    GLOO_NAMES: gloo_problem,
+}
+
 # --- choosing -------------------------------------------------------------------------------------
 
 
@@ -383,11 +380,10 @@ def _variables(
     already: Mapping[str, tuple[str, str]],
 ) -> Iterator[Variable]:
     names = ",".join(each.name for each in chosen)
-    problems = {NCCL_NAMES: nccl_problem, GLOO_NAMES: gloo_problem}
     for name, wanted in {NCCL_NAMES: f"={names}", GLOO_NAMES: names}.items():
         if name in already:
             value, where = already[name]
-            problem = problems[name](value, found)
+            problem = PROBLEMS[name](value, found)
             yield Variable(name, value, wanted if chosen else "", where, problem)
         elif chosen:
             yield Variable(name, wanted, wanted)

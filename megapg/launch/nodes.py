@@ -6,7 +6,6 @@ import importlib
 import re
 import socket
 import subprocess
-from collections.abc import Callable
 
 from megapg.errors import LaunchError
 
@@ -17,19 +16,11 @@ _PATIENCE = 15.0
 def names(hostlist: str, count: int, variable: str) -> list[str]:
     """The node names of a list such as ``gpu[001-004,7],login``.
 
-    By python-hostlist where that is installed, else by ``scontrol``. A list of one plain name after
-    the other needs neither.
-
-    Args:
-        hostlist: in SLURM's notation.
-        count: how many it must be: ``scontrol`` makes something of any garbage.
-        variable: where the list comes from, for the message.
-
-    Raises:
-        LaunchError: the list can't be read, or has another number of nodes.
+    By python-hostlist where that is installed, else by ``scontrol``, which makes something of any
+    garbage: it must be ``count`` nodes. A list of one plain name after the other needs neither.
     """
     try:
-        found = _expander()(hostlist) if "[" in hostlist else hostlist.split(",")
+        found = _expanded(hostlist) if "[" in hostlist else hostlist.split(",")
         problem = f"names {len(found)} nodes, but the step has {count}"
     except Exception as error:  # the library has a class of its own, which may be absent
         found, problem = [], f"can't be read: {error}"
@@ -62,13 +53,12 @@ def address_of(node: str) -> str:
     )
 
 
-def _expander() -> Callable[[str], list[str]]:
+def _expanded(hostlist: str) -> list[str]:
     try:
         library = importlib.import_module("hostlist")
     except ImportError:
-        return lambda hostlist: _scontrol("show", "hostnames", hostlist).split()
-    expand: Callable[[str], list[str]] = library.expand_hostlist
-    return expand
+        return _scontrol("show", "hostnames", hostlist).split()
+    return list(library.expand_hostlist(hostlist))
 
 
 def _resolves(name: str) -> bool:
@@ -80,11 +70,7 @@ def _resolves(name: str) -> bool:
 
 
 def _scontrol(*arguments: str) -> str:
-    """What it answers.
-
-    Raises:
-        OSError: it can't be asked, or refused.
-    """
+    """What it answers; an OSError where it can't be asked, or refused."""
     try:
         done = subprocess.run(
             ["scontrol", *arguments],

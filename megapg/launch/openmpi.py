@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Self
 
 from megapg.errors import LaunchError
-from megapg.launch.launch import Launch, port_for
 from megapg.launch.launcher import Launcher, Place
-from megapg.launch.variables import Variables
+from megapg.launch.process import Launch, port_for
 
 # How to reach mpirun, and the daemon on this rank's host: mpirun itself where that is the same.
 _HEAD, _OWN = "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_local_daemon_uri"
@@ -25,10 +23,6 @@ class OpenMpi(Launcher):
 
     name = "Open MPI"
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-
-    @classmethod
-    def detect(cls, variables: Variables) -> Self | None:
-        return cls._read(variables)
 
     def launch(self, place: Place) -> Launch:
         namespace = self.variables.text("PMIX_NAMESPACE", "")

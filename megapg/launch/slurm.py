@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from megapg.errors import LaunchError
-from megapg.launch.launch import Launch, port_for
+from megapg.launch.environment import Variables
 from megapg.launch.launcher import Launcher, Place
 from megapg.launch.nodes import names as names_of_nodes
-from megapg.launch.variables import Variables
+from megapg.launch.process import Launch, port_for
 
 # SLURM's numbers for what runs inside a job and is no step of tasks: the batch script, an
 # interactive shell, and their like.
@@ -29,13 +29,14 @@ class Slurm(Launcher):
 
     name = "SLURM"
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+    also = ("SLURM_STEP_ID", "SLURM_JOB_ID")
 
     @classmethod
     def detect(cls, variables: Variables) -> Self | None:
         step = variables.maybe("SLURM_STEP_ID")
         if step is None or step >= _FIRST_SPECIAL_STEP:
             return None
-        return cls._read(variables, "SLURM_STEP_ID", "SLURM_JOB_ID")
+        return super().detect(variables)
 
     def launch(self, place: Place) -> Launch:
         job, step = self.variables.text("SLURM_JOB_ID"), self.variables.number("SLURM_STEP_ID")
@@ -104,12 +105,9 @@ class Slurm(Launcher):
 
 
 def refuse_shell(variables: Variables) -> None:
-    """Nothing, unless this is the shell of an allocation for several tasks.
+    """Refuse the shell of an allocation, which ``salloc`` or ``sbatch`` made for several tasks.
 
     A job of one task needs no ``srun``: there the script is the only process.
-
-    Raises:
-        LaunchError: ``salloc`` or ``sbatch`` made room for several, and this process is none.
     """
     if "SLURM_JOB_ID" not in variables:
         return
@@ -121,7 +119,7 @@ def refuse_shell(variables: Variables) -> None:
         raise LaunchError(
             f"this process is in SLURM's job {job}, which has room for {room}, but it is none of "
             "them: the shell of salloc or sbatch started it. Start it with srun, or with torchrun; "
-            "`srun -n1` makes it a process alone, as does launch=megapg.launch.Launch()."
+            "`srun -n1` makes it a process alone, as does launch=megapg.Launch.alone()."
         )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from megapg.launch.launch import Launch
+from megapg.launch.environment import Variables
 from megapg.launch.launcher import Launcher, Place
-from megapg.launch.variables import Variables
+from megapg.launch.process import Launch
 
 _MARK = "TORCHELASTIC_RUN_ID"
 
@@ -18,12 +18,12 @@ class Torchrun(Launcher):
 
     name = "torchrun"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    also = (_MARK, "MASTER_ADDR", "MASTER_PORT")
 
     @classmethod
     def detect(cls, variables: Variables) -> Self | None:
-        if _MARK not in variables:  # the others may have been set by hand
-            return None
-        return cls._read(variables, _MARK, "MASTER_ADDR", "MASTER_PORT")
+        # Without it the others may have been set by hand.
+        return super().detect(variables) if _MARK in variables else None
 
     def launch(self, place: Place) -> Launch:
         return Launch(

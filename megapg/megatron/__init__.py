@@ -9,23 +9,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megapg.megatron import getters
-from megapg.megatron.adapter import (
+from megapg.megatron.adopting.adopted import Adopted, AdoptedReport, Leftover, adopt
+from megapg.megatron.adopting.creations import Recording, record_initialize
+from megapg.megatron.arguments import session_arguments
+from megapg.megatron.compare import Comparison, Disagreement, compare_with_globals
+from megapg.megatron.convert import (
     from_megatron,
     from_parallel_state,
     schedule_collection,
     to_megatron,
 )
-from megapg.megatron.adopt import Adopted, AdoptedReport, Leftover, adopt
-from megapg.megatron.arguments import session_arguments
 from megapg.megatron.core import core_version, parallel_state_module
-from megapg.megatron.creations import Recording, record_initialize
-from megapg.megatron.forbid import forbid_global_reads
-from megapg.megatron.groups_of import groups_of
 from megapg.megatron.publish import published
-from megapg.megatron.resolve import globals_policy, resolve, resolves
-from megapg.megatron.shadow import Comparison, Disagreement, compare_with_globals
-from megapg.megatron.trace import GlobalRead, Trace, trace_global_reads
-from megapg.megatron.view import GlobalGroups
+from megapg.megatron.reading.global_groups import GlobalGroups
+from megapg.megatron.reading.groups_of import groups_of
+from megapg.megatron.reading.resolve import globals_policy, resolve, resolves
+from megapg.megatron.watching.forbid import forbid_global_reads
+from megapg.megatron.watching.trace import GlobalRead, Trace, trace_global_reads
 
 if TYPE_CHECKING:
     from types import ModuleType

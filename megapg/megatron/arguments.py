@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
-from megapg.comms.options import CommunicatorOptions
-from megapg.comms.plan import ALL_GATHER_FIELDS
+from megapg.communicators.options import CommunicatorOptions
+from megapg.communicators.plan import ALL_GATHER_FIELDS
 from megapg.errors import UnsupportedOptionError
 from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.tables import NCCL_NAMES, NCCL_NAMES_OF_ONE_INSTANCE
-from megapg.sessions import LayoutSizes
+from megapg.ownership.opening import LayoutSizes
 
 
 class SessionArguments(LayoutSizes, total=False):
@@ -103,21 +103,14 @@ def session_arguments(**arguments: object) -> SessionArguments:
             f"rank_offset={given['rank_offset']!r} needs local_world_size: a session lives on a "
             "known set of ranks."
         )
-    settings = _settings(
-        given.get("nccl_communicator_config_path"), given.get("high_priority_stream_groups", ())
-    )
+    path = given.get("nccl_communicator_config_path")
+    settings = _read_nccl_file(Path(path)) if path else {}
+    for name in given.get("high_priority_stream_groups", ()):
+        _check_name(name, "high_priority_stream_groups")
+        settings.setdefault(name, {})["is_high_priority_stream"] = True
     if options := _options(settings, made):
         made["options"] = options
     return cast(SessionArguments, made)
-
-
-def _settings(path: str | None, high_priority: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Megatron's name of a communicator -> its settings."""
-    settings = _read_nccl_file(Path(path)) if path else {}
-    for name in high_priority:
-        _check_name(name, "high_priority_stream_groups")
-        settings.setdefault(name, {})["is_high_priority_stream"] = True
-    return settings
 
 
 def _options(
@@ -152,6 +145,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _read_nccl_file(path: Path) -> dict[str, dict[str, Any]]:
+    """Megatron's name of a communicator -> its settings."""
     try:
         import yaml
     except ImportError as error:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from megapg.errors import UnsupportedVersionError
 from megapg.megatron.tables import OLDEST_CORE
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    from types import CodeType, ModuleType
 
-_GLOBALS = "megatron.core.parallel_state"
+_PACKAGE = "megatron.core"
+_NAMES = ("parallel_state", "mpu")  # of one module; the second is an alias
+_GLOBALS, _ALIAS = (f"{_PACKAGE}.{name}" for name in _NAMES)
 _COLLECTIONS = "megatron.core.process_groups_config"
+
+BRIDGE = __name__.rpartition(".")[0]
+"""The package of everything that stands between a collection and the globals."""
 
 
 class MegatronCollection(Protocol):
@@ -73,6 +78,34 @@ def globals_of_core() -> Mapping[str, object]:
     return {} if module is None else vars(module)
 
 
+def modules_at_hand() -> Sequence[ModuleType]:
+    """What code that imports ``parallel_state`` may get now, a test's stub included; nothing where
+    nobody has imported it.
+
+    A stub may be in ``sys.modules`` or an attribute of the package, under either name. It comes
+    before the real module, which has what the stub lacks: most code reaches that as before.
+    """
+    modules = sys.modules
+    found = modules.get(_GLOBALS)
+    package = modules.get(_PACKAGE)
+    if (
+        package is not None
+        and getattr(package, "parallel_state", found) is found
+        and getattr(package, "mpu", found) is found
+        and _ALIAS not in modules
+    ):
+        return () if found is None else (found,)
+    candidates = [modules.get(_GLOBALS), modules.get(_ALIAS)]
+    candidates += [getattr(package, name, None) for name in _NAMES]
+    return sorted(filter(None, candidates), key=_is_real)
+
+
+def _is_real(module: ModuleType) -> bool:
+    """Whether the import system has loaded it."""
+    spec = getattr(module, "__spec__", None)
+    return spec is not None and spec.name == _GLOBALS
+
+
 def collection_class() -> type[MegatronCollection]:
     """Megatron-core's own collection class."""
     core_version()
@@ -85,3 +118,8 @@ def collection_fields() -> Mapping[str, object]:
     """Field names that the installed core's collection declares."""
     declared: Mapping[str, object] = vars(collection_class())["__dataclass_fields__"]
     return declared
+
+
+def parameters_of(code: CodeType) -> tuple[str, ...]:
+    """The names of a function's parameters, less ``*args``; ``inspect`` would take 10 us."""
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

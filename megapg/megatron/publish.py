@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megapg.collection import Lease, LeaseState, ProcessGroupCollection
 from megapg.errors import ForeignGroupError, PublishedError
 from megapg.megatron.core import core_version, parallel_state_module
-from megapg.megatron.getters import owners_buffer, shares_globals_buffer
+from megapg.megatron.getters.memory import owners_buffer, shares_globals_buffer
 from megapg.megatron.tables import (
     GLOO_GLOBALS,
     GROUP_GLOBALS,
@@ -32,7 +32,7 @@ from megapg.megatron.tables import (
     VIRTUAL_PIPELINE_RANK,
     VIRTUAL_PIPELINE_SIZE,
 )
-from megapg.migrate.mapping import RANK_GLOBALS
+from megapg.upstream.mapping import RANK_GLOBALS
 
 if TYPE_CHECKING:
     from types import CodeType, ModuleType
@@ -210,7 +210,7 @@ def _refusing_code(code: CodeType) -> CodeType:
     body = _refuse.__code__
     return code.replace(
         co_code=body.co_code,
-        co_consts=body.co_consts,
+        co_consts=tuple(__name__ if value == "here" else value for value in body.co_consts),
         co_names=body.co_names,
         co_stacksize=body.co_stacksize,
         co_exceptiontable=body.co_exceptiontable,
@@ -220,7 +220,7 @@ def _refusing_code(code: CodeType) -> CodeType:
 
 def _refuse() -> None:
     # Without variables, as it runs among those of another function, and with that one's globals.
-    __import__("megapg.megatron.publish", fromlist=["refusal"]).refusal()
+    __import__("here", fromlist=["refusal"]).refusal()
 
 
 def refusal() -> NoReturn:

@@ -6,8 +6,9 @@ A name that a version does not have is simply not there; nothing else in megapg 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from megapg.migrate import mapping
+from megapg.upstream import mapping
 
 OLDEST_CORE = (0, 16)
 
@@ -28,6 +29,13 @@ GROUP_GLOBALS: Mapping[str, str] = {
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "intra_expt_dp",
 }
 
+# Those that every initialisation sets, and destroy_model_parallel() resets in every version.
+ALWAYS_SET: Mapping[str, str] = {
+    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "_DATA_PARALLEL_GROUP": "dp",
+}
+
 # private global -> the group of ``pg.extras`` that it holds.
 GLOO_GLOBALS: Mapping[str, str] = {
     "_DATA_PARALLEL_GROUP_GLOO": "gloo.dp",
@@ -36,6 +44,75 @@ GLOO_GLOBALS: Mapping[str, str] = {
     "_EXPERT_DATA_PARALLEL_GROUP_GLOO": "gloo.expt_dp",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO": "gloo.intra_expt_dp",
 }
+
+
+@dataclass(frozen=True)
+class Getters:
+    """Which functions of ``parallel_state`` answer for a field or an extra."""
+
+    group: str  # gives the group; for ``hcp`` the list of its levels
+    rank: str = ""  # gives this rank's index in it; empty where the group itself is asked
+    size: str = ""  # likewise, the number of ranks
+    ranks: str = ""  # likewise, the global ranks
+    # The arguments that choose the group. One that is True must be there: a core whose getter does
+    # not take it has no such group. One that is False is left out then.
+    flags: Mapping[str, bool] = field(default_factory=dict)
+
+
+def _getters(middle: str, *also: str, **flags: bool) -> Getters:
+    """Those that are named after the field; ``also`` says which there are beside the group's."""
+    more = {ask: f"get_{middle}_{ending}" for ask, ending in _ENDINGS.items() if ask in also}
+    return Getters(f"get_{middle}_group", **more, flags=flags)
+
+
+_ENDINGS = {"rank": "rank", "size": "world_size", "ranks": "global_ranks"}
+_COUNTED = ("rank", "size")
+
+# With rematerialisation on there are two groups of data parallel ranks, and 0.19 means the wider
+# one unless told otherwise.
+_PLAIN = {"with_gtp_remat": False}
+_WITH_CP = {"with_context_parallel": True}
+_PARTIAL = {"with_context_parallel": True, "partial_data_parallel": True}
+_EXPERT_PARTIAL = {"partial_expert_data_parallel": True}
+
+GETTERS: Mapping[str, Getters] = {
+    "tp": _getters("tensor_model_parallel", *_COUNTED),
+    "pp": _getters("pipeline_model_parallel", *_COUNTED),
+    "mp": _getters("model_parallel"),
+    "embd": _getters("embedding"),
+    "pos_embd": _getters("position_embedding"),
+    "cp": _getters("context_parallel", *_COUNTED, "ranks"),
+    "tp_cp": _getters("tensor_and_context_parallel", *_COUNTED),
+    "hcp": Getters("get_hierarchical_context_parallel_groups"),
+    "ep": _getters("expert_model_parallel", *_COUNTED),
+    "expt_tp": _getters("expert_tensor_parallel", *_COUNTED),
+    "tp_ep": _getters("expert_tensor_and_model_parallel", *_COUNTED),
+    "tp_ep_pp": _getters("expert_tensor_model_pipeline_parallel"),
+    "tp_ep_pp_with_egtp_remat": _getters(
+        "expert_tensor_model_pipeline_parallel", with_egtp_remat=True
+    ),
+    "tp_dp": _getters("tensor_and_data_parallel"),
+    "tp_dp_cp": _getters("tensor_and_data_parallel", **_WITH_CP),
+    "dp": _getters("data_parallel", *_COUNTED, **_PLAIN),
+    "dp_cp": _getters("data_parallel", *_COUNTED, **_WITH_CP, **_PLAIN),
+    "dp_cp_ag": _getters("data_parallel", **_WITH_CP, independent_all_gather=True),
+    "dp_cp_gtp_remat": _getters("data_parallel", *_COUNTED, **_WITH_CP, with_gtp_remat=True),
+    "gtp_remat": _getters("gtp_weight_remat", *_COUNTED, "ranks"),
+    "expt_gtp_remat": _getters("expert_gtp_weight_remat", *_COUNTED, "ranks"),
+    "expt_dp": _getters("expert_data_parallel", *_COUNTED, **_PLAIN),
+    "expt_dp_gtp_remat": _getters("expert_data_parallel", *_COUNTED, with_gtp_remat=True),
+    "intra_dp_cp": _getters("data_parallel", *_COUNTED, **_PARTIAL, **_PLAIN),
+    "intra_expt_dp": _getters("expert_data_parallel", *_COUNTED, **_EXPERT_PARTIAL, **_PLAIN),
+    "inter_dist_opt": _getters("inter_distributed_optimizer_instance"),
+    "intra_dist_opt": _getters("intra_distributed_optimizer_instance"),
+    "gloo.dp": Getters("get_data_parallel_group_gloo"),
+    "gloo.dp_cp": Getters("get_data_parallel_group_gloo", flags=_WITH_CP),
+    "gloo.intra_dp_cp": Getters("get_data_parallel_group_gloo", flags=_PARTIAL),
+    "gloo.expt_dp": Getters("get_expert_data_parallel_group_gloo"),
+    "gloo.intra_expt_dp": Getters("get_expert_data_parallel_group_gloo", flags=_EXPERT_PARTIAL),
+}
+"""Field or extra -> whom to ask, the same for every core as far as it has them. No core has a
+getter for ``expt_dp_ag``, nor one that names all hybrid groups."""
 
 # What is neither a group nor a rank list but belongs to the published layout.
 VIRTUAL_PIPELINE_SIZE = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"

@@ -1,11 +1,13 @@
 """The codemod that moves code off Megatron's globals; it runs where torch is not installed.
 
-It never imports or runs the code that it looks at. Data flows one way: :mod:`~megapg.migrate.tree`
-finds files, :mod:`~megapg.migrate.source` parses one, :mod:`~megapg.migrate.scopes` says what its
-names are bound to, :mod:`~megapg.migrate.resolve` what they stand for, and
-:mod:`~megapg.migrate.index` makes :mod:`~megapg.migrate.sites` of it, each with the answer of
-:mod:`~megapg.migrate.mapping` and the :mod:`~megapg.migrate.carriers` in scope.
-:mod:`~megapg.migrate.plan` decides what serves each, :mod:`~megapg.migrate.rewrite` makes edits of
-that, :mod:`~megapg.migrate.verify` undoes them, :mod:`~megapg.migrate.write` writes files;
+It never imports or runs the code that it looks at. Data flows one way:
+
+- :mod:`~megapg.migrate.python` finds files, parses them, and says what names are bound to;
+- :mod:`~megapg.migrate.find` says what names stand for, and lists the uses of the globals, each
+  with the answer of :mod:`megapg.upstream.mapping` and the carriers in scope;
+- :mod:`~megapg.migrate.decide` decides what serves each;
+- :mod:`~megapg.migrate.edit` makes edits of that, verifies them, and writes files;
+- :mod:`~megapg.migrate.report` says what came of it.
+
 :mod:`~megapg.migrate.engine` is all of it but the writing.
 """

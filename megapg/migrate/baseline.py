@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megapg.errors import UnsupportedOptionError
-from megapg.migrate.sites import Site
+from megapg.migrate.find.sites import Site
 
 _FORMAT = 1
 _HINT = "Write one with --update-baseline."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megapg.errors import UnsupportedOptionError
-from megapg.migrate.migration import Style
-from megapg.migrate.signatures import VERSIONS
+from megapg.upstream.signatures import VERSIONS
 
-_KEYS = ("exclude", "wrappers", "from-core", "style")
+_KEYS = ("exclude", "wrappers", "from-core")
 _MINOR = re.compile(r"\s*(?:core_v|v)?0\.(\d+)(?:\.\w+)*\s*\Z")
 _PIN = re.compile(r"megatron[-_.]core\s*(?:\[[^\]]*\])?\s*\(?((?:[=<>~!]=?=?\s*[\w.*]+\s*,?\s*)+)")
 _CLAUSE = re.compile(r"(===?|~=|!=|>=|<=|<|>)\s*0\.(\d+)(\.[\w.*]+)?")
@@ -21,37 +21,29 @@ _WHERE_PINS_ARE = ("pyproject.toml", "setup.py", "setup.cfg", "requirements*.txt
 
 @dataclass(frozen=True)
 class Config:
-    """What a run is told.
+    """What a run is told."""
 
-    Attributes:
-        root: of the project; names in reports are relative to it.
-        exclude: patterns on those names.
-        wrappers: dotted names of modules that stand for ``parallel_state``.
-        versions: minor numbers of the Megatron-core versions that may run the code.
-        versions_from: where these come from, for the report.
-        style: what functions are given.
-    """
-
-    root: Path
-    exclude: tuple[str, ...] = ()
-    wrappers: tuple[str, ...] = ()
+    root: Path  # of the project; names in reports are relative to it
+    exclude: tuple[str, ...] = ()  # patterns on those names
+    wrappers: tuple[str, ...] = ()  # dotted names of modules that stand for ``parallel_state``
+    # Minor numbers of the Megatron-core versions that may run the code.
     versions: tuple[int, ...] = tuple(VERSIONS)
-    versions_from: str = "nothing says which"
-    style: Style = Style.COLLECTION
+    versions_from: str = "nothing says which"  # where these come from, for the report
 
 
-def load_config(start: Path, from_core: str | None = None) -> Config:
+def load_config(start: Path, from_core: str | None = None, wrappers: Sequence[str] = ()) -> Config:
     """The configuration for the project around a path.
 
     Args:
         start: a file or directory; the project's root is the nearest directory upwards with a
             ``pyproject.toml``, ``setup.py``, ``setup.cfg`` or ``.git``, else this one.
         from_core: overrides what the project says, as ``0.16`` or ``0.12-0.16``.
+        wrappers: go with those that the project names.
 
     Raises:
         UnsupportedOptionError: a setting that is not known, or a version that is none.
     """
-    root = _root(start.absolute())
+    root = project_root(start)
     file = root / "pyproject.toml"
     table = _table(file)
     if unknown := set(table) - set(_KEYS):
@@ -72,10 +64,9 @@ def load_config(start: Path, from_core: str | None = None) -> Config:
     return Config(
         root=root,
         exclude=_strings(table, "exclude", file),
-        wrappers=_strings(table, "wrappers", file),
+        wrappers=(*_strings(table, "wrappers", file), *wrappers),
         versions=versions,
         versions_from=origin,
-        style=_style(table, file),
     )
 
 
@@ -97,7 +88,9 @@ def parse_versions(text: str) -> tuple[int, ...]:
     )
 
 
-def _root(start: Path) -> Path:
+def project_root(start: Path) -> Path:
+    """The root of the project around a path, as :func:`load_config` has it."""
+    start = Path(os.path.abspath(start))  # without "..", as names of files are
     here = start if start.is_dir() else start.parent
     marks = ("pyproject.toml", "setup.py", "setup.cfg", ".git")
     for folder in (here, *here.parents):
@@ -122,15 +115,6 @@ def _strings(table: Mapping[str, object], key: str, file: Path) -> tuple[str, ..
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise UnsupportedOptionError(f"{file}: {key} in [tool.megapg] is a list of strings.")
     return tuple(value)
-
-
-def _style(table: Mapping[str, object], file: Path) -> Style:
-    value = table.get("style", Style.COLLECTION)
-    if not isinstance(value, str) or value not in tuple(Style):
-        raise UnsupportedOptionError(
-            f"{file}: style in [tool.megapg] is one of {', '.join(Style)}."
-        )
-    return Style(value)
 
 
 def _pinned(root: Path) -> tuple[tuple[int, ...], str]:

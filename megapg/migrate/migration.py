@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from megapg.migrate.sites import Site
-from megapg.migrate.source import Problem
-
-
-class Style(StrEnum):
-    """What functions are given: their one group, or a collection."""
-
-    NARROW = "narrow"
-    COLLECTION = "collection"
-    AUTO = "auto"
+from megapg.migrate.find.index import Findings
+from megapg.migrate.find.sites import Site
+from megapg.migrate.python.source import Problem, line_starts
 
 
 class How(StrEnum):
     """From what a use is served after the migration, the best first."""
 
-    GROUP = "group"  # a group that was in scope
     COLLECTION = "collection"  # a collection that was in scope
     MODEL = "model"  # what a model carries: megapg.groups_of(model)
     THREADED = "threaded"  # a parameter that every caller passes
-    FAKE = "fake"  # a fake collection, where a test patched getters
     RESOLVED = "resolved"  # megapg.resolve(): what was passed, else the globals
 
 
@@ -36,52 +28,32 @@ SHIMS = frozenset({How.RESOLVED})
 
 @dataclass(frozen=True)
 class Served:
-    """A use that is rewritten.
+    """A use that is rewritten."""
 
-    Attributes:
-        site: what is there before the migration.
-        how: from what it is served.
-        text: what is written in place of ``site.text``.
-    """
-
-    site: Site
-    how: How
-    text: str
+    site: Site  # what is there before the migration
+    how: How  # from what it is served
+    text: str  # what is written in place of ``site.text``
 
 
 @dataclass(frozen=True)
 class Left:
-    """A use that stays as it is.
+    """A use that stays as it is."""
 
-    Attributes:
-        site: what is there.
-        reason: code of why, for ``megapg explain``.
-        detail: what is special about this one; may be empty.
-        suggestion: what to write by hand; may be empty.
-    """
-
-    site: Site
-    reason: str
-    detail: str = ""
-    suggestion: str = ""
+    site: Site  # what is there
+    reason: str  # code of why, for ``megapg explain``
+    detail: str = ""  # what is special about this one; may be empty
+    suggestion: str = ""  # what to write by hand; may be empty
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of a file: ``text[start:stop]`` becomes ``new``.
+    """One change of a file: ``text[start:stop]`` becomes ``new``."""
 
-    Attributes:
-        start: index of the first character in the old text.
-        stop: index behind the last one.
-        new: what is there instead.
-        what: ``site``, which may be of a function that ``functools.partial`` of it replaces;
-            ``parameter``, ``argument``, ``statement``, ``import``, or ``patch`` for whole lines of
-            a test that patched getters.
-    """
-
-    start: int
-    stop: int
-    new: str
+    start: int  # index of the first character in the old text
+    stop: int  # index behind the last one
+    new: str  # what is there instead
+    # ``site``, which may be of a function that ``functools.partial`` of it replaces; ``parameter``,
+    # ``argument``, ``statement`` or ``import``.
     what: str
 
 
@@ -96,64 +68,58 @@ def applied(text: str, edits: Iterable[Edit]) -> str:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A file with edits that passed verification.
+    """A file with edits that passed verification."""
 
-    Attributes:
-        file: its name in reports.
-        path: where it is.
-        before: its bytes now.
-        after: its bytes when written.
-        text: the text before, which the edits are about.
-        edits: in the order of the file, without overlaps.
-        requires: names of files without whose new text this one would not work: it passes what
-            functions there only take then.
-    """
-
-    file: str
-    path: Path
-    before: bytes
-    after: bytes
-    text: str
-    edits: tuple[Edit, ...]
+    file: str  # its name in reports
+    path: Path  # where it is
+    before: bytes  # its bytes now
+    after: bytes  # its bytes when written
+    text: str  # the text before, which the edits are about
+    edits: tuple[Edit, ...]  # in the order of the file, without overlaps
+    # Names of files without whose new text this one would not work: it passes what functions there
+    # only take then.
     requires: frozenset[str] = frozenset()
+
+
+def located(file: Rewritten) -> Iterator[tuple[Edit, dict[str, int]]]:
+    """Every edit with the region that it replaces, under the names that reports use, as editors
+    count: lines and columns from 1, in characters.
+    """
+    starts = line_starts(file.text)
+
+    def place(index: int) -> tuple[int, int]:
+        line = bisect_right(starts, index)
+        return line, index - starts[line - 1] + 1
+
+    for edit in file.edits:
+        (line, column), (end_line, end_column) = place(edit.start), place(edit.stop)
+        region = {"line": line, "column": column, "end_line": end_line, "end_column": end_column}
+        yield edit, region
 
 
 @dataclass(frozen=True)
 class Root:
-    """A place where the globals are turned to because nobody passed a collection.
+    """A place where the globals are turned to because nobody passed a collection."""
 
-    Attributes:
-        file: the file.
-        function: qualified name of the function; empty at module level.
-        fields: what it needs.
-        serves: how many of its own uses end there.
-    """
-
-    file: str
-    function: str
-    fields: tuple[str, ...]
-    serves: int
+    file: str  # the file
+    function: str  # qualified name of the function; empty at module level
+    fields: tuple[str, ...]  # what it needs
+    serves: int  # how many of its own uses end there
 
 
 @dataclass(frozen=True)
 class Migration:
-    """The whole of it. Nothing is written yet.
+    """The whole of it. Nothing is written yet."""
 
-    Attributes:
-        served: uses that are rewritten, by file and position.
-        left: uses that stay, by file and position; those with ``# megapg: keep`` are in neither.
-        kept: how many uses have ``# megapg: keep``.
-        files: the files that change, by name.
-        roots: where the globals are still turned to.
-        problems: files that could not be looked into, and such whose rewrite failed verification
-            (those are untouched and their uses are in ``left`` with the reason ``unverified``).
-        looked_at: how many files there are.
-    """
-
-    served: Sequence[Served]
+    served: Sequence[Served]  # uses that are rewritten, by file and position
+    # Uses that stay, by file and position; those with ``# megapg: keep`` are in neither.
     left: Sequence[Left]
-    kept: int
-    files: Sequence[Rewritten]
-    roots: Sequence[Root]
+    files: Sequence[Rewritten]  # the files that change, by name
+    roots: Sequence[Root]  # where the globals are still turned to
+    # Files that could not be looked into, and such whose rewrite failed verification (those are
+    # untouched and their uses are in ``left`` with the reason ``unverified``).
     problems: Sequence[Problem]
-    looked_at: int
+    findings: Findings  # what is in the project
+    # For each use that has a replacement, the number of the rule in
+    # :data:`megapg.migrate.decide.rules.RULES` that applies first.
+    decided_by: Sequence[tuple[Site, int]] = ()

@@ -14,19 +14,12 @@ from megapg.errors import UnsupportedOptionError
 
 @dataclass(frozen=True)
 class Reason:
-    """One reason.
+    """One reason."""
 
-    Attributes:
-        code: as in reports.
-        title: one line.
-        why: what is in the way.
-        instead: what to do by hand.
-    """
-
-    code: str
-    title: str
-    why: str
-    instead: str
+    code: str  # as in reports
+    title: str  # one line
+    why: str  # what is in the way
+    instead: str  # what to do by hand
 
 
 _ALL = (
@@ -149,9 +142,12 @@ _ALL = (
     Reason(
         "patched",
         "patches a getter, in a test",
-        "patch(), setattr() or a string names the getter: after the migration nobody asks it, and "
-        "the test would go on with the real groups, or fail where the import is gone.",
-        "Pass a collection of fake groups of the size and rank that the patch pretends.",
+        "patch(), setattr() or a string names the getter. Code that was passed no collection still "
+        "asks it, by its name in parallel_state, so most of these tests pass unchanged. Code that "
+        "was passed one does not, and nobody asks the name that another module imported.",
+        "Run the test. Where it fails and the patch is of another module's name, patch the getter "
+        "in megatron.core.parallel_state. Else pass a collection of fake groups of the size and "
+        "rank that the patch pretends.",
     ),
     Reason(
         "as-value",
@@ -192,8 +188,8 @@ _ALL = (
     Reason(
         "at-import",
         "asked when the module is imported",
-        "Before there are groups the getter answers 0 at this place, and a collection does not "
-        "answer at all: the module could no longer be imported first.",
+        "Before there are groups the getter answers 0 at this place, and that is what is kept: no "
+        "caller can pass a collection to it.",
         "Ask when the answer is needed, in a function that takes the collection.",
     ),
     Reason(

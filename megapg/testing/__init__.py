@@ -1,6 +1,7 @@
 """For tests of code on Megatron-core: real ranks on one host, fake ranks in one process, no GPU.
 
-* :func:`run_distributed` runs a function in real processes with gloo;
+* :func:`run_distributed` runs a function in real processes with gloo, and :func:`preloaded` makes
+  many such runs faster;
 * :func:`megatron_on_cpu` lets Megatron-core train without CUDA;
 * :func:`fake_collection` gives a collection of any layout in one process;
 * :func:`refuse_closed_groups` turns the use of a closed group into an error.
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megapg.testing.cpu import megatron_on_cpu
-    from megapg.testing.distributed import Ranks, run_distributed
+    from megapg.testing.distributed import Ranks, preloaded, run_distributed
     from megapg.testing.fake import fake_collection
     from megapg.testing.strict import refuse_closed_groups
 
@@ -22,6 +23,7 @@ _HOMES = {
     "Ranks": "megapg.testing.distributed",
     "fake_collection": "megapg.testing.fake",
     "megatron_on_cpu": "megapg.testing.cpu",
+    "preloaded": "megapg.testing.distributed",
     "refuse_closed_groups": "megapg.testing.strict",
     "run_distributed": "megapg.testing.distributed",
 }
@@ -30,6 +32,7 @@ __all__ = [
     "Ranks",
     "fake_collection",
     "megatron_on_cpu",
+    "preloaded",
     "refuse_closed_groups",
     "run_distributed",
 ]

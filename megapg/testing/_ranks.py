@@ -1,9 +1,12 @@
 """The processes behind ``run_distributed``: a guard, a launcher and the ranks.
 
 The caller starts this file as a script: the *guard*. It forks the *launcher*, which imports the
-preload modules and forks the ranks. The guard stays single-threaded and imports nothing heavy, so
-it can always answer: it ends with the caller (end of file on its standard input), and on its way
-out it kills and reaps whatever descends from it.
+preload modules and forks the ranks. The guard stays single-threaded and does nothing else, so it
+can always answer: it ends with the caller (end of file on its standard input), and on its way out
+it kills and reaps whatever descends from it.
+
+With ``serve`` as its argument, this file is the interpreter behind ``preloaded``: it imports the
+preload modules once, and forks a guard for each caller that connects to its socket.
 
 Only the standard library is imported here, and nothing of megapg, so that the guard starts in
 milliseconds and the ranks hold no module that the caller did not ask for.
@@ -18,10 +21,16 @@ import importlib
 import io
 import os
 import pickle
+import resource
+import select
 import signal
+import socket
+import struct
 import sys
 import time
 import traceback
+import warnings
+from collections.abc import Callable, Mapping
 from multiprocessing import process, spawn
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, TypedDict
@@ -35,9 +44,39 @@ MAGIC = b"megapg-outcome\n"
 LAUNCHER = -1
 """Reported like a rank: exit code 0 says that the ranks run, 1 that file 0 says why they do not."""
 
+PRELOADED = "MEGAPG_PRELOADED"
+"""The environment variable with the path of a preloaded interpreter's socket."""
+
+MOST_DESCRIPTORS = 253
+"""Linux passes no more with one message."""
+
+# What these variables say is read when an interpreter starts or a library is imported.
+_READ_EARLY = ("CUDA_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_")
+
+_WARNINGS = "PYTHONWARNINGS"
+# What it may say for a fork to follow suit.
+_ACTIONS = ("default", "error", "always", "ignore", "module", "once")
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None)
+
+
+class Preload(TypedDict):
+    """What a preloaded interpreter receives first."""
+
+    modules: list[str]
+    sys_path: list[str]
+    directory: str
+    listener: int  # descriptor of the socket
+
+
+class Request(TypedDict):
+    """What a preloaded interpreter receives from a caller, after its descriptors."""
+
+    job: Job  # its descriptors are positions among those received
+    environment: dict[str, str]
+    surroundings: dict[str, object]
 
 
 class Job(TypedDict):
@@ -54,13 +93,125 @@ class Job(TypedDict):
     files: list[int]  # descriptors: one file per rank, for its outcome or its stack
 
 
-def guard() -> None:
+def start() -> None:
+    """A guard of its own, as the child of the caller."""
     caller = os.getppid()
     orders = Connection(0, writable=False)
     try:
         job: Job = pickle.loads(orders.recv_bytes())
     except EOFError:
         return
+    guard(job, orders, lambda: os.getppid() == caller)
+
+
+def serve() -> None:
+    """Import once, and fork a guard for each caller, until the one who started this is gone.
+
+    That one writes once; from then on descriptor 0 is readable when it has closed its end.
+    """
+    lifeline = Connection(0, writable=False)
+    config: Preload = pickle.loads(lifeline.recv_bytes())
+    environment = dict(os.environ)
+    sys.path[:] = config["sys_path"]
+    os.chdir(config["directory"])
+    with socket.socket(fileno=config["listener"]) as listener:
+        while 0 not in select.select([0, listener.fileno()], [], [])[0]:
+            for name in config["modules"]:  # for the first caller; then they are there
+                importlib.import_module(name)
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no guard stays as a zombie
+            caller, _ = listener.accept()
+            if not os.fork():
+                listener.close()
+                _guard_for(caller, environment)
+            caller.close()
+
+
+def _guard_for(caller: socket.socket, started_with: Mapping[str, str]) -> NoReturn:
+    """Be the guard of the process at the other end, unless its ranks could tell the difference."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()  # Ctrl-C in the terminal is for the caller alone
+        _, received, _, _ = socket.recv_fds(caller, 1, MOST_DESCRIPTORS)
+        credentials = caller.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+        )
+        alive = _watch(struct.unpack("3i", credentials)[0])
+        os.dup2(caller.detach(), 0)
+        orders = Connection(0)
+        request: Request = pickle.loads(orders.recv_bytes())
+        environment = request["environment"]
+        if request["surroundings"] != surroundings() or not _fits(environment, started_with):
+            orders.send(0)
+            os._exit(0)
+        orders.send(os.getpid())
+        os.environ.clear()
+        os.environ.update(environment)
+        if _WARNINGS not in started_with and (action := environment.get(_WARNINGS)):
+            warnings.simplefilter(action)  # type: ignore[arg-type]  # one of _ACTIONS
+        for number in (1, 2):
+            os.dup2(received[number - 1], number)
+            os.close(received[number - 1])
+        job = request["job"]
+        job["reports"] = received[job["reports"]]
+        job["files"] = [received[position] for position in job["files"]]
+        guard(job, orders, alive)
+    except EOFError:
+        pass  # the caller is gone
+    except BaseException:
+        traceback.print_exc()
+    os._exit(0)
+
+
+def surroundings() -> dict[str, object]:
+    """What a rank inherits from its interpreter, beside modules and environment."""
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    folder = "/proc/self/ns"
+    with open("/proc/self/status") as status:
+        lines = dict(line.split(":", 1) for line in status)
+    return {
+        "interpreter": (sys.executable, sys.version),
+        "user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in names},
+        "namespaces": {name: os.readlink(f"{folder}/{name}") for name in os.listdir(folder)},
+        "status": [lines[name] for name in ("Umask", "SigIgn", "CapEff")],
+        "root": os.stat("/").st_ino,
+        "nice": os.nice(0),
+        "cores": sorted(os.sched_getaffinity(0)),
+    }
+
+
+def _fits(environment: Mapping[str, str], started_with: Mapping[str, str]) -> bool:
+    """Whether an interpreter that started in the one environment is as one that would in the other.
+
+    But for the action for warnings, which can be told to it.
+    """
+    wanted, had = _early(environment), _early(started_with)
+    if _WARNINGS not in had and wanted.get(_WARNINGS) in _ACTIONS:
+        del wanted[_WARNINGS]
+    return wanted == had
+
+
+def _early(environment: Mapping[str, str]) -> dict[str, str]:
+    found = {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
+    found.pop("PYTHONPATH", None)  # sys.path is passed on
+    return found
+
+
+def _watch(pid: int) -> Callable[[], bool]:
+    """Whether the process, which lives now, is still the same and alive."""
+    watched = os.pidfd_open(pid)
+    return lambda: not select.select([watched], [], [], 0)[0]
+
+
+def guard(job: Job, orders: Connection, caller_lives: Callable[[], bool]) -> None:
+    """Run the ranks, and end them with the caller.
+
+    Args:
+        job: what to run.
+        orders: from the caller, on descriptor 0; one message means that the ranks shall stop.
+        caller_lives: tells while it does; where one of its forks holds the other end of
+            ``orders``, that does not close with it.
+    """
     descriptors = [job["reports"], *job["files"]]
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
@@ -73,8 +224,7 @@ def guard() -> None:
         _launch(job)
     for descriptor in descriptors:  # the caller must see end of file when the launcher dies
         os.close(descriptor)
-    # A process that the caller forked may hold our pipe open after the caller died.
-    while os.getppid() == caller:
+    while caller_lives():
         if orders.poll(1.0):
             try:
                 orders.recv_bytes()
@@ -233,4 +383,4 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    guard()
+    serve() if "serve" in sys.argv else start()

@@ -271,6 +271,8 @@ PATCHES: tuple[_Patch, ...] = (
 
 # --- device="cuda", Tensor.cuda(), Tensor.to("cuda"), Tensor.type() -------------------------
 
+_NAMES_DEVICES = frozenset((str, torch.device))
+
 
 def _on_cpu(value: Any) -> Any:
     """The CPU for whatever names a CUDA device, else the value itself."""
@@ -313,7 +315,8 @@ class _CudaMeansCpu(TorchFunctionMode):
             return _SPECIAL[func](*args, **kwargs)
         if isinstance(kwargs.get("device"), int):  # an index is a CUDA device
             kwargs["device"] = _CPU
-        return func(
-            *(_on_cpu(value) for value in args),
-            **{name: _on_cpu(value) for name, value in kwargs.items()},
-        )
+        if not _NAMES_DEVICES.isdisjoint(map(type, args)):  # in few calls
+            args = tuple(map(_on_cpu, args))
+        if kwargs:
+            kwargs = {name: _on_cpu(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)

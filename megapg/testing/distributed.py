@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import pickle
+import pickletools
 import re
 import signal
 import subprocess
@@ -22,19 +23,17 @@ from torch.distributed import TCPStore
 
 from megapg.errors import RankFailedError
 from megapg.testing import _ranks
+from megapg.testing._guard import Guard, end_guard, fork_guard, preloaded
 
-__all__ = ["Ranks", "run_distributed"]
+__all__ = ["Ranks", "preloaded", "run_distributed"]
 
 T = TypeVar("T")
 
 _GRACE_S = 5.0
 """What the other ranks get after one failed: they may be about to fail for the same reason."""
 
-_STACKS_S = 2.0
+_STACKS_S = 5.0
 """How long the ranks may take to write their stacks before they are killed without."""
-
-_GUARD_S = 10.0
-"""How long the guard may take to kill and reap everything."""
 
 _DEFAULT_PRELOAD = ("torch", "torch.distributed")
 
@@ -132,7 +131,7 @@ class Ranks(Generic[T]):
             raise ValueError(f"deadline must be a positive number of seconds, not {deadline}")
         self._function = _pickled(fn)
         # "__main__", or "__mp_main__" where this process is a rank itself.
-        self._main = _main_module() if b"_main__" in self._function else {}
+        self._main = _main_module() if _refers_to_main(self._function) else {}
         self._world_size = world_size
         self._deadline = deadline
         self._preload = [preload] if isinstance(preload, str) else list(preload)
@@ -216,8 +215,6 @@ class Ranks(Generic[T]):
             file = tempfile.TemporaryFile()  # noqa: SIM115
             self._files.append(self._cleanup.enter_context(file))
         files = [file.fileno() for file in self._files]
-        orders, self._orders = Pipe(duplex=False)
-        self._cleanup.enter_context(self._orders)
         self._reports, reports = Pipe(duplex=False)
         self._cleanup.enter_context(self._reports)
         job: _ranks.Job = {
@@ -231,17 +228,31 @@ class Ranks(Generic[T]):
             "reports": reports.fileno(),
             "files": files,
         }
-        with orders, reports:
-            guard = subprocess.Popen(
-                [sys.executable, "-P", _ranks.__file__],
-                stdin=orders.fileno(),
-                pass_fds=[reports.fileno(), *files],
-                env=self._environment,
-                start_new_session=True,  # Ctrl-C in the terminal is for the caller alone
-            )
-            self._cleanup.callback(_end, guard, self._orders, store)
+        with reports:
+            guard, self._orders = self._start_guard(job)
+            self._cleanup.callback(end_guard, guard, self._orders, store)
+
+    def _start_guard(self, job: _ranks.Job) -> tuple[Guard, Connection]:
+        """Start the guard, and hand it the job over a connection that ends it when it closes."""
+        path = self._environment.get(_ranks.PRELOADED)
+        if path and (forked := fork_guard(path, job, self._environment, self._deadline)):
+            return forked
+        theirs, orders = Pipe(duplex=False)
+        try:
+            with theirs:
+                guard = subprocess.Popen(
+                    [sys.executable, "-P", _ranks.__file__],
+                    stdin=theirs.fileno(),
+                    pass_fds=[job["reports"], *job["files"]],
+                    env=self._environment,
+                    start_new_session=True,  # Ctrl-C in the terminal is for the caller alone
+                )
+        except BaseException:
+            orders.close()
+            raise
         with contextlib.suppress(BrokenPipeError):  # a dead guard shows as the end of the reports
-            self._orders.send_bytes(pickle.dumps(job))
+            orders.send_bytes(pickle.dumps(job))
+        return guard, orders
 
     def _receive(self, reports: Connection) -> None:
         try:
@@ -329,16 +340,6 @@ class Ranks(Generic[T]):
         return min(self._failed_at, key=self._failed_at.__getitem__)
 
 
-def _end(guard: subprocess.Popen[bytes], orders: Connection, store: TCPStore) -> None:
-    """End the guard and, being its last holder, the store."""
-    orders.close()
-    try:
-        guard.wait(_GUARD_S)
-    except subprocess.TimeoutExpired:  # its children die with it
-        guard.kill()
-        guard.wait()
-
-
 def _pickled(fn: Callable[[], object]) -> bytes:
     try:
         return pickle.dumps(fn)
@@ -347,6 +348,11 @@ def _pickled(fn: Callable[[], object]) -> bytes:
             f"{fn!r} cannot be sent to the ranks ({error}): bind arguments with functools.partial "
             "over a module-level function, in place of a lambda or a local function"
         ) from error
+
+
+def _refers_to_main(pickled: bytes) -> bool:
+    """Whether anything in it is of the main module, whose name may also be within a text."""
+    return any(word in ("__main__", "__mp_main__") for _, word, _ in pickletools.genops(pickled))
 
 
 def _main_module() -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Unpack
 
 from megapg.collection import ProcessGroupCollection
 from megapg.layout import ParallelLayout
-from megapg.sessions import LayoutSizes, pretend
+from megapg.ownership.opening import LayoutSizes, fake_session
 
 
 @contextlib.contextmanager
@@ -45,5 +45,5 @@ def fake_collection(
         world_size = len(sizes.get("ranks") or ()) or math.lcm(dense, expert)
     layout = ParallelLayout(world_size=world_size, **sizes)
     layout.coordinates(rank)  # a rank outside the layout is refused before anything is set up
-    with pretend(layout, rank, gloo=gloo) as session:
+    with fake_session(layout, rank, gloo=gloo) as session:
         yield session.groups

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megapg.comms.groups import is_registered
+from megapg.communicators.create import is_registered
+from megapg.megatron.adopting.variables import groups_in
 from megapg.megatron.core import globals_of_core, parallel_state_module
 
 _Content: TypeAlias = "list[object] | dict[object, object] | None"
@@ -18,18 +19,13 @@ _Content: TypeAlias = "list[object] | dict[object, object] | None"
 
 @dataclass(frozen=True)
 class Before:
-    """What there was before a test. Without arguments: nothing, torch not even imported.
+    """What there was before a test. Without arguments: nothing, torch not even imported."""
 
-    Attributes:
-        variables: of ``parallel_state``: name -> what it held, and a copy of what was in that where
-            it is a list or a dict.
-        groups: those that torch knew.
-        world: whether there was a WORLD.
-    """
-
+    # of ``parallel_state``: name -> what it held, and a copy of what was in that where it is a list
+    # or a dict
     variables: Mapping[str, tuple[object, _Content]] = field(default_factory=dict)
-    groups: frozenset[dist.ProcessGroup] = frozenset()
-    world: bool = False
+    groups: frozenset[dist.ProcessGroup] = frozenset()  # those that torch knew
+    world: bool = False  # whether there was a WORLD
 
     @classmethod
     def now(cls) -> Before:
@@ -39,16 +35,13 @@ class Before:
 
 
 def put_back(before: Before) -> str:
-    """Put every variable of ``parallel_state`` back, and close the groups left in it.
+    """Put every variable of ``parallel_state`` back, close the groups left in it, and say which.
 
     Closed are groups that torch did not know before, and WORLD where there was none and no launcher
     started this process: the ranks of a job share theirs from test to test. Where Megatron-core was
     not yet imported, the variables end as an import leaves them.
-
-    Returns:
-        What was left behind and is closed, in words; empty where nothing was.
     """
-    held = set(_groups(_variables().values()))
+    held = set(groups_in(_variables()))
     _restore(before)
     new = [group for group in c10d._world.pg_map if group in held - before.groups]
     for group in reversed(new):
@@ -89,13 +82,3 @@ def _restore(before: Before) -> None:
         elif isinstance(value, list) and isinstance(content, list):
             value[:] = content
         state[name] = value
-
-
-def _groups(values: Iterable[object]) -> Iterator[dist.ProcessGroup]:
-    for value in values:
-        if isinstance(value, dist.ProcessGroup):
-            yield value
-        elif isinstance(value, dict):
-            yield from _groups(value.values())
-        elif isinstance(value, (list, tuple)):
-            yield from _groups(value)

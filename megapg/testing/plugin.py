@@ -25,7 +25,7 @@ import pytest
 
 if TYPE_CHECKING:
     from megapg.collection import ProcessGroupCollection
-    from megapg.megatron.trace import Trace
+    from megapg.megatron.watching.trace import Trace
 
 _PARALLEL_STATE = "megatron.core.parallel_state"
 _DEFAULT_ALLOWED = ("megatron.core",)
@@ -108,8 +108,8 @@ def _megapg_isolation(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     if _PARALLEL_STATE not in sys.modules:
         return (yield)
-    from megapg.megatron.forbid import forbid_global_reads
-    from megapg.megatron.trace import trace_global_reads
+    from megapg.megatron.watching.forbid import forbid_global_reads
+    from megapg.megatron.watching.trace import trace_global_reads
 
     with contextlib.ExitStack() as watching:
         item.stash[_TRACE] = watching.enter_context(trace_global_reads())
@@ -141,7 +141,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ]
     if not any(found["reads"] or found["left"] for _, found in seen):
         return
-    from megapg.megatron.forbid import is_below
+    from megapg.megatron.watching.forbid import is_below
 
     names = _allowed(terminalreporter.config)
     places: Counter[tuple[str, int, str, str]] = Counter()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megapg.comms.groups import is_registered
+from megapg.communicators.create import is_registered
 from megapg.errors import StaleGroupError
 
 

@@ -1,5 +1,5 @@
 """What ``megapg check`` and ``megapg migrate`` say: to people, to programs, and to ``git apply``.
 
-Both commands make one :class:`~megapg.migrate.report.entries.Report`, and every form is made of
+Both commands make one :class:`~megapg.migrate.report.outcome.Report`, and every form is made of
 that.
 """

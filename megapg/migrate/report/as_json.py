@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import asdict
 
 from megapg import __version__
-from megapg.migrate.mapping import Replacement
-from megapg.migrate.migration import Rewritten
-from megapg.migrate.report.entries import Entry, Report, burn_down
-from megapg.migrate.report.positions import located
+from megapg.migrate.migration import Rewritten, located
+from megapg.migrate.report.outcome import Entry, Report, burn_down
+from megapg.upstream.mapping import Replacement
 
 
 def document(report: Report, counted: Collection[Entry]) -> dict[str, object]:
@@ -23,25 +23,16 @@ def document(report: Report, counted: Collection[Entry]) -> dict[str, object]:
         "megapg": __version__,
         "versions": [f"0.{version}" for version in report.config.versions],
         "versions_from": report.config.versions_from,
-        "files": report.looked_at,
-        "kept": report.kept,
+        "files": report.findings.files,
+        "kept": report.findings.kept,
         "totals": {"uses": len(report.entries), **report.fates, "reasons": report.reasons},
         "by_package": {row.package: row.uses for row in burn_down(report) if row.package != "all"},
         "sites": [{**_described(entry), "counts": id(entry) in counts} for entry in report.entries],
         "changes": [_changed(file) for file in report.files],
-        "roots": [
-            {
-                "file": root.file,
-                "function": root.function,
-                "fields": list(root.fields),
-                "serves": root.serves,
-            }
-            for root in report.roots
-        ],
-        "problems": [
-            {"file": problem.file, "line": problem.line, "message": problem.message}
-            for problem in report.problems
-        ],
+        "roots": list(map(asdict, report.roots)),
+        "notebooks": report.findings.notebooks,
+        "namesakes": [each.name for each in report.findings.namesakes],
+        "problems": list(map(asdict, report.problems)),
     }
 
 
@@ -49,12 +40,7 @@ def _described(entry: Entry) -> dict[str, object]:
     site = entry.site
     return {
         "file": site.file,
-        "line": site.span.line,
-        "column": site.span.column,
-        "end_line": site.span.end_line,
-        "end_column": site.span.end_column,
-        "start": site.span.start,
-        "stop": site.span.stop,
+        **asdict(site.span),
         "exact": site.exact,
         "name": site.name,
         "kind": str(site.kind),
@@ -68,13 +54,8 @@ def _described(entry: Entry) -> dict[str, object]:
         "caution": site.answer.caution if isinstance(site.answer, Replacement) else "",
         "suggestion": entry.suggestion,
         "carriers": [
-            {
-                "kind": carrier.kind,
-                "expression": carrier.expression,
-                "origin": carrier.origin,
-                "may_be_none": carrier.may_be_none,
-            }
-            for carrier in site.carriers
+            {name: getattr(each, name) for name in ("kind", "expression", "origin", "may_be_none")}
+            for each in site.carriers
         ],
     }
 

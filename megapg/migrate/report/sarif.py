@@ -10,25 +10,23 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, metadata
+from dataclasses import asdict
 from pathlib import PurePath
 from urllib.parse import quote_from_bytes
 
 from megapg import __version__
 from megapg.migrate.baseline import key_of
-from megapg.migrate.migration import Rewritten
+from megapg.migrate.migration import Rewritten, located
+from megapg.migrate.python.source import Problem
 from megapg.migrate.reasons import CAUTIONS, REASONS
-from megapg.migrate.report.entries import Entry, Report, one_line
-from megapg.migrate.report.positions import located
+from megapg.migrate.report.outcome import Entry, Report, one_line
 from megapg.migrate.report.together import together
-from megapg.migrate.source import Problem
 
 _SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 )
 _BASE = "%SRCROOT%"  # the name that code hosts know
 _SERVED = "global-read"
-_GUIDE_LABEL = "migration guide"
 
 _Json = dict[str, object]
 
@@ -40,7 +38,7 @@ def document(report: Report, counted: Sequence[Entry]) -> _Json:
         report: the outcome.
         counted: the uses that become results.
     """
-    rules = _rules(counted)
+    rules = [_rule(code) for code in sorted(set(map(_rule_of, counted)))]
     at = {rule["id"]: index for index, rule in enumerate(rules)}
     prints = dict(zip(map(id, report.entries), _fingerprints(report.entries), strict=True))
     units = {file.file: unit for unit in together(report.files) for file in unit}
@@ -72,46 +70,22 @@ def _rule_of(entry: Entry) -> str:
     return entry.reason or _SERVED
 
 
-def _rules(entries: Iterable[Entry]) -> list[_Json]:
-    return [_rule(code) for code in sorted(set(map(_rule_of, entries)))]
-
-
 def _rule(code: str) -> _Json:
-    known = REASONS.get(code) or CAUTIONS.get(code)
-    paragraphs: tuple[str, ...] = ()
     if code == _SERVED:
         title = "reads Megatron's globals, and a collection can serve it"
-        paragraphs = (
-            "A getter of parallel_state answers for the one set of groups that the process has.",
-            "megapg migrate --write rewrites it; megapg check says what it would write.",
-        )
-    elif known is not None:
-        title, paragraphs = known.title, (known.why, "Instead: " + known.instead)
+        why = "A getter of parallel_state answers for the one set of groups that the process has."
+        instead = "megapg migrate --write rewrites it; megapg check says what it would write."
     else:
-        title = code
-    rule: _Json = {
+        known = REASONS.get(code) or CAUTIONS[code]
+        title, why, instead = known.title, known.why, f"Instead: {known.instead}"
+    return {
         "id": code,
         "shortDescription": {"text": title},
         "defaultConfiguration": {"level": "warning"},
         "properties": {"tags": ["megatron-core", "maintainability"]},
+        "fullDescription": {"text": why},
+        "help": {"text": f"{why}\n\n{instead}"},
     }
-    if paragraphs:
-        rule["fullDescription"] = {"text": paragraphs[0]}
-        rule["help"] = {"text": "\n\n".join(paragraphs)}
-    if known is not None and (guide := _guide()):
-        rule["helpUri"] = f"{guide}/reasons/{code}.md"
-    return rule
-
-
-def _guide() -> str:
-    """Where the migration guide is on the web, as far as the package says."""
-    try:
-        urls = metadata("megapg").get_all("Project-URL") or []
-    except PackageNotFoundError:
-        return ""
-    labelled = (url.partition(", ") for url in urls)
-    found = [url for label, _, url in labelled if label.lower() == _GUIDE_LABEL]
-    return found[0].rstrip("/") if found else ""
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -119,13 +93,7 @@ def _guide() -> str:
 
 def _result(entry: Entry, fingerprint: str) -> _Json:
     site = entry.site
-    region = {
-        "startLine": site.span.line,
-        "startColumn": site.span.column,
-        "endLine": site.span.end_line,
-        "endColumn": site.span.end_column,
-        "snippet": {"text": site.text},
-    }
+    region = {**_region(asdict(site.span)), "snippet": {"text": site.text}}
     location: _Json = {
         "physicalLocation": {"artifactLocation": _artifact(site.file), "region": region}
     }

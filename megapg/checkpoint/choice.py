@@ -1,0 +1,131 @@
+"""Which checkpoint is loaded: the one asked for, or the latest, which may change meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from megapg.checkpoint.directory import (
+    INDEX_FILE,
+    RELEASE,
+    CheckpointInfo,
+    find,
+    iteration_name,
+    latest_and_why,
+    list_checkpoints,
+)
+from megapg.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
+
+OF_THE_CHECKPOINT = {
+    "BrokenCheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "UnsafeCheckpointError",
+}
+"""Names of errors that say that something is wrong with the checkpoint, and nothing else."""
+
+# Another job that saves faster than this one loads would keep it at it for ever.
+_ATTEMPTS = 5
+
+
+class Choice:
+    """Of one checkpoint under a directory.
+
+    Args:
+        root: where the checkpoints are, or the directory of one.
+        iteration: which; None for the latest.
+
+    Attributes:
+        fallback: why it is not the one that the tracker names; empty where it is.
+    """
+
+    def __init__(self, root: Path, iteration: int | None) -> None:
+        self._root, self._iteration = root, iteration
+        self._made: tuple[Path, tuple[int, int] | None] | None = None
+        self._attempts = 0
+        self.fallback = ""
+
+    def __str__(self) -> str:
+        which = "the latest" if self._iteration is None else f"iteration {self._iteration}"
+        return f"{which} from {self._root}"
+
+    def make(self) -> CheckpointInfo:
+        """Find it.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            BrokenCheckpointError: there are only incomplete ones.
+        """
+        self._attempts += 1
+        found = self._find()
+        self._made = found.path, identity(found.path)
+        return found
+
+    def is_worth_another(self, troubles: Mapping[int, str]) -> bool:
+        """Whether all ranks should try again: the latest, which failed, was removed or replaced.
+
+        Not where a rank has another trouble, of which it leaves.
+        """
+        if self._iteration is not None or self._attempts >= _ATTEMPTS:
+            return False
+        if not are_of_the_checkpoint(troubles.values()):
+            return False
+        try:
+            if self._is_one():
+                return False
+            found, _ = latest_and_why(self._root)
+        except (CheckpointError, OSError):  # what went wrong first is the news
+            return False
+        return found is not None and (found.path, identity(found.path)) != self._made
+
+    def _is_one(self) -> bool:
+        return (self._root / INDEX_FILE).exists()
+
+    def _find(self) -> CheckpointInfo:
+        root, iteration = self._root, self._iteration
+        if self._is_one():  # the directory of one
+            if iteration is not None and root.name != iteration_name(iteration):
+                raise CheckpointNotFoundError(
+                    f"{root} is a checkpoint itself, and not that of step {iteration}. Leave "
+                    "iteration out, or give the directory above."
+                )
+            return CheckpointInfo(
+                path=root, iteration=0, release=root.name == RELEASE, complete=True
+            )
+        if iteration is None:
+            found, self.fallback = latest_and_why(root)
+        else:
+            found = find(root, iteration_name(iteration))
+        if found is None or not found.complete:
+            if not root.is_dir():
+                raise CheckpointNotFoundError(f"there is no directory {root}.")
+            named = [c for c in list_checkpoints(root) if not c.path.name.startswith(".")]
+            bad = [c for c in named if not c.complete and iteration in (None, c.iteration)]
+            if bad and not (iteration is None and any(c.complete for c in named)):
+                problems = [f"{c.path.name} {c.problem}" for c in bad]
+                raise BrokenCheckpointError(
+                    f"{root}: {'; '.join(problems[-4:])}. Take it from a copy, or load another "
+                    "with iteration=.",
+                    problems,
+                )
+            have = ", ".join(c.path.name for c in list_checkpoints(root) if c.complete)
+            which = (
+                "complete checkpoint" if iteration is None else f"checkpoint of step {iteration}"
+            )
+            rest = f" It has {have}." if have else ""
+            raise CheckpointNotFoundError(f"{root} has no {which}.{rest}")
+        return found
+
+
+def are_of_the_checkpoint(troubles: Iterable[str]) -> bool:
+    """Whether nothing else went wrong: no rank died, or has a bug."""
+    return all(text.partition(":")[0] in OF_THE_CHECKPOINT for text in troubles)
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """What tells a directory from another that takes its name; None if there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -1,0 +1,372 @@
+"""What a directory of checkpoints holds, told from names and small files alone.
+
+Megatron's names (``iter_0000123``, ``release``, the tracker) are what its
+``training/checkpointing.py`` reads and writes. The hidden ones are megapg's; Megatron looks at
+none of them:
+
+- ``.iter_0000123.partial-<token>``: being written, or left by a save that died.
+- ``.iter_0000123.replaced-<token>``: an older save of the same iteration. Where the final name is
+  missing, a save died between two renames, and this is that iteration's checkpoint.
+- ``.iter_0000123.removed-<token>``: waits for its deletion.
+- ``.latest_checkpointed_iteration.txt.pending-<token>``: the next tracker. Once the partial
+  directory of that token is gone, it got its final name, and the pending tracker counts.
+
+Nothing here writes, takes a lock, or reads more than the small files that say what there is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, NamedTuple, cast
+
+from megapg.checkpoint.files import read_json, read_small
+from megapg.checkpoint.manifest import read_manifest
+from megapg.errors import BrokenCheckpointError, CheckpointError
+
+logger = logging.getLogger(__name__)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+PENDING = f".{TRACKER}.pending-"
+RELEASE = "release"
+FORMAT_FILE = "metadata.json"
+FORMAT = "torch_dist"
+INDEX_FILE = ".metadata"
+COMMON_FILE = "common.pt"
+
+Kind = Literal["partial", "replaced", "removed"]
+
+_HIDDEN = re.compile(
+    r"\.(?P<name>iter_\d{7,}|release)\.(?P<kind>partial|replaced|removed)-(?P<token>[0-9a-f]+)"
+)
+# Bytes.
+_LARGEST_TRACKER = 64
+_LARGEST_FORMAT_FILE = 2**20
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One checkpoint on disk.
+
+    Attributes:
+        path: its directory.
+        iteration: number of training steps done; 0 for a release.
+        release: it is the directory ``release``.
+        complete: everything that says "this was saved to the end" is there. Checksums are another
+            matter, which takes the reading of every byte.
+        problem: what it lacks, as in "has no metadata.json"; empty if complete.
+        saved_at: when the save ended (the time of ``metadata.json``, which is written last); None
+            where that file is missing.
+    """
+
+    path: Path
+    iteration: int
+    release: bool
+    complete: bool
+    problem: str = ""
+    saved_at: datetime | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes in its files, counted at every call; of an unfinished one as far as it is there."""
+        total = 0
+        for file in self.path.rglob("*"):
+            with suppress(FileNotFoundError):  # a save may end meanwhile, and rename the directory
+                total += file.stat().st_size if file.is_file() else 0
+        return total
+
+
+class Hidden(NamedTuple):
+    """A name that megapg gives to a directory of its own: see :func:`hidden_name`."""
+
+    name: str
+    kind: Kind
+    token: str
+
+
+def iteration_name(iteration: int) -> str:
+    """The directory of one iteration, as in ``iter_0000123``.
+
+    Raises:
+        CheckpointError: ``iteration`` is negative.
+    """
+    if iteration < 0:
+        raise CheckpointError(f"iteration {iteration}: give the number of steps done, 0 or more.")
+    return f"iter_{iteration:07d}"
+
+
+def iteration_of(name: str) -> int | None:
+    """The iteration of a directory's name, 0 for ``release``; None if it names no checkpoint."""
+    if name == RELEASE:
+        return 0
+    digits = name.removeprefix("iter_")
+    if not (digits.isascii() and digits.isdecimal()):
+        return None
+    iteration = int(digits)
+    return iteration if iteration_name(iteration) == name else None
+
+
+def tracker_text(name: str) -> str:
+    """What the tracker holds when it names this directory."""
+    return RELEASE if name == RELEASE else str(iteration_of(name))
+
+
+def hidden_name(name: str, kind: Kind, token: str) -> str:
+    """A hidden sibling of the checkpoint directory ``name``; ``token`` tells it from others."""
+    return f".{name}.{kind}-{token}"
+
+
+def parse_hidden(entry: str) -> Hidden | None:
+    """The parts of a name made by :func:`hidden_name`, or None."""
+    match = _HIDDEN.fullmatch(entry)
+    if match is None or iteration_of(match["name"]) is None:
+        return None
+    return Hidden(match["name"], cast(Kind, match["kind"]), match["token"])
+
+
+def hidden_in(root: Path, kind: Kind) -> list[tuple[Path, Hidden]]:
+    """The hidden directories of one kind, each with the parts of its name."""
+    found = [(root / entry, parse_hidden(entry)) for entry in entries(root)]
+    return [(path, parts) for path, parts in found if parts and parts.kind == kind]
+
+
+def list_checkpoints(directory: str | os.PathLike[str]) -> tuple[CheckpointInfo, ...]:
+    """Every checkpoint under ``directory``, the release first, then by ascending iteration.
+
+    Incomplete ones are included and say what they lack: unfinished saves of megapg under their
+    hidden names, and directories of Megatron. Empty where there is no such directory.
+
+    Raises:
+        CheckpointError: ``directory`` is a file or can't be read.
+    """
+    root = Path(directory)
+    names: set[str] = set()
+    found: list[CheckpointInfo] = []
+    for entry in entries(root):
+        hidden = parse_hidden(entry)
+        if iteration_of(entry) is not None:
+            names.add(entry)
+        elif hidden and hidden.kind == "replaced":
+            names.add(hidden.name)
+        elif hidden and hidden.kind == "partial":
+            found.append(_info(root / entry, hidden.name, "is an unfinished save"))
+    found += [info for info in (find(root, name) for name in names) if info]
+    return tuple(sorted(found, key=lambda i: (not i.release, i.iteration, i.complete, i.path.name)))
+
+
+def latest(directory: str | os.PathLike[str]) -> CheckpointInfo | None:
+    """The checkpoint that a job should resume from, or None if there is no complete one.
+
+    It is the one that the tracker names, also where newer ones exist: writing an older iteration
+    into the tracker is how one rolls back. If the tracker is damaged, or names something that is
+    missing or incomplete, it is the newest complete one, and a warning says what was wrong.
+
+    Raises:
+        CheckpointError: ``directory`` is a file or can't be read.
+    """
+    return latest_and_why(directory)[0]
+
+
+def latest_and_why(directory: str | os.PathLike[str]) -> tuple[CheckpointInfo | None, str]:
+    """As :func:`latest`, and what was wrong with the tracker if it is not what that names."""
+    root = Path(directory)
+    wrong = f"there is no {TRACKER}"
+    try:
+        name = _current(root)
+    except BrokenCheckpointError as error:
+        wrong = error.problems[0]
+    else:
+        info = find(root, name) if name else None
+        if info and info.complete:
+            return info, ""
+        if name:
+            wrong = f"{TRACKER} names {name}, which {info.problem if info else 'is not there'}"
+    complete = [info for info in list_checkpoints(root) if info.complete]
+    if complete:
+        path = complete[-1].path
+        logger.warning("%s: %s; taking the newest complete checkpoint, %s", root, wrong, path)
+        return complete[-1], wrong
+    if not wrong.startswith("there is no"):
+        logger.warning("%s: %s, and there is no complete checkpoint", root, wrong)
+    return None, wrong
+
+
+def find(directory: str | os.PathLike[str], name: str) -> CheckpointInfo | None:
+    """The checkpoint called ``name`` (``iter_0000123`` or ``release``), complete or not.
+
+    Its path is a hidden one where a save died, or is just now, between the two renames that
+    replace an older save of the same iteration. None if there is none.
+    """
+    root = Path(directory)
+    if iteration_of(name) is None:
+        return None
+    best: CheckpointInfo | None = None
+    # The final name once more in the end: by then the save that was between its renames is done.
+    for look in (_final, _replaced, _final):
+        for path in look(root, name):
+            info = _info(path, name, what_is_missing(path))
+            if info.complete:
+                return info
+            # A directory that another process moved while we looked is no finding.
+            if best is None and path.is_dir():
+                best = info
+    return best
+
+
+def read_tracker(directory: str | os.PathLike[str]) -> str | None:
+    """The directory name that the tracker stands for; None if there is no tracker.
+
+    Raises:
+        BrokenCheckpointError: it holds neither a number nor ``release``, or can't be read.
+    """
+    return _named_by(Path(directory) / TRACKER)
+
+
+def committed_pending(directory: str | os.PathLike[str]) -> Path | None:
+    """The pending tracker that counts instead of the tracker, if there is one.
+
+    It is that of a save that was cut off after its directory got its final name. A tracker that
+    somebody wrote later wins over it.
+    """
+    root = Path(directory)
+    newest: tuple[int, Path] | None = None
+    for entry in entries(root):
+        if not entry.startswith(PENDING):
+            continue
+        pending = root / entry
+        try:
+            name = _named_by(pending)
+        except BrokenCheckpointError:
+            continue
+        if name is None or not _final(root, name):
+            continue
+        if (root / hidden_name(name, "partial", entry.removeprefix(PENDING))).exists():
+            continue
+        # Last: clean-up removes a pending tracker before the partial directory, so that one that
+        # is still there without the directory is one whose directory was renamed.
+        written = _written(pending)
+        if written is not None and (newest is None or written > newest[0]):
+            newest = written, pending
+    if newest is None or newest[0] < (_written(root / TRACKER) or 0):
+        return None
+    return newest[1]
+
+
+def what_is_missing(path: Path) -> str:
+    """Why this directory is no complete checkpoint, as in "has no .metadata"; empty if it is."""
+    try:
+        file = path / FORMAT_FILE
+        if not file.exists():
+            if any(path.glob("mp_rank_*")):
+                return "is in an older format (mp_rank_*), which megapg does not read"
+            return f"has no {FORMAT_FILE}"
+        if not file.stat().st_size:
+            return f"has an empty {FORMAT_FILE}"
+        form = read_json(file, _LARGEST_FORMAT_FILE)
+        if not isinstance(form, dict) or "sharded_backend" not in form:
+            return f"has a {FORMAT_FILE} that names no sharded_backend"
+        needed = [INDEX_FILE, COMMON_FILE] if form.get("common_backend") else [INDEX_FILE]
+        for name in needed:
+            if not (path / name).exists():
+                return f"has no {name}"
+            if not (path / name).stat().st_size:
+                return f"has an empty {name}"
+        manifest = read_manifest(path)
+        for name, size in manifest.sizes.items() if manifest else ():
+            found = (path / name).stat().st_size if (path / name).exists() else None
+            if found is None:
+                return f"has no {name}"
+            if found != size:
+                return f"has a {name} of {found} bytes, {size} were saved"
+    except BrokenCheckpointError as error:
+        name, _, problem = error.problems[0].partition(": ")
+        return f"has a {name} that {problem}"
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+    return ""
+
+
+def entries(root: Path) -> list[str]:
+    """The names in a directory; empty if there is none.
+
+    Raises:
+        CheckpointError: it is a file or can't be read.
+    """
+    try:
+        return os.listdir(root)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"can't look for checkpoints in {root}: {error.strerror}. Give a directory that this "
+            "user may read."
+        ) from error
+
+
+def _info(path: Path, name: str, problem: str) -> CheckpointInfo:
+    return CheckpointInfo(
+        path=path,
+        iteration=iteration_of(name) or 0,
+        release=name == RELEASE,
+        complete=not problem,
+        problem=problem,
+        saved_at=_moment(_written(path / FORMAT_FILE)),
+    )
+
+
+def _moment(written: int | None) -> datetime | None:
+    try:
+        return None if written is None else datetime.fromtimestamp(written / 1e9, UTC)
+    except (ValueError, OverflowError):  # somebody set a time beyond the year 9999
+        return None
+
+
+def _final(root: Path, name: str) -> list[Path]:
+    return [root / name] if (root / name).is_dir() else []
+
+
+def _replaced(root: Path, name: str) -> list[Path]:
+    paths = [path for path, parts in hidden_in(root, "replaced") if parts.name == name]
+    return sorted(paths, key=lambda path: _written(path / FORMAT_FILE) or 0, reverse=True)
+
+
+def _current(root: Path) -> str | None:
+    # Before the tracker: a pending one that vanishes meanwhile has just become the tracker.
+    if pending := committed_pending(root):
+        name = _named_by(pending)
+        if name is not None:
+            return name
+    return read_tracker(root)
+
+
+def _named_by(tracker: Path) -> str | None:
+    if not os.path.lexists(tracker):
+        return None
+    try:
+        text = read_small(tracker, _LARGEST_TRACKER).decode("ascii", "replace").strip()
+    except BrokenCheckpointError:
+        if not os.path.lexists(tracker):  # it was replaced or removed meanwhile
+            return None
+        raise
+    if text == RELEASE:
+        return RELEASE
+    if text.isascii() and text.isdecimal():
+        return iteration_name(int(text))
+    problem = f"holds {text!r}, neither a number nor {RELEASE!r}" if text else "is empty"
+    raise BrokenCheckpointError(
+        f"{tracker} {problem}. Write the iteration to resume from into it.",
+        [f"{TRACKER} {problem}"],
+    )
+
+
+def _written(file: Path) -> int | None:
+    """When the file was last written, in nanoseconds; None if it is missing."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return None

@@ -1,0 +1,277 @@
+"""The entries of a checkpoint's shards, each checked as it is read.
+
+An entry is an archive of ``torch.save`` with one tensor or object. ``.metadata`` says where it
+lies; the manifest, if it is megapg's, has its seal (see :mod:`megapg.checkpoint.archive`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pathlib
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import groupby, pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+
+from megapg.checkpoint import archive
+from megapg.checkpoint.directory import INDEX_FILE
+from megapg.checkpoint.files import broken, open_regular
+from megapg.checkpoint.manifest import Manifest
+from megapg.checkpoint.safe_torch import TensorForm, load_safely, parse_tensor_form
+from megapg.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
+
+
+class Entries:
+    """Reads the entries of one checkpoint, a file at a time. For one thread.
+
+    They are compared with ``seals`` (of :func:`seals_of`); where there is no manifest, None, with
+    what is inside of them. Without ``check`` nothing is checked but sizes.
+    """
+
+    def __init__(
+        self, path: Path, seals: Mapping[str, Mapping[int, int]] | None, *, check: bool
+    ) -> None:
+        self._path, self._seals, self._check = path, seals, check
+        self._open: tuple[str, BinaryIO] | None = None
+        self._buffer = memoryview(bytearray())
+        self._forms: dict[bytes, TensorForm | None] = {}
+
+    def close(self) -> None:
+        """Close the file that was read last. Reading opens it again."""
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+    def tensor(self, place: _StorageInfo, key: str, shape: torch.Size) -> torch.Tensor:
+        """The tensor of an entry, on the CPU. It is lost when the next entry is read.
+
+        Raises:
+            BrokenCheckpointError: a file is missing, too short or damaged; names file and key.
+            UnsafeCheckpointError: its file would lie elsewhere, or it would run code.
+            CheckpointError: it was written in a form that megapg does not read.
+        """
+        whole = self._read(place, key)
+        plain = self._plain(self._members(whole, place, key))
+        found = self._load(whole, place, key) if plain is None else plain
+        if not isinstance(found, torch.Tensor) or found.shape != shape:
+            has = list(found.shape) if isinstance(found, torch.Tensor) else "no tensor"
+            raise self._damaged(place, key, f"it has {has}, and {list(shape)} was saved")
+        return found
+
+    def _plain(self, members: Mapping[str, memoryview]) -> torch.Tensor | None:
+        """The tensor, without a copy; None if it is not of the usual form."""
+        pickled = bytes(members.get("data.pkl", b""))
+        if pickled not in self._forms:
+            self._forms[pickled] = parse_tensor_form(pickled)
+        form, order = self._forms[pickled], bytes(members.get("byteorder", b""))
+        data = None if form is None else members.get(f"data/{form.storage}")
+        if form is None or data is None or len(data) != form.bytes:
+            return None
+        if order != sys.byteorder.encode():
+            return None
+        if not form.bytes:
+            return torch.empty(form.size, dtype=form.dtype)
+        flat = torch.frombuffer(data, dtype=form.dtype)
+        return flat.as_strided(form.size, form.stride, form.offset)
+
+    def load(self, place: _StorageInfo, key: str) -> object:
+        """Whatever an entry holds; raises as :meth:`tensor`."""
+        whole = self._read(place, key)
+        self._members(whole, place, key)
+        return self._load(whole, place, key)
+
+    def _load(self, whole: memoryview, place: _StorageInfo, key: str) -> object:
+        file = self._path / place.relative_path
+        try:
+            return load_safely(bytes(whole), f"{file}, in its entry {key!r},")
+        except BrokenCheckpointError as error:
+            raise self._damaged(place, key, "torch can't load it") from error
+
+    def _read(self, place: _StorageInfo, key: str) -> memoryview:
+        """The bytes of an entry, in memory that the next call uses again."""
+        if place.transform_descriptors:
+            through = ", ".join(place.transform_descriptors)
+            raise CheckpointError(
+                f"{self._path}: {key!r} was written through {through}, which megapg does not read. "
+                "Load it with torch's own reader."
+            )
+        stream = self._file(place.relative_path)
+        size, needed = os.fstat(stream.fileno()).st_size, place.offset + place.length
+        if size < needed:  # also before memory is taken for it
+            file = self._path / place.relative_path
+            raise broken(file, f"has {size} bytes, {needed} are needed")
+        if len(self._buffer) < place.length:
+            self._buffer = memoryview(bytearray(place.length))
+        whole = self._buffer[: place.length]
+        sealed, found = self._seal(place), 0
+        most = place.length if sealed is None else archive.PIECE
+        for start in range(0, place.length, max(most, 1)):
+            piece = whole[start : start + most]
+            done = 0
+            while done < len(piece):  # one call reads 2 GiB at most
+                try:
+                    count = os.preadv(stream.fileno(), [piece[done:]], place.offset + start + done)
+                except OSError as error:
+                    raise self._damaged(place, key, f"can't read it: {error.strerror}") from error
+                if not count:
+                    raise self._damaged(place, key, "the file was cut off meanwhile")
+                done += count
+            if sealed is not None:  # while it is in the processor's cache
+                found = archive.sealed(piece, found)
+        if sealed not in (None, found):
+            raise self._damaged(place, key, "its checksum is another")
+        return whole
+
+    def _seal(self, place: _StorageInfo) -> int | None:
+        """The seal that an entry had; None where nobody knows, or nobody wants to."""
+        seals = self._seals or {}
+        return seals.get(place.relative_path, {}).get(place.offset) if self._check else None
+
+    def _members(
+        self, whole: memoryview, place: _StorageInfo, key: str
+    ) -> Mapping[str, memoryview]:
+        """The members of an entry, checked unless its seal was; none if it is no archive, and not
+        to be checked.
+        """
+        try:
+            if self._check and self._seal(place) is None:
+                return archive.check(whole)
+            return archive.members(whole)
+        except ValueError as error:
+            if self._check:
+                raise self._damaged(place, key, str(error)) from error
+            return {}
+
+    def _damaged(self, place: _StorageInfo, key: str, problem: str) -> BrokenCheckpointError:
+        return broken(
+            self._path / place.relative_path, f"is damaged in its entry {key!r}: {problem}"
+        )
+
+    def _file(self, name: str) -> BinaryIO:
+        """A file of shards, open."""
+        if self._open is None or self._open[0] != name:
+            self.close()
+            if self._seals is not None and name not in self._seals:
+                problem = "is not of this checkpoint: the manifest does not list it"
+                raise broken(self._path / name, problem)
+            self._open = name, open_regular(inside(self._path, name))
+        return self._open[1]
+
+
+def seals_of(path: Path, metadata: Metadata, manifest: Manifest) -> Mapping[str, Mapping[int, int]]:
+    """Each file that the manifest lists -> where an entry begins -> its seal.
+
+    BrokenCheckpointError: ``.metadata`` has other entries.
+    """
+    offsets: dict[str, set[int]] = defaultdict(set)
+    for place in (metadata.storage_data or {}).values():
+        offsets[place.relative_path].add(place.offset)
+    found: dict[str, Mapping[int, int]] = {name: {} for name in manifest.sha256}
+    for name, seals in manifest.seals.items():
+        if len(offsets[name]) != len(seals):
+            problem = f"has {len(offsets[name])} entries and had {len(seals)}"
+            raise broken(path / name, problem)
+        found[name] = dict(zip(sorted(offsets[name]), seals, strict=True))
+    return found
+
+
+def check_places(path: Path, metadata: Metadata) -> None:
+    """BrokenCheckpointError unless the entries lie side by side, from the beginning of each file:
+    where there is no manifest, that shows a bit that changed in ``.metadata`` and makes it point
+    somewhere else.
+    """
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for place in (metadata.storage_data or {}).values():
+        found[place.relative_path].append((place.offset, place.offset + place.length))
+    for name, ranges in found.items():
+        end = 0
+        for start, stop in sorted(ranges):
+            if start != end:
+                raise broken(
+                    path / INDEX_FILE,
+                    f"is damaged: it says that entries of {name} "
+                    + (f"overlap at byte {start}" if start < end else f"end at byte {end}")
+                    + f", and the next begins at {start}" * (start > end),
+                )
+            end = stop
+
+
+def flaw(tensor: TensorStorageMetadata) -> str:
+    """What is wrong with the chunks of a tensor, as in "leave a part of it out"; empty if nothing.
+
+    Each of its elements must be in one, and in one only.
+    """
+    chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]
+    total = sum(math.prod(chunk.sizes) for chunk in chunks)
+    if total < math.prod(tensor.size):
+        return "leave a part of it out"
+    if total > math.prod(tensor.size) or not (
+        _is_grid(chunks) or _apart(sorted(map(_ranges, chunks)))
+    ):
+        return "overlap"
+    return ""
+
+
+def _is_grid(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Whether no two chunks overlap, as nearly always, because they are cut along straight lines
+    through the whole tensor.
+    """
+    cuts = 1
+    for ranges in zip(*map(_ranges, chunks), strict=True):
+        ordered = sorted(set(ranges))
+        if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
+            return False
+        cuts *= len(ordered)
+    return cuts == len(chunks) == len({chunk.offsets for chunk in chunks})
+
+
+def _apart(boxes: list[list[tuple[int, int]]]) -> bool:
+    """Whether no two boxes overlap, however they are cut; in order, each the ranges of its axes."""
+    if len(boxes) < 2:
+        return True
+    if not boxes[0]:
+        return False
+    # Where the ranges of the first axis do, as those of layers, it is a question of each alone.
+    slabs = [(ranges, [box[1:] for box in same]) for ranges, same in groupby(boxes, itemgetter(0))]
+    if all(stop <= start for ((_, stop), _), ((start, _), _) in pairwise(slabs)):
+        return all(_apart(same) for _, same in slabs)
+    active: list[list[tuple[int, int]]] = []
+    for mine in boxes:
+        active = [other for other in active if other[0][1] > mine[0][0]]
+        for other in active:
+            if all(a < d and c < b for (a, b), (c, d) in zip(mine, other, strict=True)):
+                return False
+        active.append(mine)
+    return True
+
+
+def _ranges(chunk: ChunkStorageMetadata) -> list[tuple[int, int]]:
+    return [(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+
+
+def inside(path: Path, name: str) -> Path:
+    """The file of a name that ``.metadata`` gives.
+
+    UnsafeCheckpointError: the name leads out of the directory, or may do so through a link.
+    """
+    pure = pathlib.PurePosixPath(name)
+    outside = not name.isprintable() or not name or pure.is_absolute() or ".." in pure.parts
+    if outside or any((path / parent).is_symlink() for parent in list(pure.parents)[:-1]):
+        raise UnsafeCheckpointError(
+            f"{path / INDEX_FILE} says that data lies in {name!r}, outside of the checkpoint"
+            f"{'' if outside else ', as there is a link on the way'}. Nothing of it was read. "
+            "Don't load this checkpoint."
+        )
+    return path / pure

@@ -1,0 +1,180 @@
+"""The parameter groups of an optimizer, and those of a saved state that are the same.
+
+Megatron-core keeps experts in an optimizer of their own where they are expert-parallel, and else
+together with the rest, so the arrangement on disk is that of the layout which saved it. Groups are
+paired by what they are (learning-rate and weight-decay multipliers, and so on), not by position.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+from megapg.checkpoint.reshard import WITHOUT
+from megapg.errors import CheckpointMismatchError
+
+OptimizerState: TypeAlias = dict[str | int, object]
+"""What ``sharded_state_dict`` returns; of several chained optimizers, by their index."""
+
+PART_FORM = "param_state_sharding_type"
+"""A key that only the state of the distributed optimizer has."""
+
+_KIND = ("wd_mult", "lr_mult", "is_decoupled_lr")
+"""What a parameter group is, whatever the layout: groups that differ here are never the same."""
+
+_TRAITS = ("is_expert_parallel", "max_lr", "min_lr", "start_wd", "end_wd", "optimizer")
+"""What tells apart groups of one kind. An expert's group is expert-parallel only if ``ep`` > 1."""
+
+
+def leaves_of(optimizer: MegatronOptimizer | None) -> list[Any]:
+    """The optimizers with state of their own; none where this rank has nothing to train."""
+    if optimizer is None or getattr(optimizer, "is_stub_optimizer", False):
+        return []
+    if isinstance(optimizer, ChainedOptimizer):
+        return list(optimizer.chained_optimizers)
+    return [optimizer]
+
+
+def parts_of(state: Mapping[str | int, object]) -> list[dict[Any, Any]]:
+    """The states of the leaves: those of several are kept by index."""
+    if not state:
+        return []
+    parts: Any = [state]
+    if all(isinstance(key, int) for key in state):
+        parts = [state[index] for index in sorted(state, key=int)]
+    return list(parts)
+
+
+def inner_of(part: dict[str, Any]) -> dict[str, Any]:
+    """The state of torch's optimizer: a mixed-precision optimizer has it under a key."""
+    inner: dict[str, Any] = part if "param_groups" in part else part.get("optimizer", {})
+    return inner
+
+
+def groups_of(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """Its parameter groups; none in the common part of a state that is sharded by buckets."""
+    groups: list[dict[str, Any]] = inner_of(part).get("param_groups", [])
+    return groups
+
+
+def _check_kind(leaf: Any, part: Mapping[str, Any]) -> None:
+    """The state of one kind of Megatron's optimizers has no place in another."""
+    distributed, mixed = "DistributedOptimizer", "Float16OptimizerWithFloat16Params"
+    plain = "FP32Optimizer"
+    saved = distributed if PART_FORM in part else plain if "param_groups" in part else mixed
+    ours = mixed if isinstance(leaf, MixedPrecisionOptimizer) else plain
+    if isinstance(leaf, DistributedOptimizer):
+        ours = distributed
+    if saved != ours:
+        raise CheckpointMismatchError(
+            f"the optimizer state of the checkpoint is that of a {saved}, and this optimizer is a "
+            f"{ours}. Build it as it was (use_distributed_optimizer, bf16, fp16). {WITHOUT}"
+        )
+
+
+def with_param_groups(part: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The same state with these groups."""
+    if "param_groups" in part:
+        return {**part, "param_groups": list(groups)}
+    return {**part, "optimizer": {**part["optimizer"], "param_groups": list(groups)}}
+
+
+def _paired(leaf: Any, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each parameter group of ``leaf`` the values of the saved group that is the same."""
+    return [_same_group(live, saved) for live in leaf.optimizer.param_groups]
+
+
+def _same_group(live: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def alike(group: Mapping[str, Any]) -> tuple[int, bool]:
+        same = [_value(group, key) == _value(live, key) for key in _TRAITS]
+        return sum(same), same[0]
+
+    ours = {key: _value(live, key) for key in _KIND}
+    candidates = [g for g in saved if ours == {key: _value(g, key) for key in _KIND}]
+    if not candidates:
+        have = [{key: _value(g, key) for key in _KIND} for g in saved]
+        raise CheckpointMismatchError(
+            f"the optimizer has a parameter group with {ours}, and the checkpoint has none like "
+            f"it: {have}. Build the optimizer with the same groups, or load without it."
+        )
+    best = max(map(alike, candidates))
+    found, *others = [_values(g) for g in candidates if alike(g) == best]
+    if any(other != found for other in others):
+        raise CheckpointMismatchError(
+            f"the optimizer has a parameter group with {ours}, and several groups of the "
+            f"checkpoint are equally like it: {[found, *others]}. Build the optimizer with the "
+            f"learning rates it was saved with. {WITHOUT}"
+        )
+    return {**_values(live), **found}
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _value(group: Mapping[str, Any], key: str) -> Any:
+    return group.get(key, group.get(f"pre_{key}"))  # NeMo's name for it
+
+
+def fit(optimizer: MegatronOptimizer | None, saved: Mapping[str | int, object]) -> OptimizerState:
+    """The common part of a saved optimizer state, arranged as this optimizer has it.
+
+    Call it before anything is read, and merge the tensors into the result.
+
+    Raises:
+        CheckpointMismatchError: a parameter group of this optimizer has no counterpart, or the
+            state is of another kind of optimizer.
+    """
+    leaves, parts = leaves_of(optimizer), parts_of(saved)
+    if not leaves:
+        return {}
+    if not parts:
+        raise CheckpointMismatchError(
+            "the common part of the checkpoint has no optimizer state: the rank that wrote it had "
+            f"nothing to train, or no optimizer was saved. {WITHOUT}"
+        )
+    for leaf in leaves:
+        _check_kind(leaf, parts[0])
+    pool = [group for part in parts for group in groups_of(part)]
+    fitted: OptimizerState = {}
+    for index, leaf in enumerate(leaves):
+        part = copy.deepcopy(parts[min(index, len(parts) - 1)])
+        # Of a state sharded by buckets the groups are not in the common part.
+        fitted[index] = with_param_groups(part, _paired(leaf, pool)) if groups_of(part) else part
+    return fitted if len(leaves) > 1 else parts_of(fitted)[0]
+
+
+@contextlib.contextmanager
+def told_apart(leaf: Any, saved: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The saved groups in the order of the live ones, so that Megatron-core pairs them so.
+
+    Its own pairing looks at some traits only (0.16), so that two groups become one, or at all of
+    them (0.19), so that a changed learning rate finds no partner. Meanwhile a number decides, in a
+    key that both versions look at.
+    """
+    live = leaf.optimizer.param_groups
+    found = _paired(leaf, saved)
+    ours = [{key: group[key] for key in (*_KIND, *_TRAITS) if key in group} for group in live]
+    for number, group in enumerate(live):
+        group["lr_mult"] = number
+    # Where the numbers of a group's parameters are part of the state, they are this process's own.
+    own = [{"params": group["params"]} if "params" in group else {} for group in saved]
+    own += [{} for _ in live[len(own) :]]
+    try:
+        yield [
+            {**then, **now, "lr_mult": number, **own[number]}
+            for number, (then, now) in enumerate(zip(found, ours, strict=True))
+        ]
+    except BaseException:
+        found = ours
+        raise
+    finally:
+        for group, values in zip(leaf.optimizer.param_groups, found, strict=True):
+            del group["lr_mult"]
+            group.update(values)

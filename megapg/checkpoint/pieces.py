@@ -1,0 +1,303 @@
+"""The distributed optimizer's state as each rank has it, in the form that any layout can load.
+
+A rank holds a range of each flat parameter. Megatron-core's fully reshardable form is cut like the
+parameters themselves, and its own way there is to gather the ranges on every rank, which holds up
+training, takes memory for the whole state, and is most of a save's time. But a range of a tensor
+that is read row by row is a handful of boxes: the rest of a row, some whole rows, the beginning of
+another. Boxes are what a checkpoint is made of, so each rank writes its own, and nothing is
+gathered. Keys, global shapes and types are Megatron-core's, and so any reader that asks for parts
+of a tensor (as Megatron-core's does) finds them. Weights that are not gathered before the next step
+are written in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megapg.checkpoint.planning import Item, State, shard
+
+_NO_TENSOR = "step"  # kept once, with the parameter groups
+
+Parameters: TypeAlias = Mapping[torch.Tensor, ShardedTensor | ShardedTensorFactory]
+
+
+def parameters_of(model_state: State) -> Parameters:
+    """Each parameter's place in the checkpoint, from the sharded state of the model's chunks."""
+    return {
+        leaf.data: leaf
+        for leaf in nested_values(model_state)
+        if isinstance(leaf, ShardedTensor | ShardedTensorFactory)
+    }
+
+
+def can_be_cut(leaf: Any, parameters: Parameters) -> bool:
+    """Whether the state of this optimizer can be written in pieces: the same on all its ranks.
+
+    Not where a parameter is stored otherwise in the optimizer's buffer than in the model (packed
+    NVFP4), or goes through a factory that does more than cut it.
+    """
+    if type(leaf) is not DistributedOptimizer or leaf.ddp_config.use_megatron_fsdp:
+        return False
+    return all(
+        parameter in parameters
+        and end - start == parameter.numel()
+        and _tensors(parameters[parameter]) is not None
+        for buffer in leaf.buffers
+        for parameter, (start, end, *_) in buffer.param_index_map.items()
+    )
+
+
+def pieces_of(leaf: Any, parameters: Parameters) -> Iterator[Item]:
+    """What this rank writes of the optimizer's state; the data are views of live tensors."""
+    for parameter, start, end in _written(leaf, parameters):
+        states = {_prefix(name): state for name, state in _states(leaf, parameter).items()}
+        yield from items_of(parameters[parameter], states, start, end)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a model, of which each rank writes what its optimizers hold."""
+
+    items: list[Item]  # what this rank writes
+    keys: frozenset[str]  # what some rank has to have written, as far as this one is to say so
+    rest: State  # of the model, without them
+
+
+def weights_of(leaves: Sequence[Any], chunks: Sequence[Any], model_state: State) -> Weights | None:
+    """What this rank writes of the weights that its optimizers hold, and the rest of the model.
+
+    They are up to date before they are gathered for the next step. None, and a save has to gather
+    them, where a weight is in no optimizer that can be cut, is no plain tensor with elements, or
+    where something else in the model's state is, or may be, in the same memory. All ranks with the
+    same weights come to the same answer.
+    """
+    if not leaves or not all(type(leaf) is DistributedOptimizer for leaf in leaves):
+        return None
+    held = {p for leaf in leaves for buffer in leaf.buffers for p in buffer.param_index_map}
+    buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    if not all(parameter in held for buffer in buffers for parameter in buffer.params):
+        return None
+    if not all(type(p) is torch.nn.Parameter and p.is_contiguous() and p.numel() for p in held):
+        return None
+    parameters = parameters_of(model_state)
+    if not all(can_be_cut(leaf, parameters) for leaf in leaves):
+        return None
+    places = {id(parameters[parameter]) for parameter in held}
+    _, rest = extract_matching_values(model_state, lambda leaf: id(leaf) in places)
+    memory = {_memory(parameter) for parameter in held}
+    for other in (getattr(leaf, "data", None) for leaf in nested_values(rest)):
+        if isinstance(other, torch.Tensor) and (
+            type(other) not in (torch.Tensor, torch.nn.Parameter) or _memory(other) in memory
+        ):
+            return None
+    items, keys = list[Item](), set[str]()
+    for parameter in held:
+        place = parameters[parameter]
+        if is_main_replica(place.replica_id):
+            keys |= {tensor.key for tensor, _ in _tensors(place) or ()}
+    for leaf in leaves:
+        for parameter, start, end in _written(leaf, parameters):
+            elements = parameter.detach().view(-1)[start:end]
+            items += items_of(parameters[parameter], {"": elements}, start, end)
+    return Weights(items, frozenset(keys), rest)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def items_of(
+    place: ShardedTensor | ShardedTensorFactory,
+    states: Mapping[str, torch.Tensor],
+    start: int,
+    end: int,
+) -> Iterator[Item]:
+    """The entries of elements ``start`` to before ``end`` of the flat parameter.
+
+    ``states``: what comes before the parameter's key -> what there is of it for these elements.
+    """
+    for tensor, offset, view in _cut(place, start, end):
+        where = _global(tensor, offset)
+        for prefix, state in states.items():
+            data = view(state)[(None,) * tensor.prepend_axis_num]
+            yield shard(prefix + tensor.key, tensor.global_shape, where, data)
+
+
+def places_of(leaf: Any, parameters: Parameters) -> dict[str, object]:
+    """What this rank reads of the optimizer's state, into the live tensors where they can take it.
+
+    Returns:
+        A sharded state; once it has been read, :class:`Held` in it puts into place what could not.
+    """
+    held: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    places = []
+    for parameter, start, end in _ranges(leaf):
+        held[parameter] = _states(leaf, parameter)
+        for tensor, offset, view in _cut(parameters[parameter], start, end):
+            for name, state in held[parameter].items():
+                data = view(state)
+                place = replace(
+                    tensor,
+                    key=_prefix(name) + tensor.key,
+                    data=data,
+                    dtype=data.dtype,
+                    local_shape=tuple(data.shape),
+                    global_offset=_global(tensor, offset),
+                    axis_fragmentations=None,  # no grid
+                )
+                places.append(place)
+    return {"places": places, "held": LocalNonpersistentObject(Held(held))}
+
+
+@dataclass(frozen=True)
+class Held:
+    """The tensors that were read into: parameter -> name -> tensor."""
+
+    tensors: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
+
+    def put(self, leaf: Any) -> None:
+        """Hand them to the optimizer, where they are not its own."""
+        for parameter, tensors in self.tensors.items():
+            live = leaf._get_main_param_and_optimizer_states(parameter)
+            if any(live[name].data_ptr() != tensor.data_ptr() for name, tensor in tensors.items()):
+                leaf._set_main_param_and_optimizer_states(parameter, dict(tensors))
+
+
+def _written(leaf: Any, parameters: Parameters) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """As :func:`_ranges`, without those that another rank writes as well."""
+    if leaf.distributed_optimizer_instance_id:
+        return
+    for parameter, start, end in _ranges(leaf):
+        replica = parameters[parameter].replica_id
+        if not (isinstance(replica, tuple) and any(replica[:-1])):
+            yield parameter, start, end
+
+
+def _ranges(leaf: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
+    """Each parameter that this rank has a part of, and from where to where in it."""
+    for ranges_of_buffer in leaf.gbuf_ranges:
+        for buckets in ranges_of_buffer.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"].start, ranges["param"].end
+
+
+def _states(leaf: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """This rank's part of a parameter and of its state, in 32 bits as on disk."""
+    states = leaf._get_main_param_and_optimizer_states(parameter)
+    return {name: state.detach().float() for name, state in states.items() if name != _NO_TENSOR}
+
+
+def _tensors(
+    place: ShardedTensor | ShardedTensorFactory,
+) -> list[tuple[ShardedTensor, int]] | None:
+    """The tensors that a parameter becomes on disk, each with where it begins in the parameter.
+
+    None where they are no views of it.
+    """
+    if isinstance(place, ShardedTensor):
+        return [(place, 0)] if place.data.is_contiguous() else None
+    whole = place.data.detach()
+    if not whole.is_contiguous():
+        return None
+    found = []
+    for leaf in nested_values({"": replace(place, data=whole).build()}):
+        data = leaf.data
+        strides = data.stride()
+        if (
+            not leaf.key.startswith(place.key)
+            or data.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+            or data.dtype != whole.dtype
+            or list(strides) != sorted(strides, reverse=True)
+        ):
+            return None
+        found.append((leaf, data.storage_offset() - whole.storage_offset()))
+    return found
+
+
+def _cut(
+    place: ShardedTensor | ShardedTensorFactory, start: int, end: int
+) -> Iterator[tuple[ShardedTensor, tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]]:
+    """The boxes that elements ``start`` to before ``end`` of the flat parameter make.
+
+    The last of each three is what makes a view of the box from a tensor of these elements.
+    """
+    for tensor, begin in _tensors(place) or ():
+        shape, strides = tensor.local_shape, tensor.data.stride()
+        first, last = (_before(at - begin, shape, strides) for at in (start, end))
+        for offset, size in boxes(shape, first, last):
+            at = sum(o * stride for o, stride in zip(offset, strides, strict=True))
+            yield tensor, offset, partial(_view, size, strides, begin + at - start)
+
+
+def _view(
+    size: Sequence[int], strides: Sequence[int], at: int, elements: torch.Tensor
+) -> torch.Tensor:
+    return elements.as_strided(size, strides, elements.storage_offset() + at)
+
+
+def _prefix(name: str) -> str:
+    return f"optimizer.state.{name}."
+
+
+def _global(tensor: ShardedTensor, offset: Sequence[int]) -> tuple[int, ...]:
+    inside = (*(0 for _ in range(tensor.prepend_axis_num)), *offset)
+    return tuple(whole + own for whole, own in zip(tensor.global_offset, inside, strict=True))
+
+
+def boxes(
+    shape: Sequence[int], first: int, last: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offset and size of the boxes that elements ``first`` to before ``last`` make, row by row."""
+    if first >= last:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    (begin, before), (end, beyond) = divmod(first, row), divmod(last, row)
+    if begin == end:
+        yield from _in_row(shape, begin, before, beyond)
+        return
+    if before:
+        yield from _in_row(shape, begin, before, row)
+        begin += 1
+    if begin < end:
+        yield (begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:])
+    if beyond:
+        yield from _in_row(shape, end, 0, beyond)
+
+
+def _in_row(
+    shape: Sequence[int], row: int, first: int, last: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    for offset, size in boxes(shape[1:], first, last):
+        yield (row, *offset), (1, *size)
+
+
+def _before(at: int, shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements of a view lie before this place in the memory that it is a view of."""
+    count = 0
+    for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        rest = math.prod(shape[axis + 1 :])
+        last_axis = axis == len(shape) - 1
+        rows = min(max(-(-at // stride) if last_axis else at // stride, 0), size)
+        count += rows * rest
+        if rows == size or last_axis:
+            return count
+        at -= rows * stride
+    return count if shape else int(at > 0)

@@ -1,0 +1,251 @@
+"""Reading what ``torch.save`` wrote, safely: ``common.pt`` and the entries of shards."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import os
+import pathlib
+import pickle
+import pkgutil
+import re
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+import torch
+
+from megapg.checkpoint.pickles import Called, Dict, check_bounds, checked, damaged, refuse
+from megapg.errors import MegapgError
+
+
+def load_safely(data: bytes, what: str) -> object:
+    """What ``torch.save`` wrote, with tensors on the CPU, if it holds only what a checkpoint needs.
+
+    That is what torch itself takes with ``weights_only=True``, and what Megatron-core adds for its
+    common state (``megatron/core/safe_globals.py``): namespaces, NumPy arrays of numbers as in
+    NumPy's random state, paths, signals, generators, and classes of its own. Where megatron.core is
+    not imported, objects of those classes come as stand-ins that print their name and value, so
+    that a checkpoint can be looked at without it. torch's own list is as before afterwards.
+
+    Args:
+        data: the file's bytes.
+        what: its name, for messages.
+
+    Raises:
+        UnsafeCheckpointError: it names anything else; nothing of it was run.
+        BrokenCheckpointError: it is damaged.
+    """
+    with naming(what), _listed(_safe_globals("megatron.core" in sys.modules)):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+@contextlib.contextmanager
+def naming(what: str | os.PathLike[str]) -> Iterator[None]:
+    """Read a file of ``torch.save`` in the block: errors of torch become those of megapg.
+
+    Args:
+        what: the file's name, for messages.
+
+    Raises:
+        UnsafeCheckpointError: torch refused a name that is not on its list.
+        BrokenCheckpointError: anything else went wrong.
+    """
+    try:
+        yield
+    except MegapgError:  # of ours: others may have failed while this rank was reading
+        raise
+    except Exception as error:  # what a damaged file raises is anybody's guess
+        if refused := _REFUSALS.search(str(error)):
+            name = next(group for group in refused.groups() if group)
+            refuse(str(what), name.rstrip("."), error)
+        raise damaged(str(what), error) from error
+
+
+_REFUSALS = re.compile(
+    r"GLOBAL (\S+)|unrecognized function (.+)|, but got (<(?:class|function|built-in).+)|"
+    r"(TorchScript) archive|(persistent_load) "
+)
+
+
+_Global: TypeAlias = tuple[Callable[..., object], str]
+
+
+class _Foreign:
+    """An object of a class of Megatron-core, which is not imported here."""
+
+    name: ClassVar[str]
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(map(repr, getattr(self, 'arguments', ())))})"
+
+
+_CLASSES_OF_MEGATRON = (
+    "megatron.core.enums.ModelType",
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.CudaGraphModule",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.transformer.enums.InferenceCudaGraphScope",
+)
+
+
+@functools.cache  # it looks for names in modules, which takes longer than to read a small object
+def _safe_globals(with_megatron: bool) -> tuple[_Global, ...]:
+    classes = [
+        argparse.Namespace,
+        types.SimpleNamespace,
+        io.BytesIO,
+        signal.Signals,
+        torch._C.Generator,
+    ]
+    found: list[_Global] = [(kind, f"{kind.__module__}.{kind.__qualname__}") for kind in classes]
+    found += [(pathlib.PosixPath, f"{home}.PosixPath") for home in ("pathlib", "pathlib._local")]
+    of_megatron = [_of_megatron(name, with_megatron) for name in _CLASSES_OF_MEGATRON]
+    return (*found, *_numpy_globals(), *of_megatron)
+
+
+def _numpy_globals() -> list[_Global]:
+    """What an array of numbers takes; without the object type, whose elements are pickles."""
+    try:
+        import numpy
+        from numpy._core.multiarray import _reconstruct
+    except ImportError:
+        return []
+    kinds = {type(numpy.dtype(code)) for code in (*numpy.typecodes["AllInteger"], *"?efd")}
+    return [
+        (numpy.ndarray, "numpy.ndarray"),
+        (numpy.dtype, "numpy.dtype"),
+        *((kind, f"numpy.dtypes.{kind.__name__}") for kind in kinds),
+        # NumPy 2 moved the module.
+        *((_reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    ]
+
+
+def _of_megatron(name: str, known: bool) -> _Global:
+    if known:
+        with contextlib.suppress(AttributeError, ImportError):  # some are of newer versions
+            return pkgutil.resolve_name(name), name
+    return type(name.rpartition(".")[2], (_Foreign,), {"name": name}), name
+
+
+_LIST_OF_TORCH = threading.Lock()
+
+
+@contextlib.contextmanager
+def _listed(names: Sequence[_Global]) -> Iterator[None]:
+    """Put names on torch's list of safe globals for a block; those that are there stay there.
+
+    The list is the process's, and torch's own block would take off what others had put on.
+    """
+    with _LIST_OF_TORCH:
+        before = torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([name for name in names if name not in before]):
+            yield
+
+
+# -- a tensor --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """A plain tensor, apart from its numbers.
+
+    Attributes:
+        dtype: of the numbers.
+        storage: the name of the member of the archive that has them.
+        bytes: how many that member has.
+        size: the shape.
+        stride: in elements, one for each dimension.
+        offset: of the first element.
+    """
+
+    dtype: torch.dtype
+    storage: str
+    bytes: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def parse_tensor_form(data: bytes) -> TensorForm | None:
+    """The form of a tensor, from the ``data.pkl`` of an archive that ``torch.save`` wrote.
+
+    None if that is no plain tensor, or damaged, or hostile: then :func:`load_safely` knows what to
+    say. This one is here because it takes a tenth of the time.
+    """
+    if len(data) > _LONGEST_FORM:
+        return None
+    try:
+        check_bounds(data)
+        found = _TensorUnpickler(io.BytesIO(data)).load()
+        if type(found) is not _Rebuilt:
+            return None
+        storage, *form, _, hooks = found.arguments
+        if type(storage) is not _Storage or hooks:
+            return None
+        kind, dtype, name, _, count = storage.arguments
+        offset = _natural(form[0])
+        size, stride = (tuple(map(_natural, checked(part, tuple))) for part in form[1:])
+        last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if kind != "storage" or (0 not in size and offset + last >= _natural(count)):
+            return None
+        dtype = checked(dtype, torch.dtype)
+        width = dtype.itemsize
+        return TensorForm(dtype, checked(name, str), _natural(count) * width, size, stride, offset)
+    except Exception:  # what a damaged pickle raises is anybody's guess
+        return None
+
+
+_LONGEST_FORM = 4096  # bytes
+
+
+def _natural(value: object) -> int:
+    number = checked(value, int)
+    if number < 0:
+        raise ValueError(f"{number} is no size")
+    return number
+
+
+class _Rebuilt(Called):
+    pass
+
+
+class _Storage(Called):
+    pass
+
+
+_OF_A_TENSOR = {
+    ("torch._utils", "_rebuild_tensor_v2"): _Rebuilt,
+    ("collections", "OrderedDict"): Dict,
+    ("torch", "DoubleStorage"): torch.float64,
+    ("torch", "FloatStorage"): torch.float32,
+    ("torch", "HalfStorage"): torch.float16,
+    ("torch", "BFloat16Storage"): torch.bfloat16,
+    ("torch", "LongStorage"): torch.int64,
+    ("torch", "IntStorage"): torch.int32,
+    ("torch", "ShortStorage"): torch.int16,
+    ("torch", "CharStorage"): torch.int8,
+    ("torch", "ByteStorage"): torch.uint8,
+    ("torch", "BoolStorage"): torch.bool,
+}
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        return _OF_A_TENSOR[module, name]
+
+    def persistent_load(self, pid: object) -> object:
+        return _Storage(*checked(pid, tuple))

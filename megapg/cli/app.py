@@ -1,0 +1,38 @@
+"""The app that ``megapg`` runs: every command beside the others."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import megapg
+from megapg.cli.checkpoint import app as checkpoint_app
+from megapg.cli.console import make_app
+from megapg.cli.demo import app as demo_app
+from megapg.cli.doctor import app as doctor_app
+from megapg.cli.migrate import app as migrate_app
+
+app = make_app("Process groups for Megatron-core by injection instead of module globals.")
+app.add_typer(demo_app)
+app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(migrate_app)
+app.add_typer(doctor_app)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megapg {megapg.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Say the version, and no more."
+        ),
+    ] = False,
+) -> None:
+    """Process groups for Megatron-core by injection instead of module globals."""

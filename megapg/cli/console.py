@@ -1,0 +1,53 @@
+"""What all commands share: how they are added, and how they refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from inspect import cleandoc
+from typing import Annotated, Never, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+P = ParamSpec("P")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs, on one line.")]
+
+
+def make_app(about: str) -> typer.Typer:
+    """An app for commands, which says what there is where none is named."""
+    return typer.Typer(
+        help=about, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
+    )
+
+
+def add_to(app: typer.Typer) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Add a command to an app; typer alone would keep the line breaks of its docstring."""
+
+    def add(function: Callable[P, None]) -> Callable[P, None]:
+        paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
+        app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs))(function)
+        return function
+
+    return add
+
+
+def say(verdict: str, style: str, what: str | Text, *, stderr: bool = False) -> None:
+    """One line: a word in colour, and what there is to say of it."""
+    console = Console(stderr=stderr, soft_wrap=True, highlight=False)
+    console.print(Text(verdict, style=style), what if isinstance(what, Text) else Text(what))
+
+
+def print_json(value: object) -> None:
+    """A document for programs, on one line; what JSON has no form for is written as text."""
+    typer.echo(json.dumps(value, default=str))
+
+
+def refuse(message: str | Text) -> Never:
+    """End the command with one line, and exit code 2."""
+    say("error", "bold red", message, stderr=True)
+    sys.stdout.flush()
+    raise typer.Exit(2) from None

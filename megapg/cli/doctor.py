@@ -1,0 +1,71 @@
+"""The command line: ``megapg doctor``."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megapg.cli.console import add_to, refuse
+from megapg.errors import MegapgError
+
+if TYPE_CHECKING:  # what it needs is loaded when it runs: --help is quick
+    from megapg.doctor.across import Gathering
+
+
+app = typer.Typer()
+
+
+@add_to(app)
+def doctor(
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print JSON for programs, on one line, as schema.json of megapg.doctor says.",
+        ),
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for the other ranks of the job.", min=0.1)
+    ] = 30.0,
+) -> None:
+    """Say what looks wrong, what launched us, and what this machine can do.
+
+    Alone, it looks at this machine. Started as a job is, it brings all ranks together in one
+    report, which rank 0 prints; ranks that don't come are named. It makes no process group.
+
+    Exit code 0: nothing looks wrong; 1: something does; 2: it could not run.
+
+    Examples: megapg doctor; torchrun --nproc-per-node 8 -m megapg doctor; srun megapg doctor --json
+    """
+    try:
+        code = _run(timeout, as_json=as_json)
+    except (MegapgError, ImportError) as error:
+        refuse(str(error))
+    raise typer.Exit(code)
+
+
+def _run(timeout: float, *, as_json: bool) -> int:
+    from megapg.doctor.account import Account
+    from megapg.doctor.checks import examine
+    from megapg.doctor.gather import hold
+    from megapg.doctor.rows import rows
+    from megapg.doctor.survey import collect
+
+    facts = collect()
+    launch = facts.launch
+    account = Account(launch.rank, facts.host, facts.device, tuple(rows(facts)), examine(facts))
+
+    def judge(gathering: Gathering) -> int:
+        from megapg.doctor.render import show
+        from megapg.doctor.report import merge
+
+        report = merge(gathering)
+        if as_json:
+            print(json.dumps(report.as_json()), flush=True)
+        else:
+            show(report)
+        return 0 if report.good else 1
+
+    return hold(launch, account, timeout, judge)

@@ -1,0 +1,139 @@
+"""The report for people: a line for every use that counts, then tables."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TextIO
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megapg.migrate.python.source import Problem
+from megapg.migrate.reasons import REASONS
+from megapg.migrate.report.outcome import Entry, Report, burn_down, one_line, shortened
+
+_ROWS = 20  # of a long table
+_WIDE = 200  # where nobody says how wide the screen is
+_NAMESAKE = (
+    "the project's own {name}, and nothing here imports megatron.core: its uses are left alone. If "
+    "it stands for Megatron-core's parallel_state, --wrapper {name} (or wrappers in "
+    "[tool.megapg]) says so."
+)
+_DIFF_STYLES = {"@": "cyan", "+": "green", "-": "red"}
+
+
+def screen(stderr: bool = False) -> Console:
+    """What to print on. Nothing is cut where it is no terminal."""
+    stream: TextIO = sys.stderr if stderr else sys.stdout
+    if hasattr(stream, "reconfigure"):  # names of files may be no text
+        stream.reconfigure(errors="backslashreplace")
+    console = Console(stderr=stderr, soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    return console
+
+
+def show(out: Console, report: Report, entries: Iterable[Entry], title: str) -> None:
+    """What there is to do: problems, the uses that count, the table by package.
+
+    Args:
+        out: the screen.
+        report: the outcome.
+        entries: those that count.
+        title: of the table.
+    """
+    for each in report.findings.namesakes:
+        place = os.path.relpath(each.path, report.config.root)
+        _line(out, place, "yellow", _NAMESAKE.format(name=each.name))
+    show_problems(out, report.problems, f"{report.problem}: " if report.problem else "")
+    for entry in entries:
+        show_use(out, entry)
+    if report.entries:
+        rows = [(row.package, row.uses, *row.fates) for row in burn_down(report)]
+        _table(out, title, ("package", "uses", *report.columns), rows)
+
+
+def show_use(out: Console, entry: Entry) -> None:
+    """One use: what is written in its place, or why nothing is."""
+    if entry.instead:
+        written = f"{shortened(entry.site.text)} -> {entry.instead}"
+        note = f"[{entry.note}]" if entry.note else ""
+        _line(out, entry.site.place, "green", written, note)
+    else:
+        written = f"{shortened(entry.site.text)} [{entry.reason}]"
+        _line(out, entry.site.place, "red", written, entry.note, one_line(entry.suggestion))
+
+
+def show_problems(out: Console, problems: Iterable[Problem], said: str = "") -> None:
+    """Files that something is wrong with, and what; each with some words before it."""
+    for problem in problems:
+        _line(out, _place(problem), "yellow", said + problem.message)
+
+
+def show_reasons(out: Console, report: Report) -> None:
+    """What is left, by reason."""
+    rows = [
+        (code, uses, REASONS[code].title if code in REASONS else "")
+        for code, uses in report.reasons.items()
+    ]
+    if rows:
+        _table(
+            out, "left, by reason (megapg explain CODE)", ("code", "uses", "what it means"), rows
+        )
+
+
+def show_roots(out: Console, report: Report) -> None:
+    """Where the globals are still turned to, those that serve most first."""
+    roots = sorted(report.roots, key=lambda root: -root.serves)
+    if not roots:
+        return
+    title = "turns to the globals where nothing is passed"
+    if len(roots) > _ROWS:
+        title += f" ({_ROWS} of {len(roots)}; all with --json)"
+    rows = [
+        (f"{root.file}: {root.function or 'module level'}", root.serves, ", ".join(root.fields))
+        for root in roots[:_ROWS]
+    ]
+    _table(out, title, ("function", "uses", "fields"), rows)
+
+
+def show_diff(lines: Sequence[bytes]) -> None:
+    """A diff on standard output: in colours on a terminal, its bytes elsewhere."""
+    if not sys.stdout.isatty():  # FORCE_COLOR would make a patch that doesn't apply
+        typer.get_binary_stream("stdout").writelines(lines)
+        return
+    drawn = Text()
+    for number, line in enumerate(lines):
+        text = line.decode(errors="replace")
+        style = "bold" if number < 2 else _DIFF_STYLES.get(text[0], "")
+        drawn.append(text, style)
+    screen().print(drawn, end="")
+
+
+def _line(out: Console, place: str, style: str, text: str, note: str = "", do: str = "") -> None:
+    line = Text(f"{place}: ", style="bold")
+    line.append(text, style=style)
+    if note:
+        line.append(f"  {note}", style="dim")
+    if do:
+        line.append(f"  -> {do}", style="green")
+    out.print(line)
+
+
+def _table(
+    out: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[object]]
+) -> None:
+    table = Table(title=title, title_justify="left", pad_edge=False)
+    for heading, example in zip(headings, rows[0], strict=True):
+        table.add_column(heading, justify="right" if isinstance(example, int) else "left")
+    for row in rows:
+        table.add_row(*(Text(str(value)) for value in row))
+    out.print(table)
+
+
+def _place(problem: Problem) -> str:
+    return f"{problem.file}:{problem.line}" if problem.line else problem.file

@@ -1,0 +1,488 @@
+"""The value that carries live process groups: :class:`ProcessGroupCollection`.
+
+It has Megatron-core's field names, so it goes wherever Megatron-core takes a ``pg_collection``, and
+it is frozen: what a model was built with cannot change under it. Three meanings of "no group" that
+Megatron mixes are kept apart:
+
+* a **group** this rank is in;
+* **None**, where Megatron means "this rank is outside" (``embd``, ``pos_embd``) or "not configured"
+  (``hcp``, ``inter_dist_opt``, the all-gather twins; of borrowed groups also the GTP family);
+* **absent**: the attribute does not exist, ``hasattr`` is false, it is not in ``vars()``, and
+  reading it raises :class:`~megapg.errors.MissingGroupError`.
+
+The collection never creates and never destroys anything: that is the session's work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NoReturn
+
+import torch.distributed as dist
+
+from megapg.collection.membership import Membership as Membership
+from megapg.collection.membership import ProcessGroup as ProcessGroup
+from megapg.collection.membership import check_registered
+from megapg.collection.membership import membership as membership
+from megapg.errors import (
+    ForeignGroupError,
+    MissingGroupError,
+    StaleGroupError,
+    UnknownFieldError,
+)
+from megapg.layout import FIELDS, ParallelLayout
+
+OPTIONAL_FIELDS = frozenset(
+    {"embd", "pos_embd", "hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag"}
+    | {"gtp_remat", "expt_gtp_remat"}
+)
+"""Fields that may hold None, because None means something there. See the module's docstring."""
+
+
+class LeaseState(enum.Enum):
+    """What the owner of a collection's groups says about them."""
+
+    LIVE = "live"
+    SUSPENDED = "suspended"
+    CLOSED = "closed"
+    FAILED = "failed"
+
+
+_LIVE = LeaseState.LIVE  # an enum's members cost more to reach than a name
+# state -> what has happened, and what to do now.
+_WORDS = {
+    LeaseState.SUSPENDED: ("were suspended", "Call resume() first."),
+    LeaseState.CLOSED: (
+        "were closed",
+        "Use them inside the session, or take `session.groups` from an open one; "
+        "`session.rebind(...)` puts those of a resumed session into a model.",
+    ),
+    LeaseState.FAILED: ("were lost", "Close the session, and open another one."),
+}
+
+
+@dataclass
+class Lease:
+    """The owner's word on whether the groups may still be used. Only the owner changes it.
+
+    Attributes:
+        owner: the session, for messages.
+        generation: how often the owner's name was opened in this job, from 1.
+        state: live; suspended, and the same groups will work again; closed, and they never will;
+            failed, and they were aborted.
+        since: where and when the state last changed, for messages.
+        pid: the process that the groups live in.
+        timeout: seconds that the owner waits for other ranks; None where it does not say.
+        scratch: what users of the groups keep as long as the owner does, by name.
+        before_end: called when the owner wants to close the groups, which still work, with the
+            error that it closes for, if any; what they raise is raised once the groups are closed.
+        at_end: called when the owner is about to close the groups, or has lost them.
+        at_succession: called after the end, if the owner makes the groups of the same layout anew,
+            with the new collection (under a lease of its own).
+    """
+
+    owner: str
+    generation: int = 1
+    state: LeaseState = LeaseState.LIVE
+    since: str = ""
+    pid: int = dataclasses.field(default_factory=os.getpid)
+    timeout: float | None = None
+    scratch: dict[str, object] = dataclasses.field(default_factory=dict, repr=False)
+    before_end: list[Callable[[BaseException | None], None]] = dataclasses.field(
+        default_factory=list, repr=False
+    )
+    at_end: list[Callable[[], None]] = dataclasses.field(default_factory=list, repr=False)
+    at_succession: list[Callable[[ProcessGroupCollection], None]] = dataclasses.field(
+        default_factory=list, repr=False
+    )
+
+    def wind_up(self, error: BaseException | None, problems: list[BaseException]) -> None:
+        """For the owner, about to close the groups: let their users finish.
+
+        What they raised is added to ``problems`` and kept nowhere else: a traceback holds frames.
+        """
+        for finish in tuple(self.before_end):
+            try:
+                finish(error or next(iter(problems), None))
+            except BaseException as problem:  # Ctrl-C too: the groups are closed all the same
+                problems.append(problem)
+
+    def end(self, since: str, state: LeaseState = LeaseState.CLOSED) -> None:
+        """For the owner, about to close the groups: nobody may use them from now on.
+
+        Args:
+            since: where and when.
+            state: closed; or failed, if the groups are lost.
+        """
+        self.scratch.clear()
+        self.state, self.since = state, since
+        if problems := _told(self.at_end):
+            raise problems[0]
+
+    def suspend(self, since: str) -> None:
+        """For the owner: nobody may use the groups until :meth:`resume`."""
+        self.state, self.since = LeaseState.SUSPENDED, since
+
+    def resume(self, since: str) -> None:
+        """For the owner: the groups work again."""
+        self.state, self.since = LeaseState.LIVE, since
+
+    def succeed(self, successor: ProcessGroupCollection) -> list[Exception]:
+        """For the owner, after :meth:`end`: these take the groups' place. What listeners raised."""
+        self.since += f", and generation {successor.lease.generation} has taken their place"
+        return _told(self.at_succession, successor)
+
+    def check(self, purpose: str) -> None:
+        """Raise unless the groups are live, in this process.
+
+        Raises:
+            StaleGroupError: the owner closed or suspended them.
+            ForeignGroupError: they live in the process that this one was forked from.
+        """
+        if self.pid != os.getpid():
+            raise ForeignGroupError(
+                f"{purpose}: the process groups of {self.owner} live in process {self.pid}, and "
+                f"this is process {os.getpid()}, forked from it: sockets and streams don't "
+                "survive that. Open a session in this process, or send it plain values "
+                "(`pg.describe()`)."
+            )
+        if self.state is not _LIVE:
+            happened, what_now = _WORDS[self.state]
+            raise StaleGroupError(
+                f"{purpose}: the process groups of {self.owner} (generation {self.generation}) "
+                f"{happened} {self.since}. {what_now}"
+            )
+
+
+def _told(listeners: Sequence[Callable[..., None]], *news: object) -> list[Exception]:
+    """Tell every listener, whatever the others do; what they raised."""
+    problems = []
+    for tell in tuple(listeners):
+        try:
+            tell(*news)
+        except Exception as problem:
+            problems.append(problem)
+    return problems
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class ProcessGroupCollection:
+    """Frozen process groups of one layout, as this rank sees them.
+
+    Made by :func:`megapg.session`, by :meth:`from_groups`, or by the adapters in
+    :mod:`megapg.megatron`. Equality and hash go by the identity of the groups; ``copy`` and
+    ``deepcopy`` return the same object, so models that hold one can still be copied; pickling
+    raises, since a process group lives in one process. Keep collections out of configs that go
+    through ``dataclasses.asdict``: torch groups can't be copied. :meth:`describe` gives plain data.
+    """
+
+    tp: ProcessGroup
+    pp: ProcessGroup
+    mp: ProcessGroup
+    embd: ProcessGroup | None
+    pos_embd: ProcessGroup | None
+    cp: ProcessGroup
+    tp_cp: ProcessGroup
+    hcp: tuple[ProcessGroup, ...] | None
+    ep: ProcessGroup
+    expt_tp: ProcessGroup
+    tp_ep: ProcessGroup
+    tp_ep_pp: ProcessGroup
+    tp_ep_pp_with_egtp_remat: ProcessGroup
+    tp_dp: ProcessGroup
+    tp_dp_cp: ProcessGroup
+    dp: ProcessGroup
+    dp_cp: ProcessGroup
+    dp_cp_ag: ProcessGroup | None
+    dp_cp_gtp_remat: ProcessGroup
+    gtp_remat: ProcessGroup | None
+    expt_gtp_remat: ProcessGroup | None
+    expt_dp: ProcessGroup
+    expt_dp_ag: ProcessGroup | None
+    expt_dp_gtp_remat: ProcessGroup
+    intra_dp_cp: ProcessGroup
+    intra_expt_dp: ProcessGroup
+    inter_dist_opt: ProcessGroup | None
+    intra_dist_opt: ProcessGroup
+
+    # Slots beside __dict__, so that vars() holds the present fields and nothing else: Megatron-core
+    # 0.19 tests presence with vars(), 0.16 with hasattr().
+    __slots__ = ("__dict__", "__weakref__", "_extras", "_lease", "_members", "_witness", "layout")
+
+    if TYPE_CHECKING:
+        _extras: dict[str, ProcessGroup]
+        _lease: Lease
+        _members: dict[str, Membership]
+        _witness: ProcessGroup | None
+        layout: ParallelLayout | None
+
+    def __init__(
+        self,
+        groups: Mapping[str, ProcessGroup | Sequence[ProcessGroup] | None],
+        members: Mapping[str, Membership],
+        lease: Lease,
+        layout: ParallelLayout | None = None,
+        extras: Mapping[str, ProcessGroup] = MappingProxyType({}),
+    ) -> None:
+        """For owners and adapters; most code calls :meth:`from_groups` or opens a session.
+
+        Args:
+            groups: field -> group, None, or for ``hcp`` the groups of its levels.
+            members: field -> this rank's place in it, for every group; ``hcp.0``... for levels.
+            lease: shared with the owner, who ends it.
+            layout: the layout the groups were made from, where it is known.
+            extras: name -> group, for groups that are no field; see :attr:`extras`.
+        """
+        for field, group in groups.items():
+            _check_field(field, group)
+            vars(self)[field] = tuple(group) if isinstance(group, Sequence) else group
+        object.__setattr__(self, "_members", dict(members))
+        object.__setattr__(self, "_lease", lease)
+        object.__setattr__(self, "layout", layout)
+        single = (group for group in groups.values() if isinstance(group, dist.ProcessGroup))
+        object.__setattr__(self, "_witness", next(single, None))
+        object.__setattr__(self, "_extras", dict(extras))
+
+    @classmethod
+    def from_groups(
+        cls, **groups: ProcessGroup | Sequence[ProcessGroup] | None
+    ) -> ProcessGroupCollection:
+        """A collection of groups that you made: borrowed, never closed by megapg.
+
+        Args:
+            **groups: field -> group, for example ``tp=group``. None only where it has a meaning
+                (see the module's docstring). ``hcp`` takes the list of its levels.
+
+        Raises:
+            UnknownFieldError: a name that is no field.
+            ForeignGroupError: not a live group that this rank is a member of.
+        """
+        members = {}
+        for field, group in groups.items():
+            _check_field(field, group)
+            if isinstance(group, Sequence):
+                for level, inner in enumerate(group):
+                    members[f"{field}.{level}"] = membership(f"{field}.{level}", inner)
+            elif group is not None:
+                members[field] = membership(field, group)
+        return cls(groups, members, Lease(owner="groups passed to from_groups()"))
+
+    def rank(self, field: str) -> int:
+        """This rank's index in the group of ``field``, from 0.
+
+        Raises:
+            MissingGroupError: there is no such group here.
+        """
+        return self._member(field).rank
+
+    def size(self, field: str) -> int:
+        """Number of ranks in the group of ``field``; as :meth:`rank`."""
+        return len(self._member(field).ranks)
+
+    def ranks(self, field: str) -> tuple[int, ...]:
+        """Global ranks of the group of ``field``, in the group's order; as :meth:`rank`."""
+        return self._member(field).ranks
+
+    def present(self) -> tuple[str, ...]:
+        """Names of the fields this collection has, those that hold None included."""
+        held = vars(self)
+        return tuple(field for field in FIELDS if field in held)
+
+    def describe(self) -> dict[str, list[int] | list[list[int]] | None]:
+        """Plain data for logs and JSON: field -> global ranks, or None; ``hcp`` a list of them."""
+        plain: dict[str, list[int] | list[list[int]] | None] = {}
+        for field, value in self._in_order():
+            if isinstance(value, tuple):
+                plain[field] = [list(self.ranks(f"{field}.{i}")) for i in range(len(value))]
+            else:
+                plain[field] = None if value is None else list(self.ranks(field))
+        return plain
+
+    def require(self, *fields: str, owner: str = "require()") -> ProcessGroupCollection:
+        """This collection, once it is certain that it holds live groups for ``fields``.
+
+        Args:
+            *fields: names that must be present; a field that may be None passes as None. Without
+                any, every present field must be live.
+            owner: who asks, for the message.
+
+        Raises:
+            MissingGroupError: a field is absent; every absent one is named.
+            UnknownFieldError: a name is no field.
+            StaleGroupError: the owner closed or suspended the groups.
+            ForeignGroupError: a group was destroyed behind the owner's back, or all of them live
+                in the process that this one was forked from.
+        """
+        self._lease.check(owner)
+        held = self._present(fields or FIELDS)
+        for field in fields or held:
+            if field not in held and field not in self.extras:
+                missing = [name for name in fields if name in FIELDS and name not in held]
+                if missing:
+                    raise self._missing(self._absent(owner, missing))
+                raise self._no_such(field)
+            group = held[field] if field in held else self.extras[field]
+            for each in group if isinstance(group, tuple) else (group,):
+                if each is not None:
+                    check_registered(owner, field, each)
+        return self
+
+    def _in_order(self) -> list[tuple[str, object]]:
+        held = vars(self)  # once: of the globals each field has to be asked for
+        return [(field, held[field]) for field in FIELDS if field in held]
+
+    def _present(self, fields: Sequence[str]) -> Mapping[str, object]:
+        """What this collection has, of the fields given at least."""
+        return vars(self)
+
+    def holds(self, fields: Sequence[str]) -> bool:
+        """Whether ``require(*fields)`` would pass, as far as can be told in a microsecond: for
+        functions that ask at every call.
+
+        A group that was destroyed one by one behind the owner's back goes unnoticed; the end of
+        WORLD does not.
+        """
+        lease = self._lease
+        if lease.state is not _LIVE or lease.pid != os.getpid():
+            return False
+        held = self.__dict__  # half the cost of vars()
+        for field in fields:
+            if field not in held:
+                return False
+        try:  # torch forgets all groups together with WORLD, so one speaks for the others
+            return self._witness is None or dist.get_global_rank(self._witness, 0) >= 0
+        except (KeyError, ValueError, RuntimeError):
+            return False
+
+    @property
+    def extras(self) -> Mapping[str, ProcessGroup]:
+        """Groups that Megatron has no field for, if the session was asked for them.
+
+        ``gloo.dp_cp`` and the like with ``session(gloo=("dp_cp", ...))``; ``hybrid.2`` and its
+        multiples with ``session(hybrid_cp=True)``. :meth:`rank`, :meth:`size` and :meth:`ranks`
+        take these names as well. They don't count for equality.
+        """
+        return MappingProxyType(self._extras)
+
+    @property
+    def lease(self) -> Lease:
+        """Who owns the groups, and whether they may still be used."""
+        return self._lease
+
+    if not TYPE_CHECKING:  # so that a type checker knows which fields there are
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # Reached only where normal lookup found nothing: an absent field, or no field at all.
+            if name in FIELDS:
+                raise self._missing(self._absent(type(self).__name__, [name]))
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def _identity(self) -> tuple[tuple[str, object], ...]:
+        def key(value: object) -> object:
+            return tuple(map(id, value)) if isinstance(value, tuple) else id(value)
+
+        return tuple((field, key(value)) for field, value in self._in_order())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ProcessGroupCollection):
+            return NotImplemented
+        return self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __copy__(self) -> ProcessGroupCollection:
+        return self
+
+    def __deepcopy__(self, memo: object) -> ProcessGroupCollection:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a ProcessGroupCollection can't be pickled: its groups live in this process. Send "
+            "`pg.describe()`, or the ParallelLayout, and open a session on the other side."
+        )
+
+    def __repr__(self) -> str:
+        """Fields by communicator, each with this rank's index and the group's size."""
+        state = "" if self._lease.state is LeaseState.LIVE else f" {self._lease.state.value}"
+        shared: dict[object, list[str]] = {}
+        for field in self.present():
+            groups = self._groups(field)
+            key = tuple(map(id, groups)) if groups else None
+            shared.setdefault(key, []).append(field)
+        nothing = shared.pop(None, [])
+        parts = [f"{' '.join(fields)} = {self._place(fields[0])}" for fields in shared.values()]
+        if nothing:
+            parts.append(f"{' '.join(nothing)} = None")
+        return f"<{type(self).__name__}{state}: {'; '.join(parts) or 'empty'}>"
+
+    def _groups(self, field: str) -> tuple[ProcessGroup, ...]:
+        """The groups behind a present field: none for None, several for hcp."""
+        value: ProcessGroup | tuple[ProcessGroup, ...] | None = vars(self)[field]
+        if value is None:
+            return ()
+        return value if isinstance(value, tuple) else (value,)
+
+    def _place(self, field: str) -> str:
+        value = vars(self)[field]
+        levels = range(len(value)) if isinstance(value, tuple) else ()
+        known = map(self._member, [f"{field}.{level}" for level in levels] or [field])
+        return " and ".join(f"rank {member.rank} of {len(member.ranks)}" for member in known)
+
+    def _member(self, field: str) -> Membership:
+        if (found := self._members.get(field)) is None:
+            raise self._no_such(field)
+        return found
+
+    def _no_such(self, name: str) -> MissingGroupError | UnknownFieldError:
+        kind, _, which = name.partition(".")
+        if kind in ("gloo", "hybrid"):
+            asked = f'gloo=("{which}",)' if kind == "gloo" else "hybrid_cp=True"
+            have = ", ".join(self.extras) or "none"
+            return self._missing(
+                f"there is no group {name!r} here (extras: {have}); open the session with {asked}."
+            )
+        if name not in FIELDS:
+            return UnknownFieldError(f"{name!r} is no field; the fields are {', '.join(FIELDS)}.")
+        if name in vars(self):
+            why = "has levels: ask for hcp.0, hcp.1, ..." if vars(self)[name] else "is None here"
+            return self._missing(f"{name} {why}; {self!r}")
+        return self._missing(self._absent(type(self).__name__, [name]))
+
+    def _missing(self, text: str) -> MissingGroupError:
+        return MissingGroupError(text)
+
+    def _absent(self, owner: str, missing: Sequence[str]) -> str:
+        have = ", ".join(self.present()) or "nothing"
+        return (
+            f"{owner}: this collection has no {', '.join(missing)}; it has {have}. Open a "
+            "session (it makes every field), or pass the group: "
+            f"ProcessGroupCollection.from_groups({missing[0]}=...)."
+        )
+
+
+def _check_field(field: str, group: object) -> None:
+    if field not in FIELDS:
+        known = ", ".join(FIELDS)
+        raise UnknownFieldError(f"{field!r} is no field of a collection; the fields are {known}.")
+    if group is None:
+        if field not in OPTIONAL_FIELDS:
+            raise ForeignGroupError(
+                f"{field}=None: torch takes None for WORLD, so it can't stand for 'no group' here. "
+                "Leave the field out."
+            )
+        return
+    for level in group if isinstance(group, Sequence) and field == "hcp" else (group,):
+        if not isinstance(level, dist.ProcessGroup):
+            what = "the non-member mark" if level == dist.GroupMember.NON_GROUP_MEMBER else level
+            raise ForeignGroupError(f"{field}: {what!r} is no process group of this rank.")
+
+
+if {each.name for each in dataclasses.fields(ProcessGroupCollection)} != set(FIELDS):
+    raise RuntimeError("layout and collection disagree on the fields")  # one vocabulary

@@ -1,0 +1,168 @@
+"""What differs between communication backends, as a table: one row each, no ``if`` chains."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megapg.communicators.options import CommunicatorOptions
+from megapg.errors import UnsupportedOptionError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# Fields whose collectives can be in flight at the same moment must not share an NCCL communicator,
+# even where their ranks are equal: a communicator runs one collective after the other, and two
+# orders on two ranks would deadlock. A field not named here is on the common lane.
+_NCCL_LANES: Mapping[str, str] = {
+    "pp": "pipeline",
+    "embd": "embedding",
+    "pos_embd": "embedding",
+    "dp": "gradients",
+    "dp_cp": "gradients",
+    "dp_cp_gtp_remat": "gradients",
+    "intra_dp_cp": "gradients",
+    "expt_dp": "expert gradients",
+    "expt_dp_gtp_remat": "expert gradients",
+    "intra_expt_dp": "expert gradients",
+    "inter_dist_opt": "optimizer instances",
+    "ep": "experts",
+    "expt_tp": "experts",
+    "tp_ep": "experts",
+    "dp_cp_ag": "all-gather",
+    "expt_dp_ag": "expert all-gather",
+    "hybrid": "hybrid context",
+}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row of the table.
+
+    Attributes:
+        name: as torch.distributed spells it.
+        lanes: field -> lane; fields on different lanes never share a communicator.
+        options: turns megapg's options into torch's; raises where the backend has none.
+        creation_environment: set, unless the user has set it, while communicators are made.
+        alone: the backend has no peers to meet (torch's fake backend).
+        holds_memory: its communicators hold memory of the device, which is worth giving back.
+        cannot_suspend: why its communicators can't be suspended in this process; empty if they can.
+        unused: whether a communicator has never connected, so that it holds nothing.
+    """
+
+    name: str
+    options: Callable[[str, CommunicatorOptions], dist.ProcessGroupNCCL.Options | None]
+    lanes: Mapping[str, str] = field(default_factory=dict)
+    creation_environment: Mapping[str, str] = field(default_factory=dict)
+    alone: bool = False
+    holds_memory: bool = False
+    cannot_suspend: Callable[[], str] = lambda: "it keeps no memory of a device"
+    unused: Callable[[object], bool] = lambda communicator: False
+
+    @property
+    def connects_lazily(self) -> bool:
+        """Whether making a communicator waits for nobody, and its members connect at first use."""
+        switches = self.creation_environment.items()
+        return bool(switches) and all(
+            os.environ.get(key, value) == value for key, value in switches
+        )
+
+
+def _no_options(where: str, options: CommunicatorOptions) -> None:
+    if given := options.given():
+        names = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise UnsupportedOptionError(
+            f"{where}: {names} are NCCL settings, and this backend is not NCCL. Leave the options "
+            "out here, or choose backend='nccl'."
+        )
+
+
+def _nccl_options(where: str, options: CommunicatorOptions) -> dist.ProcessGroupNCCL.Options | None:
+    import torch.distributed as dist
+
+    given = options.given()
+    if not given:
+        return None
+    if not dist.is_nccl_available():
+        raise UnsupportedOptionError(f"{where}: this torch was built without NCCL.")
+    if options.net_name is not None and options.net_name.lower() not in ("ib", "socket"):
+        raise UnsupportedOptionError(
+            f"{where}: net_name={options.net_name!r}; NCCL has 'IB' and 'Socket'."
+        )
+    made = dist.ProcessGroupNCCL.Options(
+        is_high_priority_stream=bool(given.pop("is_high_priority_stream", False))
+    )
+    for name, value in given.items():
+        setattr(made.config, name, value)
+    return made
+
+
+# The first NCCL that can suspend a communicator; it must be there when torch is built, too.
+_NCCL_SUSPENDS = (2, 29, 7)
+
+
+def _nccl_cannot_suspend() -> str:
+    import torch
+    import torch.distributed as dist
+
+    if not hasattr(dist._Backend, "suspend"):
+        return f"torch {torch.__version__} can't suspend a communicator; 2.13 can"
+    if not dist.is_nccl_available():
+        return "this torch was built without NCCL"
+    found = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
+    if found < _NCCL_SUSPENDS:
+        version, needed = (".".join(map(str, each)) for each in (found, _NCCL_SUSPENDS))
+        return f"NCCL {version} can't suspend a communicator; {needed} can"
+    if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
+        return "NCCL_CUMEM_ENABLE=0 takes the memory management away that suspending is built on"
+    return ""
+
+
+def _nccl_unused(communicator: object) -> bool:
+    initialized = getattr(communicator, "_is_initialized", None)
+    return initialized is not None and not initialized()
+
+
+# A mixed device map behaves as the first of these that is in it.
+BACKENDS: Mapping[str, Backend] = {
+    row.name: row
+    for row in (
+        Backend(
+            "nccl",
+            _nccl_options,
+            lanes=_NCCL_LANES,
+            holds_memory=True,
+            cannot_suspend=_nccl_cannot_suspend,
+            unused=_nccl_unused,
+        ),
+        # Connecting every pair at once is most of what a gloo group costs; lazily, a pair connects
+        # when it first talks.
+        Backend("gloo", _no_options, creation_environment={"TORCH_GLOO_LAZY_INIT": "1"}),
+        Backend("fake", _no_options, alone=True),
+    )
+}
+
+
+def rows_of(spelling: str) -> list[Backend]:
+    """The rows for a torch backend string such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``, each
+    once, in the table's order; none for what the table does not know.
+    """
+    named = {part.rpartition(":")[2] for part in spelling.lower().split(",")}
+    return [row for row in BACKENDS.values() if row.name in named]
+
+
+def backend_for(spelling: str) -> Backend:
+    """The row that says how groups of a torch backend string are made: its first one.
+
+    Raises:
+        UnsupportedOptionError: no row knows it.
+    """
+    rows = rows_of(spelling)
+    if not rows:
+        raise UnsupportedOptionError(
+            f"backend={spelling!r} is not one of {', '.join(BACKENDS)}, alone or as in "
+            "'cpu:gloo,cuda:nccl'."
+        )
+    return rows[0]

@@ -1,0 +1,181 @@
+"""Making and ending communicators in torch.distributed. The only place that does either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megapg.communicators.backends import backend_for
+from megapg.communicators.plan import Communicator
+from megapg.communicators.world import World, scoped_environment
+from megapg.errors import TeardownError
+
+_OURS = "megapg/"
+
+
+def make(
+    world: World,
+    wanted: Iterable[Communicator],
+    *,
+    everyone: Callable[[], Iterable[Communicator]] | None = None,
+    store_for: Callable[[Communicator], dist.Store],
+    prefix: str,
+    timeout: timedelta,
+    within: float,
+) -> dict[Communicator, dist.ProcessGroup]:
+    """Make this rank's communicators; only their members take part.
+
+    torch's ``new_group`` wants every rank of WORLD to call it for every group, because it counts
+    groups to name them: hundreds of calls where a rank is in ten. Its way around that
+    (``use_local_synchronization``) hashes the same counter and reuses names. Here a name comes
+    from the session's own namespace and the ranks, so it depends on nothing else and never repeats.
+
+    Args:
+        world: the WORLD the ranks are counted in.
+        wanted: the communicators this rank is in.
+        everyone: those of all ranks, in one order; for a WORLD that is bound to a device: torch
+            then splits every group from WORLD's own communicator, which takes all of its ranks.
+        store_for: where the members of a communicator find each other.
+        prefix: makes the names unique in torch's registry, as :func:`prefix_of` gives it.
+        timeout: of collectives on the communicators that have none of their own.
+        within: seconds that making them may take.
+
+    Raises:
+        RendezvousError: it takes longer.
+    """
+
+    def apart(communicator: Communicator) -> dist.ProcessGroup:
+        with scoped_environment(backend_for(communicator.backend).creation_environment):
+            made = c10d._new_process_group_helper(
+                len(communicator.ranks),
+                communicator.ranks.index(world.rank),
+                list(communicator.ranks),
+                dist.Backend(communicator.backend),
+                store_for(communicator),
+                c10d.GroupName(f"{prefix}/{communicator.label}"),
+                backend_options=_options(communicator),
+                timeout=communicator.timeout or timeout,
+                group_desc=_description(prefix, communicator),
+            )
+        group: dist.ProcessGroup = made[0]
+        c10d._world.pg_group_ranks[group] = {
+            rank: index for index, rank in enumerate(communicator.ranks)
+        }
+        return group
+
+    def together(communicator: Communicator) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(
+            list(communicator.ranks),
+            timeout=communicator.timeout or timeout,
+            backend=communicator.backend,
+            pg_options=_options(communicator),
+            group_desc=_description(prefix, communicator),
+        )
+        return group
+
+    making = partial(_make, world, wanted, apart)
+    if world.device_bound and everyone is not None:
+        making = partial(_make, world, everyone(), together)
+    if backend_for(world.backend).alone:
+        return making()
+    return world.store.lend(making, within, f"making process groups ({prefix})", undo=_abort)
+
+
+def _make(
+    world: World,
+    wanted: Iterable[Communicator],
+    make_one: Callable[[Communicator], dist.ProcessGroup],
+) -> dict[Communicator, dist.ProcessGroup]:
+    made: dict[Communicator, dist.ProcessGroup] = {}
+    try:
+        for communicator in wanted:
+            group = make_one(communicator)
+            if world.rank in communicator.ranks:
+                made[communicator] = group
+    except BaseException:
+        _abort(made)
+        raise
+    return made
+
+
+def _options(communicator: Communicator) -> dist.ProcessGroupNCCL.Options | None:
+    row = backend_for(communicator.backend)
+    return row.options("/".join(communicator.fields), communicator.options)
+
+
+def _abort(made: Mapping[Communicator, dist.ProcessGroup]) -> None:
+    end(made.items(), abort=True)
+
+
+def end(groups: Iterable[tuple[Communicator, dist.ProcessGroup]], *, abort: bool) -> None:
+    """Destroy communicators in the reverse order of creation; every one is attempted.
+
+    One that torch no longer knows (WORLD was destroyed, and all groups with it) is already ended.
+
+    Args:
+        groups: in the order they were made.
+        abort: do not wait for work under way; its peers fail.
+
+    Raises:
+        TeardownError: some could not be destroyed; each error notes the fields and the ranks.
+    """
+    failures: list[Exception] = []
+    for communicator, group in reversed(list(groups)):
+        try:
+            if abort and is_registered(group):
+                c10d._abort_process_group(group)
+            if is_registered(group):
+                tag = c10d._world.pg_to_tag.get(group, "")
+                dist.destroy_process_group(group)
+                # torch leaves an empty list behind under the tag, and each group has its own.
+                if not c10d._world.tags_to_pg.get(tag):
+                    c10d._world.tags_to_pg.pop(tag, None)
+        except Exception as error:
+            error.add_note(
+                f"closing {', '.join(communicator.fields)} of ranks {communicator.ranks}"
+            )
+            failures.append(error)
+    if failures:
+        raise TeardownError(f"{len(failures)} communicators could not be closed", failures)
+
+
+def prefix_of(session: str, generation: int) -> str:
+    """What the names and descriptions of a session's groups begin with."""
+    return f"{_OURS}{session}/{generation}"
+
+
+def session_of(group: dist.ProcessGroup) -> str:
+    """Name and generation of the session that made a group; empty for anybody else's."""
+    prefix = group.group_desc.rpartition(": ")[0]
+    return prefix.removeprefix(_OURS) if prefix.startswith(_OURS) else ""
+
+
+def sessions_in_torch() -> list[str]:
+    """Names of the sessions with groups that torch knows, in this process."""
+    owners = sorted(set(map(session_of, c10d._world.pg_map)) - {""})
+    return [owner.rpartition("/")[0] for owner in owners]
+
+
+def registered() -> int:
+    """How many groups torch knows in this process, WORLD included."""
+    return len(c10d._world.pg_map)
+
+
+def bystanders(ours: Iterable[dist.ProcessGroup]) -> list[str]:
+    """Descriptions of the groups that torch knows besides WORLD and ``ours``."""
+    known = {id(dist.group.WORLD), *map(id, ours)}
+    others = [group for group in c10d._world.pg_map if id(group) not in known]
+    return [group.group_desc or group.group_name for group in others]
+
+
+def _description(prefix: str, communicator: Communicator) -> str:
+    return f"{prefix}: {'+'.join(communicator.fields)}"
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch still knows the group; a destroyed gloo group would answer as if it did."""
+    return group in c10d._world.pg_map

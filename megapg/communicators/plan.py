@@ -1,0 +1,126 @@
+"""Which communicators one rank needs, and which fields share them. Nothing is created here."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import TypeAlias
+
+from megapg.communicators.backends import backend_for
+from megapg.communicators.options import CommunicatorOptions
+from megapg.layout import ParallelLayout
+
+ALL_GATHER_FIELDS = frozenset({"dp_cp_ag", "expt_dp_ag"})
+_DEDICATED = "dedicated:"
+COMPANION = "gloo."
+"""What the names of gloo companions begin with: ``gloo.dp`` has the ranks of ``dp``."""
+
+
+_Key: TypeAlias = tuple[tuple[int, ...], str, CommunicatorOptions, str, timedelta | None]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the communicators of a session are made, apart from who is in them."""
+
+    backend: str
+    lanes: Mapping[str, str]
+    options: Mapping[str, CommunicatorOptions]
+    dedicated: frozenset[str]
+    all_gather_groups: bool
+    gloo: frozenset[str] = frozenset()
+    timeouts: Mapping[str, timedelta] = dataclasses.field(default_factory=dict)
+
+    def backend_of(self, field: str) -> str:
+        """The backend of a field's communicator; a companion's is gloo wherever there is one."""
+        if field.startswith(COMPANION) and not backend_for(self.backend).alone:
+            return "gloo"
+        return self.backend
+
+    def lane(self, field: str) -> str:
+        """Fields on different lanes never share a communicator."""
+        base = field.partition(".")[0]  # the levels of hcp go by their field
+        return f"{_DEDICATED}{field}" if base in self.dedicated else self.lanes.get(base, "")
+
+    def option(self, field: str) -> CommunicatorOptions:
+        """The options of a field."""
+        return self.options.get(field.partition(".")[0], CommunicatorOptions())
+
+    def timeout(self, field: str) -> timedelta | None:
+        """How long a field's collectives may take, where that was given for it."""
+        return self.timeouts.get(field, self.timeouts.get(field.partition(".")[0]))
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """One communicator to be made: its ranks, and the fields that it serves on every one of them.
+
+    Attributes:
+        fields: the fields that share it, in the collection's order.
+        ranks: its global ranks, ascending.
+        options: what the backend is asked for.
+        backend: as torch names it.
+        timeout: of its collectives, where that is not the session's.
+    """
+
+    fields: tuple[str, ...]
+    ranks: tuple[int, ...]
+    options: CommunicatorOptions
+    backend: str
+    timeout: timedelta | None = None
+
+    @cached_property
+    def label(self) -> str:
+        """Names the communicator alike on all its ranks, and no other one of the session."""
+        digest = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
+        return f"{self.fields[0]}-{digest}"
+
+
+def created_fields(layout: ParallelLayout, recipe: Recipe) -> tuple[str, ...]:
+    """The families of ``layout`` that a session makes communicators for."""
+    left_out = frozenset() if recipe.all_gather_groups else ALL_GATHER_FIELDS
+    made = [field for field in layout.families if field not in left_out]
+    return (*made, *(COMPANION + field for field in made if field in recipe.gloo))
+
+
+def communicators(layout: ParallelLayout, recipe: Recipe, rank: int) -> list[Communicator]:
+    """The communicators that ``rank`` is in: one per distinct ranks, lane, options, backend and
+    timeout.
+
+    All its ranks find the same fields for a communicator, since each family is a partition.
+    """
+    shared: dict[_Key, list[str]] = {}
+    for field in created_fields(layout, recipe):
+        if ranks := layout.members(field.removeprefix(COMPANION), rank):
+            lane, options, timeout = recipe.lane(field), recipe.option(field), recipe.timeout(field)
+            if len(ranks) == 1 and not lane.startswith(_DEDICATED):
+                lane, options, timeout = (
+                    "alone",
+                    CommunicatorOptions(),
+                    None,
+                )  # nothing is ever sent
+            key = (ranks, lane, options, recipe.backend_of(field), timeout)
+            shared.setdefault(key, []).append(field)
+    return [
+        Communicator(tuple(fields), ranks, options, backend, timeout)
+        for (ranks, _, options, backend, timeout), fields in shared.items()
+    ]
+
+
+def every_communicator(layout: ParallelLayout, recipe: Recipe) -> Iterator[Communicator]:
+    """The communicators of all ranks, each once, in one order that every rank derives alike."""
+    seen: set[Communicator] = set()
+    for rank in layout.ranks:
+        for communicator in communicators(layout, recipe, rank):
+            if communicator not in seen:
+                seen.add(communicator)
+                yield communicator
+
+
+def by_field(wanted: Collection[Communicator]) -> dict[str, Communicator]:
+    """field -> the communicator that serves it."""
+    return {field: communicator for communicator in wanted for field in communicator.fields}

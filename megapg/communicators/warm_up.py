@@ -1,0 +1,382 @@
+"""Opening communicators before they are needed, in one order that all ranks share.
+
+A communicator connects when it is first used: NCCL makes it then, gloo connects each pair of ranks
+when the two first talk, and sending without batching makes NCCL communicators of two ranks besides.
+Where that happens in the middle of a training step, a rank that is gone is noticed late (gloo tries
+five times), memory goes when nobody expects it, and ranks that begin with different groups wait for
+each other for ever.
+
+Here every rank opens what it is in, sorted by fields and ranks. Of all that are not open yet, the
+first in that order has nothing to wait for on any of its ranks, so there is no circle.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from megapg.communicators.backends import rows_of
+from megapg.communicators.options import CommunicatorOptions
+from megapg.communicators.plan import Communicator
+from megapg.communicators.watch import (
+    CALLED_OFF,
+    THE_END,
+    THE_START,
+    CalledOffError,
+    Place,
+    Watch,
+    judge,
+    told_of,
+)
+from megapg.rendezvous.coordinator import Coordinator
+from megapg.rendezvous.problems import brief
+
+# Up to how many ranks each pair of them is connected on gloo; beyond, what collectives connect.
+_LARGEST = 64
+# How long the word to the others may take after Ctrl-C. Seconds.
+_INTERRUPTED = 1.0
+# For how long a thread that is stuck in a communicator is waited for. Seconds.
+_AFTERWARDS = 1.0
+# The fields in which everybody sends to everybody, besides collectives that go round.
+_EXCHANGING = frozenset({"cp", "ep", "tp_ep"})
+_PIPELINE = "pp"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """One communicator that a warm-up has opened.
+
+    Attributes:
+        fields: what it serves as; ``WORLD`` for that, or for what pipelines of two ranks use of it.
+        ranks: its global ranks.
+        backend: as torch names it.
+        seconds: how long it took, with the wait for the other ranks.
+        bytes: by how much the free memory of the device shrank, whoever took it; None where it is
+            not on one.
+    """
+
+    fields: tuple[str, ...]
+    ranks: tuple[int, ...]
+    backend: str
+    seconds: float
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class WarmUpReport:
+    """What a warm-up opened on this rank. ``str()`` is a table for people.
+
+    Attributes:
+        owner: whose communicators.
+        communicators: in the order in which they were opened; those of one rank are left out.
+        seconds: how long it took, until every rank had opened its own.
+    """
+
+    owner: str
+    communicators: tuple[Opened, ...]
+    seconds: float
+
+    @property
+    def bytes(self) -> int | None:
+        """By how much the free memory of the device shrank; None where nothing is on one."""
+        known = [each.bytes for each in self.communicators if each.bytes is not None]
+        return sum(known) if known else None
+
+    def __str__(self) -> str:
+        count = len(self.communicators)
+        lines = [
+            f"{self.owner}: {count} communicator{'s' if count != 1 else ''} opened in "
+            f"{self.seconds:.3f} s"
+            + (f", {self.bytes / 2**20:,.1f} MiB" if self.bytes is not None else "")
+        ]
+        rows = [
+            (
+                _short(each.fields),
+                f"ranks {_listed(each.ranks)}",
+                each.backend,
+                f"{each.seconds:.3f} s",
+                "" if each.bytes is None else f"{each.bytes / 2**20:,.1f} MiB",
+            )
+            for each in self.communicators
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n  ".join(lines)
+
+
+def warm_up(
+    owner: str,
+    made: Iterable[tuple[Communicator, dist.ProcessGroup]],
+    coordinator: Coordinator,
+    rank: int,
+    *,
+    timeout: float,
+    unbatched: bool,
+) -> WarmUpReport:
+    """Open the communicators of this rank. Every rank calls it with its share of the same ones.
+
+    Args:
+        owner: whose they are, for messages.
+        made: the communicators that this rank is in.
+        coordinator: of all ranks that call it.
+        rank: this rank.
+        timeout: seconds without progress on any rank after which it has failed.
+        unbatched: pipelines send without batching, as Megatron's interleaved schedule does, for
+            which NCCL makes more communicators; where they cost nothing they are opened anyway.
+
+    Raises:
+        RendezvousError: one did not open, or a rank did not come; fields and ranks are named, on
+            every rank. What was opened must not be used any more.
+    """
+    steps = _steps(made, rank, unbatched=unbatched)
+    opened, seconds = _together("warm_up()", owner, steps, coordinator, rank, timeout)
+    return WarmUpReport(owner, opened, seconds)
+
+
+def probe(
+    owner: str,
+    made: Iterable[tuple[Communicator, dist.ProcessGroup]],
+    coordinator: Coordinator,
+    rank: int,
+    *,
+    timeout: float,
+) -> tuple[Opened, ...]:
+    """One small collective on each communicator of this rank; see :func:`warm_up`."""
+    steps = [
+        replace(step, probe=True) for step in _steps(made, rank, unbatched=False) if step.whole
+    ]
+    return _together("check()", owner, steps, coordinator, rank, timeout)[0]
+
+
+def _together(
+    doing: str,
+    owner: str,
+    steps: Sequence[_Step],
+    coordinator: Coordinator,
+    rank: int,
+    timeout: float,
+) -> tuple[tuple[Opened, ...], float]:
+    """Take the steps in their order, and wait until every rank has; how long it took."""
+    coordinator.exchange(doing, "", timeout=timeout)  # from here on, everyone is at it
+    started = time.perf_counter()
+    watch = Watch(coordinator, timeout)
+    work = _Work(steps, rank, timeout)
+    opened: list[Opened] = []
+    at, problem = THE_START, ""
+    try:
+        while (event := watch.next(work.events)) is not None:
+            if isinstance(event, BaseException):
+                raise event
+            if isinstance(event, Opened):
+                opened.append(event)
+                watch.advance()
+            else:
+                at = event.place
+                coordinator.post("at", str(at))
+        at = THE_END
+        coordinator.post("at", str(at))
+        watch.wait_for_all()
+    except CalledOffError:
+        problem = CALLED_OFF
+    except Exception as error:
+        problem = told_of(error, at, doing, coordinator)
+        watch.call_off(problem)
+    except BaseException as error:
+        watch.call_off(brief(error), within=_INTERRUPTED)
+        raise
+    finally:
+        work.stop()
+    judge(doing, owner, coordinator, rank, problem, timeout)
+    return tuple(opened), time.perf_counter() - started
+
+
+# -- opening ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A communicator to be opened.
+
+    Attributes:
+        communicator: which one.
+        group: the same in torch.
+        pairs: of global ranks that send to each other without batching; in one order on all ranks.
+        whole: it is to be opened as a whole, and not for these pairs alone.
+        probe: one small collective will do.
+    """
+
+    communicator: Communicator
+    group: dist.ProcessGroup
+    pairs: Sequence[tuple[int, int]] = ()
+    whole: bool = True
+    probe: bool = False
+
+    @property
+    def place(self) -> Place:
+        fields, ranks = self.communicator.fields, self.communicator.ranks
+        return Place(fields, ranks[0], f"{_short(fields)} of ranks {_listed(ranks)}", ranks)
+
+
+_Event: TypeAlias = _Step | Opened | BaseException | None
+_Devices: TypeAlias = list[tuple[str, torch.device]]
+
+
+def _steps(
+    made: Iterable[tuple[Communicator, dist.ProcessGroup]], rank: int, *, unbatched: bool
+) -> list[_Step]:
+    """What this rank is to open, in an order that all ranks share."""
+    found = []
+    made = list(made)
+    whole = any(group is dist.group.WORLD for _, group in made)
+    for communicator, group in made:
+        ranks = communicator.ranks
+        if len(ranks) == 1:
+            continue
+        pairs: list[tuple[int, int]] = []
+        free = not any(row.holds_memory for row in rows_of(communicator.backend))
+        if (unbatched or free) and _PIPELINE in communicator.fields:
+            ring = {tuple(sorted(pair)) for pair in zip(ranks, (*ranks[1:], ranks[0]), strict=True)}
+            pairs = sorted((low, high) for low, high in ring if rank in (low, high))
+            world = dist.group.WORLD
+            if len(ranks) == 2 and world is not None and not (whole and free):
+                # There Megatron sends one way over the group and the other way over WORLD.
+                named = Communicator(
+                    ("WORLD",), ranks, CommunicatorOptions(), dist.get_backend(world)
+                )
+                found.append(_Step(named, world, pairs, whole=False))
+        found.append(_Step(communicator, group, pairs))
+    return sorted(found, key=lambda step: (step.communicator.fields, step.communicator.ranks))
+
+
+class _Work:
+    """Opens one after the other, in a thread: making one can block in C++ for as long as it likes.
+
+    Attributes:
+        events: a step that begins, what it has opened, an error that ends it, None at the end.
+    """
+
+    def __init__(self, steps: Sequence[_Step], rank: int, timeout: float) -> None:
+        self.events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._timeout = timedelta(seconds=timeout)
+        # The current device is one of each thread, and that of a new thread is the first.
+        placed = [(step, _devices(step.group)) for step in steps]
+        self._thread = threading.Thread(
+            target=self._run, args=(placed, rank), daemon=True, name="megapg warm-up"
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Begin no further step, and wait for the thread for a moment."""
+        self._stopped.set()
+        self._thread.join(_AFTERWARDS)
+        if self._thread.is_alive():
+            # One that comes back from C++ while the interpreter is exiting ends it with SIGABRT.
+            atexit.register(self._thread.join, _AFTERWARDS)
+
+    def _run(self, placed: Sequence[tuple[_Step, _Devices]], rank: int) -> None:
+        try:
+            for step, devices in placed:
+                if self._stopped.is_set():
+                    return
+                self.events.put(step)
+                self.events.put(self._opened(step, devices, rank))
+            self.events.put(None)
+        except BaseException as error:
+            self.events.put(error)
+
+    def _opened(self, step: _Step, devices: _Devices, rank: int) -> Opened:
+        communicator = step.communicator
+        before, started = None, time.perf_counter()
+        for name, device in devices:
+            if device.type == "cuda" and before is None:
+                torch.cuda.set_device(device)
+                before = torch.cuda.mem_get_info(device)[0]
+            for begun in _begun(name, device, step, rank, self._timeout):
+                self._wait(begun)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        taken = None if before is None else before - torch.cuda.mem_get_info()[0]
+        seconds = time.perf_counter() - started
+        return Opened(communicator.fields, communicator.ranks, communicator.backend, seconds, taken)
+
+    def _wait(self, work: dist.Work | None) -> None:
+        """Until it is done, or this is to stop; a wait in C++ would hear of neither."""
+        pause = 0.0
+        while work is not None and not work.is_completed():
+            if self._stopped.wait(pause):
+                raise CalledOffError
+            pause = min(pause + 0.0005, 0.01)
+        if work is not None:
+            work.wait()
+
+
+def _devices(group: dist.ProcessGroup) -> _Devices:
+    """The backends behind a group, each once, and a device of this thread that each serves."""
+    found: dict[str, torch.device] = {}
+    for spelled in dist.get_backend_config(group).split(","):
+        kind, _, name = spelled.partition(":")
+        for row in rows_of(name):
+            on_gpu = kind == "cuda" and row.holds_memory
+            device = f"cuda:{torch.cuda.current_device()}" if on_gpu else kind
+            found.setdefault(row.name, torch.device(device))
+    return list(found.items())
+
+
+def _begun(
+    backend: str, device: torch.device, step: _Step, rank: int, timeout: timedelta
+) -> Iterator[dist.Work | None]:
+    """Begin, one after the other, what connects all that training will use."""
+    group, ranks = step.group, step.communicator.ranks
+    count, gloo = len(ranks), backend == "gloo"
+    if step.whole:
+        yield dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+        if step.probe:
+            return
+        if count <= _LARGEST if gloo else _EXCHANGING & set(step.communicator.fields):
+            sent, received = torch.zeros(2, count, device=device).unbind()
+            yield dist.all_to_all_single(received, sent, group=group, async_op=True)
+        elif gloo:
+            one, all_of_them = torch.zeros(1), torch.zeros(count)
+            yield dist.all_gather_into_tensor(all_of_them, one, group=group, async_op=True)
+            yield dist.broadcast(one, ranks[0], group=group, async_op=True)
+            yield dist.barrier(group=group, async_op=True)
+        if not gloo and _PIPELINE in step.communicator.fields:
+            at = ranks.index(rank)
+            after, before = ranks[(at + 1) % count], ranks[at - 1]
+            sent, received = torch.zeros(2, 1, device=device).unbind()
+            yield from dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, sent, after, group),
+                    dist.P2POp(dist.irecv, received, before, group),
+                ]
+            )
+    if step.whole and gloo:
+        return  # each pair is connected by now
+    for low, high in step.pairs:
+        sent, received = torch.zeros(2, 1, device=device).unbind()
+        if rank == low:
+            works = dist.isend(sent, high, group=group), dist.irecv(received, high, group=group)
+        else:
+            works = dist.irecv(received, low, group=group), dist.isend(sent, low, group=group)
+        for work in works:  # those of gloo are not done before somebody waits for them
+            if work is not None:
+                work.wait(timeout)
+
+
+def _short(fields: Sequence[str]) -> str:
+    return "+".join(fields[:3]) + ("+..." if len(fields) > 3 else "")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown

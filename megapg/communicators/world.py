@@ -1,0 +1,358 @@
+"""torch's WORLD: adopted from whoever made it, or made here and then closed here.
+
+Ownership is identity: a :class:`World` destroys WORLD only while the current WORLD is the very
+object it made, so what a caller set up, or put in its place since, is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megapg.communicators.backends import backend_for
+from megapg.errors import LaunchError, RendezvousError, SessionError
+from megapg.launch import Launch, Network, choose_network, detect
+from megapg.rendezvous.bounded import bounded
+from megapg.rendezvous.connect import job_store
+from megapg.rendezvous.rendezvous import Rendezvous
+from megapg.rendezvous.store import Store, host_of
+
+logger = logging.getLogger(__name__)
+
+# How long a rank that won't come tries to reach those that it tells so. Seconds.
+_TELLING = 10.0
+# The connection to the store behind each WORLD: everyone in this process shares it, with what it
+# knows of who hosts it and whether it still answers.
+_STORES: weakref.WeakKeyDictionary[dist.ProcessGroup, Store] = weakref.WeakKeyDictionary()
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+@dataclass
+class World:
+    """The default process group, and whether it is ours to destroy.
+
+    Attributes:
+        rank: this process's global rank.
+        size: number of ranks.
+        store: the connection to the store behind WORLD, which all its ranks share.
+        backend: as torch names it, for example ``"gloo"``.
+        timeout: of collectives on WORLD, and so of those inside Megatron.
+        generation: how often megapg made WORLD in this job; 0 where the caller made it.
+        hosts: of each rank its host, where the launcher told.
+        network: the interfaces that were chosen for it, if that was asked for.
+    """
+
+    rank: int
+    size: int
+    store: Store
+    backend: str
+    timeout: timedelta
+    generation: int = 0
+    hosts: Sequence[str] = ()
+    network: Network | None = None
+    _known: weakref.ref[dist.ProcessGroup] | None = None
+    _made: dist.ProcessGroup | None = None
+    _rendezvous: Rendezvous | None = None
+    _hooks: tuple[_Hook, _Hook] | None = None  # sys.excepthook before and after it was made
+    _applied: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def ours(self) -> bool:
+        """Whether the current WORLD is the object that we made."""
+        return self._made is not None and dist.group.WORLD is self._made
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The current WORLD, if it is ours."""
+        return self._made if self.ours else None
+
+    @property
+    def current(self) -> bool:
+        """Whether WORLD is still the one that this is about."""
+        known = self._known and self._known()
+        return known is not None and known is dist.group.WORLD
+
+    def check(self) -> None:
+        """Raise unless WORLD is still the one that this is about.
+
+        Raises:
+            SessionError: it was destroyed, or replaced by another one.
+        """
+        if not self.current:
+            what = "destroyed" if dist.group.WORLD is None else "replaced by another one"
+            raise SessionError(
+                f"WORLD was {what} behind the session's back. Open a new session, or leave WORLD "
+                "alone as long as one is open or suspended."
+            )
+
+    @property
+    def device_bound(self) -> bool:
+        """Whether WORLD is tied to one device: then torch splits every group from it, together."""
+        return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
+
+    def close(self, *, abort: BaseException | None, timeout: float) -> dict[int, str]:
+        """Destroy WORLD if it is ours; leave it alone if it is not.
+
+        Args:
+            abort: what is wrong here, if anything: then nobody waits for the other ranks, who are
+                told, and collectives under way fail.
+            timeout: seconds to wait for the others in an orderly close.
+
+        Returns:
+            rank -> what is wrong there, so that an orderly close was not to be had.
+        """
+        problems: dict[int, str] = {}
+        if self._made is None:
+            return problems
+        in_order = False  # every rank is well, and knows that every rank is
+        try:
+            if self._rendezvous is not None:
+                problems = self._rendezvous.part(abort, timeout=timeout)
+            in_order = abort is None and not problems
+        finally:  # after Ctrl-C as well
+            self._applied.close()
+            if self.ours:
+                if not in_order:
+                    c10d._abort_process_group()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            self._made = None
+            # torch puts the rank before the lines of a traceback, once more for each WORLD. After
+            # a failure that stays: it is about to be printed.
+            if in_order and self._hooks is not None and sys.excepthook is self._hooks[1]:
+                sys.excepthook = self._hooks[0]
+        return problems if abort is None else {}
+
+
+def current_world(connection: Store | None = None) -> World:
+    """The WORLD that somebody else has made.
+
+    Args:
+        connection: the one on which its store is, for a WORLD that is new.
+    """
+    default = dist.group.WORLD
+    if default is None:
+        raise RendezvousError("torch.distributed is not initialised: there is no WORLD to adopt.")
+    config = dist.get_backend_config(default)
+    behind = c10d._get_default_store()
+    kinds = {part.partition(":")[2] for part in config.split(",")}
+    store = _STORES.get(default) if connection is None else connection.beside(behind)
+    if store is None:
+        store = Store(behind, host_of(behind, "the store behind WORLD"))
+    _STORES[default] = store
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        store=store,
+        # One backend on every device goes by its plain name; otherwise the device map matters.
+        backend=kinds.pop() if len(kinds) == 1 else config,
+        timeout=_timeout_of(default),
+        _known=weakref.ref(default),
+    )
+
+
+def create_world(
+    *,
+    backend: str | None,
+    timeout: float,
+    collective_timeout: timedelta | None,
+    launch: Launch | None = None,
+    network: str | Sequence[str] | None = None,
+) -> World:
+    """Make WORLD from what the launcher said, once every rank is here.
+
+    Args:
+        backend: ``"nccl"`` where CUDA is available and ``"gloo"`` elsewhere, unless given.
+        timeout: seconds to wait for ranks that are missing.
+        collective_timeout: of collectives on WORLD; torch's default for the backend unless given.
+        launch: who this process is; read from the environment unless given.
+        network: which interfaces to use, as :func:`~megapg.launch.choose_network` takes it; what it
+            sets in the environment stays until WORLD is closed.
+
+    Raises:
+        LaunchError: the environment is incomplete or contradicts itself, or the interface asked for
+            can't serve.
+        RendezvousError: a rank did not come, the port is taken, the store can't be reached, or the
+            ranks' accelerators can't talk to each other.
+    """
+    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    row = backend_for(chosen)
+    launch = launch or detect()
+    store = job_store(launch, timeout)
+    rendezvous = Rendezvous(store, "WORLD", launch.rank, range(launch.world_size), launch.hosts)
+    interfaces = None if network is None else _interfaces(network, chosen, rendezvous)
+    settings = {
+        "backend": chosen,
+        "network": "left alone" if interfaces is None else interfaces.agreement,
+    }
+    agreement = rendezvous.meet(settings, timeout=timeout)
+    made: dist.ProcessGroup | None = None
+    applied = contextlib.ExitStack()
+    try:
+        if interfaces is not None:
+            applied.enter_context(interfaces.applied())
+        device = _device(launch) if "nccl" in chosen else None
+        if device is not None:
+            torch.cuda.set_device(device)  # before init: NCCL takes the current device
+        hook, before = sys.excepthook, dist.group.WORLD
+        try:
+            with scoped_environment(row.creation_environment):
+                agreement.store.lend(
+                    lambda: dist.init_process_group(
+                        chosen,
+                        store=agreement.store.torch,
+                        rank=launch.rank,
+                        world_size=launch.world_size,
+                        timeout=collective_timeout,
+                    ),
+                    timeout,
+                    "making WORLD",
+                    undo=lambda _: _discard(dist.group.WORLD),
+                )
+        finally:  # a barrier that fails, or Ctrl-C, can leave a WORLD behind
+            made = dist.group.WORLD if before is None else None
+        hooked = sys.excepthook
+        world = current_world(agreement.store)
+        # Backends read keys under the store's own timeout, and may first do so much later.
+        store.torch.set_timeout(world.timeout)
+        if device is not None:
+            _meet_on(device, timeout)
+    except BaseException as error:
+        with applied:
+            _discard(made)
+            rendezvous.confirm(error, timeout=timeout)
+        raise
+    try:
+        rendezvous.confirm(None, timeout=timeout)
+    except BaseException:
+        with applied:
+            _discard(made)
+        raise
+    world.generation, world._rendezvous, world._made = agreement.generation, rendezvous, made
+    world.hosts, world.network, world._applied = launch.hosts, interfaces, applied
+    world._hooks = hook, hooked
+    return world
+
+
+def refuse(error: BaseException, launch: Launch | None = None) -> None:
+    """Tell the ranks that wait to make WORLD why this one won't come, if they can be reached."""
+    with contextlib.suppress(LaunchError, RendezvousError):
+        launch = launch or detect()
+        store = job_store(launch, _TELLING)
+        ranks = range(launch.world_size)
+        Rendezvous(store, "WORLD", launch.rank, ranks, launch.hosts).decline(error)
+
+
+def fake_world(rank: int, size: int) -> World:
+    """WORLD on torch's fake backend: this process plays ``rank`` of ``size``; nothing is sent.
+
+    Raises:
+        SessionError: torch.distributed is initialised already.
+    """
+    if dist.is_initialized():
+        raise SessionError(
+            "a fake WORLD can't be made while torch.distributed is initialised; destroy the "
+            "current one first."
+        )
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
+
+    hook = sys.excepthook
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)
+    world = current_world()
+    world._made, world._hooks = dist.group.WORLD, (hook, sys.excepthook)
+    return world
+
+
+@contextlib.contextmanager
+def scoped_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables that are not set, and take them back at the end."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _device(launch: Launch) -> torch.device:
+    """The accelerator of this rank."""
+    count = torch.cuda.device_count()
+    # Some sites show each process its own device only, as the first.
+    index = 0 if count == 1 else launch.local_rank
+    if index is None:
+        raise LaunchError(
+            f"rank {launch.rank} sees {count} CUDA devices, and nobody says which is its own: set "
+            "LOCAL_RANK in each rank, counting from 0 on each host, or local_rank= of its launch=."
+        )
+    if index >= count:
+        raise LaunchError(
+            f"rank {launch.rank} is number {launch.local_rank} on its host ({launch.launcher}), "
+            f"but sees {count} CUDA devices: start at most one rank per device, and look at "
+            "CUDA_VISIBLE_DEVICES; or choose backend='gloo'."
+        )
+    return torch.device("cuda", index)
+
+
+def _meet_on(device: torch.device, timeout: float) -> None:
+    """A barrier between the accelerators: that the ranks met over TCP does not say they can talk.
+
+    It may never end, nor can it be told to.
+    """
+
+    def meet() -> None:
+        torch.cuda.set_device(device)  # each thread has a current device of its own
+        dist.barrier(device_ids=[device.index])
+
+    try:
+        bounded(meet, time.monotonic() + timeout, name="megapg barrier")
+    except TimeoutError:
+        raise RendezvousError(
+            f"all ranks came, but a barrier of their accelerators did not end within {timeout:g} "
+            f"s on {device} of {socket.gethostname()}. NCCL_DEBUG=INFO shows which network it "
+            "tries; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another."
+        ) from None
+
+
+def _interfaces(wanted: str | Sequence[str], backend: str, rendezvous: Rendezvous) -> Network:
+    """The choice of this host; the other ranks hear of it if there is none."""
+    try:
+        network = choose_network(wanted)
+        network.check(backend)
+    except LaunchError as error:
+        rendezvous.decline(error)
+        raise
+    logger.info("%s", network)
+    return network
+
+
+def _discard(made: dist.ProcessGroup | None) -> None:
+    """Abort the WORLD that was made, unless somebody has another by now."""
+    if made is not None and dist.group.WORLD is made:
+        c10d._abort_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """The timeout that the group's collectives really have; the backend's default if unknown."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            found: timedelta = options._timeout
+            return found
+    return c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))

@@ -1,0 +1,100 @@
+"""The report as people read it: the verdict first, then the facts, as tables on a terminal and one
+per line where it is piped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megapg.doctor.account import Level
+from megapg.doctor.report import Fact, Report
+from megapg.launch.process import ranks_said
+
+_STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.NOTE: "cyan"}
+_VALUES = 8  # different values of one fact that are shown; --json has all
+
+
+def show(report: Report) -> None:
+    """Print the report to the standard output."""
+    terminal = Console()
+    console = terminal if terminal.is_terminal else Console(soft_wrap=True)
+    console.print(Text(_headline(report), style="bold"))
+    _judge(console, report)
+    for section, facts in groupby(report.facts, key=lambda fact: fact.section):
+        console.print()
+        if console.is_terminal:
+            console.print(_table(section, list(facts), report.world_size))
+        else:
+            console.print(Text(section))
+            for line in (line for fact in facts for line in _lines(fact, report.world_size)):
+                console.print(Text("  ").append(line))
+
+
+def _headline(report: Report) -> str:
+    ranks = f"{report.world_size} rank{'s' if report.world_size > 1 else ''}"
+    hosts = f"{len(report.hosts)} host{'s' if len(report.hosts) > 1 else ''}"
+    return f"megapg doctor: {ranks} on {hosts}"
+
+
+def _table(section: str, facts: Sequence[Fact], world_size: int) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(section, no_wrap=True, min_width=20, overflow="fold")
+    table.add_column("", overflow="fold")
+    if world_size > 1:
+        table.add_column("ranks", no_wrap=True)
+    for fact in facts:
+        for number, (value, ranks) in enumerate(_shown(fact, world_size)):
+            cells = [_plain("" if number else fact.name), value]
+            cells += [Text(ranks)] if world_size > 1 else []
+            table.add_row(*cells, style="yellow" if fact.differs else "")
+    return table
+
+
+def _lines(fact: Fact, world_size: int) -> list[Text]:
+    mark = "  (differs)" if fact.differs else ""
+    return [
+        Text(f"{fact.name}: {value}{f'  [{ranks}]' if ranks else ''}{mark}")
+        for value, ranks in _shown(fact, world_size)
+    ]
+
+
+def _shown(fact: Fact, world_size: int) -> list[tuple[Text, str]]:
+    """Values and who has them; nothing is said of ranks where every rank has the one value."""
+    shown = [
+        (_plain(each.text), "" if len(each.ranks) == world_size else ranks_said(each.ranks))
+        for each in fact.values[:_VALUES]
+    ]
+    if (more := len(fact.values) - _VALUES) > 0:
+        shown.append((Text(f"and {more} other values; --json has them"), ""))
+    return shown
+
+
+def _judge(console: Console, report: Report) -> None:
+    """The verdict in one line, then what looks wrong."""
+    if report.good:
+        console.print(Text("good", style="bold green").append(" nothing looks wrong", "none"))
+    else:
+        counts = Counter(finding.level for finding, _ in report.findings)
+        said = [
+            f"{count} {level}{'s' if count > 1 else ''}"
+            for level in (Level.ERROR, Level.WARNING)
+            if (count := counts[level])
+        ]
+        worst = report.findings[0][0].level
+        console.print(Text("bad", style=_STYLES[worst]).append(f" {', '.join(said)}", "none"))
+    for finding, ranks in report.findings:
+        who = "" if report.world_size == 1 or not ranks else f" [{ranks_said(ranks)}]"
+        line = Text(finding.level.value, style=_STYLES[finding.level])
+        console.print(line.append(f"{who} ", "none").append_text(_plain(finding.what)))
+        console.print(Text("  do: ").append_text(_plain(finding.remedy)))
+
+
+def _plain(value: str) -> Text:
+    """What an environment variable may hold: it must not draw on the terminal."""
+    return Text("".join(char if char.isprintable() else ascii(char)[1:-1] for char in value))

@@ -1,0 +1,142 @@
+"""What a launcher said about this process, as a value."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from megapg.errors import LaunchError
+from megapg.launch.environment import overridden
+
+# Below the ports that systems hand out to connections (Linux: from 32768), above most services.
+_FIRST_PORT, _PORTS = 20_000, 12_000
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Who this process is among those of its job, and where they meet.
+
+    :func:`~megapg.launch.detect` reads it from the environment. Where no launcher that megapg knows
+    started the job, make one and pass it to ``megapg.session(launch=...)``; the default is a
+    process alone.
+
+    Attributes:
+        launcher: its name, for messages.
+        rank: global rank of this process.
+        world_size: number of processes.
+        local_rank: index of this process on its host: the accelerator it uses. Unless given it is
+            what is certain: 0 where there is one process on each host, the rank where all are on
+            this one (as they are if they meet at a loopback address); None where nobody knows.
+        local_world_size: number of processes on this host; None where the launcher does not say.
+        address: host where the ranks meet; empty for a process alone.
+        port: TCP port there.
+        hosted: the launcher runs the store, so that no rank has to.
+        attempt: how often the launcher has started this job again, from 0.
+        job: tells this job from others that may meet at the same port; equal on all ranks.
+        hosts: rank -> name of its host; empty where the launcher does not say.
+        origin: where address and port come from, for messages.
+
+    Raises:
+        LaunchError: the values do not fit together.
+    """
+
+    launcher: str = "launch="
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    address: str = ""
+    port: int = 0
+    hosted: bool = False
+    attempt: int = 0
+    job: str = ""
+    hosts: Sequence[str] = ()
+    origin: str = "address= and port= of launch="
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise LaunchError(
+                f"rank {self.rank} of {self.launcher} is not within its world of "
+                f"{self.world_size} ranks."
+            )
+        if self.local_rank is None:
+            object.__setattr__(self, "local_rank", self._certain_local_rank())
+        elif self.local_rank < 0:
+            raise LaunchError(f"local rank {self.local_rank} of {self.launcher} is below 0.")
+        if self.address and not 0 < self.port < 65_536:
+            raise LaunchError(
+                f"port {self.port} ({self.origin}) is none: give one from 1 to 65535."
+            )
+        if self.world_size > 1 and not self.address:
+            raise LaunchError(
+                f"{self.launcher}: {self.world_size} ranks need an address= and a port= to meet at."
+            )
+
+    def _certain_local_rank(self) -> int | None:
+        if self.world_size == 1 or self.local_world_size == 1:
+            return 0
+        together = self.local_world_size == self.world_size or is_loopback(self.address)
+        return self.rank if together else None
+
+    @classmethod
+    def alone(cls) -> Self:
+        """A process alone, whatever the environment says.
+
+        ``megapg.session(launch=Launch.alone())`` says that this is meant where
+        :func:`~megapg.launch.detect` finds the process to be one of several: in the shell of a
+        SLURM allocation, or in each pod of an Indexed Job whose pods have nothing to do with each
+        other.
+        """
+        return cls(launcher="Launch.alone()")
+
+    def environment(self) -> dict[str, str]:
+        """The same in torchrun's variables, for code that reads those."""
+        variables = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "MASTER_ADDR": self.address or "127.0.0.1",
+            "MASTER_PORT": self.port,  # 0: any, for a process alone
+            "TORCHELASTIC_RESTART_COUNT": self.attempt,
+        }
+        if self.local_rank is not None:
+            variables["LOCAL_RANK"] = self.local_rank
+        if self.local_world_size is not None:
+            variables["LOCAL_WORLD_SIZE"] = self.local_world_size
+        if self.hosted:
+            variables["TORCHELASTIC_USE_AGENT_STORE"] = True
+        return {name: str(value) for name, value in variables.items()}
+
+    @contextlib.contextmanager
+    def exported(self) -> Iterator[None]:
+        """Put :meth:`environment` into ``os.environ``; at the end everything is as it was."""
+        with overridden(self.environment()):
+            yield
+
+
+def is_loopback(address: str) -> bool:
+    """Whether every host takes the address for itself."""
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def port_for(job: str, step: int = 0) -> int:
+    """A port that all ranks of a job derive alike; the steps of one job get different ones."""
+    return _FIRST_PORT + (zlib.crc32(job.encode()) + step) % _PORTS
+
+
+def ranks_said(ranks: Iterable[int]) -> str:
+    """``ranks 0-7, 9``; ``rank 3``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    said = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+    return f"rank {said}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {said}"

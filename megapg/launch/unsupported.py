@@ -1,0 +1,237 @@
+"""Launchers and platforms that megapg can name, but under which it does not know how ranks meet."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from megapg.errors import LaunchError
+from megapg.launch.environment import Variables
+from megapg.launch.launcher import Launcher
+
+_BY_HAND = "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each"
+
+
+@dataclass(frozen=True)
+class Other:
+    """One row of the table: variables that show a process to be one of several.
+
+    Each is the name of a variable, empty where there is none.
+    """
+
+    name: str  # of the launcher or platform, for messages
+    index: str  # which one of them this is
+    # how many there are; ``*`` stands for any text, and all that it fits are added up
+    count: str = ""
+    listing: str = ""  # all of them: a list in JSON, or words between commas, spaces or lines
+    local_index: str = ""  # which one it is among those of its host
+    local_count: str = ""  # how many there are on its host
+    hosts: bool = False  # index, count and listing are about hosts; each may run several ranks
+    remedy: str = f"Start them with torchrun, or {_BY_HAND}."  # what to do
+
+
+# As the launchers' and platforms' own documents and sources have them.
+_OTHERS = (
+    Other("Cray PALS", "PALS_RANKID", "PALS_SIZE", local_index="PALS_LOCAL_RANKID"),
+    Other(
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        local_index="MV2_COMM_WORLD_LOCAL_RANK",
+        local_count="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Other(
+        "LSF's jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        local_index="JSM_NAMESPACE_LOCAL_RANK",
+        local_count="JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    Other("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", local_index="FLUX_TASK_LOCAL_ID"),
+    Other(
+        "MPICH, Intel MPI or the like",
+        "PMI_RANK",
+        "PMI_SIZE",
+        local_index="MPI_LOCALRANKID",
+        local_count="MPI_LOCALNRANKS",
+    ),
+    Other(
+        "Horovod",
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        local_index="HOROVOD_LOCAL_RANK",
+        local_count="HOROVOD_LOCAL_SIZE",
+        remedy="Set RANK=$HOROVOD_RANK, WORLD_SIZE=$HOROVOD_SIZE, LOCAL_RANK=$HOROVOD_LOCAL_RANK, "
+        "and MASTER_ADDR and MASTER_PORT alike in each; or start them with torchrun.",
+    ),
+    Other("PMIx", "PMIX_RANK"),
+    Other("a worker group on Ray", "", local_count="RAY_LOCAL_WORLD_SIZE"),
+    Other(
+        "SkyPilot",
+        "SKYPILOT_NODE_RANK",
+        "SKYPILOT_NUM_NODES",
+        "SKYPILOT_NODE_IPS",
+        hosts=True,
+        remedy="Start torchrun on each: torchrun --nnodes=$SKYPILOT_NUM_NODES "
+        "--node-rank=$SKYPILOT_NODE_RANK --nproc-per-node=$SKYPILOT_NUM_GPUS_PER_NODE "
+        '--master-addr=$(echo "$SKYPILOT_NODE_IPS" | head -n1) --master-port=29500 ...; '
+        f"or {_BY_HAND}.",
+    ),
+    Other(
+        "SageMaker",
+        "SM_CURRENT_HOST",
+        listing="SM_HOSTS",
+        hosts=True,
+        remedy="Let SageMaker start torchrun (distribution={'torch_distributed': {'enabled': "
+        f"True}}}}); or {_BY_HAND}.",
+    ),
+    Other(
+        "Kubeflow",
+        "PET_NODE_RANK",
+        "PET_NNODES",
+        local_count="PET_NPROC_PER_NODE",
+        hosts=True,
+        remedy=f"Start torchrun in each, which reads the PET_ variables; or {_BY_HAND}.",
+    ),
+    Other(
+        "Volcano",
+        "VC_TASK_INDEX",
+        "VC_*_NUM",
+        hosts=True,
+        remedy=f"Let the job have Volcano's pytorch plugin; or {_BY_HAND}.",
+    ),
+    Other(
+        "a LeaderWorkerSet",
+        "LWS_WORKER_INDEX",
+        "LWS_GROUP_SIZE",
+        hosts=True,
+        remedy="Start torchrun in each: torchrun --nnodes=$LWS_GROUP_SIZE "
+        "--node-rank=$LWS_WORKER_INDEX --master-addr=$LWS_LEADER_ADDRESS --master-port=29500 "
+        f"--nproc-per-node=GPUS ...; or {_BY_HAND}.",
+    ),
+    Other(
+        "AWS Batch",
+        "AWS_BATCH_JOB_NODE_INDEX",
+        "AWS_BATCH_JOB_NUM_NODES",
+        hosts=True,
+        remedy="Start torchrun on each: torchrun --nnodes=$AWS_BATCH_JOB_NUM_NODES "
+        "--node-rank=$AWS_BATCH_JOB_NODE_INDEX --master-addr=MAIN_NODE --master-port=29500 "
+        f"--nproc-per-node=GPUS ...; or {_BY_HAND}.",
+    ),
+    Other(
+        "dstack",
+        "DSTACK_NODE_RANK",
+        "DSTACK_NODES_NUM",
+        "DSTACK_NODES_IPS",
+        hosts=True,
+        remedy="Start torchrun on each: torchrun --nnodes=$DSTACK_NODES_NUM "
+        "--node-rank=$DSTACK_NODE_RANK --nproc-per-node=$DSTACK_GPUS_PER_NODE "
+        f"--master-addr=$DSTACK_MASTER_NODE_IP --master-port=29500 ...; or {_BY_HAND}.",
+    ),
+    # Any job of such a kind has an index, one of a single pod as well, and Kubernetes tells a pod
+    # nothing more. The last, so that what others say of the number of pods goes before.
+    Other(
+        "an Indexed Job of Kubernetes",
+        "JOB_COMPLETION_INDEX",
+        hosts=True,
+        remedy="Start torchrun in each: torchrun --nnodes=PODS --node-rank=$JOB_COMPLETION_INDEX "
+        "--master-addr=JOB-0.SERVICE --master-port=29500 --nproc-per-node=GPUS ...; or "
+        f"{_BY_HAND}.",
+    ),
+)
+
+
+def refuse_within(variables: Variables, outer: Launcher) -> None:
+    """Refuse a process that one of them started inside a task of ``outer``; both are named.
+
+    Intel MPI, MPICH and Flux start their daemons with ``srun``, one on each node, and what these
+    start has the daemon's variables: without this several ranks would take themselves for one task.
+    """
+    for other in _OTHERS:
+        if other.hosts or not (other.index and other.count):
+            continue
+        names = (other.index, other.count)
+        said = dict(zip(names, (outer.rank, outer.world_size), strict=True))
+        if any(variables.number(name, value) != value for name, value in said.items()):
+            given = ", ".join(f"{n}={variables.text(n)}" for n in variables.among(names))
+            raise LaunchError(
+                f"two sources contradict each other: {other.name} has {given}, but {outer.name} "
+                f"has {outer.names[0]}={outer.rank}, {outer.names[1]}={outer.world_size}. Start "
+                f"the ranks with srun itself or with torchrun; or unset {', '.join(names)} to let "
+                f"{outer.name} speak."
+            )
+
+
+def refuse_unknown(variables: Variables) -> None:
+    """Refuse a process that one of them started beside others, and say what to do.
+
+    Without this every rank of such a job would take itself for a process alone. Where one has an
+    index, and nobody says how many there are, it counts as one of several: what is started once
+    gets no index.
+    """
+    found = [(other, _how_many(other, variables)) for other in _OTHERS]
+    alone = {other.hosts for other, count in found if count == 1}  # of ranks, or of hosts
+    for other, count in found:
+        index = variables.plain(other.index)
+        excused = count == 1 or (other.hosts in alone and index == "0")
+        # A count that is no number, such as 1:4 of an elastic job, says that there may be several.
+        counted = any(map(variables.plain, variables.like(other.count)))
+        if excused or (count is None and not index and not counted):
+            continue
+        names = [other.index, *variables.like(other.count), other.listing, other.local_count]
+        given = ", ".join(name for name in names if variables.plain(name))
+        raise LaunchError(
+            f"{other.name} started this process {'on host' if other.hosts else 'as rank'} "
+            f"{index or '?'} of {count or 'an unknown number'} ({given}), and megapg can't tell "
+            "which rank it is and where the ranks meet: each would train alone. "
+            f"{other.remedy} If alone is meant, pass launch=megapg.Launch.alone()."
+        )
+
+
+def local_rank(variables: Variables, rank: int, world_size: int) -> int | None:
+    """The number of a rank among those of its host, where ``LOCAL_RANK`` does not say it.
+
+    It is certain where one of them says it, where there is one rank on each host, and where all
+    ranks are on this one. How many there are on each host is not enough, as nobody says that ranks
+    follow each other there: that is refused. None where nobody says even that.
+    """
+    shared = [("LOCAL_WORLD_SIZE", variables.whole("LOCAL_WORLD_SIZE"))]
+    for other in _OTHERS:
+        ours = {other.index: rank, other.count: world_size}
+        if not other.hosts and all(variables.whole(n) in (None, v) for n, v in ours.items()):
+            said = variables.whole(other.local_index)
+            if said is not None:
+                return said
+        if other.hosts and _how_many(other, variables) == world_size:
+            return 0
+        shared.append((other.local_count, variables.whole(other.local_count)))
+    for name, here in shared:
+        if here in (1, world_size):
+            return 0 if here == 1 else rank
+        if here is not None:
+            raise LaunchError(
+                f"{name}={here} of {world_size} ranks share a host, and LOCAL_RANK is not set, "
+                "which says which accelerator each of them takes. Set it in each, counting from 0 "
+                "on each host; or start with torchrun."
+            )
+    return None
+
+
+def _how_many(other: Other, variables: Variables) -> int | None:
+    """How many there are of what it counts; None where nobody says."""
+    counts = [variables.whole(name) for name in variables.like(other.count)]
+    numbers = [count for count in counts if count is not None]
+    if numbers and len(numbers) == len(counts):
+        return sum(numbers)
+    if listed := variables.plain(other.listing):
+        return _length(listed)
+    here = None if other.hosts else variables.whole(other.local_count)
+    return here if here is not None and here > 1 else None
+
+
+def _length(text: str) -> int:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = text.replace(",", " ").split()
+    return len(found) if isinstance(found, list) else 1

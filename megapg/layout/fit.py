@@ -1,0 +1,244 @@
+"""The sizes of a layout: do they fit together, and which are the nearest that would."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+from megapg.errors import LayoutError
+from megapg.layout.grid import Grid
+
+EmbeddingRanks: TypeAlias = Callable[[list[int]], Sequence[int]]
+"""Given the global ranks of one pipeline, first stage first: those that hold the embedding."""
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+
+def default_embedding_ranks(pipeline: list[int]) -> list[int]:
+    """First and last stage, as Megatron's default: where the word embeddings live."""
+    return pipeline[:1] if len(pipeline) == 1 else [pipeline[0], pipeline[-1]]
+
+
+def default_position_embedding_ranks(pipeline: list[int]) -> list[int]:
+    """First stage only, as Megatron's default: where the position embeddings live."""
+    return pipeline[:1]
+
+
+DEFAULT_CHOICES = (default_embedding_ranks, default_position_embedding_ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a layout is made of, checked: the fields of :class:`megapg.layout.ParallelLayout`."""
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    expt_tp: int = 0
+    order: str = DEFAULT_ORDER
+    optimizer_instances: int = 1
+    hierarchical_cp: tuple[int, ...] = ()
+    embedding_ranks: EmbeddingRanks = default_embedding_ranks
+    position_embedding_ranks: EmbeddingRanks = default_position_embedding_ranks
+    vpp: int | None = None
+    hybrid_cp: bool = False
+    ranks: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        vars(self)["expt_tp"] = self.expt_tp or self.tp
+        vars(self)["order"] = self.order.lower()
+        vars(self)["hierarchical_cp"] = tuple(self.hierarchical_cp or ())
+        self._check_sizes()
+        vars(self)["ranks"] = _one_form(self.ranks or range(self.world_size))
+        self._check_order()
+        self._check_ranks()
+
+    @property
+    def dp(self) -> int:
+        """Data parallel size of the dense grid."""
+        return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def expt_dp(self) -> int:
+        """Data parallel size of the expert grid."""
+        return self.world_size // (self.expt_tp * self.ep * self.pp)
+
+    @cached_property
+    def _dense(self) -> Grid:
+        return self._grid(tp=self.tp, cp=self.cp, ep=1, dp=self.dp, instance=1, pp=self.pp)
+
+    @cached_property
+    def _expert(self) -> Grid:
+        instances = self.optimizer_instances
+        slice_ = self.expt_dp // instances
+        return self._grid(
+            tp=self.expt_tp, cp=1, ep=self.ep, dp=slice_, instance=instances, pp=self.pp
+        )
+
+    def _grid(self, **sizes: int) -> Grid:
+        axes = tuple(self.order.split("-"))
+        axes += tuple(axis for axis in AXES if axis not in axes)  # only size 1 may be left out
+        at = axes.index("dp") + 1
+        axes = (*axes[:at], "instance", *axes[at:])
+        return Grid(axes, tuple(sizes[axis] for axis in axes))
+
+    def _check_sizes(self) -> None:
+        sizes = {
+            name: getattr(self, name)
+            for name in ("world_size", "tp", "pp", "cp", "ep", "expt_tp", "optimizer_instances")
+        }
+        sizes |= {f"hierarchical_cp[{i}]": level for i, level in enumerate(self.hierarchical_cp)}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise LayoutError(f"{name}={size!r}: sizes are whole numbers from 1.")
+        if problem := self._misfit():
+            raise LayoutError(f"{problem} {self._suggest()}".rstrip())
+        whole = isinstance(self.vpp, int)
+        if self.vpp is not None and (not whole or self.vpp < 1 or self.pp < 2):
+            raise LayoutError(
+                f"vpp={self.vpp} with pp={self.pp}: a virtual pipeline is a whole number of model "
+                "chunks per rank and needs pp > 1."
+            )
+        if self.hybrid_cp and self.dp * self.cp % 2:
+            raise LayoutError(
+                f"hybrid_cp with dp x cp = {self.dp} x {self.cp}: hybrid context parallelism "
+                "takes an even number of ranks."
+            )
+        levels = self.hierarchical_cp
+        if levels and math.prod(levels) != self.cp:
+            arithmetic = " x ".join(map(str, levels))
+            raise LayoutError(
+                f"hierarchical_cp: {arithmetic} = {math.prod(levels)}, but cp={self.cp}."
+            )
+
+    def _misfit(self) -> str | None:
+        """The first division that leaves a remainder, spelled out; None where all fit."""
+        world, instances = self.world_size, self.optimizer_instances
+        dense, expert = self.tp * self.pp * self.cp, self.expt_tp * self.ep * self.pp
+        dp_cp = world // (self.tp * self.pp) if world >= dense else 0
+        divisions = (
+            ("world_size", world, f"tp={self.tp} x pp={self.pp} x cp={self.cp}", dense),
+            ("world_size", world, f"expt_tp={self.expt_tp} x ep={self.ep} x pp={self.pp}", expert),
+            ("dp x cp", dp_cp, "optimizer_instances", instances),
+            ("expt_dp", world // expert, "optimizer_instances", instances),
+        )
+        for whole_name, whole, part_name, part in divisions:
+            if whole < 1 or whole % part:
+                return (
+                    f"{whole_name}={whole} does not divide by {part_name} = {part} "
+                    f"({whole} = {whole // part} x {part} + {whole % part})."
+                )
+        return None
+
+    def _suggest(self) -> str:
+        """The nearest layouts that fit: other world sizes first, then one other size each."""
+        instances = self.optimizer_instances
+        dense = self.tp * self.pp * math.lcm(self.cp, instances)
+        unit = math.lcm(dense, self.expt_tp * self.ep * self.pp * instances)
+        below = self.world_size // unit * unit
+        worlds = [{"world_size": size} for size in (below, below + unit) if size]
+        changes = [change for change in worlds if self._fits(change)]
+        for name in ("tp", "pp", "cp", "ep", "expt_tp", "optimizer_instances"):
+            size = getattr(self, name)
+            nearest = sorted(_divisors(self.world_size), key=lambda n: (abs(n - size), n))
+            for other in nearest[:4]:
+                change = {name: other}
+                if name == "tp" and self.expt_tp == self.tp:
+                    change["expt_tp"] = other
+                if other != size and self._fits(change):
+                    changes.append(change)
+                    break
+        options = [", ".join(f"{k}={v}" for k, v in change.items()) for change in changes]
+        return f"Nearest that fit: {'; or '.join(options)}." if options else ""
+
+    def _fits(self, change: dict[str, int]) -> bool:
+        """Whether the changed layout can be made: its order, levels, chunks and ranks included."""
+        changed = copy.copy(self)  # of which nothing was checked
+        vars(changed).update(change)
+        if changed._misfit() is not None:
+            return False  # and the checks would ask for suggestions in turn
+        try:
+            changed.__post_init__()
+        except LayoutError:
+            return False
+        return True
+
+    def _check_order(self) -> None:
+        axes = self.order.split("-")
+        for axis in axes:
+            if axis not in AXES:
+                raise LayoutError(
+                    f"order={self.order!r}: {axis!r} is no axis; use {', '.join(AXES)} joined by -."
+                )
+            if axes.count(axis) > 1:
+                raise LayoutError(f"order={self.order!r} has the axis {axis!r} more than once.")
+        sizes = {axis: getattr(self, axis) for axis in AXES}
+        sizes["tp"] = max(self.tp, self.expt_tp)
+        sizes["dp"] = max(self.dp, self.expt_dp)
+        for axis, size in sizes.items():
+            if axis not in axes and size != 1:
+                raise LayoutError(
+                    f"order={self.order!r} lacks the axis {axis!r}, whose size is {size}; only an "
+                    "axis of size 1 may be left out."
+                )
+        if self.pp == 1:
+            return
+        # The two rules that Megatron asserts: pipelines must be the same ranks in both grids.
+        strides = self._dense.stride("pp"), self._expert.stride("pp")
+        if strides[0] != strides[1]:
+            raise LayoutError(
+                f"order={self.order!r}: neighbouring pipeline stages would be {strides[0]} ranks "
+                f"apart in the dense grid and {strides[1]} in the expert grid. Put pp last."
+            )
+        if axes[-1] != "pp" and self.dp != self.expt_dp:
+            raise LayoutError(
+                f"order={self.order!r} does not end in pp, so dp={self.dp} and "
+                f"expt_dp={self.expt_dp} would have to be equal. Put pp last."
+            )
+
+    def _check_ranks(self) -> None:
+        ascending = isinstance(self.ranks, range) and self.ranks.step > 0
+        if len(self.ranks) != self.world_size or (len(self.ranks) and self.ranks[0] < 0):
+            raise LayoutError(
+                f"ranks={text_of(self.ranks)} are {len(self.ranks)} ranks, but "
+                f"world_size={self.world_size}; give one global rank (from 0) for each."
+            )
+        if not ascending and any(a >= b for a, b in zip(self.ranks, self.ranks[1:], strict=False)):
+            raise LayoutError(
+                f"ranks={text_of(self.ranks)}: give them in ascending order without repetition; "
+                "torch sorts the ranks of a group, so another order could not be kept."
+            )
+
+
+def _one_form(ranks: Sequence[int]) -> Sequence[int]:
+    """Evenly spaced ranks as a range, others as a tuple, so that the same ranks are equal."""
+    try:
+        given = ranks if isinstance(ranks, range) else tuple(map(operator.index, ranks))
+    except TypeError:
+        raise LayoutError(f"ranks={ranks!r}: ranks are whole numbers from 0.") from None
+    step = given[1] - given[0] if len(given) > 1 else 1
+    if step < 1:
+        return given
+    even = range(given[0], given[0] + step * len(given), step)
+    return even if given == even or given == tuple(even) else given
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def text_of(value: object) -> str:
+    if isinstance(value, range):
+        return f"{value.start}-{value[-1]}" + (f":{value.step}" if value.step != 1 else "")
+    if isinstance(value, tuple) and value and value == tuple(range(value[0], value[-1] + 1)):
+        return f"{value[0]}-{value[-1]}"
+    return str(value)

@@ -1,0 +1,477 @@
+"""An owner for the groups that old code made with ``initialize_model_parallel``.
+
+Megatron-core's ``destroy_model_parallel`` forgets its groups and destroys none but the gloo
+companions, so that 17 to 20 stay behind in every cycle, and some of its globals as well.
+:func:`adopt` puts what ``parallel_state`` holds under the ownership that a
+:class:`~megapg.ownership.session.Session` has over its groups: they are closed in order, suspended,
+made anew. Ownership is identity: what the globals do not hold at that moment is never touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import ModuleType
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megapg.collection import (
+    Lease,
+    LeaseState,
+    ProcessGroup,
+)
+from megapg.communicators import create as communicators_of_torch
+from megapg.communicators.addresses import AddressBook
+from megapg.communicators.backends import backend_for
+from megapg.communicators.plan import Communicator
+from megapg.communicators.world import World, current_world
+from megapg.errors import (
+    MissingGroupError,
+    PublishedError,
+    SessionError,
+    UnsupportedOffloadError,
+)
+from megapg.megatron.adopting.creations import (
+    Recording,
+    creations,
+    timeout_of,
+    unknown_of,
+    why_not_anew,
+)
+from megapg.megatron.adopting.variables import NAME, Globals, collection, groups_held
+from megapg.megatron.core import installed_version, parallel_state_module
+from megapg.ownership import offload
+from megapg.ownership.closing import close_lost
+from megapg.ownership.offload import How, OffloadReport
+from megapg.ownership.owner import Owner
+from megapg.ownership.steps import Steps
+from megapg.ownership.validate import check_waits
+from megapg.rendezvous.coordinator import Coordinator
+from megapg.rendezvous.joint_work import OthersFailedError
+from megapg.rendezvous.rendezvous import Rendezvous
+from megapg.rendezvous.store import Store
+from megapg.signals import NoSignals
+
+logger = logging.getLogger(__name__)
+
+_OWNER = f"{NAME}, adopted"
+_MARK = "__megapg_adopted__"  # where the owner lives in parallel_state: no state of our own
+
+
+@dataclass(frozen=True)
+class AdoptedReport(OffloadReport):
+    """What suspending or resuming adopted groups did on this rank.
+
+    Attributes:
+        unknown: what a group serves as -> the parameters of its creation that nobody can tell.
+    """
+
+    unknown: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"  unknown of {name}: {', '.join(what)}" for name, what in self.unknown.items()]
+        return "\n".join([super().__str__(), *lines])
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A group in torch's registry that nobody answers for: not WORLD, a session's, or adopted.
+
+    Most are what ``destroy_model_parallel`` forgot in cycles that have ended. But a group that the
+    caller made is among them too, and so they are told of and never swept.
+
+    Attributes:
+        name: torch's name of it.
+        description: what its maker said that it is for.
+        ranks: its global ranks.
+        backend: device by device, as torch spells it.
+    """
+
+    name: str
+    description: str
+    ranks: tuple[int, ...]
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.description} ({self.name!r}, {self.backend}) of ranks {list(self.ranks)}"
+
+
+def adopt(record: Recording | None = None, *, timeout: float = 60.0) -> Adopted:
+    """Take over the groups that ``parallel_state`` holds now. Every rank of WORLD calls this. ::
+
+        parallel_state.initialize_model_parallel(2, 2)
+        with adopt():
+            ...  # old code, as it is
+        # In place of destroy_model_parallel(): nothing is left, in torch or in the globals.
+
+    Every live group in one of the globals is taken over, in lists and dicts too, but never WORLD.
+    What is made later stays its maker's. Groups of cycles that have ended are not touched either,
+    even where a global still holds one: see :attr:`Adopted.leftovers`.
+
+    Args:
+        record: what :func:`record_initialize` saw of their creation. Without it some backends do
+            not tell all that making them anew takes.
+        timeout: seconds to wait for the other ranks, here and wherever they meet again.
+
+    Raises:
+        MissingGroupError: ``parallel_state`` holds no live group.
+        SessionError: the groups have an owner: an earlier adoption, or a session.
+        PublishedError: inside ``published()``, where the globals show the groups of a collection.
+        RendezvousError: a rank did not come, or could not adopt; every rank that came hears which.
+    """
+    module = parallel_state_module()
+    close_lost()
+    world = current_world() if dist.is_initialized() else None
+    try:
+        check_waits(timeout, None)
+        if world is None:
+            raise _nothing_to_adopt()
+        owner = Adopted(module, world, record or Recording(), timeout)
+    except BaseException as error:
+        if world is not None and not backend_for(world.backend).alone:
+            Rendezvous(world.store, NAME, world.rank, range(world.size)).decline(error)
+        raise
+    owner._take_over()
+    return owner
+
+
+class Adopted(Owner):
+    """Megatron's own groups, taken over by :func:`adopt`.
+
+    Attributes:
+        arguments: those of ``initialize_model_parallel``, if they were recorded.
+        generation: how often groups were adopted or made anew in this job.
+    """
+
+    def __init__(
+        self,
+        module: ModuleType,
+        world: World,
+        record: Recording,
+        timeout: float,
+    ) -> None:
+        self._globals = Globals(module)
+        if published := self._globals.published():
+            raise PublishedError(f"adopt() {published}.")
+        held = groups_held(module)
+        _refuse_owned(module, held)
+        if not held:
+            raise _nothing_to_adopt()
+        super().__init__(_OWNER, world, timeout, NoSignals())
+        self.arguments = record.arguments
+        self._module = module
+        self._within = weakref.ref(c10d._get_default_group())
+        found = creations(module, held, record)
+        self._made = [(creation.communicator, group) for group, creation in found.items()]
+        self._creations = {creation.communicator: creation for creation in found.values()}
+        self._groups = collection(module, self._made, self._lease)
+
+    def _take_over(self) -> None:
+        coordinator, _ = self._meet()
+        if coordinator is not None:
+            coordinator.confirm(None, timeout=self._timeout)
+        self._coordinator, self._lease.generation = coordinator, self.generation
+        self._state = LeaseState.LIVE
+        self._given.add(self._made, self.groups, None)
+        vars(self._module)[_MARK] = self
+        self._opened()
+        logger.info("%s", self)
+        if (leftovers := self.leftovers) and self._world.rank == 0:
+            logger.warning(
+                "%d groups in torch's registry have no owner, and stay: %s%s",
+                len(leftovers),
+                "; ".join(map(str, leftovers[:4])),
+                "; and more" if len(leftovers) > 4 else "",
+            )
+
+    def _meet(self) -> tuple[Coordinator | None, Store]:
+        """Meet all ranks, in a new generation; :meth:`Coordinator.confirm` must follow.
+
+        The store is one that they share.
+        """
+        world = self._world
+        if backend_for(world.backend).alone:
+            self.generation += 1
+            return None, world.store
+        coordinator = Coordinator(world.store, NAME, world.rank, range(world.size))
+        version = ".".join(map(str, installed_version()))
+        agreement = coordinator.meet(
+            {"megatron-core": version}, timeout=self._timeout, at_least=self.generation + 1
+        )
+        self.generation = agreement.generation
+        return coordinator, agreement.store
+
+    # -- use ---------------------------------------------------------------------------------
+
+    @property
+    def leftovers(self) -> tuple[Leftover, ...]:
+        """Groups in torch's registry that nobody answers for, oldest first. Never touched."""
+        return _leftovers({group for _, group in self._made})
+
+    @property
+    def unknown(self) -> dict[str, tuple[str, ...]]:
+        """What a group serves as -> the parameters of its creation that nobody can tell."""
+        return unknown_of(self._creations.values())
+
+    def describe(self) -> dict[str, object]:
+        """Plain data for logs and JSON: the state, how each group was made, the leftovers.
+
+        Timeouts are in seconds; None where nobody can tell.
+        """
+        return {
+            "state": self._state.value,
+            "generation": self.generation,
+            "world_size": self._world.size,
+            "backend": self._world.backend,
+            "start_up_timeout": self._timeout,
+            "communicators": {known.served: known.describe() for known in self._creations.values()},
+            "leftovers": [str(leftover) for leftover in self.leftovers],
+        }
+
+    def __repr__(self) -> str:
+        since = f" {self._lease.since}" if self._state is not LeaseState.LIVE else ""
+        return (
+            f"<Adopted groups of {NAME}, generation {self.generation} {self._state.value}{since}: "
+            f"{len(self._creations)} communicators, rank {self._world.rank} of {self._world.size} "
+            f"({self._world.backend})>"
+        )
+
+    # -- for a while -------------------------------------------------------------------------
+
+    def suspend(self, how: How | None = None, *, allow_unknown: bool = False) -> AdoptedReport:
+        """Give back what the groups hold, until :meth:`resume`. Every rank calls it.
+
+        As :meth:`megapg.ownership.session.Session.suspend`. By ``"recreate"`` the groups also
+        leave the globals, whose getters then say that nothing is initialised.
+
+        Args:
+            how: ``"suspend"`` or ``"recreate"``; by itself the former where every rank can.
+            allow_unknown: ``"recreate"`` also where parameters are :attr:`unknown`; the new groups
+                have the backend's defaults for them.
+
+        Raises:
+            SessionError: the groups are not live.
+            UnsupportedOffloadError: a rank can't go this way, for example since parameters are
+                unknown, or the ranks asked for different ones. Every rank gets it, and all stay
+                live.
+            OffloadError: a step failed, here or on another rank, or a rank did not come within
+                ``timeout``. The groups are lost on every rank, and all that is left is to close.
+            CheckpointSaveError: a background save failed, which this waits for before it destroys
+                groups, and nobody has heard of it yet. The groups are suspended all the same.
+        """
+        report = self._suspend(how, partial(self._cannot, allow_unknown))
+        return AdoptedReport(**vars(report), unknown=self.unknown)
+
+    def resume(self) -> AdoptedReport:
+        """Make the groups work again, after :meth:`suspend`. Every rank calls it.
+
+        Those that are made anew take the places of the old in the globals. Models hold on to the
+        old ones: :meth:`rebind` them.
+
+        Raises:
+            SessionError: the groups are not suspended.
+            UnsupportedOffloadError: on some rank ``parallel_state`` was initialised since, so that
+                its groups would be lost, or is published. Every rank gets it, and all stay
+                suspended.
+            OffloadError: as in :meth:`suspend`.
+        """
+        return AdoptedReport(**vars(self._resume()), unknown=self.unknown)
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        return range(self._world.size)
+
+    def _cannot(self, allow_unknown: bool = False) -> dict[How, str]:
+        if reason := self._globals.published() or offload.capturing():
+            return dict.fromkeys(offload.WAYS, reason)
+        return {
+            "suspend": offload.refusal(self._made),
+            "recreate": why_not_anew(self._world, self._creations.values(), allow_unknown),
+            "recreate world": "WORLD is not theirs",
+        }
+
+    def _agree_to_resume(self, way: How) -> None:
+        heard = self._exchange("resume()", self._in_the_way())
+        if reasons := [f"rank {rank}: {text}" for rank, text in heard.items() if text]:
+            raise UnsupportedOffloadError(
+                f"{_OWNER} can't be resumed. {'; '.join(reasons[:8])}. Nothing was touched."
+            )
+
+    def _in_the_way(self) -> str:
+        return self._globals.in_the_way()
+
+    def _concerned(self, way: How) -> list[tuple[Communicator, ProcessGroup]]:
+        return self._made
+
+    def _sends_without_batching(self) -> bool:
+        return self._module.get_virtual_pipeline_model_parallel_world_size() is not None
+
+    def _let_go(self, way: How, steps: Steps) -> None:
+        with steps.attempted("destroy"):
+            self._take_apart()
+        self._compare(steps, "suspend(), after the release")
+
+    def _take_apart(self) -> None:
+        """Destroy the groups, and keep all that making them anew takes, but nothing of them."""
+        for communicator, group in self._made:
+            known = self._creations[communicator]
+            timeout = timeout_of(group) or known.timeout  # it may have been changed since
+            self._creations[communicator] = replace(known, timeout=timeout)
+        self._globals.lift({group: communicator for communicator, group in self._made})
+        del group
+        self._destroy(abort=False)
+
+    def _make_anew(self, way: How, steps: Steps) -> None:
+        with steps.timed("make groups"):
+            self._make_and_place()
+
+    def _make_and_place(self) -> None:
+        """Make the groups as they were, together with all ranks, and put them into the globals."""
+        if problems := self._part(None):
+            raise OthersFailedError(problems)
+        coordinator, store = self._meet()
+        timeouts = {c: known.timeout or self._world.timeout for c, known in self._creations.items()}
+        book = AddressBook(store, max(timeouts.values()))
+        prefix = communicators_of_torch.prefix_of(NAME, self.generation)
+        try:
+            for communicator, timeout in timeouts.items():
+                made = communicators_of_torch.make(
+                    self._world,
+                    [communicator],
+                    store_for=book.store_for,
+                    prefix=prefix,
+                    timeout=timeout,
+                    within=self._timeout,
+                )
+                self._made += made.items()
+                # By it, logs and flight recorders tell groups apart.
+                made[communicator]._set_group_desc(self._creations[communicator].description)
+            if coordinator is not None:
+                telling = book.mine(self._world.rank)
+                coordinator.confirm(None, timeout=self._timeout, telling=telling)
+            with store.until(time.monotonic() + self._timeout, _OWNER):
+                book.fill_in(self._world.rank)
+        except BaseException as error:
+            if coordinator is not None:
+                coordinator.give_up(error, timeout=self._timeout)
+            raise
+        self._coordinator = coordinator
+        self._globals.put_back(dict(self._made))
+        self._lease = Lease(_OWNER, self.generation, timeout=self._timeout)
+        self._groups = collection(self._module, self._made, self._lease)
+        self._given.add(self._made, self._groups, None)
+
+    def _part(self, error: BaseException | None) -> dict[int, str]:
+        """Take leave of the other ranks, if we are together: rank -> what went wrong there."""
+        coordinator = self._coordinator
+        if coordinator is None or self._in_its_world:
+            return super()._part(error)
+        # All groups have ended, so there is nobody to wait for.
+        self._coordinator = None
+        coordinator.part(error or SessionError("WORLD was destroyed"), timeout=self._timeout)
+        return {}
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Destroy the groups and reset the globals; in place of ``destroy_model_parallel``.
+
+        The ranks meet first, for ``timeout`` seconds at most: where all are well the groups are
+        destroyed in the reverse order of their creation, otherwise aborted. The globals are then
+        what they are after an import, unless somebody has initialised ``parallel_state`` since.
+        Closing twice does nothing. Closing after WORLD was destroyed, and all groups with it,
+        resets the globals alone.
+
+        Raises:
+            PublishedError: inside ``published()``; leave that block first.
+            RendezvousError: ranks did not come, or were not well, and are named. The groups here
+                were aborted all the same.
+            TeardownError: some groups could not be destroyed; every one was attempted.
+            CheckpointSaveError: a background save failed, which this waits for, and nobody has
+                heard of it yet. The groups are closed all the same.
+        """
+        super().close()
+
+    def _refuse_to_close(self) -> None:
+        if published := self._globals.published():
+            raise PublishedError(f"close() of {_OWNER}: {published}.")
+
+    def _take_leave(self, error: BaseException | None) -> None:
+        """Suspended or not, the ranks are together until the groups end."""
+
+    def _release(
+        self, steps: Steps, news: Callable[[], None], abort: BaseException | None
+    ) -> dict[int, str]:
+        with steps.attempted("globals"):
+            if vars(self._module).get(_MARK) is self:
+                del vars(self._module)[_MARK]
+            self._globals.reset({group for _, group in self._made}, finish=abort is None)
+        with steps.attempted("groups"):
+            self._destroy(abort=abort is not None)
+        news()
+        return {}
+
+    def _destroy(self, *, abort: bool) -> None:
+        try:
+            self._globals.clear({group for _, group in self._made})
+        finally:
+            super()._destroy(abort=abort)
+
+    # -- its state ---------------------------------------------------------------------------
+
+    @property
+    def _in_its_world(self) -> bool:
+        world = self._within()
+        return world is not None and world is dist.group.WORLD
+
+    def _expect(self, state: LeaseState, doing: str) -> None:
+        if self._state is not state:
+            what_now = {
+                LeaseState.LIVE: "suspend() first",
+                LeaseState.SUSPENDED: "resume() first",
+                LeaseState.CLOSED: "adopt() what there is now",
+                LeaseState.FAILED: "close(), and initialise anew",
+            }[self._state]
+            raise SessionError(f"{doing} needs {state.value} groups; {self!r}: {what_now}.")
+        if not self._in_its_world:
+            raise SessionError(f"{doing}: WORLD was destroyed, and {self!r} with it: close().")
+
+
+def _leftovers(ours: Collection[ProcessGroup]) -> tuple[Leftover, ...]:
+    """Those in torch's registry that are neither of ``ours`` nor of a session, oldest first."""
+    return tuple(
+        Leftover(
+            name=group.group_name,
+            description=group.group_desc,
+            ranks=tuple(dist.get_process_group_ranks(group)),
+            backend=dist.get_backend_config(group),
+        )
+        for group in c10d._world.pg_map
+        if group not in ours
+        and group is not dist.group.WORLD
+        and not communicators_of_torch.session_of(group)
+    )
+
+
+def _refuse_owned(module: ModuleType, held: Collection[ProcessGroup]) -> None:
+    earlier = vars(module).get(_MARK)
+    if isinstance(earlier, Adopted) and earlier._in_its_world:
+        raise SessionError(f"adopt(): the groups have an owner, {earlier!r}. Close that one first.")
+    owned = set(map(communicators_of_torch.session_of, held)) - {""}
+    if owned:
+        raise SessionError(
+            f"adopt(): {NAME} holds groups of session {', '.join(sorted(owned))}, which is their "
+            "owner and closes them."
+        )
+
+
+def _nothing_to_adopt() -> MissingGroupError:
+    return MissingGroupError(
+        f"adopt(): {NAME} holds no live group. Call initialize_model_parallel() first; or, where "
+        "nothing reads its globals any more, open a session (`megapg.session(tp=..., pp=...)`)."
+    )

@@ -1,0 +1,264 @@
+"""How the groups that ``parallel_state`` holds were made, as far as anybody can tell afterwards.
+
+torch tells the ranks, the backends, the timeout and the description of a group, and of NCCL the
+options. :func:`record_initialize` adds what only the call itself says. What neither tells is listed
+as unknown, never guessed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from types import MappingProxyType, ModuleType
+
+import torch.distributed as dist
+
+from megapg.communicators.backends import backend_for
+from megapg.communicators.options import CommunicatorOptions
+from megapg.communicators.plan import Communicator
+from megapg.communicators.world import World
+from megapg.errors import UnsupportedOptionError
+from megapg.megatron.adopting.variables import names_of_groups
+from megapg.megatron.core import parallel_state_module
+
+# Set while the groups that shall have SHARP are made: initialize_model_parallel(use_sharp=True).
+_SHARP = "NCCL_COLLNET_ENABLE"
+
+
+@dataclass(frozen=True)
+class Creation:
+    """How one group was made."""
+
+    # its ranks, options and backend, and as its fields what it serves as: fields of the collection
+    # and names of its extras, else global variables, else its description
+    communicator: Communicator
+    timeout: timedelta | None  # of its collectives, as it is now; None where nobody can tell
+    description: str  # what torch calls it in logs
+    # parameters that nobody can tell, or that a new group could not be given
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def served(self) -> str:
+        """What the group serves as."""
+        return "+".join(self.communicator.fields)
+
+    def describe(self) -> dict[str, object]:
+        """Plain data for logs and JSON; the timeout in seconds."""
+        return {
+            "ranks": list(self.communicator.ranks),
+            "backend": self.communicator.backend,
+            "timeout": self.timeout and self.timeout.total_seconds(),
+            "description": self.description,
+            "options": self.communicator.options.given(),
+            "unknown": list(self.unknown),
+        }
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of ``parallel_state.create_group``."""
+
+    arguments: Mapping[str, object]  # by name, those left out included
+    # what the environment variable NCCL_COLLNET_ENABLE, which asks for SHARP, was then
+    collnet: str | None
+
+
+@dataclass
+class Recording:
+    """What :func:`record_initialize` saw.
+
+    Attributes:
+        arguments: of ``initialize_model_parallel``, by name, those left out included; None where it
+            was called by a name that was bound before the block.
+        calls: what made the groups, in order; also those that this rank is not in.
+    """
+
+    arguments: Mapping[str, object] | None = None
+    calls: list[Call] = field(default_factory=list)
+    _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Call] = field(
+        default_factory=weakref.WeakKeyDictionary, repr=False
+    )
+
+    def call_for(self, group: dist.ProcessGroup) -> Call | None:
+        """The call that made ``group``; None if it was made outside of the block."""
+        return self._made.get(group)
+
+
+@contextlib.contextmanager
+def record_initialize() -> Iterator[Recording]:
+    """Record how groups are made inside the block, for :func:`~megapg.megatron.adopt`. ::
+
+        with record_initialize() as record:
+            parallel_state.initialize_model_parallel(2, 2)
+        owner = adopt(record)
+
+    For the duration of the block two functions of ``parallel_state`` are wrapped where they stand:
+    ``create_group``, with which Megatron-core makes every group, whatever name the caller has for
+    ``initialize_model_parallel``; and that function itself, for its arguments. torch is left alone.
+    """
+    module = parallel_state_module()
+    record = Recording()
+
+    def made(call: Mapping[str, object], result: object) -> None:
+        record.calls.append(Call(call, os.environ.get(_SHARP)))
+        if isinstance(result, dist.ProcessGroup):
+            record._made[result] = record.calls[-1]
+
+    def initialised(call: Mapping[str, object], _: object) -> None:
+        record.arguments = call
+
+    with (
+        _observed(module, "create_group", made),
+        _observed(module, "initialize_model_parallel", initialised),
+    ):
+        yield record
+
+
+def creations(
+    module: ModuleType, groups: Iterable[dist.ProcessGroup], record: Recording
+) -> dict[dist.ProcessGroup, Creation]:
+    """How each of ``groups`` was made. All members of a group find the same label for it."""
+    names = names_of_groups(module)
+    found: dict[dist.ProcessGroup, Creation] = {}
+    seen: Counter[str] = Counter()
+    for group in groups:
+        creation = _creation(group, names.get(group, ()), record.call_for(group))
+        communicator = creation.communicator
+        seen[communicator.label] += 1
+        if (number := seen[communicator.label]) > 1:  # nothing but a description that others share
+            fields = (f"{communicator.fields[0]} {number}", *communicator.fields[1:])
+            creation = replace(creation, communicator=replace(communicator, fields=fields))
+        found[group] = creation
+    return found
+
+
+def unknown_of(made: Iterable[Creation]) -> dict[str, tuple[str, ...]]:
+    """What a group serves as -> the parameters of its creation that nobody can tell."""
+    return {known.served: known.unknown for known in made if known.unknown}
+
+
+def why_not_anew(world: World, made: Collection[Creation], allow_unknown: bool) -> str:
+    """Why the groups can't be made anew; empty if they can."""
+    if world.device_bound:
+        return "WORLD is bound to a device, where groups can only be split from it"
+    for known in made:
+        try:
+            row = backend_for(known.communicator.backend)
+            row.options(known.served, known.communicator.options)
+        except UnsupportedOptionError as error:
+            return str(error)
+    if allow_unknown or not (unknown := unknown_of(made)):
+        return ""
+    whose: dict[str, list[str]] = {}
+    for name, parameters in unknown.items():
+        for parameter in parameters:
+            whose.setdefault(parameter, []).append(name)
+    lines = [
+        f"{parameter} of {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
+        for parameter, names in whose.items()
+    ]
+    return (
+        f"nobody can tell {'; nor '.join(lines)}. Make the groups inside record_initialize(), "
+        "or have the defaults with allow_unknown=True"
+    )
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """What collectives on ``group`` wait at present; None where its backend does not tell."""
+    timeouts = [
+        options._timeout
+        for device in group._device_types
+        if (options := getattr(group._get_backend(device), "options", None)) is not None
+    ]
+    return max(timeouts, default=None)
+
+
+def _creation(group: dist.ProcessGroup, names: Iterable[str], call: Call | None) -> Creation:
+    timeout = timeout_of(group)
+    options = CommunicatorOptions()
+    unknown: list[str] = []
+    config = dist.get_backend_config(group)
+    kinds = dict(part.split(":") for part in config.split(","))
+    if timeout is None and call is not None:
+        given = call.arguments.get("timeout")
+        timeout = given if isinstance(given, timedelta) else None
+    if timeout is None and set(kinds.values()) != {"fake"}:
+        unknown.append("timeout")
+    for device in group._device_types:
+        match kinds.get(device.type):
+            case "gloo" | "fake":
+                pass  # they have no options
+            case "nccl":
+                options, unknowable = _nccl_options(group._get_backend(device), call)
+                unknown += unknowable
+            case _ if call is None or call.arguments.get("pg_options") is not None:
+                unknown.append("pg_options")
+    communicator = Communicator(
+        fields=tuple(names) or (group.group_desc,),
+        ranks=tuple(dist.get_process_group_ranks(group)),
+        options=options,
+        # One backend on every device goes by its plain name; otherwise the device map matters.
+        backend=config if len({*kinds.values()}) > 1 else next(iter(kinds.values())),
+    )
+    return Creation(communicator, timeout, group.group_desc, tuple(dict.fromkeys(unknown)))
+
+
+def _nccl_options(
+    backend: dist._Backend, call: Call | None
+) -> tuple[CommunicatorOptions, list[str]]:
+    """What an NCCL communicator was asked for, and what of it can't be told or asked for again."""
+    unknown = []
+    if call is None or call.collnet not in (None, "0"):
+        unknown.append(_SHARP)
+    if call is None:
+        asked: object = getattr(backend, "options", None)
+    else:
+        asked = call.arguments.get("pg_options")
+        if asked is None:
+            return CommunicatorOptions(), unknown
+    config = getattr(asked, "config", None)
+    if config is None:
+        return CommunicatorOptions(), [*unknown, "pg_options"]
+    usual = getattr(type(asked)(), "config", None)
+    given = {
+        name: value
+        for name in dir(config)
+        if not name.startswith("_") and not callable(value := getattr(config, name))
+        if value != getattr(usual, name)
+    }
+    known = {
+        name: given.pop(name) for name in CommunicatorOptions.__dataclass_fields__ & given.keys()
+    }
+    unknown += [f"pg_options.config.{name}" for name in given]
+    high = bool(getattr(asked, "is_high_priority_stream", False))
+    return CommunicatorOptions(is_high_priority_stream=high, **known), unknown
+
+
+@contextlib.contextmanager
+def _observed(
+    module: ModuleType, name: str, tell: Callable[[Mapping[str, object], object], None]
+) -> Iterator[None]:
+    """For the duration of the block ``tell`` hears of every call of the module's function."""
+    function = getattr(module, name)
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def observed(*args: object, **kwargs: object) -> object:
+        result = function(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        tell(MappingProxyType(dict(call.arguments)), result)
+        return result
+
+    setattr(module, name, observed)
+    try:
+        yield
+    finally:
+        setattr(module, name, function)

@@ -1,0 +1,217 @@
+"""The variables of ``parallel_state``: the groups in them, and putting others in their places."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import cast
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megapg.collection import (
+    OPTIONAL_FIELDS,
+    Lease,
+    ProcessGroup,
+    ProcessGroupCollection,
+    membership,
+)
+from megapg.communicators.plan import Communicator
+from megapg.errors import UnsupportedVersionError
+from megapg.layout import FIELDS
+from megapg.megatron.publish import is_published
+from megapg.megatron.tables import (
+    ALWAYS_SET,
+    GLOO_GLOBALS,
+    GROUP_GLOBALS,
+    GROUP_LIST,
+    HYBRID_GROUPS,
+)
+
+NAME = "megatron.core.parallel_state"
+
+# variable -> what its group serves as: a field, or the name of an extra.
+_NAMES: Mapping[str, str] = {**GROUP_GLOBALS, **GLOO_GLOBALS, HYBRID_GROUPS: "hybrid"}
+
+
+def groups_held(module: ModuleType) -> list[ProcessGroup]:
+    """The live groups that ``parallel_state`` is initialised with, in the order of their creation.
+
+    Never WORLD; nor what its variables still hold of a cycle that has ended, for
+    ``destroy_model_parallel`` leaves some as they are.
+    """
+    variables = _variables(module)
+    if not any(isinstance(variables.get(name), (ProcessGroup, list)) for name in ALWAYS_SET):
+        return []
+    of_this_cycle = set(groups_in(variables.get(GROUP_LIST)))  # empty in cores without the list
+    held = {group for value in variables.values() for group in groups_in(value)}
+    live = [g for g in c10d._world.pg_map if g in held and g is not dist.group.WORLD]
+    first = next((index for index, group in enumerate(live) if group in of_this_cycle), 0)
+    return live[first:]
+
+
+class Globals:
+    """What the variables hold of somebody's groups: taken out of them, and put back."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._places: dict[str, object] = {}  # what they held, while the groups are away
+
+    def published(self) -> str:
+        """Why the globals can't be touched; empty if they can."""
+        if not is_published(self._module):
+            return ""
+        return "inside published() the globals show another's groups; leave that block first"
+
+    def lift(self, ours: Mapping[ProcessGroup, Communicator]) -> None:
+        """Remember where the groups are, by their communicators: that keeps no group alive."""
+        held = _holding(self._module, ours).items()
+        self._places = {name: _replaced(value, ours) for name, value in held}
+
+    def in_the_way(self) -> str:
+        """Why the groups can't come back to this rank's globals; empty if they can."""
+        if reason := self.published():
+            return reason
+        variables = vars(self._module)
+        for name, place in self._places.items():
+            if set(groups_in(variables.get(name))) - set(groups_in(place)):
+                return (
+                    f"{name} holds another group, since {NAME} was initialised in the meantime. "
+                    "Destroy what was made there first"
+                )
+        return ""
+
+    def put_back(self, made: Mapping[Communicator, ProcessGroup]) -> None:
+        """Put the groups that were made anew into the places of the old."""
+        places = self._places.items()
+        vars(self._module).update({name: _replaced(value, made) for name, value in places})
+        self._places = {}
+
+    def clear(self, ours: Collection[ProcessGroup]) -> None:
+        """Take the groups out, so that nobody gets a dead one."""
+        if not (held := _holding(self._module, ours)):
+            return
+        fresh = _fresh_variables(self._module)
+        left = {name: _without(value, ours) for name, value in held.items()}
+        vars(self._module).update({name: value or fresh.get(name) for name, value in left.items()})
+
+    def reset(self, ours: Collection[ProcessGroup], *, finish: bool) -> None:
+        """Make the globals what they are after an import, as far as they are ours.
+
+        With ``finish`` also end what else a version has: NCCL's contexts for experts, symmetric
+        memory.
+        """
+        self.clear(ours)
+        self._places = {}
+        if groups_held(self._module):  # somebody has initialised it since: the rest is theirs
+            return
+        vars(self._module).update(_fresh_variables(self._module))
+        if finish:
+            self._module.destroy_model_parallel()
+
+
+def names_of_groups(module: ModuleType) -> dict[ProcessGroup, list[str]]:
+    """group -> what it serves as, for every group in a variable that is more than the list of all.
+
+    That is fields (``hcp.0`` for a level) and names of extras first, then names of variables.
+    """
+    found: dict[ProcessGroup, list[str]] = {}
+    variables = _variables(module)
+    for variable in dict.fromkeys((*_NAMES, *variables)):
+        if variable == GROUP_LIST:
+            continue
+        name, value = _NAMES.get(variable, variable), variables.get(variable)
+        members: dict[str, object] = {name: value}
+        if isinstance(value, (list, tuple)):
+            members = {f"{name}.{index}": member for index, member in enumerate(value)}
+        elif isinstance(value, dict):
+            members = {f"{name}.{key}": member for key, member in value.items()}
+        for each, group in members.items():
+            if isinstance(group, ProcessGroup) and each not in found.setdefault(group, []):
+                found[group].append(each)
+    return found
+
+
+def collection(
+    module: ModuleType, made: Sequence[tuple[Communicator, ProcessGroup]], lease: Lease
+) -> ProcessGroupCollection:
+    """The groups as the globals hold them; what no field can hold is left out."""
+    ours = {group for _, group in made}
+    named = {
+        name: group
+        for group, names in names_of_groups(module).items()
+        if group in ours
+        for name in names
+    }
+    values: dict[str, ProcessGroup | list[ProcessGroup] | None] = dict.fromkeys(OPTIONAL_FIELDS)
+    values |= {name: group for name, group in named.items() if name in FIELDS}
+    values["hcp"] = [group for name, group in named.items() if name.startswith("hcp.")] or None
+    extras = {n: group for n, group in named.items() if n.startswith(("gloo.", "hybrid."))}
+    members = {name: membership(name, group) for name, group in named.items()}
+    return ProcessGroupCollection(values, members, lease, None, extras)
+
+
+def _holding(module: ModuleType, groups: Collection[ProcessGroup]) -> dict[str, object]:
+    """variable -> value, of those that hold one of ``groups``."""
+    return {
+        name: value
+        for name, value in _variables(module).items()
+        if any(group in groups for group in groups_in(value))
+    }
+
+
+def groups_in(value: object) -> Iterator[ProcessGroup]:
+    """The groups in the value of a variable: itself, or inside of lists and dicts."""
+    if isinstance(value, ProcessGroup):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from groups_in(each)
+
+
+def _replaced(
+    value: object, change: Mapping[ProcessGroup, Communicator] | Mapping[Communicator, ProcessGroup]
+) -> object:
+    if isinstance(value, dict):
+        return {key: _replaced(each, change) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_replaced(each, change) for each in value)
+    if not isinstance(value, (ProcessGroup, Communicator)):
+        return value
+    return cast("Mapping[object, object]", change).get(value, value)
+
+
+def _without(value: object, groups: Collection[ProcessGroup]) -> object:
+    """``value`` without ``groups``; None where no other group is left in it."""
+    if not any(group not in groups for group in groups_in(value)):
+        return None
+    if isinstance(value, dict):
+        return {key: each for key, each in value.items() if not _among(each, groups)}
+    if isinstance(value, (list, tuple)):
+        return type(value)(each for each in value if not _among(each, groups))
+    return value
+
+
+def _among(value: object, groups: Collection[ProcessGroup]) -> bool:
+    return isinstance(value, ProcessGroup) and value in groups
+
+
+def _fresh_variables(module: ModuleType) -> dict[str, object]:
+    """The module's state as it is after an import: that of a copy which is run for the purpose."""
+    spec = importlib.util.find_spec(module.__name__)
+    if spec is None or spec.loader is None:
+        raise UnsupportedVersionError(
+            f"{module.__name__} can't be run again, to see what its variables begin with."
+        )
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return {
+        name: value
+        for name, value in _variables(copy).items()
+        if name.startswith("_") and isinstance(value, (type(None), list, dict))
+    }
+
+
+def _variables(module: ModuleType) -> dict[str, object]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("__")}

@@ -1,0 +1,262 @@
+"""Explicit groups against the globals: does code pass what it would have read?
+
+Half-way through a migration the same groups travel twice, as arguments and in the globals. Where
+the two differ nothing raises: the program computes with the wrong ranks. Here each call that is
+passed a group is held against the globals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from megapg.errors import SessionError
+from megapg.layout import FIELDS
+from megapg.megatron.core import BRIDGE, parallel_state_module, parameters_of
+from megapg.megatron.reading.global_groups import GlobalGroups
+from megapg.megatron.tables import GROUP_GLOBALS, HYBRID_GROUPS
+from megapg.megatron.watching.advice import (
+    COLLECTION_PARAMETER,
+    EXPERT_FLAG,
+    TP_GROUP_OF_EXPERTS,
+)
+from megapg.megatron.watching.forbid import is_below
+from megapg.megatron.watching.hook import Resolved, listening
+from megapg.megatron.watching.trace import empty_table
+from megapg.upstream.mapping import GROUP_PARAMETERS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Ranks = tuple[int, ...]
+
+# Calls inside the bridge are about collections, not in place of globals.
+_BRIDGE = (BRIDGE,)
+# A module's arguments pass through torch on their way from the one who calls it.
+_GO_BETWEEN = ("torch",)
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """One place that passes a group other than the one in the globals, and how often.
+
+    Attributes:
+        function: the function that was passed the group, or the owner that resolved it.
+        file: source file of the call.
+        line: line number there.
+        field: the collection field in question; where a parameter takes several, joined by "/".
+        passed: global ranks of the group that was passed; empty for one that torch has destroyed.
+        in_globals: global ranks of the group in ``parallel_state``; empty where it has none.
+        count: number of calls.
+    """
+
+    function: str
+    file: str
+    line: int
+    field: str
+    passed: Ranks
+    in_globals: Ranks
+    count: int = 1
+
+
+class Comparison:
+    """What was compared so far; complete when the block has ended.
+
+    Attributes:
+        compared: number of groups held against the globals. Zero says that nothing was proven.
+    """
+
+    def __init__(self) -> None:
+        self.compared = 0
+        self._found: dict[Disagreement, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def disagreements(self) -> tuple[Disagreement, ...]:
+        """Every place, by file and line; none where arguments and globals agree."""
+        with self._lock:
+            found = [replace(place, count=count) for place, count in self._found.items()]
+        return tuple(sorted(found, key=lambda place: (place.file, place.line, place.field)))
+
+    def table(self) -> Table:
+        """The disagreements for the terminal."""
+        title = f"groups passed other than in the globals ({self.compared:,} compared)"
+        headings = ("call", "function", "field", "passed", "in the globals", "count")
+        table = empty_table(title, headings)
+        for place in self.disagreements:
+            table.add_row(
+                f"{place.file}:{place.line}",
+                place.function,
+                place.field,
+                _words(place.passed, "a destroyed group"),
+                _words(place.in_globals, "none"),
+                f"{place.count:,}",
+            )
+        return table
+
+
+@contextlib.contextmanager
+def compare_with_globals() -> Iterator[Comparison]:
+    """While the block runs, compare every group that is passed with the one in ``parallel_state``.
+
+    Looked at are the arguments of Python functions that are called ``pg_collection``,
+    ``<field>_group`` or one of the few other names that Megatron-core has for them, and whatever
+    :func:`~megapg.megatron.resolve` is passed. Equal means the same ranks in the same order.
+    Nothing is compared while ``parallel_state`` is not initialised.
+
+    Calls are seen with Python's profiling hook, in the calling thread and in threads that
+    ``threading`` starts during the block. The engine's own threads (backward on a GPU) take no
+    such hook: of them only ``resolve`` is seen. It slows Python down by a few times: for a test of
+    some steps, not for production.
+
+    The levels of ``hcp`` and a collection's extras are not compared.
+
+    Raises:
+        SessionError: a profiler is running, this one included, or was started inside the block;
+            there is room for one.
+    """
+    if sys.getprofile() is not None or threading.getprofile() is not None:
+        running = sys.getprofile() or threading.getprofile()
+        raise SessionError(
+            f"compare_with_globals(): a profiler is running ({running!r}), and Python has room "
+            "for one. End it first, or compare in a run of its own."
+        )
+    comparison = Comparison()
+    watch = _Watch(comparison, vars(parallel_state_module()))
+    with listening(watch):
+        threading.setprofile(watch.profile)
+        sys.setprofile(watch.profile)
+        try:
+            yield comparison
+        finally:
+            interrupted = sys.getprofile() != watch.profile
+            watch.over = True  # threads started in the block have the hook of their own
+            if not interrupted:
+                sys.setprofile(None)
+            threading.setprofile(None)
+    if interrupted:
+        raise SessionError(
+            "compare_with_globals(): a profiler was started inside the block and took its place, "
+            "so what came after was not compared. Profile in a run of its own."
+        )
+
+
+class _Watch:
+    """Sees the calls and compares; what to look at in a function is worked out once."""
+
+    def __init__(self, comparison: Comparison, state: Mapping[str, object]) -> None:
+        self.over = False
+        self._comparison, self._state = comparison, state
+        # By identity, with the code to keep it: to hash a code object is to hash all of its parts.
+        self._watched: dict[int, tuple[CodeType, tuple[str, ...]]] = {}
+        self._globals: dict[str, list[str]] = {}
+        for name, field in GROUP_GLOBALS.items():
+            if name in state:
+                self._globals.setdefault(field, []).append(name)
+
+    def profile(self, frame: FrameType, event: str, argument: object) -> None:
+        if self.over:
+            sys.setprofile(None)
+        elif event == "call":
+            code = frame.f_code
+            known = self._watched.get(id(code))
+            if known is None:
+                known = self._watched[id(code)] = (code, _watched_parameters(frame))
+            if known[1]:
+                self._compare_call(frame, known[1])
+
+    def read(self, name: str, arguments: Mapping[str, object], caller: FrameType) -> None:
+        """A read of the globals is no disagreement with them."""
+
+    def resolved(self, answer: Resolved) -> None:
+        pg = answer.explicit
+        if pg is None or isinstance(pg, GlobalGroups) or not self._initialised():
+            return
+        for field in answer.needs or pg.present():
+            self._compare(vars(pg).get(field), (field,), answer.owner, answer.caller)
+
+    def _initialised(self) -> bool:
+        return self._state["_TENSOR_MODEL_PARALLEL_GROUP"] is not None
+
+    def _compare_call(self, frame: FrameType, parameters: tuple[str, ...]) -> None:
+        caller = frame.f_back
+        if not self._initialised():
+            return
+        if caller is not None and is_below(caller.f_globals.get("__name__", ""), _BRIDGE):
+            return  # from @resolves, which has reported it
+        values, function = frame.f_locals, frame.f_code.co_qualname
+        for parameter in parameters:
+            value = values.get(parameter)  # a generator that goes on may have deleted it
+            if parameter != COLLECTION_PARAMETER:
+                fields = GROUP_PARAMETERS[parameter]
+                if parameter == "tp_group" and values.get(EXPERT_FLAG):
+                    fields = TP_GROUP_OF_EXPERTS
+                self._compare(value, fields, function, caller)
+                continue
+            if isinstance(value, GlobalGroups):  # the globals themselves
+                continue
+            for field, group in getattr(value, "__dict__", {}).items():
+                if field in FIELDS:
+                    self._compare(group, (field,), function, caller)
+
+    def _compare(
+        self, group: object, fields: tuple[str, ...], function: str, caller: FrameType | None
+    ) -> None:
+        state = self._state
+        if not isinstance(group, dist.ProcessGroup):  # none passed, or a stand-in of a test
+            return
+        if fields == ("cp",) and state.get(HYBRID_GROUPS):  # one of many, chosen for each batch
+            return
+        names = [name for field in fields for name in self._globals.get(field, ())]
+        if not names:  # a field that this core has no global for
+            return
+        comparison = self._comparison
+        if any(state[name] is group for name in names):
+            with comparison._lock:
+                comparison.compared += 1
+            return
+        passed = _ranks(group)
+        in_globals = [_ranks(state[name]) for name in names]
+        with comparison._lock:
+            comparison.compared += 1
+            if passed and passed in in_globals:
+                return
+            while caller and is_below(caller.f_globals.get("__name__", ""), _GO_BETWEEN):
+                caller = caller.f_back
+            place = Disagreement(
+                function=function,
+                file=caller.f_code.co_filename if caller else "",
+                line=caller.f_lineno if caller else 0,
+                field="/".join(fields),
+                passed=passed,
+                in_globals=in_globals[0],
+            )
+            comparison._found[place] = comparison._found.get(place, 0) + 1
+
+
+def _watched_parameters(frame: FrameType) -> tuple[str, ...]:
+    if is_below(frame.f_globals.get("__name__", ""), _BRIDGE):
+        return ()
+    watched = (COLLECTION_PARAMETER, *GROUP_PARAMETERS)
+    return tuple(name for name in parameters_of(frame.f_code) if name in watched)
+
+
+def _ranks(group: object) -> Ranks:
+    """Global ranks; empty for no group, and for one that torch does not know any more."""
+    if not isinstance(group, dist.ProcessGroup):  # torch would take None for WORLD
+        return ()
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return ()
+
+
+def _words(ranks: Ranks, nothing: str) -> str:
+    return " ".join(map(str, ranks)) or nothing

@@ -1,0 +1,154 @@
+"""From and to Megatron-core's own collection, and from its globals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeGuard, cast
+
+import torch.distributed as dist
+
+from megapg.collection import OPTIONAL_FIELDS, ProcessGroupCollection
+from megapg.errors import MissingGroupError
+from megapg.layout import FIELDS
+from megapg.megatron.core import (
+    MegatronCollection,
+    collection_class,
+    collection_fields,
+    core_version,
+    parallel_state_module,
+)
+from megapg.megatron.tables import GROUP_GLOBALS, SCHEDULE_TESTS_CLASS
+from megapg.megatron.watching import hook
+
+# Before 0.15 the core had several classes, each with some of the fields, by the same names.
+_HOME = "megatron.core.process_groups_config"
+_CLASSES = frozenset(
+    {
+        "ProcessGroupCollection",
+        "ModelCommProcessGroups",
+        "GradCommProcessGroups",
+        "GradFinalizeProcessGroups",
+    }
+)
+
+_KEPT_AS = "_megapg_adapted"
+
+
+def to_megatron(pg: ProcessGroupCollection) -> MegatronCollection:
+    """An instance of the core's own class that holds exactly the fields ``pg`` has.
+
+    Only for the few places where the core tests the class or writes to the collection; everywhere
+    else a :class:`ProcessGroupCollection` goes as it is. Fields that the installed version does
+    not know are left out.
+
+    Raises:
+        StaleGroupError: the session behind ``pg`` has ended.
+    """
+    pg.require(owner="to_megatron()")
+    known = collection_fields()
+    values = {
+        field: list(value) if isinstance(value, tuple) else value
+        for field, value in vars(pg).items()
+        if field in known
+    }
+    return collection_class()(**values)
+
+
+def schedule_collection(
+    pg: ProcessGroupCollection,
+) -> ProcessGroupCollection | MegatronCollection:
+    """``pg`` in the form that the installed core's pipeline schedules take as ``pg_collection``.
+
+    That is ``pg`` itself where they don't test its class, else :func:`to_megatron` of it.
+
+    Raises:
+        StaleGroupError: the session behind ``pg`` has ended.
+    """
+    if core_version() >= SCHEDULE_TESTS_CLASS:
+        return to_megatron(pg)
+    return pg.require(owner="schedule_collection()")
+
+
+def from_megatron(collection: MegatronCollection) -> ProcessGroupCollection:
+    """A frozen view of the groups that the core's collection holds now; they stay borrowed.
+
+    What the core leaves unset, or sets to None where None means nothing, is absent here. So is all
+    of a collection that holds None alone: it was made before there were groups.
+
+    Raises:
+        ForeignGroupError: a field holds something that is no live group of this rank.
+    """
+    held = {field: vars(collection)[field] for field in FIELDS if field in vars(collection)}
+    return _borrow(held if any(value is not None for value in held.values()) else {})
+
+
+def from_parallel_state() -> ProcessGroupCollection:
+    """A frozen collection of the groups that ``parallel_state`` holds now; they stay borrowed.
+
+    Raises:
+        MissingGroupError: ``parallel_state`` is not initialised.
+    """
+    hook.report("from_parallel_state")
+    globals_of_core = vars(parallel_state_module())
+    found: dict[str, object] = {}
+    for name, field in GROUP_GLOBALS.items():
+        found.setdefault(field, globals_of_core.get(name))
+    if found["tp"] is None:
+        raise MissingGroupError(
+            "from_parallel_state(): megatron.core.parallel_state is not initialised. Open a "
+            "session (`megapg.session(tp=..., pp=...)`), or call initialize_model_parallel() first."
+        )
+    return _borrow(found)
+
+
+def _borrow(values: dict[str, object]) -> ProcessGroupCollection:
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    groups = {
+        field: None if value == outside or value == [] else value  # 0.12's hcp without levels
+        for field, value in values.items()
+        if field in OPTIONAL_FIELDS or (value is not None and value != outside)
+    }
+    return ProcessGroupCollection.from_groups(**groups)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Converted:
+    held: dict[str, object]  # what the core's held then: it can be changed
+    ours: ProcessGroupCollection
+
+
+def as_collection(value: object) -> ProcessGroupCollection | None:
+    """``value`` as a collection of ours, if it is one of ours or of Megatron-core's."""
+    # By type(), as isinstance() may run the value's own code, and values are of any kind.
+    if issubclass(type(value), ProcessGroupCollection):
+        return cast("ProcessGroupCollection", value)
+    return converted(value) if _is_of_core(value) else None
+
+
+def converted(core: MegatronCollection) -> ProcessGroupCollection:
+    """What :func:`~megapg.megatron.from_megatron` makes of it: the same object until it changes.
+
+    To convert a collection is to look at every rank of every group, and functions ask at every
+    call. The result is kept with the core's collection, and made anew when that has changed. It is
+    nowhere else, so whoever puts new groups into the one (:func:`megapg.ownership.rebind.rebind`)
+    finds the other.
+    """
+    namespace = core.__dict__
+    kept = namespace.get(_KEPT_AS)
+    if (
+        isinstance(kept, _Converted)
+        and len(kept.held) == len(namespace) - 1
+        and kept.held.items() <= namespace.items()
+    ):
+        return kept.ours
+    held = {name: value for name, value in namespace.items() if name != _KEPT_AS}
+    ours = from_megatron(core)
+    namespace[_KEPT_AS] = _Converted(held, ours)
+    return ours
+
+
+def _is_of_core(value: object) -> TypeGuard[MegatronCollection]:
+    for each in type(value).__mro__:
+        if each.__module__ == _HOME and each.__name__ in _CLASSES:
+            return True
+    return False

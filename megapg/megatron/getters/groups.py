@@ -1,0 +1,335 @@
+"""Groups that flags choose or that may not be there, their ranks and their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast, overload
+
+from megapg.collection import ProcessGroup, ProcessGroupCollection
+from megapg.errors import MissingGlobalGroupError, UnsupportedOptionError
+from megapg.megatron.core import installed_version
+from megapg.megatron.getters.asking import (
+    asks,
+    can_be_asked,
+    is_of_globals,
+    present_group,
+    refuse_remat,
+)
+from megapg.megatron.reading.global_groups import GlobalGroups
+from megapg.megatron.tables import GETTERS
+
+__all__ = [
+    "MissingHybridGroupError",
+    "all_ranks",
+    "amax_reduction_group",
+    "data_group",
+    "data_modulo_expert_group",
+    "data_rank",
+    "data_size",
+    "data_src_rank",
+    "expert_data_group",
+    "expert_data_rank",
+    "expert_data_size",
+    "expert_src_rank",
+    "gloo_group",
+    "has_separate_all_gather_group",
+    "hierarchical_groups",
+    "hybrid_group",
+    "model_src_rank",
+    "present_group",
+    "remat_rank",
+    "remat_size",
+    "tensor_data_group",
+    "tensor_src_rank",
+]
+
+# The first versions in which no hierarchical groups are None and not an empty list, and whose
+# get_all_ranks() counts rematerialisation in.
+_HIERARCHY_IS_NONE = (0, 13)
+_COUNTS_REMAT = (0, 19)
+
+
+class MissingHybridGroupError(MissingGlobalGroupError, KeyError):
+    """The globals have no hybrid group of that size: from their getter it is a ``KeyError``."""
+
+    __str__ = Exception.__str__  # a KeyError's is the repr of its message
+
+
+@overload
+def hierarchical_groups(pg: ProcessGroupCollection) -> list[ProcessGroup]: ...
+
+
+@overload
+def hierarchical_groups(
+    pg: ProcessGroupCollection, *, check_initialized: bool
+) -> list[ProcessGroup] | None: ...
+
+
+@asks("get_hierarchical_context_parallel_groups")
+def hierarchical_groups(
+    pg: ProcessGroupCollection, *, check_initialized: bool = True
+) -> list[ProcessGroup] | None:
+    """For ``get_hierarchical_context_parallel_groups()``: the groups of the levels, a list.
+
+    Without ``check_initialized`` the answer is None where there are none. Before 0.13 it is an
+    empty list, and nothing is checked.
+
+    Raises:
+        MissingGroupError: there are none, or the collection lacks ``hcp``.
+    """
+    found: Sequence[ProcessGroup] | None = getattr(
+        pg, "hcp", *(() if check_initialized else (None,))
+    )
+    if found is not None:
+        return list(found)
+    if installed_version() < _HIERARCHY_IS_NONE:
+        return []
+    if check_initialized:
+        pg.ranks("hcp")  # knows what to say
+    return None
+
+
+@asks("get_tensor_model_parallel_src_rank")
+def tensor_src_rank(pg: ProcessGroupCollection) -> int:
+    """For ``get_tensor_model_parallel_src_rank()``: global rank of the group's first."""
+    return pg.ranks("tp")[0]
+
+
+@asks("get_model_parallel_src_rank")
+def model_src_rank(pg: ProcessGroupCollection) -> int:
+    """For ``get_model_parallel_src_rank()``: global rank of the group's first."""
+    return pg.ranks("mp")[0]
+
+
+@asks("get_data_parallel_src_rank")
+def data_src_rank(pg: ProcessGroupCollection, *, with_context_parallel: bool = False) -> int:
+    """For ``get_data_parallel_src_rank()``: global rank of the group's first."""
+    return pg.ranks("dp_cp" if with_context_parallel else "dp")[0]
+
+
+@asks("get_expert_model_parallel_src_rank")
+def expert_src_rank(pg: ProcessGroupCollection) -> int:
+    """For ``get_expert_model_parallel_src_rank()``: global rank of the group's first."""
+    return pg.ranks("ep")[0]
+
+
+@asks("get_data_parallel_group", refused_with="gtp_remat")
+def data_group(
+    pg: ProcessGroupCollection,
+    *,
+    with_context_parallel: bool = False,
+    partial_data_parallel: bool = False,
+) -> ProcessGroup:
+    """For ``get_data_parallel_group()`` with flags that are known at run time only: ``dp``; with
+    context parallelism ``dp_cp``; of that the part in this rank's optimizer instance,
+    ``intra_dp_cp``.
+
+    Raises:
+        MissingGroupError: the collection lacks the field.
+        UnsupportedOptionError: the part without context parallelism, which has no group.
+    """
+    return _group(pg, _data_field(with_context_parallel, partial_data_parallel))
+
+
+@asks("get_data_parallel_rank", refused_with="gtp_remat")
+def data_rank(
+    pg: ProcessGroupCollection,
+    *,
+    with_context_parallel: bool = False,
+    partial_data_parallel: bool = False,
+) -> int:
+    """For ``get_data_parallel_rank()`` with such flags; see :func:`data_group`."""
+    return pg.rank(_data_field(with_context_parallel, partial_data_parallel))
+
+
+@asks("get_data_parallel_world_size", refused_with="gtp_remat")
+def data_size(
+    pg: ProcessGroupCollection,
+    *,
+    with_context_parallel: bool = False,
+    partial_data_parallel: bool = False,
+) -> int:
+    """For ``get_data_parallel_world_size()`` with such flags; see :func:`data_group`."""
+    return pg.size(_data_field(with_context_parallel, partial_data_parallel))
+
+
+@asks("get_expert_data_parallel_group", refused_with="expt_gtp_remat")
+def expert_data_group(
+    pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
+) -> ProcessGroup:
+    """For ``get_expert_data_parallel_group()`` with a flag that is known at run time only:
+    ``expt_dp``, or the part of it in this rank's optimizer instance, ``intra_expt_dp``.
+
+    Raises:
+        MissingGroupError: the collection lacks the field.
+    """
+    return _group(pg, _expert_data_field(partial_expert_data_parallel))
+
+
+@asks("get_expert_data_parallel_rank", refused_with="expt_gtp_remat")
+def expert_data_rank(
+    pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
+) -> int:
+    """For ``get_expert_data_parallel_rank()`` with such a flag; see :func:`expert_data_group`."""
+    return pg.rank(_expert_data_field(partial_expert_data_parallel))
+
+
+@asks("get_expert_data_parallel_world_size", refused_with="expt_gtp_remat")
+def expert_data_size(
+    pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
+) -> int:
+    """For ``get_expert_data_parallel_world_size()`` likewise; see :func:`expert_data_group`."""
+    return pg.size(_expert_data_field(partial_expert_data_parallel))
+
+
+@asks("get_data_modulo_expert_parallel_group")
+def data_modulo_expert_group(
+    pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
+) -> ProcessGroup:
+    """For ``get_data_modulo_expert_parallel_group()``, which there is up to 0.16: what
+    :func:`expert_data_group` gives.
+    """
+    return expert_data_group(pg, partial_expert_data_parallel=partial_expert_data_parallel)
+
+
+@asks("get_tensor_and_data_parallel_group")
+def tensor_data_group(
+    pg: ProcessGroupCollection, *, with_context_parallel: bool = False
+) -> ProcessGroup:
+    """For ``get_tensor_and_data_parallel_group()``: ``tp_dp_cp``, or ``tp_dp``, which a session
+    makes and Megatron-core's own collection has no field for.
+
+    Raises:
+        MissingGroupError: the collection lacks the field.
+    """
+    return _group(pg, "tp_dp_cp" if with_context_parallel else "tp_dp")
+
+
+@asks("get_amax_reduction_group")
+def amax_reduction_group(
+    pg: ProcessGroupCollection,
+    *,
+    with_context_parallel: bool = False,
+    tp_only_amax_red: bool = False,
+) -> ProcessGroup:
+    """For ``get_amax_reduction_group()``: over which FP8 scaling factors are agreed. With
+    ``tp_only_amax_red`` data parallelism is left out.
+
+    Raises:
+        MissingGroupError: the collection lacks the field.
+    """
+    if not tp_only_amax_red:
+        return tensor_data_group(pg, with_context_parallel=with_context_parallel)
+    return _group(pg, "tp_cp" if with_context_parallel else "tp")
+
+
+@asks("has_separate_all_gather_group")
+def has_separate_all_gather_group(pg: ProcessGroupCollection) -> bool:
+    """For ``has_separate_all_gather_group()``: whether ``dp_cp_ag`` is a group of its own."""
+    return getattr(pg, "dp_cp_ag", None) is not None
+
+
+def remat_rank(pg: ProcessGroupCollection, field: str) -> int:
+    """For ``get_gtp_weight_remat_rank()`` and ``get_expert_gtp_weight_remat_rank()``, by ``field``
+    ``gtp_remat`` or ``expt_gtp_remat``: 0 where weights are not rematerialised, so that there is
+    no group.
+
+    Raises:
+        MissingGroupError: the collection lacks the field.
+    """
+    return pg.rank(field) if _counts_remat(pg, field, GETTERS[field].rank) else 0
+
+
+def remat_size(pg: ProcessGroupCollection, field: str) -> int:
+    """For ``get_gtp_weight_remat_world_size()`` and
+    ``get_expert_gtp_weight_remat_world_size()``; see :func:`remat_rank`.
+    """
+    return pg.size(field) if _counts_remat(pg, field, GETTERS[field].size) else 0
+
+
+def _counts_remat(pg: ProcessGroupCollection, field: str, getter: str) -> bool:
+    if isinstance(pg, GlobalGroups) and can_be_asked(getter):
+        return True
+    return getattr(pg, field) is not None
+
+
+def gloo_group(pg: ProcessGroupCollection, field: str) -> ProcessGroup:
+    """For ``get_data_parallel_group_gloo()`` and ``get_expert_data_parallel_group_gloo()``.
+
+    Args:
+        pg: the collection. Of borrowed groups it is the globals' companion, where the group is
+            theirs.
+        field: whose gloo companion: ``dp``, ``dp_cp``, ``intra_dp_cp``, ``expt_dp`` or
+            ``intra_expt_dp``.
+
+    Raises:
+        MissingGroupError: the session was not asked for it: ``session(gloo=("dp_cp",))``. It is
+            never made here, for only one rank might be asking.
+    """
+    name = f"gloo.{field}"
+    borrowed = not isinstance(pg, GlobalGroups) and pg.layout is None
+    if borrowed and name not in pg.extras and is_of_globals(pg, field):
+        pg = GlobalGroups()
+    return cast(ProcessGroup, pg.group(name)) if isinstance(pg, GlobalGroups) else _extra(pg, name)
+
+
+def hybrid_group(pg: ProcessGroupCollection, size: int) -> ProcessGroup:
+    """For ``get_hybrid_data_context_parallel_groups(group_size=size)``.
+
+    Args:
+        pg: the collection.
+        size: a power of two up to the size of ``dp_cp``, which is the largest group.
+
+    Raises:
+        MissingGroupError: no group of that size, or the session was not asked for any:
+            ``session(hybrid_cp=True)``.
+        UnsupportedOptionError: weights are rematerialised.
+    """
+    refuse_remat(pg, "gtp_remat")
+    getter = "get_hybrid_data_context_parallel_groups"
+    if isinstance(pg, GlobalGroups) and can_be_asked(getter, ["group_size"]):
+        try:
+            return cast(ProcessGroup, pg.ask(getter, group_size=size))
+        except KeyError:
+            raise MissingHybridGroupError(str(pg._no_such(f"hybrid.{size}"))) from None
+    return _group(pg, "dp_cp") if size == pg.size("dp_cp") else _extra(pg, f"hybrid.{size}")
+
+
+@asks("get_all_ranks", refused_with="gtp_remat")
+def all_ranks(pg: ProcessGroupCollection) -> str:
+    """For ``get_all_ranks()``: this rank's place on the axes, for names of files: ``1_0_0_2_0``.
+
+    From 0.19 on there are six numbers: the second is for weight rematerialisation, of which megapg
+    knows only that it is off.
+
+    Raises:
+        MissingGroupError: the collection lacks ``tp``, ``dp``, ``cp``, ``pp`` or ``ep``.
+        UnsupportedOptionError: weights are rematerialised.
+    """
+    ranks = [pg.rank(field) for field in ("tp", "dp", "cp", "pp", "ep")]
+    if installed_version() >= _COUNTS_REMAT:
+        ranks.insert(1, 0)
+    return "_".join(map(str, ranks))
+
+
+def _data_field(with_context_parallel: bool, partial: bool) -> str:
+    if partial and not with_context_parallel:
+        raise UnsupportedOptionError(
+            "partial_data_parallel: an optimizer instance's part of data parallelism includes "
+            "context parallelism; pass with_context_parallel=True as well."
+        )
+    return "intra_dp_cp" if partial else "dp_cp" if with_context_parallel else "dp"
+
+
+def _expert_data_field(partial: bool) -> str:
+    return "intra_expt_dp" if partial else "expt_dp"
+
+
+def _group(pg: ProcessGroupCollection, field: str) -> ProcessGroup:
+    found: ProcessGroup = getattr(pg, field)
+    return found
+
+
+def _extra(pg: ProcessGroupCollection, name: str) -> ProcessGroup:
+    pg.ranks(name)  # knows what to say where there is none
+    return pg.extras[name]

@@ -1,0 +1,195 @@
+"""Where this rank is in its pipeline, and whether it holds embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from megapg.collection import ProcessGroupCollection
+from megapg.errors import LayoutError, UnknownStageError
+from megapg.megatron.core import installed_version
+from megapg.megatron.getters import before_014
+from megapg.megatron.getters.asking import asks, is_the_globals_pipeline, view_of
+from megapg.megatron.reading.global_groups import GlobalGroups
+from megapg.megatron.tables import TAKES_VP_STAGE, VIRTUAL_PIPELINE_RANK
+
+__all__ = [
+    "embedding_ranks",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+    "is_rank_in_embedding_group",
+    "is_rank_in_position_embedding_group",
+    "pipeline_first_rank",
+    "pipeline_last_rank",
+    "pipeline_next_rank",
+    "pipeline_prev_rank",
+    "virtual_pipeline_size",
+]
+
+_EMBEDDING_RANKS = "_EMBEDDING_GLOBAL_RANKS"  # in the order in which they were chosen
+
+
+def virtual_pipeline_size(pg: ProcessGroupCollection) -> int | None:
+    """For ``get_virtual_pipeline_model_parallel_world_size()``: model chunks per rank, or None.
+
+    Of a collection of borrowed groups the globals know where its pipeline is theirs.
+
+    Raises:
+        LayoutError: the collection is of other borrowed groups, which don't say.
+    """
+    if is_the_globals_pipeline(pg):
+        size = view_of(pg).ask("get_virtual_pipeline_model_parallel_world_size")
+        return cast(int | None, size)
+    if pg.layout is None:
+        raise LayoutError(
+            f"the groups of {pg.lease.owner} don't say whether the pipeline is virtual. Pass "
+            "vp_size= (the config's virtual_pipeline_model_parallel_size), or ignore_virtual=True "
+            "where that is None; a session's groups know."
+        )
+    return pg.layout.vpp
+
+
+def _chunk(
+    pg: ProcessGroupCollection,
+    ignore_virtual: bool | None = None,
+    vp_stage: int | None = None,
+    vp_size: int | None = None,
+) -> tuple[int, int] | None:
+    """The model chunk that is asked about and how many there are; None where chunks don't count."""
+    if _ignores_virtual(ignore_virtual):
+        return None
+    size = virtual_pipeline_size(pg) if vp_size is None else vp_size
+    if size is None:
+        return None
+    if vp_stage is None and installed_version() < TAKES_VP_STAGE:
+        vp_stage = cast(int | None, view_of(pg).read(VIRTUAL_PIPELINE_RANK))
+        if vp_stage is not None and vp_stage >= size and not is_the_globals_pipeline(pg):
+            vp_stage = None  # of another schedule
+    if vp_stage is None:
+        raise UnknownStageError(
+            f"this pipeline has {size} model chunks on a rank: pass the one that is meant as "
+            "vp_stage=, or ignore_virtual=True."
+        )
+    return vp_stage, size
+
+
+def _ignores_virtual(given: bool | None) -> bool:
+    return installed_version() >= TAKES_VP_STAGE if given is None else given
+
+
+@asks("is_pipeline_first_stage", why=_chunk)
+def is_pipeline_first_stage(
+    pg: ProcessGroupCollection,
+    *,
+    ignore_virtual: bool | None = None,
+    vp_stage: int | None = None,
+    vp_size: int | None = None,
+) -> bool:
+    """For ``is_pipeline_first_stage()``: whether this rank holds the first stage.
+
+    Args:
+        pg: the collection.
+        ignore_virtual: ask about the rank and not about one of its model chunks; as the installed
+            Megatron-core does unless given: True from 0.13 on, False before.
+        vp_stage: the model chunk that is meant, with ``ignore_virtual=False``. Megatron-core before
+            0.13 has a current one, which serves unless given: whatever the groups, its schedule
+            keeps it in the globals.
+        vp_size: model chunks per rank; the layout's unless given.
+
+    Raises:
+        UnknownStageError: ``vp_stage`` is needed and not given.
+        LayoutError: ``vp_size`` is needed and not known.
+    """
+    chunk = _chunk(pg, ignore_virtual, vp_stage, vp_size)
+    return (chunk is None or chunk[0] == 0) and pg.rank("pp") == 0
+
+
+@asks("is_pipeline_last_stage", why=_chunk)
+def is_pipeline_last_stage(
+    pg: ProcessGroupCollection,
+    *,
+    ignore_virtual: bool | None = None,
+    vp_stage: int | None = None,
+    vp_size: int | None = None,
+) -> bool:
+    """For ``is_pipeline_last_stage()``: whether this rank holds the last stage. Arguments and
+    errors are those of :func:`is_pipeline_first_stage`.
+    """
+    chunk = _chunk(pg, ignore_virtual, vp_stage, vp_size)
+    if chunk is not None and chunk[0] != chunk[1] - 1:
+        return False
+    return pg.rank("pp") == pg.size("pp") - 1
+
+
+@asks("get_pipeline_model_parallel_first_rank")
+def pipeline_first_rank(pg: ProcessGroupCollection) -> int:
+    """For ``get_pipeline_model_parallel_first_rank()``: global rank of the first stage."""
+    return pg.ranks("pp")[0]
+
+
+def pipeline_last_rank(pg: ProcessGroupCollection) -> int:
+    """For ``get_pipeline_model_parallel_last_rank()``: global rank of the last stage."""
+    return _in_one_pipeline(pg, before_014.pipeline_last_rank_or_ranks(pg))
+
+
+def pipeline_next_rank(pg: ProcessGroupCollection) -> int:
+    """For ``get_pipeline_model_parallel_next_rank()``: global rank of the next stage.
+
+    After the last comes the first, unlike in Megatron-core's ``get_pp_next_rank(pg.pp)``.
+    """
+    return _in_one_pipeline(pg, before_014.pipeline_next_rank_or_ranks(pg))
+
+
+def pipeline_prev_rank(pg: ProcessGroupCollection) -> int:
+    """For ``get_pipeline_model_parallel_prev_rank()``: global rank of the stage before.
+
+    Before the first comes the last, unlike in Megatron-core's ``get_pp_prev_rank(pg.pp)``.
+    """
+    return _in_one_pipeline(pg, before_014.pipeline_prev_rank_or_ranks(pg))
+
+
+def _in_one_pipeline(pg: ProcessGroupCollection, found: int | list[int]) -> int:
+    if isinstance(found, list):
+        pg.ranks("pp")  # knows what to say
+    return cast(int, found)
+
+
+@asks("is_rank_in_embedding_group", why=_chunk)
+def is_rank_in_embedding_group(
+    pg: ProcessGroupCollection,
+    *,
+    ignore_virtual: bool | None = None,
+    vp_stage: int | None = None,
+    vp_size: int | None = None,
+) -> bool:
+    """For ``is_rank_in_embedding_group()``: whether this rank holds the word embeddings.
+
+    Arguments and errors are those of :func:`is_pipeline_first_stage`. If ``ignore_virtual`` is
+    False, the question is about one model chunk: on the first rank of the group it must be the
+    first stage, on the last one the last.
+    """
+    if pg.embd is None:
+        return False
+    if _ignores_virtual(ignore_virtual):
+        return True
+    me, chosen = pg.ranks("embd")[pg.rank("embd")], embedding_ranks(pg)
+    if me == chosen[0]:
+        return is_pipeline_first_stage(pg, ignore_virtual=False, vp_stage=vp_stage, vp_size=vp_size)
+    if me == chosen[-1]:
+        return is_pipeline_last_stage(pg, ignore_virtual=False, vp_stage=vp_stage, vp_size=vp_size)
+    return True
+
+
+@asks("is_rank_in_position_embedding_group")
+def is_rank_in_position_embedding_group(pg: ProcessGroupCollection) -> bool:
+    """For ``is_rank_in_position_embedding_group()``: whether this rank holds those."""
+    return pg.pos_embd is not None
+
+
+def embedding_ranks(pg: ProcessGroupCollection) -> list[int]:
+    """For ``_EMBEDDING_GLOBAL_RANKS``: global ranks of the group, in the order of their choice."""
+    if isinstance(pg, GlobalGroups) and (chosen := pg.read(_EMBEDDING_RANKS)) is not None:
+        return list(cast(Sequence[int], chosen))
+    if pg.layout is None:  # of the globals as well, which know what to say
+        return list(pg.ranks("embd"))
+    return list(pg.layout.embedding_ranks(list(pg.ranks("pp"))))

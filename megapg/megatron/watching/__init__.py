@@ -1,0 +1,1 @@
+"""Who still reads Megatron's globals: one hook, which records the reads or refuses them."""

@@ -1,0 +1,223 @@
+"""Where reads of Megatron's globals are noticed, while somebody listens.
+
+There is one hook for all listeners: a second would find the reporting code where the getters' own
+should be, and take that for the original. It lives in ``parallel_state``, so that megapg keeps no
+state. Two things report to it there:
+
+* every getter, by running other code of the same signature: names bound by ``from ... import``
+  long before are seen as well, and in every thread;
+* the module itself, by a class that sees its attributes being read: that is how code from outside
+  reaches the private globals. A value bound by ``from ... import _X`` before is beyond reach, and
+  so is ``vars(parallel_state)``.
+
+:func:`~megapg.megatron.resolve` reports as well, and so does what else of the bridge reads globals
+for its caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType, FunctionType, MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Protocol
+
+from megapg.collection import ProcessGroupCollection
+from megapg.megatron.core import BRIDGE, parallel_state_module
+from megapg.megatron.watching.advice import NOT_READS
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+HOOK = "__megapg_read__"
+"""The name in ``parallel_state`` under which the running hook lives."""
+
+_READERS = ("get_", "is_", "has_", "model_parallel_is_initialized")
+# The view is a collection.
+_BRIDGE = (f"{BRIDGE}.", ProcessGroupCollection.__module__)
+_installing = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resolved:
+    """``resolve`` or ``groups_of`` gives ``caller`` its groups."""
+
+    owner: str  # who was to have a collection
+    # what was passed or found; None where the globals serve
+    explicit: ProcessGroupCollection | None
+    needs: tuple[str, ...]  # the fields that are asked for
+    caller: FrameType  # who can change that
+    module: str  # of the function that falls back
+
+
+class Listener(Protocol):
+    """Who wants to know. Called in the thread that reads, before the read is answered."""
+
+    def read(self, name: str, arguments: Mapping[str, object], caller: FrameType) -> None:
+        """``caller`` calls a getter, with all of its arguments, or reads a private global."""
+
+    def resolved(self, answer: Resolved) -> None:
+        """Somebody gets a collection, or the globals in its place."""
+
+
+class Hook:
+    """What getters, module and ``resolve`` report to while at least one listener is there."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.listeners: tuple[Listener, ...] = ()  # replaced, never changed: other threads read it
+        self._module, self._class = module, type(module)
+        self._state = vars(module)
+        self._getters = [
+            (function, function.__code__)
+            for name, value in list(self._state.items())  # another thread may be publishing
+            for function in [inspect.unwrap(value) if callable(value) else value]
+            if isinstance(function, FunctionType) and _is_getter(name, function, module.__name__)
+        ]
+
+    def resolved(self, answer: Resolved) -> None:
+        """Tell the listeners; see :meth:`Listener.resolved`."""
+        for listener in self.listeners:
+            listener.resolved(answer)
+
+    def tell(self, name: str, arguments: Mapping[str, object], reader: FrameType) -> None:
+        """Tell the listeners; see :meth:`Listener.read`."""
+        for listener in self.listeners:
+            listener.read(name, arguments, reader)
+
+    def watches(self, getter: Callable[..., object]) -> bool:
+        """Whether a call of this very function is reported."""
+        return any(function is getter for function, _ in self._getters)
+
+    def install(self) -> None:
+        self._state[HOOK] = self
+        try:
+            for getter, _ in self._getters:
+                getter.__code__ = _reporting_code(getter, self._reporter(getter))
+            self._module.__class__ = self._watching_class()
+        except BaseException:
+            self.uninstall()
+            raise
+
+    def uninstall(self) -> None:
+        self._module.__class__ = self._class
+        for getter, code in self._getters:
+            getter.__code__ = code
+        del self._state[HOOK]
+
+    def _reporter(self, getter: FunctionType) -> Callable[[dict[str, object]], object]:
+        name, original, state, tell = getter.__name__, _twin(getter), self._state, self.tell
+
+        def report(arguments: dict[str, object]) -> object:
+            frame = sys._getframe(1)
+            caller = frame.f_back  # None: called from C alone, in a thread or a callback
+            if caller is None:
+                tell(name, arguments, frame)
+            # A getter that calls a getter is one read, and the bridge tells of its calls itself.
+            elif caller.f_globals is not state and not _is_bridge(caller):
+                tell(name, arguments, caller)
+            return original(**arguments)
+
+        return report
+
+    def _watching_class(self) -> type[ModuleType]:
+        state, tell = self._state, self.tell
+
+        class Watched(self._class):  # type: ignore[misc, name-defined]
+            def __getattribute__(self, name: str) -> object:
+                if name[:1] == "_" and name[1:2].isupper() and name in state:
+                    tell(name, {}, sys._getframe(1))
+                return super().__getattribute__(name)
+
+        return Watched
+
+
+@contextlib.contextmanager
+def listening(listener: Listener, *, last: bool = False) -> Iterator[None]:
+    """Have ``listener`` told of every read while the block runs, in all threads.
+
+    Blocks may overlap and end in any order; when the last one has ended, ``parallel_state`` is
+    exactly what it was. One that raises is to be told ``last``, so that the others know as well.
+    """
+    module = parallel_state_module()
+    with _installing:
+        hook = active()
+        if hook is None:
+            hook = Hook(module)
+            hook.install()
+        hook.listeners = (*hook.listeners, listener) if last else (listener, *hook.listeners)
+    try:
+        yield
+    finally:
+        with _installing:
+            hook.listeners = tuple(other for other in hook.listeners if other is not listener)
+            if not hook.listeners:
+                hook.uninstall()
+
+
+def report(name: str, arguments: Mapping[str, object] = MappingProxyType({})) -> None:
+    """Tell of a read that the bridge itself makes, in the name of who asked it to: of a private
+    global, of a getter with all of its arguments, or of several by the function that reads them.
+    """
+    hook = active()
+    if hook is not None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and _is_bridge(frame):
+            frame = frame.f_back
+        hook.tell(name, arguments, frame)
+
+
+def report_call(getter: Callable[..., object], arguments: Mapping[str, object]) -> None:
+    """Tell of a getter that the bridge has called, as of any call of it. What somebody has put in a
+    getter's place reads no globals, and where it calls the getter that tells of itself.
+    """
+    hook = active()
+    if hook is not None and hook.watches(getter):
+        bound = inspect.signature(getter).bind(**arguments)
+        bound.apply_defaults()
+        report(getter.__name__, bound.arguments)
+
+
+def _is_bridge(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith(_BRIDGE)
+
+
+def active() -> Hook | None:
+    """The running hook, if any."""
+    module = sys.modules.get("megatron.core.parallel_state")
+    return None if module is None else vars(module).get(HOOK)
+
+
+def _is_getter(name: str, function: FunctionType, module: str) -> bool:
+    return (
+        name.startswith(_READERS)
+        and name not in NOT_READS
+        and function.__module__ == module
+        and not function.__code__.co_freevars  # a wrapper that hides what it wraps: left alone
+    )
+
+
+def _twin(function: FunctionType) -> FunctionType:
+    """The function as it is now, under its own code, unaffected by what is done to the original."""
+    return FunctionType(function.__code__, function.__globals__, function.__name__)
+
+
+def _reporting_code(
+    getter: FunctionType, report: Callable[[dict[str, object]], object]
+) -> CodeType:
+    """Code with the getter's own parameters, since callers inspect them, that calls ``report``.
+
+    The reporter is among its constants and not in the module's namespace: a call that is under way
+    in another thread when the hook goes away still finds it.
+    """
+    names = list(inspect.signature(getter).parameters)
+    arguments = ", ".join(f"{name!r}: {name}" for name in names)
+    source = f"def {getter.__name__}({', '.join(names)}):\n    _report = 'here'\n"
+    source += f"    return _report({{{arguments}}})\n"
+    scope: dict[str, FunctionType] = {}
+    exec(compile(source, "<megapg>", "exec"), scope)  # names come from parallel_state
+    code = scope[getter.__name__].__code__
+    constants = tuple(report if value == "here" else value for value in code.co_consts)
+    return code.replace(co_consts=constants, co_qualname=getter.__code__.co_qualname)

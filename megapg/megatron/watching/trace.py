@@ -1,0 +1,199 @@
+"""Who still reads Megatron's globals: every read, with its place in the source."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from megapg.megatron.core import parallel_state_module
+from megapg.megatron.tables import ALWAYS_SET
+from megapg.megatron.watching.advice import Replacement, replacement
+from megapg.megatron.watching.hook import Resolved, listening
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
+
+    from rich.table import Table
+
+    from megapg.collection import ProcessGroupCollection
+
+_UNANSWERED = "nothing: not initialised"
+_OTHER = "other globals"
+
+
+@dataclass(frozen=True)
+class GlobalRead:
+    """One place that read a global, and how often.
+
+    Attributes:
+        getter: the function of ``parallel_state`` that was called, the private global that was
+            read, or ``resolve`` where that fell back to the globals.
+        file: source file of the reader.
+        line: line number there.
+        function: the reading function.
+        field: the collection field that would have served; empty where there is none.
+        answered_by: name of the collection whose groups the globals held at that moment.
+        module: the reading module; for ``resolve``, that of the function that fell back.
+        replacement: what to write there instead; empty where megapg knows nothing.
+        count: number of reads.
+    """
+
+    getter: str
+    file: str
+    line: int
+    function: str
+    field: str
+    answered_by: str
+    module: str = ""
+    replacement: str = ""
+    count: int = 1
+
+
+class Trace:
+    """The reads seen so far; complete when the block has ended."""
+
+    def __init__(self) -> None:
+        self._sites: dict[tuple[object, ...], _Site] = {}
+        self._lock = threading.Lock()  # backward reads from autograd's threads
+
+    @property
+    def reads(self) -> tuple[GlobalRead, ...]:
+        """Every place, by file and line."""
+        with self._lock:  # a line may hold the same read twice
+            return summed(replace(site.read, count=site.count) for site in self._sites.values())
+
+    def table(self) -> Table:
+        """The reads for the terminal, the most frequent first."""
+        headings = ("place", "function", "reads", "write instead", "answered by", "count")
+        table = empty_table("reads of Megatron's globals", headings)
+        for read in sorted(self.reads, key=lambda read: -read.count):
+            what = (read.function, read.getter, read.replacement, read.answered_by)
+            table.add_row(f"{read.module}:{read.line}", *what, f"{read.count:,}")
+        return table
+
+    def to_json(self) -> str:
+        """The reads as a JSON list of objects with the attributes of :class:`GlobalRead`."""
+        return json.dumps([asdict(read) for read in self.reads], indent=1)
+
+
+def summed(reads: Iterable[GlobalRead]) -> tuple[GlobalRead, ...]:
+    """One for each place, with how often it read in all; by file and line."""
+    counts: Counter[GlobalRead] = Counter()
+    for read in reads:
+        counts[replace(read, count=0)] += read.count
+    found = [replace(place, count=count) for place, count in counts.items()]
+    return tuple(sorted(found, key=lambda read: (read.file, read.line, read.getter)))
+
+
+def empty_table(title: str, headings: Sequence[str]) -> Table:
+    """A table for the terminal, whose last column is of numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", pad_edge=False)
+    for heading in headings:
+        justify: Literal["left", "right"] = "right" if heading == headings[-1] else "left"
+        table.add_column(heading, justify=justify, overflow="fold")
+    return table
+
+
+@contextlib.contextmanager
+def trace_global_reads(**known: ProcessGroupCollection) -> Iterator[Trace]:
+    """Record every read of ``parallel_state`` while the block runs, in all threads.
+
+    That is every call of a getter, also through names bound by ``from ... import`` long before;
+    every private global read off the module (``parallel_state._DATA_PARALLEL_GROUP``, and
+    ``from ... import`` of one while the block runs: what was bound before is an ordinary variable
+    by now, and not seen); every :func:`~megapg.megatron.resolve` that was passed nothing; and what
+    :class:`~megapg.megatron.GlobalGroups`, ``from_parallel_state`` and the getters of the bridge
+    read for their caller. On exit each function and the module are exactly what they were. Traces
+    may overlap, and end in any order: each records what happens while it runs.
+
+    Args:
+        **known: collections by name, to say which of them the globals held at each read.
+    """
+    trace = Trace()
+    with listening(_Recorder(trace, known, vars(parallel_state_module()))):
+        yield trace
+
+
+@dataclass
+class _Site:
+    """One instruction that reads, and how often it did."""
+
+    read: GlobalRead
+    code: CodeType  # held, so that its id stays its own
+    count: int = 0
+
+
+class _Recorder:
+    """Listens for one trace. What a site is gets worked out once; after that it is counted."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        known: Mapping[str, ProcessGroupCollection],
+        state: Mapping[str, object],
+    ) -> None:
+        self._trace, self._state = trace, state
+        # Enough to tell collections apart: two layouts that share all three share the rest.
+        self._known = [
+            (label, [(name, vars(pg).get(field)) for name, field in ALWAYS_SET.items()])
+            for label, pg in known.items()
+        ]
+
+    def resolved(self, answer: Resolved) -> None:
+        if answer.explicit is None:
+            write = f"pg_collection= in the call of {answer.owner}"
+            instead = Replacement(", ".join(answer.needs), write)
+            self.read("resolve", {"needs": answer.needs}, answer.caller, instead, answer.module)
+
+    def read(
+        self,
+        name: str,
+        arguments: Mapping[str, object],
+        caller: FrameType,
+        instead: Replacement | None = None,
+        module: str = "",
+    ) -> None:
+        code, trace = caller.f_code, self._trace
+        answered_by = self._answered_by()
+        # By identity: to hash a code object is to hash all of its parts.
+        key = (id(code), caller.f_lasti, name, answered_by, *map(_hashable, arguments.values()))
+        with trace._lock:
+            site = trace._sites.get(key)
+            if site is None:
+                instead = instead or replacement(name, arguments)
+                read = GlobalRead(
+                    getter=name,
+                    file=code.co_filename,
+                    line=caller.f_lineno,
+                    function=code.co_qualname,
+                    field=instead.field,
+                    answered_by=answered_by,
+                    module=module or caller.f_globals.get("__name__", ""),
+                    replacement=instead.write,
+                )
+                site = trace._sites[key] = _Site(read, code)
+            site.count += 1
+
+    def _answered_by(self) -> str:
+        state = self._state
+        if state["_TENSOR_MODEL_PARALLEL_GROUP"] is None:
+            return _UNANSWERED
+        for label, groups in self._known:
+            if all(state[name] is group for name, group in groups):
+                return label
+        return _OTHER
+
+
+def _hashable(argument: object) -> object:
+    try:
+        hash(argument)
+    except TypeError:
+        return repr(argument)
+    return argument

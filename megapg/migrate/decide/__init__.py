@@ -1,0 +1,1 @@
+"""What serves each use, and which functions get a parameter for it."""

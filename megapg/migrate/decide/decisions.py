@@ -1,0 +1,92 @@
+"""What is decided: what serves each use, and which functions and calls get a parameter for it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megapg.migrate.decide.references import Reference
+from megapg.migrate.find.index import Located
+from megapg.migrate.find.sites import Carrier, Site
+from megapg.migrate.migration import How, Left
+from megapg.migrate.python.scopes import Scope
+from megapg.upstream.mapping import Replacement
+
+
+@dataclass(frozen=True)
+class Base:
+    """An expression for a collection."""
+
+    how: How  # from what it serves
+    # ``resolve`` of the expression; ``groups_of`` it, with the fields that are read, or
+    # ``of_collection``, without, for a collection has them or not; the expression ``plain``.
+    form: str
+    expression: str  # what is at hand
+    optional: bool = False  # whether what is at hand may be None
+    made_here: bool = False  # whether it is a model that a variable of the function holds
+    passed_first: bool = False  # whether what was passed to the function comes before it
+
+
+GLOBALS = Base(How.RESOLVED, "resolve", "None")
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """A use and what serves it."""
+
+    located: Located
+    answer: Replacement
+    base: Base
+
+
+@dataclass(frozen=True, eq=False)
+class Passing:
+    """A call that is given the collection, or a function that is called by another name."""
+
+    reference: Reference  # the call, or the function
+    path: Path  # of the file of the function that is called
+    base: Base  # what it is given
+    needs: tuple[str, ...]  # the fields that are read behind it
+
+
+@dataclass(frozen=True, eq=False)
+class Taking:
+    """A function that gets the parameter."""
+
+    function: Scope  # its scope
+    path: Path  # of its file
+    kept: bool  # whether it is a constructor that keeps it on ``self``
+    # The statements behind which it is kept: those of bases keep what they are passed, which is not
+    # that.
+    behind: tuple[ast.stmt, ...] = ()
+
+
+@dataclass
+class Plan:
+    """What is to be done, in all files together; and the number of the rule that decided about each
+    use.
+    """
+
+    decisions: list[Decision] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    taking: list[Taking] = field(default_factory=list)
+    passing: list[Passing] = field(default_factory=list)
+    decided_by: list[tuple[Site, int]] = field(default_factory=list)
+
+
+def best(found: Sequence[Carrier]) -> Base | None:
+    """The first of some carriers that is certain."""
+    carrier = next((each for each in found if each.certain), None)
+    if carrier is None:
+        return None
+    if carrier.kind == "model":
+        made_here = carrier.origin == "local"
+        return Base(How.MODEL, "groups_of", carrier.expression, made_here=made_here)
+    if carrier.may_be_none:
+        return Base(How.RESOLVED, "of_collection", carrier.expression, optional=True)
+    if carrier.origin == "attribute":
+        # It may have some of the fields only; groups_of() of its owner looks further then.
+        return Base(How.COLLECTION, "groups_of", carrier.expression.rpartition(".")[0])
+    return Base(How.COLLECTION, "of_collection", carrier.expression)

@@ -1,0 +1,145 @@
+"""Facts about a project that hold for many of its uses: who fakes ranks, makes groups, patches."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+from megapg.migrate.decide.references import References
+from megapg.migrate.find.index import Index, Located
+from megapg.migrate.find.sites import Kind, Site
+from megapg.migrate.python.scopes import Scope
+
+# Writes that make a rank or size differ from what the groups say.
+_FAKING = frozenset({"setter", "assigned"})
+_OWNING = frozenset({"initialize_model_parallel", "destroy_model_parallel"})
+# Further than anyone has the groups made.
+_DEEPEST = 5
+
+
+class Facts:
+    """Facts about the project of an index, each found out once.
+
+    Attributes:
+        tainted: functions that only the globals can serve: they fake a rank or size, are called
+            by one that does, or make the groups.
+    """
+
+    def __init__(self, index: Index, references: References) -> None:
+        self._index, self._references = index, references
+        self.tainted = self._reached_by_fakes() | self._owning
+
+    @cached_property
+    def writing(self) -> set[tuple[Scope | None, Path]]:
+        """The functions that write private variables of the globals, with their files."""
+        return {
+            (each.use.scope.unit, each.path)
+            for each in self._index.located
+            if _writes_a_variable(each.site)
+        }
+
+    @cached_property
+    def patched(self) -> set[str]:
+        """The getters in whose place something is put, for good."""
+        names = {each.site.name for each in self._index.located if _is_replaced(each)}
+        return {name for name in names if not name.startswith("_")}
+
+    @cached_property
+    def _owning(self) -> set[Scope]:
+        """Functions that make or end the groups themselves: what they read is what they made, and
+        a model that they have may carry groups of before.
+        """
+        return {
+            unit
+            for each in self._index.located
+            if each.site.kind is Kind.CALL and each.site.name in _OWNING
+            if (unit := each.use.scope.unit) is not None
+        }
+
+    def makes_groups(self, unit: Scope | None, path: Path) -> bool:
+        """Whether a function calls one that makes the groups, be it by way of others. Whether there
+        are any it asks of the globals then: it makes them where they have none.
+        """
+        found = {unit: path} if unit is not None else {}
+        for _ in range(_DEEPEST):
+            if not self._owning.isdisjoint(found):
+                return True
+            for each, at in list(found.items()):
+                found.update(self._called_by(each, at))
+        return False
+
+    def _reached_by_fakes(self) -> set[Scope]:
+        """Functions that fake a rank or a size, those that are decorated with one or handed to it,
+        and those that they call: only the globals know what was faked.
+        """
+        found: dict[Scope, Path] = {}
+        for located in self._index.located:
+            site, unit = located.site, located.use.scope.unit
+            fakes = site.reason in _FAKING and (
+                site.name.startswith(("set_", "_MPU_")) or site.kind is Kind.ASSIGNED
+            )
+            if fakes and unit is not None:
+                found[unit] = located.path
+        for unit, path in list(found.items()):
+            found.update(self._handed_to(unit, path))
+        waiting = list(found.items())
+        while waiting:
+            for callee, at in self._called_by(*waiting.pop()):
+                if callee not in found:
+                    found[callee] = at
+                    waiting.append((callee, at))
+        return set(found)
+
+    def _handed_to(self, function: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
+        """The functions that a function is to call: it decorates them, or is passed them."""
+        for reference in self._references.of(function, path):
+            use, at = reference.use, reference.path
+            outer = use.parents.node
+            if isinstance(outer, ast.Call) and outer.func is reference.node:
+                for each in outer.args:
+                    for thing in self._index.resolver.expression(each, use.scope, at):
+                        if thing.kind == "function" and thing.scope and thing.path:
+                            yield thing.scope, thing.path
+                outer = use.parents.above.node if use.parents.above else outer
+            if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):
+                named = (e.func if isinstance(e, ast.Call) else e for e in outer.decorator_list)
+                if any(each is reference.node for each in named):
+                    for decorated in use.scope.defined(outer.name):
+                        if decorated.node is outer:
+                            yield decorated, at
+
+    def _called_by(self, unit: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
+        """The functions that a function calls; of a class its constructor."""
+        analysis = self._index.analysis(path)
+        for use in analysis.uses if analysis else ():
+            parent = use.parents.node
+            if not isinstance(parent, ast.Call) or parent.func is not use.node:
+                continue
+            if use.scope.unit is not unit:
+                continue
+            for thing in self._index.resolver.expression(use.node, use.scope, path):
+                if thing.scope is not None and thing.path is not None:
+                    if thing.kind == "function":
+                        yield thing.scope, thing.path
+                    elif thing.kind == "class":
+                        for constructor in thing.scope.defined("__init__"):
+                            yield constructor, thing.path
+
+
+def _is_replaced(located: Located) -> bool:
+    """Whether a site puts something in the place of a getter, for good."""
+    if located.site.kind is not Kind.PATCHED:
+        return located.site.kind is Kind.ASSIGNED
+    call = located.node
+    return (
+        isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "setattr"
+    )
+
+
+def _writes_a_variable(site: Site) -> bool:
+    """Whether a site puts something into a private variable of the globals, be it whatever."""
+    if site.kind not in (Kind.ASSIGNED, Kind.PATCHED, Kind.STRING):
+        return False
+    return site.name.startswith("_") or (site.kind is Kind.PATCHED and not site.name)

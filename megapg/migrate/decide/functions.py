@@ -1,0 +1,121 @@
+"""The functions of a project that can be given a parameter.
+
+A parameter is only ever added to free functions and to constructors: a method has ``self``, and
+what else overrides it, or calls it through an object, can't be seen.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from megapg.migrate.decide.references import References
+from megapg.migrate.decide.replaced import Replaced
+from megapg.migrate.find.index import Index
+from megapg.migrate.find.meaning import Thing
+from megapg.migrate.find.models import ancestry, is_of_core, is_torch_module
+from megapg.migrate.python.insert import add_behind, add_statement
+from megapg.migrate.python.methods import body_of, decorators, kept, kept_behind, mentions
+from megapg.migrate.python.scopes import Scope, last_name
+
+PARAMETER = "pg_collection"
+
+# Decorators, by their last name, that hand keyword arguments on as they come.
+_TRANSPARENT = frozenset(
+    {"no_grad", "inference_mode", "enable_grad", "contextmanager", "asynccontextmanager"}
+    | {"override", "deprecated", "experimental_fn"}
+)
+# What a class may be made of for its constructor to be an ordinary function.
+_PLAIN_BASES = frozenset({"ABC", "object", "Generic"})
+_CLASS_DECORATORS = frozenset({"total_ordering", "final", "deprecated"})
+# What makes an attribute more than one.
+_SPECIAL = frozenset({PARAMETER, "__slots__", "__new__", "__setattr__"})
+# Functions that read the signature, or compile the source, of what they are passed.
+_INSPECTING = frozenset({"script", "jit_fuser", "signature", "getfullargspec", "get_type_hints"})
+
+
+class Functions:
+    """Answers questions about the functions of the files of an index."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._replaced = Replaced(index)
+        self.references = References(index)
+
+    @kept
+    def can_take(self, function: Scope, path: Path) -> bool:
+        """Whether a keyword-only parameter with a default can be added without a caller, or
+        anything that looks at the signature, noticing.
+        """
+        node, outer = function.node, function.parent
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or outer is None:
+            return False
+        if node.args.kwarg is not None or not decorators(node) <= _TRANSPARENT:
+            return False
+        if node.name.startswith("test") or Path(path).suffix == ".pyi":
+            return False
+        if outer.kind == "class":
+            if node.name != "__init__" or not self._is_plain(outer, path):
+                return False
+            body, looked = body_of(node), self._index.look(path)
+            if looked is None or not body or add_statement(looked[0], body[0], "") is None:
+                return False  # there is no place to keep it
+            above = list(ancestry(outer, path, self._index.resolver))[1:]
+            behind = kept_behind(function) if any(isinstance(e, Scope) for e in above) else ()
+            if behind is None or any(add_behind(looked[0], each, "") is None for each in behind):
+                return False  # nor one behind what may put something else in its place
+        elif outer.kind != "module":
+            return False
+        if len(outer.bindings.get(node.name, ())) != 1:
+            return False
+        if mentions(function, PARAMETER):
+            return False
+        called = outer if outer.kind == "class" else function
+        if self._replaced.may_be(Thing(called.kind, path=path, scope=called)):
+            return False
+        return not any(
+            each.call is None
+            and isinstance(parent := each.use.parents.node, ast.Call)
+            and last_name(parent.func) in _INSPECTING
+            for each in self.references.of(function, path)
+        )
+
+    def _is_plain(self, klass: Scope, path: Path) -> bool:
+        """Whether the constructor of a class is called as it is written, with ``self`` alone."""
+        for each in ancestry(klass, path, self._index.resolver):
+            if isinstance(each, str):
+                last = each.rpartition(".")[2]
+                if last not in _PLAIN_BASES and (
+                    not is_torch_module(each) or last == "LightningModule"
+                ):
+                    return False
+                continue
+            node = each.node
+            if not isinstance(node, ast.ClassDef):
+                return False
+            if any(k.arg != "metaclass" or last_name(k.value) != "ABCMeta" for k in node.keywords):
+                return False
+            if not decorators(node) <= _CLASS_DECORATORS:
+                return False
+            if _SPECIAL & {*each.bindings, *each.attributes} or _shows_attributes(each):
+                return False
+        return not any(  # below it
+            PARAMETER in each.bindings or PARAMETER in each.attributes
+            for each, _ in self.references.made_of(klass.name)
+        )
+
+    def is_of_core(self, klass: Scope, path: Path) -> bool:
+        """Whether a class is made of one of Megatron-core's, which has a collection of its own."""
+        return any(
+            isinstance(each, str) and is_of_core(each)
+            for each in ancestry(klass, path, self._index.resolver)
+        )
+
+
+def _shows_attributes(klass: Scope) -> bool:
+    """Whether a class looks at its attributes all together."""
+    return any(
+        (isinstance(each, ast.Attribute) and each.attr == "__dict__")
+        or (isinstance(each, ast.Name) and each.id == "vars")
+        for each in klass.nodes
+    )

@@ -1,0 +1,320 @@
+"""Who in a project names a function, or a class for its constructor."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from megapg.migrate.find.index import Index
+from megapg.migrate.find.meaning import Thing
+from megapg.migrate.find.models import ancestry
+from megapg.migrate.python.methods import class_of, is_super, kept, mentions
+from megapg.migrate.python.scopes import Imported, Scope, Use, last_name, scopes
+
+_ASKING = re.compile(rb"getattr|attrgetter")
+
+_Named: TypeAlias = tuple[Use, ast.expr, ast.AST]
+"""A use, the expression of it that ends in a name, and what is directly around that."""
+_Class: TypeAlias = tuple[Scope, Path]
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """A place that names a function."""
+
+    path: Path  # of its file
+    use: Use  # the place
+    # Of which it is the function, or which is ``functools.partial`` of it; None where it is handed
+    # on, stored or decorated with.
+    call: ast.Call | None
+    node: ast.expr  # the expression that names it
+
+
+class References:
+    """Finds the references to the functions and classes of an index."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._blind: set[Scope] = set()
+
+    @kept
+    def of(self, function: Scope, path: Path) -> list[Reference]:
+        """Every place in the project that names a function; for a constructor, its class."""
+        return list(self._find(function, path))
+
+    def all_seen(self, function: Scope) -> bool:
+        """Whether every file that could refer to a function could be looked into; asked after
+        :meth:`of`.
+        """
+        return function not in self._blind
+
+    def _find(self, function: Scope, path: Path) -> Iterator[Reference]:
+        klass = class_of(function)
+        wanted = {Thing("function", path=path, scope=function)}
+        words, classes = {function.name}, list[Scope]()
+        if klass is not None:
+            constructed = self._constructed_by(klass, path)
+            classes = [each for each, _ in constructed]
+            wanted |= {Thing("class", path=at, scope=each) for each, at in constructed}
+            words = {each.name for each in classes}
+        files = self._files_naming(words, wanted)
+        if any(not words.isdisjoint(self._asked_for(file)) for file in files):
+            self._blind.add(function)
+        for file in files:
+            analysis = self._index.analysis(file)
+            if analysis is None:
+                self._blind.add(function)
+                continue
+            names = words.union(*(self._imported_as(file).get(word, ()) for word in words))
+            names |= {"__init__"} if klass else set()
+            named: list[str | Scope] = [*sorted(names), *classes]
+            for each in named:
+                for use, node, parent in self._names(file).get(each, ()):
+                    is_base = isinstance(parent, ast.ClassDef) and node in parent.bases
+                    if not is_base and self._stands_for(node, use, file, wanted, classes, function):
+                        yield Reference(file, use, _call_of(node, parent), node)
+
+    def _files_naming(self, words: set[str], wanted: Collection[Thing]) -> list[Path]:
+        """The files that may name something; other names under which modules hand it on are added
+        to the words.
+        """
+        files: dict[Path, None] = {}
+        waiting = sorted(words)
+        for word in waiting:  # grows
+            for file in self._index.mentioning(word):
+                files[file] = None
+                analysis = self._index.analysis(file)
+                if analysis is None:
+                    continue
+                for name in self._imported_as(file).get(word, ()):
+                    if name == word or not _is_import_of(word, analysis.module, name):
+                        continue
+                    things = self._index.resolver.name(name, analysis.module, file)
+                    if name not in waiting and not things.isdisjoint(wanted):
+                        waiting.append(name)
+        words |= {*waiting}
+        return list(files)
+
+    @kept
+    def _imported_as(self, file: Path) -> dict[str, dict[str, None]]:
+        """For each name that a file imports, wherever in it, what it is called there."""
+        names: dict[str, dict[str, None]] = {}
+        for scope in self._scopes_of(file):
+            for name, bindings in scope.bindings.items():
+                for each in bindings:
+                    if isinstance(each, Imported) and each.member:
+                        names.setdefault(each.member, {})[name] = None
+        return names
+
+    def _scopes_of(self, file: Path) -> Iterator[Scope]:
+        """The scopes of a file; none where it is not of the project, or can't be parsed."""
+        analysis = self._index.analysis(file) if file in self._index else None
+        return scopes(analysis.module) if analysis is not None else iter(())
+
+    # -- classes -----------------------------------------------------------------------------
+
+    @kept
+    def _classes_in(self, file: Path) -> dict[str, list[Scope]]:
+        """The classes of a file by the last names of those that they are made of."""
+        found: dict[str, list[Scope]] = {}
+        for each in self._scopes_of(file):
+            for name in dict.fromkeys(map(last_name, getattr(each.node, "bases", ()))):
+                found.setdefault(name, []).append(each)
+        return found
+
+    def made_of(self, name: str) -> Iterator[_Class]:
+        """The classes of the project, with their files, that are made of one of that name."""
+        for file in self._index.mentioning(name):
+            for each in self._classes_in(file).get(name, ()):
+                yield each, file
+
+    def only_base(self, klass: Scope, path: Path) -> _Class | None:
+        """The class of the project of which alone a class is made, and its file."""
+        bases: list[ast.expr] = getattr(klass.node, "bases", [])
+        if len(bases) != 1 or klass.parent is None:
+            return None
+        things = self._index.resolver.expression(bases[0], klass.parent, path)
+        thing = next(iter(things)) if len(things) == 1 else None
+        if thing is None or thing.kind != "class" or thing.scope is None or thing.path is None:
+            return None
+        return thing.scope, thing.path
+
+    def _constructed_by(self, klass: Scope, path: Path) -> list[_Class]:
+        """A class, and those below it that have its constructor."""
+        found = [(klass, path)]
+        for above, _ in found:  # grows
+            for file in self._index.mentioning(above.name):
+                for each in self._without_constructor(file).get(above, ()):
+                    if all(each is not known for known, _ in found):
+                        found.append((each, file))
+        return found
+
+    @kept
+    def _without_constructor(self, file: Path) -> dict[Scope, list[Scope]]:
+        """The classes of a file that are made of one class alone and have its constructor."""
+        inheriting: dict[Scope, list[Scope]] = {}
+        for each in self._scopes_of(file):
+            inherits = each.kind == "class" and "__init__" not in each.bindings
+            base = self.only_base(each, file) if inherits else None
+            if base is not None:
+                inheriting.setdefault(base[0], []).append(each)
+        return inheriting
+
+    def _is_super_of(self, use: Use, path: Path, classes: Collection[Scope]) -> bool:
+        """Whether ``super().__init__`` is the constructor of one of the classes, for certain."""
+        klass, base = self._base_around(use, path)
+        if klass is None or base is None or base not in classes:
+            return False
+        return not self._is_parted(klass, base)
+
+    def _base_around(self, use: Use, path: Path) -> tuple[Scope | None, Scope | None]:
+        """The class in whose constructor a use is, and the class of which alone that is made."""
+        klass = class_of(use.scope.enclosing("function"))
+        base = self.only_base(klass, path) if klass is not None else None
+        return klass, base[0] if base is not None else None
+
+    @kept
+    def _is_parted(self, klass: Scope, base: Scope) -> bool:
+        """Whether objects may have another class between a class and its base: one that is made of
+        both the class and another one that leads to the base, too.
+        """
+        below = [klass]
+        for above in below:  # grows
+            for each, file in self.made_of(above.name):
+                if each in below or each.parent is None:
+                    continue
+                made_of = [
+                    thing
+                    for one in getattr(each.node, "bases", ())
+                    for thing in self._index.resolver.expression(one, each.parent, file)
+                    if thing.scope is not None and thing.path is not None
+                ]
+                if all(thing.scope is not above for thing in made_of):
+                    continue
+                if any(base in line and klass not in line for line in map(self._line, made_of)):
+                    return True
+                below.append(each)
+        return False
+
+    def _line(self, thing: Thing) -> list[Scope | str]:
+        if thing.scope is None or thing.path is None:
+            return []
+        return list(ancestry(thing.scope, thing.path, self._index.resolver))
+
+    # -- names -------------------------------------------------------------------------------
+
+    def _stands_for(
+        self,
+        node: ast.expr,
+        use: Use,
+        path: Path,
+        wanted: set[Thing],
+        classes: Collection[Scope],
+        function: Scope,
+    ) -> bool:
+        if _is_constructor_of_super(node, use):
+            return self._is_super_of(use, path, classes)
+        things = self._index.resolver.expression(node, use.scope, path)
+        if len(things) == 1 and things <= wanted:
+            return True
+        if any(_may_be(each, thing) for each in wanted for thing in things):
+            self._blind.add(function)
+        return False
+
+    @kept
+    def _names(self, path: Path) -> dict[str | Scope | None, list[_Named]]:
+        """The expressions of a file by the name in which they end; ``super().__init__`` by the
+        class for which ``super()`` stands, as far as it can be told.
+        """
+        analysis = self._index.analysis(path)
+        names: dict[str | Scope | None, list[_Named]] = {}
+        for use in analysis.uses if analysis is not None else ():
+            node: ast.expr = use.node
+            parent: ast.AST = use.parents.node
+            while isinstance(node, ast.Attribute):
+                of_super = _is_constructor_of_super(node, use)
+                name = self._base_around(use, path)[1] if of_super else node.attr
+                names.setdefault(name, []).append((use, node, parent))
+                parent, node = node, node.value
+            if isinstance(node, ast.Name):
+                names.setdefault(node.id, []).append((use, node, parent))
+        return names
+
+    @kept
+    def _asked_for(self, file: Path) -> frozenset[str]:
+        """The names of which a file asks for something by a string."""
+        found = _ASKING.search(self._index.data(file))
+        analysis = self._index.analysis(file) if found else None
+        return frozenset(
+            use.node.value
+            for use in (analysis.uses if analysis is not None else ())
+            if isinstance(use.node, ast.Constant)
+            and isinstance(use.node.value, str)
+            and isinstance(use.parents.node, ast.Call)
+            and last_name(use.parents.node.func) in ("getattr", "attrgetter")
+        )
+
+
+def calls_by_another_name(reference: Reference) -> list[ast.Call]:
+    """The calls of the variable to which a function is given in another one; none where something
+    else may happen to it than to be called. ``functools.partial`` of the function can stand there.
+    """
+    use, inner = reference.use, reference.node
+    function, name = use.scope, ""
+    for outer in use.parents if inner is use.node and function.kind == "function" else ():
+        if isinstance(outer, ast.IfExp) and inner is not outer.test:
+            inner = outer
+            continue
+        if isinstance(outer, ast.Assign) and outer.value is inner and len(outer.targets) == 1:
+            name = outer.targets[0].id if isinstance(outer.targets[0], ast.Name) else ""
+        break
+    if not name or name in function.elsewhere or mentions(function, "locals"):
+        return []
+    calls = [
+        each
+        for each in function.nodes
+        if isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id == name
+    ]
+    called = {id(each.func) for each in calls}
+    only_called = all(
+        id(each) in called or not isinstance(each.ctx, ast.Load)
+        for each in function.nodes
+        if isinstance(each, ast.Name) and each.id == name
+    )
+    return calls if only_called else []
+
+
+def _is_constructor_of_super(node: ast.expr, use: Use) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == "__init__"
+        and is_super(node.value, use.scope.enclosing("function"))
+    )
+
+
+def _call_of(node: ast.expr, parent: ast.AST) -> ast.Call | None:
+    if not isinstance(parent, ast.Call):
+        return None
+    if parent.func is node:
+        return parent
+    is_partial = last_name(parent.func) == "partial"
+    return parent if is_partial and parent.args and parent.args[0] is node else None
+
+
+def _is_import_of(word: str, module: Scope, name: str) -> bool:
+    """Whether a module imports something by a name at its top."""
+    bindings = module.bindings.get(name, ())
+    return any(isinstance(each, Imported) and each.member == word for each in bindings)
+
+
+def _may_be(wanted: Thing, thing: Thing) -> bool:
+    """Whether a name may stand for a function or a class: it may mean another one as well, or is
+    of a module by the name of its file, which is found on a path that no import tells.
+    """
+    if thing.kind != "name" or wanted.path is None or wanted.scope is None:
+        return thing == wanted
+    return thing.name.split(".")[-2:] == [wanted.path.stem, wanted.scope.name]

@@ -1,0 +1,329 @@
+"""The rules: from where each use is to be served, or why it is left.
+
+Best first: a collection in scope, a model that carries one, a parameter that is threaded
+from callers that have one of these, and last ``megapg.resolve()``, which takes what was passed and
+else the globals. Each is chosen only where it gives what the getter would have given.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Plan, Taking, best
+from megapg.migrate.decide.facts import Facts
+from megapg.migrate.decide.functions import PARAMETER, Functions
+from megapg.migrate.decide.threads import Threads
+from megapg.migrate.find import meaning
+from megapg.migrate.find.index import Index, Located
+from megapg.migrate.find.sites import Kind
+from megapg.migrate.migration import How, Left
+from megapg.migrate.python.locate import is_shown, quote_in
+from megapg.migrate.python.methods import self_of
+from megapg.migrate.python.scopes import Scope
+from megapg.upstream.mapping import Refusal, Replacement, Takes
+
+
+def make_plan(
+    index: Index,
+    frozen: Collection[Path] = (),
+    *,
+    unsafe: bool = False,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Plan:
+    """Decide about every site of an index.
+
+    Args:
+        index: the project.
+        frozen: files that must stay as they are.
+        unsafe: also rewrite what may behave differently where groups are missing.
+        on_progress: called with the number of sites done and to do.
+    """
+    planner = _Planner(index, frozen, unsafe)
+    for done, located in enumerate(index.located):
+        on_progress(done, len(index.located))
+        planner.look_at(located)
+    return planner.plan()
+
+
+# -- the rules -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One question about a use that has a replacement, and what follows where the answer is yes."""
+
+    says: str  # what is so then; ``megapg explain FILE:LINE`` prints it
+    applies: Callable[[_Planner, Located], bool]  # whether it is so
+    then: Callable[[_Planner, Located], None]  # what is decided
+
+
+def _left(code: str, detail: str = "") -> Callable[[_Planner, Located], None]:
+    """The use is left, for a reason of :data:`megapg.migrate.reasons.REASONS`; without a code, for
+    the caution of its replacement.
+    """
+
+    def leave(planner: _Planner, located: Located) -> None:
+        code_of_caution = getattr(located.site.answer, "caution", "")
+        left = Left(located.site, code or code_of_caution, detail, located.site.replacement)
+        planner.result.left.append(left)
+
+    return leave
+
+
+def _takes(located: Located) -> Takes:
+    answer = located.site.answer
+    return answer.takes if isinstance(answer, Replacement) else Takes.COLLECTION
+
+
+def _is_read_back(planner: _Planner, located: Located) -> bool:
+    where = (located.use.scope.unit, located.path)
+    return located.site.kind is Kind.PRIVATE and where in planner.facts.writing
+
+
+def _does_not_fit(planner: _Planner, located: Located) -> bool:
+    looked = planner.index.look(located.path)
+    if not located.site.exact:
+        return True
+    if not located.site.in_fstring:
+        return False
+    if looked is None or is_shown(looked[0], located.use.parents):
+        return True
+    quoted = '"' in located.site.replacement
+    return quoted and quote_in(looked[0], located.begin, located.use.parents) is None
+
+
+def _answers_zero_at_import(planner: _Planner, located: Located) -> bool:
+    """Before torch.distributed is initialised some getters give 0, and others fail."""
+    name = located.site.name
+    if located.use.scope.unit is not None or name.endswith("_src_rank"):
+        return False
+    fails = ("get_tensor_model_parallel", "get_pipeline", "get_virtual")
+    return name.endswith(("_rank", "_world_size")) and not name.startswith(fails)
+
+
+def _has_caution(planner: _Planner, located: Located) -> bool:
+    return bool(getattr(located.site.answer, "caution", "")) and not planner.unsafe
+
+
+def _by_globals(planner: _Planner, located: Located) -> None:
+    planner.decide(located, GLOBALS)
+
+
+def _by_what_there_is(planner: _Planner, located: Located) -> None:
+    base, unit = best(located.site.carriers), located.use.scope.unit
+    is_guard = _takes(located) is Takes.OPTIONAL and planner.facts.makes_groups(unit, located.path)
+    if base is None or base.optional or unit in planner.facts.tainted or is_guard:
+        planner.optional.append(located)
+    else:
+        planner.decide(located, base)
+
+
+def _is_at_hand(planner: _Planner, located: Located) -> bool:
+    return best(located.site.carriers) is not None
+
+
+def _by_what_is_at_hand(planner: _Planner, located: Located) -> None:
+    base = best(located.site.carriers)
+    assert base is not None  # that was asked
+    if base.made_here:
+        planner.of_locals.append((located, base))
+        return
+    planner.decide(located, base)
+    if base.how is How.MODEL and base.expression == self_of(located.use.scope.unit):
+        planner.threads.held_by_self(located)  # the constructor may take what it looks for
+
+
+def _may_be_passed(planner: _Planner, located: Located) -> bool:
+    unit = located.use.scope.unit
+    return unit is not None and planner.threads.may_take(unit, located.path)
+
+
+def _by_what_is_passed(planner: _Planner, located: Located) -> None:
+    unit = located.use.scope.unit
+    assert unit is not None  # that was asked
+    planner.threads.wanting.setdefault(unit, []).append(located)
+
+
+def _may_be_kept(planner: _Planner, located: Located) -> bool:
+    constructor = planner.threads.held_by_self(located)
+    if constructor is not None:
+        planner.of_self.append((located, constructor))
+    return constructor is not None
+
+
+_REPLACED = "the getter is replaced elsewhere"
+_READ_BACK = "its function writes variables of the module and reads them back"
+
+RULES = (
+    Rule(
+        "the rewrite of its file was found unsound",
+        lambda planner, located: located.path in planner.frozen,
+        _left("unverified"),
+    ),
+    Rule(
+        _REPLACED,
+        lambda planner, located: located.site.name in planner.facts.patched,
+        _left("assigned", _REPLACED),
+    ),
+    Rule(_READ_BACK, _is_read_back, _left("assigned", _READ_BACK)),
+    Rule(
+        "it is in an f-string in which the replacement can't stand",
+        _does_not_fit,
+        _left("in-a-string"),
+    ),
+    Rule(
+        "it is called at import, and gives 0 there without failing",
+        _answers_zero_at_import,
+        _left("at-import"),
+    ),
+    Rule(
+        "a comment is inside of it",
+        lambda planner, located: "#" in located.site.text and "\n" in located.site.text,
+        _left("comment-inside"),
+    ),
+    Rule(
+        "the replacement may behave differently where groups are missing",
+        _has_caution,
+        _left("", "--unsafe rewrites it"),
+    ),
+    Rule(
+        "it asks for state of the job that no group tells: the globals serve",
+        lambda planner, located: _takes(located) is Takes.GLOBALS,
+        _by_globals,
+    ),
+    Rule(
+        "it asks whether there are groups: what there is serves, None included",
+        lambda planner, located: _takes(located) in (Takes.OPTIONAL, Takes.LAZY),
+        _by_what_there_is,
+    ),
+    Rule(
+        "its function fakes ranks or makes the groups, or is called by one that does: "
+        "the globals serve",
+        lambda planner, located: located.use.scope.unit in planner.facts.tainted,
+        _by_globals,
+    ),
+    Rule(
+        "a collection or a model is at hand, and serves; one that the function makes does where "
+        "nothing is passed",
+        _is_at_hand,
+        _by_what_is_at_hand,
+    ),
+    Rule(
+        f"its function can take {PARAMETER}, which serves where a caller can pass it",
+        _may_be_passed,
+        _by_what_is_passed,
+    ),
+    Rule(
+        f"the constructor of its class can take {PARAMETER} and keep it",
+        _may_be_kept,
+        lambda planner, located: None,  # it waits already
+    ),
+    Rule("nothing else: the globals serve", lambda planner, located: True, _by_globals),
+)
+"""For uses that have a replacement: the first that applies decides."""
+
+
+class _Planner:
+    """Decides what serves each use.
+
+    What methods find on ``self``, and what may be None, depends on which functions get the
+    parameter: these uses wait until that is known.
+    """
+
+    def __init__(self, index: Index, frozen: Collection[Path], unsafe: bool) -> None:
+        self.index: Index = index
+        self.frozen: Collection[Path] = frozen
+        self.unsafe: bool = unsafe
+        functions = Functions(index)
+        self.facts: Facts = Facts(index, functions.references)
+        self.threads: Threads = Threads(index, functions, self.facts, frozen)
+        self.result = Plan()
+        self.optional: list[Located] = []
+        self.of_self: list[tuple[Located, Scope]] = []
+        self.of_locals: list[tuple[Located, Base]] = []
+
+    def look_at(self, located: Located) -> None:
+        """Decide about a use, as far as that depends on no other one."""
+        site, answer = located.site, located.site.answer
+        if site.keep:
+            return
+        if isinstance(answer, Refusal):
+            heard_as = _heard_as(located, self.index)
+            self.result.left.append(Left(site, answer.reason, answer.detail, heard_as))
+        else:
+            number, rule = next(
+                (number, rule) for number, rule in enumerate(RULES) if rule.applies(self, located)
+            )
+            rule.then(self, located)
+            self.result.decided_by.append((site, number))
+
+    def decide(self, located: Located, base: Base) -> None:
+        """Have a use served."""
+        answer = located.site.answer
+        if isinstance(answer, Replacement):
+            self.result.decisions.append(Decision(located, answer, base))
+
+    def plan(self) -> Plan:
+        """Decide about the uses that wait for others."""
+        threads = self.threads
+        for located, base in self.of_locals:
+            unit = located.use.scope.unit
+            if unit is not None and unit in threads.wanting:
+                threads.wanting[unit].append(located)  # what was passed is asked first
+            else:
+                self.decide(located, base)
+        taking = threads.thread()
+        fed = threads.fed(taking)
+
+        def how(function: Scope | None) -> How:
+            return How.THREADED if function in fed else How.RESOLVED
+
+        for function, sites in threads.wanting.items():
+            takes = function in taking
+            base = Base(how(function), "resolve", PARAMETER) if takes else GLOBALS
+            for located in sites:
+                self.decide(located, base)
+        for located, constructor in self.of_self:
+            instance = self_of(located.use.scope.unit)
+            self.decide(located, Base(how(constructor), "groups_of", instance))
+        for located in self.optional:
+            unit = located.use.scope.unit
+            given = PARAMETER if unit in taking else "None"
+            form = "plain" if _takes(located) is Takes.OPTIONAL else "groups_of"
+            self.decide(located, Base(how(unit), form, given, optional=True))
+        needs = threads.needs(taking)
+        for function in taking:
+            self._take(function, needs[function], taking)
+        return self.result
+
+    def _take(self, function: Scope, needs: tuple[str, ...], taking: Collection[Scope]) -> None:
+        """Have a function take the parameter, and its callers pass it."""
+        threads, path = self.threads, self.threads.paths[function]
+        keeps, behind = threads.keeps(function, path), threads.kept_behind(function, path, taking)
+        self.result.taking.append(Taking(function, path, keeps, behind))
+        for edge in threads.edges.get(function, ()):
+            if edge.caller is None or edge.caller in taking:
+                supply = edge.supply
+                if edge.is_passed_first(taking):
+                    supply = replace(supply, passed_first=True)
+                self.result.passing.append(Passing(edge.reference, path, supply, needs))
+
+
+def _heard_as(located: Located, index: Index) -> str:
+    """What to patch in place of a name that a module of the project imported: what is written
+    asks the globals, and never that name. Empty where a patch is heard as it is.
+    """
+    site, node = located.site, located.node
+    if site.kind is Kind.STRING and isinstance(node, ast.Constant):
+        module = str(node.value).rpartition(".")[0]
+        owners = index.resolver.dotted(module, located.path)
+    elif site.kind is Kind.PATCHED and isinstance(node, ast.Call) and site.name:
+        owners = index.resolver.expression(node.args[0], located.use.scope, located.path)
+    else:
+        return ""
+    if meaning.GLOBALS in owners or not any(each.kind == "file" for each in owners):
+        return ""
+    return f'patch "{".".join(filter(None, [*meaning.PARALLEL_STATE, site.name]))}"'

@@ -1,0 +1,327 @@
+"""Which functions get a parameter for the collection, who passes it, and what is read behind it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megapg.migrate.decide.decisions import Base, best
+from megapg.migrate.decide.facts import Facts
+from megapg.migrate.decide.functions import PARAMETER, Functions
+from megapg.migrate.decide.references import Reference, calls_by_another_name
+from megapg.migrate.find.carriers import carriers
+from megapg.migrate.find.index import Index, Located
+from megapg.migrate.find.models import ancestry
+from megapg.migrate.find.roles import has_another_role
+from megapg.migrate.migration import How
+from megapg.migrate.python.flow import is_ruled_out, runs_before, statements_around
+from megapg.migrate.python.insert import add_argument
+from megapg.migrate.python.methods import (
+    calls_of_bases,
+    class_of,
+    decorators,
+    is_super,
+    kept_behind,
+    self_of,
+)
+from megapg.migrate.python.scopes import Opaque, Scope, Use
+from megapg.upstream.mapping import GROUP_PARAMETERS, Replacement
+
+# Further than anyone has to thread a parameter.
+_DEEPEST = 5
+# Parameters that hold whichever group a caller means.
+_ANY_GROUP = frozenset({"group", "process_group"})
+
+
+@dataclass(eq=False)
+class Edge:
+    """A call of a function that takes the parameter, seen from the caller."""
+
+    # The call; or the function, where it is given the name by which it is called.
+    reference: Reference
+    supply: Base  # what the caller has to pass
+    caller: Scope | None  # the function that has to be given it first; None where it is there
+    # The caller, where it is a constructor, and passes what its object carries.
+    keeper: Scope | None = None
+
+    @property
+    def constructor(self) -> Scope | None:
+        """The constructor that calls that of its base, which keeps on the same object what it
+        gets.
+        """
+        if not isinstance(self.reference.node, ast.Attribute) or self.reference.call is None:
+            return None
+        unit = self.reference.use.scope.unit
+        return unit if self.reference.node.attr == "__init__" and class_of(unit) else None
+
+    def is_passed_first(self, taking: Collection[Scope]) -> bool:
+        """Whether a constructor hands its base what it was passed, before what it finds."""
+        return not (self.caller or self.keeper) and self.constructor in taking
+
+
+class Threads:
+    """Threads the parameter through the functions of a project.
+
+    Args:
+        index: the project.
+        functions: of the same index.
+        facts: of the same index.
+        frozen: files that must stay as they are.
+
+    Attributes:
+        wanting: the functions that want the parameter, with the uses that it is to serve.
+        paths: the files of the functions that may take it.
+        edges: who calls each of them, once :meth:`thread` has run.
+    """
+
+    def __init__(
+        self, index: Index, functions: Functions, facts: Facts, frozen: Collection[Path]
+    ) -> None:
+        self._index, self._functions, self._facts = index, functions, facts
+        self._frozen = frozen
+        self.wanting: dict[Scope, list[Located]] = {}
+        self.paths: dict[Scope, Path] = {}
+        self.edges: dict[Scope, list[Edge]] = {}
+        self._of_methods: dict[Scope, set[str]] = {}
+
+    def may_take(self, function: Scope, path: Path) -> bool:
+        """Whether a function can be given the parameter."""
+        if path in self._frozen or not self._functions.can_take(function, path):
+            return False
+        self.paths[function] = path
+        return True
+
+    def keeps(self, function: Scope, path: Path) -> bool:
+        """Whether a function is a constructor that keeps what it is given."""
+        klass = class_of(function)
+        return klass is not None and not self._functions.is_of_core(klass, path)
+
+    # -- what methods find on self -----------------------------------------------------------
+
+    def held_by_self(self, located: Located) -> Scope | None:
+        """The constructor that can put the collection on ``self``, where a method asks; it wants
+        the parameter from now on.
+        """
+        method = located.use.scope.unit
+        constructor = self._constructor(method, located.path)
+        if constructor is None:
+            constructor = self._kept_by_base(located.use, located.path)
+        elif isinstance(located.site.answer, Replacement):
+            self._of_methods.setdefault(constructor, set()).update(located.site.answer.needs)
+        if constructor is not None:
+            self.wanting.setdefault(constructor, [])
+        return constructor
+
+    def _constructor(self, method: Scope | None, path: Path) -> Scope | None:
+        """The constructor that can keep a collection for a method."""
+        if method is None or method.parent is None or has_another_role(method):
+            return None
+        if not self_of(method) or not _is_usual_method(method):
+            return None
+        for each in method.parent.defined("__init__"):
+            if self.keeps(each, path) and self.may_take(each, path):
+                return each
+        return None
+
+    def _kept_by_base(self, use: Use, path: Path) -> Scope | None:
+        """The constructor of the base that keeps the collection, where one with ``**kwargs``, which
+        hands these on to it, has done so.
+        """
+        constructor = use.scope.unit
+        klass, only_base = class_of(constructor), self._functions.references.only_base
+        base = only_base(klass, path) if klass is not None else None
+        for _ in range(_DEEPEST):
+            if base is not None and "__init__" not in base[0].bindings:
+                base = only_base(*base)
+        if constructor is None or base is None or has_another_role(constructor):
+            return None
+        around = statements_around(use.parents, constructor.node)
+        if not any(
+            runs_before(statement, around, constructor.node)
+            for statement in kept_behind(constructor) or ()
+            if _hands_on(statement, constructor)
+        ):
+            return None
+        of_base = next(iter(base[0].defined("__init__")), None)
+        return self._constructor(of_base, base[1])
+
+    def kept_behind(
+        self, function: Scope, path: Path, taking: Collection[Scope]
+    ) -> tuple[ast.stmt, ...]:
+        """The calls behind which a constructor has to keep what it was passed; none where all of
+        them pass it on, or there is no other constructor that keeps something.
+        """
+        klass = class_of(function)
+        if klass is None or not self.keeps(function, path):
+            return ()
+        others = [
+            each
+            for above in ancestry(klass, path, self._index.resolver)
+            if isinstance(above, Scope) and above is not klass
+            for each in above.defined("__init__")
+            if each in taking
+        ]
+        same = (PARAMETER, self_of(function))
+        passed = {
+            id(edge.reference.call)
+            for other in others
+            for edge in self.edges.get(other, ())
+            if edge.is_passed_first(taking)
+            or (edge.supply.expression in same and (edge.caller is None or edge.caller in taking))
+        }
+        if not others or all(id(call) in passed for call in calls_of_bases(function.node)):
+            return ()
+        return tuple(kept_behind(function) or ())
+
+    # -- who passes it -----------------------------------------------------------------------
+
+    def thread(self) -> dict[Scope, None]:
+        """The functions that get the parameter: those that want it, and those between them and
+        a caller that has something to pass.
+        """
+        reached: dict[Scope, int] = dict.fromkeys(self.wanting, 0)
+        waiting = list(reached)
+        for function in waiting:  # grows
+            self.edges[function] = list(self._callers(function))
+            for edge in self.edges[function]:
+                caller, depth = edge.caller or edge.keeper, reached[function] + 1
+                if caller is not None and caller not in reached and depth <= _DEEPEST:
+                    reached[caller] = depth
+                    waiting.append(caller)
+        useful = {
+            function
+            for function in reached
+            if (function in self.wanting and not self._has_its_own(function))
+            or any(edge.caller is None for edge in self.edges[function])
+        }
+        before = -1
+        while before != len(useful):
+            before = len(useful)
+            useful |= {
+                function
+                for function in reached
+                if any(edge.caller in useful for edge in self.edges[function])
+            }
+        return {function: None for function in reached if function in useful}
+
+    def _has_its_own(self, function: Scope) -> bool:
+        """Whether a function takes groups as it is, turns to the globals where it was passed none
+        only, and nobody in the project who calls it so has a collection.
+        """
+        sites = self.wanting[function]
+        if self.edges[function] or not sites or class_of(function) is not None:
+            return False
+        return all(_stands_in(located, function) for located in sites)
+
+    def _callers(self, function: Scope) -> Iterator[Edge]:
+        for reference in self._functions.references.of(function, self.paths[function]):
+            call, path = reference.call, reference.path
+            calls = calls_by_another_name(reference) if call is None else [call]
+            if not calls or path in self._frozen:
+                continue
+            keywords = [keyword.arg for each in calls for keyword in each.keywords]
+            # Who passes a group passes what is needed: a collection would be looked up in vain.
+            if any(k is None or k == PARAMETER or k in GROUP_PARAMETERS for k in keywords):
+                continue
+            if any(isinstance(each, ast.JoinedStr) for each in reference.use.parents):
+                continue
+            looked = self._index.look(path)
+            if looked is None or (call and not add_argument(looked[0], call, PARAMETER)):
+                continue
+            unit = reference.use.scope.unit
+            if unit in self._facts.tainted:
+                continue
+            supply = best(carriers(reference.use, path, self._index.resolver))
+            if supply is not None:
+                if call is not None or not _is_rebound(supply, reference.use.scope):
+                    keeper = None  # what its object carries, it was passed: that comes first
+                    if class_of(unit) is not None and supply.expression == self_of(unit):
+                        keeper = self._constructor(unit, path)
+                    yield Edge(reference, supply, None, keeper)
+            elif unit is not None and self.may_take(unit, path):
+                yield Edge(reference, Base(How.THREADED, "plain", PARAMETER), unit)
+            elif unit is not None and (
+                constructor := self._constructor(unit, path)
+                or self._kept_by_base(reference.use, path)
+            ):
+                yield Edge(reference, Base(How.THREADED, "groups_of", self_of(unit)), constructor)
+
+    def fed(self, taking: Collection[Scope]) -> set[Scope]:
+        """The functions to which every caller in the project passes a collection."""
+        fed, before = set(taking), -1
+        while before != len(fed):
+            before = len(fed)
+            fed = {function for function in fed if self._is_fed(function, fed)}
+        return fed
+
+    def _is_fed(self, function: Scope, fed: Collection[Scope]) -> bool:
+        edges = {id(edge.reference): edge for edge in self.edges[function]}
+        references = self._functions.references.of(function, self.paths[function])
+        return (
+            bool(references)
+            and self._functions.references.all_seen(function)
+            and all(
+                (edge := edges.get(id(reference))) is not None
+                and not edge.supply.optional
+                and (edge.caller is None or edge.caller in fed)
+                for reference in references
+            )
+        )
+
+    def needs(self, taking: Collection[Scope]) -> Mapping[Scope, tuple[str, ...]]:
+        """The fields that are read in each function and behind it."""
+        needs = {each: set(self._of_methods.get(each, ())) for each in taking}
+        for function, sites in self.wanting.items():
+            for located in sites if function in needs else ():
+                if isinstance(located.site.answer, Replacement):
+                    needs[function] |= set(located.site.answer.needs)
+        waiting = list(taking)
+        while waiting:
+            function = waiting.pop()
+            for edge in self.edges.get(function, ()):
+                caller = edge.caller or edge.keeper or edge.constructor
+                unit = edge.reference.use.scope.unit
+                if caller is None or unit is None or caller.parent is not unit.parent:
+                    continue  # a base is not asked for what only some classes made of it read
+                if caller in needs and not needs[function] <= needs[caller]:
+                    needs[caller] |= needs[function]
+                    waiting.append(caller)
+        return {function: tuple(sorted(fields)) for function, fields in needs.items()}
+
+
+def _stands_in(located: Located, function: Scope) -> bool:
+    """Whether a use is what a function takes where a parameter of its own, for a group, is None."""
+    answer = located.site.answer
+    if located.use.scope is not function or not isinstance(answer, Replacement):
+        return False
+    around = statements_around(located.use.parents, function.node)
+    return any(
+        isinstance(bound[0], Opaque)
+        and bound[0].parameter
+        and (name in _ANY_GROUP or answer.field in GROUP_PARAMETERS.get(name, ()))
+        and is_ruled_out(name, around, function.node)
+        for name, bound in function.bindings.items()
+    )
+
+
+def _is_rebound(supply: Base, function: Scope) -> bool:
+    """Whether it may be another one when something is called than when that was given a name."""
+    found = function.find(supply.expression.partition(".")[0])
+    return found is not None and len(found[1]) > 1
+
+
+def _hands_on(statement: ast.stmt, constructor: Scope) -> bool:
+    """Whether a statement is ``super().__init__`` with the ``**kwargs`` of the constructor."""
+    match statement, getattr(constructor.node, "args", None):
+        case ast.Expr(ast.Call(ast.Attribute(owner), _, given)), ast.arguments(kwarg=ast.arg(name)):
+            starred = [each.value for each in given if each.arg is None]
+            handed_on = any(isinstance(each, ast.Name) and each.id == name for each in starred)
+            return handed_on and is_super(owner, constructor)
+    return False
+
+
+def _is_usual_method(method: Scope) -> bool:
+    special = method.name.startswith("__") and method.name not in ("__call__", "__init__")
+    return not special and not decorators(method.node) & {"classmethod", "staticmethod"}

@@ -1,0 +1,1 @@
+"""Python source: files, scopes, the order of statements, imports. Nothing here knows Megatron."""

@@ -1,0 +1,282 @@
+"""The imports of a file that is rewritten: what its new text needs, and what nothing needs now."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from megapg.migrate.migration import Edit
+from megapg.migrate.python.analysis import Analysis
+from megapg.migrate.python.flow import blocks, statements_in
+from megapg.migrate.python.insert import newline_of
+from megapg.migrate.python.methods import first_line, is_docstring, kept
+from megapg.migrate.python.scopes import Imported, Use, bound_name, scopes, walk
+from megapg.migrate.python.source import Source
+
+_DELIBERATE = re.compile(r"#\s*(?:noqa|megapg:\s*keep|isort:|pylint:)")
+_MODULE, _HELPERS = "megapg", "getters"
+
+
+@dataclass
+class Imports:
+    """The names by which a file's new text calls megapg."""
+
+    source: Source  # the file
+    analysis: Analysis  # its scopes
+    # The import statements that its new text needs.
+    wanted: dict[str, None] = field(default_factory=dict)
+
+    def megapg(self) -> str:
+        """The name of the package; there is an import of it from now on."""
+        return self._name(_MODULE, ((_MODULE,), ""), "import megapg")
+
+    def getters(self) -> str:
+        """The name of ``megapg.megatron.getters``, likewise."""
+        home = ("megapg", "megatron")
+        return self._name(_HELPERS, (home, _HELPERS), "from megapg.megatron import getters")
+
+    def partial(self) -> str:
+        """What ``functools.partial`` is called, likewise."""
+        if self._is_imported("partial", (("functools",), "partial")):
+            return "partial"
+        return self._name("functools", (("functools",), ""), "import functools") + ".partial"
+
+    def _name(self, name: str, bound_to: tuple[tuple[str, ...], str], statement: str) -> str:
+        called, needed = self._new_name(name, bound_to, statement)
+        if needed:
+            self.wanted[needed] = None
+        return called
+
+    @kept
+    def _new_name(
+        self, name: str, bound_to: tuple[tuple[str, ...], str], statement: str
+    ) -> tuple[str, str]:
+        """What something is called, and the import for that; none where there is one."""
+        if self._is_imported(name, bound_to):
+            return name, ""
+        if name in self.source.text and name in self._names:
+            name = next(n for n in (f"_{name}", f"{name}_", f"_{name}_") if n not in self._names)
+            statement = f"{statement} as {name}"
+        return name, statement
+
+    def _is_imported(self, name: str, bound_to: tuple[tuple[str, ...], str]) -> bool:
+        """Whether it means that wherever it is used: imported at the top, and bound to nothing
+        else anywhere.
+        """
+        bound = self.analysis.module.bindings.get(name)
+        if not bound or name in self._bound_elsewhere:
+            return False
+        lines = {
+            each.lineno
+            for each in self.source.tree.body
+            if isinstance(each, ast.Import | ast.ImportFrom)
+        }
+        return all(
+            isinstance(at, Imported)
+            and not at.level
+            and (at.module, at.member) == bound_to
+            and at.line in lines
+            for at in bound
+        )
+
+    @cached_property
+    def _bound_elsewhere(self) -> set[str]:
+        """Parameters, variables, and whatever else is bound by other than an import at the top."""
+        top = set(map(id, self.source.tree.body))
+        found: set[str] = set()
+        for node in walk(self.source.tree):
+            if isinstance(node, ast.Name):
+                if not isinstance(node.ctx, ast.Load):
+                    found.add(node.id)
+            elif isinstance(node, ast.arg):
+                found.add(node.arg)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                if id(node) not in top:
+                    found |= set(map(bound_name, node.names))
+            elif not isinstance(node, ast.alias):
+                names = (getattr(node, "name", None), getattr(node, "rest", None))
+                found |= {name for name in names if isinstance(name, str)}
+        return found
+
+    @cached_property
+    def _names(self) -> set[str]:
+        """Every name that means something in the file, wherever."""
+        found = set(dir(builtins))
+        for node in walk(self.source.tree):
+            if isinstance(node, ast.Name):
+                found.add(node.id)
+            elif isinstance(node, ast.arg):
+                found.add(node.arg)
+            elif isinstance(node, ast.alias):
+                found.add(bound_name(node))
+            elif isinstance(node, ast.Global | ast.Nonlocal):
+                found |= set(node.names)
+            else:
+                found |= {str(getattr(node, name, "")) for name in ("name", "rest")}
+        return found
+
+    def edits(self, gone: Collection[Use], kept: Collection[str]) -> list[Edit]:
+        """The edits that add what is wanted and remove what is used no more.
+
+        Args:
+            gone: the uses that are not in the new text.
+            kept: names that others take from this module.
+        """
+        removed = list(self._unused(set(gone), kept))
+        # `import x` before `from x import`, as sorters of imports have it.
+        wanted = sorted(self.wanted, key=lambda each: (each.startswith("from "), each))
+        new = newline_of(self.source).join(wanted)
+        edits: list[Edit] = []
+        for statement, names in removed:
+            if names is not None:
+                edits += self._without(statement, names)
+                continue
+            begin, end = self._lines(statement)
+            put = ""
+            if new and any(statement is each for each in self._leading()):
+                put, new = new + newline_of(self.source), ""
+            edits.append(
+                Edit(begin, end if put else self._with_blank_line(begin, end), put, "import")
+            )
+        if new:
+            edits.append(self._addition(new))
+        return edits
+
+    # -- adding ------------------------------------------------------------------------------
+
+    def _leading(self) -> list[ast.stmt]:
+        """The imports with which the module begins."""
+        found: list[ast.stmt] = []
+        for index, statement in enumerate(self.source.tree.body):
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                found.append(statement)
+            elif not (index == 0 and is_docstring(statement)):
+                break
+        return found
+
+    def _addition(self, new: str) -> Edit:
+        source, newline = self.source, newline_of(self.source)
+        leading, body = self._leading(), source.tree.body
+        after = leading[-1] if leading else None
+        if after is None and body and is_docstring(body[0]):
+            after = body[0]
+        at, lead = self._end_of_line(after) if after is not None else len(source.text), ""
+        if after is not None and ";" not in source.text[self._end(after) : at]:
+            lead = "" if source.text[:at].endswith(("\n", "\r")) else newline
+        elif after is not None or body:
+            at = source.line_starts[first_line(after or body[0]) - 1]
+        return Edit(at, at, f"{lead}{new}{newline}", "import")
+
+    def _end(self, statement: ast.stmt) -> int:
+        return self.source.index(statement.end_lineno or 0, statement.end_col_offset or 0)
+
+    def _end_of_line(self, statement: ast.stmt | ast.alias) -> int:
+        starts, line = self.source.line_starts, statement.end_lineno or 0
+        return starts[line] if line < len(starts) else len(self.source.text)
+
+    def _lines(self, statement: ast.stmt) -> tuple[int, int]:
+        return self.source.line_starts[statement.lineno - 1], self._end_of_line(statement)
+
+    def _with_blank_line(self, begin: int, end: int) -> int:
+        """The end of what is removed: with the blank line behind an import that opens a block."""
+        before, rest = self.source.text[:begin].rstrip(), self.source.text[end:]
+        blank = re.match(r"[ \t]*(?:\r\n|\r|\n)", rest)
+        return end + blank.end() if blank and before.endswith(":") else end
+
+    # -- removing ----------------------------------------------------------------------------
+
+    def _unused(
+        self, gone: set[Use], kept: Collection[str]
+    ) -> Iterator[tuple[ast.Import | ast.ImportFrom, list[str] | None]]:
+        """Statements with the names to take out of each; None for all of them."""
+        if self.source.path.stem == "__init__" or "*" in kept:
+            return
+        unused = set(self._unused_names(gone, kept))
+        for statement in _plain_imports(self.source.tree):
+            names = list(map(bound_name, statement.names))
+            out = [name for name in names if (statement.lineno, name) in unused]
+            begin, end = self._lines(statement)
+            if not out or _DELIBERATE.search(self.source.text[begin:end]):
+                continue
+            if len(out) < len(names):
+                yield statement, out
+                continue
+            start = self.source.index(statement.lineno, statement.col_offset)
+            alone = not self.source.text[begin:start].strip(" \t\f")
+            if alone and ";" not in self.source.text[self._end(statement) : end]:
+                yield statement, None  # with its comment
+
+    def _unused_names(self, gone: set[Use], kept: Collection[str]) -> Iterator[tuple[int, str]]:
+        names = names_of(gone)
+        left: set[tuple[int, str]] = set()
+        went: set[tuple[int, str]] = set()
+        for use in self.analysis.uses:
+            if use.root in names and (found := use.scope.find(use.root)):
+                (went if use in gone else left).add((id(found[0]), use.root))
+        deleted = self.analysis.deleted
+        for scope in scopes(self.analysis.module):
+            for name, bindings in scope.bindings.items():
+                key = (id(scope), name)
+                if key in left or key not in went or name in deleted:
+                    continue
+                if scope.kind == "class":  # it is an attribute as well
+                    continue
+                if scope is self.analysis.module and (name in kept or self._exported(name)):
+                    continue
+                if len(bindings) == 1 and isinstance(bindings[0], Imported):
+                    yield bindings[0].line, name
+
+    def _exported(self, name: str) -> bool:
+        if "__all__" not in self.analysis.module.bindings:
+            return False
+        return re.search(rf"[\"']{re.escape(name)}[\"']", self.source.text) is not None
+
+    def _without(self, statement: ast.Import | ast.ImportFrom, out: list[str]) -> Iterator[Edit]:
+        """Edits that take some names out of an import and leave others."""
+        names = statement.names
+        places = [
+            (
+                self.source.index(each.lineno, each.col_offset),
+                self.source.index(each.end_lineno or 0, each.end_col_offset or 0),
+            )
+            for each in names
+        ]
+        stays = [bound_name(each) not in out for each in names]
+        last = max(i for i, here in enumerate(stays) if here)
+        for i, here in enumerate(stays):
+            if not here and i < last:
+                yield Edit(places[i][0], places[i + 1][0], "", "import")
+        if last < len(names) - 1:
+            begin, end = places[last][1], places[-1][1]
+            lines = self._end_of_line(names[last]), self._end_of_line(names[-1])
+            rest = self.source.text[end : lines[1]]
+            own = names[last].lineno < names[last + 1].lineno  # a line each, with its comment
+            if own and re.fullmatch(r",\s*(#.*)?\s*", rest):
+                begin, end = lines
+            yield Edit(begin, end, "", "import")
+
+
+def names_of(uses: Iterable[Use]) -> set[str]:
+    """The names with which some uses begin."""
+    return {use.root for use in uses if use.root}
+
+
+def _plain_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports that run whenever what is around them does, with other statements beside them."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        outer = waiting.pop()
+        for block in blocks(outer):
+            for statement in block:
+                if isinstance(statement, ast.Import | ast.ImportFrom):
+                    if not all(isinstance(each, ast.Import | ast.ImportFrom) for each in block):
+                        yield statement
+                elif not isinstance(statement, ast.Try | ast.If):
+                    waiting.append(statement)
+                else:
+                    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+                    waiting += [e for e in statements_in(statement) if isinstance(e, kinds)]

@@ -1,0 +1,157 @@
+"""Functions, methods and constructors: their parameters, their object, the bases that they call."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator
+from typing import Concatenate, ParamSpec, TypeVar
+
+from megapg.migrate.python.scopes import Defined, Scope, last_name
+
+Of = TypeVar("Of")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def kept(method: Callable[Concatenate[Of, P], R]) -> Callable[Concatenate[Of, P], R]:
+    """Keep each answer of a method, or of a function about an object, on that object, by its other
+    arguments, which are passed by place.
+    """
+    name = f"_kept_by_{method.__name__}"
+
+    @functools.wraps(method)
+    def answer(of: Of, /, *arguments: P.args, **named: P.kwargs) -> R:
+        known: dict[object, R] = of.__dict__.setdefault(name, {})
+        if arguments not in known:
+            known[arguments] = method(of, *arguments, **named)
+        return known[arguments]
+
+    return answer
+
+
+def parameters(function: ast.AST) -> list[ast.arg]:
+    """The parameters of a function or lambda, ``*args`` and ``**kwargs`` apart; none of others."""
+    given = getattr(function, "args", None)
+    if not isinstance(given, ast.arguments):
+        return []
+    return [*given.posonlyargs, *given.args, *given.kwonlyargs]
+
+
+def first_parameter(function: ast.AST) -> str:
+    """The name of the first positional parameter; empty where there is none."""
+    given = getattr(function, "args", None)
+    positional = [*given.posonlyargs, *given.args] if isinstance(given, ast.arguments) else []
+    return positional[0].arg if positional else ""
+
+
+def decorators(node: ast.AST) -> set[str]:
+    """The last names of a function's or class's decorators, called or not."""
+    given = getattr(node, "decorator_list", ())
+    return {last_name(each.func if isinstance(each, ast.Call) else each) for each in given}
+
+
+def class_of(function: Scope | None) -> Scope | None:
+    """The class whose constructor a function is."""
+    outer = function.parent if function is not None and function.name == "__init__" else None
+    return outer if outer is not None and outer.kind == "class" else None
+
+
+def is_class_method(function: Scope) -> bool:
+    """Whether the first parameter of a method is the class."""
+    return "classmethod" in map(last_name, getattr(function.node, "decorator_list", ()))
+
+
+def self_of(method: Scope | None) -> str:
+    """What a method calls its instance; empty where there is none."""
+    return next(iter(method.instances), "") if method is not None else ""
+
+
+def is_self(value: ast.expr, method: Scope) -> bool:
+    """Whether an expression is the name of a method's instance."""
+    return isinstance(value, ast.Name) and value.id in method.instances
+
+
+def is_super(node: ast.expr, method: Scope | None) -> bool:
+    """Whether an expression is ``super()`` in a method, or ``super(C, self)`` in one of ``C``."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    if node.func.id != "super" or len(node.args) != 2 or method is None:
+        return node.func.id == "super" and not node.args
+    klass, instance = node.args
+    found = method.find(klass.id) if isinstance(klass, ast.Name) else None
+    bound = found[1] if found else []
+    around = [each.scope if isinstance(each, Defined) else None for each in bound]
+    return around == [method.parent] and is_self(instance, method)
+
+
+def of_its_class(method: ast.AST) -> Iterator[ast.AST]:
+    """Every node in a method, but those of classes, and of functions with a self of their own, in
+    it: what these call is not of the method's object.
+    """
+    own = first_parameter(method)
+    waiting = [method]
+    while waiting:
+        each = waiting.pop()
+        yield each
+        waiting += [
+            inner
+            for inner in ast.iter_child_nodes(each)
+            if not isinstance(inner, ast.ClassDef) and not own == first_parameter(inner) != ""
+        ]
+
+
+def calls_of_bases(constructor: ast.AST) -> list[ast.Call]:
+    """The calls in a constructor that may be of the constructors of its bases."""
+    own = first_parameter(constructor)
+    return [
+        each
+        for each in of_its_class(constructor)
+        if isinstance(each, ast.Call)
+        and isinstance(each.func, ast.Attribute)
+        and each.func.attr == "__init__"
+        and (
+            (isinstance(each.func.value, ast.Call) and last_name(each.func.value.func) == "super")
+            or (each.args and isinstance(each.args[0], ast.Name) and each.args[0].id == own != "")
+        )
+    ]
+
+
+def kept_behind(constructor: Scope) -> list[ast.stmt] | None:
+    """The statements that call constructors of bases; None where one is called in another way."""
+    calls = calls_of_bases(constructor.node)
+    found = [
+        each
+        for each in constructor.nodes
+        if isinstance(each, ast.Expr) and any(each.value is call for call in calls)
+    ]
+    return sorted(found, key=lambda each: each.lineno) if len(found) == len(calls) else None
+
+
+def mentions(function: Scope, name: str) -> bool:
+    """Whether a name means something in a function already, or locals() are taken as a whole."""
+    for each in function.nodes:
+        if isinstance(each, ast.Name) and each.id in (name, "locals", "vars"):
+            return True
+        if isinstance(each, ast.arg) and each.arg == name:
+            return True
+    return False
+
+
+def is_docstring(statement: ast.stmt) -> bool:
+    """Whether a statement is a string, as the first one of a body that is its docstring."""
+    match statement:
+        case ast.Expr(ast.Constant(str())):
+            return True
+    return False
+
+
+def body_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.stmt]:
+    """The statements of a function without its docstring."""
+    return function.body[1:] if is_docstring(function.body[0]) else function.body
+
+
+def first_line(statement: ast.stmt) -> int:
+    """The line in which a statement begins, with its decorators."""
+    decorated: list[ast.expr] = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(each.lineno for each in decorated)])

@@ -1,0 +1,397 @@
+"""How open process groups end: in order, after an error, dropped, or when Python ends.
+
+A failure on any rank ends the groups on all of them, in bounded time and with every step attempted.
+"""
+
+from __future__ import annotations
+
+import _thread
+import abc
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from types import TracebackType
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megapg.collection import Lease, LeaseState, ProcessGroup, ProcessGroupCollection
+from megapg.communicators import create as communicators_of_torch
+from megapg.communicators.plan import Communicator
+from megapg.communicators.world import World
+from megapg.errors import RendezvousError, SessionError, TeardownError
+from megapg.ownership.offload import How
+from megapg.ownership.steps import Steps
+from megapg.rendezvous.coordinator import Coordinator
+from megapg.rendezvous.problems import brief, culprits, of_a_communicator, told
+from megapg.signals import NoSignals, SignalExit
+
+logger = logging.getLogger(__name__)
+
+# How long a rank whose collective failed waits for a word from the ranks that caused it. Seconds.
+_NEWS = 2.0
+# How long a finaliser holds up whoever dropped the last reference; the rest goes on behind it.
+# Seconds.
+_FINALISER = 10.0
+
+
+_BeforeRelease = TypeVar("_BeforeRelease", bound=Callable[[], object])
+
+
+class Closing(abc.ABC):
+    """How a :class:`~megapg.ownership.owner.Owner` closes its process groups."""
+
+    generation = 0
+    _state = LeaseState.CLOSED  # until groups are open
+
+    def __init__(self, title: str, world: World, timeout: float, signals: NoSignals) -> None:
+        self._title, self._world, self._timeout, self._signals = title, world, timeout, signals
+        self._coordinator: Coordinator | None = None  # while the ranks are together
+        self._made: list[tuple[Communicator, ProcessGroup]] = []
+        self._lease = Lease(owner=title, timeout=timeout)
+        self._groups: ProcessGroupCollection | None = None
+        self._world_owner: Closing | None = None  # which lives as long as what is open on its WORLD
+        self._way: How | None = None  # how the groups were suspended, while they are
+        self._before_release: list[Callable[[], object]] = []
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return self._world.rank
+
+    @property
+    def closed(self) -> bool:
+        """Whether the groups have been closed."""
+        return self._state is LeaseState.CLOSED
+
+    @abc.abstractmethod
+    def _release(
+        self, steps: Steps, news: Callable[[], None], abort: BaseException | None
+    ) -> dict[int, str]:
+        """End the groups and whatever ends with them, attempting every step.
+
+        Args:
+            steps: the attempts.
+            news: to be called when the groups have ended and WORLD has not: other ranks that waited
+                for this one have failed by then, and may say of what.
+            abort: what the other ranks shall hear, if anything is wrong: nobody is waited for then.
+
+        Returns:
+            rank -> what is wrong there, so that something could not end in order.
+        """
+
+    @abc.abstractmethod
+    def _refuse_to_close(self) -> None:
+        """Raise where closing now, with nothing wrong, would harm others."""
+
+    @abc.abstractmethod
+    def _take_leave(self, error: BaseException | None) -> None:
+        """Tell those of the other ranks that are not together with this one any more."""
+
+    def _opened(self) -> None:
+        """The groups are open: from now on this owner is among :func:`open_owners`."""
+        if not self._world.ours:
+            self._world_owner = next((o for o in open_owners() if o._world.ours), None)
+        _OPENED[next(_NUMBERS)] = self
+        self._signals.when_stuck(_weakly(self._leave_without_the_main_thread))
+
+    def _part(self, error: BaseException | None) -> dict[int, str]:
+        """Take leave of the other ranks, if we are together: rank -> what went wrong there."""
+        coordinator, self._coordinator = self._coordinator, None
+        return {} if coordinator is None else coordinator.part(error, timeout=self._timeout)
+
+    def _since(self) -> str:
+        return f"at {time.strftime('%H:%M:%S')} on rank {self.rank}"
+
+    def before_release(self, callback: _BeforeRelease) -> _BeforeRelease:
+        """Have ``suspend()`` and :meth:`close` call ``callback()`` before anything is released.
+
+        For what holds on to communicators or their memory beside them: CUDA graphs, buffers
+        registered with NCCL, the buffers of expert-parallel libraries. Callbacks run in the order
+        in which they were given; this serves as a decorator, too.
+        """
+        self._before_release.append(callback)
+        return callback
+
+    def close(self) -> None:
+        """End the groups. Closing twice does nothing."""
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
+        if self.closed:
+            return
+        if error is None:
+            for each in (*self._dependents(), self):
+                each._refuse_to_close()
+        with self._signals.closing():
+            self._finish(error)
+
+    def _dependents(self) -> list[Closing]:
+        """Whoever else is open on the WORLD that this one made, and will destroy; newest first."""
+        if not self._world.ours:
+            return []
+        return [o for o in reversed(open_owners()) if o is not self and o._world.current]
+
+    def _finish(self, error: BaseException | None, why: str = "") -> None:
+        """Close.
+
+        Args:
+            error: what it is closed for, if anything is wrong; then nobody is waited for.
+            why: what the groups' users shall hear of it, in place of the error's name.
+        """
+        unfinished: list[BaseException] = []
+        cause = self._close_dependents(unfinished, error)
+        coordinator, problems, parted = self._coordinator, dict[int, str](), False
+        with self._kept(unfinished):
+            if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
+                self._lease.wind_up(cause, unfinished)
+        if self._state is LeaseState.LIVE:
+            for callback in self._before_release:
+                with self._kept(unfinished):
+                    callback()
+        with self._kept(unfinished):
+            problems = self._part(cause or _interruption(unfinished))
+            parted = True
+        if (interruption := _interruption(unfinished)) is not None and not problems:
+            problems = {self.rank: brief(interruption)}
+            if coordinator is not None:  # nobody shall wait for what it was about to say
+                coordinator.part(interruption, timeout=self._timeout)
+        self._take_leave(cause or interruption)
+        abort = cause or interruption
+        if abort is None and (problems or not parted or self._state is LeaseState.FAILED):
+            abort = RendezvousError("aborted")
+        reason = why or (f"after {type(cause).__name__}" if cause is not None else "")
+        steps = Steps()
+        with steps.attempted("lease"):
+            self._end(LeaseState.CLOSED, self._since() + (f", {reason}" if reason else ""))
+        news = partial(self._add_news, error, coordinator, problems)
+        problems |= self._release(steps, news, abort)
+        self._world_owner = None
+        if steps.problems:
+            self._state = LeaseState.FAILED  # closing it again tries the rest again
+        del interruption, cause, abort
+        raise_interruption(unfinished)
+        if steps.problems:
+            try:
+                raise TeardownError(
+                    f"{self._title} could not be closed on rank {self.rank}: {steps.report()}",
+                    [*steps.take(), *(e for e in unfinished if isinstance(e, Exception))],
+                )
+            finally:
+                unfinished.clear()  # as raise_first() does
+        if (
+            problems
+            and error is None
+            and not any(isinstance(e, RendezvousError) for e in unfinished)
+        ):
+            unfinished.append(self._not_in_order(problems))
+        for other in unfinished[1:]:
+            unfinished[0].add_note(f"{self._title}: and {other!r}")
+        if unfinished:
+            raise_first(unfinished)
+
+    def _close_dependents(
+        self, unfinished: list[BaseException], error: BaseException | None
+    ) -> BaseException | None:
+        """Close what else is open on our WORLD; what then is a reason to wait for nobody."""
+        for dependent in self._dependents():
+            logger.warning(
+                "%s made WORLD and is closed, while %s is open on it, which is closed first",
+                self._title,
+                dependent._title,
+            )
+            with self._kept(unfinished):
+                dependent._close(error)
+            if unfinished and error is None:
+                lost = isinstance(unfinished[-1], RendezvousError)
+                error = unfinished[-1] if lost else _interruption(unfinished)
+        return error
+
+    def _not_in_order(self, problems: Mapping[int, str]) -> RendezvousError:
+        blamed = culprits(problems)
+        return RendezvousError(
+            f"{self._title}: the groups were aborted, as not every rank came to close them in "
+            f"order: {told(problems)}." + (" Look at the logs of those ranks." if blamed else ""),
+            blamed,
+        )
+
+    @contextlib.contextmanager
+    def _kept(self, errors: list[BaseException]) -> Iterator[None]:
+        """Around a step of closing: what it raises counts when all is closed, Ctrl-C included."""
+        try:
+            with self._signals.heeding():
+                yield
+        except BaseException as error:
+            errors.append(error)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self._close(error)
+        except Exception as trouble:  # what the body raised matters more
+            error.add_note(f"closing {self._title} failed as well: {trouble!r}")
+
+    def __del__(self) -> None:
+        if self.closed or self._lease.pid != os.getpid() or sys.is_finalizing():
+            return
+        self._signals.close()
+        self._signals = NoSignals()
+        how = "was dropped without close()"
+        done = _thread.allocate_lock()
+        done.acquire()
+
+        def drop() -> None:
+            try:
+                self._drop(how)
+            finally:
+                done.release()
+
+        try:
+            warnings.warn(self._warning(how), ResourceWarning, stacklevel=2)
+        finally:
+            # The collector may come by anywhere, so this thread may hold a lock that is needed.
+            # Starting a thread by threading takes one, too.
+            _thread.start_new_thread(drop, ())
+            done.acquire(timeout=_FINALISER)
+
+    def _warning(self, how: str) -> str:
+        return (
+            f"{self._title} (generation {self.generation}) {how}, and is aborted. Open it in a "
+            "`with` block, or call close()."
+        )
+
+    def _drop(self, how: str) -> None:
+        """Close what nobody will: the other ranks are told, and not waited for."""
+        said = f"{self._title} (generation {self.generation}) {how}"
+        logger.warning("%s, and is aborted", said)
+        try:
+            with self._signals.closing():
+                self._finish(SessionError(said), f"as it {how}")
+        except Exception as trouble:
+            logger.warning("%s, and could not be closed: %r", said, trouble)
+
+    def _add_news(
+        self, error: BaseException | None, coordinator: Coordinator | None, problems: dict[int, str]
+    ) -> None:
+        """How the others fare, as a note on the error or among the problems: it may be the fault of
+        one that has not said a word, and what torch says of communicators names no rank.
+        """
+        wait = min(self._timeout, _NEWS)
+        if coordinator is None:
+            return
+        if isinstance(error, Exception):
+            of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
+            if news := coordinator.news(wait=wait if of_torch else 0.0):
+                error.add_note(f"{self._title}, the other ranks: {told(news)}.")
+        elif error is None and any(map(of_a_communicator, problems.values())):
+            problems.update(coordinator.news(wait=wait))
+
+    def _leave_without_the_main_thread(self, error: SignalExit) -> None:
+        """What another thread can do while the main thread is stuck: tell, call off, abort."""
+        self._part(error)
+        self._lease.wind_up(error, [])
+        for _, group in self._made:
+            group.abort()
+        if self._world.group is not None:
+            self._world.group.abort()
+
+    def _end(self, state: LeaseState, since: str) -> None:
+        """Nobody may use the groups from now on."""
+        self._state, self._groups, self._way = state, None, None
+        if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
+            self._lease.end(since, state)
+
+    def _destroy(self, *, abort: bool) -> None:
+        """End the communicators, and keep those that torch still knows for another attempt."""
+        made, self._made = self._made, []
+        try:
+            communicators_of_torch.end(made, abort=abort)
+        finally:
+            self._made = [pair for pair in made if communicators_of_torch.is_registered(pair[1])]
+
+
+def _interruption(errors: Iterable[BaseException]) -> BaseException | None:
+    """The first that is no ordinary error: Ctrl-C, or a request to exit."""
+    return next((error for error in errors if not isinstance(error, Exception)), None)
+
+
+def raise_interruption(errors: list[BaseException]) -> None:
+    """Raise the first that is no ordinary error, if there is one, and keep none here."""
+    if (found := _interruption(errors)) is not None:
+        errors[:] = [found]
+        del found
+        raise_first(errors)
+
+
+def raise_first(errors: list[BaseException]) -> None:
+    """Raise one, and keep none here: see :meth:`~megapg.ownership.steps.Steps.take`."""
+    try:
+        raise errors[0]
+    finally:
+        errors.clear()
+
+
+def _weakly(method: Callable[[SignalExit], None]) -> Callable[[SignalExit], None]:
+    """The method of something that this does not keep alive."""
+    known = weakref.WeakMethod(method)
+
+    def call(error: SignalExit) -> None:
+        if (still := known()) is not None:
+            still(error)
+
+    return call
+
+
+# -- which are open --------------------------------------------------------------------------------
+
+# Every owner of this process whose groups were opened, in that order: nothing else knows them all,
+# and which are on whose WORLD. It keeps none of them alive.
+_OPENED: weakref.WeakValueDictionary[int, Closing] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def open_owners() -> list[Closing]:
+    """The owners of this process that have not been closed, in the order of opening."""
+    opened = [owner for known in _OPENED.valuerefs() if (owner := known()) is not None]
+    return [o for o in opened if not o.closed and o._lease.pid == os.getpid()]
+
+
+def close_lost() -> None:
+    """Close the owners whose WORLD somebody has destroyed, and all groups with it.
+
+    They would keep their names, and that of WORLD, from whoever comes next. Those that are
+    suspended without groups have parted, and hold nothing.
+    """
+    for owner in reversed(open_owners()):
+        if not owner._world.current and owner._way in (None, "suspend"):
+            owner._drop("lost its WORLD, which somebody destroyed")
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    with contextlib.ExitStack() as newest_first:
+        for owner in open_owners():
+            newest_first.callback(_drop_at_exit, owner)
+
+
+def _drop_at_exit(owner: Closing) -> None:
+    how = "was still open when Python ended"
+    try:
+        warnings.warn(owner._warning(how), ResourceWarning, stacklevel=1)
+    finally:  # where warnings are errors, too
+        owner._drop(how)

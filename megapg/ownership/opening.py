@@ -1,0 +1,256 @@
+"""Opening process groups: :func:`session` meets the other ranks and makes the groups of a layout.
+
+What it opened the session closes; what was open before (a WORLD that the caller initialised, groups
+that others made) is left as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TypedDict, Unpack
+
+import torch.distributed as dist
+
+from megapg.communicators.backends import backend_for
+from megapg.communicators.options import CommunicatorOptions
+from megapg.communicators.plan import Recipe
+from megapg.communicators.world import World, create_world, current_world, fake_world, refuse
+from megapg.errors import SessionError
+from megapg.launch import Launch
+from megapg.layout import EmbeddingRanks, ParallelLayout
+from megapg.ownership.closing import close_lost, open_owners
+from megapg.ownership.session import Session
+from megapg.ownership.validate import check_kinds, check_recipe, check_waits
+from megapg.rendezvous.rendezvous import Rendezvous
+from megapg.signals import listening
+
+_DEFAULT = "default"
+
+
+class LayoutSizes(TypedDict, total=False):
+    """The arguments of :class:`~megapg.layout.ParallelLayout`, except for the world's size."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    expt_tp: int
+    order: str
+    optimizer_instances: int
+    hierarchical_cp: tuple[int, ...]
+    embedding_ranks: EmbeddingRanks
+    position_embedding_ranks: EmbeddingRanks
+    vpp: int | None
+    hybrid_cp: bool
+    ranks: Sequence[int]
+
+
+def session(
+    layout: ParallelLayout | None = None,
+    *,
+    name: str = _DEFAULT,
+    timeout: float = 60.0,
+    collective_timeout: timedelta | Mapping[str, timedelta] | None = None,
+    backend: str | None = None,
+    options: Mapping[str, CommunicatorOptions] | None = None,
+    dedicated: Collection[str] = (),
+    all_gather_groups: bool = False,
+    gloo: Collection[str] = (),
+    warm_up: bool = False,
+    handle_signals: bool = False,
+    launch: Launch | None = None,
+    network: str | Sequence[str] | None = None,
+    **sizes: Unpack[LayoutSizes],
+) -> Session:
+    """Open the process groups of one layout. Every rank of it calls this, with equal values.
+
+    Starts torch.distributed only if nobody has: from what torchrun, SLURM's ``srun`` or Open MPI
+    put into the environment (see :func:`megapg.launch.detect`), or alone. Use it as a context
+    manager, or call :meth:`Session.close`.
+
+    Args:
+        layout: the layout; or give its sizes (``tp=2, pp=2``) and it spans WORLD.
+        name: tells apart the sessions that are open at the same time in one process.
+        timeout: seconds to wait for the other ranks, at each of the few points where they meet:
+            here, in :meth:`Session.close`, and in :meth:`Session.suspend` and
+            :meth:`Session.resume`; megapg's own waits only.
+        collective_timeout: of collectives on the groups (and on WORLD, if the session makes it);
+            WORLD's own unless given. Or field -> timeout, ``{"pp": timedelta(minutes=5)}``: the
+            fields that are not named have WORLD's, and those with different ones share no
+            communicator.
+        backend: ``"gloo"``, ``"nccl"`` or a device map such as ``"cpu:gloo,cuda:nccl"``; WORLD's
+            unless given, and for a new WORLD NCCL where CUDA is available.
+        options: field -> NCCL settings of its communicator.
+        dedicated: fields that share their communicator with no other field.
+        all_gather_groups: also make ``dp_cp_ag`` and ``expt_dp_ag``, twins of ``dp_cp`` and
+            ``expt_dp`` on communicators of their own, so that all-gathers overlap reductions.
+        gloo: fields that also get a companion on gloo, for objects and tensors on the CPU:
+            ``gloo=("dp_cp",)`` makes ``groups.extras["gloo.dp_cp"]``.
+        warm_up: open every communicator at once, in place of each at its first use; see
+            :meth:`Session.warm_up`.
+        handle_signals: SIGTERM and Ctrl-C close the session in good order: they raise
+            :class:`~megapg.signals.SignalExit` (left alone, it ends the process with status 143)
+            and ``KeyboardInterrupt`` in the main thread, where the session must be opened. Handlers
+            that were there before are called first, and are put back at the end. A rank that is
+            stuck inside a collective tells the others and ends within half a minute all the same.
+        launch: who this process is and where the ranks meet, if the environment is not to say so;
+            only where torch.distributed is not initialised.
+        network: the interfaces to talk over: ``"auto"`` for InfiniBand or RoCE where there is some,
+            or names such as ``"ib0"``; NCCL and gloo choose unless given. Variables that the user
+            has set are kept; see :func:`megapg.launch.choose_network`. Only where torch.distributed
+            is not initialised.
+        **sizes: see :class:`~megapg.layout.ParallelLayout`.
+
+    Raises:
+        LaunchError: the environment does not say who this process is, or contradicts itself.
+        LayoutError: the sizes do not fit WORLD.
+        SessionError: a session of that name is open in this process; or ``handle_signals`` outside
+            the main thread.
+        RendezvousError: a rank did not come in time (its ``missing`` names it), or came with
+            another layout (:class:`~megapg.errors.LayoutMismatchError`). Every rank that did come
+            gets the error, and nothing stays open.
+    """
+    if not dist.is_available():
+        raise SessionError(
+            "this torch was built without torch.distributed, so there are no process groups."
+        )
+    with contextlib.ExitStack() as until_open:
+        with _telling_the_others(name, launch):
+            check_waits(timeout, collective_timeout)
+            _check_start(layout, sizes, launch, network)
+            if backend is not None:
+                backend_for(backend)
+            signals = until_open.enter_context(listening(handle_signals))
+        close_lost()
+        if any(each.name == name for each in open_sessions()):
+            gc.collect()  # it may have been dropped, in a circle of references
+        everywhere = collective_timeout if isinstance(collective_timeout, timedelta) else None
+        timeouts = collective_timeout if isinstance(collective_timeout, Mapping) else {}
+        make_world = partial(
+            create_world,
+            backend=backend,
+            timeout=timeout,
+            collective_timeout=everywhere,
+            launch=launch,
+            network=network,
+        )
+        if dist.is_initialized():
+            world = current_world()
+            if backend is not None:
+                world.backend = backend
+        else:
+            world = make_world()
+        try:
+            check_kinds(name, options or {}, dedicated, gloo, sizes, LayoutSizes.__annotations__)
+            if layout is None:
+                layout = ParallelLayout(
+                    world_size=len(sizes.get("ranks") or range(world.size)), **sizes
+                )
+            recipe = Recipe(
+                backend=world.backend,
+                lanes=backend_for(world.backend).lanes,
+                options=dict(options or {}),
+                dedicated=frozenset(dedicated),
+                all_gather_groups=all_gather_groups,
+                gloo=frozenset(gloo),
+                timeouts=dict(timeouts),
+            )
+            check_recipe(recipe, world, layout)
+        except BaseException as error:
+            _decline(name, world, error)
+            world.close(abort=error, timeout=0)
+            raise
+        try:
+            opened = Session(
+                layout,
+                world,
+                recipe,
+                name=name,
+                timeout=timeout,
+                collective_timeout=everywhere or world.timeout,
+                make_world=make_world,
+                signals=signals,
+            )
+        except BaseException as error:
+            world.close(abort=error, timeout=0)
+            raise
+        if warm_up:
+            try:
+                opened.warm_up()
+            except BaseException as error:
+                opened.__exit__(type(error), error, error.__traceback__)
+                raise
+        return opened
+
+
+@contextlib.contextmanager
+def _telling_the_others(name: str, launch: Launch | None) -> Iterator[None]:
+    """Around checks before this rank is anywhere: the ranks that wait for it hear what failed."""
+    try:
+        yield
+    except Exception as error:
+        if dist.is_initialized():
+            _decline(name, current_world(), error)
+        else:
+            refuse(error, launch)
+        raise
+
+
+def _decline(name: object, world: World, error: BaseException) -> None:
+    """Tell the ranks that wait under this name why this rank does not come.
+
+    A name that is no text is taken for the default one, under which the others most likely wait.
+    """
+    where = name if isinstance(name, str) and name else _DEFAULT
+    Rendezvous(world.store, where, world.rank, range(world.size)).decline(error)
+
+
+def _check_start(
+    layout: ParallelLayout | None,
+    sizes: LayoutSizes,
+    launch: Launch | None,
+    network: str | Sequence[str] | None,
+) -> None:
+    if layout is not None and sizes:
+        raise SessionError(f"give a layout, or the sizes {', '.join(sizes)}, not both.")
+    if launch is not None and dist.is_initialized():
+        raise SessionError(
+            "launch= says how to make WORLD, but torch.distributed is initialised already. Leave "
+            "launch= out to use that WORLD, or open the session first."
+        )
+    if network is not None and dist.is_initialized():
+        raise SessionError(
+            "network= says how to make WORLD, but torch.distributed is initialised already. Leave "
+            "network= out, open the session first, or initialise torch.distributed inside of "
+            "megapg.launch.choose_network(...).applied()."
+        )
+
+
+def open_sessions() -> tuple[Session, ...]:
+    """The sessions of this process that have not been closed, in the order of opening.
+
+    Suspended and failed ones are among them.
+    """
+    return tuple(owner for owner in open_owners() if isinstance(owner, Session))
+
+
+def fake_session(layout: ParallelLayout, rank: int, *, gloo: Collection[str] = ()) -> Session:
+    """A session on torch's fake backend: one process plays ``rank``, nothing is communicated.
+
+    Raises:
+        SessionError: torch.distributed is initialised already.
+    """
+    world = fake_world(rank, max(layout.ranks) + 1)
+    recipe = Recipe("fake", {}, {}, frozenset(), all_gather_groups=False, gloo=frozenset(gloo))
+    try:
+        check_recipe(recipe, world, layout)
+        return Session(
+            layout, world, recipe, name="pretend", timeout=0, collective_timeout=world.timeout
+        )
+    except BaseException as error:
+        world.close(abort=error, timeout=0)
+        raise

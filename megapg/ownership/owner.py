@@ -1,0 +1,347 @@
+"""What every owner of process groups does with them: check, suspend, resume, rebind.
+
+:class:`~megapg.ownership.session.Session` owns groups that it made, and
+:class:`~megapg.megatron.adopting.adopted.Adopted` those that Megatron-core made. How each comes by
+its groups, and what else goes with them, is theirs to say. How they end is in
+:mod:`~megapg.ownership.closing`.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from megapg.collection import LeaseState, ProcessGroup, ProcessGroupCollection
+from megapg.communicators.health import HealthReport
+from megapg.communicators.plan import Communicator
+from megapg.communicators.warm_up import Opened, WarmUpReport, probe, warm_up
+from megapg.communicators.world import World
+from megapg.errors import RendezvousError, SessionError
+from megapg.ownership import offload
+from megapg.ownership.closing import Closing, raise_first, raise_interruption
+from megapg.ownership.holders import References
+from megapg.ownership.offload import How, OffloadReport, Usage
+from megapg.ownership.steps import Steps, together
+from megapg.ownership.validate import check_waits
+from megapg.rendezvous.problems import brief
+from megapg.signals import NoSignals
+
+if TYPE_CHECKING:
+    from megapg.ownership.rebind import Rebound
+
+logger = logging.getLogger(__name__)
+
+_OnResume = TypeVar("_OnResume", bound=Callable[[ProcessGroupCollection], object])
+
+
+class Owner(Closing):
+    """Open process groups and the duty to close them.
+
+    One that is dropped without :meth:`close`, or still open when Python ends, is closed as after an
+    error, with a ``ResourceWarning``: the other ranks are told, and its groups aborted. Adopted
+    groups are not dropped with the last reference to their owner: the globals that hold them know
+    it, and it stays open until Python ends.
+
+    Attributes:
+        generation: how often groups were opened here in this job, the same number on every rank;
+            :meth:`resume` counts where it makes them anew.
+    """
+
+    def __init__(self, title: str, world: World, timeout: float, signals: NoSignals) -> None:
+        super().__init__(title, world, timeout, signals)
+        self._given = References()
+        self._on_resume: list[Callable[[ProcessGroupCollection], object]] = []
+
+    # -- what differs ------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _expect(self, state: LeaseState, doing: str) -> None:
+        """Raise SessionError, with what to do, in any other state."""
+
+    @abc.abstractmethod
+    def _concerned(self, way: How) -> list[tuple[Communicator, ProcessGroup]]:
+        """The groups that a way to suspend is about."""
+
+    @property
+    @abc.abstractmethod
+    def _ranks(self) -> Sequence[int]:
+        """The global ranks that have these groups, ascending."""
+
+    @abc.abstractmethod
+    def _cannot(self) -> dict[How, str]:
+        """Way to suspend -> why this rank can't go it, or empty."""
+
+    @abc.abstractmethod
+    def _in_the_way(self) -> str:
+        """Why the groups can't be resumed on this rank; empty if they can."""
+
+    @abc.abstractmethod
+    def _agree_to_resume(self, way: How) -> None:
+        """Come together before anything is resumed, if the ranks are not apart until then."""
+
+    @abc.abstractmethod
+    def _let_go(self, way: How, steps: Steps) -> None:
+        """End the groups until :meth:`_make_anew`, and see that every rank has."""
+
+    @abc.abstractmethod
+    def _make_anew(self, way: How, steps: Steps) -> None:
+        """Make what :meth:`_let_go` ended, with a collection and a lease of a new generation."""
+
+    def _sends_without_batching(self) -> bool:
+        """Whether pipelines send each tensor by itself, as in Megatron's interleaved schedule."""
+        return False
+
+    def _world_of_ours(self) -> ProcessGroup | None:
+        """The WORLD that is re-created with the groups, if it can be."""
+        return None
+
+    # -- use ---------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> ProcessGroupCollection:
+        """The frozen collection to hand to models, optimizers, schedules and checkpoints.
+
+        Raises:
+            SessionError: the groups are suspended or closed, or have failed.
+        """
+        self._expect(LeaseState.LIVE, "groups")
+        assert self._groups is not None  # as long as it is live
+        return self._groups
+
+    @property
+    def state(self) -> LeaseState:
+        """Live; suspended, by ``suspend()``; closed; or failed, and only good for closing."""
+        return self._state
+
+    def warm_up(self) -> WarmUpReport:
+        """Open every communicator now, in one order that all ranks share. Every rank calls it.
+
+        They connect when they are first used, which may be in the middle of a step: there a rank
+        that is gone is noticed late, and memory goes that nobody has counted. A WORLD that this
+        owns is opened too; groups of one rank have nothing to open. No collective may be under way.
+
+        Returns:
+            Time and, on a GPU, memory of each communicator; ``str()`` of it is a table.
+
+        Raises:
+            SessionError: the groups are not live.
+            RendezvousError: a communicator did not open, or a rank did not come, within ``timeout``
+                seconds in which no rank got on. Fields and ranks are named, on every rank. The
+                groups have failed and were aborted: close, and open anew.
+        """
+        self._expect(LeaseState.LIVE, "warm_up()")
+        if self._coordinator is None:  # nobody else is there
+            return WarmUpReport(self._title, (), 0.0)
+        try:
+            report = warm_up(
+                self._title,
+                self._concerned("suspend"),
+                self._coordinator,
+                self.rank,
+                timeout=self._timeout,
+                unbatched=self._sends_without_batching(),
+            )
+        except BaseException as error:
+            self._lose("warm_up()", brief(error))
+            raise
+        logger.info("%s", report)
+        return report
+
+    def check(
+        self, timeout: float | None = None, reason: str = "", *, communicators: bool = False
+    ) -> HealthReport:
+        """See whether every rank is there and answers. Every rank calls it.
+
+        The ranks meet over the store, and no group is touched, so this may be called while
+        collectives are under way. After it has failed it can be called again, on all ranks.
+
+        Args:
+            timeout: seconds to wait for the other ranks; the owner's own unless given.
+            reason: what it is for, in the report and at the beginning of an error.
+            communicators: also have one small collective on every communicator of more than one
+                rank, in one order that all ranks share. No other may be under way then.
+
+        Raises:
+            SessionError: the groups are not live; or the timeout is none.
+            RendezvousError: ranks did not come, or came for something else, and are named
+                (``missing``), on every rank that came; or a communicator did not answer within
+                ``timeout`` seconds in which no rank got on, and its fields and ranks are. In the
+                latter case the groups have failed and were aborted: close, and open anew.
+        """
+        wait = self._timeout if timeout is None else timeout
+        if timeout is not None:
+            check_waits(timeout)
+        self._expect(LeaseState.LIVE, "check()")
+        coordinator, started = self._coordinator, time.perf_counter()
+        if coordinator is None:  # nobody else is there
+            return HealthReport(self._title, reason, (self.rank,), 0.0)
+        topic = "check(communicators=True)" if communicators else "check()"
+        answered: tuple[Opened, ...] = ()
+        try:
+            coordinator.exchange(topic, "", timeout=wait)
+            if communicators:
+                made = self._concerned("suspend")
+                try:
+                    answered = probe(self._title, made, coordinator, self.rank, timeout=wait)
+                except BaseException as error:
+                    self._lose("check()", brief(error))
+                    raise
+        except RendezvousError as error:
+            if not reason:
+                raise
+            raise RendezvousError(f"{reason}: {error}", error.missing) from None
+        seconds = time.perf_counter() - started
+        return HealthReport(self._title, reason, tuple(self._ranks), seconds, answered)
+
+    def live_references(self) -> list[str]:
+        """Who still holds these groups or their collection, and so keeps sockets open.
+
+        One line per holder, such as ``tp+tp_cp: a mymodel.Block, as tp_group``, as far as Python's
+        garbage collector sees them. After :meth:`close` it should be empty; of adopted groups the
+        globals are among them until then. Slow.
+        """
+        own = {id(self), id(self._made), id(vars(self)), *(id(pair) for pair in self._made)}
+        return self._given.live_references(own)
+
+    # -- for a while -------------------------------------------------------------------------
+
+    def on_resume(self, callback: _OnResume) -> _OnResume:
+        """Have every ``resume()`` call ``callback(groups)`` with the groups that are live then.
+
+        They are new ones after *recreate*. Callbacks run in the order in which they were given;
+        this serves as a decorator, too.
+        """
+        self._on_resume.append(callback)
+        return callback
+
+    def rebind(self, *objects: object) -> Rebound:
+        """Put the current groups wherever ``objects`` hold earlier ones of this owner.
+
+        After a resumed *recreate*: modules, DDP wrappers, optimizers, schedules, anything that was
+        given groups or a collection. After a *suspend* there is nothing to do.
+
+        Returns:
+            Every reference that was replaced, and every one that could not be.
+
+        Raises:
+            SessionError: the groups are not live.
+        """
+        from megapg.ownership.rebind import Replacements, rebind
+
+        replacements = Replacements()
+        for old, new in self._given.outdated(self._made, self.groups, self._world_of_ours()):
+            replacements.add(old, new)
+        return rebind(objects, replacements)
+
+    def _suspend(self, how: How | None, refusals: Callable[[], dict[How, str]]) -> OffloadReport:
+        self._expect(LeaseState.LIVE, "suspend()")
+        with self._together("suspend()") as steps:
+            with steps.timed("agree"):
+                heard = self._exchange("suspend()", offload.wish(how, refusals()))
+                way = offload.agreed(self._title, heard)
+            before = Usage.of(self._concerned(way))
+            self._make_ready(way, steps)
+            with steps.attempted("finish"):
+                offload.synchronize()
+            self._compare(steps, "suspend(), before the release")
+            self._give_back(way, steps)
+        report = self._report("suspended", way, before, steps)
+        raise_aside(self._title, steps)
+        return report
+
+    def _make_ready(self, way: How, steps: Steps) -> None:
+        """Have whoever uses the groups finish, before they are suspended."""
+        if way != "suspend":
+            self._lease.wind_up(None, steps.aside)
+            raise_interruption(steps.aside)
+        for callback in self._before_release:
+            with steps.attempted("callbacks"):
+                callback()
+
+    def _give_back(self, way: How, steps: Steps) -> None:
+        """Suspend, once all ranks are ready, and see that every rank has."""
+        since = f"{self._since()} by suspend()"
+        self._state, self._way = LeaseState.SUSPENDED, way
+        if way == "suspend":
+            self._lease.suspend(since)
+            with steps.attempted("suspend"):
+                offload.suspend(self._concerned(way))
+            self._compare(steps, "suspend(), after the release")
+        else:
+            self._lease.end(since)
+            self._groups = None
+            self._let_go(way, steps)
+
+    def _resume(self) -> OffloadReport:
+        self._expect(LeaseState.SUSPENDED, "resume()")
+        way = self._way
+        assert way is not None  # while it is suspended
+        before = Usage.of(self._concerned(way))
+        with self._together("resume()") as steps:
+            with steps.timed("agree"):
+                self._agree_to_resume(way)
+            self._take_back(way, steps)
+            self._compare(steps, "resume(), the callbacks")
+        return self._report("resumed", way, before, steps)
+
+    def _take_back(self, way: How, steps: Steps) -> None:
+        """Resume, once all ranks have agreed to, and tell whoever uses the groups."""
+        former = self._lease
+        if way == "suspend":
+            with steps.attempted("resume"):
+                offload.resume(self._concerned(way))
+            self._compare(steps, "resume(), the groups")
+            self._lease.resume(f"{self._since()} by resume()")
+        else:
+            self._make_anew(way, steps)
+        self._state, self._way = LeaseState.LIVE, None
+        if former is not self._lease:
+            steps.problems += former.succeed(self.groups)
+        for callback in self._on_resume:
+            with steps.attempted("callbacks"):
+                callback(self.groups)
+
+    def _report(self, action: str, way: How, before: Usage, steps: Steps) -> OffloadReport:
+        after = Usage.of(self._concerned(way))
+        report = offload.report(self._title, action, way, before, after, steps)
+        logger.info("%s", report)
+        return report
+
+    # -- together ----------------------------------------------------------------------------
+
+    def _together(self, doing: str) -> contextlib.AbstractContextManager[Steps]:
+        return together(self._title, doing, self.rank, partial(self._lose, doing))
+
+    def _lose(self, doing: str, said: str) -> None:
+        self._part(SessionError(f"{doing} failed: {said}"))
+        try:
+            self._end(LeaseState.FAILED, f"{self._since()}, as {doing} failed")
+        finally:  # whatever a listener raises
+            self._destroy(abort=True)
+
+    def _compare(self, steps: Steps, topic: str) -> None:
+        """Go on only if all has gone well so far, on every rank."""
+        with steps.timed("agree"):
+            heard = self._exchange(topic, steps.report())
+        steps.compare(heard, self.rank)
+
+    def _exchange(self, topic: str, said: str) -> dict[int, str]:
+        if self._coordinator is None:  # nobody else is there
+            return {self.rank: said}
+        return self._coordinator.exchange(topic, said, timeout=self._timeout)
+
+    def __enter__(self) -> Self:
+        _ = self.groups  # closed ones say so here already
+        return self
+
+
+def raise_aside(owner: str, steps: Steps) -> None:
+    """After suspending: raise what went wrong on the way and was no reason to stop, if anything."""
+    if steps.aside:
+        steps.aside[0].add_note(f"{owner}: the groups are suspended all the same")
+        raise_first(steps.aside)

@@ -1,0 +1,136 @@
+"""Where objects of each kind keep what they refer to, and which of them can be changed."""
+
+from __future__ import annotations
+
+import logging
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megapg.collection import Lease, ProcessGroupCollection
+from megapg.communicators.plan import Communicator
+from megapg.ownership.rebind.paths import ATTRIBUTE, ITEM, KEY, PART
+from megapg.ownership.rebind.successors import Replacements
+from megapg.ownership.steps import Steps
+from megapg.rendezvous.store import Store
+
+# Of exactly these types, nothing can lead anywhere.
+LEAVES = frozenset(
+    {int, float, complex, bool, bytes, bytearray, range, type(None), type(...), type}
+    | {types.ModuleType, types.CodeType, types.FrameType, types.TracebackType}
+    | {torch.dtype, torch.device, torch.Size, torch.Generator, torch.layout, torch.memory_format}
+)
+
+# Our own classes are frozen for users; what they refer to can be replaced all the same.
+_OURS = f"{__name__.partition('.')[0]}."
+
+# Instances of these are not entered. What is left of the collections are views of the globals.
+_CLOSED = (
+    *(type, types.ModuleType, logging.Filterer, logging.Manager),
+    *(ProcessGroupCollection, Lease, Replacements),
+)
+# The packages of what owns groups, and of what that is made of; each is found by a class in it.
+_CLOSED_HOMES = tuple(
+    kind.__module__.rpartition(".")[0] + "." for kind in (Steps, Communicator, Store)
+)
+
+# Where the classes live whose instances keep more than the reference: what they made of the group.
+_MADE_OF_GROUPS = ("torch.distributed.", "torch.nn.parallel.", "deep_ep.")
+# Of those, what torch mixes into the classes of others' modules; it keeps its own objects apart.
+_MIXED_IN = ("torch.distributed.fsdp.", "torch.distributed.fsdp._fully_shard._fsdp_init.")
+
+CONTAINERS = (dict, list, set, deque)
+_IMMUTABLES = frozenset(
+    {tuple, frozenset, types.MethodType, weakref.ref, weakref.KeyedRef, ProcessGroupCollection}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Where the instances of a class keep what they refer to."""
+
+    namespace: types.GetSetDescriptorType | None
+    slots: tuple[types.MemberDescriptorType, ...]
+    closed: bool
+    sealed: str  # why neither an instance nor the containers in it can be changed
+    frozen: str  # why its attributes can't
+
+
+def shape_of(kind: type) -> Shape:
+    """Worked out from the class alone."""
+    mro = kind.__mro__
+    homes = [f"{base.__module__}." for base in mro]
+    spaces = (vars(base).get("__dict__") for base in mro)
+    # Never a property of that name: it would run, and tell something else.
+    namespace = next((s for s in spaces if isinstance(s, types.GetSetDescriptorType)), None)
+    slots = tuple(
+        value
+        for base in mro
+        if "__slots__" in vars(base)
+        for value in vars(base).values()
+        if isinstance(value, types.MemberDescriptorType)
+    )
+    sealed = frozen = ""
+    if any(home.startswith(_MADE_OF_GROUPS) and home not in _MIXED_IN for home in homes):
+        sealed = (
+            f"{kind.__module__}.{kind.__qualname__} keeps what it made of the group; make it anew"
+        )
+    parameters = getattr(kind, "__dataclass_params__", None)
+    if parameters is not None and parameters.frozen and not homes[0].startswith(_OURS):
+        frozen = (
+            f"{kind.__qualname__} is a frozen dataclass; make it anew with dataclasses.replace()"
+        )
+    closed = issubclass(kind, _CLOSED) or any(home.startswith(_CLOSED_HOMES) for home in homes)
+    return Shape(namespace, slots, closed, sealed, frozen)
+
+
+def is_rebuilt(value: object) -> bool:
+    """Whether it can't be changed, but made anew with other objects in it."""
+    kind = type(value)
+    if kind in _IMMUTABLES:
+        return True
+    return issubclass(kind, tuple) and kind.__dictoffset__ == 0  # a named one
+
+
+def parts_of(item: object) -> Iterator[tuple[int, object, object]]:
+    """What is in a value that is made anew: the step to each, and its key."""
+    if isinstance(item, tuple):
+        names = getattr(type(item), "_fields", None)
+        for index, part in enumerate(item):
+            yield (ITEM, index, part) if names is None else (ATTRIBUTE, names[index], part)
+    elif isinstance(item, frozenset):
+        for part in item:
+            yield KEY, part, part
+    elif isinstance(item, types.MethodType):
+        yield ATTRIBUTE, "__self__", item.__self__
+        yield ATTRIBUTE, "__func__", item.__func__
+    elif isinstance(item, weakref.ref):
+        yield PART, "weakref", item()
+        if isinstance(item, weakref.KeyedRef):
+            yield PART, "key", item.key
+    elif isinstance(item, ProcessGroupCollection):
+        for name, part in (*vars(item).items(), *item.extras.items()):
+            yield ATTRIBUTE, name, part
+
+
+def with_parts(item: object, parts: list[Any]) -> object:
+    """The same value with other parts, in the order of :func:`parts_of`."""
+    if isinstance(item, tuple):
+        return tuple.__new__(type(item), parts)
+    if isinstance(item, frozenset):
+        return frozenset(parts)
+    if isinstance(item, types.MethodType):
+        return types.MethodType(parts[1], parts[0])
+    if isinstance(item, weakref.KeyedRef):
+        return weakref.KeyedRef(parts[0], item.__callback__, parts[1])
+    if isinstance(item, weakref.ref):
+        return weakref.ref(parts[0], item.__callback__)
+    assert isinstance(item, ProcessGroupCollection)
+    groups = dict(zip(vars(item), parts, strict=False))
+    extras = dict(zip(item.extras, parts[len(groups) :], strict=True))
+    return ProcessGroupCollection(groups, item._members, item.lease, item.layout, extras)

@@ -1,0 +1,56 @@
+"""Who in the process still holds an old group: what the walk did not come by."""
+
+from __future__ import annotations
+
+import gc
+import types
+
+import torch.distributed as dist
+
+from megapg.collection import ProcessGroupCollection
+from megapg.ownership.holders import holders
+from megapg.ownership.rebind.successors import Replacements
+
+
+def survivors(
+    replacements: Replacements, told: set[int]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Who holds old objects, as far as the collector sees; and those that nobody seems to hold.
+
+    Args:
+        replacements: the old objects.
+        told: ids of holders that are known already.
+    """
+    if not replacements.alive():
+        return (), ()
+    gc.collect()  # models that are gone but for a cycle are nobody's business
+    alive = replacements.alive()
+    own, within = {id(alive)}, set()
+    for old in alive:
+        if isinstance(old, ProcessGroupCollection):  # it holds the groups
+            inner = [value for value in vars(old).values() if isinstance(value, tuple)]
+            own |= {id(old), id(vars(old)), id(old._extras), *map(id, inner)}
+            levels = (level for levels in inner for level in levels)
+            within |= {id(group) for group in (*vars(old).values(), *old.extras.values(), *levels)}
+            del inner
+    held: set[int] = set()
+    known: set[int] = set()
+    # All at once, as each look is a look at every object of the process.
+    for by in gc.get_referrers(*alive):
+        if id(by) not in own and type(by) is not types.FrameType:
+            (known if id(by) in told else held).update(map(id, gc.get_referents(by)))
+    elsewhere = [
+        f"{_label(old)}: {line}"
+        for old in alive
+        if id(old) in held
+        for line in holders(old, own | told)
+    ]
+    unseen = [_label(old) for old in alive if id(old) not in held | known | within]
+    return tuple(elsewhere), tuple(unseen)
+
+
+def _label(old: object) -> str:
+    if not isinstance(old, dist.ProcessGroup):
+        return "the collection"
+    fields = str(old.group_desc).rpartition(": ")[2].split("+")
+    return "+".join(fields[:3]) + ("+..." if len(fields) > 3 else "")

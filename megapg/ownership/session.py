@@ -1,0 +1,351 @@
+"""The owner of the process groups of one layout, which it makes and hands out.
+
+:func:`~megapg.ownership.opening.session` opens one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+
+from megapg.collection import (
+    Lease,
+    LeaseState,
+    ProcessGroup,
+)
+from megapg.communicators import create as communicators_of_torch
+from megapg.communicators.addresses import AddressBook
+from megapg.communicators.assemble import assemble
+from megapg.communicators.backends import backend_for
+from megapg.communicators.options import CommunicatorOptions
+from megapg.communicators.plan import (
+    Communicator,
+    Recipe,
+    communicators,
+    every_communicator,
+)
+from megapg.communicators.world import World
+from megapg.errors import SessionError
+from megapg.layout import ParallelLayout
+from megapg.ownership import offload
+from megapg.ownership.offload import How, OffloadReport
+from megapg.ownership.owner import Owner
+from megapg.ownership.steps import Steps
+from megapg.ownership.validate import settings
+from megapg.rendezvous.coordinator import Coordinator
+from megapg.rendezvous.joint_work import OthersFailedError
+from megapg.rendezvous.rendezvous import Rendezvous
+from megapg.signals import NoSignals
+
+logger = logging.getLogger(__name__)
+
+
+class Session(Owner):
+    """The groups of one layout, made by :func:`~megapg.ownership.opening.session`.
+
+    Attributes:
+        name: as given.
+        layout: the layout whose groups these are.
+        generation: how often this name was opened in this job, the same number on every rank;
+            :meth:`resume` counts where it makes the groups anew.
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        world: World,
+        recipe: Recipe,
+        *,
+        name: str,
+        timeout: float,
+        collective_timeout: timedelta,
+        make_world: Callable[[], World] | None = None,
+        signals: NoSignals | None = None,
+    ) -> None:
+        super().__init__(f"session {name!r}", world, timeout, signals or NoSignals())
+        self.name, self.layout = name, layout
+        self._make_world, self._recipe = make_world, recipe
+        self._collective_timeout = collective_timeout
+        self._open()
+        self._opened()
+        logger.info("%s", self)
+        if world.rank == layout.ranks[0]:
+            logger.info(
+                "collectives time out after %s on this session's groups%s and after %s on WORLD; "
+                "start-up and close after megapg's own %g s",
+                collective_timeout,
+                "".join(f" ({field}: {each})" for field, each in recipe.timeouts.items()),
+                world.timeout,
+                timeout,
+            )
+
+    def _open(self) -> None:
+        """Meet the other ranks, and make the groups of a new generation together with them."""
+        world, timeout, store = self._world, self._timeout, self._world.store
+        coordinator: Coordinator | None = None
+        generation = max(world.generation, self.generation + 1)
+        if not backend_for(self._recipe.backend).alone:
+            coordinator = Coordinator(
+                store, self.name, world.rank, self.layout.ranks, hosts=world.hosts
+            )
+            said = settings(self.layout, self._recipe, self._collective_timeout)
+            agreement = coordinator.meet(said, timeout=timeout, at_least=generation)
+            store, generation = agreement.store, agreement.generation
+        made: dict[Communicator, ProcessGroup] = {}
+        book = AddressBook(store, max((self._collective_timeout, *self._recipe.timeouts.values())))
+        try:
+            made = communicators_of_torch.make(
+                world,
+                communicators(self.layout, self._recipe, world.rank),
+                everyone=partial(every_communicator, self.layout, self._recipe),
+                store_for=book.store_for,
+                prefix=communicators_of_torch.prefix_of(self.name, generation),
+                timeout=self._collective_timeout,
+                within=timeout,
+            )
+            lease = Lease(owner=self._title, generation=generation, timeout=timeout)
+            groups = assemble(self.layout, self._recipe, made, world, lease)
+            if coordinator is not None:
+                coordinator.confirm(None, timeout=timeout, telling=book.mine(world.rank))
+            with store.until(time.monotonic() + timeout, self._title):
+                book.fill_in(world.rank)
+        except BaseException as error:
+            communicators_of_torch.end(made.items(), abort=True)
+            if coordinator is not None:
+                coordinator.give_up(error, timeout=timeout)
+            raise
+        self.generation, self._coordinator, self._lease = generation, coordinator, lease
+        self._made, self._state = list(made.items()), LeaseState.LIVE
+        self._groups = groups
+        self._given.add(self._made, groups, world.group)
+
+    # -- use ---------------------------------------------------------------------------------
+
+    @property
+    def owns_world(self) -> bool:
+        """Whether this session made torch's WORLD, and will destroy it at its end."""
+        return self._world.ours
+
+    def describe(
+        self,
+    ) -> dict[str, str | int | float | bool | dict[str, list[int]] | dict[str, float]]:
+        """Plain data for logs and JSON: who owns what, the timeouts, each communicator's ranks.
+
+        Timeouts are in seconds.
+        """
+        return {
+            "name": self.name,
+            "generation": self.generation,
+            "layout": self.layout.fingerprint(),
+            "state": self._state.value,
+            "world_size": self._world.size,
+            "owns_world": self.owns_world,
+            "backend": self._world.backend,
+            "start_up_timeout": self._timeout,
+            "world_timeout": self._world.timeout.total_seconds(),
+            "collective_timeouts": {
+                "+".join(c.fields): (c.timeout or self._collective_timeout).total_seconds()
+                for c, _ in self._made
+            },
+            "communicators": {"+".join(c.fields): list(c.ranks) for c, _ in self._made},
+        }
+
+    def __repr__(self) -> str:
+        name = f"Session {self.name!r} generation {self.generation} {self._state.value}"
+        if self._state is not LeaseState.LIVE:
+            way = f" by {self._way!r}" if self._way is not None else ""
+            return f"<{name}{way} {self._lease.since}>"
+        world = "its own WORLD" if self.owns_world else "the caller's WORLD"
+        fields = sum(len(communicator.fields) for communicator, _ in self._made)
+        return (
+            f"<{name}: {len(self._made)} communicators for {fields} fields, "
+            f"rank {self._world.rank} of {self._world.size} on {world} "
+            f"({self._world.backend})>"
+        )
+
+    # -- suspend and resume ------------------------------------------------------------------
+
+    def suspend(self, how: How | None = None) -> OffloadReport:
+        """Give back the memory of the communicators until :meth:`resume`. Every rank calls it.
+
+        No collective may be under way. The ranks agree on the way before anything is touched:
+
+        * ``"suspend"``: NCCL lets go of its device memory. Every handle stays valid, and
+          :meth:`resume` goes on with the same collection and generation. A WORLD that the session
+          made is suspended as well.
+        * ``"recreate"``: the groups are destroyed, and :meth:`resume` makes them anew, in a
+          collection and a generation of their own; :meth:`rebind` puts them into models.
+        * ``"recreate world"``: so is WORLD, if the session made it and nobody has groups on it.
+
+        Then the callbacks of :meth:`before_release` run, the device finishes its work, and the
+        memory is released. With ``"recreate"`` it is once nobody holds the old groups any more.
+
+        Args:
+            how: the way; by itself ``"suspend"`` where every rank can, else ``"recreate"``.
+
+        Returns:
+            What it brought on this rank.
+
+        Raises:
+            SessionError: the session is not live.
+            UnsupportedOffloadError: a rank can't go this way, or the ranks asked for different
+                ones, or a CUDA graph is being captured. Every rank gets it, and all stay live.
+            OffloadError: a step failed, here or on another rank, or a rank did not come within
+                ``timeout``. The session has failed on every rank: its groups were aborted, and it
+                is only good for closing.
+            CheckpointSaveError: a background save failed, which this waits for before it destroys
+                groups, and nobody has heard of it yet. The session is suspended all the same.
+        """
+        return self._suspend(how, self._cannot)
+
+    def resume(self) -> OffloadReport:
+        """Make the groups work again, after :meth:`suspend`. Every rank calls it.
+
+        Then the callbacks of :meth:`on_resume` run. After *recreate*, whoever published the old
+        collection has the new one in ``parallel_state`` by then.
+
+        Returns:
+            What it took on this rank.
+
+        Raises:
+            SessionError: the session is not suspended.
+            OffloadError: as in :meth:`suspend`.
+        """
+        return self._resume()
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        return self.layout.ranks
+
+    def _in_the_way(self) -> str:
+        if self._way == "recreate" and not self._world.current:
+            return "WORLD, on which its groups were, is no more"
+        return ""
+
+    def _cannot(self) -> dict[How, str]:
+        if reason := offload.capturing():
+            return dict.fromkeys(offload.WAYS, reason)
+        return {
+            "suspend": offload.refusal(self._concerned("suspend")),
+            "recreate": "",
+            "recreate world": self._why_world_stays(),
+        }
+
+    def _why_world_stays(self) -> str:
+        if self._make_world is None or not self._world.ours:
+            return "WORLD is not the session's to destroy"
+        if len(self.layout.ranks) < self._world.size:
+            return "WORLD has ranks that are not in this session"
+        bystanders = communicators_of_torch.bystanders(group for _, group in self._made)
+        bystanders += [
+            f"{each._title}, which is suspended" for each in self._dependents() if not each._made
+        ]
+        return f"others have groups on WORLD: {', '.join(bystanders[:8])}" if bystanders else ""
+
+    def _concerned(self, way: How) -> list[tuple[Communicator, ProcessGroup]]:
+        world = self._world.group
+        if way == "recreate" or world is None or len(self.layout.ranks) < self._world.size:
+            return self._made
+        ranks, backend = tuple(range(self._world.size)), self._world.backend
+        return [
+            *self._made,
+            (Communicator(("WORLD",), ranks, CommunicatorOptions(), backend), world),
+        ]
+
+    def _sends_without_batching(self) -> bool:
+        return self.layout.vpp is not None
+
+    def _world_of_ours(self) -> ProcessGroup | None:
+        return self._world.group
+
+    def _let_go(self, way: How, steps: Steps) -> None:
+        with steps.attempted("destroy"):
+            self._destroy(abort=False)
+        self._compare(steps, "suspend(), after the release")
+        with steps.timed("part"):
+            if problems := self._part(None):
+                raise OthersFailedError(problems)
+        if way == "recreate world":
+            with steps.timed("destroy WORLD"):
+                self._world.close(abort=None, timeout=self._timeout)
+
+    def _agree_to_resume(self, way: How) -> None:
+        if way == "suspend":  # else they have parted
+            self._exchange("resume()", "")
+
+    def _make_anew(self, way: How, steps: Steps) -> None:
+        if way == "recreate world":
+            assert self._make_world is not None  # or the ranks would not have agreed on this way
+            with steps.timed("make WORLD"):
+                before, self._world = self._world, self._make_world()
+                if (self._world.rank, self._world.size) != (before.rank, before.size):
+                    raise SessionError(
+                        f"this was rank {before.rank} of {before.size} before suspend(), and is "
+                        f"rank {self._world.rank} of {self._world.size} now. Leave the launcher's "
+                        "environment variables as they are."
+                    )
+        with steps.timed("make groups"):
+            self._world.check()
+            self._open()
+
+    def _expect(self, state: LeaseState, doing: str) -> None:
+        if self._state is state:
+            return
+        how_it_is, what_now = {
+            LeaseState.LIVE: ("is live", "Call suspend() first"),
+            LeaseState.SUSPENDED: ("was suspended", "Call resume() first"),
+            LeaseState.CLOSED: ("was closed", "Open a new one"),
+            LeaseState.FAILED: ("has failed", "Close it, and open a new one"),
+        }[self._state]
+        since = "" if self._state is LeaseState.LIVE else f" {self._lease.since}"
+        raise SessionError(
+            f"{doing}: session {self.name!r} (generation {self.generation}) {how_it_is}{since}. "
+            f"{what_now}."
+        )
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the groups, and WORLD if this session made it. Closing twice does nothing.
+
+        The ranks tell each other how they fared, and wait up to ``timeout`` seconds for those that
+        are late: where all are well the groups are closed in order, otherwise aborted. Either way
+        the collection's lease ends, and the session drops every reference to a group; gloo's
+        threads and sockets go when the last reference anywhere (a model, an optimizer) does.
+
+        If this session made WORLD, whatever else is open on it is closed first, the newest first,
+        with a warning in the log that names it.
+
+        Raises:
+            RendezvousError: ranks did not come, or were not well, and are named (``missing``). The
+                groups here were aborted all the same.
+            TeardownError: some groups could not be closed; every one was attempted.
+            CheckpointSaveError: a background save failed, which this waits for, and nobody has
+                heard of it yet. The groups are closed all the same, as they are when a callback of
+                :meth:`before_release` fails, whose error is raised then.
+        """
+        super().close()
+
+    def _refuse_to_close(self) -> None:
+        """Nothing is in the way."""
+
+    def _take_leave(self, error: BaseException | None) -> None:
+        if self._state is LeaseState.SUSPENDED and self._way == "recreate":
+            # The others may be waiting in resume(). And where none is, each rank shall count this
+            # as an attempt, or the next one would be taken for this on those that fall behind.
+            gone = error or SessionError("it has closed the session")
+            Rendezvous(self._world.store, self.name, self.rank, self.layout.ranks).decline(gone)
+
+    def _release(
+        self, steps: Steps, news: Callable[[], None], abort: BaseException | None
+    ) -> dict[int, str]:
+        with steps.attempted("groups"):
+            self._destroy(abort=abort is not None)
+        news()
+        problems: dict[int, str] = {}
+        with steps.attempted("WORLD"):
+            problems |= self._world.close(abort=abort, timeout=self._timeout)
+        return problems

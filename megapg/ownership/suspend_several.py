@@ -1,0 +1,274 @@
+"""Suspending and resuming several sessions at once: one agreement, one order, all or none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from megapg.collection import LeaseState
+from megapg.communicators.backends import backend_for
+from megapg.errors import SessionError, UnsupportedOffloadError
+from megapg.launch.process import ranks_said
+from megapg.ownership import offload
+from megapg.ownership.offload import How, OffloadReport, Usage
+from megapg.ownership.owner import Owner, raise_aside
+from megapg.ownership.steps import Steps, together
+from megapg.rendezvous.coordinator import Coordinator
+from megapg.rendezvous.rendezvous import Rendezvous
+
+# Of sessions on different ranks several can have one name.
+_Key: TypeAlias = tuple[str, tuple[int, ...]]
+
+
+def suspend(*owners: Owner, how: How | None = None) -> tuple[OffloadReport, ...]:
+    """Suspend several sessions, or all of them stay as they are. ::
+
+        megapg.suspend(actor, critic)
+
+    Every rank calls it with all those of the sessions that it is in, in any order; a rank that is
+    in one of them calls it with that one, and not :meth:`~megapg.Session.suspend`. One of the
+    sessions must have all the ranks of the others, such as one over the whole WORLD: its ranks
+    agree for all. What each of them does is what :meth:`~megapg.Session.suspend` says; adopted
+    groups can be among them.
+
+    Args:
+        owners: the sessions.
+        how: ``"suspend"`` or ``"recreate"``, for all; by itself, for each session the former where
+            every one of its ranks can.
+
+    Returns:
+        A report for each session, in the order in which they were given; ``seconds`` are those of
+        all together.
+
+    Raises:
+        SessionError: no session, or one twice; or no session has all the ranks.
+        UnsupportedOffloadError: one can't be suspended on some rank, or a rank left out one that it
+            is in. Every rank gets it, and nothing was touched.
+        RendezvousError: a rank did not come in time; or it left out the only one that has all the
+            ranks, and so waited for other ranks. Nothing was touched.
+        OffloadError: a step failed for one of them, here or on another rank. All have failed on
+            every rank, and are only good for closing.
+        CheckpointSaveError: as from :meth:`~megapg.Session.suspend`; all are suspended by then.
+    """
+    order = _in_order(owners, "suspend()")
+    with _together(order, "suspend()") as (steps, assembly):
+        with steps.timed("agree"):
+            heard = assembly.hear(
+                {
+                    _key(o): offload.wish(how, _unless(o, LeaseState.LIVE) or o._cannot())
+                    for o in order
+                }
+            )
+            ways = {key: offload.agreed(key[0], said) for key, said in heard.items()}
+        before = [Usage.of(o._concerned(ways[_key(o)])) for o in order]
+        for owner in order:
+            owner._make_ready(ways[_key(owner)], steps)
+        with steps.attempted("finish"):
+            offload.synchronize()
+        assembly.compare(steps, "suspend(), before the release")
+        for owner in order:
+            owner._give_back(ways[_key(owner)], steps)
+        assembly.compare(steps, "suspend(), after the release")
+    reports = {
+        id(o): o._report("suspended", ways[_key(o)], usage, steps)
+        for o, usage in zip(order, before, strict=True)
+    }
+    raise_aside(_titles(order), steps)
+    return tuple(reports[id(o)] for o in owners)
+
+
+def resume(*owners: Owner) -> tuple[OffloadReport, ...]:
+    """Resume several sessions, or all of them stay suspended.
+
+    The ranks and the sessions are those of :func:`suspend`, though not necessarily of the same
+    call; the order is free here as well.
+
+    Returns:
+        A report for each session, in the order in which they were given.
+
+    Raises:
+        SessionError: as from :func:`suspend`.
+        UnsupportedOffloadError: one can't be resumed on some rank, or is not suspended there, or a
+            rank left out one that it is in. Every rank gets it, and all stay suspended.
+        RendezvousError, OffloadError: as from :func:`suspend`.
+    """
+    order = _in_order(owners, "resume()")
+    with _together(order, "resume()") as (steps, assembly):
+        with steps.timed("agree"):
+            obstacles = {_key(o): _obstacle(o) for o in order}
+            for (title, _), said in assembly.hear(obstacles).items():
+                if reasons := [f"rank {rank}: {text}" for rank, text in said.items() if text]:
+                    raise UnsupportedOffloadError(
+                        f"{title} can't be resumed. {'; '.join(reasons[:8])}. Nothing was touched."
+                    )
+        ways = [o._way or "suspend" for o in order]
+        before = [Usage.of(o._concerned(way)) for o, way in zip(order, ways, strict=True)]
+        for owner, way in zip(order, ways, strict=True):
+            owner._take_back(way, steps)
+        assembly.compare(steps, "resume(), the callbacks")
+    reports = {
+        id(o): o._report("resumed", way, usage, steps)
+        for o, way, usage in zip(order, ways, before, strict=True)
+    }
+    return tuple(reports[id(o)] for o in owners)
+
+
+def _in_order(owners: Sequence[Owner], doing: str) -> list[Owner]:
+    """The widest first, the others by name: the same order on all ranks."""
+    if not owners:
+        raise SessionError(
+            f"{doing}: give the sessions, such as megapg.{doing[:-1]}actor, critic)."
+        )
+    if wrong := [each for each in owners if not isinstance(each, Owner)]:
+        raise SessionError(f"{doing}: {wrong[0]!r} is no session.")
+    if len({id(each) for each in owners}) < len(owners):
+        raise SessionError(f"{doing}: give each session once.")
+    if closed := [each for each in owners if each.closed]:
+        raise SessionError(f"{doing}: {closed[0]!r}. Open a new one.")
+    return sorted(owners, key=lambda each: (-len(each._ranks), each._title))
+
+
+def _unless(owner: Owner, state: LeaseState) -> dict[How, str]:
+    """Way -> why it can't be gone, if the owner is not in that state."""
+    if owner.state is not state:
+        return dict.fromkeys(offload.WAYS, f"it is {owner.state.value}")
+    if not owner._world.current:
+        return dict.fromkeys(offload.WAYS, "its WORLD was destroyed")
+    return {}
+
+
+def _obstacle(owner: Owner) -> str:
+    if owner.state is not LeaseState.SUSPENDED:
+        return f"it is {owner.state.value}"
+    return owner._in_the_way()
+
+
+def _key(owner: Owner) -> _Key:
+    return owner._title, tuple(owner._ranks)
+
+
+def _titles(owners: Sequence[Owner]) -> str:
+    return " and ".join(each._title for each in owners)
+
+
+def _meeting(widest: Owner) -> str:
+    """What the meeting of all its ranks is called: by these, as a rank may have left out one."""
+    return f"sessions of {ranks_said(widest._ranks)}"
+
+
+class _Assembly:
+    """All ranks of several owners, for as long as they do something together.
+
+    Args:
+        owners: those of this rank; the first has all the ranks.
+        doing: what they come for.
+    """
+
+    def __init__(self, owners: Sequence[Owner], doing: str) -> None:
+        self._owners, self._doing = owners, doing
+        widest = owners[0]
+        self._timeout, self._rank = widest._timeout, widest.rank
+        self._name = _meeting(widest)
+        self._coordinator: Coordinator | None = None
+        apart = [each for each in owners if not {*each._ranks} <= {*widest._ranks}]
+        if apart:
+            error = SessionError(
+                f"{doing} of {_titles(owners)}: none of them has all the ranks, since "
+                f"{apart[0]._title} is on ranks that {widest._title} is not on. Give one more that "
+                f"has, or call {doing} of each. Nothing was touched."
+            )
+            if not self._alone:  # the others would wait for this rank
+                for each in owners:
+                    name = _meeting(each)
+                    Rendezvous(each._world.store, name, each.rank, each._ranks).decline(error)
+            raise error
+
+    @property
+    def _alone(self) -> bool:
+        return backend_for(self._owners[0]._world.backend).alone
+
+    def meet(self) -> None:
+        """Come together. Then :meth:`part` must follow.
+
+        Raises:
+            RendezvousError: a rank did not come, or came for something else.
+        """
+        if self._alone:
+            return
+        world = self._owners[0]._world
+        self._coordinator = Coordinator(
+            world.store, self._name, self._rank, self._owners[0]._ranks, hosts=world.hosts
+        )
+        self._coordinator.meet({"call": f"megapg.{self._doing}"}, timeout=self._timeout)
+        self._coordinator.confirm(None, timeout=self._timeout)
+
+    def part(self, error: BaseException | None) -> None:
+        coordinator, self._coordinator = self._coordinator, None
+        if coordinator is not None:
+            coordinator.part(error, timeout=self._timeout)
+
+    def hear(self, said: Mapping[_Key, str]) -> dict[_Key, dict[int, str]]:
+        """Owner -> rank -> what it said of it, for every owner that any rank named.
+
+        Raises:
+            UnsupportedOffloadError: a rank did not name one that it is in.
+        """
+        mine = [(*_key(o), o._timeout, said[_key(o)]) for o in self._owners]
+        heard: dict[_Key, dict[int, str]] = {}
+        timeouts: dict[_Key, float] = {}
+        for rank, word in self._exchange(self._doing, json.dumps(mine)).items():
+            for title, ranks, timeout, text in json.loads(word):
+                key = title, tuple(ranks)
+                heard.setdefault(key, {})[rank] = text
+                timeouts[key] = max(timeout, timeouts.get(key, 0.0))
+        lines = [
+            f"rank {rank} left out {title}"
+            for (title, ranks), by_rank in sorted(heard.items())
+            for rank in ranks
+            if rank not in by_rank
+        ]
+        if lines:
+            raise UnsupportedOffloadError(
+                f"{self._doing}: {'; '.join(lines[:8])}, which it is in. Give every rank all that "
+                "it is in. Nothing was touched."
+            )
+        # Whoever is in one of them alone waits while others see to theirs.
+        self._timeout = sum(timeouts.values())
+        return dict(sorted(heard.items()))
+
+    def compare(self, steps: Steps, topic: str) -> None:
+        """Go on only if all has gone well so far, on every rank."""
+        with steps.timed("agree"):
+            heard = self._exchange(topic, steps.report())
+        steps.compare(heard, self._rank)
+
+    def _exchange(self, topic: str, said: str) -> dict[int, str]:
+        if self._coordinator is None:  # nobody else is there
+            return {self._rank: said}
+        return self._coordinator.exchange(topic, said, timeout=self._timeout)
+
+
+@contextlib.contextmanager
+def _together(owners: Sequence[Owner], doing: str) -> Iterator[tuple[Steps, _Assembly]]:
+    """Around what all ranks of these owners do in step: all of them are lost, or none is."""
+    assembly = _Assembly(owners, doing)
+
+    def lose(said: str) -> None:
+        assembly.part(SessionError(f"{doing} failed: {said}"))
+        steps = Steps()
+        for owner in owners:
+            with steps.attempted("abort"):
+                owner._lose(doing, said)
+        if steps.problems:
+            raise steps.take()[0]
+
+    assembly.meet()
+    with together(_titles(owners), doing, owners[0].rank, lose) as steps:
+        try:
+            yield steps, assembly
+        except UnsupportedOffloadError:
+            assembly.part(None)
+            raise
+        assembly.part(None)

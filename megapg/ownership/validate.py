@@ -1,0 +1,122 @@
+"""What a session was asked for: checked before anyone waits for anyone, and put to all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+
+from megapg.communicators.backends import backend_for
+from megapg.communicators.options import CommunicatorOptions
+from megapg.communicators.plan import ALL_GATHER_FIELDS, COMPANION, Recipe, created_fields
+from megapg.communicators.world import World
+from megapg.errors import SessionError, UnknownFieldError, UnsupportedOptionError
+from megapg.layout import FIELDS, ParallelLayout
+
+
+def check_waits(
+    timeout: float, collective_timeout: timedelta | Mapping[str, timedelta] | None = None
+) -> None:
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if not number or not 0 < timeout < math.inf:  # nor NaN, which no deadline ever reaches
+        raise SessionError(
+            f"timeout={timeout!r}: give the seconds to wait, a finite number above 0."
+        )
+    if collective_timeout is None:
+        return
+    by_field = collective_timeout if isinstance(collective_timeout, Mapping) else None
+    given = {"": collective_timeout} if by_field is None else by_field
+    for field, value in given.items():
+        if not isinstance(value, timedelta) or value <= timedelta(0):
+            where = (
+                "collective_timeout=" if by_field is None else f"collective_timeout: {field} is "
+            )
+            raise SessionError(
+                f"{where}{value!r}: give a datetime.timedelta above 0, such as "
+                "timedelta(minutes=10), or a mapping from field to timedelta."
+            )
+
+
+def check_kinds(
+    name: str,
+    options: Mapping[str, CommunicatorOptions],
+    dedicated: Collection[str],
+    gloo: Collection[str],
+    sizes: Collection[str],
+    known_sizes: Collection[str],
+) -> None:
+    if not isinstance(name, str) or not name:
+        raise SessionError(f"name={name!r}: give the session a name, or leave it out.")
+    for argument, fields in (("dedicated", dedicated), ("gloo", gloo)):
+        if isinstance(fields, str):
+            raise SessionError(f"{argument}={fields!r}: give the fields in a tuple, ({fields!r},).")
+    for field, value in options.items():
+        if not isinstance(value, CommunicatorOptions):
+            raise UnsupportedOptionError(
+                f"options: {field} is {value!r}; give megapg.CommunicatorOptions(max_ctas=8)."
+            )
+    if unknown := set(sizes) - set(known_sizes):
+        raise SessionError(
+            f"session() has no {', '.join(sorted(unknown))}; the sizes are "
+            f"{', '.join(known_sizes)}. The names of initialize_model_parallel go "
+            "through megapg.session(**megapg.megatron.session_arguments(...))."
+        )
+
+
+def check_recipe(recipe: Recipe, world: World, layout: ParallelLayout) -> None:
+    made = {field.partition(".")[0] for field in created_fields(layout, recipe)}
+    for field in (*recipe.options, *recipe.dedicated, *recipe.gloo):
+        if field not in FIELDS:
+            raise UnknownFieldError(f"{field!r} is no field; the fields are {', '.join(FIELDS)}.")
+        if field not in made:
+            needs = "all_gather_groups=True" if field in ALL_GATHER_FIELDS else "another layout"
+            raise UnsupportedOptionError(f"{field} is not made here; that takes {needs}.")
+    known = {*made, *created_fields(layout, recipe)} - {COMPANION.removesuffix(".")}
+    for field in recipe.timeouts:
+        if field not in known and field not in FIELDS:
+            raise UnknownFieldError(
+                f"collective_timeout: {field!r} is no field of this session; the fields are "
+                f"{', '.join(sorted(known))}."
+            )
+        if field not in known:
+            needs = "all_gather_groups=True" if field in ALL_GATHER_FIELDS else "another layout"
+            raise UnsupportedOptionError(
+                f"collective_timeout: {field} is not made here; that takes {needs}."
+            )
+    if "hcp" in recipe.gloo:
+        raise UnsupportedOptionError("gloo: hcp is several groups, which have no companions.")
+    for field, options in recipe.options.items():  # refused before anyone waits for anyone
+        backend_for(recipe.backend).options(field, options)
+    outside = [rank for rank in layout.ranks if rank >= world.size]
+    if outside:
+        raise SessionError(
+            f"the layout has the ranks {outside}, but WORLD has {world.size} ranks, from 0."
+        )
+    if world.rank not in layout.ranks:
+        raise SessionError(
+            f"rank {world.rank} is not in the layout's ranks {list(layout.ranks)}; only those "
+            "ranks open this session."
+        )
+    if world.device_bound and len(layout.ranks) != world.size:
+        raise UnsupportedOptionError(
+            "ranks=: WORLD is bound to a device (init_process_group(device_id=...)), so torch "
+            "splits groups from it with all of its ranks. Initialise WORLD without device_id to "
+            "open a session on some of them."
+        )
+
+
+def settings(
+    layout: ParallelLayout, recipe: Recipe, collective_timeout: timedelta
+) -> dict[str, str]:
+    """Everything that must be equal on every rank, as text, for the rendezvous."""
+    return {
+        **layout.describe(),
+        "backend": recipe.backend,
+        "options": str({field: o.given() for field, o in sorted(recipe.options.items())}),
+        "dedicated": str(sorted(recipe.dedicated)),
+        "all_gather_groups": str(recipe.all_gather_groups),
+        "gloo": str(sorted(recipe.gloo)),
+        "connects_lazily": str(backend_for(recipe.backend).connects_lazily),
+        "collective_timeout": str(collective_timeout),
+        **{f"collective_timeout of {f}": str(t) for f, t in sorted(recipe.timeouts.items())},
+    }

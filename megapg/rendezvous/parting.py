@@ -1,0 +1,137 @@
+"""How ranks that have met part: each says how it ended, and hears how the others did."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megapg.rendezvous.gathering import GRACE, Gathering
+from megapg.rendezvous.hello import STAY, Hello, Hellos
+from megapg.rendezvous.problems import THE_STORE, brief
+from megapg.rendezvous.store import Store, StoreError
+
+# From how many ranks on it is too much for the store if every rank asks about every other.
+_LARGE = 64
+
+
+class Parting(Gathering):
+    """The end of a rendezvous, which gives its own arguments."""
+
+    def __init__(
+        self, store: Store, name: str, rank: int, ranks: Sequence[int], hosts: Sequence[str] = ()
+    ) -> None:
+        super().__init__(store, name, rank, ranks)
+        self._hellos = Hellos(store, name, rank, ranks, hosts)
+
+    @property
+    def _mine(self) -> Hello:
+        return self._hellos.mine
+
+    def part(self, problem: BaseException | None, *, timeout: float) -> dict[int, str]:
+        """Tell the others how this rank ended, and hear how they did.
+
+        Args:
+            problem: what went wrong here; None where all is well.
+            timeout: seconds to wait for the others; a rank with a problem does not wait.
+
+        Returns:
+            rank -> what went wrong there, a rank that did not answer in time included, and
+            ``THE_STORE`` if that is gone. Empty means that every rank is well and knows that every
+            rank is.
+        """
+        deadline = time.monotonic() + (timeout if problem is None else 0.0)
+        try:
+            with self._until_then(deadline):
+                problems = self._take_leave(problem, deadline)
+                if problems:
+                    # This process may exit next, and the store with it: the others have not failed
+                    # yet, perhaps, and need it to find out whose fault it is.
+                    byes = [f"{self._mine.namespace}/bye/{rank}" for rank in self._ranks]
+                    self._store.stay(lambda: self._store.check(byes), STAY)
+                return problems
+        except StoreError as error:
+            if not error.gone:  # or it would have this rank live for ever, if it comes back
+                self._hellos.mine = replace(self._mine, state="closed")
+                words = {f"hello/{self._rank}": json.dumps(vars(self._mine))}
+                if problem is not None:
+                    words[f"{self._mine.namespace}/bye/{self._rank}"] = brief(problem)
+                self._store.post(words)
+            return self._lost(error)
+
+    def _take_leave(self, problem: BaseException | None, deadline: float) -> dict[int, str]:
+        bye = f"{self._mine.namespace}/bye"
+        self._store.set(f"{bye}/{self._rank}", "" if problem is None else brief(problem))
+        if problem is not None:
+            problems = {self._rank: brief(problem)}
+            if self._leading:  # with what it has heard so far, which may be the cause
+                problems |= self._answers(bye, "")
+                self._settle(f"{bye}/all", problems)
+        else:
+            problems = self._gather(bye, deadline, "did not answer", leader_only=True)
+            if not self._leading:
+                # Before the leader may go, and the store with it. The leader tidies up.
+                tidied = {} if problems else {"namespace": "", "leftover": []}
+                self._hellos.say(state="closed", **tidied)
+                self._store.set(f"{bye}/heard/{self._rank}", "")
+                return problems
+            # Whoever hosts the store may exit next: not before the others have heard. Where
+            # something is wrong some may still be at work: their keys stay for the next meeting.
+            heard = [f"{bye}/heard/{rank}" for rank in self._ranks[1:]]
+            if not problems and (
+                not heard or self._until(lambda: self._store.check(heard), deadline + GRACE)
+            ):
+                self._forget([self._mine.namespace, "verdict"])
+                self._hellos.say(namespace="")
+        self._hellos.say(state="closed")
+        return problems
+
+    def news(self, *, wait: float) -> dict[int, str]:
+        """After :meth:`part` with a problem: what the others have said, and which are silent.
+
+        In a large job the leader alone asks all ranks, and the others ask the leader.
+
+        Args:
+            wait: seconds to wait for those that have said nothing yet; with 0 they are left out.
+
+        Returns:
+            rank -> what went wrong there; nothing for ranks that are well.
+        """
+        bye = f"{self._mine.namespace}/bye"
+        deadline = time.monotonic() + wait
+        large = len(self._ranks) > _LARGE
+        try:
+            with self._until_then(deadline):
+                if self._leading or not large:
+                    found = self._hear_all(bye, deadline, silent_too=wait > 0)
+                    if large:
+                        self._store.set(f"{bye}/news", json.dumps(found))
+                elif self._until(lambda: self._store.check([f"{bye}/news"]), deadline + wait):
+                    found = self._read_problems(f"{bye}/news")
+                else:
+                    found = self._silence(self._ranks[:1]) if wait else {}
+        except StoreError as error:
+            return self._lost(error)
+        return {rank: found[rank] for rank in sorted(found) if rank != self._rank}
+
+    def _hear_all(self, bye: str, deadline: float, *, silent_too: bool) -> dict[int, str]:
+        everyone = [f"{bye}/{rank}" for rank in self._ranks]
+        if self._until(lambda: self._store.check(everyone), deadline) or not silent_too:
+            return self._answers(bye, "")
+        said = {rank: self._store.peek(f"{bye}/{rank}") for rank in self._ranks}
+        silent = self._silence([rank for rank, word in said.items() if word is None])
+        return {rank: word.decode() for rank, word in said.items() if word} | silent
+
+    def _silence(self, ranks: Sequence[int]) -> dict[int, str]:
+        return {
+            rank: "not a word"
+            + (f" (process {hello.pid} on {hello.host})" if hello else "")
+            + ": killed, stuck, or still at work"
+            for rank, hello in self._hellos.of_all(ranks).items()
+        }
+
+    def _lost(self, error: StoreError) -> dict[int, str]:
+        """Whose fault it is when the store is gone -> what is wrong with it."""
+        host = self._store.host.rank
+        return {THE_STORE if host is None else host: error.reason}

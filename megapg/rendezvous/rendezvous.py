@@ -1,0 +1,361 @@
+"""Bringing the ranks together, and letting them part, over a store: bounded, and naming names.
+
+A collective on a communicator can't say which rank is missing, and a rank that gives up leaves the
+communicator broken. So megapg's own waits go over the key-value store, under megapg's own deadline:
+
+1. every rank says *hello*: a nonce, its settings, the generation it proposes;
+2. the first rank, the *leader*, waits for all of them, compares the settings, and gives each one
+   the same *verdict*: a namespace that no other meeting ever had, or what is wrong;
+3. once it has made what it came for, every rank says *ready*, or what went wrong, and the leader
+   lets all of them *go*, or none.
+
+Verdicts are addressed to nonces, and a nonce is never used twice, so no rank acts on what was meant
+for an earlier meeting. The leader keeps the work linear in the number of ranks. Waiting is polling,
+so that Ctrl-C is felt at once and a rank can look at more than one thing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
+from megapg.rendezvous.gathering import GRACE, PAUSE
+from megapg.rendezvous.hello import STAY, TWINS, Hello, runs_here
+from megapg.rendezvous.parting import Parting
+from megapg.rendezvous.problems import brief, told
+from megapg.rendezvous.store import Store, StoreError
+from megapg.rendezvous.waiting import WaitingList
+
+# How often a rank that waits looks whether the others are where they should be. Seconds.
+_LOOK = 0.5
+# How often a follower that waits asks for the leader, of which there is only one. Seconds.
+_LOOK_AT_THE_LEADER = 0.25
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What a meeting agreed on.
+
+    Attributes:
+        store: a view of the store that this meeting alone uses.
+        generation: the highest one that any rank proposed, from 1.
+    """
+
+    store: Store
+    generation: int
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    namespace: str = ""
+    generation: int = 0
+    attempt: int = 0
+    problem: str = ""
+    missing: Sequence[int] = ()
+    differences: dict[str, dict[str, str]] | None = None
+
+    def check(self) -> None:
+        if self.differences:
+            by_rank = {
+                name: {int(rank): value for rank, value in values.items()}
+                for name, values in self.differences.items()
+            }
+            raise LayoutMismatchError(self.problem, by_rank)
+        if self.problem:
+            raise RendezvousError(self.problem, self.missing)
+
+
+class Rendezvous(Parting):
+    """One name under which a set of ranks meets, parts and meets again over a store.
+
+    Args:
+        store: shared by all the ranks.
+        name: what the meeting is called, for the keys and the messages.
+        rank: this rank.
+        ranks: everyone expected, ascending; the first one leads.
+        hosts: rank -> the host it runs on, for the messages; empty where nobody knows.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        hosts: Sequence[str] = (),
+    ) -> None:
+        super().__init__(store.view(f"megapg/{name}"), name, rank, ranks, hosts)
+        self._shared = store
+        self._waiting = WaitingList(store, rank, name, ranks)
+        self._look_again = 0.0
+
+    def meet(self, settings: Mapping[str, str], *, timeout: float, at_least: int = 1) -> Agreement:
+        """Wait until every rank is here with equal settings. :meth:`confirm` must follow.
+
+        Args:
+            settings: must be equal on every rank; the error names the one that is not.
+            timeout: seconds to wait for the ranks that are missing.
+            at_least: lowest generation to propose.
+
+        Raises:
+            SessionError: the name is open in this process, or the others are in a later generation.
+            LayoutMismatchError: settings differ, or the names under which ranks wait.
+            RendezvousError: a rank did not arrive in time; it is named on every rank that did. Or
+                two processes came as one rank, or the store is gone.
+        """
+        deadline = time.monotonic() + timeout
+        self._look_again = time.monotonic() + _LOOK
+        with self._until_then(deadline):
+            before = self._arrive(dict(settings), at_least)
+            try:
+                verdict = self._lead(before, deadline) if self._leading else self._follow(deadline)
+                attempt = max(self._mine.attempt, verdict.attempt)  # the next one is alike for all
+                self._hellos.mine = replace(self._mine, attempt=attempt)
+                verdict.check()
+            except BaseException as error:
+                if self._mine.state != "declined":
+                    self._hellos.leave("left", error)
+                with contextlib.suppress(StoreError):
+                    for name, ranks in self._waiting.expecting().items():
+                        Rendezvous(self._shared, name, self._rank, ranks).decline(error)
+                raise
+            finally:
+                self._waiting.leave()
+        self._hellos.mine = replace(
+            self._mine,
+            namespace=verdict.namespace,
+            generation=verdict.generation,
+        )
+        return Agreement(self._store.view(verdict.namespace), verdict.generation)
+
+    def confirm(
+        self,
+        problem: BaseException | None,
+        *,
+        timeout: float,
+        telling: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Tell the others that this rank has made what it came for, or why not.
+
+        Args:
+            problem: what went wrong here, if anything did.
+            timeout: seconds to wait for the others.
+            telling: key -> value, to be in the agreement's store of every rank afterwards.
+
+        Raises:
+            RendezvousError: another rank failed or is gone; every rank that is there hears of it.
+        """
+        here = self._mine.namespace
+        deadline = time.monotonic() + timeout
+        with self._until_then(deadline):
+            try:
+                twin = None if problem is not None else self._hellos.twin()
+                problem = problem or twin
+                message: dict[str, str | bytes] = {
+                    f"{here}/{key}": value for key, value in (telling or {}).items()
+                }
+                message[f"{here}/ready/{self._rank}"] = "" if problem is None else brief(problem)
+                self._store.multi_set(message)
+                problems = self._gather(f"{here}/ready", deadline, "did not confirm in time")
+                if problems and problem is None:
+                    raise RendezvousError(
+                        f"{self._name!r}: all ranks came, but not all could open: "
+                        f"{told(problems)}. Nothing stays open; look at the logs of those ranks.",
+                        sorted(problems),
+                    )
+                if twin is not None:
+                    raise twin
+            except BaseException as error:
+                self._hellos.leave("left", error)
+                raise
+            if problem is None:
+                self._hellos.say(state="live")
+            else:
+                self._hellos.leave("left", problem)
+
+    def give_up(self, error: BaseException, *, timeout: float) -> None:
+        """After :meth:`meet`: tell the others of what went wrong here, wherever this rank is.
+
+        Args:
+            error: what went wrong.
+            timeout: seconds to wait for the others, where they wait for this one.
+        """
+        with contextlib.suppress(RendezvousError):  # the store may be what failed
+            if self._mine.state == "arrived":
+                self.confirm(error, timeout=timeout)
+            elif self._mine.state == "live":
+                self.part(error, timeout=timeout)
+
+    def decline(self, error: BaseException) -> None:
+        """Say that this rank can't even come, and why, so that nobody waits for it."""
+        with contextlib.suppress(StoreError), self._until_then(time.monotonic()):
+            before = self._hellos.of(self._rank)
+            if before is None or before.state != "live":  # an open session's hello stays
+                self._hellos.begin("declined", before, why=brief(error))
+                # This process may exit next, and the store with it.
+                self._store.stay(self._hellos.all_have_given_up, STAY)
+
+    def _arrive(self, settings: dict[str, str], at_least: int) -> Hello | None:
+        before = self._hellos.of(self._rank)
+        if before and before.state == "live" and before.pid == os.getpid():
+            raise SessionError(
+                f"{self._name!r} is already open in this process (generation "
+                f"{before.generation}). Close it first, or give this one another name=."
+            )
+        if before and before.state in ("arrived", "live") and runs_here(before):
+            raise self._hellos.refuse_twin(before)
+        last = before.generation if before else 0
+        self._hellos.begin("arrived", before, generation=max(at_least, last + 1), settings=settings)
+        return before
+
+    def _lead(self, before: Hello | None, deadline: float) -> _Verdict:
+        hellos, elsewhere = self._hear_all_arrive(deadline)
+        arrived = {r: h for r, h in hellos.items() if h is not None and h.state == "arrived"}
+        if elsewhere:
+            verdict = self._two_names({**dict.fromkeys(arrived, self._name), **elsewhere})
+            # Nor need those wait who come late.
+            self._hellos.leave("declined", RendezvousError(verdict.problem))
+        elif len(arrived) < len(self._ranks):
+            missing = self._hellos.missing(hellos)
+            problem = self._hellos.absence(missing, hellos)
+            hopeless = any(self._hellos.has_declined(hellos[rank]) for rank in missing)
+            self._hellos.catch_up(hellos.values())
+            verdict = _Verdict(attempt=self._mine.attempt, problem=problem, missing=missing)
+            if hopeless:
+                # Whoever arrives from now on need not wait either.
+                self._hellos.say(missing=missing)
+                self._hellos.leave("declined", RendezvousError(verdict.problem))
+        elif differences := _differences(arrived):
+            verdict = _Verdict(problem=_mismatch(self._name, differences), differences=differences)
+        else:
+            highest = max(hello.generation for hello in arrived.values())
+            attempt = max(hello.attempt for hello in arrived.values())
+            verdict = _Verdict(secrets.token_hex(8), highest, attempt)
+            if self._mine.leftover or (before and before.state != "closed"):
+                # Everyone has come back, so nobody can be in an earlier meeting any more.
+                self._forget([*self._mine.leftover, "verdict"])
+                self._hellos.say(leftover=[])
+        told = [f"verdict/{hello.nonce}" for rank, hello in arrived.items() if rank != self._rank]
+        self._store.multi_set(dict.fromkeys(told, json.dumps(vars(verdict))))
+        return verdict
+
+    def _hear_all_arrive(self, deadline: float) -> tuple[dict[int, Hello | None], dict[int, str]]:
+        """Everyone's hello; of a rank that is not here by the deadline, what it last said.
+
+        And rank -> name, of those that wait for this one under another name.
+        """
+        hellos: dict[int, Hello | None] = dict.fromkeys(self._ranks)
+        elsewhere: dict[int, str] = {}
+        twins: bytes | None = None
+        waiting = list(self._ranks)
+
+        def look(ranks: Sequence[int]) -> list[int]:
+            for rank, hello in self._hellos.of_all(ranks).items():
+                hellos[rank] = hello
+                self._hellos.refuse_if_behind(rank, hello)
+                if hello and self._has_its_verdict(hello):
+                    hellos[rank] = replace(hello, state="left")
+            return [r for r in ranks if (h := hellos[r]) is None or h.state != "arrived"]
+
+        def all_here_or_hopeless() -> bool:
+            nonlocal waiting, elsewhere, twins
+            # Whoever came first may have given up by the time that the last one comes.
+            waiting = look(waiting) or look(self._ranks)
+            if waiting:
+                elsewhere = self._look_around(waiting)
+                if twins != (twins := self._store.peek(TWINS)):
+                    waiting = look(self._ranks)
+            return (
+                not waiting
+                or bool(elsewhere)
+                or any(self._hellos.has_declined(hellos[rank]) for rank in waiting)
+            )
+
+        self._until(all_here_or_hopeless, deadline)
+        return hellos, elsewhere
+
+    def _follow(self, deadline: float) -> _Verdict:
+        leader, key = self._ranks[0], f"verdict/{self._mine.nonce}"
+        answer: bytes | None = None
+        look_again = time.monotonic() + PAUSE
+
+        def answered_or_hopeless() -> bool:
+            nonlocal answer, look_again
+            answer = self._store.peek(key)
+            if answer is not None:
+                return True
+            if elsewhere := self._look_around([leader]):
+                self._two_names({self._rank: self._name, **elsewhere}).check()
+            if time.monotonic() < look_again:  # every rank asks for the leader: not too often
+                return False
+            look_again = time.monotonic() + _LOOK_AT_THE_LEADER
+            hello = self._hellos.of(leader)
+            self._hellos.refuse_if_behind(leader, hello)
+            return self._hellos.has_declined(hello)
+
+        self._until(answered_or_hopeless, deadline + GRACE)
+        answer = answer or self._store.peek(key)
+        if answer is None:
+            hellos = self._hellos.of_all(self._ranks)
+            missing = self._hellos.missing(hellos) or (leader,)
+            problem = self._hellos.absence(missing, hellos)
+            self._hellos.catch_up(hellos.values())
+            raise RendezvousError(problem, missing)
+        return _Verdict(**json.loads(answer))
+
+    def _look_around(self, awaited: Sequence[int]) -> dict[int, str]:
+        """Now and then: rank -> the other name under which it waits for this one.
+
+        Raises:
+            RendezvousError: another process has come as this rank.
+        """
+        if time.monotonic() < self._look_again:
+            return {}
+        self._look_again = time.monotonic() + _LOOK
+        if (twin := self._hellos.twin()) is not None:
+            raise twin
+        return self._waiting.elsewhere(awaited)
+
+    def _two_names(self, by_rank: Mapping[int, str]) -> _Verdict:
+        differences = {"name": {str(rank): name for rank, name in sorted(by_rank.items())}}
+        return _Verdict(problem=_mismatch(self._name, differences), differences=differences)
+
+    def _has_its_verdict(self, hello: Hello) -> bool:
+        """Whether the rank is still here from an earlier attempt that failed: it will know soon."""
+        return hello.attempt != self._mine.attempt and self._store.check([f"verdict/{hello.nonce}"])
+
+
+def _differences(hellos: Mapping[int, Hello]) -> dict[str, dict[str, str]]:
+    """setting -> {rank: value} for every setting that is not the same on all ranks."""
+    # In the order in which they were given, so that what follows from another comes after it.
+    names = dict.fromkeys(name for hello in hellos.values() for name in hello.settings or {})
+    found = {}
+    for name in names:
+        values = {str(r): (h.settings or {}).get(name, "not set") for r, h in hellos.items()}
+        if len(set(values.values())) > 1:
+            found[name] = values
+    return found
+
+
+def _mismatch(name: str, differences: Mapping[str, Mapping[str, str]]) -> str:
+    lines = []
+    for setting, values in differences.items():
+        by_value: dict[str, list[str]] = {}
+        for rank, value in values.items():
+            by_value.setdefault(value, []).append(rank)
+        said = [
+            f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:8])}"
+            + (" and more" if len(ranks) > 8 else "")
+            for value, ranks in by_value.items()
+        ]
+        lines.append(f"{setting} is {'; '.join(said)}")
+    return (
+        f"{name!r}: the ranks came with different settings: {'. '.join(lines)}. Give every rank "
+        "the same arguments."
+    )

@@ -1,0 +1,404 @@
+"""The one place that talks to a store: each call has a deadline, and its errors name the host.
+
+torch's stores have none: a call to a store whose host is frozen, or cut off, blocks in C++ for as
+long as TCP keeps the connection. See :mod:`~megapg.rendezvous.bounded` for what that means.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megapg.errors import RendezvousError
+from megapg.rendezvous.bounded import Call, Worker, keep_a_thread
+
+_T = TypeVar("_T")
+
+# The least that a call is given, however late it begins. Seconds.
+LEAST = 2.0
+# The deadline of a call that belongs to no wait of megapg's. Seconds.
+_ALONE = 10.0
+# How long whatever comes after Ctrl-C allows the call that Ctrl-C found under way. Seconds.
+_INTERRUPTED = 1.0
+# No key ever holds this: what the store answers when there is nothing.
+_NOTHING = "nothing"
+
+
+class StoreError(RendezvousError):
+    """The store does not answer, or is gone.
+
+    Attributes:
+        reason: which store, and what is wrong with it.
+        gone: for good, as far as this connection goes; else it may answer yet.
+    """
+
+    def __init__(
+        self, doing: str, reason: str, missing: Sequence[int] = (), *, gone: bool = False
+    ) -> None:
+        super().__init__(f"{doing}: {reason}" if doing else reason, missing)
+        self.reason, self.gone = reason, gone
+
+
+class _GivenUpError(Exception):
+    """torch's own errors may be TimeoutErrors."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """Who hosts a store.
+
+    Attributes:
+        name: for messages, as in "the store that rank 0 hosts".
+        rank: the rank that hosts it; None where no rank does, or nobody knows which.
+        here: this process does, so a call can't get stuck.
+    """
+
+    name: str
+    rank: int | None = None
+    here: bool = False
+
+
+class Store:
+    """A connection to a store that ranks share, or a view of a part of its keys.
+
+    Args:
+        torch_store: torch's end of it.
+        host: who hosts it.
+    """
+
+    def __init__(self, torch_store: dist.Store, host: Host) -> None:
+        self._torch, self._connection = torch_store, _Connection(torch_store, host)
+
+    @property
+    def host(self) -> Host:
+        """Who hosts it."""
+        return self._connection.host
+
+    @property
+    def torch(self) -> dist.Store:
+        """torch's end of it, for communicators, which talk to it by themselves."""
+        return self._torch
+
+    def view(self, prefix: str) -> Self:
+        """The keys that begin with a prefix, on the same connection."""
+        return self.beside(dist.PrefixStore(prefix, self._torch))
+
+    def beside(self, torch_store: dist.Store) -> Self:
+        """Another view, which torch made, on the same connection."""
+        made = object.__new__(type(self))
+        made._torch, made._connection = torch_store, self._connection
+        return made
+
+    def clone(self) -> Self:
+        """Another connection to the same store. It is no view of less than this one."""
+        return type(self)(self._call(self._torch.clone), self.host)  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def until(self, deadline: float, doing: str = "", *, least: float = LEAST) -> Iterator[None]:
+        """Around calls of this thread, on this connection: when each must have come back.
+
+        Args:
+            deadline: on the clock of ``time.monotonic``.
+            doing: what they are for, for the messages.
+            least: seconds that a call has in any case, however late it begins.
+        """
+        with self._connection.until(deadline, doing, least):
+            yield
+
+    def lend(
+        self,
+        work: Callable[[], _T],
+        seconds: float,
+        doing: str,
+        *,
+        undo: Callable[[_T], object],
+    ) -> _T:
+        """Have torch do something in which it talks to this store, or to peers, by itself.
+
+        Args:
+            work: what it does. It runs in another thread, on the accelerator of this one.
+            seconds: after which it is given up.
+            doing: what it is, for the message.
+            undo: called with what it returned if that was too late.
+
+        Raises:
+            RendezvousError: it was not back in time. Everything else is torch's.
+        """
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        device = torch.cuda.current_device() if used else None
+
+        def on_device() -> _T:
+            if device is not None:
+                torch.cuda.set_device(device)
+            return work()
+
+        try:
+            return self._connection.lend(on_device, time.monotonic() + seconds, undo)
+        except _GivenUpError:
+            raise RendezvousError(
+                f"{doing} did not end within {seconds:g} s on {socket.gethostname()}. torch talks "
+                f"to {self.host.name} for it, and to the other ranks: whoever hosts it, or one of "
+                "them, is stopped or stuck, or can't be reached over the network.",
+                self._connection.missing,
+            ) from None
+
+    def post(self, values: Mapping[str, str]) -> None:
+        """Write as soon as the store answers again, if it does; nobody waits for it."""
+        several = self._torch.multi_set  # type: ignore[attr-defined]
+        self._connection.post(partial(several, list(values), list(values.values())))
+
+    def come_back(self, deadline: float) -> None:
+        """Wait for a call that was given up: what begins now has time for it."""
+        self._connection.come_back(deadline)
+
+    def stay(self, done: Callable[[], bool], seconds: float) -> None:
+        """Keep the store up if this process hosts it and exits, until ``done()``.
+
+        For so many seconds from now at most.
+        """
+        self._connection.stay(done, seconds)
+
+    def linger(self) -> None:
+        """Stay as :meth:`stay` was told, now. At the exit of the process it is done anyway."""
+        self._connection.linger()
+
+    # -- calls -------------------------------------------------------------------------------
+    # Each raises StoreError.
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write."""
+        self._call(self._torch.set, key, value)
+
+    def multi_set(self, values: Mapping[str, str | bytes]) -> None:
+        """Write several keys in one round trip."""
+        if values:
+            several = self._torch.multi_set  # type: ignore[attr-defined]
+            self._call(several, list(values), list(values.values()))
+
+    def peek(self, key: str) -> bytes | None:
+        """What the key holds, None if nothing: one round trip, where check and get are three."""
+        found = self.compare_set(key, _NOTHING, _NOTHING)
+        return None if found == _NOTHING.encode() else found
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write if the key holds ``expected``, or nothing and that is empty; what it then holds."""
+        return self._call(self._torch.compare_set, key, expected, desired)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all of them are there."""
+        return self._call(self._torch.check, list(keys))
+
+    def get(self, key: str) -> bytes:
+        """What a key holds that is there."""
+        return self._call(self._torch.get, key)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """What keys hold that are all there."""
+        return self._call(self._torch.multi_get, list(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        """Count."""
+        return self._call(self._torch.add, key, amount)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete; whether it was there."""
+        return self._call(self._torch.delete_key, key)
+
+    def list_keys(self) -> list[str]:
+        """All keys; none of a store that can't list them."""
+        try:
+            return self._call(self._torch.list_keys)
+        except NotImplementedError:
+            return []
+
+    def _call(self, function: Callable[..., _T], *arguments: object) -> _T:
+        return self._connection.call(partial(function, *arguments))
+
+
+class _Phase:
+    """The calls of one thread between :meth:`Store.until` and its end."""
+
+    def __init__(self, deadline: float, doing: str, least: float, worker: Worker) -> None:
+        self.deadline, self.doing, self.least, self.worker = deadline, doing, least, worker
+
+
+class _Connection:
+    """What the views of a store share: torch lets one call at a time onto a connection."""
+
+    def __init__(self, torch_store: dist.Store, host: Host) -> None:
+        self.host = host
+        self.missing = () if host.rank is None else (host.rank,)
+        self._torch = torch_store
+        self._of_thread = threading.local()
+        self._left_behind: list[Call[object]] = []
+        self._stuck: Call[object] | None = None
+        self._patience = -math.inf  # until when the next call waits for the one that is stuck
+        self._stays: list[tuple[Callable[[], bool], float]] = []
+
+    @contextlib.contextmanager
+    def until(self, deadline: float, doing: str, least: float) -> Iterator[None]:
+        outer: _Phase | None = getattr(self._of_thread, "phase", None)
+        worker = Worker("megapg store") if outer is None else outer.worker
+        self._of_thread.phase = _Phase(deadline, doing, least, worker)
+        try:
+            yield
+        finally:
+            self._of_thread.phase = outer
+            if outer is None:
+                worker.dismiss()
+
+    def call(self, work: Callable[[], _T]) -> _T:
+        phase: _Phase | None = getattr(self._of_thread, "phase", None)
+        if phase is None:
+            with self.until(time.monotonic() + _ALONE, "", LEAST):
+                return self.call(work)
+        try:
+            return work() if self.host.here else self._in_another_thread(work, phase)
+        except NotImplementedError:
+            raise
+        except RuntimeError as error:  # also of lost connections
+            if isinstance(error, StoreError):
+                raise
+            raise self._error(
+                phase,
+                f"{self.host.name} is gone ({type(error).__name__}: {_line(error)}). Whoever "
+                "hosts it died or was stopped; look at its log.",
+                gone=True,
+            ) from error
+
+    def _in_another_thread(self, work: Callable[[], _T], phase: _Phase) -> _T:
+        started = time.monotonic()
+        stuck = self._stuck
+        if stuck is not None and not stuck.wait(self._patience - started):
+            raise self._error(phase, f"{self.host.name} has not answered an earlier call yet.")
+        self._stuck = None
+        keep_a_thread()
+        call = Call(work)
+        try:
+            phase.worker.begin(call)
+        except RuntimeError as error:  # no more threads
+            gone = "can't be asked any more, as this process is exiting"
+            raise self._error(phase, f"{self.host.name} {gone} ({error}).") from error
+        try:
+            ended = call.wait(max(phase.deadline - started, phase.least))
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: what comes next, a word to the others, must not hang
+            self._give_up(call, time.monotonic() + _INTERRUPTED)
+            raise
+        if not ended:
+            self._give_up(call, -math.inf)
+            raise self._error(
+                phase,
+                f"{self.host.name} did not answer within {time.monotonic() - started:.0f} s. "
+                "Whoever hosts it is stopped or stuck, or can't be reached over the network.",
+            )
+        return call.outcome()
+
+    def lend(self, work: Callable[[], _T], deadline: float, undo: Callable[[_T], object]) -> _T:
+        call, worker = Call(work, undo), Worker("megapg lent store")
+        worker.begin(call)
+        try:
+            if not call.wait(deadline - time.monotonic()):
+                raise _GivenUpError
+        except BaseException:  # Ctrl-C as well
+            call.abandon()
+            self._leave_behind(call)
+            raise
+        finally:
+            worker.dismiss()
+        return call.outcome()
+
+    def post(self, work: Callable[[], object]) -> None:
+        call, worker = Call(work), Worker("megapg store")
+        with contextlib.suppress(RuntimeError):  # no more threads
+            worker.begin(call)
+            self._give_up(call, -math.inf)
+        worker.dismiss()
+
+    def come_back(self, deadline: float) -> None:
+        if self._stuck is not None:
+            self._stuck.wait(deadline - time.monotonic())
+
+    def _give_up(self, call: Call[_T], patience: float) -> None:
+        self._stuck, self._patience = call, patience  # type: ignore[assignment]
+        self._leave_behind(call)
+
+    def _leave_behind(self, call: Call[_T]) -> None:
+        if not self._left_behind:
+            atexit.register(self._hang_up)
+        self._left_behind = [each for each in self._left_behind if not each.wait(0.0)]
+        self._left_behind.append(call)  # type: ignore[arg-type]  # whatever it returns
+
+    def _hang_up(self) -> None:
+        """End the calls that are stuck, as the process exits.
+
+        One that came back from C++ while the interpreter finalises would end the process with
+        SIGABRT (Python before 3.14). They get a moment first: among them may be a word to the
+        others, who wait for it.
+        """
+        until = time.monotonic() + LEAST
+        stuck = [call for call in self._left_behind if not call.wait(until - time.monotonic())]
+        found = re.search(r"\bfd=(\d+)", repr(_innermost(self._torch)))
+        if not stuck or not found:
+            return
+        # This connection's own socket: nobody else can need it any more.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(found[1]))) as own:
+            own.shutdown(socket.SHUT_RDWR)
+        for call in stuck:
+            call.wait(1.0)
+
+    def _error(self, phase: _Phase, reason: str, *, gone: bool = False) -> StoreError:
+        return StoreError(phase.doing, reason, self.missing, gone=gone)
+
+    def stay(self, done: Callable[[], bool], seconds: float) -> None:
+        if self.host.here:
+            if not self._stays:
+                atexit.register(self.linger)
+            self._stays.append((done, time.monotonic() + seconds))
+
+    def linger(self) -> None:
+        for done, deadline in self._stays:
+            with contextlib.suppress(RendezvousError):
+                while time.monotonic() < deadline and not done():
+                    time.sleep(0.05)
+
+
+def host_of(torch_store: dist.Store, name: str) -> Host:
+    """Who hosts a store that somebody else opened, as far as it can tell.
+
+    Args:
+        torch_store: the store.
+        name: what it is called.
+    """
+    inner = _innermost(torch_store)
+    if isinstance(inner, dist.HashStore):
+        return Host(name, here=True)
+    if isinstance(inner, dist.TCPStore):
+        where = f"{name}, at {inner.host}:{inner.port}"
+        return Host(where, here="server=TCPServer(" in repr(inner))
+    return Host(name)
+
+
+def _innermost(torch_store: dist.Store) -> dist.Store:
+    while isinstance(torch_store, dist.PrefixStore):
+        torch_store = torch_store.underlying_store
+    return torch_store
+
+
+def _line(error: BaseException) -> str:
+    said = str(error).strip().splitlines() or [""]
+    return said[0][:300]

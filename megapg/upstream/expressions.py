@@ -1,0 +1,290 @@
+"""What to write in place of one read of Megatron's globals, in one version or in several.
+
+The tables are :mod:`megapg.upstream.mapping`'s.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megapg.upstream.mapping import (
+    BY_NAME,
+    FLAGS_OF_HELPERS,
+    FORMS,
+    GROUP_GLOBALS,
+    HELPERS,
+    OF_A_SPLIT,
+    OF_A_STAGE,
+    OF_SEVERAL_PIPELINES,
+    OPTIONAL_FIELDS,
+    OTHER_GLOBALS,
+    OTHERS_GROUPS,
+    PRIVATE,
+    RANK_GLOBALS,
+    REFUSED,
+    ROWS,
+    SEVERAL_PIPELINES,
+    SINCE,
+    TAKES_VP_STAGE,
+    Argument,
+    Refusal,
+    Replacement,
+    Takes,
+)
+from megapg.upstream.signatures import SIGNATURES, VERSIONS, signature
+
+_UNKNOWN = object()
+
+
+def known(name: str) -> bool:
+    """Whether some version of ``parallel_state`` has the name."""
+    return name in SIGNATURES or name in PRIVATE or (name[:1] == "_" and _refused(name) is not None)
+
+
+def replacement(
+    name: str,
+    arguments: Sequence[Argument] = (),
+    versions: Sequence[int] = tuple(VERSIONS),
+    *,
+    or_several: bool = False,
+) -> Replacement | Refusal:
+    """What serves in place of ``name(*arguments)``, or of a private global.
+
+    Args:
+        name: as ``parallel_state`` has it.
+        arguments: of the call; none for a private global.
+        versions: minor numbers of Megatron-core that may run the code: what is written must mean
+            the same in all of them that have the name.
+        or_several: whether the code can do with a list, which some getters of a pipeline give to
+            a rank in several: what is written does then, too.
+    """
+    if not known(name):
+        return Refusal("unknown-name")
+    if (reason := _refused(name)) is not None:
+        return Refusal(reason)
+    if name in PRIVATE:
+        return _private(name)
+    having = [version for version in versions if signature(name, version) is not None]
+    if not having:
+        return Refusal("not-in-core", _present(name))
+    answers: dict[Replacement | Refusal, list[int]] = {}
+    misfits: list[Refusal] = []
+    for version in having:
+        answer = _in_version(name, arguments, version)
+        if isinstance(answer, Refusal) and answer.reason == "arguments":
+            misfits.append(answer)  # the call fails there, so it need not mean the same
+        else:
+            answers.setdefault(answer, []).append(version)
+    if not answers:
+        return misfits[-1]
+    if len(answers) == 1:
+        answer = next(iter(answers))
+        several = or_several and any(version in SEVERAL_PIPELINES for version in having)
+        if several and name in OF_SEVERAL_PIPELINES and not arguments:
+            return Replacement(f"$getters.{OF_SEVERAL_PIPELINES[name]}($pg)", needs=("pp",))
+        return answer
+    reason = "stage-default" if name in OF_A_STAGE else "version"
+    return Refusal(reason, "; ".join(f"{_span(at)}: {_said(a)}" for a, at in answers.items()))
+
+
+def _refused(name: str) -> str | None:
+    return next((why for start, why in REFUSED.items() if name.startswith(start)), None)
+
+
+def _present(name: str) -> str:
+    having = [version for version in VERSIONS if signature(name, version) is not None]
+    return f"{name} is in {_span(having)}"
+
+
+def _span(versions: Sequence[int]) -> str:
+    first, last = versions[0], versions[-1]
+    return f"0.{first}" if first == last else f"0.{first} to 0.{last}"
+
+
+def _said(answer: Replacement | Refusal) -> str:
+    return answer.expression if isinstance(answer, Replacement) else answer.reason
+
+
+def _private(name: str) -> Replacement | Refusal:
+    if name in GROUP_GLOBALS:
+        return _unchecked(GROUP_GLOBALS[name])
+    if name in OTHER_GLOBALS:
+        return OTHER_GLOBALS[name]
+    if name in RANK_GLOBALS:
+        field = RANK_GLOBALS[name]
+        written = f'list($pg.ranks("{field}"))'
+        return Replacement(written, field, "ranks", "private-global", (field,))
+    return Refusal("run-time-flag", "getters.hybrid_group(pg, size) is the group of one size")
+
+
+def _unchecked(field: str, checked: str = "False") -> Replacement:
+    """The group, or None where the globals have none, unless ``checked`` says to fail there."""
+    if field == "hcp":
+        written = f"$getters.hierarchical_groups($pg, check_initialized={checked})"
+    elif field == "pp" or checked != "False":  # of several pipelines: that is not None
+        written = f'$getters.present_group($pg, "{field}", check_initialized={checked})'
+    else:
+        written = f'getattr($pg, "{field}", None)'
+    caution = "may-be-none" if field in OPTIONAL_FIELDS else ""
+    return Replacement(written, field, caution=caution, needs=(field,), takes=Takes.LAZY)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call with its arguments at their parameters: the text given, or the default."""
+
+    text: Mapping[str, str]
+    given: Sequence[str]
+
+    def passed(self) -> str:
+        """What is given, to follow another argument."""
+        return "".join(f", {name}={self.text[name]}" for name in self.given)
+
+    def value(self, parameter: str) -> object:
+        """The literal; ``_UNKNOWN`` where it shows at run time, None where there is no such one."""
+        try:
+            return ast.literal_eval(self.text.get(parameter, "None").strip())
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return _UNKNOWN
+
+
+def _bind(name: str, arguments: Sequence[Argument], version: int) -> _Call | Refusal:
+    parameters = signature(name, version) or ()
+    texts = {parameter.name: parameter.default for parameter in parameters}
+    given: dict[str, str] = {}
+    for position, argument in enumerate(arguments):
+        if argument.starred:
+            return Refusal("arguments", argument.text)
+        if not argument.keyword and position >= len(parameters):
+            return Refusal("arguments", f"{len(arguments)} arguments in 0.{version}")
+        keyword = argument.keyword or parameters[position].name
+        if keyword not in texts or keyword in given:
+            return Refusal("arguments", f"{keyword}= in 0.{version}")
+        text = argument.text
+        given[keyword] = f"({text})" if ":=" in text and not argument.keyword else text
+    return _Call({**texts, **given}, tuple(given))
+
+
+def _in_version(name: str, arguments: Sequence[Argument], version: int) -> Replacement | Refusal:
+    if name in OF_A_STAGE:
+        return _of_a_stage(name, arguments, version)
+    call = _bind(name, arguments, version)
+    if isinstance(call, Refusal):
+        return call
+    if name == "get_hybrid_data_context_parallel_groups":
+        if call.value("check_initialized") is not True or "group_size" not in call.given:
+            return Refusal("run-time-flag", "pass group_size=")
+        return Replacement(
+            f"$getters.hybrid_group($pg, {call.text['group_size']})", takes=Takes.GLOBALS
+        )
+    if name in OF_A_SPLIT:
+        rank = call.passed()
+        return Replacement(f"$getters.{name}($pg{rank})", "pp", needs=("pp",), takes=Takes.JOB)
+    if name in BY_NAME:
+        return BY_NAME[name]
+    if name == "get_amax_reduction_group" and version == 8:  # always of tp, without saying so
+        call = _Call({**call.text, "tp_only_amax_red": "True"}, call.given)
+    end = next(end for end in FORMS if name.endswith(end))
+    found = _of_a_group(name.removeprefix("get_").removesuffix(end), end, call)
+    if isinstance(found, Replacement):
+        since = max(SINCE.get(field, 0) for field in found.needs)
+        if version < since:
+            return Refusal("no-field", f"before 0.{since} the globals have it elsewhere")
+    return found
+
+
+def _of_a_stage(name: str, arguments: Sequence[Argument], version: int) -> Replacement | Refusal:
+    unseen = [argument.text for argument in arguments if argument.text.startswith("**")]
+    call = _bind(name, [a for a in arguments if not a.text.startswith("**")], version)
+    if isinstance(call, Refusal):
+        return call
+    field = OF_A_STAGE[name]
+    by_default = "ignore_virtual" not in call.given
+    if not unseen and call.value("ignore_virtual") is True:
+        flag = "" if by_default else ", ignore_virtual=True"
+        return Replacement(f"$getters.{name}($pg{flag})", field, needs=(field,))
+    if version >= TAKES_VP_STAGE:
+        passed = "".join(f", {text}" for text in unseen)
+        written = f"$getters.{name}($pg{call.passed()}{passed})"
+    elif unseen:
+        return Refusal("stage-default", ", ".join(unseen))
+    else:  # with the default written out, which is another one from 0.13 on
+        written = f"$getters.{name}($pg, ignore_virtual={call.text['ignore_virtual']})"
+    # Of a chunk of the virtual pipeline, whose length only the job as a whole knows.
+    if field == "pp":
+        return Replacement(written, field, needs=(field,), takes=Takes.JOB)
+    return Replacement(written, field, needs=(field, "pp"), takes=Takes.GLOBALS)
+
+
+def _of_a_group(middle: str, end: str, call: _Call) -> Replacement | Refusal:
+    asks, form = FORMS[end]
+    flags = {name: call.value(name) for name in call.text if name != "check_initialized"}
+    checked = call.value("check_initialized") if "check_initialized" in call.text else True
+    seen = all(isinstance(value, bool) for value in flags.values())
+    rows = (row for row in ROWS[middle] if all(flags.get(name) for name in row.true))
+    row = next(rows) if seen else None
+    if checked is not True and (asks != "group" or row is None or row.helper):
+        return Refusal("unchecked" if checked is False else "run-time-flag", "check_initialized")
+    if row is None:
+        return _at_run_time(middle, asks, call, flags)
+    field = row.field
+    if field == "intra_dp_cp" and not flags.get("with_context_parallel"):
+        return Refusal("arguments", "partial_data_parallel needs with_context_parallel")
+    if row.helper:
+        return _ask_helper(middle, asks, row.helper.strip(), flags)
+    if checked is not True:
+        flag = "False" if checked is False else call.text["check_initialized"]
+        return _unchecked(field, flag)
+    if field == "hcp":
+        return Replacement("$getters.hierarchical_groups($pg)", field, asks, needs=(field,))
+    if asks == "gloo":
+        # Not of the companion: a collection that has none says so, and no other serves instead.
+        return Replacement(form.format(field=field), field, asks, needs=(field,), takes=Takes.JOB)
+    # A field asks the getters of its own name, and these are none of them.
+    if asks == "first" or (asks == "group" and middle in OTHERS_GROUPS):
+        passed = "".join(f", {flag}=True" for flag in row.true)
+        form = f"$getters.{HELPERS[middle][asks]}($pg{passed})"
+    elif asks == "group" and field in OPTIONAL_FIELDS:
+        form = '$getters.present_group($pg, "{field}")'
+    return Replacement(form.format(field=field), field, asks, needs=(field,))
+
+
+def _at_run_time(
+    middle: str, asks: str, call: _Call, flags: Mapping[str, object]
+) -> Replacement | Refusal:
+    """A flag that is no literal: a helper takes it as it is."""
+    unknown = {name for name, value in flags.items() if not isinstance(value, bool)}
+    others = {name for name, value in flags.items() if value is True} - FLAGS_OF_HELPERS
+    # What counts rematerialisation in is refused by the helpers where it makes a difference.
+    if middle not in HELPERS or not unknown <= FLAGS_OF_HELPERS or others - {"with_gtp_remat"}:
+        return Refusal("run-time-flag", ", ".join(sorted(unknown)))
+    passed = ", ".join(
+        f"{name}={call.text[name]}"
+        for name, value in flags.items()
+        if name in FLAGS_OF_HELPERS and value is not False
+    )
+    return _ask_helper(middle, asks, passed, flags)
+
+
+def _ask_helper(
+    middle: str, asks: str, passed: str, flags: Mapping[str, object]
+) -> Replacement | Refusal:
+    helpers, needs = HELPERS[middle], _candidates(middle, flags)
+    arguments = f"$pg, {passed}" if passed else "$pg"
+    if asks in helpers:
+        return Replacement(f"$getters.{helpers[asks]}({arguments})", needs=needs)
+    return Refusal("run-time-flag", passed)
+
+
+def _candidates(middle: str, flags: Mapping[str, object]) -> tuple[str, ...]:
+    """The fields between which a helper chooses, as far as its flags are known."""
+    found: dict[str, None] = {}
+    for row in ROWS[middle]:
+        asked = [name in FLAGS_OF_HELPERS and flags.get(name, False) for name in row.true]
+        if not any(value is False for value in asked):
+            found[row.field] = None
+        if all(value is True for value in asked):
+            break  # those below it are out of reach
+    return tuple(found)

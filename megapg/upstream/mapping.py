@@ -1,0 +1,435 @@
+"""The one table: a read of Megatron's globals in, what to write instead out, for every version.
+
+In what it writes, ``pg`` is the collection and ``getters`` is ``megapg.megatron.getters``, which
+has a function for what no field holds. The expressions are those that a trace of a running job
+shows. Where no expression is certain to mean the same, the answer is a reason
+(:mod:`megapg.migrate.reasons`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megapg.layout import FIELDS
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a call, as written.
+
+    Attributes:
+        text: its source; for ``*args`` and ``**kwargs`` with the stars.
+        keyword: its name; empty for a positional one.
+    """
+
+    text: str
+    keyword: str = ""
+
+    @property
+    def starred(self) -> bool:
+        """Whether it stands for arguments that can't be seen."""
+        return self.text.startswith("*")
+
+
+class Takes(StrEnum):
+    """From where the collection of an expression may come."""
+
+    COLLECTION = "collection"  # any that has the fields
+    JOB = "job"  # a session's, or one of the globals' own groups: others don't tell of the job
+    OPTIONAL = "optional"  # what was passed, None included: the question is whether there is one
+    LAZY = "lazy"  # any, and nothing may raise where neither it nor the globals have the group
+    GLOBALS = "globals"  # megapg.resolve(None): it is state of the job that no group tells
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What serves in place of a read.
+
+    Attributes:
+        expression: what to write, with ``pg`` and ``getters`` as they are.
+        template: the same with ``$pg`` and ``$getters`` in their places, for :meth:`write`.
+        field: the field that serves; empty where several do, or a run-time flag chooses.
+        asks: what is asked of it: group, rank, size, ranks, first; empty for anything else.
+        caution: code of what to look out for; empty where nothing.
+        needs: every field that the expression reads; empty where it reads none, or where that
+            shows at run time.
+        takes: from where the collection may come.
+    """
+
+    template: str
+    field: str = ""
+    asks: str = ""
+    caution: str = ""
+    needs: tuple[str, ...] = ()
+    takes: Takes = Takes.COLLECTION
+
+    @property
+    def expression(self) -> str:
+        """What to write."""
+        return self.write()
+
+    @property
+    def needs_getters(self) -> bool:
+        """Whether the expression calls a function of ``megapg.megatron.getters``."""
+        return "$getters" in self.template
+
+    def write(self, pg: str = "pg", getters: str = "getters") -> str:
+        """The expression with other names for the two."""
+        return self.template.replace("$pg", pg).replace("$getters", getters)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why nothing serves.
+
+    Attributes:
+        reason: a code of :data:`megapg.migrate.reasons.REASONS`.
+        detail: what is special about this one; may be empty.
+    """
+
+    reason: str
+    detail: str = ""
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A field, and the arguments that must be true for it. Of several rows the first that fits.
+
+    ``helper`` is the function of getters that chooses the group instead, where the field alone is
+    not the same in every job: with 0.19's rematerialisation it refuses to guess.
+    """
+
+    true: tuple[str, ...]
+    field: str
+    helper: str = ""
+
+
+def _rows(*rows: tuple[str, str] | tuple[str, str, str]) -> tuple[_Row, ...]:
+    return tuple(_Row(tuple(row[0].split()), *row[1:]) for row in rows)
+
+
+_PARTIAL = "with_context_parallel=True, partial_data_parallel=True"
+
+# The middle of a getter's name -> its groups.
+ROWS: Mapping[str, tuple[_Row, ...]] = {
+    "tensor_model_parallel": _rows(("", "tp")),
+    "pipeline_model_parallel": _rows(("", "pp")),
+    "model_parallel": _rows(("with_expert_parallel", "tp_ep_pp"), ("", "mp")),
+    "context_parallel": _rows(("", "cp")),
+    "hierarchical_context_parallel": _rows(("", "hcp")),
+    "tensor_and_context_parallel": _rows(("", "tp_cp")),
+    "embedding": _rows(("", "embd")),
+    "position_embedding": _rows(("", "pos_embd")),
+    "data_parallel": _rows(
+        ("partial_data_parallel with_gtp_remat", "intra_dp_cp", _PARTIAL),
+        ("partial_data_parallel", "intra_dp_cp"),
+        ("with_context_parallel independent_all_gather", "dp_cp_ag"),
+        ("with_context_parallel with_gtp_remat", "dp_cp_gtp_remat"),
+        ("with_context_parallel", "dp_cp"),
+        ("with_gtp_remat", "dp", " "),
+        ("", "dp"),
+    ),
+    "tensor_and_data_parallel": _rows(("with_context_parallel", "tp_dp_cp"), ("", "tp_dp")),
+    "amax_reduction": _rows(
+        ("with_context_parallel tp_only_amax_red", "tp_cp"),
+        ("with_context_parallel", "tp_dp_cp"),
+        ("tp_only_amax_red", "tp"),
+        ("", "tp_dp"),
+    ),
+    "expert_model_parallel": _rows(("", "ep")),
+    "expert_tensor_parallel": _rows(("", "expt_tp")),
+    "expert_tensor_and_model_parallel": _rows(("", "tp_ep")),
+    "tensor_and_expert_parallel": _rows(("", "tp_ep")),
+    "expert_tensor_model_pipeline_parallel": _rows(
+        ("with_egtp_remat", "tp_ep_pp_with_egtp_remat"), ("", "tp_ep_pp")
+    ),
+    "expert_data_parallel": _rows(
+        (
+            "partial_expert_data_parallel with_gtp_remat",
+            "intra_expt_dp",
+            "partial_expert_data_parallel=True",
+        ),
+        ("partial_expert_data_parallel", "intra_expt_dp"),
+        ("with_gtp_remat", "expt_dp_gtp_remat"),
+        ("", "expt_dp"),
+    ),
+    "data_modulo_expert_parallel": _rows(
+        ("partial_expert_data_parallel", "intra_expt_dp"), ("", "expt_dp")
+    ),
+    "intra_distributed_optimizer_instance": _rows(("", "intra_dist_opt")),
+    "inter_distributed_optimizer_instance": _rows(("", "inter_dist_opt")),
+    "gtp_weight_remat": _rows(("", "gtp_remat")),
+    "expert_gtp_weight_remat": _rows(("", "expt_gtp_remat")),
+}
+
+# Field -> the first version from whose globals a collection can read it; before, there was no such
+# group, or it had another name or other ranks.
+SINCE: Mapping[str, int] = {"ep": 6, "tp_ep": 10, "tp_ep_pp": 10, "expt_dp": 10}
+
+# The end of a getter's name -> what it asks, and how a collection is asked. Longer ends first.
+FORMS: Mapping[str, tuple[str, str]] = {
+    "_group_gloo": ("gloo", '$getters.gloo_group($pg, "{field}")'),
+    "_groups": ("group", "$pg.{field}"),
+    "_group": ("group", "$pg.{field}"),
+    "_world_size": ("size", '$pg.size("{field}")'),
+    "_src_rank": ("first", ""),
+    "_global_ranks": ("ranks", 'list($pg.ranks("{field}"))'),
+    "_rank": ("rank", '$pg.rank("{field}")'),
+}
+
+# Functions of getters that take the flags as they come: middle of the name -> what is asked -> the
+# function. Where nothing else asks the getter of the name, it is written whatever the flags.
+HELPERS: Mapping[str, Mapping[str, str]] = {
+    "data_parallel": {
+        "group": "data_group",
+        "rank": "data_rank",
+        "size": "data_size",
+        "first": "data_src_rank",
+    },
+    "expert_data_parallel": {
+        "group": "expert_data_group",
+        "rank": "expert_data_rank",
+        "size": "expert_data_size",
+    },
+    "tensor_and_data_parallel": {"group": "tensor_data_group"},
+    "amax_reduction": {"group": "amax_reduction_group"},
+    "data_modulo_expert_parallel": {"group": "data_modulo_expert_group"},
+    "tensor_model_parallel": {"first": "tensor_src_rank"},
+    "model_parallel": {"first": "model_src_rank"},
+    "expert_model_parallel": {"first": "expert_src_rank"},
+}
+# That give a group under a name that is not its field's.
+OTHERS_GROUPS = frozenset({"amax_reduction", "data_modulo_expert_parallel"})
+FLAGS_OF_HELPERS = frozenset(
+    {"with_context_parallel", "partial_data_parallel", "partial_expert_data_parallel"}
+    | {"tp_only_amax_red"}
+)
+
+# Whole names that do not follow the pattern.
+BY_NAME: Mapping[str, Replacement] = {
+    # Whether there are groups is asked of a collection whatever its fields.
+    **{
+        name: Replacement(f"$getters.{name}($pg)", takes=Takes.OPTIONAL)
+        for name in ("is_initialized", "is_unitialized", "model_parallel_is_initialized")
+    },
+    "get_all_ranks": Replacement("$getters.all_ranks($pg)", needs=("tp", "dp", "cp", "pp", "ep")),
+    "has_separate_all_gather_group": Replacement(
+        "$getters.has_separate_all_gather_group($pg)", "dp_cp_ag", needs=("dp_cp_ag",)
+    ),
+    **{
+        f"get_pipeline_model_parallel_{which}_rank": Replacement(
+            f"$getters.pipeline_{which}_rank($pg)", needs=("pp",)
+        )
+        for which in ("first", "last", "next", "prev")
+    },
+    "is_rank_in_position_embedding_group": Replacement(
+        "$getters.is_rank_in_position_embedding_group($pg)", "pos_embd", needs=("pos_embd",)
+    ),
+    **{
+        name: Replacement(f"$getters.{helper}($pg)", needs=(field,), takes=Takes.JOB)
+        for name, helper, field in (
+            ("get_virtual_pipeline_model_parallel_world_size", "virtual_pipeline_size", "pp"),
+            ("get_global_memory_buffer", "memory_buffer", "tp"),
+            ("get_pipeline_model_parallel_split_rank", "pipeline_split_rank", "pp"),
+            ("get_pipeline_model_parallel_decoder_start", "pipeline_decoder_start", "pp"),
+            ("is_pipeline_stage_at_split", "is_pipeline_stage_at_split", "pp"),
+        )
+    },
+    "get_inter_partial_data_parallel_group": Replacement(
+        "$getters.inter_partial_data_group($pg)",
+        "inter_dist_opt",
+        "group",
+        needs=("inter_dist_opt",),
+    ),
+    **{
+        f"get_{middle}_{ending}": Replacement(
+            f'$getters.remat_{ask}($pg, "{field}")', field, needs=(field,)
+        )
+        for middle, field in (
+            ("gtp_weight_remat", "gtp_remat"),
+            ("expert_gtp_weight_remat", "expt_gtp_remat"),
+        )
+        for ending, ask in (("rank", "rank"), ("world_size", "size"))
+    },
+}
+
+# Asked of the rank, or with ignore_virtual=False of one of its model chunks. Helpers have the same
+# names, and take what the function takes in the newest version.
+OF_A_STAGE: Mapping[str, str] = {
+    "is_pipeline_first_stage": "pp",
+    "is_pipeline_last_stage": "pp",
+    "is_rank_in_embedding_group": "embd",
+}
+TAKES_VP_STAGE = 13
+
+# Where a rank may be in several pipelines: an encoder that has fewer tensor parallel ranks than its
+# decoder. What gives it a list then -> the helper that does so too.
+OF_SEVERAL_PIPELINES: Mapping[str, str] = {
+    "get_pipeline_model_parallel_group": "pipeline_or_pipelines",
+    "get_pipeline_model_parallel_next_rank": "pipeline_next_rank_or_ranks",
+    "get_pipeline_model_parallel_prev_rank": "pipeline_prev_rank_or_ranks",
+    "get_pipeline_model_parallel_last_rank": "pipeline_last_rank_or_ranks",
+}
+SEVERAL_PIPELINES = range(9, 14)
+
+# Of encoder and decoder, for this rank's stage or another. The helpers have the same names.
+OF_A_SPLIT = frozenset(
+    {"is_pipeline_stage_before_split", "is_pipeline_stage_after_split"}
+    | {"is_inside_encoder", "is_inside_decoder"}
+)
+
+# How names begin -> the reason. The first that fits.
+REFUSED: Mapping[str, str] = {
+    "initialize_model_parallel": "lifecycle",
+    "destroy_model_parallel": "lifecycle",
+    "create_": "lifecycle",
+    "set_virtual_": "vp-stage",
+    "get_virtual_pipeline_model_parallel_rank": "vp-stage",
+    "set_pipeline_model_parallel_split_rank": "encoder-decoder",
+    "set_": "setter",
+    "get_nccl_options": "no-state",
+    "overwrite_nccl_comm_cfgs": "no-state",
+    "update_pg_timeout": "no-state",
+    "generate_masked_orthogonal_rank_groups": "no-state",
+    "default_": "no-state",
+    "RankGenerator": "no-state",
+    "get_moe_layer_wise_logging_tracker": "buffer",
+    "get_global_symmetric_memory_buffer": "buffer",
+    "destroy_global_": "buffer",
+    "_MOE_": "buffer",
+    "_GLOBAL_SYMMETRIC_MEMORY_BUFFER": "buffer",
+    "_set_global_": "buffer",
+    "_MPU_": "setter",
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": "vp-stage",
+    "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK": "encoder-decoder",
+    "_PIPELINE_MODEL_PARALLEL_DECODER_START": "encoder-decoder",
+    "_global_process_group_list": "lifecycle",
+    "_DATA_MODULO_EXPERT_PARALLEL_GROUP": "no-field",
+    "_TENSOR_AND_EXPERT_PARALLEL_GROUP": "no-field",
+}
+
+OPTIONAL_FIELDS = frozenset(
+    {"embd", "pos_embd", "hcp", "inter_dist_opt", "dp_cp_ag", "gtp_remat", "expt_gtp_remat"}
+)
+
+# private global -> the field that it holds.
+GROUP_GLOBALS: Mapping[str, str] = {
+    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "_MODEL_PARALLEL_GROUP": "mp",
+    "_EMBEDDING_GROUP": "embd",
+    "_POSITION_EMBEDDING_GROUP": "pos_embd",
+    "_CONTEXT_PARALLEL_GROUP": "cp",
+    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": "hcp",
+    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
+    "_DATA_PARALLEL_GROUP": "dp",
+    "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "_DATA_PARALLEL_GROUP_WITH_CP_AG": "dp_cp_ag",
+    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "dp_cp_gtp_remat",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
+    "_GTP_WEIGHT_REMAT_GROUP": "gtp_remat",
+    "_EXPERT_GTP_WEIGHT_REMAT_GROUP": "expt_gtp_remat",
+    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "tp_ep",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "tp_ep_pp",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": "tp_ep_pp_with_egtp_remat",
+    "_EXPERT_DATA_PARALLEL_GROUP": "expt_dp",
+    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "expt_dp_gtp_remat",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "intra_expt_dp",
+    "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "inter_dist_opt",
+    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
+}
+
+# private global -> the field whose global ranks it lists.
+RANK_GLOBALS: Mapping[str, str] = {
+    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tp",
+    "_PIPELINE_GLOBAL_RANKS": "pp",
+    "_MODEL_PARALLEL_GLOBAL_RANKS": "mp",
+    "_EMBEDDING_GLOBAL_RANKS": "embd",
+    "_POSITION_EMBEDDING_GLOBAL_RANKS": "pos_embd",
+    "_CONTEXT_PARALLEL_GLOBAL_RANKS": "cp",
+    "_DATA_PARALLEL_GLOBAL_RANKS": "dp",
+    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "dp_cp",
+    "_EXPERT_MODEL_PARALLEL_RANKS": "ep",
+    "_GTP_WEIGHT_REMAT_GLOBAL_RANKS": "gtp_remat",
+    "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": "expt_gtp_remat",
+}
+
+# private global -> what is written for it, where it is neither.
+OTHER_GLOBALS: Mapping[str, Replacement] = {
+    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": Replacement(
+        "$getters.data_group($pg)", caution="private-global", needs=("dp",)
+    ),
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": Replacement(
+        f"$getters.data_group($pg, {_PARTIAL})", caution="private-global", needs=("intra_dp_cp",)
+    ),
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": Replacement(
+        "$getters.expert_data_group($pg, partial_expert_data_parallel=True)",
+        caution="private-global",
+        needs=("intra_expt_dp",),
+    ),
+    "_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": Replacement(
+        "$getters.inter_partial_data_group($pg, check_initialized=False)",
+        "inter_dist_opt",
+        needs=("inter_dist_opt",),
+        takes=Takes.LAZY,
+    ),
+    **{
+        name: Replacement(f"$getters.{helper}($pg)", caution="private-global", takes=Takes.GLOBALS)
+        for name, helper in (
+            ("_EMBEDDING_GLOBAL_RANKS", "embedding_ranks"),
+            ("_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "virtual_pipeline_size"),
+            ("_GLOBAL_MEMORY_BUFFER", "memory_buffer"),
+        )
+    },
+    **{
+        f"_{name}_GLOO": Replacement(
+            f'$pg.extras["gloo.{field}"]', caution="private-global", takes=Takes.GLOBALS
+        )
+        for name, field in (
+            ("DATA_PARALLEL_GROUP", "dp"),
+            ("DATA_PARALLEL_GROUP_WITH_CP", "dp_cp"),
+            ("INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "intra_dp_cp"),
+            ("EXPERT_DATA_PARALLEL_GROUP", "expt_dp"),
+            ("INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "intra_expt_dp"),
+        )
+    },
+}
+
+PRIVATE = frozenset(
+    {*GROUP_GLOBALS, *RANK_GLOBALS, *OTHER_GLOBALS, "_HYBRID_DP_CP_GROUPS"}
+    | {name for name in REFUSED if name.startswith("_") and not name.endswith("_")}
+)
+"""Private names that code outside of Megatron-core reads, as far as they are known by name."""
+
+# Parameter or attribute of a function, in the cores and in code that is written as they are -> the
+# fields of which it may hold the group. ``<field>_group`` is the field's; what is listed here is
+# wider or has another name. Left out is what takes now one group and now another: group,
+# process_group, reduce_group, data_parallel_group, parallelization_group.
+GROUP_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    **{f"{field}_group": (field,) for field in FIELDS if field != "hcp"},
+    "tp_group": ("tp", "expt_tp"),  # experts are built from the same layers
+    "dp_group": ("dp", "dp_cp", "dp_cp_gtp_remat"),
+    "dp_cp_group": ("dp_cp", "dp_cp_gtp_remat"),
+    "gtp_remat_group": ("gtp_remat", "expt_gtp_remat"),
+    "expert_tp_group": ("expt_tp",),
+    "model_parallel_group": ("mp", "tp_ep_pp", "tp_ep_pp_with_egtp_remat"),  # of either optimizer
+    "pos_emb_group": ("pos_embd",),
+}
+
+COLLECTION_NAMES = ("pg_collection", "_pg_collection", "model_comm_pgs", "grad_comm_pgs")
+"""What parameters and attributes that hold a collection are called, 0.13 and 0.14 included."""
+
+MODEL_ATTRIBUTES = (
+    *("unwrapped_models", "wrapped_models", "model_chunks", "models", "model", "module"),
+)
+"""Under what a wrapper, a trainer or an engine keeps its model. ``megapg.groups_of()`` looks there,
+and at the last first."""

@@ -1,0 +1,49 @@
+"""On a Megatron-core that can't be injected there are globals to resolve, and clear refusals."""
+
+import re
+import textwrap
+
+import pytest
+from old_core import run_on_old_core
+
+THERE = """
+    import sys
+
+    import pytest
+
+    from megapg.errors import UnsupportedVersionError
+    from megapg.megatron import (
+        core_version, parallel_state, published, session_arguments, to_megatron
+    )
+    from megapg.megatron.core import collection_class, installed_version
+    from megapg.testing import fake_collection
+
+    assert installed_version() == (0, 12, 0), installed_version()
+    assert parallel_state.get_tensor_model_parallel_rank
+    with fake_collection(tp=2) as pg:
+        injected = (lambda: to_megatron(pg), lambda: published(pg).__enter__())
+        for ask in (core_version, collection_class, session_arguments, *injected):
+            try:
+                ask()
+            except UnsupportedVersionError as error:
+                print(error)
+    tests = [f"tests/bridge/test_{name}.py" for name in ("getters", "resolve", "shim")]
+    alone = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "-k", "not real_ranks"]
+    sys.exit(pytest.main([*alone, *tests]))
+"""
+
+
+@pytest.fixture(scope="module")
+def printed():
+    """What one interpreter printed where only the old core can be imported."""
+    return run_on_old_core("-c", textwrap.dedent(THERE))
+
+
+def test_the_view_and_the_helpers_hold_there_too(printed):
+    """The tests of both, once more on that core."""
+    assert int(re.search(r"(\d+) passed", printed)[1]) >= 30, printed
+
+
+def test_injection_is_refused_with_the_versions_that_can(printed):
+    assert printed.count("Megatron-core 0.12.0 can't run on injected groups") == 5
+    assert printed.count("0.16.0 is the oldest that can") == 5

@@ -1,0 +1,697 @@
+"""``published(pg)`` held to the installed Megatron-core: every getter, called every way it can be.
+
+The oracle is ``initialize_model_parallel`` itself: on torch's fake backend (``recording.py``),
+where one process plays any rank of any layout, and once on eight real ranks.
+"""
+
+import functools
+import gc
+import inspect
+import itertools
+import re
+import sys
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from configurations import Configuration, last_stage_first, middle_stage
+from recording import READERS, fake_world, functions, recorded_megatron
+
+import megapg
+from megapg.collection import Lease, ProcessGroupCollection
+from megapg.errors import ForeignGroupError, PublishedError, StaleGroupError
+from megapg.layout import ParallelLayout
+from megapg.megatron import (
+    from_parallel_state,
+    getters,
+    parallel_state,
+    published,
+    to_megatron,
+    trace_global_reads,
+)
+from megapg.megatron.tables import GLOO_GLOBALS, OWNERS_CALLS
+from megapg.ownership.opening import fake_session
+from megapg.testing import fake_collection, megatron_on_cpu, run_distributed
+
+pytestmark = pytest.mark.contract
+
+GLOO = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
+
+# Names bound long before anything is published, as users bind them.
+bound_destroy = parallel_state.destroy_model_parallel
+bound_initialize = parallel_state.initialize_model_parallel
+
+
+LAYOUTS = {
+    "one rank": {"world_size": 1},
+    "tp pp dp": {"world_size": 8, "tp": 2, "pp": 2},
+    "vpp": {"world_size": 8, "tp": 2, "pp": 2, "vpp": 2},
+    "ep": {"world_size": 8, "tp": 2, "pp": 2, "ep": 2},
+    "cp": {"world_size": 8, "tp": 2, "cp": 2},
+    "every axis": {"world_size": 32, "tp": 2, "cp": 2, "pp": 2, "ep": 2, "vpp": 3},
+    "expt_tp 1": {"world_size": 8, "tp": 2, "ep": 2, "expt_tp": 1},
+    "expt_tp > tp": {"world_size": 8, "ep": 2, "expt_tp": 4},
+    "instances": {"world_size": 8, "tp": 2, "optimizer_instances": 2},
+    "instances of all": {
+        "world_size": 16,
+        "tp": 2,
+        "pp": 2,
+        "ep": 2,
+        "vpp": 2,
+        "optimizer_instances": 2,
+    },
+    "instances of cp": {"world_size": 16, "tp": 2, "cp": 2, "optimizer_instances": 4},
+    "hcp": {"world_size": 8, "cp": 4, "hierarchical_cp": (2, 2)},
+    "hybrid cp": {"world_size": 16, "tp": 2, "cp": 2, "hybrid_cp": True},
+    "uneven hybrid cp": {"world_size": 20, "tp": 2, "hybrid_cp": True},
+    "order": {"world_size": 8, "tp": 2, "pp": 2, "order": "tp-pp-dp"},
+    "embeddings": {
+        "world_size": 8,
+        "pp": 4,
+        "vpp": 2,
+        "embedding_ranks": last_stage_first,
+        "position_embedding_ranks": middle_stage,
+    },
+}
+
+# What to call the getters with; a bool is tried both ways. Anything else upstream adds fails here.
+ARGUMENTS = {
+    "vp_stage": (None, 0, 1, 2),
+    "group_size": (None, 1, 2, 4, 8, 10, 16),
+    "pg_name": ("dp",),
+    "nccl_comm_cfgs": ({},),
+}
+
+
+def initialise_megatron(sizes, **more):
+    # Megatron fills this dict in place, so it would outlast any restoration of the globals.
+    parallel_state._HYBRID_DP_CP_GROUPS = {}
+    Configuration(**{"world_size": 0, **sizes}).initialize_megatron(**more)
+
+
+def plain(value):
+    """Something that two independent sets of groups can be compared by."""
+    if isinstance(value, dist.ProcessGroup):
+        return tuple(dist.get_process_group_ranks(value)), value.rank(), value.size()
+    if isinstance(value, list):
+        return [plain(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return type(value)
+
+
+def answer(function, arguments):
+    try:
+        return plain(function(**arguments))
+    except Exception as error:
+        return type(error), str(error)
+
+
+def every_answer():
+    """(getter, arguments) -> what it says, for every getter and all of its arguments' values.
+
+    And the variables behind them, which people read as well.
+    """
+    answers = {}
+    for name, getter in READERS.items():
+        choices = []
+        for parameter in inspect.signature(getter).parameters.values():
+            both = (False, True) if isinstance(parameter.default, bool) else ()
+            values = ARGUMENTS.get(parameter.name, both)
+            assert values, f"{name} takes {parameter.name}, which this test does not know"
+            choices.append([(parameter.name, value) for value in values])
+        for chosen in itertools.product(*choices):
+            answers[name, repr(chosen)] = answer(getter, dict(chosen))
+    return answers | {
+        (name, ""): plain(value)
+        for name, value in vars(parallel_state).items()
+        if re.match("_[A-Z]", name)
+    }
+
+
+def everything():
+    """Every name of the module, and the code behind its functions."""
+    names = dict(vars(parallel_state))
+    names.pop("__warningregistry__", None)  # Python's own, of the deprecated getters
+    codes = [(f, f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions().values()]
+    return names, codes
+
+
+def assert_unchanged(before):
+    names, codes = everything()
+    assert names.keys() == before[0].keys()
+    for name, value in names.items():
+        assert value is before[0][name], name
+    assert codes == before[1]
+
+
+@contextmanager
+def megatron_as_found():
+    """Whatever Megatron does to its globals inside is undone."""
+    before, _ = everything()
+    try:
+        yield
+    finally:
+        for name in [name for name in everything()[0] if name not in before]:
+            delattr(parallel_state, name)
+        vars(parallel_state).update(before)
+
+
+@pytest.fixture(autouse=True)
+def leaves_the_globals_alone():
+    warnings.simplefilter("ignore", DeprecationWarning)  # some getters are deprecated
+    before = everything()
+    yield
+    assert_unchanged(before)
+
+
+@pytest.fixture
+def pg():
+    with fake_collection(tp=2, pp=2, ep=2, world_size=8, vpp=2, rank=3, gloo=GLOO) as collection:
+        yield collection
+
+
+@contextmanager
+def somebody_elses_globals(**sizes):
+    """On the WORLD there is, with another layout than the collection's."""
+    with megatron_as_found():
+        initialise_megatron(sizes, create_gloo_process_groups=False)
+        parallel_state.set_tensor_model_parallel_rank(7)
+        parallel_state._GLOBAL_SYMMETRIC_MEMORY_BUFFER = object()
+        yield
+
+
+# -- the contract ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_getter_says_what_it_says_after_initialize_model_parallel(name):
+    sizes = LAYOUTS[name]
+    size = sizes["world_size"]
+    for rank in sorted({0, size // 3, size // 2, size - 1}):
+        with recorded_megatron(rank, size):
+            nothing = every_answer()
+            initialise_megatron(sizes)
+            expected = every_answer()
+        with fake_session(ParallelLayout(**sizes), rank, gloo=GLOO) as session:
+            before = everything()
+            assert every_answer() == nothing
+            with published(session.groups):
+                found = every_answer()
+            assert_unchanged(before)
+            assert every_answer() == nothing
+        assert expected != nothing
+        differences = {
+            call: (said, expected[call]) for call, said in found.items() if said != expected[call]
+        }
+        assert differences == {}, f"rank {rank}"
+        assert found.keys() == expected.keys()
+
+
+def test_every_getter_is_called():
+    """The list is Megatron's own: whatever reads state and does not change it."""
+    calls = {name for name, arguments in every_answer() if arguments}
+    others = set(functions()) - calls
+    assert {name.partition("_")[0] for name in calls} == {"get", "is", "model"} | (
+        {"has"} if hasattr(parallel_state, "has_separate_all_gather_group") else set()
+    )
+    assert {name.lstrip("_").partition("_")[0] for name in others} <= {
+        *("initialize", "create", "destroy", "set", "update", "inject"),  # change
+        *("generate", "default", "overwrite"),  # pure
+    }
+
+
+def test_every_setter_acts_on_what_is_published_and_is_undone(pg):
+    with somebody_elses_globals(tp=4):
+        said = every_answer()
+        before = everything()
+        with published(pg):
+            for name, setter in functions("set_").items():
+                getter = getattr(parallel_state, f"get_{name.removeprefix('set_')}")
+                assert getter() != 17, name
+                setter(17)
+                assert getter() == 17, name
+            with published(pg):
+                assert parallel_state.get_tensor_model_parallel_rank() == pg.rank("tp")
+            assert parallel_state.get_tensor_model_parallel_rank() == 17
+        assert_unchanged(before)
+        assert every_answer() == said
+
+
+# -- the rest of the state -------------------------------------------------------------------------
+
+
+def test_the_globals_of_somebody_else_come_back(pg):
+    with somebody_elses_globals(tp=4, cp=2):
+        theirs = every_answer()
+        before = everything()
+        with published(pg):
+            assert parallel_state.get_tensor_model_parallel_rank() == 1  # not their override
+            assert parallel_state.get_tensor_model_parallel_group() is pg.tp
+            assert parallel_state._GLOBAL_SYMMETRIC_MEMORY_BUFFER is None
+            parallel_state._LEFT_BEHIND = 1
+        assert_unchanged(before)
+        assert every_answer() == theirs
+
+
+def test_borrowed_groups_say_what_they_said_before(pg):
+    """They have no layout that tells the virtual pipeline, or the order of the embedding ranks."""
+    sizes = {"pp": 4, "vpp": 2, "embedding_ranks": last_stage_first}
+    with megatron_as_found():
+        initialise_megatron(sizes, create_gloo_process_groups=False)
+        parallel_state.set_virtual_pipeline_model_parallel_rank(1)
+        assert parallel_state._EMBEDDING_GLOBAL_RANKS == [7, 5, 3, 1]
+        theirs = every_answer()
+        borrowed = from_parallel_state()
+        with published(borrowed):
+            assert every_answer() == theirs
+        with published(pg), published(borrowed):  # and nothing of another layout's
+            assert parallel_state._EMBEDDING_GLOBAL_RANKS == [1, 3, 5, 7]
+        # A layout without a virtual pipeline says that there is none.
+        plain_layout = ParallelLayout(world_size=8, pp=4)
+        groups = ProcessGroupCollection(
+            vars(borrowed), borrowed._members, Lease("plain"), plain_layout
+        )
+        with published(groups):
+            assert parallel_state.get_virtual_pipeline_model_parallel_world_size() is None
+            assert parallel_state.get_virtual_pipeline_model_parallel_rank() is None
+
+
+def test_a_gloo_companion_that_was_not_asked_for_is_not_initialised():
+    with fake_collection(tp=2, world_size=4, gloo=("dp_cp",)) as pg, published(pg):
+        found = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
+        assert found is pg.extras["gloo.dp_cp"]
+        with pytest.raises(AssertionError, match="gloo is not initialized"):
+            parallel_state.get_data_parallel_group_gloo()
+        assert sum(vars(parallel_state)[name] is not None for name in GLOO_GLOBALS) == 1
+
+
+def test_the_list_of_groups_whose_timeouts_change_together(pg):
+    with published(pg):
+        listed = parallel_state._global_process_group_list
+        assert listed[0] is None  # WORLD
+        every = {vars(pg)[field] for field in pg.present()} | set(pg.extras.values())
+        assert set(listed[1:]) == every - {None}
+        assert len(listed) == len(set(listed))
+
+
+def test_the_memory_buffer_is_the_collections_and_ends_with_its_session():
+    with megatron_on_cpu(), fake_world(0, 2), megapg.session(tp=2, name="other") as session:
+        other = session.groups
+        theirs = getters.memory_buffer(other)
+        with megapg.session(tp=1, name="inner") as session:
+            pg = session.groups
+            for _ in range(2):  # it outlives the block, as the collection does
+                with published(pg):
+                    buffer = parallel_state.get_global_memory_buffer()
+                    assert buffer is getters.memory_buffer(pg)
+                    with published(other):
+                        assert parallel_state.get_global_memory_buffer() is theirs
+                    with published(pg):
+                        assert parallel_state.get_global_memory_buffer() is buffer
+            tensor = buffer.get_tensor((4,), torch.float32, "mpu")
+            kept = weakref.ref(buffer), weakref.ref(tensor)
+            del buffer, tensor
+        gc.collect()
+        assert [reference() for reference in kept] == [None, None]
+        assert getters.memory_buffer(other) is theirs
+
+
+def test_who_clears_the_buffer_of_a_model_clears_what_the_cores_layers_filled(pg):
+    model = torch.nn.Module()
+    model.pg_collection = pg
+    with megatron_on_cpu(), published(pg):
+        filled = parallel_state.get_global_memory_buffer()
+        filled.get_tensor((4,), torch.float32, "mpu")
+        getters.memory_buffer(megapg.groups_of(model, "tp")).buffer.clear()
+        assert parallel_state.get_global_memory_buffer().buffer == filled.buffer == {}
+
+
+def test_groups_borrowed_from_the_globals_bring_their_buffer_along(pg):
+    with megatron_as_found():
+        initialise_megatron({"tp": 2}, create_gloo_process_groups=False)
+        theirs = parallel_state.get_global_memory_buffer()
+        borrowed = from_parallel_state()
+        with published(pg):
+            mine = parallel_state.get_global_memory_buffer()
+            assert mine is not theirs
+            with published(ProcessGroupCollection.from_groups(tp=pg.tp)):
+                assert parallel_state.get_global_memory_buffer() is mine
+        with trace_global_reads() as trace, published(borrowed):
+            pass
+        assert trace.reads == ()
+        with published(borrowed):
+            assert parallel_state.get_global_memory_buffer() is theirs
+        parallel_state._GLOBAL_MEMORY_BUFFER = None
+        with published(borrowed):
+            found = parallel_state.get_global_memory_buffer()
+            assert found is getters.memory_buffer(borrowed)
+
+
+# -- nesting and order -----------------------------------------------------------------------------
+
+
+def fail_while_published(pg):
+    with published(pg):
+        assert parallel_state.get_tensor_model_parallel_group() is pg.tp
+        raise ZeroDivisionError
+
+
+def test_blocks_nest_and_an_exception_ends_its_own(pg):
+    other = ProcessGroupCollection.from_groups(tp=pg.pp, pp=pg.tp, dp=pg.dp)
+    before = everything()
+    with published(pg):
+        inside = everything()
+        with pytest.raises(ZeroDivisionError):
+            fail_while_published(other)
+        assert_unchanged(inside)
+        with published(pg):  # re-entrant
+            assert parallel_state.get_tensor_model_parallel_group() is pg.tp
+        assert_unchanged(inside)
+    assert_unchanged(before)
+
+
+def test_blocks_may_be_left_in_any_order(pg):
+    other = ProcessGroupCollection.from_groups(tp=pg.pp, pp=pg.tp, dp=pg.dp)
+    for order in itertools.permutations(range(3)):
+        before = everything()
+        blocks = [published(pg), published(other), published(pg)]
+        answers = [block.__enter__().tp for block in blocks]
+        for number in order:
+            assert parallel_state.get_tensor_model_parallel_group() is answers[-1]
+            blocks[number].__exit__(None, None, None)
+            blocks[number] = None
+            while answers and blocks[len(answers) - 1] is None:
+                answers.pop()
+        assert_unchanged(before)
+
+
+def test_a_trace_and_a_publication_overlap_in_any_order(pg):
+    before = everything()
+    for enter, leave in itertools.product(itertools.permutations(range(2)), repeat=2):
+        blocks = [published(pg), trace_global_reads(mine=pg)]
+        entered = {number: blocks[number].__enter__() for number in enter}
+        assert parallel_state.get_tensor_model_parallel_rank() == 1
+        with pytest.raises(PublishedError):
+            bound_destroy()
+        for number in leave:
+            blocks[number].__exit__(None, None, None)
+        assert_unchanged(before)
+        assert [read.answered_by for read in entered[1].reads] == ["mine"]
+
+
+def test_a_failure_on_entry_leaves_nothing_behind(pg, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    before = everything()
+    with monkeypatch.context() as patched:
+        patched.setattr("megatron.core.utils.GlobalMemoryBuffer", fail)
+        with pytest.raises(ZeroDivisionError), published(pg):
+            pass
+        assert_unchanged(before)
+    other = ProcessGroupCollection.from_groups(tp=pg.pp)  # without a buffer so far
+    with published(pg):
+        inside = everything()
+        with monkeypatch.context() as patched:
+            patched.setattr("megatron.core.utils.GlobalMemoryBuffer", fail)
+            with pytest.raises(ZeroDivisionError), published(other):
+                pass
+        assert_unchanged(inside)
+
+
+# -- who may do what -------------------------------------------------------------------------------
+
+
+def test_what_makes_and_ends_groups_is_refused(pg):
+    owners = functions("|".join(OWNERS_CALLS))
+    assert {"initialize_model_parallel", "create_group", "destroy_model_parallel"} <= set(owners)
+    signatures = {name: inspect.signature(function) for name, function in owners.items()}
+    before = everything()
+    with published(pg), published(pg):
+        inside = everything()
+        for name, function in owners.items():
+            assert inspect.signature(function) == signatures[name]
+            required = [p for p in signatures[name].parameters.values() if p.default is p.empty]
+            with pytest.raises(PublishedError) as caught:
+                function(*[None for _ in required])
+            # Debuggers and error reports look at the variables of every frame.
+            report = traceback.TracebackException.from_exception(caught.value, capture_locals=True)
+            assert f"in {name}" in "".join(report.format())
+            message = str(caught.value)
+            assert message.startswith(f"parallel_state.{name}() inside published():")
+            advice = {"initialize": "open a second session", "create": "torch.distributed"}
+            assert advice.get(name.partition("_")[0], "session.close() ends") in message
+        # With arguments, and by names bound before.
+        for call in (
+            lambda: bound_destroy(),
+            lambda: bound_initialize(2, pipeline_model_parallel_size=2),
+            lambda: parallel_state.create_group([0], backend="gloo"),
+        ):
+            with pytest.raises(PublishedError):
+                call()
+        assert_unchanged(inside)
+        assert pg.require() is pg
+    assert_unchanged(before)
+    with megatron_as_found():
+        bound_initialize(2, create_gloo_process_groups=False)
+        assert parallel_state.get_tensor_model_parallel_world_size() == 2
+
+
+def test_a_function_that_somebody_has_wrapped_is_refused_too(pg, monkeypatch):
+    calls = []
+    wrapped = bound_destroy
+
+    @functools.wraps(wrapped)
+    def wrapper():
+        calls.append("wrapper")
+        wrapped()
+
+    monkeypatch.setattr(parallel_state, "destroy_model_parallel", wrapper)
+    with published(pg), pytest.raises(PublishedError, match=r"\.destroy_model_parallel\(\) inside"):
+        parallel_state.destroy_model_parallel()
+    with megatron_as_found():
+        parallel_state.destroy_model_parallel()
+    assert calls == ["wrapper", "wrapper"]
+    # One that hides what it wraps is the business of whoever put it there.
+    del wrapper.__wrapped__
+    wrapped = calls.clear
+    with published(pg):
+        parallel_state.destroy_model_parallel()
+    assert calls == []
+
+
+def in_thread(work, name):
+    """What ``work`` raised, or returned, in a thread of its own."""
+    outcome = []
+
+    def run():
+        try:
+            outcome.append(work())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join()
+    return outcome[0]
+
+
+def test_a_second_thread_is_refused_and_told_who_is_first(pg):
+    def publish():
+        with published(pg):
+            return parallel_state.get_tensor_model_parallel_rank()
+
+    before = everything()
+    with published(pg):
+        inside = everything()
+        refused = in_thread(publish, "evaluation")
+        assert isinstance(refused, PublishedError)
+        assert "thread 'evaluation': thread 'MainThread' has published" in str(refused)
+        assert "session 'pretend'" in str(refused)
+        assert "pg_collection=" in str(refused)
+        assert_unchanged(inside)
+        # Reading is not publishing: backward passes have threads of their own.
+        assert in_thread(parallel_state.get_tensor_model_parallel_rank, "reader") == 1
+    assert_unchanged(before)
+    assert in_thread(publish, "evaluation") == 1
+
+
+class SlowToSayWhoseItIs(Lease):
+    """Lets the other threads run while ``published`` prepares to claim the globals."""
+
+    def __getattribute__(self, name):
+        if name == "owner":
+            time.sleep(1e-5)
+        return super().__getattribute__(name)
+
+
+def test_threads_that_come_at_once_never_mix(pg):
+    pg = ProcessGroupCollection(vars(pg), pg._members, SlowToSayWhoseItIs("one"), pg.layout)
+    swapped = {"tp": pg.pp, "pp": pg.tp}
+    other = ProcessGroupCollection(swapped, pg._members, SlowToSayWhoseItIs("other"), pg.layout)
+    start = threading.Barrier(4)
+    wrong, refused, done = [], [], []
+
+    def publish(mine):
+        start.wait()
+        for _ in range(300):
+            try:
+                with published(mine):
+                    held = [parallel_state.get_tensor_model_parallel_group() for _ in range(5)]
+                    wrong.extend(group for group in held if group is not mine.tp)
+                done.append(mine)
+            except PublishedError as error:
+                refused.append(error)
+
+    before = everything()
+    threads = [threading.Thread(target=publish, args=(p,)) for p in (pg, other, pg, other)]
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(usual)
+    assert wrong == []
+    assert done
+    assert len(done) + len(refused) == 1200
+    assert_unchanged(before)
+
+
+class ReadsTheGlobals(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * parallel_state.get_tensor_model_parallel_world_size()
+
+
+def test_a_backward_pass_in_another_thread_and_a_recomputed_forward_see_it(pg):
+    x = torch.ones(2, requires_grad=True)
+
+    def forward(y):
+        return ReadsTheGlobals.apply(y) * (1 + parallel_state.get_tensor_model_parallel_rank())
+
+    with published(pg):
+        loss = torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False).sum()
+        assert in_thread(loss.backward, "backward") is None
+    assert x.grad.tolist() == [4.0, 4.0]  # tp size 2, (1 + tp rank) = 2
+
+
+# -- a session that ends ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [None, "pg", {"tp": None}])
+def test_what_is_no_collection_is_refused(wrong):
+    with pytest.raises(ForeignGroupError, match=r"published\(\) was given .*session\.groups"):
+        published(wrong).__enter__()
+
+
+def test_megatrons_own_collection_is_refused_with_the_way_out():
+    with fake_collection(tp=2) as pg, pytest.raises(ForeignGroupError, match="from_megatron"):
+        published(to_megatron(pg)).__enter__()
+
+
+def test_the_collection_of_a_closed_session_is_refused():
+    with fake_collection(tp=2) as pg:
+        pass
+    with pytest.raises(StaleGroupError, match=r"published\(\): the process groups of session"):
+        published(pg).__enter__()
+
+
+def test_a_session_closed_inside_takes_its_groups_out_of_the_globals():
+    before = everything()
+    with (
+        fake_world(1, 8),
+        megapg.session(tp=2, pp=2, name="outer", gloo=GLOO, hybrid_cp=True) as outer,
+    ):
+        nothing = every_answer()
+        inner = megapg.session(tp=4, name="inner", gloo=GLOO, hybrid_cp=True)
+        stale = inner.groups
+        with published(outer.groups):
+            says = every_answer()
+            with published(stale):
+                with published(stale):
+                    inner.close()
+                    assert every_answer() == nothing
+                    with pytest.raises(StaleGroupError), published(stale):
+                        pass
+                    with pytest.raises(PublishedError):
+                        bound_destroy()
+                    with published(outer.groups):
+                        assert every_answer() == says
+                    assert every_answer() == nothing
+                assert every_answer() == nothing
+            assert every_answer() == says
+        assert outer.groups.lease.at_end == []
+    assert_unchanged(before)
+
+
+# -- real ranks ------------------------------------------------------------------------------------
+
+REAL = {
+    "dense": {"tp": 2, "pp": 2, "vpp": 2, "optimizer_instances": 2},
+    "experts": {"tp": 2, "cp": 2, "ep": 2, "expt_tp": 1, "hybrid_cp": True},
+}
+
+
+def on_real_ranks():
+    warnings.simplefilter("ignore")
+    compared = {}
+    others = ("hcp", "order", "embeddings")  # all of them are held on the fake backend
+    for name, layout in {**{name: LAYOUTS[name] for name in others}, **REAL}.items():
+        sizes = {key: value for key, value in layout.items() if key != "world_size"}
+        twins = "create_all_gather_group" in inspect.signature(bound_initialize).parameters
+        more = {"create_all_gather_group": True} if twins else {}
+        before = everything()
+        with megapg.session(**sizes, gloo=GLOO, all_gather_groups=twins, timeout=60) as session:
+            with published(session.groups):
+                ours = every_answer()
+                total = torch.tensor([dist.get_rank()])
+                group = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
+                dist.all_reduce(total, group=group)
+                assert total.item() == sum(session.groups.ranks("dp_cp"))
+                try:
+                    bound_destroy()
+                except PublishedError as error:
+                    refused = str(error)
+            assert_unchanged(before)
+            with megatron_as_found():
+                initialise_megatron(sizes, **more)
+                theirs = every_answer()
+                with published(session.groups):  # somebody else's globals, with groups alive
+                    again = every_answer()
+                assert every_answer() == theirs
+                bound_destroy()
+            total = torch.ones(1)
+            dist.all_reduce(total, group=session.groups.tp)  # alive, whatever was destroyed
+            assert total.item() == session.groups.size("tp")
+        compared[name] = ours, again, theirs, refused
+    return compared
+
+
+def test_eight_real_ranks():
+    everyone = run_distributed(
+        on_real_ranks, 8, deadline=120, preload=("megatron.core.parallel_state",)
+    )
+    for rank, compared in enumerate(everyone):
+        for name, (ours, again, theirs, refused) in compared.items():
+            differences = {
+                call: (ours[call], theirs[call]) for call in theirs if ours[call] != theirs[call]
+            }
+            assert differences == {}, (rank, name)
+            assert again == ours
+            assert "destroy_model_parallel() inside published()" in refused

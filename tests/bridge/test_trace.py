@@ -1,0 +1,391 @@
+"""Who reads the globals: every way to read them, in every thread, and nothing left behind."""
+
+import _thread
+import functools
+import inspect
+import io
+import itertools
+import json
+import re
+import threading
+import types
+from collections import Counter
+
+import pytest
+import torch
+from engine_threads import Nested
+from megatron.core import mpu
+from megatron.core.parallel_state import _DATA_PARALLEL_GROUP as BOUND_VALUE
+from megatron.core.parallel_state import get_tensor_model_parallel_rank as bound_early
+from recording import READERS
+from rich.console import Console
+from torch.utils.checkpoint import checkpoint
+
+from megapg.collection import ProcessGroupCollection
+from megapg.megatron import getters, parallel_state, published, trace_global_reads
+from megapg.megatron.reading.resolve import globals_policy, resolve
+from megapg.megatron.watching.advice import NOT_READS, NOTHING_KNOWN, replacement
+from megapg.megatron.watching.hook import HOOK, Hook, active
+from megapg.testing import fake_collection
+
+pytestmark = pytest.mark.contract
+
+GETTERS = {name: getter for name, getter in READERS.items() if name not in NOT_READS}
+PRIVATE = sorted(name for name in vars(parallel_state) if re.match(r"_[A-Z]", name))
+
+
+@pytest.fixture
+def pg():
+    with fake_collection(tp=2, pp=2, ep=2, world_size=8, vpp=2, rank=3) as collection:
+        yield collection
+
+
+def everything():
+    """All that a trace touches, by identity."""
+    functions = [f for f in vars(parallel_state).values() if inspect.isfunction(f)]
+    return (
+        type(parallel_state),
+        set(vars(parallel_state)),
+        [(f, id(f.__code__), f.__defaults__, f.__kwdefaults__, f.__dict__) for f in functions],
+    )
+
+
+def counts(trace):
+    found = Counter()
+    for read in trace.reads:
+        found[read.getter, read.answered_by] += read.count
+    return found
+
+
+# -- nothing left behind ---------------------------------------------------------------------
+
+
+def test_functions_and_module_are_exactly_restored(pg):
+    before = everything()
+    signatures = {name: inspect.signature(getter) for name, getter in GETTERS.items()}
+    codes = {name: getter.__code__ for name, getter in GETTERS.items()}
+    with published(pg), trace_global_reads():
+        assert active() is vars(parallel_state)[HOOK]
+        assert isinstance(parallel_state, types.ModuleType)
+        for name, getter in GETTERS.items():
+            assert getter.__code__ is not codes[name], name
+            # Who inspects signatures to tell versions apart goes on to see the right ones.
+            assert inspect.signature(getter) == signatures[name], name
+    assert active() is None
+    assert everything() == before
+    assert type(parallel_state) is types.ModuleType
+
+
+def fail_in_a_trace(pg):
+    with trace_global_reads(pg=pg):
+        raise ZeroDivisionError
+
+
+def test_an_exception_ends_its_own_trace_only(pg):
+    before = everything()
+    with published(pg), trace_global_reads(pg=pg) as trace:
+        with pytest.raises(ZeroDivisionError):
+            fail_in_a_trace(pg)
+        assert bound_early() == 1
+    assert everything() == before
+    assert counts(trace) == {("get_tensor_model_parallel_rank", "pg"): 1}
+
+
+def test_an_installation_that_fails_half_way_is_undone(monkeypatch):
+    before = everything()
+    monkeypatch.setattr(Hook, "_watching_class", lambda _: int)  # no class for a module
+    with pytest.raises(TypeError, match="__class__"), trace_global_reads():
+        pass
+    assert everything() == before
+
+
+def test_traces_nest_and_end_in_any_order(pg):
+    rank = "get_tensor_model_parallel_rank"
+    with published(pg):
+        before = everything()
+        first, second = trace_global_reads(first=pg), trace_global_reads(second=pg)
+        early, late = first.__enter__(), second.__enter__()
+        assert bound_early() == 1
+        first.__exit__(None, None, None)
+        assert bound_early() == 1
+        assert everything() != before
+        second.__exit__(None, None, None)
+        assert everything() == before
+        assert bound_early() == 1
+    assert counts(early) == {(rank, "first"): 1}
+    assert counts(late) == {(rank, "second"): 2}
+
+
+def test_a_call_under_way_when_the_trace_ends_is_answered(pg):
+    """The reporting code that another thread has entered works on without the hook."""
+    with published(pg):
+        with trace_global_reads():
+            late = types.FunctionType(bound_early.__code__, vars(parallel_state))
+        assert late() == 1
+
+
+# -- every way to read -----------------------------------------------------------------------
+
+
+def test_every_way_to_call_a_getter(pg):
+    with published(pg), trace_global_reads(mine=pg) as trace:
+        assert bound_early() == 1
+        assert mpu.get_tensor_model_parallel_rank() == 1
+        assert functools.partial(bound_early)() == 1
+        for _ in range(3):
+            parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        parallel_state.get_pipeline_model_parallel_group(False)  # by position
+        thread = threading.Thread(target=parallel_state.get_global_memory_buffer)
+        thread.start()
+        thread.join()
+        answered = threading.Event()
+        _thread.start_new_thread(lambda *_: answered.set(), (parallel_state.is_initialized(),))
+        assert answered.wait(10)
+        parallel_state.set_tensor_model_parallel_rank(0)  # a write
+        parallel_state._NEW_VARIABLE = 1  # and another; published takes it away
+    found = {read.getter: read for read in trace.reads}
+    assert set(found) == {
+        "get_tensor_model_parallel_rank",
+        "get_data_parallel_rank",  # and not the getters that it calls
+        "get_pipeline_model_parallel_group",
+        "get_global_memory_buffer",
+        "is_initialized",
+    }
+    ranks = [read for read in trace.reads if read.getter == "get_tensor_model_parallel_rank"]
+    assert [read.count for read in ranks] == [1, 1, 1]  # three lines
+    rank = ranks[0]
+    assert (rank.field, rank.answered_by, rank.replacement) == ("tp", "mine", 'pg.rank("tp")')
+    assert (rank.file, rank.module) == (__file__, __name__)
+    assert rank.function == "test_every_way_to_call_a_getter"
+    assert found["get_data_parallel_rank"].count == 3
+    assert found["get_data_parallel_rank"].field in {"dp_cp", "dp_cp_gtp_remat"}  # 0.16, 0.19
+    assert found["get_global_memory_buffer"].file == threading.__file__
+
+
+def test_a_getter_without_any_python_caller(pg):
+    """As the start of a raw thread, or a callback of C code."""
+    with published(pg), trace_global_reads() as trace:
+        _thread.start_new_thread(bound_early, ())
+        for _ in range(1000):
+            if trace.reads:
+                break
+            threading.Event().wait(0.01)
+    assert counts(trace) == {("get_tensor_model_parallel_rank", "other globals"): 1}
+
+
+def read_private():
+    return parallel_state._TENSOR_MODEL_PARALLEL_GROUP
+
+
+def test_private_globals(pg):
+    for _ in range(1000):  # until the interpreter has made a short cut of it
+        read_private()
+    with published(pg), trace_global_reads(mine=pg) as trace:
+        assert read_private() is read_private() is pg.tp
+        assert list(pg.ranks("pp")) == mpu._PIPELINE_GLOBAL_RANKS
+        from megatron.core.parallel_state import _MODEL_PARALLEL_GROUP
+
+        assert _MODEL_PARALLEL_GROUP is pg.mp
+        assert getattr(parallel_state, "_EMBEDDING_" + "GROUP") is pg.embd
+        assert not hasattr(parallel_state, "_NO_SUCH_GROUP")
+        # Out of reach: a value bound before, and the dictionary itself.
+        assert BOUND_VALUE is None
+        assert vars(parallel_state)["_CONTEXT_PARALLEL_GROUP"] is pg.cp
+        # No state: the functions and modules in it.
+        assert parallel_state._set_global_memory_buffer
+        assert parallel_state.torch is torch
+    found = {read.getter: read for read in trace.reads}
+    assert {name: read.replacement for name, read in found.items()} == {
+        "_TENSOR_MODEL_PARALLEL_GROUP": "pg.tp",
+        "_PIPELINE_GLOBAL_RANKS": 'pg.ranks("pp")',
+        "_MODEL_PARALLEL_GROUP": "pg.mp",
+        "_EMBEDDING_GROUP": "pg.embd",
+    }
+    tp = found["_TENSOR_MODEL_PARALLEL_GROUP"]
+    assert (tp.count, tp.function, tp.field, tp.answered_by) == (2, "read_private", "tp", "mine")
+    assert tp.line == inspect.getsourcelines(read_private)[1] + 1
+
+
+def recomputed(x):
+    parallel_state.get_context_parallel_world_size()
+    return x * x
+
+
+def test_backward_threads_of_the_engine_and_recomputation(pg):
+    threads = []
+
+    def work():
+        threads.append(threading.get_ident())
+        assert bound_early() == 1
+        assert read_private() is not None
+
+    with published(pg), trace_global_reads(mine=pg) as trace:
+        leaf = torch.ones(1, requires_grad=True)
+        Nested.apply(leaf, 80, work).backward()
+        checkpoint(recomputed, leaf, use_reentrant=True).sum().backward()
+        checkpoint(recomputed, leaf, use_reentrant=False).sum().backward()
+    assert threads[0] not in {thread.ident for thread in threading.enumerate()}
+    assert counts(trace) == {
+        ("get_tensor_model_parallel_rank", "mine"): 1,
+        ("_TENSOR_MODEL_PARALLEL_GROUP", "mine"): 1,
+        ("get_context_parallel_world_size", "mine"): 4,
+    }
+    functions = {read.function.rpartition(".")[2] for read in trace.reads}
+    assert functions == {"work", "read_private", "recomputed"}
+
+
+def build(pg_collection=None):
+    return resolve(pg_collection, needs=("tp", "pp")).rank("tp")
+
+
+def test_a_fallback_of_resolve_is_a_read_where_the_collection_was_left_out(pg):
+    with published(pg), globals_policy("silent"), trace_global_reads(mine=pg) as trace:
+        assert build() == build(pg) == 1
+    within, read = sorted(trace.reads, key=lambda read: read.line)
+    assert (within.getter, within.function) == ("get_tensor_model_parallel_rank", "build")
+    assert (read.getter, read.field, read.count) == ("resolve", "tp, pp", 1)
+    assert read.function == "test_a_fallback_of_resolve_is_a_read_where_the_collection_was_left_out"
+    assert read.replacement == "pg_collection= in the call of build"
+
+
+# -- what is said about a read ---------------------------------------------------------------
+
+
+def test_the_trace_says_who_answered(pg):
+    other = ProcessGroupCollection.from_groups(tp=pg.pp, pp=pg.tp, dp=pg.dp)
+    with trace_global_reads(mine=pg) as trace:
+        parallel_state.is_initialized()
+        with published(other):
+            parallel_state.get_tensor_model_parallel_rank()
+        with pytest.raises(AssertionError):
+            parallel_state.get_tensor_model_parallel_group()
+    assert counts(trace) == {
+        ("is_initialized", "nothing: not initialised"): 1,
+        ("get_tensor_model_parallel_rank", "other globals"): 1,
+        ("get_tensor_model_parallel_group", "nothing: not initialised"): 1,
+    }
+
+
+def test_table_and_json(pg):
+    with published(pg), trace_global_reads(mine=pg) as trace:
+        _ = bound_early(), bound_early()  # one line: one place
+        read_private()
+    plain = json.loads(trace.to_json())
+    assert [read["getter"] for read in plain] == [read.getter for read in trace.reads]
+    assert plain[0]["count"] + plain[1]["count"] == 3
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(trace.table())
+    lines = shown.getvalue().replace("│", " ").splitlines()
+    first, second = [line.split() for line in lines if f"{__name__}:" in line]
+    assert first[2:] == [
+        "get_tensor_model_parallel_rank",
+        'pg.rank("tp")',
+        "mine",
+        "2",
+    ]
+    assert second[1:] == [
+        "read_private",
+        "_TENSOR_MODEL_PARALLEL_GROUP",
+        "pg.tp",
+        "mine",
+        "1",
+    ]
+
+
+# -- what to write instead -------------------------------------------------------------------
+
+GLOO = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
+LAYOUTS = [
+    {"tp": 2, "pp": 2, "world_size": 8, "rank": 5, "gloo": GLOO},
+    {"tp": 2, "cp": 2, "ep": 2, "world_size": 16, "rank": 9, "hybrid_cp": True},
+    {"pp": 4, "vpp": 2, "world_size": 8, "rank": 7},
+    {"pp": 4, "vpp": 2, "world_size": 8, "rank": 0},
+    {"tp": 4, "expt_tp": 1, "ep": 2, "world_size": 8, "rank": 6},
+    {"cp": 4, "hierarchical_cp": (2, 2), "world_size": 8, "rank": 3},
+    {"optimizer_instances": 2, "tp": 2, "world_size": 16, "rank": 10, "gloo": GLOO},
+]
+
+# No expression: the rank of the virtual pipeline is the caller's own affair, and the symmetric
+# buffer takes CUDA.
+WORDS_ONLY = {
+    "get_virtual_pipeline_model_parallel_rank",
+    "get_global_symmetric_memory_buffer",
+    "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
+    "_GLOBAL_SYMMETRIC_MEMORY_BUFFER",
+}
+# A fake session makes no twins for all-gathers, and no session rematerialises weights.
+NOT_PLAYED = {"_DATA_PARALLEL_GROUP_WITH_CP_AG"} | {
+    name for name in (*GETTERS, *PRIVATE) if "gtp_weight_remat" in name.lower()
+}
+# Each collection has a buffer of its own, on purpose.
+ANOTHER_OBJECT = {"get_global_memory_buffer", "_GLOBAL_MEMORY_BUFFER"}
+
+
+def every_call(getter):
+    """Every combination of the getter's arguments that makes a difference."""
+    parameters = dict(inspect.signature(getter).parameters)
+    parameters.pop("check_initialized", None)
+    values = [
+        {"group_size": (2, 4), "vp_stage": (0, 1)}.get(name, (False, True)) for name in parameters
+    ]
+    for chosen in itertools.product(*values):
+        yield dict(zip(parameters, chosen, strict=True))
+
+
+def comparable(value):
+    if isinstance(value, torch.distributed.ProcessGroup):
+        return torch.distributed.get_process_group_ranks(value)
+    if isinstance(value, (list, tuple)):
+        return [comparable(inner) for inner in value]
+    return value
+
+
+def outcome(function, **arguments):
+    """What a call of ``parallel_state`` returns; None where it refuses."""
+    try:
+        return comparable(function(**arguments))
+    except (AssertionError, KeyError):
+        return None
+
+
+def test_every_getter_and_every_private_global_has_a_replacement():
+    for name in PRIVATE:
+        assert replacement(name, {}) != NOTHING_KNOWN, name
+    for name, getter in GETTERS.items():
+        for arguments in every_call(getter):
+            assert replacement(name, arguments).write, name
+        kinds = {p.kind for p in inspect.signature(getter).parameters.values()}
+        assert kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}  # what the hook can stand in for
+    assert replacement("get_no_such_thing", {}) == replacement("_NO_SUCH", {}) == NOTHING_KNOWN
+
+
+def test_every_replacement_gives_what_the_read_gave():
+    """Under published(), whose every answer the contract test holds to Megatron's own."""
+    compared = set()
+    for layout in LAYOUTS:
+        with fake_collection(**layout) as pg, published(pg):
+            reads = [
+                (name, arguments, outcome(getter, **arguments))
+                for name, getter in GETTERS.items()
+                for arguments in every_call(getter)
+            ]
+            reads += [(name, {}, comparable(vars(parallel_state)[name])) for name in PRIVATE]
+            for name, arguments, read in reads:
+                if read is None or name in WORDS_ONLY or name.startswith("_MPU_"):
+                    continue
+                known = {"pg": pg, "getters": getters, "size": 2, **arguments}
+                found = replacement(name, arguments)
+                if name == "_HYBRID_DP_CP_GROUPS":
+                    read = comparable(read[2]) if read else None
+                    if read is None:
+                        continue
+                written = comparable(eval(found.write, known))
+                compared.add(name)
+                if name in ANOTHER_OBJECT:
+                    assert type(written) is type(read)
+                elif isinstance(read, list):
+                    assert list(written) == read, (layout, name, arguments)
+                else:
+                    assert written == read, (layout, name, arguments)
+    never = {*GETTERS, *PRIVATE} - compared - WORDS_ONLY - NOT_PLAYED
+    assert {name for name in never if not name.startswith("_MPU_")} == set()

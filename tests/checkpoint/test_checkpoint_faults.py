@@ -1,0 +1,1135 @@
+"""Saves and loads that go wrong, with real ranks and real files.
+
+Ranks are killed all along a save, disks are full or read-only, directories are not shared, ranks
+raise, stay away or come with something else, two jobs save into one directory, files are damaged.
+Afterwards the newest complete checkpoint loads, and every rank that lives has heard, soon, of whom
+and what.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import resuming
+import torch
+import torch.distributed as dist
+from damage import flip, mounted
+from fault_driver import Forge, Points, disk_points, random_points
+from resuming import RUN, Training, cut, published_groups
+from steps import Steps
+from two_layers import Layers
+
+import megapg
+from megapg.checkpoint import pieces
+from megapg.checkpoint.commit import ROOT_LOCK
+from megapg.checkpoint.contents import read_contents
+from megapg.checkpoint.directory import TRACKER
+from megapg.checkpoint.verify import verify
+from megapg.errors import (
+    BrokenCheckpointError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    UnsafeCheckpointError,
+)
+from megapg.testing import megatron_on_cpu
+
+pytestmark = pytest.mark.contract
+
+SILENCE = 4.0
+"""Seconds after which the ranks of these tests give each other up."""
+SOON = 2 * SILENCE + 20
+"""By when a rank must have heard: it may wait twice, and this machine may be busy."""
+PATIENT = 60.0
+"""The timeout where all goes well, or where nobody may wait for it."""
+AT_A_TIME = 8
+"""Jobs that die at the same time, as most of it is waiting."""
+AT_ONCE = 20.0
+"""Seconds for word of a rank that says what happened to it."""
+
+
+@pytest.fixture(scope="module")
+def forge():
+    with Forge(__name__) as forge:
+        yield forge
+
+
+# ---- what the ranks run ------------------------------------------------------------------------
+
+
+def opened(**sizes):
+    """Groups that live as long as this process: ranks that are killed don't close sessions."""
+    warnings.simplefilter("ignore")
+    life = contextlib.ExitStack()
+    life.enter_context(megatron_on_cpu())
+    session = megapg.session(timeout=PATIENT, **sizes)
+    life.enter_context(megapg.published(session.groups))
+    opened.lives = life, session  # or they would end here
+    return session.groups
+
+
+@contextlib.contextmanager
+def layers(width=8, **sizes):
+    """On groups that are closed in the end."""
+    with published_groups(**sizes) as pg:
+        yield Layers(pg, width)
+
+
+def save(root, iteration, model, timeout=PATIENT, **options):
+    model.fill(iteration)
+    return megapg.save_checkpoint(
+        root, iteration, model=model, pg_collection=model.pg, timeout=timeout, **options
+    )
+
+
+def load(root, model, timeout=PATIENT, **options):
+    return megapg.load_checkpoint(
+        root, model=model, pg_collection=model.pg, timeout=timeout, **options
+    )
+
+
+def attempt(work):
+    """What came of it, and how long it took."""
+    started = time.monotonic()
+    try:
+        result, error = work(), None
+    except Exception as raised:
+        result, error = None, raised
+    return result, error, time.monotonic() - started
+
+
+def me():
+    return int(os.environ["RANK"])
+
+
+def go_on(root, sizes, **options):
+    """A new job: which iteration it found, which mark is in the weights; it saves the next one."""
+    with published_groups(**sizes) as pg:
+        model = Layers(pg).fill(9999)
+        found = load(root, model).iteration
+        mark = model.mark()
+        save(root, found + 1, model, **options)
+        return found, mark
+
+
+def check_said(error, *texts, blamed, seconds=0.0):
+    """It is about a failed save, at once, says this, and blames these ranks."""
+    assert isinstance(error, CheckpointSaveError), error
+    for text in texts:
+        assert text in str(error)
+    assert error.problems.keys() == blamed
+    assert seconds < AT_ONCE
+
+
+def at_rest(root):
+    """Nothing is left of saves that failed but the lock file, and all checkpoints are whole."""
+    assert {entry for entry in os.listdir(root) if entry.startswith(".")} <= {ROOT_LOCK}
+    for info in megapg.list_checkpoints(root):
+        assert info.complete, info
+        assert not verify(info.path).problems
+    return True
+
+
+# ---- ranks that are killed ---------------------------------------------------------------------
+
+
+def first_saves(root, sizes):
+    with layers(**sizes) as model:
+        save(root, 1, model)
+        save(root, 2, model)
+
+
+def save_and_die(root, sizes, iteration, options, victim, fatal):
+    """The victim dies at its point. Returns what was passed, an error, and how long it took."""
+    # Gloo connects at the first collective, and waits as long as this for a rank that died before.
+    seconds = PATIENT if fatal is None else SILENCE
+    pg = opened(**sizes, collective_timeout=timedelta(seconds=seconds))
+    model = Layers(pg).fill(iteration + NEW)
+    options = {"model": model, "pg_collection": pg, "timeout": PATIENT, **options}
+    dist.barrier()
+    points = Points(fatal if me() == victim else None)
+
+    def trial():
+        if options.get("asynchronous"):
+            threading.setprofile(points)
+            begun = megapg.save_checkpoint(root, iteration, **options)
+            threading.setprofile(None)
+            return begun.wait()
+        with points:
+            return megapg.save_checkpoint(root, iteration, **options).wait()
+
+    _, error, seconds = attempt(trial)
+    return points.seen, error, seconds
+
+
+TP2, DP2 = {"tp": 2}, {}
+NEW = 100
+"""On top of the mark, of what ranks save that are killed."""
+SAVES = {
+    # name: layout, iteration, options; iterations 1 and 2 are there
+    "another": (TP2, 3, {"keep": 2}),
+    "the same again": (DP2, 2, {}),
+    "in the background": (DP2, 3, {"asynchronous": True}),
+}
+
+
+def killed_everywhere(forge, tmp_path, choice, disk, scattered):
+    """Victims, points and ends, a few at a time since most of it is waiting."""
+    cases = []
+    for number, (sizes, iteration, options) in enumerate(SAVES.values()):
+        template = tmp_path / f"template {number}"
+        forge.results(partial(first_saves, str(template), sizes))
+        for victim in (0, 1):
+            trial = shutil.copytree(template, tmp_path / f"dry {number} {victim}")
+            go = partial(save_and_die, str(trial), sizes, iteration, options, victim)
+            seen, error, _ = forge.results(partial(go, None))[victim]
+            assert error is None
+            changes = disk_points(seen)
+            points = [point for point in changes if point[2] in ("rename", "replace")]
+            others = [point for point in changes if point not in points]
+            points += choice.sample(others, min(disk, len(others)))
+            points += random_points(seen, scattered, choice)
+            # All has been written, and the leader's word on it is near.
+            points += [(*p, seen[p]) for p in seen if p[2:] == ("announce", "in")]
+            cases += [(template, sizes, iteration, options, victim, point) for point in points]
+    for first in range(0, len(cases), AT_A_TIME):
+        running = []
+        for number, case in enumerate(cases[first : first + AT_A_TIME], start=first):
+            template, sizes, iteration, options, victim, point = case
+            root = shutil.copytree(template, tmp_path / f"root {number}")
+            store = "rank 0" if number % 3 == 0 else "outside"
+            go = partial(save_and_die, str(root), sizes, iteration)
+            go = partial(go, {**options, "timeout": SILENCE}, victim, point)
+            running.append((case, store, root, forge.start(go, store=store)))
+        for case, store, root, started in running:
+            yield case, store, root, started.ends()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_a_rank_is_killed_anywhere_in_a_save(forge, tmp_path):
+    seed = int(os.environ.get("MEGAPG_TEST_SEED", random.randrange(10**6)))
+    print(f"MEGAPG_TEST_SEED={seed}")
+    choice = random.Random(seed)
+    killed, completed, left = 0, 0, []
+    for case, store, root, ends in killed_everywhere(forge, tmp_path, choice, 6, 5):
+        _, sizes, iteration, options, victim, point = case
+        what = f"seed {seed}: rank {victim} at {point}, store {store}, {iteration} {options}"
+        dead, survivor = ends[victim], ends[1 - victim]
+        assert not survivor.signal, f"{what}: {survivor.stack}"
+        _, error, seconds = survivor.get()
+        assert seconds < SOON, what
+        if dead.signal:
+            assert dead.signal == signal.SIGKILL, what
+            killed += 1
+        assert error is None or isinstance(error, CheckpointSaveError), f"{what}: {error!r}"
+        found = megapg.latest(root)
+        assert found.iteration in (2, iteration), what
+        assert not verify(found.path).problems, what
+        if error is None:  # then it really was saved
+            assert found.iteration == iteration, what
+            completed += 1
+        marks = {iteration + NEW} if found.iteration == 3 or error is None else {2, 2 + NEW}
+        left.append((what, root, sizes, found.iteration, marks))
+    assert killed >= 50, "too few points were reached"
+    assert 0 < completed < killed  # the follower may die, or the leader right at the end
+    for first in range(0, len(left), AT_A_TIME):
+        some = [
+            (what, root, there, marks, forge.start(partial(go_on, str(root), sizes)))
+            for what, root, sizes, there, marks in left[first : first + AT_A_TIME]
+        ]
+        for what, root, there, marks, started in some:
+            loaded = {end.get() for end in started.ends()}
+            assert len(loaded) == 1, what
+            assert loaded <= {(there, mark) for mark in marks}, what
+            assert megapg.latest(root).iteration == there + 1, what
+            assert at_rest(root), what
+
+
+def die_in_a_collective(root, victim, fatal):
+    """Four ranks, of which each pair has its own collectives; and an optimizer whose state has to
+    be gathered, which few need.
+    """
+    pg = opened(**TP2, collective_timeout=timedelta(seconds=60))
+    training = Training(cut(RUN, tp=2), pg)
+    training.steps(0, 1)
+    training.save(root, 1)
+    points = Points(fatal if me() == victim else None)
+    with mock.patch.object(pieces, "can_be_cut", return_value=False), points:
+        _, error, seconds = attempt(lambda: training.save(root, 2, timeout=SILENCE))
+    return points.seen, error, seconds
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_where_the_others_are_in_a_collective(forge, tmp_path):
+    go = partial(die_in_a_collective, str(tmp_path / "dry"), 3)
+    seen, error, _ = forge.results(partial(go, None), 4)[3]
+    assert error is None
+    inside = {place for place in seen if place[2:] == ("all_gather", "in")}
+    assert len(inside) >= 2  # optimizer's, names of tensors'
+    for number, place in enumerate(sorted(inside)):
+        root = tmp_path / str(number)
+        go = partial(die_in_a_collective, str(root), 3, (*place, 1))
+        ends = forge.run(go, 4)
+        assert ends[3].signal == signal.SIGKILL
+        for end in ends[:3]:
+            _, error, seconds = end.get()
+            assert isinstance(error, CheckpointSaveError), place
+            assert seconds < SOON
+        assert megapg.latest(root).iteration == 1
+
+
+# ---- full disks ----------------------------------------------------------------------------------
+
+
+def save_on_a_full_disk(root, free, sizes):
+    """Try with so much free space each; then with enough."""
+    told = []
+    with layers(**sizes) as model:
+        save(root, 1, model)
+        for number, left in enumerate(free):
+            if me() == 0:
+                disk = os.statvfs(root)
+                ballast = disk.f_bavail * disk.f_frsize - left
+                Path(root, "ballast").write_bytes(bytes(ballast))
+            dist.barrier()
+            _, error, seconds = attempt(lambda n=number: save(root, 2 + n, model))
+            loaded = load(root, model.fill(9999)).iteration, model.mark()
+            dist.barrier()  # before the file of the next round is there
+            told.append((error, seconds, loaded))
+            if me() == 0:
+                Path(root, "ballast").unlink()
+            dist.barrier()
+        save(root, 100, model)
+    return told
+
+
+def test_the_disk_is_full(forge, tmp_path):
+    """Wherever in the save it runs full; in the end there is room for all of it."""
+    free = [4096 * pages for pages in range(0, 46, 3)]
+    with mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)) as root:
+        told = forge.results(partial(save_on_a_full_disk, str(root), free, TP2))
+        assert megapg.latest(root).iteration == 100
+        assert at_rest(root)
+    failed = [error is not None for error, *_ in told[0]]
+    assert failed == sorted(failed, reverse=True)
+    assert any(failed)
+    assert not all(failed)
+    blamed, newest = set(), 1
+    for number, both in enumerate(zip(*told, strict=True)):
+        newest = newest if failed[number] else 2 + number
+        for error, seconds, loaded in both:
+            assert loaded == (newest, newest)
+            assert (error is not None) == failed[number]
+            if error is not None:
+                said = "No space left on device"
+                check_said(error, said, str(root), blamed=set(error.problems), seconds=seconds)
+                assert said in str(list(error.problems.values()))
+                blamed |= set(error.problems)
+    assert blamed == {0, 1}
+
+
+def save_with_a_limit(root, limits):
+    """One rank can't write files beyond a size. What each rank heard of each limit."""
+    told = []
+    with layers(width=4096) as model:
+        save(root, 1, model)
+        for number, (victim, limit) in enumerate(limits):
+            if me() == victim:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            _, error, seconds = attempt(lambda n=number: save(root, 2 + n, model))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )
+            loaded = load(root, model.fill(9999)).iteration, model.mark()
+            told.append((error, seconds, loaded, sorted(os.listdir(root))))
+            dist.barrier()
+        save(root, 100, model)
+    return told
+
+
+def test_one_rank_cannot_write(forge, tmp_path):
+    limits = [(victim, limit) for limit in (0, 2000, 100_000) for victim in (0, 1)]
+    told = forge.results(partial(save_with_a_limit, str(tmp_path), limits))
+    for (victim, _), *both in zip(limits, *told, strict=True):
+        for error, seconds, loaded, there in both:
+            said = f"rank {victim}", "File too large", str(tmp_path)
+            check_said(error, *said, blamed={victim}, seconds=seconds)
+            assert loaded == (1, 1)
+            assert there == [ROOT_LOCK, "iter_0000001", TRACKER]
+    assert megapg.latest(tmp_path).iteration == 100
+    assert at_rest(tmp_path)
+
+
+def save_with_a_late_rank(root):
+    """Rank 0 fails and clears up before rank 1 has looked at the directory."""
+
+    def late(frame, event, _):
+        if event == "call" and frame.f_code.co_name == "_check_shared":
+            time.sleep(1.5)
+
+    with layers() as model:
+        sys.setprofile(late if me() == 1 else None)
+        with no_room(0):
+            _, error, _ = attempt(lambda: save(root, 1, model))
+        sys.setprofile(None)
+        save(root, 2, model)
+    return error
+
+
+def test_a_late_rank_hears_the_reason(forge, tmp_path):
+    for error in forge.results(partial(save_with_a_late_rank, str(tmp_path))):
+        check_said(error, "File too large", blamed={0})  # not that the directory is gone
+    assert at_rest(tmp_path)
+
+
+# ---- the directory -------------------------------------------------------------------------------
+
+
+def save_where_it_cannot(places):
+    """Of each place what this rank heard; then a save that works, with the same groups."""
+    told = []
+    with layers() as model:
+        for place in places:
+            told.append(attempt(partial(save, place, 1, model))[1:])
+        save(places[-1] + " well", 1, model)
+    return told
+
+
+def test_the_directory_cannot_be_written(forge, tmp_path):
+    (tmp_path / "file").write_text("no directory")
+    (tmp_path / "inside").mkdir()
+    sealed = tmp_path / "sealed"
+    sealed.mkdir()
+    with mounted("-t", "tmpfs", "-o", "ro,size=64k", "tmpfs", str(sealed)):
+        places = [sealed, sealed / "new", Path("/proc/checkpoints"), tmp_path / "file"]
+        told = forge.results(partial(save_where_it_cannot, [str(place) for place in places]))
+    reasons = ["Read-only file system"] * 2 + ["No such file or directory", "File exists"]
+    for place, reason, *both in zip(places, reasons, *told, strict=True):
+        for error, seconds in both:
+            check_said(error, reason, str(place), blamed={0}, seconds=seconds)  # who begins it
+
+
+def save_on_two_hosts(root):
+    """What rank 1 mounts, rank 0 does not see."""
+    with layers() as model:
+        if me() == 1:
+            unshared = ctypes.CDLL(None, use_errno=True).unshare(0x00020000)  # mounts of our own
+            assert unshared == 0, os.strerror(ctypes.get_errno())
+            subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+            subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root], check=True)
+        dist.barrier()
+        first = attempt(partial(save, root, 1, model))[1:]
+        if me() == 1:
+            subprocess.run(["umount", root], check=True)
+        dist.barrier()
+        save(root, 2, model)
+    return first
+
+
+def test_the_directory_is_not_shared(forge, tmp_path):
+    with mounted("--bind", str(tmp_path), str(tmp_path)):  # skips where this is not permitted
+        pass
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    for error, seconds in forge.results(partial(save_on_two_hosts, str(root))):
+        said = "does not see it", "file system that all hosts share"
+        check_said(error, *said, blamed={1}, seconds=seconds)
+    assert at_rest(root)
+    assert megapg.latest(root).iteration == 2
+
+
+TORN = {
+    # what the tracker holds: which checkpoint is loaded
+    b"": 12,
+    b"1": 12,  # of "12": names one that is not there
+    b"\x00\x00": 12,
+    b"12\n\n": 12,
+    b"twelve": 12,
+    b"11": 11,  # rolled back on purpose
+    b"99999": 12,
+    b"9" * 5000: 12,
+    b"release": 12,
+    b"-3": 12,
+}
+
+
+def load_with_torn_trackers(root):
+    found = []
+    with layers() as model:
+        for iteration in (10, 11, 12):
+            save(root, iteration, model)
+        for content in [*TORN, None]:
+            dist.barrier()
+            if me() == 0:
+                if content is None:
+                    Path(root, TRACKER).unlink()
+                else:
+                    Path(root, TRACKER).write_bytes(content)
+            dist.barrier()
+            loaded = load(root, model.fill(9999))
+            found.append((loaded.iteration, model.mark()))
+        save(root, 13, model)
+    return found
+
+
+def test_a_torn_tracker(forge, tmp_path):
+    for found in forge.results(partial(load_with_torn_trackers, str(tmp_path))):
+        assert found == [(iteration, iteration) for iteration in [*TORN.values(), 12]]
+    assert megapg.latest(tmp_path).iteration == 13
+    assert (tmp_path / TRACKER).read_text() == "13"
+    assert at_rest(tmp_path)
+
+
+# ---- two jobs ------------------------------------------------------------------------------------
+
+ROUNDS = 12
+
+
+def save_rounds(root, first, step, keep, start):
+    """This job's marks are even or odd, so that a mixture would show."""
+    with layers() as model:
+        while time.time() < start:
+            time.sleep(0.001)
+        for number in range(ROUNDS):
+            iteration = first + step * number
+            megapg.save_checkpoint(
+                root,
+                iteration,
+                model=model.fill(10 * iteration + first),
+                pg_collection=model.pg,
+                keep=keep,
+                extra={"job": first, "round": number},
+                timeout=PATIENT,
+            )
+
+
+def load_each(root, iterations):
+    with layers() as model:
+        for iteration in iterations:
+            loaded = load(root, model.fill(9999), iteration=iteration)
+            assert model.mark() == 10 * iteration + loaded.extra["job"]
+    return True
+
+
+@pytest.mark.parametrize(
+    ("step", "others", "keep"),
+    [(1, 1, None), (2, 2, None), (2, 2, 2), (0, 0, 1)],
+    ids=["overlapping", "different", "different, keep", "the same, keep"],
+)
+def test_two_jobs_save_into_one_directory(forge, tmp_path, step, others, keep):
+    start = time.time() + 2
+    jobs = [
+        forge.start(partial(save_rounds, str(tmp_path), first, each, keep, start))
+        for first, each in ((1, step), (2, others))
+    ]
+    for each in jobs:
+        for end in each.ends():
+            end.get()
+    assert at_rest(tmp_path)
+    found = [info.iteration for info in megapg.list_checkpoints(tmp_path)]
+    saved = {first + step * number for first in (1, 2) for number in range(ROUNDS)}
+    if keep is None:
+        assert set(found) == saved
+    else:
+        assert len(found) >= keep
+        assert saved.issuperset(found)
+        assert max(found) == max(saved)
+    assert megapg.latest(tmp_path).iteration in found
+    assert all(forge.results(partial(load_each, str(tmp_path), found)))
+
+
+# ---- ranks that raise, stay away, or want something else -----------------------------------------
+
+
+class Broken:
+    """Stands in for an object, and raises when one of its methods is called."""
+
+    def __init__(self, whole, method):
+        self._whole, self._method = whole, method
+
+    def __getattr__(self, name):
+        if name == self._method:
+            raise ZeroDivisionError(f"{name} is broken")
+        return getattr(self._whole, name)
+
+
+class Scheduler:
+    def state_dict(self):
+        return {"num_steps": 1}
+
+
+@contextlib.contextmanager
+def broken_model(model):
+    def raises(*_, **__):
+        raise ZeroDivisionError("sharded_state_dict is broken")
+
+    model.sharded_state_dict = raises
+    yield
+    del model.sharded_state_dict
+
+
+def broken_save(root, fault, victims, training):
+    """Save 2; on the victims with this fault."""
+    options = {
+        "model": training.chunks,
+        "optimizer": training.optimizer,
+        "scheduler": Scheduler(),
+        "extra": {"note": "plain"},
+        "pg_collection": training.pg,
+        "timeout": PATIENT,
+    }
+    iteration, healing = 2, contextlib.nullcontext()
+    if me() in victims:
+        match fault:
+            case "model":
+                healing = broken_model(training.chunks[0].module)
+            case "iteration":
+                iteration = 3
+            case "directory":
+                root = f"{root} elsewhere"
+            case _:
+                options |= {
+                    "optimizer": {"optimizer": Broken(training.optimizer, "sharded_state_dict")},
+                    "scheduler": {"scheduler": Broken(Scheduler(), "state_dict")},
+                    "no optimizer": {"optimizer": None},
+                    "keep": {"keep": 0},
+                    "no model": {"model": []},
+                    "lambda": {"extra": {"note": lambda: None}},
+                    "class": {"args": {"scheduler": Scheduler()}},
+                    "taken": {"extra": {"iteration": 7}},
+                    "rng_layout": {"rng_layout": "both of them"},
+                }[fault]
+    with healing:
+        return attempt(lambda: megapg.save_checkpoint(root, iteration, **options))[1:]
+
+
+RAISING = [
+    # fault, where, what is raised there, what the others read
+    ("model", {0}, ZeroDivisionError, "sharded_state_dict is broken"),
+    ("model", {2}, ZeroDivisionError, "sharded_state_dict is broken"),
+    ("scheduler", {2}, ZeroDivisionError, "state_dict is broken"),
+    ("keep", {1}, CheckpointError, "keep=0"),
+    ("no model", {0}, CheckpointError, "at least one chunk"),
+    ("taken", {2}, CheckpointError, "choose other names"),
+    ("rng_layout", {1}, CheckpointError, "both of them"),
+    ("lambda", {0}, CheckpointSaveError, "can't be saved"),
+    ("class", {0}, CheckpointSaveError, "can't be saved so that it loads safely"),
+    ("iteration", {1}, CheckpointSaveError, "iteration is 2 on ranks 0, 2; 3 on rank 1"),
+    ("directory", {2}, CheckpointSaveError, " elsewhere on rank 2"),
+    ("no optimizer", {0}, CheckpointSaveError, "optimizer is none on rank 0; given on ranks 1, 2"),
+]
+
+
+def save_with_faults(root):
+    """All with the same groups: none of this may spoil them."""
+    told = []
+    with resuming.training(RUN) as training:
+        training.steps(0, 1)
+        training.save(root, 1)
+        for fault, victims, *_ in RAISING:
+            told.append(broken_save(root, fault, victims, training))
+            dist.barrier()
+        training.save(root, 2)
+        before = training.digest()
+        training.steps(1, 2)
+        loaded = training.load(root).iteration, training.digest() == before
+    return told, loaded
+
+
+def test_a_rank_that_raises(forge, tmp_path):
+    root = tmp_path / "here"
+    ranks = forge.results(partial(save_with_faults, str(root)), 3)
+    for number, (fault, victims, kind, text) in enumerate(RAISING):
+        for rank, (told, _) in enumerate(ranks):
+            error, seconds = told[number]
+            what = f"{fault}, rank {rank}: {error!r}"
+            together = fault in ("iteration", "directory", "no optimizer")
+            if rank in victims and not together:
+                assert isinstance(error, kind), what
+            else:
+                assert isinstance(error, CheckpointSaveError), what
+                if not together:
+                    assert error.problems.keys() == victims, what
+                    assert f"rank {min(victims)}: " in str(error), what
+            assert text in str(error), what
+            assert seconds < AT_ONCE, what
+    assert [loaded for _, loaded in ranks] == [(2, True)] * 3
+    assert [info.iteration for info in megapg.list_checkpoints(root)] == [1, 2]
+    assert at_rest(root)
+    assert not Path(f"{root} elsewhere").exists()
+
+
+def save_in_collectives(root):
+    steps = Steps()
+    with resuming.training(RUN) as training:
+        training.steps(0, 1)
+        training.save(root, 1)
+        for group in vars(training.pg).values():
+            if isinstance(group, dist.ProcessGroup):
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SILENCE), group)
+        # An optimizer whose state has to be gathered, and so every rank sees it.
+        with mock.patch.object(pieces, "can_be_cut", return_value=False):
+            told = broken_save(root, "optimizer", {1}, training)
+        steps.say("over")
+        steps.hear("over", range(3))  # others are to be freed by the clock, not by our end
+        raise told[0]
+
+
+def test_a_rank_that_raises_where_the_others_are_in_a_collective(forge, tmp_path):
+    """No store can call them back from there; the timeout of collectives does."""
+    ends = forge.run(partial(save_in_collectives, str(tmp_path)), 3)
+    assert isinstance(ends[1].error, ZeroDivisionError)
+    for end in (ends[0], ends[2]):
+        check_said(end.error, "sharded_state_dict is broken", blamed={1})
+    assert megapg.latest(tmp_path).iteration == 1
+    assert at_rest(tmp_path)
+
+
+def save_without(root, absent):
+    """One rank does not call; a second time it ends before that."""
+    with layers() as model:
+        save(root, 1, model)
+        told = None
+        if me() != absent:
+            told = attempt(partial(save, root, 2, model, timeout=SILENCE))[1:]
+        dist.barrier()
+        save(root, 3, model)
+    pg = opened(**DP2)
+    model = Layers(pg)
+    if me() == absent:
+        raise ZeroDivisionError("before the save")
+    return told, attempt(partial(save, root, 4, model, timeout=SILENCE))[1:]
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_stays_away(forge, tmp_path, absent):
+    ends = forge.run(partial(save_without, str(tmp_path), absent), 3)
+    assert isinstance(ends[absent].error, ZeroDivisionError), ends[absent]
+    rounds = zip(*(end.get() for rank, end in enumerate(ends) if rank != absent), strict=True)
+    for both in rounds:
+        for error, seconds in both:
+            check_said(error, f"rank {absent} ", blamed={absent})
+            assert seconds < SOON
+        # Whoever came first waits the whole time, and tells whoever came a moment later.
+        assert max(seconds for _, seconds in both) >= SILENCE
+    assert megapg.latest(tmp_path).iteration == 3
+    assert at_rest(tmp_path)
+
+
+# ---- in the background ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def another_job_holds(root):
+    """The lock of the directory: as long as this lasts, no save there gets on."""
+    Path(root).mkdir(exist_ok=True)
+    dist.barrier()
+    with open(Path(root, ROOT_LOCK), "ab") as file:
+        if me() == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        dist.barrier()
+        yield file
+
+
+def let_go_in(file, seconds):
+    """Returns a function that says whether it has."""
+    released = threading.Event()
+
+    def release():
+        released.set()
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+    threading.Timer(seconds, release).start()
+    return lambda: me() != 0 or released.is_set()
+
+
+@contextlib.contextmanager
+def no_room(rank):
+    """This rank can't write more than a few bytes."""
+    if me() == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+
+def over(save):
+    """It has ended, and nobody was told."""
+    while not save.done:
+        time.sleep(0.01)
+
+
+def train_while_saving(root):
+    with layers(width=4096) as model:
+        with another_job_holds(root) as lock:
+            first = save(root, 1, model, asynchronous=True)
+            for parameter in model.parameters():  # a step
+                parameter.data.add_(1000)
+                dist.all_reduce(parameter.data, group=model.pg.dp)
+            assert not first.done
+            with pytest.raises(TimeoutError, match="iteration 1"):
+                first.wait(0.1)
+            assert megapg.latest(root) is None
+
+            released = let_go_in(lock, 1.0)
+            second = save(root, 2, model, asynchronous=True)
+            assert released()  # one at a time
+            assert first.done
+            assert first.wait().iteration == 1
+        second.wait()
+        with another_job_holds(root) as lock:
+            both = [save(root, n, model, asynchronous=True, in_flight=2) for n in (3, 4)]
+            assert [each.done for each in both] == [False, False]
+            released = let_go_in(lock, 1.0)
+            both.append(save(root, 5, model, asynchronous=True, in_flight=2))
+            assert released()
+            assert both[0].done
+        assert [each.wait().iteration for each in both] == [3, 4, 5]
+        with another_job_holds(root) as lock:
+            save(root, 6, model, asynchronous=True)
+            released = let_go_in(lock, 1.0)
+            save(root, 7, model)
+            assert released()
+        for iteration in range(1, 8):
+            assert load(root, model.fill(9999), iteration=iteration).iteration == iteration
+            assert model.mark() == iteration
+    return True
+
+
+def test_training_goes_on_during_a_save(forge, tmp_path):
+    assert all(forge.results(partial(train_while_saving, str(tmp_path / "here"))))
+    assert len(megapg.list_checkpoints(tmp_path / "here")) == 7
+    assert at_rest(tmp_path / "here")
+
+
+def save_with_changing_room(root):
+    with layers() as model, another_job_holds(root) as lock:
+        save(f"{root} first", 1, model, asynchronous=True, in_flight=2).wait()
+        saves = [save(root, n, model, asynchronous=True, in_flight=2) for n in (1, 2)]
+        let_go_in(lock, 1.0)
+        saves.append(save(root, 3, model, asynchronous=True, in_flight=3))
+        return [each.wait().iteration for each in saves]
+
+
+def test_saves_in_flight_do_not_mix(forge, tmp_path):
+    told = forge.results(partial(save_with_changing_room, str(tmp_path / "here")))
+    assert told == [[1, 2, 3]] * 2
+    assert at_rest(tmp_path / "here")
+
+
+def hear_of_failures(root):
+    """Who heard of a background save that failed; and that nobody did twice."""
+    heard = {}
+
+    def failed(model, victim):
+        with no_room(victim):
+            found = save(root, 2, model, timeout=PATIENT, asynchronous=True)
+            over(found)
+        dist.barrier()
+        return found
+
+    with layers() as model:
+        save(root, 1, model)
+        for victim in (0, 1):
+            found = failed(model, victim)
+            heard["wait", victim] = attempt(found.wait)[1]
+            assert isinstance(attempt(found.wait)[1], CheckpointSaveError)  # asked twice, told so
+            load(root, model)
+            failed(model, victim)
+            heard["load", victim] = attempt(lambda: load(root, model))[1]
+            assert load(root, model).iteration == 1
+            failed(model, victim)
+            heard["save", victim] = attempt(lambda: save(root, 3, model))[1]
+            failed(model, victim)
+            heard["background", victim] = attempt(
+                lambda: save(root, 3, model, asynchronous=True, in_flight=2)
+            )[1]
+        failed(model, 1).cancel()  # too late for that
+        heard["save", "after"] = attempt(lambda: save(root, 3, model))[1]
+        assert load(root, model).iteration == 1
+
+    def close(body):
+        session = megapg.session(timeout=PATIENT)
+        with megatron_on_cpu(), megapg.published(session.groups):
+            body(Layers(session.groups))
+        _, error, _ = attempt(session.close)
+        assert session.closed
+        session.close()
+        return error
+
+    heard["close", 1] = close(lambda model: failed(model, 1))
+
+    def heard_already(model):
+        assert attempt(failed(model, 1).wait)[1]
+
+    assert close(heard_already) is None
+    return heard
+
+
+def test_an_error_in_the_background_is_heard_once(forge, tmp_path):
+    for heard in forge.results(partial(hear_of_failures, str(tmp_path))):
+        assert len(heard) == 10
+        for (_, victim), error in heard.items():
+            blamed = {victim if victim != "after" else 1}
+            check_said(error, "File too large", "saving iteration 2 to", blamed=blamed)
+    assert megapg.latest(tmp_path).iteration == 1
+    assert at_rest(tmp_path)
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    @classmethod
+    def of_megapg(cls):
+        log, lines = logging.getLogger("megapg"), cls()
+        log.addHandler(lines)
+        log.setLevel(logging.INFO)
+        return lines.lines
+
+
+def close_while_saving(root):
+    lines = Lines.of_megapg()
+    with layers() as model:
+        with another_job_holds(root) as lock:
+            still = os.dup(lock.fileno())
+            found = save(root, 1, model, asynchronous=True)
+        waiting = not found.done
+        released = let_go_in(still, 1.0)
+    return waiting and released() and found.done, lines
+
+
+def cut_short(root, how):
+    """One rank calls it off, or fails beside it, while 128 MB are written."""
+    lines = Lines.of_megapg()
+    found = None
+
+    def body():
+        nonlocal found
+        with layers(width=2 * 2**20) as model:
+            small = Layers(model.pg)
+            save(root, 1, small)
+            found = save(root, 2, model, asynchronous=True)
+            if me() == 1 and how == "body":
+                raise ZeroDivisionError("in the body")
+            if me() == 1:
+                found.cancel()
+            error = attempt(found.wait)[1]
+            if how == "cancel":
+                load(root, small)
+                save(root, 3, small)
+            if error is not None:
+                raise error
+
+    error = attempt(body)[1]
+    return error, attempt(found.wait)[1], lines
+
+
+def test_a_closing_session_waits(forge, tmp_path):
+    for done, lines in forge.results(partial(close_while_saving, str(tmp_path))):
+        assert done
+        assert any("waiting for the checkpoint of iteration 1" in line for line in lines)
+    assert megapg.latest(tmp_path).iteration == 1
+    assert at_rest(tmp_path)
+
+
+def test_a_save_is_called_off(forge, tmp_path):
+    for error, waited, _ in forge.results(partial(cut_short, str(tmp_path), "cancel")):
+        for each in (error, waited):
+            check_said(each, "called off", blamed={1})
+    assert [info.iteration for info in megapg.list_checkpoints(tmp_path)] == [1, 3]
+    assert at_rest(tmp_path)
+
+
+def test_a_session_that_fails_calls_its_saves_off(forge, tmp_path):
+    ranks = forge.results(partial(cut_short, str(tmp_path), "body"))
+    assert isinstance(ranks[1][0], ZeroDivisionError)
+    assert any("calling off the checkpoint of iteration 2" in line for line in ranks[1][2])
+    for error in (ranks[0][0], ranks[0][1], ranks[1][1]):
+        check_said(error, "called off", blamed={1})
+    assert [info.iteration for info in megapg.list_checkpoints(tmp_path)] == [1]
+    assert at_rest(tmp_path)
+
+
+# ---- loading -------------------------------------------------------------------------------------
+
+
+def shards(path):
+    return sorted(Path(path).glob("*.distcp"))
+
+
+def truncate(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+class Hostile:
+    def __init__(self, mark):
+        self._mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._mark),)
+
+
+DAMAGE = {
+    # what is done to a checkpoint: what every rank gets
+    "first shard truncated": BrokenCheckpointError,
+    "last shard truncated": BrokenCheckpointError,
+    "first shard missing": BrokenCheckpointError,
+    "last shard missing": BrokenCheckpointError,
+    "an optimizer's entry overwritten": BrokenCheckpointError,
+    "index truncated": BrokenCheckpointError,
+    "common truncated": BrokenCheckpointError,
+    "hostile index": UnsafeCheckpointError,
+    "hostile common": UnsafeCheckpointError,
+    "a flipped bit, verified": BrokenCheckpointError,
+    "of another step": CheckpointNotFoundError,
+    "nothing at all": CheckpointNotFoundError,
+    "no directory": CheckpointNotFoundError,
+}
+UNTOUCHED = [name for name in DAMAGE if "shard" not in name and "entry" not in name]
+
+
+def damage(root, how):
+    path = Path(root, "iter_0000001")
+    match how.split():
+        case [which, "shard", done]:
+            file = shards(path)[0 if which == "first" else -1]
+            truncate(file) if done == "truncated" else file.unlink()
+        case ["an", "optimizer's", *_]:  # which one rank reads, and hands to the others
+            places = read_contents(path).metadata.storage_data
+            place = next(at for index, at in places.items() if "optimizer.state.exp" in index.fqn)
+            with open(path / place.relative_path, "rb+") as file:
+                file.seek(place.offset)
+                file.write(bytes(place.length))
+        case [which, "truncated"]:
+            truncate(path / {"index": ".metadata", "common": "common.pt"}[which])
+        case ["hostile", "index"]:
+            (path / ".metadata").write_bytes(pickle.dumps(Hostile(f"{root}/ran")))
+        case ["hostile", "common"]:
+            torch.save({"args": Hostile(f"{root}/ran")}, path / "common.pt")
+        case ["a", "flipped", *_]:
+            flip(shards(path)[0], shards(path)[0].stat().st_size // 2)
+        case ["nothing", *_]:
+            shutil.rmtree(path)
+            Path(root, TRACKER).unlink()
+        case ["no", "directory"]:
+            shutil.rmtree(root)
+
+
+def load_damaged(template):
+    told = []
+    with resuming.training(RUN) as training:
+        training.steps(0, 1)
+        training.save(template, 1)
+        training.steps(1, 2)
+        kept = training.digest()
+        for number, how in enumerate(DAMAGE):
+            root = f"{template} {number}"
+            if me() == 0:
+                shutil.copytree(template, root)
+                damage(root, how)
+            dist.barrier()
+            options = {"verify": "verified" in how}
+            where = f"{root}/iter_0000001" if how.startswith("hostile") else root
+            if how == "of another step":
+                options["iteration"] = 77
+            _, error, seconds = attempt(partial(training.load, where, **options))
+            dist.barrier()
+            told.append((error, seconds, training.digest() == kept))
+            if not told[-1][2]:
+                assert training.load(template).iteration == 1
+                training.steps(1, 2)
+                assert training.digest() == kept
+        assert training.load(template).iteration == 1
+    return told
+
+
+def test_a_damaged_checkpoint(forge, tmp_path):
+    template = tmp_path / "whole"
+    ranks = forge.results(partial(load_damaged, str(template)))
+    for told in ranks:
+        for (how, kind), (error, seconds, untouched) in zip(DAMAGE.items(), told, strict=True):
+            assert type(error) is kind, f"{how}: {error!r}"
+            assert seconds < AT_ONCE, how
+            assert untouched or how not in UNTOUCHED, how
+    assert not list(tmp_path.glob("*/ran"))
+
+
+def load_what_does_not_fit(root):
+    told = []
+    with resuming.training(RUN) as training:
+        training.steps(0, 1)
+        training.save(root, 1)
+        megapg.save_checkpoint(
+            f"{root} bare", 1, model=training.chunks, pg_collection=training.pg, timeout=PATIENT
+        )
+    for changes, where in (({"hidden": 64}, root), ({"layers": 6}, root), ({}, f"{root} bare")):
+        with resuming.training(replace(RUN, **changes)) as training:
+            training.steps(0, 1)
+            before = training.digest()
+            _, error, seconds = attempt(partial(training.load, where))
+            told.append((error, seconds, training.digest() == before))
+    return told
+
+
+def test_a_checkpoint_that_does_not_fit(forge, tmp_path):
+    for told in forge.results(partial(load_what_does_not_fit, str(tmp_path / "here"))):
+        for (error, seconds, untouched), text in zip(
+            told, ("has shape", "has shape", "no optimizer state"), strict=True
+        ):
+            assert type(error) is CheckpointMismatchError, error
+            assert text in str(error)
+            assert seconds < AT_ONCE
+            assert untouched
+
+
+def load_where_one_rank_raises(root):
+    with resuming.training(RUN, collective_timeout=timedelta(seconds=PATIENT)) as training:
+        training.steps(0, 1)
+        training.save(root, 1)
+        before = training.digest()
+        if me() == 1:
+            training.chunks[0].module.load_state_dict = None  # can't be called
+        _, error, seconds = attempt(partial(training.load, root))
+        if me() == 1:
+            del training.chunks[0].module.load_state_dict
+        training.load(root)
+        again = training.digest() == before
+    return error, seconds, again
+
+
+def test_a_rank_that_raises_while_it_loads(forge, tmp_path):
+    """The others are not left in the optimizer's collectives."""
+    well, raised = forge.results(partial(load_where_one_rank_raises, str(tmp_path)))
+    assert type(raised[0]) is TypeError
+    assert type(well[0]) is CheckpointError
+    assert "rank 1: TypeError" in str(well[0])
+    for _, seconds, again in (well, raised):
+        assert seconds < AT_ONCE
+        assert again

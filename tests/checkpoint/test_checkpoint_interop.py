@@ -1,0 +1,446 @@
+"""What Megatron saves, megapg loads, and the other way round: bit for bit, on every rank.
+
+``megatron_training.py`` has the other side: the real ``megatron.training.checkpointing`` where the
+installed Megatron-core brings it, else ``megatron.core.dist_checkpointing``.
+"""
+
+import gc
+import json
+import logging
+import re
+import warnings
+from argparse import Namespace
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from resuming import whole_tensors
+from streams import draw
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+import megapg
+from megapg.checkpoint.verify import verify
+from megapg.demo.job import GPTRun
+from megapg.errors import RankFailedError, RngStateWarning
+from megapg.testing import megatron_on_cpu, run_distributed
+
+pytestmark = pytest.mark.contract
+
+SMALL = GPTRun(layers=2, hidden=32, seq_length=16, num_microbatches=1)
+VPP = {"pp": 2, "vpp": 2, "layers": 4, "num_microbatches": 2}
+STEPS = 2  # before the save, and again after it
+ITERATION = f"iter_{STEPS:07d}"
+TRACKER = "latest_checkpointed_iteration.txt"
+WITH_RELEASE = "dp2 bf16"  # the case that does this too: its optimizer has weights of its own
+EXPERT_STREAM = "expert-parallel-rng"
+
+
+def job(distributed_optimizer=True, **given):
+    """A job from the arguments of ``GPTRun`` and of ``megatron_training.Job``, mixed."""
+    mine = {"sharding", "bf16", "data_parallel_random_init", "fully_parallel"} & given.keys()
+    told = {name: given.pop(name) for name in mine}
+    return {**given}, {"distributed_optimizer": distributed_optimizer, **told}
+
+
+JOBS = {
+    2: {
+        "tp2": job(tp=2),
+        "ep2": job(ep=2, experts=4),
+        "tp2 ep2 expt_tp1": job(tp=2, ep=2, expt_tp=1, experts=4, sequence_parallel=True),
+        "dp2 bf16": job(bf16=True),
+        "dp2 random init": job(data_parallel_random_init=True, sharding="dp_reshardable"),
+        "dp2 bf16 plain optimizer": job(distributed_optimizer=False, bf16=True),
+    },
+    4: {
+        "tp2 pp2": job(tp=2, pp=2),
+        "tp2 pp2 vpp2": job(tp=2, **VPP),
+        "tp2 ep2": job(tp=2, ep=2, experts=4, sequence_parallel=True),
+        "pp2 dp2 bf16 random init": job(pp=2, bf16=True, data_parallel_random_init=True),
+        "tp2 dp2 one writer": job(tp=2, sharding="dp_reshardable", fully_parallel=False),
+    },
+    8: {
+        "tp2 pp2 vpp2 dp2": job(tp=2, bf16=True, **VPP),
+        "tp2 pp2 ep2": job(tp=2, pp=2, ep=2, experts=4, sequence_parallel=True),
+    },
+}
+CASES = [
+    pytest.param(world_size, name, id=name, marks=[pytest.mark.slow] if world_size > 4 else [])
+    for world_size, jobs in JOBS.items()
+    for name in jobs
+]
+every_case = pytest.mark.parametrize(("world_size", "name"), CASES)
+
+
+# -- in the ranks ----------------------------------------------------------------------------------
+
+
+def save_and_load_each_others(root, jobs):
+    """The cases one after the other; for each, what this rank had and what came back."""
+    from megatron_training import Job
+
+    warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+    logging.disable(logging.WARNING)
+    gc.freeze()  # it collects garbage at every save and load
+    found = {}
+    for name, (run, told) in jobs.items():
+        what = Job(replace(SMALL, **run), **told)
+        with (
+            megatron_on_cpu(),
+            megapg.session(timeout=60, **what.sizes) as session,
+            megapg.published(session.groups) as pg,
+        ):
+            found[name] = every_way(root / name, what, pg)
+            if name == WITH_RELEASE:
+                found["release"] = releases(root / "release", what, pg)
+    return found
+
+
+def every_way(root, what, pg):
+    import megatron_training as megatron
+
+    training = megatron.Training(what, pg, seed=11)
+    for _ in range(STEPS):
+        training.step()
+    found = {"before": before_saving(training)}
+    megatron.save(training, root / "megatron")
+    save(training, root / "megapg")
+    found["uninterrupted"] = observe(training)
+    for reader, read in (("megatron", megatron.load), ("megapg", load)):
+        for writer in ("megatron", "megapg"):
+            training = megatron.Training(what, pg, seed=99)
+            fresh = training.state()
+            read(training, root / writer)
+            found[f"{reader} from {writer}"] = observe(training)
+            found[f"{reader} from {writer}"]["fresh"] = fresh
+            found[f"{reader} from {writer}"]["rng"] = training.told
+    found["place"] = tuple(pg.rank(axis) for axis in ("pp", "tp", "dp_cp"))
+    found["experts"] = tuple(pg.rank(axis) for axis in ("pp", "ep", "expt_tp"))
+    return found
+
+
+def releases(root, what, pg):
+    import megatron_training as megatron
+
+    training = megatron.Training(what, pg, seed=11)
+    training.step()
+    megatron.save(training, root / "megatron", release=True)
+    save(training, root / "megapg", release=True)
+    found = {"released": training.state()}
+    for reader, read in (("megatron", megatron.load), ("megapg", load)):
+        for writer in ("megatron", "megapg"):
+            training = megatron.Training(what, pg, seed=99)
+            scheduler = training.scheduler.state_dict()
+            read(training, root / writer)
+            found[f"{reader} from {writer}"] = training.state()
+            assert training.iteration == 0
+            assert training.scheduler.state_dict() == scheduler
+            training.let_go()
+    return found
+
+
+def before_saving(training):
+    """What is to come back: everything in memory, and what each stream gives next."""
+    import megatron_training as megatron
+
+    state, streams = training.state(), megatron.streams()
+    drawn = draw()
+    megatron.set_streams(streams)
+    return {"state": state, "draws": drawn}
+
+
+def observe(training):
+    """As above, and how the training goes on from there."""
+
+    seen = {"state": training.state(), "draws": draw()}
+    seen["losses"] = [training.step().hex() for _ in range(STEPS)]
+    seen["later"] = training.state()
+    training.let_go()
+    return seen
+
+
+def save(training, root, release=False):
+    megapg.save_checkpoint(
+        root,
+        training.iteration,
+        model=training.chunks,
+        optimizer=training.optimizer,
+        scheduler=training.scheduler,
+        pg_collection=training.pg,
+        args=training.args,
+        num_floating_point_operations=training.operations,
+        optimizer_sharding=training.job.sharding,
+        data_parallel_random_init=training.job.data_parallel_random_init,
+        fully_parallel=training.job.fully_parallel,
+        release=release,
+    )
+
+
+def load(training, root):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", RngStateWarning)
+        loaded = megapg.load_checkpoint(
+            root,
+            model=training.chunks,
+            optimizer=training.optimizer,
+            scheduler=training.scheduler,
+            pg_collection=training.pg,
+        )
+    training.iteration = loaded.iteration
+    training.operations = loaded.num_floating_point_operations
+    training.args.consumed_train_samples = loaded.args.consumed_train_samples
+    training.args.consumed_valid_samples = loaded.args.consumed_valid_samples
+    if loaded.rng is not None:  # a release has none to be restored
+        said = [str(w.message) for w in warned if w.category is RngStateWarning]
+        training.told = loaded.rng.exact, loaded.rng.reason, said
+
+
+# -- what they found -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """``ran(world_size)``: the directory, and what every rank found; run at the first call."""
+    runs = {}
+
+    def run(world_size):
+        root = tmp_path_factory.mktemp(f"world{world_size}")
+        return root, run_distributed(
+            partial(save_and_load_each_others, root, JOBS[world_size]),
+            world_size,
+            deadline=280,
+            preload=("megapg.demo.gpt",),
+            env={"PYTHONWARNINGS": "ignore"},
+        )
+
+    def once(world_size):
+        if world_size not in runs:
+            try:
+                runs[world_size] = run(world_size)
+            except RankFailedError as error:
+                runs[world_size] = error
+        if isinstance(runs[world_size], RankFailedError):
+            raise runs[world_size]
+        return runs[world_size]
+
+    return once
+
+
+@pytest.fixture
+def found(ran, world_size, name):
+    return [rank[name] for rank in ran(world_size)[1]]
+
+
+@pytest.fixture
+def written(ran, world_size, name):
+    root = ran(world_size)[0] / name
+    return root / "megatron", root / "megapg"
+
+
+def differences(one, other):
+    return {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+
+
+def check_restored(found, way):
+    """All of it but random streams."""
+    for rank, told in enumerate(found):
+        kept, restored = told["uninterrupted"], told[way]
+        assert not differences(kept["state"], restored["state"]), (rank, way)
+        assert kept["losses"] == restored["losses"], (rank, way)
+        assert not differences(kept["later"], restored["later"]), (rank, way)
+
+
+def without_own_record(found):
+    """Ranks whose expert stream no record by (pp, tp) has: those of the first replicas are kept."""
+    kept = {told["experts"] for told in found if told["place"][2] == 0}
+    return {rank for rank, told in enumerate(found) if told["experts"] not in kept}
+
+
+@every_case
+def test_these_cases_can_tell(found, name):
+    for told in found:
+        state = told["uninterrupted"]["state"]
+        assert state == told["before"]["state"]  # neither save changes anything
+        assert told["before"]["draws"] == told["uninterrupted"]["draws"]
+        for way in ("megatron", "megapg"):
+            fresh = told[f"megapg from {way}"]["fresh"]
+            assert fresh.keys() <= state.keys()  # Adam's state comes with its first step
+            weights = {k for k in fresh if k.endswith("word_embeddings.weight") or ".main" in k}
+            assert weights
+            assert weights - differences(fresh, state) <= {k for k in weights if "norm" in k}
+        assert state["iteration"] == STEPS
+        assert len(set(told["uninterrupted"]["losses"])) == STEPS
+        counted = [v for k, v in state.items() if k.endswith(".step")]
+        assert counted
+    assert len({tuple(told["uninterrupted"]["losses"]) for told in found}) == 1
+
+
+@every_case
+def test_megatron_restores_its_own(found):
+    """The control: what differs here is Megatron's doing."""
+    check_restored(found, "megatron from megatron")
+    check_megatrons_streams(found, "megatron from megatron")
+
+
+@every_case
+def test_megatron_loads_what_megapg_saved(found):
+    check_restored(found, "megatron from megapg")
+    check_megatrons_streams(found, "megatron from megapg")
+
+
+def check_megatrons_streams(found, way):
+    """It reads the record by (pp, tp), and so gives some ranks the expert stream of another."""
+    first = {told["place"][:2]: told for told in found if told["place"][2] == 0}
+    for rank, told in enumerate(found):
+        differ = differences(told["before"]["draws"], told[way]["draws"])
+        if told["experts"] == first[told["place"][:2]]["experts"]:
+            assert not differ, (rank, way)
+        else:
+            assert differ == {EXPERT_STREAM}, (rank, way)
+            others = first[told["place"][:2]]["before"]["draws"]
+            assert told[way]["draws"][EXPERT_STREAM] == others[EXPERT_STREAM]
+
+
+@every_case
+def test_megapg_loads_what_megatron_saved(found):
+    way = "megapg from megatron"
+    check_restored(found, way)
+    lost = without_own_record(found)
+    for rank, told in enumerate(found):
+        differ = differences(told["before"]["draws"], told[way]["draws"])
+        exact, reason, warned = told[way]["rng"]
+        assert exact is (rank not in lost)
+        assert differ == ({EXPERT_STREAM} if rank in lost else set()), rank
+        assert warned == ([f"{reason}."] if rank in lost else [])
+        if rank not in lost:
+            continue
+        # A stream that can't be restored is nobody else's, and the same for the same experts.
+        fresh = told[way]["draws"][EXPERT_STREAM]
+        for other in found:
+            assert fresh != other["before"]["draws"][EXPERT_STREAM], rank
+            same = fresh == other[way]["draws"][EXPERT_STREAM]
+            assert same is (told["experts"] == other["experts"]), rank
+
+
+@every_case
+def test_megapg_loads_what_megapg_saved(found):
+    way = "megapg from megapg"
+    check_restored(found, way)
+    for told in found:
+        assert told["before"]["draws"] == told[way]["draws"]
+        assert told[way]["rng"][0] is True
+        assert not told[way]["rng"][2]
+
+
+@pytest.mark.parametrize("writer", ["megatron", "megapg"])
+@pytest.mark.parametrize("reader", ["megatron", "megapg"])
+def test_a_release_brings_the_weights_and_nothing_else(ran, reader, writer):
+    root, ranks = ran(2)
+    assert (root / "release" / writer / TRACKER).read_text() == "release"
+    for rank in ranks:
+        released, loaded = rank["release"]["released"], rank["release"][f"{reader} from {writer}"]
+        weights = {key for key in released if key.startswith("model")}
+        assert weights
+        assert not weights & differences(released, loaded)
+        # Made anew, from weights that were rounded.
+        main = {key: value for key, value in loaded.items() if key.endswith(".main")}
+        assert main.keys() & differences(released, loaded)
+        also = rank["release"]["megatron from megatron"]
+        assert main == {key: also[key] for key in main}
+
+
+# -- the files -------------------------------------------------------------------------------------
+
+
+@every_case
+def test_the_same_tensors_and_objects_are_on_disk(written, world_size):
+    theirs, ours = (described(root / ITERATION) for root in written)
+    not_ours = {
+        key for key in theirs if key.startswith(("common_state/", "rerun_state_machine_state/"))
+    }
+    per_rank = {key for key in ours if re.fullmatch(r"rng_state/shard_\d+\.\d+\.\d+_.*", key)}
+    assert len(per_rank) == world_size
+    assert ours.keys() - per_rank == theirs.keys() - not_ours
+    for key in ours.keys() - per_rank:
+        if ours[key] is not None and key.startswith("optimizer.state."):  # not gathered, so in
+            *same, cut = ours[key]  # pieces, which make a whole
+            assert same == list(theirs[key][:2]), key
+            assert is_whole(same[0], cut), key
+        else:
+            assert ours[key] == theirs[key], key
+
+
+def is_whole(shape, cut):
+    """Whether the boxes cover every element once."""
+    covered = np.zeros(shape, np.int8)
+    for offset, size in cut:
+        covered[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))] += 1
+    return bool((covered == 1).all())
+
+
+@every_case
+def test_the_same_values_are_on_disk(written):
+    theirs, ours = (whole_tensors(root / ITERATION) for root in written)
+    assert ours.keys() == theirs.keys()
+    for key, tensor in ours.items():
+        if "bucket_idx" not in key:  # between its parameters lies whatever was in memory
+            assert torch.equal(tensor, theirs[key]), key
+            assert not tensor.isnan().any(), key
+
+
+def described(directory):
+    """Key -> global shape, type and cut of a tensor; None of an object."""
+    entries = FileSystemReader(directory).read_metadata().state_dict_metadata
+    return {
+        key: (
+            tuple(entry.size),
+            entry.properties.dtype,
+            sorted((tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks),
+        )
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for key, entry in entries.items()
+    }
+
+
+@every_case
+def test_the_common_state_is_the_same(written):
+    theirs, ours = (common_state(root / ITERATION) for root in written)
+    theirs.pop("rerun_state_machine", None)
+    assert ours.keys() == theirs.keys()
+    assert isinstance(ours["args"], Namespace)
+    one, other = vars(ours.pop("args")), vars(theirs.pop("args"))
+    assert differences(one, other) <= {"save"}
+    assert ours == theirs
+
+
+def common_state(directory):
+    """Of either form: the file ``common.pt``, or since 0.19 one entry among the others."""
+    if (directory / "common.pt").exists():
+        # The classes that Megatron-core registers when it is imported, and no other.
+        return torch.load(directory / "common.pt", weights_only=True)
+    return dist_checkpointing.load_common_state_dict(str(directory))
+
+
+@every_case
+def test_the_small_files_are_the_same(written):
+    theirs, ours = written
+    assert (ours / TRACKER).read_text() == (theirs / TRACKER).read_text() == str(STEPS)
+    form, our_form = (
+        json.loads((root / ITERATION / "metadata.json").read_text()) for root in written
+    )
+    # The last two are what 0.16 asks for too; 0.19 neither writes nor reads them.
+    assert our_form == {**form, "common_backend": "torch", "common_backend_version": 1}
+    assert {path.name for path in ours.iterdir()} == {ITERATION, TRACKER, ".megapg.lock"}
+    names = {path.name for path in (ours / ITERATION).iterdir()}
+    shards = {name for name in names if re.fullmatch(r"__\d+_\d+\.distcp", name)}
+    assert names - shards == {".metadata", "common.pt", "metadata.json", "integrity.json"}
+
+
+@every_case
+def test_both_pass_verification(written):
+    for root in written:
+        assert not verify(root / ITERATION).problems

@@ -1,0 +1,585 @@
+"""Every layout of random streams in the field: each rank gets its own back, or fresh ones."""
+
+import io
+import itertools
+import warnings
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from resuming import distributed, megatron_saves_alone
+from streams import draw, plain
+
+import megapg
+from megapg.checkpoint.rng_layouts import RngLayout, detect
+from megapg.checkpoint.rng_records import entries, record_for_this_rank
+from megapg.collection import ProcessGroupCollection
+from megapg.errors import (
+    BrokenCheckpointError,
+    CheckpointMismatchError,
+    RngStateWarning,
+    UnsupportedOptionError,
+)
+from megapg.layout import ParallelLayout
+from megapg.rng import (
+    EXPERT_STREAM,
+    TENSOR_STREAM,
+    capture_rng_state,
+    restore_rng_state,
+    seed_all,
+    seeded_rng_state,
+)
+from megapg.testing import fake_collection, megatron_on_cpu
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(autouse=True)
+def fresh_tracker():
+    initialize_rng_tracker(force_reset=True)
+    yield
+    initialize_rng_tracker(force_reset=True)
+
+
+def streams_of(record):
+    """Stream -> its state, in a form that compares and hashes."""
+    outside = {name: state for name, state in record.items() if name != "rng_tracker_states"}
+    return {
+        name: plain(state) for name, state in {**outside, **record["rng_tracker_states"]}.items()
+    }
+
+
+def load(layouts, read, pg, **about):
+    """The record, the report, and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        record, report = record_for_this_rank(layouts, read, pg, **about)
+    said = [str(each.message) for each in caught if each.category is RngStateWarning]
+    assert said == ([] if report.exact else [f"{report.reason}."])
+    return record, report
+
+
+# -- real checkpoints, real ranks --------------------------------------------------------------
+
+
+def reader(directory):
+    """Any entry by its key: what load_checkpoint() does with an allow-list."""
+    storage = dcp.FileSystemReader(directory)
+    metadata = storage.read_metadata()
+    places = {index.fqn: place for index, place in metadata.storage_data.items()}
+
+    def read(key):
+        place = places[key]
+        data = (directory / place.relative_path).read_bytes()
+        piece = data[place.offset : place.offset + place.length]
+        value = torch.load(io.BytesIO(piece), weights_only=False)
+        # Megatron-core keeps an object in a list of one.
+        return value[0] if isinstance(value, list) else value
+
+    return list(metadata.state_dict_metadata), read
+
+
+def sharded(key, records, pg, axes):
+    """As Megatron and Megatron-Bridge make it, the dp_cp rank being a replica or an axis."""
+    names = ("pp", "tp", "dp_cp")[:axes]
+    return ShardedObject(
+        key,
+        records,
+        tuple(pg.size(name) for name in names),
+        tuple(pg.rank(name) for name in names),
+        replica_id=0 if axes == 3 else pg.rank("dp_cp"),
+    )
+
+
+def ours(records, pg, kind):
+    (entry,) = entries(records, pg, (kind,), key=f"{kind}.rng_state")
+    return entry
+
+
+SAVED = {"tp": 2, "pp": 2, "ep": 2}
+
+
+def save_and_load(directory):
+    """Every layout in the field, written by eight ranks in one go, and read back by them."""
+    warnings.simplefilter("ignore")
+    found = {}
+    with megatron_on_cpu(), megapg.session(timeout=60, **SAVED) as session:
+        pg, layout = session.groups, session.layout
+        place = {name: pg.rank(name) for name in ("tp", "pp", "dp", "ep", "expt_tp")}
+        seed_all(1234, pg)
+        draw()
+        records = capture_rng_state(pg)
+        first = draw()
+        seed_all(77, pg, data_parallel_random_init=True)
+        draw()
+        of_all_dp = capture_rng_state(pg, data_parallel_random_init=True)
+        first_of_dp = draw()
+        state = {
+            "two": sharded("two.rng_state", records, pg, 2),
+            "three": sharded("three.rng_state", records, pg, 3),
+            "bridge, no module's": sharded("rng_state", records, pg, 3),
+            "bridge, ep": sharded("rng_state.language", records, pg, 3),
+            "bridge": sharded("rng_state.vision", records, pg, 2),
+            "two of dp": sharded("two.dp.rng_state", of_all_dp, pg, 2),
+            "three of dp": sharded("three.dp.rng_state", of_all_dp, pg, 3),
+            "ours": ours(records, pg, "per_rank"),
+            "ours, older": ours(records, pg, "per_tp_pp"),
+        }
+        if dist.get_rank() == 0:
+            (directory / "dist").mkdir()
+        dist.barrier()
+        megatron_saves_alone()
+        dist_checkpointing.save(state, directory / "dist")
+        mapping = {f"({pg.rank('pp')}, {pg.rank('tp')})": records}
+        dcp.save({"rng_state": mapping}, checkpoint_id=directory / "fsdp")
+        dist.barrier()
+        keys, read = reader(directory / "dist")
+
+        def again(name, keys=keys, read=read, **named):
+            record, report = load(detect(keys, **named), read, pg, saved=layout)
+            restore_rng_state([record], pg)
+            found[name] = (draw(), report.exact, report.reason)
+
+        again("two", prefix="two.")
+        again("three", prefix="three.")
+        again("bridge, no module's", prefix="")
+        again("bridge, ep", module="language")
+        again("bridge", module="vision")
+        again("two of dp", prefix="two.dp.")
+        again("three of dp", prefix="three.dp.")
+        again("ours", prefix="per_rank.")
+        again("ours, older", prefix="per_tp_pp.")
+        again("fsdp", *reader(directory / "fsdp"))
+        with pytest.raises(CheckpointMismatchError, match=r"rng_state.language, rng_state.vision"):
+            detect(keys)
+
+    moved = {}
+    for sizes in ({"tp": 4, "pp": 1, "ep": 2}, {"tp": 2, "pp": 2, "ep": 1}, {"tp": 1, "pp": 2}):
+        with megatron_on_cpu(), megapg.session(timeout=60, **sizes) as session:
+            pg, drawn = session.groups, []
+            for prefix in ("three.", "three.", "two.dp."):
+                record, report = load(detect(keys, prefix=prefix), read, pg, saved=layout)
+                assert not report.exact
+                restore_rng_state([record], pg)
+                drawn.append(draw())
+            assert drawn[0] == drawn[1] != drawn[2]
+            at = pg.rank("pp"), pg.rank("tp"), pg.rank("ep"), pg.rank("expt_tp")
+            moved[tuple(sizes.items())] = (at, drawn[0], report.reason)
+    return place, first, first_of_dp, found, moved
+
+
+@pytest.mark.slow
+def test_every_layout_gives_each_rank_its_own_streams_back(tmp_path):
+    everyone = distributed(partial(save_and_load, tmp_path), 8)
+    assert len({tuple(first.items()) for _, first, *_ in everyone}) == 8
+    for place, first, first_of_dp, found, _ in everyone:
+        for name in ("three", "bridge, no module's", "bridge, ep", "ours"):
+            assert found[name][:2] == (first, True), name
+        for name in ("two of dp", "three of dp"):
+            assert found[name][:2] == (first_of_dp, True), name
+        for name in ("two", "bridge", "ours, older", "fsdp"):
+            drawn, exact, reason = found[name]
+            # dp_cp rank 0 has the experts of ep rank 0; torch's writer is one of them, or not.
+            own = place["ep"] == 0 and name != "fsdp"
+            assert exact is own, (name, place, reason)
+            assert ("ep rank 1" in reason) is (place["ep"] == 1)
+            mine = drawn.pop(EXPERT_STREAM)
+            assert drawn == {n: value for n, value in first.items() if n != EXPERT_STREAM}
+            assert (mine == first[EXPERT_STREAM]) is own
+            if not own:
+                assert mine not in {theirs[EXPERT_STREAM] for _, theirs, *_ in everyone}
+
+    old = {value for _, *both, _, _ in everyone for first in both for value in first.values()}
+    for key in everyone[0][-1]:
+        fresh = {}
+        for *_, moved in everyone:
+            at, drawn, reason = moved[key]
+            assert old.isdisjoint(drawn.values())
+            fresh.setdefault(at, []).append(drawn)
+        assert all(drawn == same[0] for same in fresh.values() for drawn in same)
+        tensors = {at[:2]: same[0][TENSOR_STREAM] for at, same in fresh.items()}
+        assert len(set(tensors.values())) == len(tensors)
+        tp, pp = dict(key)["tp"], dict(key)["pp"]
+        assert ("tp 2 -> " in reason, "pp 2 -> " in reason) == (tp != 2, pp != 2)
+        assert ("ep 2 -> 1" in reason) == (dict(key).get("ep", 1) == 1)
+
+
+# -- every rank of many layouts, in one process ------------------------------------------------
+
+LAYOUTS = [
+    ParallelLayout(world_size=4, tp=2),
+    ParallelLayout(world_size=8, tp=2, pp=2, cp=2),
+    ParallelLayout(world_size=8, tp=2, pp=2, ep=2),
+    ParallelLayout(world_size=8, tp=2, ep=4, expt_tp=1),
+    ParallelLayout(world_size=8, tp=2, ep=2, expt_tp=1),
+    ParallelLayout(world_size=8, tp=1, ep=2, expt_tp=4),
+    ParallelLayout(world_size=6, tp=2, ep=3, expt_tp=1),
+    ParallelLayout(world_size=8, tp=2, cp=2, ep=4, expt_tp=1),
+    ParallelLayout(world_size=8, tp=2, pp=2, ep=2, expt_tp=1, order="tp-cp-ep-pp-dp"),
+    ParallelLayout(world_size=8, tp=2, cp=2, ep=2, order="ep-dp-tp-cp-pp"),
+    ParallelLayout(world_size=4, tp=2, ep=2, ranks=(2, 3, 8, 9)),
+]
+
+
+def sizes_of(layout):
+    names = ("tp", "pp", "cp", "ep", "expt_tp", "order", "ranks")
+    return {name: getattr(layout, name) for name in names}
+
+
+class Run:
+    """What the ranks of a run have and write, each played in turn."""
+
+    def __init__(self, layout, random_init=False):
+        self.layout = layout
+        self.random_init = random_init
+        self.records = {rank: self.record_of(rank) for rank in layout.ranks}
+        self.entries = {}
+        for rank in layout.ranks:
+            with self.playing(rank) as pg:
+                own = [self.records[each] for each in pg.ranks("dp")]
+                mine = own if random_init else [self.records[rank]]
+                for entry in entries(mine, pg):
+                    if entry.replica_id == 0:
+                        shape = ".".join(map(str, entry.global_shape))
+                        offset = ".".join(map(str, entry.global_offset))
+                        key = f"{entry.key}/shard_{offset}_{shape}"
+                        assert key not in self.entries
+                        self.entries[key] = entry.data
+
+    def playing(self, rank):
+        return fake_collection(rank, **sizes_of(self.layout))
+
+    def record_of(self, rank):
+        with self.playing(rank) as pg:
+            return seeded_rng_state(4321, pg, data_parallel_random_init=self.random_init)
+
+    def only(self, axes):
+        return [key for key in self.entries if key.split("_")[-1].count(".") == axes - 1]
+
+
+def loaded(run, layout, keys, known=True, **about):
+    """Rank -> (record, report) of a run of ``layout`` that loads these entries."""
+    found = {}
+    for rank in layout.ranks:
+        with fake_collection(rank, **sizes_of(layout)) as pg:
+            saved = run.layout if known else None
+            found[rank] = load(detect(keys), run.entries.__getitem__, pg, saved=saved, **about)
+    return found
+
+
+@pytest.mark.parametrize("random_init", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(list(sizes_of(layout).values())))
+def test_a_stream_is_restored_on_the_rank_that_had_it_or_is_nobodys(layout, random_init):
+    run = Run(layout, random_init)
+    had = {rank: streams_of(record) for rank, record in run.records.items()}
+    everything = {state for streams in had.values() for state in streams.values()}
+
+    for known in (True, False):
+        for _, report in loaded(run, layout, run.only(3), known).values():
+            assert report.exact
+        for keys in (run.only(3), [*run.entries]):
+            found = loaded(run, layout, keys, known)
+            assert {r: streams_of(record) for r, (record, _) in found.items()} == had
+
+        found = loaded(run, layout, run.only(2), known)
+        experts = {}
+        for rank, (record, report) in found.items():
+            streams, mine = streams_of(record), dict(had[rank])
+            expert, own = streams.pop(EXPERT_STREAM), mine.pop(EXPERT_STREAM)
+            assert streams == mine
+            assert report.exact is (expert == own)
+            assert report.exact or expert not in everything
+            at = layout.coordinates(rank)
+            shared = (at.pp, at.ep, at.expt_tp, at.dp if random_init else 0)
+            experts.setdefault(shared, set()).add(expert)
+            writer = layout.members("dp_cp", rank)[0]
+            there = layout.coordinates(
+                layout.members("dp", writer)[at.dp] if random_init else writer
+            )
+            if (there.ep, there.expt_tp) == (at.ep, at.expt_tp):
+                assert report.exact
+        assert all(len(each) == 1 for each in experts.values())
+        if layout.ep == 1 and layout.expt_tp == layout.tp:
+            assert all(report.exact for _, report in found.values())
+
+
+def test_experts_of_the_last_ranks_start_afresh_and_the_reason_says_whose():
+    layout = ParallelLayout(world_size=8, tp=2, pp=2, ep=2)
+    run = Run(layout)
+    found = loaded(run, layout, run.only(2))
+    exact = [rank for rank, (_, report) in found.items() if report.exact]
+    assert exact == [0, 1, 4, 5]
+    assert "ep rank 1, expt_tp rank 0" in found[2][1].reason
+    assert EXPERT_STREAM in found[2][1].reason
+
+
+def test_experts_are_found_in_the_record_of_another_tensor_rank():
+    # Rank 3 has the experts of rank 0, and takes its other streams from the record of rank 1.
+    layout = ParallelLayout(world_size=6, tp=2, ep=3, expt_tp=1)
+    run = Run(layout)
+    found = loaded(run, layout, run.only(2))
+    assert {rank for rank, (_, report) in found.items() if report.exact} == {0, 1, 3, 4}
+    mine = found[3][0]["rng_tracker_states"]
+    assert mine[EXPERT_STREAM].equal(run.records[0]["rng_tracker_states"][EXPERT_STREAM])
+    assert mine[TENSOR_STREAM].equal(run.records[1]["rng_tracker_states"][TENSOR_STREAM])
+
+
+BEFORE = ParallelLayout(world_size=8, tp=2, pp=2, ep=2)
+CHANGES = [
+    ({"tp": 4, "pp": 1}, 3, "pp 2 -> 1, tp 2 -> 4, expt_tp 2 -> 4"),
+    ({"tp": 1}, 2, "tp 2 -> 1, expt_tp 2 -> 1"),
+    ({"tp": 1, "expt_tp": 2}, 3, "tp 2 -> 1, dp_cp 2 -> 4"),
+    ({"ep": 1}, 3, "ep 2 -> 1"),
+    ({"ep": 1}, 2, "ep 2 -> 1"),
+    ({"ep": 4, "expt_tp": 1}, 2, "ep 2 -> 4, expt_tp 2 -> 1"),
+    ({"world_size": 16}, 3, "dp_cp 2 -> 4"),
+]
+
+
+@pytest.mark.parametrize(("change", "axes", "named"), CHANGES)
+def test_another_layout_gets_fresh_streams_that_are_the_same_at_every_load(change, axes, named):
+    run, layout = Run(BEFORE), replace(BEFORE, **{"expt_tp": 0, "ranks": (), **change})
+    had = {state for record in run.records.values() for state in streams_of(record).values()}
+    first = loaded(run, layout, run.only(axes), iteration=5)
+    other = loaded(run, layout, run.only(axes), iteration=6)
+    tensors = {}
+    for rank, (record, report) in first.items():
+        assert not report.exact
+        assert f"saved with other sizes: {named}; every stream starts afresh" in report.reason
+        streams = streams_of(record)
+        assert had.isdisjoint(streams.values())
+        assert not set(streams.values()) & set(streams_of(other[rank][0]).values())
+        at = layout.coordinates(rank)
+        tensors.setdefault((at.pp, at.tp), set()).add(streams[TENSOR_STREAM])
+    assert all(len(each) == 1 for each in tensors.values())
+    assert len(set.union(*tensors.values())) == len(tensors)
+    again = loaded(run, layout, run.only(axes), iteration=5)
+    assert all(streams_of(again[rank][0]) == streams_of(first[rank][0]) for rank in first)
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_data_parallel_replicas_come_and_go_where_their_streams_are_one(world_size):
+    run = Run(ParallelLayout(world_size=4, tp=2))
+    layout = ParallelLayout(world_size=world_size, tp=2)
+    of_tp = [streams_of(run.records[rank]) for rank in (0, 1)]
+    for keys in (run.only(2), [*run.entries]):  # with both, the one that fits is taken
+        for rank, (record, report) in loaded(run, layout, keys).items():
+            assert report.exact
+            assert streams_of(record) == of_tp[rank % 2]
+    assert not any(report.exact for _, report in loaded(run, layout, run.only(3)).values())
+
+
+def test_data_parallel_streams_of_their_own_are_fresh_where_dp_or_cp_changes():
+    run = Run(ParallelLayout(world_size=4, tp=2), random_init=True)
+    for other in ({"world_size": 8}, {"world_size": 4, "cp": 2}, {"world_size": 2}):
+        found = loaded(run, ParallelLayout(tp=2, **other), run.only(2))
+        assert not any(report.exact for _, report in found.values())
+    layout = ParallelLayout(world_size=8, tp=2)
+    found = loaded(run, layout, run.only(2))
+    assert "records of 2 data-parallel ranks in each entry, and now dp=4" in found[0][1].reason
+    assert len({streams_of(record)["torch_rng_state"] for record, _ in found.values()}) == 4
+
+
+def test_megatron_bridges_list_of_a_whole_dp_cp_group():
+    layout = ParallelLayout(world_size=8, tp=2, cp=2)
+    run = Run(layout, random_init=True)
+    for key in run.only(2):
+        tp = int(key.removeprefix("rng_state/shard_0.")[0])
+        run.entries[key] = [run.records[rank] for rank in layout.members("dp_cp", tp)]
+    found = loaded(run, layout, run.only(2))
+    assert all(report.exact for _, report in found.values())
+    assert all(
+        streams_of(record) == streams_of(run.records[rank]) for rank, (record, _) in found.items()
+    )
+    # Nobody knows the cp of the run that saved, and its dp could have been four.
+    assert not any(r.exact for _, r in loaded(run, layout, run.only(2), known=False).values())
+
+
+def test_borrowed_groups_without_a_layout():
+    run = Run(BEFORE)
+    exact = []
+    for rank, axes in itertools.product(BEFORE.ranks, (3, 2)):
+        with run.playing(rank) as whole:
+            fields = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp")
+            pg = ProcessGroupCollection.from_groups(**{f: getattr(whole, f) for f in fields})
+            layouts, read = detect(run.only(axes)), run.entries.__getitem__
+            record, report = load(layouts, read, pg)
+            assert report.exact is (axes == 3)
+            if axes == 3:
+                assert streams_of(record) == streams_of(run.records[rank])
+            exact.append(load(layouts, read, pg, saved=BEFORE)[1].exact)
+    assert exact.count(True) == 8 + 4
+
+
+def test_streams_of_the_users_own():
+    run = Run(BEFORE)
+    for number, record in enumerate(run.records.values()):
+        record["rng_tracker_states"]["mine"] = torch.Generator().manual_seed(number).get_state()
+    kept = loaded(run, BEFORE, run.only(3))
+    for rank, (record, _) in kept.items():
+        assert streams_of(record) == streams_of(run.records[rank])
+    layout = replace(BEFORE, tp=4, pp=1, expt_tp=4)
+    fresh = loaded(run, layout, run.only(3))
+    mine = {rank: streams_of(record)["mine"] for rank, (record, _) in fresh.items()}
+    assert len(set(mine.values())) == 4
+    assert mine[0] == mine[4]
+    old = {streams_of(record)["mine"] for record in run.records.values()}
+    assert old.isdisjoint(mine.values())
+
+
+def test_streams_from_another_kind_of_device_are_not_forced_in():
+    run = Run(ParallelLayout(world_size=1))
+    (record,) = run.records.values()
+    record["cuda_rng_state"] = torch.zeros(16, dtype=torch.uint8)
+    record["rng_tracker_states"] = dict.fromkeys(record["rng_tracker_states"], torch.zeros(16))
+    found = loaded(run, run.layout, [*run.entries])
+    assert found[0][1].reason.startswith("rng_state was saved on another kind of device")
+
+
+def test_what_is_no_record_is_named_by_its_key():
+    run = Run(ParallelLayout(world_size=1))
+    key = "rng_state/shard_0.0.0_1.1.1"
+    for bad in (None, [], {}, "x"):
+        run.entries[key] = bad
+        with pytest.raises(BrokenCheckpointError, match=f"^{key} is no list of records"):
+            loaded(run, run.layout, [key])
+    for bad in ([1], [{}], [{"torch_rng_state": torch.zeros(3)}]):
+        run.entries[key] = bad
+        with pytest.raises(CheckpointMismatchError, match=r"^rng_state: .* is no record"):
+            loaded(run, run.layout, [key])
+
+
+# -- what a checkpoint has ---------------------------------------------------------------------
+
+
+def shards(key, *sizes):
+    of = ".".join(map(str, sizes))
+    places = itertools.product(*map(range, sizes))
+    return [f"{key}/shard_{'.'.join(map(str, at))}_{of}" for at in places]
+
+
+MODEL = [
+    "decoder.weight",
+    "common_state/shard_0_1",
+    "optimizer.rng_state_x/shard_0.0_1.1",
+    "rng_state/shard_0_1",
+    f"rng_state/shard_0.0_{'9' * 5000}.1",
+    "rng_state.0.torch_rng_state",
+]
+
+
+@pytest.mark.parametrize(
+    ("keys", "named", "expected"),
+    [
+        (MODEL, {}, []),
+        ([], {"prefix": "a."}, []),
+        (shards("rng_state", 2, 3), {}, [("per_tp_pp", "rng_state", (2, 3))]),
+        (shards("rng_state", 2, 3, 1), {}, [("per_rank", "rng_state", (2, 3, 1))]),
+        (
+            shards("rng_state", 2, 12) + shards("rng_state", 2, 12, 2),
+            {},
+            [("per_rank", "rng_state", (2, 12, 2)), ("per_tp_pp", "rng_state", (2, 12))],
+        ),
+        (shards("a.rng_state", 1, 2), {}, [("per_tp_pp", "a.rng_state", (1, 2))]),
+        (shards("a.rng_state", 1, 2), {"prefix": "a."}, [("per_tp_pp", "a.rng_state", (1, 2))]),
+        (
+            shards("rng_state.vision", 1, 1) + shards("rng_state.language", 1, 2, 2),
+            {"module": "language"},
+            [("per_rank", "rng_state.language", (1, 2, 2))],
+        ),
+        (
+            shards("rng_state", 1, 1) + shards("b.rng_state", 2, 2),
+            {"prefix": ""},
+            [("per_tp_pp", "rng_state", (1, 1))],
+        ),
+        (
+            [f"rng_state.({p}, 0).0.{key}" for p in (0, 1) for key in ("x_state", "y.some.name")],
+            {},
+            [("fsdp_dtensor", "rng_state", (2, 1))],
+        ),
+    ],
+)
+def test_layouts_are_told_from_the_keys(keys, named, expected):
+    found = detect([*MODEL, *keys], **named)
+    assert [(each.kind, each.key, each.sizes) for each in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "named", "message"),
+    [
+        (
+            shards("a.rng_state", 1, 1) + shards("b.rng_state", 1, 1),
+            {},
+            "under a.rng_state, b.rng_state. Say which",
+        ),
+        (shards("rng_state", 1, 1), {"prefix": "a."}, "under rng_state, and none under a.rng"),
+        (shards("rng_state", 1, 1), {"module": "m"}, "and none under rng_state.m. Name"),
+        ([f"rng_state.(0, 0).0.{key}" for key in "xy"], {"prefix": "a."}, "none under a.rng_state"),
+    ],
+)
+def test_a_name_is_asked_for_where_several_fit_or_none_does(keys, named, message):
+    with pytest.raises(CheckpointMismatchError) as caught:
+        detect(keys, **named)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (shards("rng_state", 2, 2)[:-1], r"has 3 records .* should have 4.*ing: \(1, 1\)\. "),
+        (shards("rng_state", 2, 2, 2)[1:], r"has 7 .* should have 8.*ing: \(0, 0, 0\)\. "),
+        (["rng_state/shard_0.0_99999999.99999999"], r"has 1 .* have 9999999800000001.*, \.\.\.\. "),
+        (["rng_state/shard_4.4_1.1"], r"has 1 .* should have 1.*ing: \(0, 0\)\. "),
+        (["rng_state/shard_0.0_0.0"], r"has 1 .* should have 0.*ing: none\. "),
+        (["rng_state/shard_0.0.0_1.1"], r"has 1 .* should have 1.*ing: \(0, 0\)\. "),
+        (["rng_state.(1, 0).0.x"], r"has 1 .* should have 2.*ing: \(0, 0\)\. "),
+    ],
+)
+def test_records_that_are_missing_are_named(keys, message):
+    with pytest.raises(BrokenCheckpointError, match=f"^rng_state {message}"):
+        detect(keys)
+
+
+def test_pieces_of_a_mapping_are_put_together():
+    layout = RngLayout(
+        "fsdp_dtensor",
+        "rng_state",
+        (1, 2),
+        (
+            "rng_state.(0, 0).0.a",
+            "rng_state.(0, 1).0.a",
+            "rng_state.(0, 1).0.rng_tracker_states.with.dots",
+            "rng_state.(0, 1).1.a",
+        ),
+    )
+    assert layout.read(str.upper, (0, 1, 7)) == [
+        {
+            "rng_tracker_states": {"with.dots": layout.pieces[2].upper()},
+            "a": "RNG_STATE.(0, 1).0.A",
+        },
+        {"rng_tracker_states": {}, "a": "RNG_STATE.(0, 1).1.A"},
+    ]
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
+def test_entries_have_megatrons_keys_and_replicas():
+    with fake_collection(world_size=8, rank=7, tp=2, pp=2) as pg:
+        both = entries([], pg)
+        assert [(e.key, e.global_shape, e.global_offset, e.replica_id) for e in both] == [
+            ("rng_state", (2, 2, 2), (1, 1, 1), 0),
+            ("rng_state", (2, 2), (1, 1), 1),
+        ]
+        with pytest.raises(UnsupportedOptionError, match="'fsdp_dtensor' can't be written"):
+            entries([], pg, ("fsdp_dtensor",))
+        fields = {f: getattr(pg, f) for f in ("tp", "pp", "dp_cp")}
+        gtp = ProcessGroupCollection.from_groups(**fields, gtp_remat=pg.dp)
+        with pytest.raises(UnsupportedOptionError, match="GTP"):
+            entries([], gtp)

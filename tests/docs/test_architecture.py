@@ -1,0 +1,348 @@
+"""The package as a house, as ARCHITECTURE.md draws it: what imports what, and what is named how."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import megapg
+from tools import figures
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megapg"
+
+# The floors of the house: part of megapg -> (its floor, the highest floor it may import). A part
+# is a module or a subpackage; its own modules may always import each other.
+FLOORS = {
+    "errors": (0, -1),
+    "layout": (0, -1),
+    "upstream": (0, 0),  # its tables name the fields of a layout
+    "migrate": (1, 0),  # runs where torch is not installed
+    "collection": (1, 0),
+    "launch": (1, 0),
+    "signals": (1, 0),
+    "rendezvous": (2, 1),
+    "communicators": (3, 2),
+    "ownership": (4, 3),
+    "megatron": (5, 4),
+    "rng": (6, 5),
+    "checkpoint": (7, 6),
+    "testing": (9, 9),
+    "demo": (9, 9),
+    "doctor": (9, 9),
+    "cli": (9, 9),
+}
+# The exceptions are for every part, also for those on the same floor.
+FOR_ALL = "errors"
+STDLIB_ONLY = ("errors", "layout", "upstream", "migrate")
+FIRST_FLOOR_WITH_MEGATRON = 5
+
+PARALLEL_STATE = ("megatron.core.parallel_state", "megatron.core.mpu")
+
+
+# --- what imports what ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: ``from a import b`` is ``a.b``, which may be a module or not."""
+
+    file: Path
+    line: int
+    name: str
+
+    @property
+    def root(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def part(self) -> str:
+        """The part of megapg it is in; '' for megapg's own metadata."""
+        _, _, rest = self.name.partition(".")
+        first = rest.partition(".")[0]
+        # A name that the package re-exports counts as what it stands for.
+        return megapg._HOMES.get(first, f"megapg.{first}").split(".")[1]
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.name}"
+
+
+@cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))))
+
+
+def imports_of(file: Path) -> Iterator[Import]:
+    """Every import in the file, also those inside functions and under TYPE_CHECKING."""
+    package = file.relative_to(ROOT).parent.parts
+    for node in nodes_of(file):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = [node.module] if node.module else []
+            if node.level:
+                base = [*package[: len(package) - node.level + 1], *base]
+            names = [".".join([*base, alias.name]) for alias in node.names]
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func
+            called = called.id if isinstance(called, ast.Name) else called
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                names = [node.args[0].value]
+        for name in names:
+            yield Import(file, getattr(node, "lineno", 0), name)
+
+
+def part_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def files_of_megapg() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def said(imports: list[Import]) -> str:
+    return "\n".join(map(str, imports))
+
+
+# Who has to do with torch's stores, and why. All others get megapg's own, whose calls are bounded.
+STORES = {
+    "rendezvous/store.py": "the one place that calls them",
+    "rendezvous/connect.py": "opens the store of a new WORLD",
+    "communicators/world.py": "finds the store of the caller's WORLD; a fake WORLD has one",
+    "communicators/addresses.py": "keeps what gloo writes in this process",
+    "testing/_guard.py": "the parent of ranks, not a rank",
+    "testing/distributed.py": "the parent of ranks, not a rank",
+}
+TORCHS = {"TCPStore", "HashStore", "FileStore", "PrefixStore", "_get_default_store"}
+
+
+def test_one_place_talks_to_the_store() -> None:
+    found = set()
+    for file in files_of_megapg():
+        for node in ast.walk(ast.parse(file.read_text())):
+            named = {getattr(node, "attr", None), getattr(node, "id", None)}
+            named |= {
+                name.name for name in getattr(node, "names", ()) if isinstance(name, ast.alias)
+            }
+            if named & TORCHS:
+                found.add(file.relative_to(PACKAGE).as_posix())
+    assert found == set(STORES)
+
+
+def test_every_part_has_a_floor() -> None:
+    parts = {part_of(file) for file in files_of_megapg()} - {"__init__", "__main__"}
+    assert parts <= set(FLOORS), "new part: give it a floor here and in the design"
+    assert set(STDLIB_ONLY) <= parts, "the scan looks in the wrong place"
+
+
+def too_high(part: str, found: Import) -> bool:
+    if part in ("__init__", "__main__"):  # names everything, lazily
+        return False
+    if found.root != "megapg" or found.part in (part, FOR_ALL, "__version__"):
+        return False
+    # A part on no floor (`import megapg`, which is everything) is for the top.
+    return FLOORS.get(found.part, (9, 9))[0] > FLOORS[part][1]
+
+
+# What no import may be, by the part of megapg that it is in; "benchmarks" for those.
+FORBIDDEN: dict[str, Callable[[str, Import], bool]] = {
+    "each floor imports only floors below": too_high,
+    "layout, errors, upstream and migrate need only the standard library": lambda part, found: (
+        part in STDLIB_ONLY and found.root not in {*sys.stdlib_module_names, "megapg"}
+    ),
+    "only the command line knows the codemod": lambda part, found: (
+        part not in ("migrate", "cli") and found.root == "megapg" and found.part == "migrate"
+    ),
+    "the lower floors do not know Megatron": lambda part, found: (
+        found.root == "megatron" and FLOORS.get(part, (9, 9))[0] < FIRST_FLOOR_WITH_MEGATRON
+    ),
+    "only the bridge imports parallel_state": lambda part, found: (
+        part not in ("megatron", "migrate")
+        and any(f"{found.name}.".startswith(f"{name}.") for name in PARALLEL_STATE)
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", FORBIDDEN)
+def test_no_import_breaks_the_rule(rule: str) -> None:
+    places = [(part_of(file), file) for file in files_of_megapg()]
+    if rule == "only the bridge imports parallel_state":
+        places += [("benchmarks", file) for file in sorted((ROOT / "benchmarks").rglob("*.py"))]
+    wrong = [
+        found for part, file in places for found in imports_of(file) if FORBIDDEN[rule](part, found)
+    ]
+    assert not wrong, said(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from megatron.core import parallel_state", "megatron.core.parallel_state"),
+        ("import importlib\nimportlib.import_module('megatron.core')", "megatron.core"),
+        ("def f():\n    from . import session", "megapg.session"),
+        ("from .communicators.plan import Communicator", "megapg.communicators.plan.Communicator"),
+    ],
+)
+def test_the_scan_sees_every_way_to_import(
+    source: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    file = tmp_path / "megapg" / "some.py"
+    file.parent.mkdir()
+    file.write_text(source)
+    assert expected in [found.name for found in imports_of(file)]
+
+
+# --- rooms on a floor -----------------------------------------------------------------------------
+
+# Folder -> those beside it that its modules may import.
+ROOMS = {
+    "megatron/watching": set(),
+    "megatron/reading": {"megatron/watching"},
+    "megatron/adopting": {"megatron/watching", "megatron/reading"},
+    "ownership/rebind": set(),
+    "migrate/python": set(),  # knows no Megatron
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_the_rooms_it_may(room: str) -> None:
+    files = [file for file in files_of_megapg() if file.is_relative_to(PACKAGE / room)]
+    assert files, "it moved: say where"
+    floor = room.partition("/")[0]
+    beside = {
+        f"megapg.{floor}.{folder.name}": f"{floor}/{folder.name}"
+        for folder in (PACKAGE / floor).iterdir()
+        if (folder / "__init__.py").exists()
+    }
+    wrong = [
+        found
+        for file in files
+        for found in imports_of(file)
+        for module, other in beside.items()
+        if f"{found.name}.".startswith(f"{module}.") and other not in {room, *ROOMS[room]}
+    ]
+    assert not wrong, said(wrong)
+
+
+def test_no_circle_and_no_name_twice() -> None:
+    assert figures.circles() == []
+    assert figures.same_names() == []
+
+
+# --- names of modules -----------------------------------------------------------------------------
+
+# What users import, and what the codemod writes into their code.
+PUBLIC = (
+    *("megapg.layout", "megapg.collection", "megapg.launch", "megapg.errors", "megapg.testing"),
+    *("megapg.megatron", "megapg.megatron.getters", "megapg.signals", "megapg.checkpoint"),
+    "megapg.rng",
+)
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_import_paths_stay(module: str) -> None:
+    assert importlib.import_module(module).__doc__
+
+
+def test_no_string_names_a_module_of_ours() -> None:
+    """A move would leave it behind without a word. Public paths do not move."""
+    wrong = []
+    for file in files_of_megapg():
+        homes = [
+            node.value
+            for node in nodes_of(file)
+            # Tables of what is imported on use: every name in them is tested to be there.
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES"
+        ]
+        imported_on_use = {id(each) for home in homes for each in ast.walk(home)}
+        for node in nodes_of(file):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and id(node) not in imported_on_use
+                and _names_a_module(node.value)
+            ):
+                wrong.append(f"{file.relative_to(ROOT)}:{node.lineno} {node.value!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _names_a_module(text: str) -> bool:
+    """Whether it is the path of a module, or a prefix of paths, that is or was there."""
+    if not re.fullmatch(r"megapg(\.[a-z_]\w*)+\.?", text) or text in PUBLIC:
+        return False
+    home, _, name = text.partition("megapg.")[2].rpartition(".")
+    home = f"megapg.{home}".rstrip(".")
+    if home not in ("megapg", *PUBLIC):
+        return True
+    value = getattr(importlib.import_module(home), name, None)
+    return value is None or inspect.ismodule(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("megapg.comms.", True),
+        ("megapg.communicators.plan", True),
+        ("megapg.megatron.watching", True),
+        ("megapg.megatron.getters", False),
+        ("megapg.resolve", False),
+        ("megapg.megatron.resolve", False),
+        ("call megapg.session()", False),
+    ],
+)
+def test_the_search_tells_modules_from_functions(text: str, expected: bool) -> None:
+    assert _names_a_module(text) is expected
+
+
+# --- what users see -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["megapg", *PUBLIC])
+def test_every_public_name_is_documented(module: str) -> None:
+    home = importlib.import_module(module)
+    names = getattr(home, "__all__", None) or [
+        name
+        for name, value in vars(home).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module
+    ]
+    silent = []
+    for name in names:
+        value = getattr(home, name)
+        if not inspect.getdoc(value):
+            silent.append(name)
+        if inspect.isclass(value) and value.__module__.startswith("megapg."):
+            members = [each for each in vars(value) if not each.startswith("_")]
+            silent += [
+                f"{name}.{each}"
+                for each in members
+                if (callable(member := getattr(value, each)) or isinstance(member, property))
+                and not inspect.getdoc(member)
+            ]
+    assert not silent, f"{module}: {', '.join(silent)}"
+
+
+def test_only_the_package_is_in_the_wheel() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["megapg"]}
+
+
+def test_the_map_of_the_house_is_right() -> None:
+    """Every path in it is there, and every part of the package is on a floor of its picture."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:megapg|tests|tools|benchmarks)/[\w/.]+)`", text)
+    assert len(paths) >= 20
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    picture = text.split("```")[1]
+    assert {part for part in FLOORS if not re.search(rf"\b{part}\b", picture)} == set()

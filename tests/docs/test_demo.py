@@ -1,0 +1,245 @@
+"""``megapg demo`` as a user types it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from megapg.cli import app
+from megapg.demo import ranks
+from megapg.demo.job import GPTRun, TrainingResult
+from megapg.demo.ranks import RankReport, Usage
+from megapg.demo.text import NoTextError, read_text
+from megapg.demo.verdict import judge, judge_resumed
+from megapg.megatron import GlobalRead
+from megapg.testing import run_distributed
+
+DEMO = [sys.executable, "-m", "megapg", "demo"]
+SMALL = "--steps 3 --layers 2 --hidden 32 --seq-length 32 --microbatches 2"
+
+
+def in_process(arguments):
+    return CliRunner(env={"COLUMNS": "140"}).invoke(app, ["demo", *arguments.split()])
+
+
+def demo(arguments):
+    ended = in_process(arguments)
+    assert ended.exit_code == 0, ended.output
+    return ended.output
+
+
+@pytest.mark.contract
+def test_the_default_layout_holds_every_row():
+    done = subprocess.run(
+        [*DEMO, *SMALL.split()],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, "COLUMNS": "140"},
+    )
+    shown = done.stdout + done.stderr
+    assert done.returncode == 0, shown
+    assert "on 4 CPU ranks" in shown
+    assert "cross_entropy.py" in shown or "dot_product_attention.py" in shown
+    verdict = shown.partition("verdict")[2]
+    assert verdict.count("yes") == 9
+    assert "12 of 12 equal" in verdict
+    assert "4 of 4 ranks" in verdict
+    assert "resumed as tp2: the same loss" in " ".join(verdict.split())
+
+
+def test_experts_and_the_users_own_text(tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_bytes(b"call me Ishmael. " * 100)
+    two = "--world-size 2 --tp 2 --ep 2 --expt-tp 1 --experts 4"
+    assert "1,700 bytes" in demo(f"{SMALL} {two} --data {text}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["", "--experts 4 --ep 2"])
+def test_eight_ranks(model):
+    assert "on 8 CPU ranks" in demo(f"--world-size 8 --steps 3 {model}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--cp 2", "TransformerEngine only"),
+        ("--tp 3", "does not divide by tp=3"),
+        ("--ep 2", "give --experts"),
+        ("--experts 3 --ep 2", "--experts 3 does not divide by --ep 2: 3 = 1 x 2 + 1"),
+        ("--experts 4 --ep 0", "Invalid value for '--ep'"),
+        ("--experts 0", "Invalid value for '--experts'"),
+        ("--hidden 30", "--hidden 30 does not divide by --heads 4: 30 = 7 x 4 + 2"),
+        ("--hidden 12", "--hidden 12 / --heads 4 = 3: a head's width must be even"),
+        ("--heads 1", "--heads 1 does not divide by --tp 2"),
+        ("--layers 3", "--layers 3 does not divide by the 2 stages of the pipeline, --pp 2"),
+        ("--layers 6 --vpp 2", "the 4 stages of the pipeline, --pp 2 x --vpp 2"),
+        ("--vpp 2 --microbatches 3", "--microbatches 3 does not divide by --pp 2"),
+        (
+            "--seq-length 33 --sequence-parallel",
+            "--seq-length 33 does not divide by --tp 2, with sequence parallelism",
+        ),
+        ("--seq-length 33 --experts 2", "--seq-length 33 does not divide by --tp 2"),
+        (
+            "--world-size 3 --tp 3 --heads 3 --hidden 48",
+            "the vocabulary of 256 does not divide by --tp 3",
+        ),
+        (
+            "--world-size 3 --experts 2 --expt-tp 3",
+            "4 times --hidden, 256 does not divide by --expt-tp 3",
+        ),
+        ("--data nowhere.txt", "nowhere.txt"),
+    ],
+)
+def test_arguments_that_do_not_fit_exit_with_2(arguments, message):
+    ended = in_process(arguments)
+    assert ended.exit_code == 2, ended.output
+    assert message in " ".join(ended.output.split())
+
+
+def test_ctrl_c_leaves_no_process():
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [*DEMO, "--steps", "100000", "--world-size", "2"],
+        env={**os.environ, "MEGAPG_TEST_MARK": mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+    def marked():
+        found = []
+        for other in psutil.process_iter():
+            try:
+                if other.environ().get("MEGAPG_TEST_MARK") == mark:
+                    found.append(other)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    deadline = time.monotonic() + 180
+    while len(marked()) < 5 and time.monotonic() < deadline:  # demo, interpreter, guard, 2 ranks
+        time.sleep(0.1)
+    assert len(marked()) >= 5
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 130, output
+    assert "no process is left" in output
+    assert marked() == []
+
+
+READ = GlobalRead(
+    "get_tensor_model_parallel_group", "a.py", 1, "f", "tp", "session", module="megatron.core.a"
+)
+
+
+def report(**changes):
+    read = READ
+    values = {
+        "result": TrainingResult((5.0, 4.0), "abc", 10, 1.0, 7),
+        "communicators": 4,
+        "reads": (read,),
+        "before": Usage(0, 1, 6),
+        "after": Usage(0, 1, 6),
+    }
+    return RankReport(**{**values, **changes})
+
+
+def test_each_row_of_the_verdict_can_fail():
+    good = [report(), report()]
+    assert all(row.held for row in judge(good, good, left_over=0))
+    stranger = replace(READ, answered_by="other globals")
+    ours = replace(READ, module="megatron.corelike")
+    spoilt = {
+        0: [report(), report(result=TrainingResult((5.0, 4.000001), "abc", 10, 1.0, 7))],
+        1: [report(), report(result=TrainingResult((5.0, 4.0), "abd", 10, 1.0, 7))],
+        2: [report(), report(communicators=5)],
+        3: [report(), report(reads=(stranger,))],
+        4: [report(), report(reads=(READ, ours))],
+        5: [report(), report(after=Usage(0, 2, 6))],
+    }
+    for failing, session in spoilt.items():
+        rows = judge(session, good, left_over=0)
+        assert [index for index, row in enumerate(rows) if not row.held] == [failing]
+    saw_nothing = [report(reads=()), report(reads=())]
+    rows = judge(saw_nothing, good, left_over=0)
+    assert [row.held for row in rows] == [True, True, True, False, False, True, True]
+    assert not judge(good, good, left_over=1)[6].held
+
+
+def result(losses, at_checkpoint, weights="abc"):
+    return report(result=TrainingResult(losses, weights, 10, 1.0, 7, at_checkpoint))
+
+
+def test_each_row_about_resuming_can_fail():
+    whole = [result((5.0, 4.0, 3.0), 3.5)] * 2
+    good = [result((3.0,), 3.5)] * 2
+    recut = [result((3.01,), 3.500001)] * 2
+
+    def held(resumed, recut):
+        return [row.held for row in judge_resumed(whole, resumed, recut, "as dp2")]
+
+    assert held(good, recut) == [True, True]
+    assert held(good, []) == [True]
+    for wrong in (
+        result((3.0000001,), 3.5),
+        result((3.0,), 3.5000001),
+        result((3.0,), 3.5, "abd"),
+        result((), 3.5),
+    ):
+        assert held([good[0], wrong], recut) == [False, True]
+    for wrong in (result((3.0,), 3.5001), result((3.5,), 3.5), result((3.0,), None)):
+        assert held(good, [wrong]) == [True, False]
+
+
+def trains_and_makes_groups(count):
+    """``ranks._trainer`` for a training that makes groups on the way."""
+
+    def train(*_):
+        kept.extend(dist.new_group([0]) for _ in range(count))
+        return report().result
+
+    kept = []
+    return lambda: train
+
+
+def communicators_of(way, count):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "_trainer", trains_and_makes_groups(count))
+        return way(GPTRun(), b"", Path(os.devnull)).communicators
+
+
+def count_both_ways():
+    ways = (ranks.on_a_session, ranks.on_globals)
+    return [[communicators_of(way, count) for count in (0, 2)] for way in ways]
+
+
+def test_communicators_are_counted_at_one_point_of_both_runs():
+    """After training: Megatron-core makes some when it first needs them."""
+    (result,) = run_distributed(count_both_ways, 1, deadline=120)
+    for without, with_two_more in result:
+        assert with_two_more == without + 2
+
+
+def test_text_is_real_and_bounded(tmp_path):
+    library = read_text([], at_least=1000)
+    assert len(library) == 1 << 20
+    assert b"import" in library
+    (tmp_path / "b.txt").write_bytes(b"second")
+    (tmp_path / "a.txt").write_bytes(b"first ")
+    assert read_text([tmp_path], at_least=5) == b"first second"
+    with pytest.raises(NoTextError, match="12 bytes of text, but 100 are needed"):
+        read_text([tmp_path], at_least=100)
+    with pytest.raises(NoTextError, match="nowhere"):
+        read_text([Path("nowhere")], at_least=1)

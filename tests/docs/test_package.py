@@ -1,0 +1,226 @@
+"""What importing costs, what ships, and that the commands are there. For what imports what see
+test_architecture."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import megapg
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megapg"
+
+TARGETS = {
+    "help",
+    "setup",
+    "demo",
+    "test",
+    "test-newest",
+    "test-slow",
+    "figures",
+    "test-gpu",
+    "bench",
+    "lint",
+    "clean",
+}
+
+
+# --- what importing costs, and what is there ------------------------------------------------------
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={key: value for key, value in os.environ.items() if not key.startswith("PYTHON")},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["megapg", "megapg.migrate", "megapg.upstream.mapping", "megapg.layout", "megapg.errors"],
+)
+def test_importing_needs_neither_torch_nor_megatron(module: str) -> None:
+    trace = python("-X", "importtime", "-c", f"import {module}").stderr
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in trace.splitlines()}
+    assert "megapg" in imported
+    assert not imported & {"torch", "megatron", "numpy"}
+
+
+def test_listing_the_names_loads_nothing() -> None:
+    code = (
+        "import megapg, sys; dir(megapg); print('torch' in sys.modules, 'megatron' in sys.modules)"
+    )
+    assert python("-c", code).stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("name", megapg.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(megapg, name) is not None
+    assert name in dir(megapg)
+
+
+def test_the_public_names_are_told_alike_to_type_checkers() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    told = {
+        alias.asname or alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megapg.")
+        for alias in node.names
+    }
+    assert told == megapg._HOMES
+    assert megapg.__all__ == sorted(megapg._HOMES)
+
+
+def test_import_megapg_alone_reaches_the_parts() -> None:
+    code = """if True:
+        import megapg, sys
+        assert {"megatron", "testing"} <= {*dir(megapg)}
+        assert not {"torch", "megatron", "megapg.megatron", "megapg.testing"} & {*sys.modules}
+        print(megapg.testing.run_distributed.__name__)
+        assert not {"megatron", "megapg.megatron"} & {*sys.modules}
+        print(megapg.megatron.session_arguments.__name__)
+    """
+    assert python("-c", code).stdout.split() == ["run_distributed", "session_arguments"]
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        _ = megapg.no_such_name
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_its_types_and_its_licence(tmp_path: Path) -> None:
+    python("-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), ".")
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        info = f"megapg-{megapg.__version__}.dist-info"
+        metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
+        licence = archive.read(f"{info}/licenses/LICENSE").decode()
+        entry_points = archive.read(f"{info}/entry_points.txt").decode()
+
+    sources = {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.py")}
+    assert sources | {"megapg/py.typed"} <= names
+    assert {name.partition("/")[0] for name in names} == {"megapg", info}
+    assert metadata["Version"] == megapg.__version__
+    assert licence == (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "megapg = megapg.cli:app" in entry_points
+    # torch is the machine's business: a plain install must not bring gigabytes.
+    required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert not [line for line in required if re.match("torch|megatron", line)]
+
+
+# --- the commands ---------------------------------------------------------------------------------
+
+
+def run_in(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    # Not as a part of the `make test` that may run this.
+    env = {
+        key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))
+    }
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**env, **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """What make needs of a clean clone: nothing is installed yet."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    return tmp_path
+
+
+@pytest.fixture
+def no_python(tmp_path: Path) -> dict[str, str]:
+    """An environment in which every Python is, as under pyenv, a shim of one that isn't there."""
+    shims = tmp_path / "shims"
+    shims.mkdir()
+    minors = ["", *(f".{minor}" for minor in range(8, 20))]
+    for name in (*(f"python3{minor}" for minor in minors), "pyenv", "uv"):
+        (shims / name).write_text("#!/bin/sh\necho 'command not found' >&2\nexit 127\n")
+        (shims / name).chmod(0o755)
+    return {"PATH": f"{shims}:{os.environ['PATH']}", "HOME": str(tmp_path), "PYENV_ROOT": ""}
+
+
+def test_make_alone_lists_every_target(clone: Path) -> None:
+    listed = run_in(clone, "make").stdout
+    assert {line.split()[1] for line in listed.splitlines()} >= TARGETS
+    assert all(len(line.split()) > 2 for line in listed.splitlines()), "say what each is for"
+    assert run_in(clone, "make", "help").stdout == listed
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_make_has_the_target(target: str, clone: Path) -> None:
+    result = run_in(clone, "make", "-n", target)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "lint", "bench"])
+def test_everyday_targets_leave_the_newest_core_alone(target: str, clone: Path) -> None:
+    planned = run_in(clone, "make", "-n", target).stdout
+    assert ".venv " in planned
+    assert "newest" not in planned
+    assert "3.12" not in planned
+
+
+def test_arguments_reach_the_demo(clone: Path) -> None:
+    planned = run_in(clone, "make", "-n", "demo", "ARGS=--experts 4 --ep 2").stdout
+    assert planned.rstrip().endswith(".venv/bin/megapg demo --experts 4 --ep 2")
+
+
+@pytest.mark.parametrize(
+    ("target", "advice"),
+    [
+        ("test", "make setup PYTHON=/path/to/python3.11"),
+        ("test-newest", "make test-newest PYTHON312=/path/to/python3.12"),
+    ],
+)
+def test_without_a_python_that_runs_make_says_what_to_do(
+    target: str, advice: str, clone: Path, no_python: dict[str, str]
+) -> None:
+    result = run_in(clone, "make", target, **no_python)
+    assert result.returncode != 0
+    assert advice in result.stderr
+    assert not list(clone.glob(".venv*"))
+
+
+def test_a_python_too_old_or_not_there_is_refused(clone: Path, tmp_path: Path) -> None:
+    missing = run_in(clone, "make", "setup", f"PYTHON={tmp_path}/none")
+    assert missing.returncode != 0
+    assert "does not run" in missing.stderr
+
+    old = tmp_path / "old"
+    old.write_text('#!/bin/sh\ncase "$2" in *exit*) exit 1 ;; esac\necho "3.9 $0"\n')
+    old.chmod(0o755)
+    refused = run_in(clone, "make", "setup", f"PYTHON={old}")
+    assert refused.returncode != 0
+    assert "is Python 3.9; .venv needs 3.11 or newer" in refused.stderr
+
+
+def test_the_version_is_said() -> None:
+    command = [sys.executable, "-m", "megapg", "--version"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said == f"megapg {megapg.__version__}\n"

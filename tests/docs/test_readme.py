@@ -1,0 +1,170 @@
+"""What the README shows, run as it stands there."""
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import commands as cli
+import pytest
+from typer.testing import CliRunner
+
+from megapg.cli import app
+from megapg.testing import run_distributed
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+SESSIONS = (ROOT / "migration_guide" / "sessions.md").read_text()
+BLOCKS_OF_SESSIONS = re.findall(r"```python\n(.*?)```", SESSIONS, re.S)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def run(tmp_path, source, *launcher):
+    script = tmp_path / "example.py"
+    script.write_text(source)
+    done = subprocess.run(
+        [*(launcher or [sys.executable]), str(script)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=tmp_path,
+        # Written in one piece at the end: the ranks share a pipe.
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def on_two_ranks(tmp_path, source):
+    """What both print, on ranks that have imported torch and Megatron-core already."""
+    script = tmp_path / "example.py"
+    script.write_text(source)
+    return "".join(run_distributed(partial(as_script, script), 2, deadline=200))
+
+
+def as_script(script):
+    os.chdir(script.parent)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(script), run_name="__main__")
+    return said.getvalue()
+
+
+def test_there_are_as_many_examples_as_tests_here():
+    assert (len(BLOCKS), len(BLOCKS_OF_SESSIONS)) == (5, 2)
+
+
+@pytest.mark.contract
+def test_the_training_example(tmp_path):
+    # Two ranks write to one pipe: what they say may stand in one line, in either order.
+    said = re.findall(
+        r"rank (\d) of tp group \(0, 1\): loss (\d\.\d{4})", run(tmp_path, BLOCKS[0], *TORCHRUN)
+    )
+    assert sorted(rank for rank, _ in said) == ["0", "1"]
+    assert len({loss for _, loss in said}) == 1
+
+
+def test_two_models_example(tmp_path):
+    said = re.findall(r"tp (\d), pp (\d) and (\d)", on_two_ranks(tmp_path, BLOCKS[1]))
+    assert said == [("2", "2", "1")] * 2
+
+
+@pytest.mark.contract
+def test_the_checkpoint_example_and_the_commands_on_what_it_saved(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = on_two_ranks(tmp_path, BLOCKS[2])
+    assert said.count("saved iter_0000010") == 2
+    assert sorted(re.findall(r"rank (\d) goes on from step 10: .*?(tp 2 -> 1)", said)) == [
+        ("0", "tp 2 -> 1"),
+        ("1", "tp 2 -> 1"),
+    ]
+    for command in re.findall(r"^\$ megapg (checkpoint .+)$", README, re.M):
+        assert "10" in megapg(command)[1]
+
+
+@pytest.mark.contract
+def test_the_training_script_of_the_page_on_checkpoints(tmp_path):
+    page = (Path(__file__).parents[2] / "migration_guide" / "checkpoints.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    steps = [
+        sorted(set(re.findall(r"rank 0 step (\d) loss \d\.\d{4}", on_two_ranks(tmp_path, script))))
+        for _ in range(2)
+    ]
+    assert steps == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*")) == [
+        "iter_0000006",
+        "iter_0000008",
+    ]
+
+
+def test_the_example_of_suspending(tmp_path):
+    said = on_two_ranks(tmp_path, BLOCKS_OF_SESSIONS[0])
+    assert said.count("2 communicators suspended by recreate") == 2
+    assert said.count("  Layer.tp_group") == 2
+    assert sorted(re.findall(r"rank (\d) goes on: 2", said)) == ["0", "1"]
+
+
+@pytest.mark.contract
+def test_the_example_of_groups_of_megatrons(tmp_path):
+    said = on_two_ranks(tmp_path, BLOCKS_OF_SESSIONS[1])
+    assert said.count("tp (0, 1)") == 6
+    assert sorted(re.findall(r"generation (\d) closed", said)) == ["1", "1", "2", "2", "3", "3"]
+
+
+def test_the_doctor_as_shown():
+    assert "$ megapg doctor\n" in SESSIONS
+    code, said = megapg("doctor")
+    assert code in (0, 1), said
+    assert "a single process" in said
+
+
+def megapg(command):
+    ended = CliRunner().invoke(app, command.split(), catch_exceptions=False)
+    return ended.exit_code, ended.output
+
+
+def test_unit_test_example(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "example.py").write_text(BLOCKS[3])
+    as_script(tmp_path / "example.py")
+
+
+def test_real_ranks_example(tmp_path):
+    run(tmp_path, BLOCKS[4])
+
+
+def test_the_commands_and_the_error_are_real():
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    for target in re.findall(r"^\$ make (\S+)", README, re.M):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+    # The message that test_bad_input.py provokes on real ranks, with the README's values.
+    from megapg.rendezvous.rendezvous import _mismatch
+
+    came = {"0": "1", "1": "2", "2": "1", "3": "1"}
+    shown = _mismatch("default", {"tp": came, "expt_tp": came})
+    assert f"LayoutMismatchError: {shown}" in README
+
+
+def test_the_codemods_commands(tmp_path):
+    commands = re.findall(r"^\$ megapg ((?:check|migrate) .*)$", README, re.M)
+    assert [command.split()[0] for command in commands] == ["check", "migrate", "migrate"]
+    file = tmp_path / "src" / "place.py"
+    file.parent.mkdir()
+    file.write_text(
+        "from megatron.core import mpu\n\n\ndef rank():\n"
+        "    return mpu.get_tensor_model_parallel_rank()\n"
+    )
+
+    check, dry, write = (cli.megapg(*command.split(), at=tmp_path) for command in commands)
+    assert check.returncode == 1
+    assert b'pg.rank("tp")' in check.stdout
+    assert dry.returncode == 1
+    assert b"+    return megapg.resolve(pg_collection).rank" in dry.stdout
+    assert write.returncode == 0
+    assert "mpu" not in file.read_text()

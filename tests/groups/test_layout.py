@@ -1,0 +1,733 @@
+"""ParallelLayout by itself: errors that help, sub-worlds, coordinates, fingerprints, laziness.
+
+That the groups are Megatron's is held in ``test_layout_against_megatron.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, islice
+from typing import Any, overload
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megapg.errors import LayoutError, MegapgError, UnknownFieldError
+from megapg.layout import FIELDS, Coordinates, ParallelLayout
+
+# All axes at work, so that no two of them can be taken for each other.
+RICH = {"world_size": 48, "tp": 2, "cp": 3, "pp": 2, "ep": 6, "expt_tp": 1}
+RICH_LAYOUTS = [
+    ParallelLayout(**RICH),
+    ParallelLayout(**RICH, order="dp-ep-cp-tp-pp"),
+    ParallelLayout(**RICH | {"ep": 3, "expt_tp": 2}, order="pp-dp-ep-tp-cp"),
+    ParallelLayout(**RICH | {"ep": 4}, optimizer_instances=2, order="cp-tp-dp-ep-pp"),
+]
+EACH_RICH_LAYOUT = pytest.mark.parametrize(
+    "layout", RICH_LAYOUTS, ids=lambda layout: f"{layout.order}-ep{layout.ep}"
+)
+
+# On the scale of the largest jobs.
+LARGE = {"world_size": 131_072, "tp": 8, "cp": 4, "pp": 16, "ep": 64, "expt_tp": 1}
+
+
+def divisors_of(number: int) -> st.SearchStrategy[int]:
+    return st.sampled_from([n for n in range(1, number + 1) if number % n == 0])
+
+
+@st.composite
+def valid_sizes(draw: st.DrawFn) -> dict[str, Any]:
+    world_size = draw(st.sampled_from((1, 2, 4, 6, 8, 12, 16, 24)))
+    pp = draw(divisors_of(world_size))
+    tp = draw(divisors_of(world_size // pp))
+    cp = draw(divisors_of(world_size // pp // tp))
+    ep = draw(divisors_of(world_size // pp))
+    expt_tp = draw(divisors_of(world_size // pp // ep))
+    instances = math.gcd(world_size // pp // tp, world_size // pp // ep // expt_tp)
+    return {
+        "world_size": world_size,
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "ep": ep,
+        "expt_tp": expt_tp,
+        "optimizer_instances": draw(divisors_of(instances)),
+        "hierarchical_cp": (cp,),
+    }
+
+
+# Errors -------------------------------------------------------------------------------------------
+
+
+def refusal(**settings_: Any) -> str:
+    """The message with which these settings are refused."""
+    with pytest.raises(LayoutError) as caught:
+        ParallelLayout(**settings_)
+    return str(caught.value)
+
+
+def suggestions_in(message: str) -> list[dict[str, int]]:
+    """The changes that a message proposes, as keyword arguments."""
+    _, found, listed = message.partition("Nearest that fit: ")
+    if not found:
+        return []
+    options = listed.removesuffix(".").split("; or ")
+    return [{k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", option)} for option in options]
+
+
+def test_layout_error_is_a_value_error() -> None:
+    assert issubclass(LayoutError, ValueError)
+    assert issubclass(LayoutError, MegapgError)
+
+
+# Settings, and what the refusal says: at its beginning after "^", in its end before "$".
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(
+        (sizes, f"^{arithmetic}")
+        for sizes, arithmetic in (
+            (
+                {"world_size": 16, "tp": 2, "pp": 3},
+                "world_size=16 does not divide by tp=2 x pp=3 x cp=1 = 6 (16 = 2 x 6 + 4).",
+            ),
+            (
+                {"world_size": 16, "tp": 2, "pp": 2, "ep": 3},
+                "world_size=16 does not divide by expt_tp=2 x ep=3 x pp=2 = 12 (16 = 1 x 12 + 4).",
+            ),
+            (
+                {"world_size": 2, "tp": 4},
+                "world_size=2 does not divide by tp=4 x pp=1 x cp=1 = 4 (2 = 0 x 4 + 2).",
+            ),
+            (
+                {"world_size": 8, "tp": 2, "optimizer_instances": 3},
+                "dp x cp=4 does not divide by optimizer_instances = 3 (4 = 1 x 3 + 1).",
+            ),
+            (
+                {"world_size": 8, "ep": 4, "optimizer_instances": 4},
+                "expt_dp=2 does not divide by optimizer_instances = 4 (2 = 0 x 4 + 2).",
+            ),
+        )
+    ),
+    *(
+        (RICH | {"ep": 3, "order": order}, f"^order={order!r}*{complaint}")
+        for order, complaint in (
+            ("tp-cp-ep-dp", "lacks the axis 'pp', whose size is 2"),
+            ("tp-cp-ep-pp", "lacks the axis 'dp', whose size is 8"),
+            ("cp-ep-dp-pp", "lacks the axis 'tp', whose size is 2"),
+            ("tp-cp-dp-pp", "lacks the axis 'ep', whose size is 3"),
+            ("tp-ep-dp-pp", "lacks the axis 'cp', whose size is 3"),
+            ("tp-cp-ep-dp-pp-tp", "has the axis 'tp' more than once"),
+            ("tp-cp-ep-dp-xp-pp", "'xp' is no axis; use tp, cp, ep, dp, pp joined by -"),
+            ("tp,cp,ep,dp,pp", "'tp,cp,ep,dp,pp' is no axis"),
+            ("", "'' is no axis"),
+        )
+    ),
+    *(  # Each axis has two sizes, one per grid; either may forbid leaving it out.
+        (sizes | {"world_size": 4, "order": order}, f"lacks the axis '{lacking}'")
+        for sizes, order, lacking in (
+            ({"expt_tp": 2, "tp": 1}, "cp-ep-dp-pp", "tp"),
+            ({"tp": 2, "expt_tp": 1, "ep": 4}, "cp-ep-dp-pp", "tp"),
+            ({"tp": 4, "expt_tp": 2}, "tp-cp-ep-pp", "dp"),
+            ({"tp": 2, "expt_tp": 4}, "tp-cp-ep-pp", "dp"),
+        )
+    ),
+    (
+        {"world_size": 8, "tp": 2, "expt_tp": 1, "ep": 2, "pp": 2, "order": "tp-pp-cp-ep-dp"},
+        "would be 2 ranks apart in the dense grid and 1 in the expert grid*Put pp last.$",
+    ),
+    (  # Pipelines are the same in both grids here; Megatron refuses all the same.
+        {"world_size": 16, "tp": 2, "expt_tp": 2, "ep": 2, "pp": 2, "order": "tp-pp-cp-ep-dp"},
+        "dp=4 and expt_dp=2 would have to be equal*Put pp last.$",
+    ),
+    *(
+        ({"world_size": 4, "pp": 2, "vpp": vpp}, f"^vpp={vpp} with pp=2: a virtual")
+        for vpp in (0, -1, 1.5)
+    ),
+    ({"world_size": 4, "vpp": 2}, "needs pp > 1"),
+    (
+        {"world_size": 8, "cp": 8, "hierarchical_cp": (2, 2, 3)},
+        "^hierarchical_cp: 2 x 2 x 3 = 12, but cp=8.$",
+    ),
+    *(
+        (
+            {"world_size": 8, "cp": 8, "hierarchical_cp": levels},
+            f"^hierarchical_cp[0]={levels[0]}: sizes are whole numbers from 1.$",
+        )
+        for levels in ((-2, -4), (2.0, 4))
+    ),
+    *(
+        ({"world_size": 4, "ranks": ranks}, said)
+        for said, refused in {
+            "in ascending order without repetition": (
+                *((0, 2, 1, 3), (0, 1, 1, 3), (2, 2, 2, 2)),
+                range(3, -1, -1),
+            ),
+            "give one global rank (from 0) for each": (range(-1, 3), (-4, 0, 1, 2)),
+            "ranks are whole numbers": ((0, 1.0, 2, 3), (*"0123",), (0.5, 1.5, 2.5, 3.5)),
+        }.items()
+        for ranks in refused
+    ),
+    *(
+        ({"world_size": 4, "ranks": ranks}, f"are {len(ranks)} ranks, but world_size=4")
+        for ranks in (range(3), range(5), (7,), (0, 1, 2, 3, 9))
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings_", "said"), REFUSED)
+def test_a_refusal_says_what_is_wrong(settings_: dict[str, Any], said: str) -> None:
+    message = f"^{refusal(**settings_)}$"
+    for part in said.split("*"):
+        assert part in message
+
+
+def test_suggestions_are_the_nearest_on_each_side_and_per_size() -> None:
+    assert suggestions_in(refusal(world_size=16, tp=2, pp=3)) == [
+        {"world_size": 12},
+        {"world_size": 18},
+        {"pp": 2},
+    ]
+
+
+# Settings that a suggestion could forget about, because the sizes alone do not show them.
+SURROUNDINGS: list[dict[str, Any]] = [
+    {},
+    {"order": "tp-pp-cp-ep-dp"},
+    {"vpp": 2},
+    {"hierarchical_cp": (2, 2)},
+    {"ranks": range(100, 112)},
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.tuples(*[st.integers(1, 6)] * 6),
+    st.sampled_from(SURROUNDINGS),
+)
+def test_every_suggestion_fits(
+    world_size: int, sizes: tuple[int, ...], surroundings: dict[str, Any]
+) -> None:
+    names = ("tp", "pp", "cp", "ep", "expt_tp", "optimizer_instances")
+    if "ranks" in surroundings:
+        world_size = 12
+    if "hierarchical_cp" in surroundings:
+        sizes = (*sizes[:2], 4, *sizes[3:])
+    wanted = {"world_size": world_size, **dict(zip(names, sizes, strict=True)), **surroundings}
+    try:
+        ParallelLayout(**wanted)
+    except LayoutError as error:
+        for change in suggestions_in(str(error)):
+            ParallelLayout(**wanted | change)  # must not raise
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 20), st.tuples(*[st.sampled_from((1, 1, 2, 3))] * 6))
+def test_suggested_world_sizes_have_none_that_fits_between_them(
+    world_size: int, sizes: tuple[int, ...]
+) -> None:
+    names = ("tp", "pp", "cp", "ep", "expt_tp", "optimizer_instances")
+    wanted = dict(zip(names, sizes, strict=True))
+    assume(not fits(world_size=world_size, **wanted))
+    changes = suggestions_in(refusal(world_size=world_size, **wanted))
+    suggested = [change["world_size"] for change in changes if "world_size" in change]
+    below = [size for size in range(1, world_size) if fits(world_size=size, **wanted)][-1:]
+    above = next(s for s in range(world_size, 10**6) if fits(world_size=s, **wanted))
+    assert suggested == [*below, above]
+
+
+def fits(**sizes: int) -> bool:
+    try:
+        ParallelLayout(**sizes)
+    except LayoutError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "name", ["world_size", "tp", "pp", "cp", "ep", "expt_tp", "optimizer_instances"]
+)
+@pytest.mark.parametrize("size", [-1, 1.0, "2", True])
+def test_sizes_are_whole_numbers_from_one(name: str, size: object) -> None:
+    assert refusal(**{"world_size": 8, name: size}).startswith(f"{name}={size!r}: sizes are whole")
+
+
+def test_zero_is_no_size_except_for_expt_tp_where_it_means_tp() -> None:
+    assert refusal(world_size=0) == "world_size=0: sizes are whole numbers from 1."
+    assert ParallelLayout(world_size=4, tp=2, expt_tp=0).expt_tp == 2
+
+
+def test_axes_of_size_one_may_be_left_out() -> None:
+    short = ParallelLayout(world_size=8, tp=2, order="dp-tp")
+    full = ParallelLayout(world_size=8, tp=2, order="dp-tp-cp-ep-pp")
+    assert {f: list(short.partition(f)) for f in short.families} == {
+        f: list(full.partition(f)) for f in full.families
+    }
+
+
+# Ranks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [-1, 3, 8, 100])
+def test_rank_outside_the_sub_world_is_refused_with_the_ranks_there_are(rank: int) -> None:
+    layout = ParallelLayout(world_size=4, tp=2, ranks=range(4, 8))
+    for ask in (lambda: layout.members("tp", rank), lambda: layout.coordinates(rank)):
+        with pytest.raises(LayoutError, match=rf"^rank {rank} is not in .* has the ranks 4-7\.$"):
+            ask()
+
+
+def test_rank_in_a_gap_of_the_sub_world_is_refused() -> None:
+    layout = ParallelLayout(world_size=3, ranks=(0, 3, 5))
+    with pytest.raises(LayoutError, match=r"rank 4 is not in .* ranks \(0, 3, 5\)"):
+        layout.members("dp", 4)
+
+
+@pytest.mark.parametrize("ranks", [range(4, 52), range(3, 99, 2), (*range(7), 20, *range(40, 80))])
+@EACH_RICH_LAYOUT
+def test_sub_world_is_the_whole_world_with_other_numbers(
+    layout: ParallelLayout, ranks: Sequence[int]
+) -> None:
+    part = dataclasses.replace(layout, ranks=ranks)
+    for family in layout.families:
+        mapped = [tuple(ranks[rank] for rank in group) for group in layout.partition(family)]
+        assert list(part.partition(family)) == mapped
+    for position, rank in enumerate(ranks):
+        assert part.coordinates(rank) == layout.coordinates(position)
+        for family in layout.families:
+            moved = tuple(ranks[r] for r in layout.members(family, position))
+            assert part.members(family, rank) == moved
+
+
+def test_embedding_callable_of_a_sub_world_sees_global_ranks() -> None:
+    seen: list[list[int]] = []
+
+    def choose(pipeline: list[int]) -> list[int]:
+        seen.append(pipeline)
+        return pipeline[1:]
+
+    layout = ParallelLayout(world_size=4, pp=2, ranks=(2, 3, 7, 8), embedding_ranks=choose)
+    assert list(layout.partition("embd")) == [(7,), (8,)]
+    assert seen == [[2, 7], [3, 8]]
+    assert layout.members("embd", 8) == (8,)
+    assert seen[2:] == [[3, 8]]
+
+
+# Fields -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ask", ["members", "partition"])
+@pytest.mark.parametrize(
+    ("field", "answer"),
+    [
+        ("tensor", r"^'tensor' is no field; the fields are tp, pp, mp, .*, hcp\.$"),
+        ("", "^'' is no field"),
+        ("TP", "^'TP' is no field"),
+        ("inter_dist_opt", r"^inter_dist_opt exists only with optimizer_instances > 1\.$"),
+        ("hcp", r"^hcp exists only with hierarchical_cp=\(\.\.\.\)\.$"),
+        ("hcp.0", r"^hcp\.0 exists only with hierarchical_cp"),
+    ],
+)
+def test_unknown_field_is_answered_with_what_there_is(ask: str, field: str, answer: str) -> None:
+    layout = ParallelLayout(world_size=8, tp=2)
+    arguments = (field, 0) if ask == "members" else (field,)
+    with pytest.raises(UnknownFieldError, match=answer):
+        getattr(layout, ask)(*arguments)  # partition too complains at once, not at the first next()
+
+
+@pytest.mark.parametrize("field", ["hcp", "hcp.2", "hcp.x", "hcp.-1"])
+def test_hcp_is_asked_for_by_level(field: str) -> None:
+    layout = ParallelLayout(world_size=8, cp=4, hierarchical_cp=(2, 2))
+    with pytest.raises(UnknownFieldError, match=r"has levels; ask for hcp\.0 or hcp\.1\."):
+        layout.members(field, 0)
+
+
+def test_families_are_the_fields_that_are_configured() -> None:
+    plain = set(ParallelLayout(world_size=8).families)
+    assert plain == set(FIELDS) - {"hcp", "inter_dist_opt"}
+    rich = ParallelLayout(world_size=8, cp=4, hierarchical_cp=(2, 2), optimizer_instances=2)
+    assert set(rich.families) - plain == {"inter_dist_opt", "hcp.0", "hcp.1"}
+
+
+@settings(max_examples=100, deadline=None)
+@given(valid_sizes())
+def test_families_partition_the_ranks(sizes: dict[str, Any]) -> None:
+    layout = ParallelLayout(**sizes)
+    for family in set(layout.families) - {"embd", "pos_embd"}:
+        groups = list(layout.partition(family))
+        assert sorted(rank for group in groups for rank in group) == list(layout.ranks)
+        assert all(list(group) == sorted(group) for group in groups)
+        assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+        assert all(layout.members(family, rank) == group for group in groups for rank in group)
+
+
+def test_embedding_groups_are_ordered_by_lowest_rank_whatever_a_callable_chooses() -> None:
+    def last_stage_of_even_pipelines(pipeline: list[int]) -> list[int]:
+        return pipeline[:1] if pipeline[0] % 2 else pipeline[-1:]
+
+    layout = ParallelLayout(world_size=4, pp=2, embedding_ranks=last_stage_of_even_pipelines)
+    assert list(layout.partition("embd")) == [(1,), (2,)]
+
+
+def test_default_embeddings_live_on_first_and_last_stage_and_positions_on_the_first() -> None:
+    layout = ParallelLayout(world_size=6, pp=3)
+    assert list(layout.partition("embd")) == [(0, 4), (1, 5)]
+    assert list(layout.partition("pos_embd")) == [(0,), (1,)]
+    assert layout.members("embd", 2) == ()
+
+
+# Coordinates --------------------------------------------------------------------------------------
+
+# family -> the coordinates in which the ranks of one group may differ; all others are the same.
+DENSE_FREEDOM = {
+    "tp": {"tp"},
+    "cp": {"cp"},
+    "dp": {"dp"},
+    "pp": {"pp"},
+    "mp": {"tp", "pp"},
+    "tp_cp": {"tp", "cp"},
+    "dp_cp": {"dp", "cp"},
+    "tp_dp": {"tp", "dp"},
+    "tp_dp_cp": {"tp", "dp", "cp"},
+    "gtp_remat": set(),
+}
+EXPERT_FREEDOM = {
+    "expt_tp": {"expt_tp"},
+    "ep": {"ep"},
+    "expt_dp": {"expt_dp"},
+    "tp_ep": {"expt_tp", "ep"},
+    "tp_ep_pp": {"expt_tp", "ep", "pp"},
+    "expt_gtp_remat": set(),
+}
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("expt_tp", "ep", "expt_dp", "pp")
+
+
+def assert_grouped_by_coordinates(
+    layout: ParallelLayout, freedom: dict[str, set[str]], axes: Sequence[str]
+) -> None:
+    where = {rank: layout.coordinates(rank) for rank in layout.ranks}
+    for family, free in freedom.items():
+        groups = {rank: layout.members(family, rank) for rank in layout.ranks}
+        for one, other in combinations(layout.ranks, 2):
+            differing = {
+                axis for axis in axes if getattr(where[one], axis) != getattr(where[other], axis)
+            }
+            assert (other in groups[one]) == (differing <= free), (family, one, other)
+
+
+@EACH_RICH_LAYOUT
+def test_ranks_share_a_dense_group_iff_they_differ_only_in_its_axes(layout: ParallelLayout) -> None:
+    assert_grouped_by_coordinates(layout, DENSE_FREEDOM, DENSE_AXES)
+
+
+@EACH_RICH_LAYOUT
+def test_ranks_share_an_expert_group_iff_they_differ_only_in_its_axes(
+    layout: ParallelLayout,
+) -> None:
+    assert_grouped_by_coordinates(layout, EXPERT_FREEDOM, EXPERT_AXES)
+
+
+@EACH_RICH_LAYOUT
+def test_coordinate_is_the_index_in_the_group_of_its_axis(layout: ParallelLayout) -> None:
+    for rank in layout.ranks:
+        at = dataclasses.asdict(layout.coordinates(rank))
+        assert at == {axis: layout.members(axis, rank).index(rank) for axis in at}
+
+
+@EACH_RICH_LAYOUT
+def test_coordinates_of_each_grid_are_all_there_and_different(layout: ParallelLayout) -> None:
+    for axes in (DENSE_AXES, EXPERT_AXES):
+        points = {tuple(getattr(layout.coordinates(r), a) for a in axes) for r in layout.ranks}
+        assert len(points) == layout.world_size == math.prod(getattr(layout, a) for a in axes)
+
+
+def test_first_axis_of_the_order_varies_fastest() -> None:
+    layout = ParallelLayout(world_size=8, tp=2, pp=2, order="dp-tp-pp")
+    assert layout.coordinates(1) == Coordinates(tp=0, cp=0, dp=1, pp=0, expt_tp=0, ep=0, expt_dp=1)
+    assert layout.coordinates(2) == Coordinates(tp=1, cp=0, dp=0, pp=0, expt_tp=1, ep=0, expt_dp=0)
+    assert layout.coordinates(4) == Coordinates(tp=0, cp=0, dp=0, pp=1, expt_tp=0, ep=0, expt_dp=0)
+
+
+def test_optimizer_instances_slice_expert_data_parallelism() -> None:
+    layout = ParallelLayout(world_size=8, ep=2, optimizer_instances=2)
+    assert list(layout.partition("expt_dp")) == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert list(layout.partition("intra_expt_dp")) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert list(layout.partition("inter_dist_opt")) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert list(layout.partition("intra_dist_opt")) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert list(layout.partition("intra_dp_cp")) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+def test_hierarchical_cp_has_neighbours_on_the_first_level() -> None:
+    layout = ParallelLayout(world_size=8, cp=8, hierarchical_cp=(2, 4))
+    assert list(layout.partition("hcp.0")) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert list(layout.partition("hcp.1")) == [(0, 2, 4, 6), (1, 3, 5, 7)]
+
+
+# Equality and fingerprint -------------------------------------------------------------------------
+
+PLAIN = {"world_size": 16, "tp": 2, "pp": 2, "cp": 2, "ep": 2}
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        pytest.param({"order": "TP-CP-EP-DP-PP"}, id="upper-case-order"),
+        pytest.param({"expt_tp": 2}, id="expt-tp-spelled-out"),
+        pytest.param({"ranks": range(16)}, id="ranks-as-range"),
+        pytest.param({"ranks": tuple(range(16))}, id="ranks-as-tuple"),
+        pytest.param({"ranks": list(range(16))}, id="ranks-as-list"),
+        pytest.param({"hierarchical_cp": None}, id="no-levels"),
+    ],
+)
+def test_layouts_built_differently_are_equal(same: dict[str, Any]) -> None:
+    one, other = ParallelLayout(**PLAIN), ParallelLayout(**PLAIN | same)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.fingerprint() == other.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param(range(0, 32, 2), tuple(range(0, 32, 2)), id="every-second"),
+        pytest.param(range(4, 20), list(range(4, 20)), id="a-stretch"),
+        pytest.param((*range(15), 20), [*range(15), 20], id="uneven"),
+    ],
+)
+def test_sub_worlds_of_the_same_ranks_are_equal(one: Sequence[int], other: Sequence[int]) -> None:
+    first, second = (ParallelLayout(**PLAIN, ranks=ranks) for ranks in (one, other))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first.fingerprint() == second.fingerprint()
+
+
+def test_one_rank_has_one_fingerprint_however_its_range_is_written() -> None:
+    one = ParallelLayout(world_size=1, ranks=range(4, 5))
+    other = ParallelLayout(world_size=1, ranks=range(4, 6, 2))
+    assert one == other
+    assert one.fingerprint() == other.fingerprint()
+
+
+def first_stage(pipeline: list[int]) -> list[int]:
+    return pipeline[:1]
+
+
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "world_size": {"world_size": 32},
+    "tp": {"tp": 4, "expt_tp": 2},
+    "pp": {"pp": 4},
+    "cp": {"cp": 1},
+    "ep": {"ep": 4},
+    "expt_tp": {"expt_tp": 1},
+    "order": {"order": "cp-tp-ep-dp-pp"},
+    "optimizer_instances": {"optimizer_instances": 2},
+    "hierarchical_cp": {"hierarchical_cp": (2,)},
+    "embedding_ranks": {"embedding_ranks": first_stage},
+    "position_embedding_ranks": {"position_embedding_ranks": lambda pipeline: pipeline[-1:]},
+    "vpp": {"vpp": 2},
+    "hybrid_cp": {"hybrid_cp": True},
+    "ranks": {"ranks": range(1, 17)},
+}
+
+
+def test_no_field_is_missing_below() -> None:
+    assert set(DIFFERENT) == {f.name for f in dataclasses.fields(ParallelLayout)}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_fingerprint_tells_layouts_apart_by_each_field(name: str) -> None:
+    one, other = ParallelLayout(**PLAIN), ParallelLayout(**PLAIN | DIFFERENT[name])
+    assert one != other
+    assert one.fingerprint() != other.fingerprint()
+    assert one.describe()[name] != other.describe()[name]
+
+
+def test_fingerprint_is_64_hex_digits() -> None:
+    assert re.fullmatch(r"[0-9a-f]{64}", ParallelLayout(**PLAIN).fingerprint())
+
+
+def test_fingerprint_is_the_same_in_another_process() -> None:
+    """String hashes are salted per process; nothing of them may get into the fingerprint."""
+    make = (
+        "ParallelLayout(world_size=16, tp=2, pp=2, vpp=2, cp=2, hierarchical_cp=(2,), "
+        "ranks=(*range(15), 20), embedding_ranks=lambda pipeline: pipeline[:1])"
+    )
+    code = f"from megapg.layout import ParallelLayout; print({make}.fingerprint())"
+    here = eval(make, {"ParallelLayout": ParallelLayout, "range": range}).fingerprint()
+    assert [run_python(code, PYTHONHASHSEED=seed) for seed in ("1", "2")] == [here, here]
+
+
+def run_python(code: str, **environment: str) -> str:
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    return ran.stdout.strip()
+
+
+EmbeddingRanks = Callable[[list[int]], list[int]]
+
+
+@pytest.mark.parametrize("name", ["embedding_ranks", "position_embedding_ranks"])
+def test_embedding_callables_that_choose_the_same_have_one_fingerprint(name: str) -> None:
+    """A callable is what it answers; ranks never share the function object itself."""
+
+    def layout(choose: EmbeddingRanks) -> ParallelLayout:
+        return ParallelLayout(**PLAIN, **{name: choose})
+
+    one = layout(lambda pipeline: [pipeline[0], pipeline[1]]).fingerprint()
+    assert layout(lambda pipeline: pipeline).fingerprint() == one
+    assert layout(lambda pipeline: pipeline[::-1]).fingerprint() == one
+    assert layout(lambda pipeline: pipeline[1:]).fingerprint() != one
+
+
+def test_embedding_callable_may_answer_in_integers_of_another_library() -> None:
+    class Scalar:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def __index__(self) -> int:
+            return self.value
+
+    layout = ParallelLayout(
+        world_size=4, pp=2, embedding_ranks=lambda pipeline: [Scalar(r) for r in pipeline]
+    )
+    plain = ParallelLayout(world_size=4, pp=2, embedding_ranks=lambda pipeline: pipeline)
+    assert list(layout.partition("embd")) == [(0, 2), (1, 3)]
+    assert layout.fingerprint() == plain.fingerprint()
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_layout_is_frozen(name: str) -> None:
+    layout = ParallelLayout(**PLAIN)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(layout, name, getattr(layout, name))
+
+
+def test_layout_is_hashable_also_after_it_was_asked() -> None:
+    layout = ParallelLayout(**PLAIN, optimizer_instances=2, ranks=[*range(15), 20])
+    before = hash(layout)
+    for family in layout.families:
+        layout.members(family, 20)
+    assert hash(layout) == before
+    assert {layout: 1}[ParallelLayout(**PLAIN, optimizer_instances=2, ranks=(*range(15), 20))] == 1
+
+
+# Cost ---------------------------------------------------------------------------------------------
+
+
+class CountingRanks(Sequence[int]):
+    """The ranks 0..size-1, counting how often one is looked at."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.looks = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        self.looks += 1
+        assert not isinstance(index, slice), "a slice would look at many at once"
+        return range(self.size)[index]
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("the world was enumerated")
+
+
+def counted(**settings_: Any) -> tuple[ParallelLayout, CountingRanks]:
+    layout = ParallelLayout(**settings_)
+    ranks = CountingRanks(layout.world_size)
+    # A layout copies the ranks it is given; what it does with its own is the question here.
+    object.__setattr__(layout, "ranks", ranks)
+    return layout, ranks
+
+
+LARGE_SETTINGS = {**LARGE, "optimizer_instances": 2, "hierarchical_cp": (2, 2)}
+LARGE_FAMILIES = ParallelLayout(**LARGE_SETTINGS).families
+A_BISECTION = 2 * math.ceil(math.log2(LARGE["world_size"]))
+
+
+@pytest.mark.parametrize("family", LARGE_FAMILIES)
+def test_members_looks_at_the_group_not_at_the_world(family: str) -> None:
+    layout, ranks = counted(**LARGE_SETTINGS)
+    group = layout.members(family, 70_000)
+    # The embedding fields translate a pipeline to ranks and the choice back to positions.
+    pipeline = 3 * layout.pp * A_BISECTION if family in ("embd", "pos_embd") else 0
+    assert ranks.looks <= len(group) + A_BISECTION + pipeline
+
+
+SMALL_GROUPS = [
+    family
+    for family in LARGE_FAMILIES
+    if len(ParallelLayout(**LARGE_SETTINGS).members(family, 70_000)) < 1000
+]
+
+
+@pytest.mark.parametrize("family", SMALL_GROUPS)
+def test_members_of_a_small_group_allocates_nothing_the_size_of_the_world(family: str) -> None:
+    """Positions are not counted above; a list of all of them would be a megabyte."""
+    layout = ParallelLayout(**LARGE_SETTINGS)
+    layout.members(family, 0)  # what is computed once per layout
+    tracemalloc.start()
+    try:
+        layout.members(family, 70_000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * layout.world_size / 10
+
+
+@pytest.mark.parametrize("family", LARGE_FAMILIES)
+def test_partition_makes_one_group_at_a_time(family: str) -> None:
+    layout, ranks = counted(**LARGE_SETTINGS)
+    groups = layout.partition(family)
+    assert ranks.looks == 0
+    taken = list(islice(groups, 3))
+    # An embedding group costs its pipeline.
+    assert ranks.looks <= 3 * max(layout.pp, len(taken[0])) + A_BISECTION
+
+
+def test_importing_the_layout_imports_no_torch() -> None:
+    code = (
+        "import sys, megapg.layout; print([m for m in sys.modules if m.split('.')[0] == 'torch'])"
+    )
+    assert run_python(code) == "[]"
+
+
+def test_importing_the_layout_works_where_torch_is_not_installed() -> None:
+    code = "import sys; sys.modules['torch'] = None; import megapg.layout as m; print(m.AXES[0])"
+    assert run_python(code) == "tp"
+
+
+def test_hybrid_groups_are_neighbours_in_data_and_context_parallelism():
+    layout = ParallelLayout(world_size=24, tp=2, cp=2, hybrid_cp=True)  # 12 ranks of dp x cp
+    assert layout.members("dp_cp", 5) == (1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23)
+    assert layout.hybrid_cp_sizes == (2, 4)
+    assert layout.members("hybrid.2", 5) == (5, 7)
+    assert layout.members("hybrid.4", 5) == (1, 3, 5, 7)
+    assert list(layout.partition("hybrid.4"))[:2] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    uneven = ParallelLayout(world_size=10, hybrid_cp=True)
+    assert list(uneven.partition("hybrid.4")) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
+    with pytest.raises(
+        UnknownFieldError, match=r"hybrid\.8: the sizes of hybrid groups here are 2, 4"
+    ):
+        layout.members("hybrid.8", 5)
+    with pytest.raises(UnknownFieldError, match="they take hybrid_cp=True"):
+        ParallelLayout(world_size=8).members("hybrid.2", 0)
+    with pytest.raises(
+        LayoutError, match=r"hybrid_cp with dp x cp = 3 x 1: .* even number of ranks"
+    ):
+        ParallelLayout(world_size=6, tp=2, hybrid_cp=True)
+    assert layout.fingerprint() != ParallelLayout(world_size=24, tp=2, cp=2).fingerprint()

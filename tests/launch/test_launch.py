@@ -1,0 +1,594 @@
+"""Who started this process: the resolver, on environments recorded from real launchers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+
+import launch_environments as recorded
+import pytest
+from ports import free_port
+
+import megapg
+from megapg.errors import LaunchError, RendezvousError, SessionError
+from megapg.launch import Launch, detect, nodes
+from megapg.testing import run_distributed
+
+
+def address_of(node):
+    return f"{node}.cluster"
+
+
+def seen(environment):
+    return detect(environment, address_of=address_of)
+
+
+# -- one source ------------------------------------------------------------------------------------
+
+
+def test_nothing_set_is_a_process_alone():
+    launch = seen({"PATH": "/bin", "LOCAL_RANK": "0"})
+    assert (launch.rank, launch.world_size, launch.address) == (0, 1, "")
+
+
+def test_torchrun():
+    for rank, environment in enumerate(recorded.TORCHRUN):
+        launch = seen(environment)
+        assert (launch.launcher, launch.rank, launch.world_size) == ("torchrun", rank, 2)
+        assert (launch.local_rank, launch.local_world_size, launch.hosted) == (rank, 2, True)
+        assert (launch.address, launch.port) == ("localhost", 46457)
+
+
+def test_srun():
+    for rank, environment in enumerate(recorded.SRUN):
+        launch = seen(environment)
+        assert (launch.launcher, launch.rank, launch.world_size) == ("SLURM", rank, 4)
+        assert (launch.local_rank, launch.local_world_size) == [(0, 3), (1, 3), (2, 3), (0, 1)][
+            rank
+        ]
+        assert (launch.address, launch.hosted) == ("n1.cluster", False)
+        assert launch.hosts == ("n1", "n1", "n1", "n2")
+
+
+@pytest.mark.parametrize(
+    ("environments", "hosts"),
+    [
+        (recorded.SRUN_IN_SBATCH, ("n1", "n1", "n1", "n2")),
+        (recorded.SRUN_CYCLIC, ("n1", "n2", "n1", "n1")),
+        (recorded.HETEROGENEOUS, ("n1", "n2", "n2")),
+    ],
+)
+def test_srun_of_other_kinds(environments, hosts):
+    launches = [seen(environment) for environment in environments]
+    assert [launch.rank for launch in launches] == list(range(len(hosts)))
+    assert {launch.hosts for launch in launches} == {hosts}
+    assert len({(launch.address, launch.port, launch.job) for launch in launches}) == 1
+
+
+def test_hosts_are_not_guessed():
+    unknown = {"SLURM_DISTRIBUTION": "plane=2"}
+    assert seen(recorded.SRUN[0] | unknown).hosts == ()
+    wrong = {"SLURM_DISTRIBUTION": "cyclic"}  # rank 1 would be on n2, and knows that it is not
+    assert seen(recorded.SRUN[1] | wrong).hosts == ()
+
+
+def test_one_node_needs_no_address():
+    task = recorded.SRUN[1] | {
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "n1",
+        "SLURM_STEP_TASKS_PER_NODE": "4",
+    }
+    launch = detect(task)  # with what looks nodes up, which would find no n1
+    assert (launch.address, launch.hosts) == ("127.0.0.1", ("n1",) * 4)
+    alone = seen(task | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
+    assert (alone.world_size, alone.address) == (1, "")
+
+
+def test_mpirun():
+    for rank, environment in enumerate(recorded.MPIRUN):
+        launch = seen(environment)
+        assert (launch.launcher, launch.rank, launch.world_size) == ("Open MPI", rank, 2)
+        assert (launch.local_rank, launch.local_world_size) == (rank, 2)
+        assert launch.address == "127.0.0.1"
+    assert len({seen(each).port for each in recorded.MPIRUN}) == 1
+
+
+def by_hand(rank=0, world_size=4, **more):
+    whole = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "host", "MASTER_PORT": 29500}
+    return {name: str(value) for name, value in (whole | more).items()}
+
+
+def test_by_hand():
+    launch = seen(by_hand(3, LOCAL_RANK=1))
+    assert (launch.rank, launch.world_size, launch.local_rank) == (3, 4, 1)
+    assert (launch.address, launch.port, launch.hosted) == ("host", 29500, False)
+
+
+# -- one inside the other --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outer", [recorded.SRUN[3], recorded.MPIRUN[1], recorded.SBATCH_SHELL])
+def test_torchrun_inside_another_launcher(outer):
+    assert seen(outer | recorded.TORCHRUN[1]) == seen(recorded.TORCHRUN[1])
+
+
+def test_mpirun_inside_slurm():
+    launches = [seen(environment) for environment in recorded.MPIRUN_IN_SBATCH]
+    assert {launch.launcher for launch in launches} == {"Open MPI"}
+    assert [launch.rank for launch in launches] == [0, 1, 2, 3]
+    assert [launch.local_rank for launch in launches] == [0, 1, 2, 0]
+    assert {launch.address for launch in launches} == {"192.0.2.2"}  # mpirun's
+    assert len({launch.port for launch in launches}) == 1
+    assert seen(recorded.SBATCH_SHELL | recorded.MPIRUN[1]).launcher == "Open MPI"
+
+
+@pytest.mark.parametrize("outer", [recorded.SRUN, recorded.MPIRUN_IN_SBATCH])
+def test_processes_that_a_task_started_itself(outer):
+    for rank in range(8):
+        inner = by_hand(rank, 8, LOCAL_RANK=rank % 2)
+        assert seen(outer[rank // 2] | inner) == seen(inner)
+
+
+def test_where_to_meet_may_be_said_by_hand():
+    where = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    for task in (recorded.SRUN[3], recorded.MPIRUN[1]):
+        launch = seen(task | where)
+        assert (launch.address, launch.port) == ("10.0.0.1", 1234)
+        assert launch.origin == "MASTER_ADDR, MASTER_PORT"
+        repeated = {"RANK": str(launch.rank), "WORLD_SIZE": str(launch.world_size)}
+        assert seen(task | where | repeated) == launch
+    assert seen(recorded.SRUN[3] | where).hosts == ("n1", "n1", "n1", "n2")
+    garbled = {"SLURM_STEP_NODELIST": "n[1-"}
+    assert seen(recorded.SRUN[3] | where | garbled).hosts == ()
+
+
+# -- mixtures --------------------------------------------------------------------------------------
+
+_CONTRADICTIONS = [
+    # left over in the shell: every task would take itself for all there is
+    (recorded.SRUN[3] | by_hand(0, 1), "RANK=0, WORLD_SIZE=1", "SLURM_PROCID=3"),
+    (recorded.MPIRUN[1] | by_hand(0, 1), "RANK=0, WORLD_SIZE=1", "OMPI_COMM_WORLD_RANK=1"),
+    (recorded.SRUN[3] | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8", "SLURM_STEP_NUM_TASKS=4"),
+    (recorded.SRUN[3] | {"LOCAL_RANK": "3"}, "LOCAL_RANK=3", "SLURM_LOCALID=0"),
+    (recorded.SRUN[3] | by_hand(0, 8), "RANK=0, WORLD_SIZE=8", "SLURM_PROCID=3"),
+    (recorded.SRUN[3] | by_hand(3, 6), "WORLD_SIZE=6", "SLURM_STEP_NUM_TASKS=4"),
+]
+
+
+@pytest.mark.parametrize(("environment", "ours", "theirs"), _CONTRADICTIONS)
+def test_a_mixture_names_both_sources(environment, ours, theirs):
+    with pytest.raises(LaunchError, match="two sources contradict") as caught:
+        seen(environment)
+    assert f"the environment has {ours}" in str(caught.value)
+    assert theirs in str(caught.value)
+    assert "Unset" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("inner", "names"),
+    [
+        # mpiexec -n 8 of MPICH: four ranks on each node, all with the variables of one srun task
+        ({"PMI_RANK": "5", "PMI_SIZE": "8"}, "PMI_RANK=5, PMI_SIZE=8"),
+        ({"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "5"}, "FLUX_TASK_RANK=3, FLUX_JOB_SIZE=5"),
+    ],
+)
+def test_a_launcher_that_srun_started_is_no_task(inner, names):
+    with pytest.raises(LaunchError, match="two sources contradict") as caught:
+        seen(recorded.SRUN[3] | inner)
+    assert f"{names}, but SLURM has SLURM_PROCID=3, SLURM_STEP_NUM_TASKS=4" in str(caught.value)
+    assert seen(recorded.SRUN[3] | {"PMI_RANK": "3", "PMI_SIZE": "4"}) == seen(recorded.SRUN[3])
+    assert seen(recorded.TORCHRUN[1] | inner) == seen(recorded.TORCHRUN[1])
+
+
+def without(environment, *names):
+    return {name: value for name, value in environment.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            without(by_hand(), "MASTER_PORT"),
+            "has RANK, WORLD_SIZE, MASTER_ADDR but not MASTER_PORT",
+        ),
+        (without(recorded.TORCHRUN[0], "RANK"), "of torchrun, but not RANK"),
+        (without(recorded.MPIRUN[0], "OMPI_COMM_WORLD_SIZE"), "but not OMPI_COMM_WORLD_SIZE"),
+        (without(recorded.MPIRUN[0], "PMIX_NAMESPACE"), "no PMIX_NAMESPACE to derive a port"),
+        (without(recorded.SRUN[0], "SLURM_PROCID"), "of SLURM, but not SLURM_PROCID"),
+        (recorded.SRUN[0] | {"MASTER_ADDR": ""}, "MASTER_ADDR is set but empty"),
+        (recorded.SRUN[0] | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 is not within SLURM_STEP_NUM_"),
+        (by_hand(MASTER_PORT=0), r"port 0 \(MASTER_ADDR, MASTER_PORT from the environment\)"),
+        (by_hand(MASTER_PORT=123456), "port 123456"),
+        ({"PMI_RANK": "2", "PMI_SIZE": "4"}, r"rank 2 of 4 \(PMI_RANK, PMI_SIZE\)"),
+    ],
+)
+def test_what_does_not_add_up(environment, message):
+    with pytest.raises(LaunchError, match=message):
+        seen(environment)
+
+
+# -- one of several, and nobody says which ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", recorded.SEVERAL)
+def test_one_of_several_is_not_alone(name):
+    several, alone = recorded.SEVERAL[name]
+    for environment in several:
+        with pytest.raises(LaunchError, match=r"each would train alone\..*MASTER_ADDR") as caught:
+            seen(environment)
+        assert "launch=megapg.Launch.alone()" in str(caught.value)
+        assert name.partition(" ")[0] in str(caught.value)
+        said = by_hand(1, 2, LOCAL_RANK=1)  # somebody says it
+        assert seen(environment | said) == seen(said)
+        assert seen(environment | recorded.TORCHRUN[1]) == seen(recorded.TORCHRUN[1])
+    if alone is not None:
+        assert seen(alone).world_size == 1
+
+
+@pytest.mark.parametrize("name", recorded.ALONE)
+def test_no_false_alarm(name):
+    assert seen(recorded.ALONE[name]) == Launch("a single process")
+
+
+def test_an_index_among_hosts_says_nothing_of_ranks():
+    alone = recorded.SEVERAL["SkyPilot"][1]
+    with pytest.raises(LaunchError, match=r"PMIx started this process as rank 0 of an unknown"):
+        seen(alone | {"PMIX_RANK": "0"})
+    with pytest.raises(LaunchError, match=r"Kubernetes started this process on host 3 of an unk"):
+        seen(alone | {"JOB_COMPLETION_INDEX": "3"})
+    with pytest.raises(LaunchError, match=r"Kubeflow started this process on host 0 of an unk"):
+        seen(recorded.SEVERAL["Kubeflow"][0][0] | {"PET_NNODES": "1:4"})  # elastic
+    with pytest.raises(LaunchError, match=r"host \? of an unknown number \(PET_NNODES\)"):
+        seen({"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "job-worker-0:23456"})
+    # An address alone, as job templates set it, says no more: still the platform's own advice.
+    with pytest.raises(LaunchError, match=r"host 3 of an unk.*--node-rank=\$JOB_COMPLETION_INDEX"):
+        seen({"JOB_COMPLETION_INDEX": "3", "MASTER_ADDR": "job-0.job", "MASTER_PORT": "29500"})
+    with pytest.raises(LaunchError, match=r"RANK, WORLD_SIZE, MASTER_ADDR but not MASTER_PORT"):
+        seen({"PMI_RANK": "1", "PMI_SIZE": "4", "RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"})
+    both = recorded.SEVERAL["SageMaker"][0][1]
+    with pytest.raises(LaunchError, match=r"host algo-2 of 2 \(SM_CURRENT_HOST, SM_HOSTS\)"):
+        seen(both)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"LOCAL_RANK": "1"}, {"LOCAL_WORLD_SIZE": "4"}, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}],
+)
+def test_one_of_several_on_a_host_is_not_alone(environment):
+    given = ", ".join(f"{name}={value}" for name, value in environment.items())
+    with pytest.raises(LaunchError, match=f"the environment has {given}, so this is one of sev"):
+        seen(environment)
+    assert seen({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}) == Launch("a single process")
+
+
+def test_alone_can_be_meant(monkeypatch):
+    import torch.distributed as dist
+
+    for name, value in recorded.SEVERAL["an Indexed Job"][0][1].items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match="an Indexed Job of Kubernetes"):
+        megapg.session(backend="gloo")
+    with megapg.session(backend="gloo", launch=Launch.alone()) as session:
+        assert session.groups.dp.size() == 1
+    assert not dist.is_initialized()
+
+
+# -- which one on its host -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "local_rank"),
+    [
+        (by_hand(3, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4), 1),
+        (by_hand(0, 1), 0),
+        (by_hand(3, RAY_LOCAL_WORLD_SIZE=4), 3),
+        (by_hand(3, LOCAL_WORLD_SIZE=4), 3),
+        (by_hand(3, LOCAL_WORLD_SIZE=1), 0),
+        (by_hand(3, MASTER_ADDR="127.0.0.1"), 3),
+        (by_hand(3, MASTER_ADDR="localhost"), 3),
+        (by_hand(3, MASTER_ADDR="::1"), 3),
+        # rank and size taken from what the launcher says, which says this as well
+        (by_hand(1, 4, PMI_RANK=1, PMI_SIZE=4, MPI_LOCALRANKID=1, MPI_LOCALNRANKS=2), 1),
+        (by_hand(2, 4, HOROVOD_RANK=2, HOROVOD_SIZE=4, HOROVOD_LOCAL_RANK=0), 0),
+        (by_hand(2, 4, PALS_RANKID=2, PALS_LOCAL_RANKID=0), 0),
+        # one on each host
+        (by_hand(1, 2) | recorded.SEVERAL["SkyPilot"][0][1], 0),
+        (by_hand(1, 2) | recorded.SEVERAL["SageMaker"][0][1], 0),
+        (by_hand(1, 2) | recorded.SEVERAL["Kubeflow"][0][1], 0),
+        (by_hand(1, 4, PET_NNODES=2, PET_NPROC_PER_NODE=1), 0),
+        # who knows
+        (by_hand(3), None),
+        (by_hand(0), None),
+        (by_hand(0, 4) | recorded.SEVERAL["SkyPilot"][0][0], None),
+        (by_hand(1, 2) | recorded.SEVERAL["an Indexed Job"][0][1], None),
+        (by_hand(1, 8, PMI_RANK=0, PMI_SIZE=2, MPI_LOCALRANKID=0), None),
+        (recorded.SRUN[0] | by_hand(1, 8), None),
+    ],
+)
+def test_a_local_rank_is_certain_or_unknown(environment, local_rank):
+    assert seen(environment).local_rank == local_rank
+
+
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "RAY_LOCAL_WORLD_SIZE", "PET_NPROC_PER_NODE"])
+def test_ranks_that_share_a_host_and_are_not_told_apart(name):
+    with pytest.raises(LaunchError, match=rf"{name}=2 of 4 ranks share a host, and LOCAL_RANK is"):
+        seen(by_hand(3, 4, **{name: 2}))
+
+
+def test_an_explicit_launch_is_not_number_0_by_default():
+    where = {"rank": 3, "world_size": 4, "port": 29500}
+    assert Launch(**where, address="127.0.0.1").local_rank == 3
+    assert Launch(**where, address="a", local_world_size=4).local_rank == 3
+    assert Launch(**where, address="a", local_world_size=1).local_rank == 0
+    unknown = Launch(**where, address="a")
+    assert unknown.local_rank is None
+    assert "LOCAL_RANK" not in unknown.environment()
+    assert Launch().local_rank == Launch.alone().local_rank == 0
+
+
+# -- shells ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        recorded.SALLOC_SHELL,
+        recorded.SBATCH_SHELL,
+        # salloc where the site opens the shell on a node of the job, as an "interactive step"
+        recorded.SRUN[0] | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+)
+def test_a_shell_of_an_allocation_is_no_task(shell):
+    with pytest.raises(LaunchError, match=r"4 tasks on 2 nodes, .* none of them.* srun"):
+        seen(shell)
+
+
+def test_a_job_of_one_task_needs_no_srun():
+    assert seen(recorded.SBATCH_SHELL_OF_ONE).launcher == "a single process"
+    several = recorded.SBATCH_SHELL_OF_ONE | {"SLURM_NTASKS_PER_NODE": "8"}
+    with pytest.raises(LaunchError, match="8 tasks on 1 node,"):
+        seen(several)
+
+
+# -- ports -----------------------------------------------------------------------------------------
+
+
+def test_steps_of_one_job_never_meet():
+    ports = {seen(recorded.SRUN[0] | {"SLURM_STEP_ID": str(step)}).port for step in range(2000)}
+    assert len(ports) == 2000
+    assert all(20_000 <= port < 32_768 for port in ports)
+
+
+def test_port_and_job_follow_from_what_all_ranks_share():
+    first, again = seen(recorded.SRUN[0]), seen(recorded.SRUN[0] | {"SLURM_RESTART_COUNT": "1"})
+    other = seen(recorded.SRUN[0] | {"SLURM_JOB_ID": "2"})
+    assert len({launch.port for launch in (first, again, other)}) == 3
+    assert (first.attempt, again.attempt) == (0, 1)
+    assert first.job == again.job != other.job
+
+
+# -- addresses -------------------------------------------------------------------------------------
+
+
+def test_mpirun_elsewhere_than_rank_0_says_so():
+    elsewhere = {"OMPI_MCA_orte_hnp_uri": "7.0;tcp://192.0.2.9:55459;tcp6://[fd00::9]:35489"}
+    with pytest.raises(
+        LaunchError, match=r"not run on mpirun's host \(192.0.2.9, fd00::9\).*-x MAS"
+    ):
+        seen(recorded.MPIRUN_IN_SBATCH[0] | elsewhere)
+    newer = without(recorded.MPIRUN_IN_SBATCH[3], "OMPI_MCA_orte_hnp_uri")
+    with pytest.raises(LaunchError, match=r"where to meet.* -x MASTER_ADDR"):
+        seen(newer)
+    assert seen(newer | {"MASTER_ADDR": "n1"}).address == "n1"
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """Puts a ``scontrol`` that runs these lines before anybody's; SLURM knows nothing of it."""
+
+    def place(lines):
+        program = tmp_path / "scontrol"
+        program.write_text(f"#!/bin/sh\n{lines}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+
+    return place
+
+
+@pytest.fixture
+def no_hostlist(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hostlist", None)
+
+
+def test_hostlists_by_the_library():
+    assert nodes.names("gpu[01-03,7]-ib,login", 5, "X") == [
+        *("gpu01-ib", "gpu02-ib", "gpu03-ib", "gpu7-ib", "login")
+    ]
+    for broken in ("n[1-2", "n[2-1]", "n[1-3]"):
+        with pytest.raises(LaunchError, match=rf"X='{re.escape(broken)}'.*Set MASTER_ADDR"):
+            nodes.names(broken, 2, "X")
+
+
+@pytest.mark.usefixtures("no_hostlist")
+def test_hostlists_by_scontrol(scontrol, monkeypatch):
+    scontrol('[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"')
+    assert nodes.names("n[1-2]", 2, "X") == ["n1", "n2"]
+    assert nodes.names("n1,n2", 2, "X") == ["n1", "n2"]
+    scontrol("echo no such thing >&2; exit 3")
+    with pytest.raises(LaunchError, match=r"ended with status 3: no such thing.*MASTER_ADDR"):
+        nodes.names("n[1-2]", 2, "X")
+    scontrol("echo 'n]'")  # what it really makes of "n[1-2"
+    with pytest.raises(LaunchError, match="names 1 nodes, but the step has 2"):
+        nodes.names("n[1-2", 2, "X")
+    scontrol("exec sleep 60")
+    monkeypatch.setattr(nodes, "_PATIENCE", 0.2)
+    with pytest.raises(LaunchError, match=r"no answer in 0.2 s"):
+        nodes.names("n[1-2]", 2, "X")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(LaunchError, match="there is no scontrol here"):
+        nodes.names("n[1-2]", 2, "X")
+
+
+def test_addresses_of_nodes(scontrol):
+    assert nodes.address_of("localhost") == "localhost"
+    scontrol('echo "NodeName=$4 Arch=x86_64 NodeAddr=127.0.0.7 NodeHostName=vm"')
+    assert nodes.address_of("n1.invalid") == "127.0.0.7"
+    scontrol("echo NodeName=$4 NodeAddr=$4")
+    with pytest.raises(
+        LaunchError, match=r"no host called 'n1.invalid'.*'n1.invalid' for its NodeA"
+    ):
+        nodes.address_of("n1.invalid")
+    scontrol("echo Node n1.invalid not found; exit 1")
+    with pytest.raises(LaunchError, match=r"status 1: Node n1.invalid not found.*Set MASTER_ADDR"):
+        nodes.address_of("n1.invalid")
+
+
+# -- the value -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"rank": 4, "world_size": 4, "address": "a", "port": 1},
+            "rank 4 of launch= is not within",
+        ),
+        ({"world_size": 4}, "need an address= and a port="),
+        ({"world_size": 4, "address": "a"}, "port 0"),
+        ({"local_rank": -1}, "below 0"),
+    ],
+)
+def test_an_explicit_launch_is_checked(wrong, message):
+    with pytest.raises(LaunchError, match=message):
+        Launch(**wrong)
+
+
+def test_the_environment_is_written_on_request_and_put_back(monkeypatch):
+    monkeypatch.setenv("RANK", "before")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    before = dict(os.environ)
+    launch = seen(recorded.SRUN[3])
+    assert dict(os.environ) == before  # reading writes nothing
+    with pytest.raises(KeyError), launch.exported():  # noqa: PT012
+        assert os.environ["RANK"] == "3"
+        assert os.environ["MASTER_ADDR"] == "n1.cluster"
+        repeated = seen(recorded.SRUN[3] | launch.environment())
+        assert repeated == replace(launch, origin="MASTER_ADDR, MASTER_PORT")
+        raise KeyError
+    assert dict(os.environ) == before
+
+
+def test_torch_reads_what_was_written():
+    import torch.distributed as dist
+
+    with Launch().exported():
+        dist.init_process_group("gloo")
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    dist.destroy_process_group()
+
+
+def hooked():
+    before = sys.excepthook
+    for _ in range(3):
+        with megapg.session(timeout=60):
+            assert sys.excepthook is not before
+    return sys.excepthook is before
+
+
+def test_the_rank_is_not_put_before_a_traceback_once_for_each_session():
+    assert run_distributed(hooked, world_size=1, deadline=120) == [True]
+
+
+def no_host():
+    for rank, doing in ((0, "host"), (1, "reach")):
+        launch = Launch(rank=rank, world_size=2, address="gpu..01", port=29500)
+        with pytest.raises(RendezvousError, match=rf"could not {doing} .*gpu\.\.01"):
+            megapg.session(timeout=1, launch=launch)
+    return True
+
+
+def test_a_name_that_no_host_can_have():
+    assert run_distributed(no_host, world_size=1, deadline=120) == [True]
+
+
+def test_reading_needs_no_torch():
+    code = "import sys, megapg.launch; megapg.launch.detect(); sys.exit('torch' in sys.modules)"
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+    )
+
+
+# -- what a session makes of it --------------------------------------------------------------------
+
+
+def two_jobs_at_one_port(port):
+    """Ranks 0 and 1 are a job; the third process is rank 1 of another that has no rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    me = int(os.environ["RANK"])
+    signals = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    mine = Launch(rank=min(me, 1), world_size=2, address="127.0.0.1", port=port, job="mine")
+    if me == 2:
+        signals.wait(["open"])
+        with pytest.raises(RendezvousError, match="rank 0 never arrived") as caught:
+            megapg.session(timeout=2, launch=replace(mine, job="another"))
+        signals.set("refused", "")
+        return caught.value.missing
+    with megapg.session(timeout=60, launch=mine) as session:
+        signals.set("open", "")
+        signals.wait(["refused"])  # rank 0 hosts the store for whoever comes to that port
+        total = torch.tensor([session.rank + 1.0])
+        dist.all_reduce(total, group=session.groups.dp)
+        with pytest.raises(SessionError, match=r"initialised already. Leave launch= out"):
+            megapg.session(name="inner", launch=mine)
+    return total.item()
+
+
+def test_an_explicit_launch_and_a_stranger_at_the_same_port():
+    port = free_port()
+    assert run_distributed(partial(two_jobs_at_one_port, port), 3) == [3.0, 3.0, (0,)]
+
+
+def test_more_ranks_than_devices(monkeypatch):
+    import torch
+    import torch.distributed as dist
+
+    from megapg.communicators import world
+
+    if not torch.cuda.is_available():
+        with pytest.raises(LaunchError, match=r"rank 0 is number 0 on its host .* sees 0 CUDA"):
+            megapg.session(backend="nccl", launch=Launch())
+        assert not dist.is_initialized()
+    for count, local_rank, index in ((8, 5, 5), (1, 5, 0)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert world._device(Launch(local_rank=local_rank)) == torch.device("cuda", index)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(LaunchError, match=r"number 4 on its host .* sees 4 CUDA devices"):
+        world._device(Launch(local_rank=4))
+    unknown = Launch(rank=1, world_size=2, address="a", port=1)
+    with pytest.raises(LaunchError, match=r"rank 1 sees 4 CUDA devices, .* set LOCAL_RANK"):
+        world._device(unknown)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert world._device(unknown) == torch.device("cuda", 0)
+
+
+def test_accelerators_that_cannot_talk_are_named(monkeypatch):
+    import torch
+    import torch.distributed as dist
+
+    from megapg.communicators import world
+
+    used = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(dist, "barrier", lambda device_ids: time.sleep(2 if device_ids[0] else 0))
+    world._meet_on(torch.device("cuda", 0), 60)
+    with pytest.raises(RendezvousError, match=r"did not end within 0.2 s on cuda:1 of"):
+        world._meet_on(torch.device("cuda", 1), 0.2)
+    assert used == [torch.device("cuda", 0), torch.device("cuda", 1)]

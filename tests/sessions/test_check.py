@@ -1,0 +1,173 @@
+"""session.check(): every rank answers over the store, and on request over each communicator."""
+
+import os
+import re
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from steps import Steps
+
+import megapg
+from megapg.collection import LeaseState
+from megapg.errors import RankFailedError, RendezvousError, SessionError
+from megapg.testing import distributed, run_distributed
+
+PATIENT, HURRIED = 60.0, 6.0
+
+
+@pytest.fixture(autouse=True)
+def survivors_live_on(monkeypatch):
+    monkeypatch.setattr(distributed, "_GRACE_S", 200.0)
+
+
+def me():
+    return int(os.environ["RANK"])
+
+
+def works(group, ranks):
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    return total.item() == ranks
+
+
+def checked():
+    steps = Steps()
+    with megapg.session(tp=2, pp=2, timeout=PATIENT) as session:
+        report = session.check()
+        assert report.ranks == (0, 1, 2, 3)
+        assert report.communicators == ()
+        assert 0 <= report.seconds < PATIENT
+        assert str(report).startswith("session 'default': 4 ranks answered within ")
+
+        # It touches no group: one may be busy meanwhile.
+        if me() >= 2:
+            time.sleep(1)
+        busy = dist.all_reduce(torch.ones(1), group=session.groups.mp, async_op=True)
+        session.check(reason="before the evaluation")
+        busy.wait()
+
+        report = session.check(communicators=True, reason="before step 1")
+        assert report.reason == "before step 1"
+        groups = {f for c in report.communicators for f in c.fields} - {"WORLD"}
+        assert groups == {f for f in groups if session.groups.size(f) > 1}
+        assert {"tp", "pp", "mp"} <= groups
+        assert [c.fields for c in report.communicators] == sorted(
+            c.fields for c in report.communicators
+        )
+        assert "(before step 1)" in str(report)
+
+        # A rank that is late is named, and so it is to itself; then all is well again.
+        if me() == 1:
+            steps.hear("given up", (0, 2, 3))
+        started = time.monotonic()
+        with pytest.raises(RendezvousError) as late:
+            session.check(HURRIED, "at step 7")
+        assert time.monotonic() - started < HURRIED + 15
+        steps.say("given up")
+        assert late.value.missing == (1,)
+        assert str(late.value).startswith("at step 7: ")
+        assert "rank 1" in str(late.value)
+        assert (f"did not come within {HURRIED:g} s" if me() != 1 else "came too late") in str(
+            late.value
+        )
+        assert session.check().ranks == (0, 1, 2, 3)
+        assert works(session.groups.mp, 4)
+
+        # One that does something else is, too.
+        with pytest.raises(RendezvousError, match=r"rank . came for check\("):
+            session.check(communicators=me() == 2)
+        session.check()
+
+        for wrong in (0, -1, "soon", float("nan")):
+            with pytest.raises(SessionError, match="give the seconds to wait"):
+                session.check(wrong)
+        session.suspend()
+        with pytest.raises(SessionError, match="was suspended"):
+            session.check()
+        session.resume()
+        session.check(communicators=True)
+    with pytest.raises(SessionError, match="was closed"):
+        session.check()
+    return True
+
+
+def test_every_rank_answers_or_is_named():
+    assert run_distributed(checked, 4, deadline=200) == [True] * 4
+
+
+def unwell():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    session = megapg.session(tp=2, timeout=PATIENT)
+    assert works(session.groups.tp, 2)
+    assert works(session.groups.dp, 2)
+
+    # All come, but one of them does not take part in a collective: a thread of its own is stuck.
+    if me() == 3:
+        stuck = threading.Event()
+
+        def probe(*_, **__):
+            stuck.wait(HURRIED + 30)
+            return dist.Work()
+
+        original, dist.all_reduce = dist.all_reduce, probe
+    with pytest.raises(RendezvousError) as failed:
+        session.check(HURRIED, "before step 2", communicators=True)
+    if me() == 3:
+        dist.all_reduce = original
+        stuck.set()
+    told = str(failed.value)
+    assert told.startswith("before step 2: session 'default': check() failed: ")
+    # Whoever says so: rank 1, or one that has come further and waits for it.
+    assert re.findall(r"of ranks ([\d, ]+) did not answer", told)[0] == "1, 3", told
+    assert "of ranks 0" not in told.partition("did not answer")[0], told
+    assert session.state is LeaseState.FAILED
+    session.close()
+
+    # A rank that was killed is named over the store.
+    session = megapg.session(tp=2, name="again", timeout=PATIENT)
+    if me() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RendezvousError) as failed:
+        session.check(HURRIED, communicators=True)
+    assert failed.value.missing == (2,)
+    assert session.state is LeaseState.LIVE  # the groups were not touched
+    with pytest.raises(ZeroDivisionError), session:
+        raise ZeroDivisionError
+    return told
+
+
+def test_what_does_not_answer_is_named():
+    with pytest.raises(RankFailedError) as failed:
+        run_distributed(unwell, 4, deadline=200)
+    assert set(failed.value.failures) == {2}, failed.value.failures
+    assert "killed by SIGKILL" in str(failed.value.failures[2])
+    assert set(failed.value.results) == {0, 1, 3}
+
+
+def test_alone_everybody_is_well(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with megapg.session() as session:
+        assert session.check(communicators=True).ranks == (0,)
+
+
+def adopted():
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    with megapg.megatron.adopt(timeout=PATIENT) as owner:
+        report = owner.check(communicators=True)
+        assert report.ranks == (0, 1)
+        assert any("tp" in c.fields for c in report.communicators)
+    dist.destroy_process_group()
+    return True
+
+
+def test_groups_that_were_adopted_are_checked_alike():
+    assert run_distributed(adopted, 2, deadline=150) == [True, True]

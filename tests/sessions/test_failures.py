@@ -1,0 +1,412 @@
+"""Ranks that fail, stall or are killed: what the others hear, how soon, and how they go on.
+
+One job after the other loses a rank in each phase, so that few processes show much. After each
+phase the survivors open a session among themselves, in the same processes.
+"""
+
+import contextlib
+import gc
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from functools import partial
+
+import freezing
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from at_once import at_once
+from ports import free_port
+from steps import Steps, until_gone
+
+import megapg
+from megapg.collection import LeaseState
+from megapg.errors import OffloadError, RankFailedError, RendezvousError
+from megapg.rendezvous import parting
+from megapg.rendezvous.rendezvous import Rendezvous
+from megapg.testing import distributed, run_distributed
+
+# Of megapg's own waits, and of collectives. Seconds.
+SOON = 6.0
+COLLECTIVE = timedelta(seconds=4)
+# What the issue grants beyond a deadline, and what a loaded machine takes. Seconds.
+GRANTED, LOADED = 5.0, 15.0
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    with freezing.hosting() as (pid, port):
+        jobs = {
+            "shrinking": (the_callers_world_shrinks, 5),
+            "exiting": partial(exiting, tmp_path_factory.mktemp("exiting")),
+            "cold": (cold, 2),
+            "hosted": (partial(the_sessions_own_world_shrinks, free_port(), free_port()), 3),
+            "killed launcher": (partial(killed_launcher, pid, port), 2),
+        }
+        with at_once(jobs) as started:
+            yield started
+
+
+@contextlib.contextmanager
+def within(deadline):
+    started = time.monotonic()
+    yield
+    took = time.monotonic() - started
+    assert took < deadline + GRANTED + LOADED, f"{took:.1f} s for a deadline of {deadline:g} s"
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failing(session, deadline, work):
+    """What came out of the session in which ``work(group)`` was done, and the notes on it."""
+    with within(deadline), pytest.raises(Exception) as failed, session:
+        work(session.groups.tp)
+    assert session.closed
+    return failed.value, "\n".join(getattr(failed.value, "__notes__", ()))
+
+
+def reduce(group):
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def survivors_go_on(count, **more):
+    """A session of the first ranks works as if nothing had happened, and nothing is left of it."""
+    with megapg.session(tp=count, ranks=range(count), timeout=60, **more) as session:
+        total = torch.tensor([session.rank + 1.0])
+        dist.all_reduce(total, group=session.groups.tp)
+        assert total.item() == count * (count + 1) / 2
+        assert dist.get_world_size(session.groups.tp) == count
+    assert registered() == dist.is_initialized()
+
+
+def registered():
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def told(error):
+    return "\n".join(
+        f"{e!r}\n{''.join(getattr(e, '__notes__', ''))}" for e in error.failures.values()
+    )
+
+
+# -- phases: each with the first `count` ranks, of which the last one is in trouble ---------------
+
+
+def opened(count, timeout=60.0, **more):
+    """Patient in opening, and then no more."""
+    session = megapg.session(tp=count, ranks=range(count), timeout=timeout, **more)
+    session._timeout = SOON
+    reduce(session.groups.tp)  # connects
+    return session
+
+
+def one_rank_is_late_for_the_start(count, steps):
+    """At first by less than the timeout; then by more, and in time for the others' next attempt."""
+    last = dist.get_rank() == count - 1
+    time.sleep(SOON / 2 if last else 0)
+    opened(count).close()
+    if last:
+        steps.hear("given up", range(count - 1))
+        return
+    with within(SOON + 2.0), pytest.raises(RendezvousError) as failed:
+        opened(count, timeout=SOON)
+    steps.say("given up")
+    assert failed.value.missing == (count - 1,)
+    assert f"rank {count - 1} on {socket.gethostname()} has not come back" in str(failed.value)
+
+
+def an_exception_on_one_rank(count, steps):
+    session = opened(count)
+
+    def work(group):
+        if session.rank == count - 1:
+            raise ZeroDivisionError("mine")
+        reduce(group)
+
+    error, notes = failing(session, COLLECTIVE.total_seconds(), work)
+    if session.rank == count - 1:
+        assert isinstance(error, ZeroDivisionError)
+    else:
+        assert isinstance(error, RuntimeError)
+        assert f"rank {count - 1}: ZeroDivisionError: mine" in notes
+
+
+def an_exception_in_a_large_job(count, steps):
+    """Rank 0 asks all the others there, and they ask rank 0."""
+    parting._LARGE = 2
+    an_exception_on_one_rank(count, steps)
+    parting._LARGE = 64
+
+
+def one_rank_is_late_for_a_collective(count, steps):
+    """Later than the timeout, which is that of the caller's WORLD; it finds the others gone."""
+    session = opened(count)
+
+    def work(group):
+        if session.rank == count - 1:
+            steps.hear("gone", range(count - 1))
+        reduce(group)
+
+    error, notes = failing(session, 3.5 * COLLECTIVE.total_seconds(), work)
+    steps.say("gone")
+    assert isinstance(error, RuntimeError)
+    if session.rank == 0:
+        assert f"rank {count - 1}: not a word (process " in notes
+    elif session.rank == count - 1:
+        assert "rank 0: RuntimeError: " in notes
+
+
+def killed_inside_a_collective(count, steps):
+    session = opened(count)
+    if session.rank == count - 1:
+        freezing.once_inside(dist.all_reduce, die)
+    elif session.rank == 0:
+        steps.until_gone(count - 1)  # so that the other is inside, waiting
+    error, notes = failing(session, COLLECTIVE.total_seconds(), reduce)
+    assert isinstance(error, RuntimeError)
+    assert f"rank {count - 1}: not a word (process " in notes
+    assert "killed, stuck, or still at work" in notes
+
+
+def killed_before_a_group_was_first_used(count):
+    """Gloo tries to connect for five times the timeout then; nothing ends that wait sooner."""
+    session = megapg.session(
+        tp=count, ranks=range(count), timeout=SOON, collective_timeout=timedelta(seconds=2)
+    )
+    if session.rank == count - 1:
+        die()
+    time.sleep(0.5)
+    _, notes = failing(session, 5 * 2.0, reduce)
+    assert f"rank {count - 1}: not a word (process " in notes
+
+
+def killed_while_suspending(count, steps):
+    session = opened(count)
+    if session.rank == count - 1:
+        session.before_release(die)
+    with within(SOON + 2.0), pytest.raises(OffloadError) as failed:
+        session.suspend()
+    assert f"rank {count - 1} on {socket.gethostname()} did not come" in str(failed.value)
+    assert session.state is LeaseState.FAILED
+    with within(SOON):
+        session.close()
+    assert session.closed
+
+
+def killed_while_closing(count, steps):
+    session = opened(count)
+    if session.rank == count - 1:
+        session.groups.lease.before_end.append(lambda error: die())
+    with within(SOON + 2.0), pytest.raises(RendezvousError) as failed:
+        session.close()
+    assert f"not every rank came to close them in order: rank {count - 1}:" in str(failed.value)
+    assert failed.value.missing == (count - 1,)
+    assert session.closed
+    assert registered() == 1
+
+
+def killed_while_starting(count, steps):
+    """It has said hello, and waits for the first rank, which is late; then it is gone."""
+    if dist.get_rank() == count - 1:
+        freezing.once_inside(Rendezvous._until, die)
+    elif dist.get_rank() == 0:
+        steps.until_gone(count - 1)
+    with within(SOON + 3.0), pytest.raises(RendezvousError) as failed:
+        megapg.session(tp=count, ranks=range(count), timeout=SOON + 1)
+    assert f"rank {count - 1}" in str(failed.value)
+    assert failed.value.missing == (count - 1,)
+
+
+def the_callers_world_shrinks():
+    steps = Steps()
+    steps.together()  # or some are given up before they have started
+    dist.init_process_group("gloo", timeout=COLLECTIVE)
+    everyone = dist.get_world_size()
+    world = dist.group.WORLD
+    for phase in (
+        one_rank_is_late_for_the_start,
+        one_rank_is_late_for_a_collective,
+        an_exception_on_one_rank,
+        an_exception_in_a_large_job,
+    ):
+        phase(everyone, steps)
+        survivors_go_on(everyone)
+    gc.collect()
+    threads = psutil.Process().num_threads()
+    for count, phase in zip(
+        range(everyone, 1, -1),
+        (
+            killed_inside_a_collective,
+            killed_while_suspending,
+            killed_while_closing,
+            killed_while_starting,
+        ),
+        strict=True,
+    ):
+        phase(count, steps)
+        survivors_go_on(count - 1)
+    assert dist.group.WORLD is world
+    gc.collect()  # what the exceptions held
+    left = psutil.Process().num_threads()
+    assert left <= threads, (threads, left, threading.enumerate())
+    return "survived"
+
+
+@pytest.mark.parametrize(
+    ("job", "survivor", "killed"),
+    [("shrinking", 0, {1, 2, 3, 4}), ("hosted", 1, {0, 2}), ("cold", 0, {1})],
+)
+def test_the_survivors_of_a_job_go_on(jobs, job, survivor, killed):
+    """It loses one rank after the other; or the host of its store; or one that nobody knew yet."""
+    with pytest.raises(RankFailedError) as failed:
+        jobs[job].result()
+    assert failed.value.results == {survivor: "survived"}, told(failed.value)
+    assert set(failed.value.failures) == killed
+    for failure in failed.value.failures.values():
+        assert str(failure).startswith("killed by SIGKILL"), told(failed.value)
+
+
+def the_sessions_own_world_shrinks(port, next_port):
+    """Rank 0 hosts the store. Survivors say who they are now, as an elastic launcher would."""
+    me = int(os.environ["RANK"])
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    os.environ["MASTER_PORT"] = str(port)
+
+    def lose(rank, world_size):
+        session = opened(world_size, collective_timeout=COLLECTIVE)
+        if me == rank:
+            die()
+        error, notes = failing(session, COLLECTIVE.total_seconds(), reduce)
+        assert isinstance(error, RuntimeError)
+        assert not dist.is_initialized()
+        assert registered() == 0
+        return notes
+
+    assert "rank 2: not a word" in lose(2, 3)
+    os.environ["WORLD_SIZE"] = "2"
+    survivors_go_on(2)
+    assert "the store that rank 0 hosts at 127.0.0.1:" in lose(0, 2)
+    os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": str(next_port)}
+    survivors_go_on(1)
+    return "survived"
+
+
+def cold():
+    Steps().together()
+    dist.init_process_group("gloo", timeout=COLLECTIVE)
+    killed_before_a_group_was_first_used(2)
+    survivors_go_on(1)
+    return "survived"
+
+
+EXITING = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+import megapg
+
+try:
+    with megapg.session(
+        timeout=60, backend="gloo", collective_timeout=timedelta(seconds=10), warm_up=True
+    ) as session:
+        session._timeout = 5.0
+        me = session.rank
+        open(f"open {me}", "w").close()
+        while sum(name.startswith("open") for name in os.listdir()) < 3:
+            time.sleep(0.05)
+        if me == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if me == 0:
+            dist.all_reduce(torch.ones(1), group=session.groups.dp)
+        while not os.path.exists("failed"):
+            time.sleep(0.05)
+except Exception as error:
+    print(error, "missing", getattr(error, "missing", None), flush=True)
+    open("failed", "w").close()
+    sys.exit(1)
+"""
+
+
+def exiting(folder):
+    script = folder / "job.py"
+    script.write_text(EXITING)
+    port = free_port()
+    where = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script)],
+            env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+        )
+        for rank in range(3)
+    ]
+    return [rank.communicate(timeout=150)[0] for rank in ranks]
+
+
+def test_the_host_of_the_store_stays_until_the_others_know_who_died(jobs):
+    """Rank 0 fails, as rank 2 was killed, and its process ends before rank 1 comes to close."""
+    first, second, third = jobs["exiting"].result()
+    assert third == ""
+    assert "gloo" in first
+    assert "rank 0: RuntimeError: " in second
+    assert "rank 2: not a word" in second
+    assert "missing (2,)" in second
+
+
+def killed_host(port):
+    me, steps = int(os.environ["RANK"]), Steps()
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    os.environ["MASTER_PORT"] = str(port)
+    sessions = [megapg.session(name=name, timeout=60) for name in ("actor", "critic")]
+    told = []
+    steps.together()
+    if me == 0:
+        die()
+    steps.until_gone(0)
+    for session in reversed(sessions):
+        with pytest.raises(RendezvousError) as caught:
+            session.close()
+        told.append((str(caught.value), caught.value.missing))
+    return told
+
+
+@pytest.mark.smoke
+def test_every_session_knows_which_rank_hosts_the_store(monkeypatch):
+    monkeypatch.setattr(distributed, "_GRACE_S", 200.0)
+    port = free_port()
+    with pytest.raises(RankFailedError) as failed:
+        run_distributed(partial(killed_host, port), 2, deadline=60)
+    for text, missing in failed.value.results[1]:
+        assert f"rank 0: the store that rank 0 hosts at 127.0.0.1:{port} is gone" in text
+        assert missing == (0,)
+
+
+def killed_launcher(pid, port):
+    steps = Steps()
+    os.environ["MASTER_PORT"] = str(port)
+    session = megapg.session(timeout=60)
+    steps.together()
+    if session.rank == 0:
+        os.kill(pid, signal.SIGKILL)
+    until_gone(pid)
+    with pytest.raises(RendezvousError) as caught:
+        session.close()
+    return str(caught.value), caught.value.missing
+
+
+def test_no_rank_is_blamed_for_the_launchers_store(jobs):
+    for text, missing in jobs["killed launcher"].result():
+        assert re.search(r"in order: the store that torchrun hosts at 127.0.0.1:\d+ is gone", text)
+        assert "those ranks" not in text
+        assert missing == ()

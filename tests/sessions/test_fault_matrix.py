@@ -1,0 +1,257 @@
+"""Every fault on every rank in every phase: nobody hangs, and every survivor names the culprit.
+
+One job a cell: four ranks on one session, of which one is missing, late, killed, frozen or raises.
+``pytest -s tests/sessions/test_fault_matrix.py`` prints the table.
+"""
+
+import itertools
+import os
+import signal
+import time
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from fault_driver import Forge
+from two_layers import Layers
+
+import megapg
+from megapg.errors import MegapgError
+from megapg.testing import megatron_on_cpu
+
+FAULTS = ("missing", "late", "killed", "frozen", "raising")
+PHASES = (
+    "start",
+    "first collective",
+    "later collective",
+    "suspend",
+    "resume",
+    "save wait",
+    "close",
+)
+# role -> (who is in trouble, where the store is)
+ROLES = {
+    "rank 0": (0, "outside"),
+    "another": (2, "outside"),
+    "the store's host": (0, "rank 0"),
+    "beside the host": (2, "rank 0"),
+}
+RANKS = 4
+# Here gloo tries to connect for longer than a failed host of the store stays for the others.
+TOO_LATE = ("beside the host", "first collective")
+
+# Of megapg's own waits and of collectives. Seconds.
+SOON = 3.0
+COLLECTIVE = timedelta(seconds=3)
+# How much later than the others the late one comes.
+LATE = 3 * SOON
+# The most that a survivor may take from the fault to its error: a collective on connections that
+# nobody has used yet waits five times its timeout (gloo); closing waits for the others once more,
+# and for their news; and the machine is busy. Seconds.
+WAITS = {"first collective": 5 * COLLECTIVE.total_seconds()}
+CLOSING, BUSY = 2 * SOON + 6.0, 20.0
+# When a rank that hangs is killed. Seconds.
+DEADLINE = 75.0
+AT_A_TIME = 6
+
+
+@pytest.fixture(scope="module")
+def forge():
+    with Forge(__name__) as forge:
+        yield forge
+
+
+# ---- what the ranks run --------------------------------------------------------------------------
+
+
+@dataclass
+class Heard:
+    """How it ended for a rank: the class of the error, what it says, after which time, and which
+    ranks it blames.
+    """
+
+    kind: str
+    text: str
+    took: float
+    ours: bool
+    blamed: tuple = ()
+
+
+class Mine(Exception):
+    """What a rank raises."""
+
+
+class Rank:
+    """One rank of a cell, of which the victim comes to grief in the phase of the cell."""
+
+    def __init__(self, fault, phase, victim, folder):
+        self.fault, self.phase, self.folder = fault, phase, folder
+        self.rank = int(os.environ["RANK"])
+        self.struck = self.rank == victim
+        self.since = time.monotonic()
+
+    def run(self):
+        warnings.simplefilter("ignore")
+        if self.struck:
+            Path(self.folder, "victim").write_text(str(os.getpid()))
+        try:
+            self.body()
+            return Heard("", "", time.monotonic() - self.since, False)
+        except Exception as error:
+            took = time.monotonic() - self.since
+            ours = isinstance(error, MegapgError)
+            return Heard(type(error).__name__, told(error), took, ours, blamed(error))
+        finally:
+            self.end()
+
+    def body(self):
+        self.reach("start")
+        with megapg.session(timeout=SOON, collective_timeout=COLLECTIVE) as session:
+            self.reach("first collective")
+            self.collective(session)
+            self.collective(session)
+            self.reach("later collective")
+            self.collective(session)
+            self.reach("suspend")
+            session.suspend("recreate")
+            self.reach("resume")
+            session.resume()
+            self.save(session)
+            self.collective(session)
+            self.reach("close")
+
+    def reach(self, phase, *, strike=True):
+        if phase != self.phase:
+            return
+        self.since = time.monotonic()
+        if self.struck and strike:
+            self.fail()
+
+    def fail(self):
+        if self.fault == "missing":
+            time.sleep(DEADLINE)
+        elif self.fault == "late":
+            time.sleep(LATE)
+        elif self.fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.fault == "frozen":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            raise Mine("of my own")
+
+    def collective(self, session):
+        value = torch.ones(1)
+        dist.all_reduce(value, group=session.groups.dp_cp)
+        assert value.item() == RANKS
+
+    def save(self, session):
+        """Some ranks do not come; the others have their trouble with the disk, in the background,
+        while the rest waits for their part.
+        """
+        comes = self.fault not in ("missing", "late")
+        with megatron_on_cpu(), megapg.published(session.groups):
+            model = Layers(session.groups).fill(1)
+            self.reach("save wait", strike=not comes)
+            if self.struck and comes and self.phase == "save wait":
+                os.fsync = lambda descriptor: self.fail()
+            megapg.save_checkpoint(
+                Path(self.folder, "checkpoints"),
+                1,
+                model=model,
+                pg_collection=session.groups,
+                asynchronous=True,
+            ).wait()
+
+    def end(self):
+        """The last survivor puts an end to whoever sleeps or is frozen."""
+        Path(self.folder, f"ended {self.rank}").touch()
+        others = len(list(Path(self.folder).glob("ended *"))) == RANKS - 1 and not self.struck
+        if others and self.fault in ("missing", "frozen"):
+            os.kill(int(Path(self.folder, "victim").read_text()), signal.SIGKILL)
+
+
+def told(error):
+    """The error, its notes, and what is inside of it."""
+    lines = [str(error), *getattr(error, "__notes__", ())]
+    return "\n".join([*lines, *map(told, getattr(error, "exceptions", ()))])
+
+
+def blamed(error):
+    """The ranks that the error, or what is inside of it, has as its culprits."""
+    inside = map(blamed, getattr(error, "exceptions", ()))
+    return tuple(sorted({*getattr(error, "missing", ()), *itertools.chain.from_iterable(inside)}))
+
+
+def play(fault, phase, victim, folder):
+    return Rank(fault, phase, victim, folder).run()
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def judged(fault, role, phase, ends):
+    """What is wrong with how the ranks of a cell ended, and the longest time that one took."""
+    wrong, longest, victim = [], 0.0, ROLES[role][0]
+    bound = WAITS.get(phase, SOON) + CLOSING + BUSY
+    for rank, end in enumerate(ends):
+        struck = rank == victim
+        if struck and fault in ("missing", "killed", "frozen"):
+            assert end.signal == signal.SIGKILL, end
+            continue
+        heard = end.value
+        if heard is None:
+            what = (
+                f"was killed after {DEADLINE:g} s: {end.stack}" if end.signal else repr(end.error)
+            )
+            wrong.append(f"rank {rank} {what}")
+            continue
+        took = heard.took - (LATE if struck and fault == "late" else 0.0)
+        longest = max(longest, took)
+        if took > bound:
+            wrong.append(f"rank {rank} took {took:.1f} s: {heard}")
+        if not heard.kind:
+            wrong.append(f"rank {rank} heard nothing")
+        elif (role, phase) == TOO_LATE and "the store that rank 0 hosts" in heard.text:
+            continue
+        elif not struck and f"rank {victim}" not in heard.text.lower():
+            wrong.append(f"rank {rank} does not name rank {victim}: {heard}")
+        elif not struck and {*heard.blamed} - {victim}:
+            wrong.append(f"rank {rank} blames others: {heard}")
+    return wrong, longest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_every_fault_in_every_phase(forge, tmp_path):
+    cells = list(itertools.product(FAULTS, ROLES, PHASES))
+    only = os.environ.get("MATRIX", "")  # such as "frozen" or "killed/rank 0/close"
+    cells = [cell for cell in cells if "/".join(cell).startswith(only)]
+    assert cells, f"MATRIX={only}: no cell is called so"
+    table, failures = {}, []
+    for start in range(0, len(cells), AT_A_TIME):
+        jobs = []
+        for number, (fault, role, phase) in enumerate(cells[start : start + AT_A_TIME], start):
+            victim, store = ROLES[role]
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            job = partial(play, fault, phase, victim, folder)
+            jobs.append(forge.start(job, RANKS, deadline=DEADLINE, store=store))
+        for (fault, role, phase), job in zip(cells[start:], jobs, strict=False):
+            wrong, longest = judged(fault, role, phase, job.ends())
+            table[fault, role, phase] = f"{longest:.1f}{' !' if wrong else ''}"
+            failures += [f"{fault}, {role}, {phase}: {line}" for line in wrong]
+    print_table(table)
+    assert not failures, "\n".join(failures)
+
+
+def print_table(table):
+    """Seconds from the fault to the last survivor's error; "!" marks a cell that failed."""
+    print(f"\n{'':26}" + "".join(f"{phase:>17}" for phase in PHASES))
+    for fault, role in itertools.product(FAULTS, ROLES):
+        row = [table.get((fault, role, phase), "") for phase in PHASES]
+        print(f"{fault:8} {role:17}" + "".join(f"{text:>17}" for text in row))

@@ -1,0 +1,290 @@
+"""A process that hosts the store is frozen (SIGSTOP): every wait of the others ends all the same.
+
+Its kernel still takes connections and messages for it, so no call to the store ever fails.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from functools import partial
+from pathlib import Path
+
+import freezing
+import pytest
+import torch
+import torch.distributed as dist
+from at_once import at_once
+from ports import free_port
+
+import megapg
+from megapg.communicators.world import current_world
+from megapg.doctor import gather
+from megapg.doctor.account import Account
+from megapg.errors import MegapgError, RendezvousError
+from megapg.launch import detect
+from megapg.rendezvous.gathering import GRACE
+from megapg.rendezvous.joint_work import JointWork
+from megapg.rendezvous.rendezvous import Rendezvous
+
+# megapg's waits under test, and those that are not; what a loaded machine takes. Seconds.
+SOON, PATIENT, LOADED = 3.0, 60.0, 15.0
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    with (
+        freezing.hosting() as launchers,
+        freezing.hosting() as callers,
+        freezing.hosting() as exitings,
+    ):
+        jobs = {
+            "exiting": partial(exiting, *exitings),
+            "launcher": (partial(all_phases, *launchers), 2),
+            "rank 0": (partial(all_phases, None, free_port()), 3),
+            "caller": (partial(callers_world, *callers), 2),
+        }
+        with at_once(jobs) as started:
+            yield started
+
+
+@contextlib.contextmanager
+def fails(rank, deadline=SOON + GRACE):
+    """It ends by the deadline, with an error; that one, or the log, names the host.
+
+    On the rank that was frozen itself it may end as it likes.
+    """
+    lines, started, named, of_the_store = [], time.monotonic(), "", False
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("megapg").addHandler(handler)
+    try:
+        yield
+    except MegapgError as error:
+        named = f"{type(error).__name__}: {error}"
+        of_the_store = any(isinstance(each, RendezvousError) for each in unfolded(error))
+    finally:
+        logging.getLogger("megapg").removeHandler(handler)
+    took = time.monotonic() - started
+    if rank.freezing:
+        return
+    assert took < deadline + LOADED, f"{took:.1f} s for a deadline of {deadline:g} s"
+    assert named, f"it returned as if all were well; the log has {lines}"
+    assert of_the_store, named
+    said = "\n".join([named, *lines])
+    assert f"at 127.0.0.1:{rank.port}" in said, said
+    assert re.search("did not answer within|has not answered an earlier|could not reach", said), (
+        said
+    )
+
+
+def unfolded(error):
+    """An error, what it holds and what it comes from."""
+    while error is not None:
+        yield error
+        for each in getattr(error, "exceptions", ()):
+            yield from unfolded(each)
+        error = error.__cause__
+
+
+def opened(**more):
+    """Patient in opening, and then no more."""
+    session = megapg.session(tp=dist_size(), timeout=PATIENT, **more)
+    session._timeout = SOON
+    return session
+
+
+def dist_size():
+    return int(os.environ["WORLD_SIZE"])
+
+
+def closed(session):
+    started = time.monotonic()
+    with contextlib.suppress(MegapgError):
+        session.close()
+    assert session.closed
+    assert not dist.is_initialized()
+    return time.monotonic() - started
+
+
+def before_the_start(rank):
+    with rank.frozen():
+        if not rank.freezing:
+            with fails(rank):
+                with pytest.raises(RendezvousError, match="or one whose host is stopped") as caught:
+                    megapg.session(tp=rank.size, timeout=SOON)
+                raise caught.value
+
+
+def doctor(rank):
+    account = Account(rank.me, socket.gethostname(), "", (), ())
+    judging = rank.me == 0 and not rank.freezing
+    judged = []
+    last = rank.size - 1
+    with rank.frozen(partial(freezing.inside, gather._until), late=(last,)):
+        with contextlib.nullcontext() if judging else fails(rank, SOON + 10.0):  # its own grace
+            if rank.me == last:
+                rank.wait_until_frozen()
+            with (
+                contextlib.suppress(RendezvousError) if rank.freezing else contextlib.nullcontext()
+            ):
+                code = gather.hold(detect(), account, SOON, lambda found: judged.append(found) or 7)
+        if judging:  # it reports what it knows
+            assert code == 7
+            assert f"at 127.0.0.1:{rank.port} did not answer" in judged[0].problem
+            assert judged[0].missing == (1,)
+
+
+def waiting_at_the_start(rank):
+    """The last rank comes when the store is frozen; the others wait for it meanwhile."""
+    last = rank.size - 1
+    with rank.frozen(partial(freezing.inside, Rendezvous._until), late=(last,)):
+        if rank.me == last:
+            rank.wait_until_frozen()
+        with fails(rank):
+            megapg.session(tp=rank.size, timeout=SOON)
+
+
+def suspending(rank):
+    session = opened()
+    with rank.frozen(), fails(rank):
+        session.suspend()
+    assert closed(session) < LOADED
+
+
+def resuming(rank):
+    session = opened()
+    session._timeout = PATIENT
+    session.suspend()
+    session._timeout = SOON
+    with rank.frozen(), fails(rank):
+        session.resume()
+    assert closed(session) < LOADED
+
+
+def working_together(rank):
+    """As the background half of a save does."""
+    with contextlib.suppress(MegapgError), opened() as session:
+        ranks = range(rank.size)
+        team = JointWork(current_world().store, "save", session.rank, ranks, timeout=PATIENT)
+        with team.begin({}):
+            team._timeout = SOON
+            with rank.frozen(), fails(rank):
+                team.agree("all is written")
+
+
+def closing(rank):
+    session = opened()
+    with rank.frozen(), fails(rank):
+        session.close()
+    assert closed(session) < LOADED
+
+
+def interrupting(rank):
+    session = opened()
+    session._timeout = SOON if rank.freezing else PATIENT
+    with rank.frozen():
+        if not rank.freezing:
+            with freezing.interrupted(partial(freezing.inside, session.suspend.__func__)):
+                session.suspend()
+    assert closed(session) < SOON + GRACE + LOADED
+
+
+def all_phases(host_pid, port):
+    rank = freezing.Rank.begin(host_pid, port)
+    if not rank.freezing:
+        before_the_start(rank)
+    else:  # so that somebody listens
+        from megapg.rendezvous.connect import job_store
+
+        job_store(detect(), PATIENT)
+        before_the_start(rank)
+    apart = doctor, waiting_at_the_start
+    for phase in (*apart, suspending, resuming, working_together, closing, interrupting):
+        print(rank.me, phase.__name__, flush=True)
+        phase(rank)
+    with opened() as session:  # thawed, it serves as if nothing had happened
+        total = torch.ones(1)
+        dist.all_reduce(total, group=session.groups.tp)
+        assert total.item() == rank.size
+    return True
+
+
+def test_the_launchers_store_is_frozen_in_each_phase(jobs):
+    assert jobs["launcher"].result() == [True] * 2
+
+
+def test_rank_0_hosts_the_store_and_is_frozen_in_each_phase(jobs):
+    assert jobs["rank 0"].result() == [True] * 3
+
+
+def callers_world(host_pid, port):
+    """A WORLD that the caller made on it; nobody told which rank hosts it, so its address is."""
+    rank = freezing.Rank.begin(host_pid, port)
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank.me, world_size=rank.size)
+    session = opened()
+    with rank.frozen():
+        started = time.monotonic()
+        with pytest.raises(MegapgError, match=f"the store behind WORLD, at 127.0.0.1:{port} did"):
+            session.suspend()
+        assert time.monotonic() - started < SOON + GRACE + LOADED
+        session.close()
+    return True
+
+
+def test_the_store_of_a_callers_world_is_frozen(jobs):
+    assert jobs["caller"].result() == [True] * 2
+
+
+EXITING = """
+import os, signal, sys, time
+import torch.distributed as dist
+from freezing import has_stopped
+from megapg.rendezvous.store import Store, host_of
+from megapg.errors import RendezvousError
+
+pid, port = map(int, sys.argv[1:])
+raw = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+store = Store(dist.PrefixStore("here", raw), host_of(raw, "the store"))
+store.set("key", "value")
+os.kill(pid, signal.SIGSTOP)
+has_stopped(pid)
+try:
+    with store.until(time.monotonic() + 1.0, least=1.0):
+        store.check(["key"])
+    raise SystemExit("it answered")
+except RendezvousError as error:
+    print(error)
+
+class Last:
+    "What is left when the interpreter finalises: the host answers in just that moment."
+
+    def __del__(self, kill=os.kill, signal=signal.SIGCONT, sleep=time.sleep):
+        kill(pid, signal)
+        sleep(1.0)
+
+last = Last()
+sys.last = last
+"""
+
+
+def exiting(pid, port):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(EXITING), str(pid), str(port)],
+        cwd=Path(freezing.__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_call_that_is_stuck_does_not_end_the_process_with_an_abort(jobs):
+    ended = jobs["exiting"].result()
+    assert "did not answer within 1 s" in ended.stdout, ended
+    assert ended.returncode == 0, ended

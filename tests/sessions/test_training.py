@@ -1,0 +1,230 @@
+"""Real Megatron-core GPTs on a session's groups, held bit for bit to the same runs on globals.
+
+Where a run gets no collection (stock code), every group it uses is one it reads from the globals,
+and ``published`` answers there: ``parallel_state`` is never initialised.
+"""
+
+import math
+import os
+import re
+import warnings
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from resuming import distributed, sizes
+
+import megapg
+from megapg.demo import gpt
+from megapg.demo.job import GPTRun
+from megapg.megatron import parallel_state, published, trace_global_reads
+from megapg.testing import megatron_on_cpu
+
+TEXT = Path(__file__).read_bytes()
+SHORT = GPTRun(steps=3, layers=2, hidden=32, seq_length=32, num_microbatches=2)
+EXPERTS = {"experts": 4, "ep": 2}
+WIDE = replace(SHORT, tp=2, pp=2, steps=2, recompute=True)
+
+RUNS = {
+    1: [SHORT, replace(SHORT, experts=2)],
+    2: [
+        replace(SHORT, tp=2),
+        replace(SHORT, pp=2),
+        replace(SHORT),  # data parallel
+        replace(SHORT, pp=2, vpp=2, layers=4),
+        replace(SHORT, tp=2, sequence_parallel=True),
+        replace(SHORT, tp=2, recompute=True),
+        replace(SHORT, **EXPERTS),
+        replace(SHORT, dispatcher="alltoall", **EXPERTS),
+    ],
+    4: [
+        replace(SHORT, tp=2, pp=2),
+        replace(SHORT, tp=2, sequence_parallel=True, **EXPERTS),
+        replace(SHORT, tp=2, sequence_parallel=True, dispatcher="alltoall", steps=2, **EXPERTS),
+        replace(SHORT, pp=2, vpp=2, layers=4, steps=2),  # and dp=2
+    ],
+    8: [WIDE, replace(WIDE, sequence_parallel=True, **EXPERTS)],
+}
+
+
+def state():
+    return {n: v for n, v in vars(parallel_state).items() if re.match(r"_[A-Z]", n)}
+
+
+@contextmanager
+def on_globals(run, name):
+    """WORLD and ``parallel_state`` as a program without megapg makes them."""
+    warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(name, store),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=run.tp,
+        pipeline_model_parallel_size=run.pp,
+        virtual_pipeline_model_parallel_size=run.vpp,
+        expert_model_parallel_size=run.ep,
+        expert_tensor_parallel_size=run.expt_tp,
+        create_gloo_process_groups=False,
+    )
+    with megatron_on_cpu():
+        yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def train_on_globals(run, name):
+    with on_globals(run, name):
+        return gpt.train(run, TEXT, None)
+
+
+def train_published(run, *, stock):
+    """With the groups passed, and on request once more with none."""
+    warnings.simplefilter("ignore")
+    before, results = state(), []
+    with megatron_on_cpu(), megapg.session(timeout=60, **sizes(run)) as session:
+        for passed in (None, session.groups) if stock else (session.groups,):
+            with published(session.groups), trace_global_reads(session=session.groups) as trace:
+                results.append(gpt.train(run, TEXT, passed))
+            answered = {read.answered_by for read in trace.reads}
+            assert answered == {"session"} if stock else answered <= {"session"}
+            after = state()
+            assert after.keys() == before.keys()
+            assert all(after[name] is before[name] for name in before)
+            assert not parallel_state.is_initialized()
+    return results
+
+
+def both_ways(runs, stock):
+    return [
+        [*train_published(run, stock=stock), train_on_globals(run, f"globals {number}")]
+        for number, run in enumerate(runs)
+    ]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_losses_and_weights_equal_the_globals_run_bit_for_bit(world_size):
+    """The largest also as stock code, which reads everything from what is published."""
+    runs, stock = RUNS[world_size], world_size == 8
+    everyone = distributed(partial(both_ways, runs, stock), world_size)
+    for compared in everyone:
+        for run, results in zip(runs, compared, strict=True):
+            assert len(results) == 2 + stock
+            theirs = results[-1]
+            assert len(theirs.losses) == run.steps
+            assert all(math.isfinite(loss) for loss in theirs.losses), run
+            for ours in results[:-1]:
+                assert [loss.hex() for loss in ours.losses] == [x.hex() for x in theirs.losses], run
+                assert ours.weights_sha256 == theirs.weights_sha256, run
+    # Every rank reports the one loss of the job, and training moves it.
+    for results in zip(*everyone, strict=True):
+        assert len({result[0].losses for result in results}) == 1
+        assert len(set(results[0][0].losses)) > 1
+
+
+def wrong_grid():
+    run = replace(SHORT, tp=2, steps=1, dropout=0.0)
+    right = train_on_globals(run, "right").losses[0]
+    with (
+        on_globals(replace(run, tp=1), "wrong"),  # somebody else's layout
+        megapg.session(tp=2, name="mine", timeout=30) as session,
+    ):
+        silent = gpt.train(run, TEXT, session.groups).losses[0]
+        with published(session.groups):
+            cured = gpt.train(run, TEXT, session.groups).losses[0]
+    return right, silent, cured
+
+
+@pytest.mark.smoke
+def test_the_silent_wrong_grid_of_the_readme():
+    """Groups with tp=2 while the globals say tp=1: no error, a wrong loss; published() cures."""
+    for right, silent, cured in distributed(wrong_grid, 2):
+        assert abs(silent - right) > 0.1
+        assert cured.hex() == right.hex()
+
+
+# -- two models ------------------------------------------------------------------------------------
+
+TENSOR_PARALLEL = replace(SHORT, tp=2, recompute=True)
+PIPELINED = replace(SHORT, pp=2, seed=4321, recompute=True, **EXPERTS)
+
+
+class RandomStreams:
+    """What belongs to one model, and Megatron-core keeps once for the process.
+
+    Its tracker of the streams for dropout and initialisation, and torch's own generator (on a GPU
+    torch.cuda's as well). Whoever trains two models takes turns with them as with the groups.
+    """
+
+    def __init__(self):
+        self.kept = None
+
+    @contextmanager
+    def in_use(self):
+        if self.kept is not None:
+            torch.set_rng_state(self.kept[0])
+            get_cuda_rng_tracker().set_states(self.kept[1])
+        yield
+        self.kept = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
+
+
+def steps_of(run):
+    """``megapg.demo.gpt.train`` on the globals, cut into its steps; at last its weights."""
+    pp_group, dp_group = gpt._pipeline_and_data_groups(None)
+    gpt._seed(run.seed + 100 * pp_group.rank(), None)
+    chunks = gpt._build_chunks(run, None, pp_group)
+    optimizer = gpt._build_optimizer(run, chunks, None)
+    forward_backward = gpt._schedule(run, chunks, None)
+    yield None
+    for step in range(run.steps):
+        chunks[0].zero_grad_buffer()
+        optimizer.zero_grad()
+        reported = forward_backward(data_iterator=gpt._batches(run, TEXT, step, dp_group))
+        optimizer.step()
+        yield gpt._mean_over_job(reported, pp_group, dp_group)
+    chunks[0].start_param_sync(force_sync=True)
+    weights = gpt._digest(chunks)
+    gpt._let_go(chunks)
+    yield weights
+
+
+def two_models():
+    """Losses and weights of both, trained in turns, and of each alone."""
+    warnings.simplefilter("ignore")
+    runs = [TENSOR_PARALLEL, PIPELINED]
+    alone = [train_on_globals(run, f"alone {number}") for number, run in enumerate(runs)]
+    before = state()
+    told = [[], []]
+    with (
+        megatron_on_cpu(),
+        megapg.session(name="first", timeout=60, **sizes(runs[0])) as first,
+        megapg.session(name="second", timeout=60, **sizes(runs[1])) as second,
+    ):
+        groups = [first.groups, second.groups]
+        streams = [RandomStreams(), RandomStreams()]
+        models = [steps_of(run) for run in runs]
+        for _ in range(1 + runs[0].steps + 1):
+            for which in (0, 1):
+                with published(groups[which]), streams[which].in_use():
+                    told[which].append(next(models[which]))
+            assert not parallel_state.is_initialized()
+    after = state()
+    assert all(after[name] is before[name] for name in before)
+    together = [(tuple(losses), weights) for _, *losses, weights in told]
+    return together, [(each.losses, each.weights_sha256) for each in alone]
+
+
+@pytest.mark.contract
+def test_two_models_in_one_process_train_as_in_two():
+    for together, alone in distributed(two_models, 4):
+        assert together == alone
+        assert [len(set(losses)) for losses, _ in together] == [3, 3]

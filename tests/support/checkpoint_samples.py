@@ -1,0 +1,127 @@
+"""Small real checkpoints, made once: by Megatron-core on two ranks, and by torch alone."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import random
+import shutil
+import tempfile
+import warnings
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megapg.checkpoint.manifest import sum_of, write_manifest
+from megapg.testing import megatron_on_cpu, run_distributed
+
+ARGS = {
+    "world_size": 2,
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "hidden_size": 32,
+}
+CONTENT = {"distrib_optim_sharding_type": "dp_reshardable", "singleton_local_shards": False}
+VALUE = 1234.5  # of every element of "weight"; easy to find in a file
+SHARDS = ("__0_0.distcp", "__1_0.distcp")
+
+
+@functools.cache
+def scratch() -> Path:
+    folder = tempfile.mkdtemp(prefix="megapg-samples-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def random_streams() -> dict[str, object]:
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.get_rng_state(),
+        "rng_tracker_states": {"model-parallel-rng": torch.get_rng_state()},
+    }
+
+
+def save_with_megatron(path: Path, iteration: int, **options: object) -> None:
+    """Runs on every rank."""
+    warnings.simplefilter("ignore")
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+    from megatron.core.transformer.enums import AttnBackend
+    from resuming import megatron_saves_alone
+
+    import megapg
+
+    megatron_saves_alone()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with megatron_on_cpu(), megapg.session(tp=world, timeout=60):
+        own = torch.full((4, 8), VALUE) + torch.arange(32).reshape(4, 8) * rank
+        state = {
+            "weight": ShardedTensor.from_rank_offsets("weight", own, (0, rank, world)),
+            "bias": ShardedTensor.from_rank_offsets("bias", torch.ones(8), replica_id=rank),
+            f"half.{rank}": ShardedTensor.from_rank_offsets(
+                f"half.{rank}", torch.ones(3, dtype=torch.bfloat16)
+            ),
+            "rng_state": ShardedObject("rng_state", [random_streams()], (1, world), (0, rank)),
+            "args": Namespace(**ARGS, attention_backend=AttnBackend.auto),
+            "iteration": iteration,
+            "checkpoint_version": 3.0,
+        }
+        dist_checkpointing.save(state, str(path), content_metadata=CONTENT, **options)
+
+
+@functools.cache
+def by_megatron(iteration: int = 5, **options: object) -> Path:
+    """A root with ``iter_0000005`` and a tracker, as the installed Megatron-core saves it."""
+    root = scratch() / "-".join(["megatron", str(iteration), *options])
+    path = root / f"iter_{iteration:07d}"
+    path.mkdir(parents=True)
+    run_distributed(
+        partial(save_with_megatron, path, iteration, **options),
+        2,
+        deadline=120,
+        preload=("megapg.demo.gpt",),
+        env={"PYTHONWARNINGS": "ignore"},
+    )
+    (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return root
+
+
+@functools.cache
+def with_manifest() -> Path:
+    """The same, with megapg's manifest."""
+    root = scratch() / "manifest"
+    shutil.copytree(by_megatron(), root)
+    path = root / "iter_0000005"
+    sums = {file.name: sum_of(file) for file in path.iterdir()}
+    layout = {"world_size": 2, "tp": 2, "order": "tp-cp-ep-dp-pp", "vpp": None}
+    write_manifest(path, sums, {"version": "1.2.3", "iteration": 5, "layout": layout})
+    return root
+
+
+def save_plain(path: Path, state: dict[str, object]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+@functools.cache
+def by_torch() -> Path:
+    """One checkpoint of torch alone, in ``plain``."""
+    state = {
+        "model": {
+            "weight": torch.full((4, 4), VALUE),
+            "empty": torch.empty(0),
+            "one": torch.ones(()),
+        },
+        "optimizer": {"step": 3, "list": [1, torch.ones(2)]},
+    }
+    return save_plain(scratch() / "torch" / "plain", state)

@@ -1,0 +1,76 @@
+"""What happens to files and file systems: for a while, or for good."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def flip(file: Path, at: int, bit: int = 2) -> None:
+    """Another bit in one of its bytes, in place: who looks meanwhile sees a file of that size."""
+    at %= file.stat().st_size
+    with file.open("rb+") as stream:
+        stream.seek(at)
+        [was] = stream.read(1)
+        stream.seek(at)
+        stream.write(bytes([was ^ 1 << bit]))
+
+
+def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Something else in the place of a file."""
+
+    def replace(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return replace
+
+
+def rewrite(path: Path, change: Callable[..., object]) -> None:
+    """What the ``.metadata`` of a checkpoint says, changed."""
+    whole = pickle.loads((path / ".metadata").read_bytes())
+    change(whole)
+    (path / ".metadata").write_bytes(pickle.dumps(whole))
+
+
+def placed(key: str = "weight", **changes: object) -> Callable[..., None]:
+    """For :func:`rewrite`: an entry is said to lie elsewhere."""
+
+    def change(whole: Any) -> None:
+        places = whole.storage_data.items()
+        vars(next(at for index, at in places if index.fqn == key)).update(changes)
+
+    return change
+
+
+@contextlib.contextmanager
+def mounted(*arguments: str) -> Iterator[Path]:
+    """Mount something for a while; skip where that is not permitted."""
+    if shutil.which("mount") is None:
+        pytest.skip("there is no mount here")
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mount is not permitted here: {done.stderr.strip()}")
+    try:
+        yield Path(arguments[-1])
+    finally:
+        subprocess.run(["umount", "--lazy", arguments[-1]], check=True)
+
+
+@contextlib.contextmanager
+def without_sums() -> Iterator[None]:
+    """What torch saves has no checksums inside."""
+    import torch
+
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(True)

@@ -1,0 +1,370 @@
+"""Asks Megatron-core's own getters and what the codemod writes for them, and compares.
+
+Of the core that can be imported here: every function and private variable of ``parallel_state``
+that the codemod's table maps, with every combination of arguments that the function takes, on every
+grid below, as ranks of it. Each is asked of real globals, and the written expression of what may
+stand in its place:
+
+* the globals, as ``megapg.resolve(None)`` hands them out;
+* None, where the question is whether there is a collection;
+* the groups of a session of the same layout;
+* a collection that has no fields but those that the table says the expression reads.
+
+Run as a program it prints the numbers as JSON, of whichever core comes first on the path.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import CodeType
+from typing import Any
+
+import torch.distributed as dist
+from configurations import Configuration, every_stage, last_stage_first
+from megatron.core import parallel_state
+from recording import functions, recorded_megatron
+
+from megapg import ProcessGroupCollection
+from megapg.errors import LayoutError, MissingGroupError, UnsupportedOptionError
+from megapg.megatron import getters
+from megapg.megatron.core import installed_version
+from megapg.megatron.reading.global_groups import GlobalGroups
+from megapg.megatron.tables import GLOO_GLOBALS
+from megapg.ownership.opening import fake_session
+from megapg.upstream.expressions import replacement
+from megapg.upstream.mapping import PRIVATE, Argument, Replacement, Takes
+
+MINOR = installed_version()[1]
+GLOO_FIELDS = [name.removeprefix("gloo.") for name in GLOO_GLOBALS.values()]
+
+# -- what is asked ---------------------------------------------------------------------------------
+
+# What an argument may be, by name of the parameter: literals, and names bound at run time only.
+VALUES: Mapping[str, Sequence[str]] = {
+    "vp_stage": ("None", "0", "1", "2", "one"),
+    "rank": ("None", "0", "1", "3", "one"),
+    "group_size": ("2", "3", "4", "8", "16", "two"),
+}
+FLAG = ("False", "True", "off", "on")
+BOUND = {"off": False, "on": True, "one": 1, "two": 2}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A read of the globals, and what the codemod writes for it."""
+
+    text: str
+    name: str
+    written: Replacement
+    theirs: CodeType = field(repr=False, compare=False)
+    ours: CodeType = field(repr=False, compare=False)
+
+
+def questions() -> list[Question]:
+    """Every read that the table maps in this core."""
+    found = [
+        question
+        for name, function in functions().items()
+        for arguments in _calls(function)
+        if (question := _question(name, arguments))
+    ]
+    held = [name for name in vars(parallel_state) if name in PRIVATE]
+    return found + [question for name in held if (question := _question(name, None))]
+
+
+def _question(name: str, arguments: Sequence[Argument] | None) -> Question | None:
+    answer = replacement(name, arguments or (), [MINOR])
+    if not isinstance(answer, Replacement):
+        return None
+    given = [f"{a.keyword}={a.text}" if a.keyword else a.text for a in arguments or ()]
+    text = name if arguments is None else f"{name}({', '.join(given)})"
+    theirs, ours = (
+        compile(written, text, "eval") for written in (f"parallel_state.{text}", answer.expression)
+    )
+    return Question(text, name, answer, theirs, ours)
+
+
+def _calls(function: Any) -> Iterator[Sequence[Argument]]:
+    """By keyword in every combination; by position; and in a dictionary."""
+    parameters = list(inspect.signature(function).parameters.values())
+    takes = {p.name: _values(p) for p in parameters}
+    if not all(takes.values()):
+        return
+    for chosen in itertools.product(*(["", *values] for values in takes.values())):
+        given = {name: text for name, text in zip(takes, chosen, strict=True) if text}
+        yield [Argument(text, name) for name, text in given.items()]
+        if given:
+            pairs = ", ".join(f"{name!r}: {text}" for name, text in given.items())
+            yield [Argument(f"**{{{pairs}}}")]
+    for count in range(1, len(takes) + 1):
+        for chosen in itertools.product(*list(takes.values())[:count]):
+            yield [Argument(text) for text in chosen]
+
+
+def _values(parameter: inspect.Parameter) -> Sequence[str]:
+    return VALUES.get(parameter.name, FLAG if isinstance(parameter.default, bool) else ())
+
+
+# -- where it is asked -----------------------------------------------------------------------------
+
+
+SOME = (0, 3, 6, 9, 15)
+GRIDS: Mapping[Configuration, Sequence[int]] = {
+    Configuration(world_size=1): [0],
+    Configuration(world_size=8, tp=2, pp=2): range(8),
+    Configuration(world_size=8, tp=2, pp=4, vpp=3): range(8),
+    Configuration(world_size=8, tp=2, cp=2, ep=4, expt_tp=1): range(8),
+    Configuration(world_size=8, pp=2, vpp=1, cp=2): [0, 2, 7],
+    Configuration(world_size=8, pp=2, vpp=1, cp=2, optimizer_instances=2): range(8),
+    Configuration(world_size=12, tp=2, pp=3, vpp=2, embedding_ranks=last_stage_first): [0, 4, 11],
+    Configuration(world_size=12, pp=4, vpp=2, embedding_ranks=every_stage): [0, 4, 11],
+    Configuration(world_size=16, tp=2, pp=2, ep=4, expt_tp=1): [0, 5, 15],
+    Configuration(world_size=16, tp=2, cp=4, hierarchical_cp=(2, 2)): SOME,
+    Configuration(world_size=16, tp=4, pp=2, ep=2, expt_tp=2, vpp=2): SOME,
+    Configuration(world_size=16, pp=2, vpp=2, ep=2, optimizer_instances=2): SOME,
+    Configuration(
+        world_size=16, tp=2, cp=2, ep=2, order="tp-ep-dp-pp-cp", optimizer_instances=4
+    ): SOME,
+    Configuration(world_size=16, tp=2, pp=4, vpp=2, embedding_ranks=last_stage_first): SOME,
+    Configuration(world_size=16, pp=8, embedding_ranks=every_stage): SOME,
+}
+
+# What a session has no counterpart of: more arguments of initialize_model_parallel(), where this
+# core takes them. The globals alone are asked.
+ALONE: Sequence[tuple[Configuration, Mapping[str, object]]] = (
+    (Configuration(world_size=8, tp=2), {"create_all_gather_group": True}),
+    (Configuration(world_size=8, pp=4), {"pipeline_model_parallel_split_rank": 2}),
+    (
+        Configuration(world_size=8, tp=2, pp=2),
+        {"encoder_tensor_model_parallel_size": 2, "encoder_pipeline_model_parallel_size": 2},
+    ),
+)
+
+# What no field can hold: there, but nowhere else, what is written may raise where the getter does
+# not. Another answer is as wrong as ever.
+BEYOND: Sequence[tuple[Configuration, Mapping[str, object]]] = (
+    (  # a rank of the encoder is in two pipelines
+        Configuration(world_size=10, tp=2, pp=2),
+        {"encoder_tensor_model_parallel_size": 1, "encoder_pipeline_model_parallel_size": 1},
+    ),
+    (  # there are two data parallel groups
+        Configuration(world_size=8, tp=2),
+        {"gtp_remat_size": 2, "expert_gtp_remat_size": 2},
+    ),
+)
+
+
+def takes(**arguments: object) -> bool:
+    """Whether this core's initialize_model_parallel() has parameters of these names."""
+    return set(arguments) <= set(
+        inspect.signature(parallel_state.initialize_model_parallel).parameters
+    )
+
+
+# -- the comparison --------------------------------------------------------------------------------
+
+RAISED = "raised"
+REFUSALS = (
+    *(AssertionError, KeyError),  # Megatron's
+    *(MissingGroupError, LayoutError, UnsupportedOptionError),
+)
+
+
+@dataclass
+class Tally:
+    """What came of it.
+
+    Attributes:
+        version: of Megatron-core.
+        questions: how many different reads were asked.
+        answered: how many comparisons found the same answer, by what stood in for the globals.
+        raised: how many found that both raise.
+        refused: how many found that what is written raises where no field can hold the answer.
+        mismatches: those that found something else.
+        names: of functions and variables that gave at least one answer to compare.
+        unanswered: of those that never did.
+    """
+
+    version: str = ".".join(map(str, installed_version()))
+    questions: int = 0
+    answered: Counter[str] = field(default_factory=Counter)
+    raised: int = 0
+    refused: int = 0
+    mismatches: list[str] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    unanswered: set[str] = field(default_factory=set)
+
+    @property
+    def comparisons(self) -> int:
+        """All of them."""
+        return self.answered.total() + self.raised + self.refused + len(self.mismatches)
+
+    def compare(
+        self,
+        question: Question,
+        kind: str,
+        where: str,
+        expected: object,
+        got: object,
+        *,
+        beyond: bool = False,
+    ) -> None:
+        """Note one comparison."""
+        if beyond and got == RAISED != expected:
+            self.refused += 1
+        elif expected != got:
+            self.mismatches.append(
+                f"{where}, {kind}: {question.text} is {expected}, "
+                f"{question.written.expression} is {got}"
+            )
+        elif expected == RAISED:
+            self.raised += 1
+        else:
+            self.answered[kind] += 1
+            self.names.add(question.name)
+
+
+def plain(value: object) -> object:
+    """A value that outlives the groups, with its type; groups are their ranks."""
+    if isinstance(value, dist.ProcessGroup):
+        return "group", tuple(dist.get_process_group_ranks(value))
+    if isinstance(value, list | tuple):
+        return type(value).__name__, tuple(map(plain, value))
+    if value is None or isinstance(value, int | str):
+        return type(value).__name__, value
+    return type(value).__name__  # a buffer: each owner of groups has one
+
+
+def asked(code: CodeType, pg: ProcessGroupCollection | None = None) -> object:
+    """The answer; every refusal is the same."""
+    scope = {"parallel_state": parallel_state, "getters": getters, "pg": pg, **BOUND}
+    try:
+        return plain(eval(code, scope))
+    except REFUSALS:
+        return RAISED
+
+
+def prove() -> Tally:
+    """Compare everything, on the core that is installed."""
+    tally, asking = Tally(), questions()
+    tally.questions = len(asking)
+    for grid, ranks in GRIDS.items():
+        for rank in ranks:
+            compare_on(tally, asking, grid, rank)
+    for grid, more in (*ALONE, *BEYOND):
+        if takes(**more):
+            for rank in range(grid.world_size):
+                with recorded_megatron(rank, grid.world_size):
+                    grid.initialize_megatron(**more)
+                    where, beyond = f"{grid} {more} rank {rank}", (grid, more) in BEYOND
+                    expected = _of_globals(tally, asking, where, beyond=beyond)
+                    if not beyond:
+                        _of_their_groups(tally, expected, where)
+                    _of_several(tally, asking, where)
+    with recorded_megatron(5, 16):
+        Configuration(world_size=16, tp=4, pp=4).initialize_megatron()
+        for name in list(vars(parallel_state)):
+            if name.startswith("set_") and name.endswith(("parallel_rank", "world_size")):
+                getattr(parallel_state, name)(2 if name.endswith("size") else 1)
+        _of_globals(tally, asking, "ranks and sizes as set", beyond=True)
+    with recorded_megatron(0, 8):
+        soft = [q for q in asking if q.written.takes in (Takes.LAZY, Takes.OPTIONAL)]
+        _of_globals(tally, soft, "nothing initialised")
+    tally.unanswered = {question.name for question in asking} - tally.names
+    return tally
+
+
+def compare_on(tally: Tally, asking: Sequence[Question], grid: Configuration, rank: int) -> None:
+    """Compare as one rank of a grid, with all that may stand in for the globals."""
+    where = f"{grid} rank {rank}"
+    hybrid = {"hybrid_context_parallel": True}
+    hybrid = hybrid if takes(**hybrid) and grid.world_size == 16 else {}
+    with recorded_megatron(rank, grid.world_size):
+        grid.initialize_megatron(**hybrid)
+        expected = _of_globals(tally, asking, where)
+        _of_their_groups(tally, expected, where)
+        current_chunk = MINOR < 13 and grid.vpp is not None
+        for chunk in range(grid.vpp) if current_chunk else ():
+            parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+            at_chunk = _of_globals(tally, asking, f"{where} chunk {chunk}")
+            _of_their_groups(tally, at_chunk, f"{where} chunk {chunk}")
+    with fake_session(grid.layout(hybrid_cp=bool(hybrid)), rank, gloo=GLOO_FIELDS) as session:
+        borrowed: dict[tuple[str, ...], ProcessGroupCollection] = {}
+        for question, answer in expected.items():
+            written = question.written
+            if written.takes in (Takes.GLOBALS, Takes.JOB) and current_chunk:
+                continue  # which chunk is current is the globals' alone to say
+            got = asked(question.ours, session.groups)
+            tally.compare(question, "session", where, answer, got)
+            if written.takes in (Takes.GLOBALS, Takes.JOB):
+                continue
+            # Whether there are groups any will do to tell.
+            names = ("tp",) if written.takes is Takes.OPTIONAL else written.needs
+            if names not in borrowed:
+                held = {name: getattr(session.groups, name) for name in names}
+                borrowed[names] = ProcessGroupCollection.from_groups(**held)
+            got = asked(question.ours, borrowed[names])
+            tally.compare(question, "needs alone", where, answer, got)
+
+
+def _of_their_groups(tally: Tally, expected: Mapping[Question, object], where: str) -> None:
+    """Compare what the globals know of the job with what a collection of their groups gives."""
+    view = GlobalGroups()
+    for question, answer in expected.items():
+        needs = question.written.needs
+        if question.written.takes is Takes.JOB and all(hasattr(view, name) for name in needs):
+            pg = ProcessGroupCollection.from_groups(**{name: getattr(view, name) for name in needs})
+            tally.compare(question, "their groups", where, answer, asked(question.ours, pg))
+
+
+def _of_several(tally: Tally, asking: Sequence[Question], where: str) -> None:
+    """Compare what is written for code that can do with a list with what the getter gives."""
+    for question in asking:
+        written = replacement(question.name, (), [MINOR], or_several=True)
+        if question.written != written and question.text.endswith("()"):
+            assert isinstance(written, Replacement)
+            ours = compile(written.expression, "ours", "eval")
+            answer, got = asked(question.theirs), asked(ours, GlobalGroups())
+            tally.compare(replace(question, written=written), "or several", where, answer, got)
+
+
+def _of_globals(
+    tally: Tally, asking: Sequence[Question], where: str, *, beyond: bool = False
+) -> Mapping[Question, object]:
+    """Compare with what the globals are asked through; what the getters said."""
+    view, said = GlobalGroups(), {}
+    for question in asking:
+        answer = asked(question.theirs)
+        if question.written.caution == "private-global" and answer == plain(None):
+            continue  # what the caution says
+        said[question] = answer
+        got = asked(question.ours, view)
+        tally.compare(question, "globals", where, answer, got, beyond=beyond)
+        if question.written.takes is Takes.OPTIONAL:
+            tally.compare(question, "nothing passed", where, answer, asked(question.ours))
+    return said
+
+
+def numbers() -> dict[str, object]:
+    """The numbers of :func:`prove`, for a report."""
+    tally = prove()
+    return {
+        "version": tally.version,
+        "names": len(tally.names),
+        "questions": tally.questions,
+        "comparisons": tally.comparisons,
+        "answered": dict(tally.answered),
+        "both raise": tally.raised,
+        "refused": tally.refused,
+        "mismatches": tally.mismatches,
+        "unanswered": sorted(tally.unanswered),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(numbers()))

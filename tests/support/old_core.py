@@ -1,0 +1,42 @@
+"""Megatron-core as it is installed, and the old one that can't be injected, where it is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSION = "0.12.0"
+_PLACE = ROOT / ".venv" / "cores" / VERSION  # where .ci/venv.sh puts it
+OLD_CORE = _PLACE / "megatron" / "core"
+
+
+def core_folders() -> list[Path]:
+    """The installed core, and the old one."""
+    found = importlib.util.find_spec("megatron.core")
+    installed = [Path(where) for where in (found and found.submodule_search_locations) or ()]
+    return [folder for folder in (*installed, OLD_CORE) if folder.exists()]
+
+
+def run_on_old_core(*arguments: str | Path) -> str:
+    """What an interpreter prints where only the old core can be imported."""
+    if not (_PLACE / "megatron").is_dir():
+        if list(_PLACE.parents[1].glob(".ready-*")):
+            pytest.fail(f"{_PLACE} is missing: .ci/venv.sh could not install it. Try `make setup`.")
+        pytest.skip(f"no Megatron-core {VERSION}: `make setup` installs it")
+    paths = os.pathsep.join(map(str, (_PLACE, ROOT, ROOT / "tests" / "support")))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return done.stdout

@@ -1,0 +1,182 @@
+"""A training job that can stop at any step and go on, for the tests of checkpoints."""
+
+import hashlib
+import queue
+import warnings
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+import megapg
+from megapg.demo import gpt
+from megapg.demo.job import GPTRun
+from megapg.testing import megatron_on_cpu, run_distributed
+
+TEXT = Path(__file__).read_bytes()
+RUN = GPTRun(layers=2, hidden=32, seq_length=32, num_microbatches=2, steps=0)
+
+distributed = partial(
+    run_distributed,
+    deadline=280,
+    preload=("megapg.demo.gpt", "megapg.checkpoint.save", "megapg.checkpoint.load"),
+    env={"PYTHONWARNINGS": "ignore"},
+)
+
+
+def megatron_saves_alone():
+    """Megatron-core hands the results of its writing on through a process of its own, which imports
+    torch for that. A save that is waited for has them in this process.
+    """
+    filesystem_async._results_queue = queue.Queue()
+
+
+@contextmanager
+def published_groups(**sizes):
+    """A session's, for Megatron-core without CUDA."""
+    warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+    with (
+        megatron_on_cpu(),
+        megapg.session(**{"timeout": 60, **sizes}) as session,
+        megapg.published(session.groups) as pg,
+    ):
+        yield pg
+
+
+@contextmanager
+def training(run, seed=None, **options):
+    """A :class:`Training` on groups of its own."""
+    with published_groups(**sizes(run), **options) as pg:
+        job = Training(run, pg, seed)
+        try:
+            yield job
+        finally:
+            job.let_go()
+
+
+class Training:
+    """One rank's model, optimizer and schedule. ``seed`` decides about the weights."""
+
+    def __init__(self, run, pg, seed=None):
+        self.run, self.pg = run, pg
+        gpt._seed((seed or run.seed) + 100 * pg.rank("pp"), pg)
+        self.chunks = gpt._build_chunks(run, pg, pg.pp)
+        self.optimizer = gpt._build_optimizer(run, self.chunks, pg)
+        self._forward_backward = gpt._schedule(run, self.chunks, pg)
+
+    def steps(self, first, last):
+        """Mean loss of each step from ``first`` to before ``last``."""
+        return [self._step(number) for number in range(first, last)]
+
+    def _step(self, number):
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        batches = [gpt._batches(self.run, TEXT, number, self.pg.dp) for _ in self.chunks]
+        reported = self._forward_backward(data_iterator=batches if self.run.vpp else batches[0])
+        self.optimizer.step()
+        return gpt._mean_over_job(reported, self.pg.pp, self.pg.dp)
+
+    def digest(self):
+        """Of the weights and of all that the optimizer knows of them."""
+        for chunk in self.chunks:
+            chunk.start_param_sync(force_sync=True)
+        return gpt._digest(self.chunks), self._optimizer_digest()
+
+    def _optimizer_digest(self):
+        digest = hashlib.sha256()
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            inner = part.optimizer
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    digest.update(parameter.detach().numpy().tobytes())
+                    state = inner.state[parameter]
+                    for name in sorted(state):
+                        digest.update(name.encode() + state[name].numpy().tobytes())
+        return digest.hexdigest()
+
+    def save(self, directory, iteration, **options):
+        """``megapg.save_checkpoint`` of all there is."""
+        return megapg.save_checkpoint(
+            directory,
+            iteration,
+            model=self.chunks,
+            optimizer=self.optimizer,
+            pg_collection=self.pg,
+            **{"timeout": 60, **options},
+        )
+
+    def load(self, directory, **options):
+        """``megapg.load_checkpoint`` of all there is."""
+        return megapg.load_checkpoint(
+            directory,
+            model=self.chunks,
+            optimizer=self.optimizer,
+            pg_collection=self.pg,
+            **{"timeout": 60, **options},
+        )
+
+    def let_go(self):
+        """Or the groups live on with the model."""
+        gpt._let_go(self.chunks)
+
+
+class Schedule:
+    """A scheduler that counts, and does something whenever it is asked to load."""
+
+    def __init__(self, step=0, on_load=lambda: None):
+        self.step, self.on_load = step, on_load
+
+    def state_dict(self):
+        return {"step": self.step}
+
+    def load_state_dict(self, state):
+        self.on_load()
+        self.step = state["step"]
+
+
+def sizes(run):
+    """The arguments of ``megapg.session``."""
+    return {
+        "tp": run.tp,
+        "pp": run.pp,
+        "vpp": run.vpp,
+        "ep": run.ep,
+        "expt_tp": run.expt_tp or run.tp,
+    }
+
+
+def cut(run, dp=1, batch=2, **changes):
+    """The same job under another layout, with the same global batch, of so many microbatches."""
+    return replace(run, **changes, num_microbatches=batch // dp)
+
+
+def weights(chunks):
+    """Name -> a copy, to see whether a failed load has touched anything."""
+    return {
+        f"{number}.{name}": parameter.detach().clone()
+        for number, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def equal(first, second):
+    """Whether two results of :func:`weights` are the same, bit for bit."""
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def whole_tensors(path):
+    """Every tensor of a checkpoint, read with torch's own reader. What nobody wrote is NaN."""
+    reader = dcp.FileSystemReader(path)
+    entries = reader.read_metadata().state_dict_metadata
+    state = {
+        key: torch.full(entry.size, torch.nan).to(entry.properties.dtype)
+        for key, entry in entries.items()
+        if hasattr(entry, "size")
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state

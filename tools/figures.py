@@ -1,0 +1,164 @@
+"""The size of the house: `make figures` prints it beside what part of the design wants.
+
+It looks at the sources only, but for the last rows, which start Python and count its CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import os
+import resource
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megapg"
+# Imports of a floor from a higher one are what tests/docs/test_architecture.py refuses.
+LONG_MODULE, LONG_CLASS = 500, 300
+TIMES = 15
+
+
+def python_in(*folders: str) -> list[Path]:
+    """The Python files below these folders."""
+    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+def lines_of(files: Sequence[Path]) -> int:
+    """How many lines they have together."""
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def long_modules() -> list[str]:
+    """The package's modules with more lines than is good."""
+    files = {file: lines_of([file]) for file in python_in("megapg")}
+    return [f"{name(file)} {size}" for file, size in files.items() if size > LONG_MODULE]
+
+
+def long_classes() -> list[str]:
+    """The package's classes with more lines than is good."""
+    found = []
+    for file in python_in("megapg"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                size = (node.end_lineno or 0) - node.lineno + 1
+                if size > LONG_CLASS:
+                    found.append(f"{name(file)}:{node.name} {size}")
+    return found
+
+
+def same_names() -> list[str]:
+    """Names that modules in several folders of the package share."""
+    folders = collections.defaultdict(list)
+    for file in python_in("megapg"):
+        if not file.stem.startswith("__"):
+            folders[file.stem].append(name(file))
+    return [" ".join(files) for files in folders.values() if len(files) > 1]
+
+
+def imports_of(folder: str, other: str) -> list[str]:
+    """Modules of one part of the package that import another part."""
+    files = python_in(f"megapg/{folder}")
+    return [name(file) for file in files if any(each.startswith(other) for each in _imported(file))]
+
+
+def circles() -> list[str]:
+    """Modules of the package and the benchmarks that import each other, in a circle."""
+    files = {_module(file): file for file in python_in("megapg", "benchmarks")}
+    wanted = {module: _imported(file) & files.keys() for module, file in files.items()}
+    found = []
+    for start in wanted:
+        seen, ahead = set(), list(wanted[start])
+        while ahead:
+            module = ahead.pop()
+            if module not in seen:
+                seen.add(module)
+                ahead += wanted[module]
+        if start in seen and start != "megapg":
+            found.append(start)
+    return found
+
+
+def cpu_seconds(*command: str) -> float:
+    """CPU time of a command, the median of several."""
+    spent = []
+    for _ in range(TIMES):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT, env=os.environ)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return statistics.median(spent)
+
+
+def name(file: Path) -> str:
+    """A file, as it is called below the package."""
+    return str(file.relative_to(PACKAGE).with_suffix(""))
+
+
+def _module(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imported(file: Path) -> set[str]:
+    """The modules that a file imports at its top level."""
+    found = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            within = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {each for each in within if _is_module(each)} or {node.module}
+    return found
+
+
+def _is_module(dotted: str) -> bool:
+    place = ROOT.joinpath(*dotted.split("."))
+    return place.with_suffix(".py").exists() or (place / "__init__.py").exists()
+
+
+def rows(times: bool) -> Iterator[tuple[str, object, str, Sequence[str]]]:
+    """What is measured, the figure, what is wanted, and which they are."""
+    guide = sorted((ROOT / "migration_guide").rglob("*.md"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    yield "package, lines of Python", lines_of(python_in("megapg")), "30,500", ()
+    yield "tests, lines of Python", lines_of(python_in("tests")), "32,000", ()
+    yield "guide, lines", lines_of(guide), "2,800", ()
+    yield "README, lines", len(readme), "220", ()
+    for title, found, wanted in (
+        ("circles of imports", circles(), "0"),
+        ("names of modules in several folders", same_names(), "0"),
+        (f"modules over {LONG_MODULE} lines", long_modules(), "4"),
+        (f"classes over {LONG_CLASS} lines", long_classes(), "2"),
+        ("megatron/ imports from migrate/", imports_of("megatron", "megapg.migrate"), "0"),
+    ):
+        yield title, len(found), wanted, found
+    if times:
+        nothing = cpu_seconds(sys.executable, "-c", "pass")
+        for title, command in (
+            ("import megapg", (sys.executable, "-c", "import megapg")),
+            ("megapg --help", (sys.executable, "-m", "megapg", "--help")),
+        ):
+            ratio = cpu_seconds(*command) / nothing
+            yield f"{title}: CPU, times python -c pass", f"{ratio:.1f}", "", ()
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--names", action="store_true", help="say which they are")
+    parser.add_argument("--no-times", action="store_true", help="start nothing")
+    given = parser.parse_args()
+    for title, figure, wanted, found in rows(not given.no_times):
+        shown = f"{figure:,}" if isinstance(figure, int) else figure
+        print(f"{title:<44} {shown:>8}  {f'(at most {wanted})' if wanted else ''}")
+        if given.names:
+            for each in found:
+                print(f"    {each}")
+
+
+if __name__ == "__main__":
+    main()

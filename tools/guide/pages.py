@@ -1,0 +1,412 @@
+"""The pages of the guide that come from the tables: the mapping, and one per reason code.
+
+``python -m tools.guide.pages migration_guide`` writes them. They are checked in, and a test
+holds them against the tables.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import groupby, product
+from pathlib import Path
+
+from megapg.errors import MegapgError
+from megapg.migrate.reasons import CAUTIONS, REASONS, Reason
+from megapg.upstream.expressions import replacement
+from megapg.upstream.mapping import (
+    OF_SEVERAL_PIPELINES,
+    PRIVATE,
+    SEVERAL_PIPELINES,
+    Argument,
+    Refusal,
+    Replacement,
+    Takes,
+)
+from megapg.upstream.signatures import SIGNATURES, VERSIONS, Parameter, functions, signature
+from tools.guide.examples import EXAMPLES, OF_FILES, Example
+
+FOLDERS = ("reasons",)
+"""Where every page comes from here."""
+
+_WRITTEN_BY = "<!-- Written by python -m tools.guide.pages; do not edit. -->"
+
+
+def pages() -> Mapping[str, str]:
+    """Path below the guide's folder -> text, of every page.
+
+    Raises:
+        MegapgError: a code has no example.
+    """
+    explained = {**REASONS, **CAUTIONS}
+    if lacking := set(explained) - set(EXAMPLES) - set(OF_FILES):
+        raise MegapgError(f"codes without an example in {__name__}: {', '.join(sorted(lacking))}.")
+    return {
+        "mapping.md": _mapping_page(),
+        "reasons/README.md": _reasons_index(),
+        **{f"reasons/{code}.md": _reason_page(reason) for code, reason in explained.items()},
+    }
+
+
+def write(guide: Path) -> None:
+    """Write the pages below a folder, and remove those of codes and versions that are gone."""
+    texts = pages()
+    for folder in FOLDERS:
+        (guide / folder).mkdir(exist_ok=True)
+        for old in (guide / folder).glob("*.md"):
+            if f"{folder}/{old.name}" not in texts:
+                old.unlink()
+    for name, text in texts.items():
+        (guide / name).write_text(text, encoding="utf-8")
+
+
+# -- reasons ---------------------------------------------------------------------------------------
+
+
+def _reasons_index() -> str:
+    return _page(
+        "Why something is left",
+        "`megapg check` and `megapg migrate` print one of these codes beside each use that they "
+        "leave. `megapg explain CODE` says the same in the terminal.",
+        "## Left",
+        _table(("code", ""), ((_link(each.code), each.title) for each in REASONS.values())),
+        "## With a caution",
+        "There is a replacement, and it may behave differently where there are no groups. `megapg "
+        "migrate` writes it with `--unsafe` only.",
+        _table(("code", ""), ((_link(each.code), each.title) for each in CAUTIONS.values())),
+    )
+
+
+@cache
+def _reason_page(reason: Reason) -> str:
+    names = _names_with(reason.code)
+    return _page(
+        f"`{reason.code}`: {reason.title}",
+        reason.why,
+        *_shown(EXAMPLES.get(reason.code)),
+        "## What to do",
+        reason.instead,
+        *(("## Names that always have it", ", ".join(map(_quoted, names))) if names else ()),
+        "[All codes](README.md)",
+    )
+
+
+def _shown(example: Example | None) -> Iterator[str]:
+    if example is not None:
+        read_as = "" if example.versions == "0.16" else f", on Megatron-core {example.versions}"
+        yield f"Before{read_as}:"
+        yield _code(example.before)
+        yield "After:"
+        yield _code(example.after)
+
+
+def _names_with(code: str) -> list[str]:
+    """Names that get a code whatever the arguments, in every version that has them."""
+    names = [name for name in (*SIGNATURES, *sorted(PRIVATE)) if _by_name(name) == code]
+    return sorted(names, key=lambda name: (name.startswith("_"), name))
+
+
+def _by_name(name: str) -> str:
+    """The one reason of every call of a name; empty where there is none, or not one."""
+    versions = [version for version in VERSIONS if signature(name, version) is not None]
+    answers = [answer for version in versions for _, answer in _answers(name, version)]
+    if name in PRIVATE:
+        answers = [replacement(name)]
+    reasons = {answer.reason if isinstance(answer, Refusal) else "" for answer in answers}
+    return reasons.pop() if len(reasons) == 1 else ""
+
+
+# -- the mapping ------------------------------------------------------------------------
+
+_Form = tuple[Argument, ...]
+_Answer = Replacement | Refusal
+
+_PARTS: Mapping[str, str] = {
+    "Groups": "_group _groups _group_gloo",
+    "Ranks and sizes": "_rank _world_size",
+    "Ranks of others": "_src_rank _first_rank _last_rank _next_rank _prev_rank _global_ranks",
+}
+_THE_REST = "Stages, and what else there is"
+
+_CANNOT_RUN = ("arguments", "not-in-core")
+"""Reasons of calls that the version does not take."""
+
+_OF: Mapping[Takes, str] = {
+    Takes.COLLECTION: "",
+    Takes.LAZY: "if there is one",
+    Takes.OPTIONAL: "of what was passed, None included",
+    Takes.JOB: "of a session or the globals",
+    Takes.GLOBALS: "asked of the globals",
+}
+"""From where the collection may come -> what a page says of it."""
+
+
+@cache
+def _mapping_page() -> str:
+    answers = {name: list(_histories(name)) for name in sorted(SIGNATURES)}
+    unserved = {name: _reasons_of(rows) for name, rows in answers.items() if not _served(rows)}
+    served = {name: rows for name, rows in answers.items() if name not in unserved}
+    blocks: list[str] = []
+    for title in (*_PARTS, _THE_REST):
+        body = [
+            row
+            for name, rows in served.items()
+            if _part(name) == title
+            for form, history in rows
+            if not _at_run_time(form)
+            for row in _rows(name, form, history)
+        ]
+        blocks += [f"## {title}", _table(_HEADINGS, body)]
+    by_reason = sorted((reasons, name) for name, reasons in unserved.items())
+    private = {name: replacement(name) for name in sorted(PRIVATE)}
+    return _page(
+        "What is written instead of what",
+        "Every function of `megatron.core.parallel_state` from "
+        f"0.{VERSIONS[0]} to 0.{VERSIONS[-1]}, and in which of them the answer is so. `pg` is the "
+        "collection, `getters` is `megapg.megatron.getters`. Where nothing certain can be written "
+        "there is [a code for why](reasons/README.md). A project that admits versions with "
+        "different answers gets the code [version](reasons/version.md): name the one that you run.",
+        "Arguments that are left out have their defaults; calls that a version refuses itself are "
+        "not listed. *Reads* are the fields. What is *of a session or the globals* is not known to "
+        "a collection of borrowed groups, unless they are the globals' own; what is *asked of the "
+        "globals* is state of the job, and the tool writes `megapg.resolve(None)` for `pg`. Before "
+        f"0.{_TAKES_VP_STAGE} the schedule keeps in the globals which model chunk is current; that "
+        "holds for whatever collection is asked with `ignore_virtual=False`, unless `vp_stage=` is "
+        "passed.",
+        _table(
+            ("Megatron-core", "functions", "served", "served in some forms", "not served"),
+            map(_totals, VERSIONS),
+        ),
+        *blocks,
+        *_of_several(),
+        "## Flags that show at run time only",
+        f"`flag` is any expression that is no literal. With `{_CHECKED}=False` no groups need be "
+        "there.",
+        _table(
+            _HEADINGS,
+            (
+                row
+                for name, rows in served.items()
+                for form, history in rows
+                if _at_run_time(form)
+                for row in _rows(name, form, history)
+            ),
+        ),
+        "## Not served",
+        _table(
+            ("why", "names"),
+            (
+                (
+                    ", ".join(_link(reason, "reasons/") for reason in reasons),
+                    ", ".join(_quoted(name) for _, name in named),
+                )
+                for reasons, named in groupby(by_reason, key=lambda row: row[0])
+            ),
+        ),
+        "## Private variables",
+        "The same in every version that has them. They can be asked before there are groups.",
+        _table(
+            ("variable", "written"),
+            ((_quoted(name), _written(answer)) for name, answer in private.items()),
+        ),
+    )
+
+
+def _totals(version: int) -> Sequence[str]:
+    served = [
+        {isinstance(answer, Replacement) for _, answer in _answers(name, version)}
+        for name in functions(version)
+    ]
+    counts = [sum(each == kind for each in served) for kind in ({True}, {True, False}, {False})]
+    return (f"0.{version}", *map(str, (len(served), *counts)))
+
+
+_TAKES_VP_STAGE = 13
+_HEADINGS = ("call", "in", "written", "reads")
+
+
+def _of_several() -> Iterator[str]:
+    """What there is to say of a rank in several pipelines."""
+    yield "## A rank in several pipelines"
+    yield (
+        f"In {_span(sorted(SEVERAL_PIPELINES))} an encoder may have fewer tensor parallel ranks "
+        "than its decoder. Its ranks are then in several pipelines, and the getters below give "
+        "them a list, which no field can hold: `pg.pp`, the ranks of others in the pipeline and "
+        '`pg.ranks("pp")` raise `MissingGlobalGroupError` there. `pg.rank("pp")` and '
+        '`pg.size("pp")` are those in each of them. Where a function asks of the variable that '
+        "gets the answer whether it is a list, as in `isinstance(pp_group, list)`, the tool writes "
+        "instead what gives a list as well."
+    )
+    versions = [max(SEVERAL_PIPELINES)]
+    yield _table(
+        ("call", "written where a list is asked about"),
+        (
+            (_quoted(f"{name}()"), _written(replacement(name, (), versions, or_several=True)))
+            for name in OF_SEVERAL_PIPELINES
+        ),
+    )
+
+
+def _rows(name: str, form: _Form, history: _History) -> Iterator[Sequence[str]]:
+    for answer, versions in history.items():
+        call = _quoted(_call(name, form))
+        yield call, _span(versions), _written(answer), _reads(answer)
+
+
+def _reads(answer: _Answer) -> str:
+    """The fields that an expression reads, and of which collections it may."""
+    if isinstance(answer, Refusal):
+        return ""
+    fields = " ".join(answer.needs or filter(None, (answer.field,)))
+    return ", ".join(filter(None, (fields, _OF[answer.takes])))
+
+
+def _part(name: str) -> str:
+    for title, ends in reversed(tuple(_PARTS.items())):  # _first_rank ends like _rank
+        if name.startswith("get_") and name.endswith(tuple(ends.split())):
+            return title
+    return _THE_REST
+
+
+def _served(rows: Iterable[tuple[_Form, _History]]) -> bool:
+    return any(isinstance(answer, Replacement) for _, history in rows for answer in history)
+
+
+def _reasons_of(rows: Iterable[tuple[_Form, _History]]) -> tuple[str, ...]:
+    answers = [answer for _, history in rows for answer in history]
+    return tuple(sorted({answer.reason for answer in answers if isinstance(answer, Refusal)}))
+
+
+def _answers(name: str, version: int) -> Iterator[tuple[_Form, _Answer]]:
+    """Every form of a call that a version takes, and what is written for it."""
+    for form in _forms(signature(name, version) or ()):
+        answer = replacement(name, form, [version])
+        if not _cannot_run(answer) or form == (_ANYTHING,):
+            yield form, answer
+
+
+_ANYTHING = Argument("...")
+_FLAG = "flag"
+
+
+def _forms(parameters: Sequence[Parameter]) -> Iterator[_Form]:
+    """The arguments that a call may have.
+
+    All literals of all flags together; then one flag at a time that shows at run time only, and
+    ``check_initialized``, which chooses no group.
+    """
+    if [parameter.name for parameter in parameters] == [_ANYTHING.text]:
+        yield (_ANYTHING,)
+        return
+    needed = tuple(Argument(each.name) for each in parameters if not each.default)
+    named = [each for each in parameters if each.default]
+    for choice in product(*map(_literals, named)):
+        yield (*needed, *(argument for argument in choice if argument))
+    for each in named:
+        if each.name == _CHECKED:
+            yield (*needed, Argument("False", each.name))
+        if each.default in ("True", "False"):
+            yield (*needed, Argument(_FLAG, each.name))
+
+
+_CHECKED = "check_initialized"
+
+
+def _literals(parameter: Parameter) -> Sequence[Argument | None]:
+    """What may be given for a parameter, first of all nothing."""
+    if parameter.name == _CHECKED:
+        return (None,)
+    other = {"True": "False", "False": "True"}.get(parameter.default, parameter.name)
+    return (None, Argument(other, parameter.name))
+
+
+def _at_run_time(form: _Form) -> bool:
+    return any(each.keyword == _CHECKED or each.text == _FLAG for each in form)
+
+
+def _cannot_run(answer: _Answer) -> bool:
+    return isinstance(answer, Refusal) and answer.reason in _CANNOT_RUN
+
+
+# -- what changed ----------------------------------------------------------------------------------
+
+_History = Mapping[_Answer, Sequence[int]]
+"""What a call means -> in which versions."""
+
+
+_BY_POSITION: Sequence[_Form] = ((Argument("True"),), (Argument("True"), Argument("True")))
+
+
+def _histories(name: str) -> Iterator[tuple[_Form, _History]]:
+    """Every form of a call that any version takes, and what it means in which."""
+    parameters = [signature(name, version) for version in VERSIONS]
+    forms = dict.fromkeys(form for each in parameters if each is not None for form in _forms(each))
+    histories = [(form, _history(name, form)) for form in forms]
+    yield from histories
+    # By position only where that is another thing than by keyword: the order has changed.
+    for form in _BY_POSITION:
+        history = _history(name, form)
+        if len(history) > 1 and all(history != other for _, other in histories):
+            yield form, history
+
+
+def _history(name: str, form: _Form) -> _History:
+    history: dict[_Answer, list[int]] = {}
+    for version in VERSIONS:
+        if signature(name, version) is not None:
+            answer = replacement(name, form, [version])
+            if not _cannot_run(answer) or form == (_ANYTHING,):
+                history.setdefault(answer, []).append(version)
+    return history
+
+
+# -- Markdown --------------------------------------------------------------------------------------
+
+
+def _page(title: str, *blocks: str) -> str:
+    return "\n\n".join((_WRITTEN_BY, f"# {title}", *blocks)) + "\n"
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = (headings, ("---",) * len(headings), *rows)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _code(text: str) -> str:
+    return f"```python\n{text.strip()}\n```"
+
+
+def _call(name: str, form: _Form) -> str:
+    written = (f"{each.keyword}={each.text}" if each.keyword else each.text for each in form)
+    return f"{name}({', '.join(written)})"
+
+
+def _quoted(text: str) -> str:
+    return f"`{text}`"
+
+
+def _link(code: str, to: str = "") -> str:
+    return f"[{code}]({to}{code}.md)"
+
+
+def _written(answer: _Answer) -> str:
+    if isinstance(answer, Replacement):
+        caution = f", {_link(answer.caution, 'reasons/')}" if answer.caution else ""
+        return _quoted(answer.expression) + caution
+    return _link(answer.reason, "reasons/") + (f": {answer.detail}" if answer.detail else "")
+
+
+def _span(versions: Sequence[int]) -> str:
+    """``0.5 to 0.9, 0.12``: neighbours together."""
+    runs = groupby(enumerate(versions), key=lambda pair: pair[1] - pair[0])
+    parts = [[version for _, version in run] for _, run in runs]
+    return ", ".join(
+        f"0.{part[0]}" + (f" to 0.{part[-1]}" if len(part) > 1 else "") for part in parts
+    )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m tools.guide.pages GUIDE")
+    write(Path(sys.argv[1]))
