@@ -644,13 +644,12 @@ def test_a_missing_rank_is_named_and_without_rank_0_the_others_end() -> None:
         assert second.returncode == 1  # as rank 0 judged
 
 
-def test_srun_has_one_report(tmp_path: Path) -> None:
+def test_srun_has_one_report(tmp_path_factory: pytest.TempPathFactory) -> None:
     if lacking := slurm.missing_programs():
         pytest.skip(f"no {', '.join(lacking)} here")
     command = [sys.executable, "-m", "megapg", "doctor", "--json", "--timeout=90"]
-    with slurm.Slurm(tmp_path) as cluster:
-        place = {name: cluster.environment[name] for name in ("SLURM_CONF", "PATH")}
-        ended = cluster.run("srun", "-N2", "-n2", *command, timeout=150, env=clean(**place))
+    with slurm.Clusters(lambda: tmp_path_factory.mktemp("slurm")) as cluster:
+        ended = cluster.run("srun", "-N2", "-n2", *command, timeout=150, env=clean())
     assert ended.returncode == 0, ended.stdout + ended.stderr
     report = json.loads(ended.stdout)
     assert (report["launcher"], report["world_size"], report["missing"]) == ("SLURM", 2, [])

@@ -25,7 +25,7 @@ SLACK = 15.0
 def cluster(tmp_path_factory):
     if missing := slurm.missing_programs():
         pytest.skip(f"no {', '.join(missing)} here: sh .ci/launchers.sh installs it where it can")
-    with slurm.Slurm(tmp_path_factory.mktemp("slurm")) as running:
+    with slurm.Clusters(lambda: tmp_path_factory.mktemp("slurm")) as running:
         yield running
 
 
@@ -90,13 +90,10 @@ def test_mpirun(mpirun):
     check(run(*mpirun, "-n", "3", sys.executable, SCRIPT, "train"), 3, "Open MPI")
 
 
-def test_srun_and_what_can_go_wrong_with_it(cluster, tmp_path):
-    done = cluster.run(
-        *("srun", "-N2", "-n4", sys.executable, SCRIPT, "troubles", str(tmp_path)),
-        timeout=PATIENCE,
-    )
+def test_srun_and_what_can_go_wrong_with_it(cluster):
+    done = cluster.run("srun", "-N2", "-n4", sys.executable, SCRIPT, "troubles", timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-4000:]
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
+    ranks = [json.loads((cluster.folder / f"rank{rank}.json").read_text()) for rank in range(4)]
     assert [rank["host"] for rank in ranks] == ["n1", "n1", "n1", "n2"]
 
     def texts(step, kind, of=ranks):
@@ -135,7 +132,7 @@ def test_a_shell_is_no_task_and_two_steps_of_its_job_run_at_once(cluster):
     refusal, *ranks = said(done.stdout)
     assert re.search("4 tasks on 2 nodes, but it is none of them", refusal["refused"])
     jobs = {rank["job"] for rank in ranks}
-    assert len(jobs) == 2
+    assert len(jobs) == 2, done.stderr[-4000:]
     assert len({rank["at"] for rank in ranks}) == 2
     for job in jobs:
         check([rank for rank in ranks if rank["job"] == job], 2, "SLURM")

@@ -1,4 +1,4 @@
-"""What the tests of launchers start: ``launch_script.py NAME [FOLDER]`` runs one function below."""
+"""What the tests of launchers start: ``launch_script.py NAME`` runs one function below."""
 
 import json
 import os
@@ -18,7 +18,7 @@ SOON = 4.0
 """Seconds that a rank waits for one that won't come."""
 
 
-def train(folder=None):
+def train():
     """Open a session, add something up and close, three times; say so."""
     launch = detect()
     for generation in (1, 2, 3):
@@ -40,7 +40,7 @@ def train(folder=None):
     sys.stdout.flush()
 
 
-def refused(folder=None):
+def refused():
     """Not a task: says so at once."""
     try:
         megapg.session(timeout=60)
@@ -48,13 +48,13 @@ def refused(folder=None):
         sys.stdout.write(json.dumps({"refused": str(error)}) + "\n")
 
 
-def troubles(folder):
+def troubles():
     """One after the other in the same processes, four tasks on two nodes; see the test."""
     launch = detect()
     sys.modules["hostlist"] = None  # as if it were not installed: then scontrol is asked
     assert detect() == launch
     del sys.modules["hostlist"]
-    steps = Steps(folder, launch.rank, launch.world_size)
+    steps = Steps(Path(os.environ["SLURM_CONF"]).parent, launch.rank, launch.world_size)
     opened = {"timeout": SOON, "backend": "gloo"}
 
     with changed(RANK="0", WORLD_SIZE="1"):
@@ -130,4 +130,4 @@ class changed:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    globals()[sys.argv[1]]()

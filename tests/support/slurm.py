@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import time
+import warnings
 from pathlib import Path
 
 from ports import free_port
@@ -58,6 +59,10 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscrib
 """
 
 
+class BrokenClusterError(Exception):
+    """SLURM itself failed: a daemon has ended, or a node takes no more work after a job."""
+
+
 def missing_programs():
     """Those of SLURM's and munge's programs that this machine lacks."""
     return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
@@ -79,10 +84,12 @@ class Slurm:
     def __init__(self, folder):
         self._folder = Path(folder)
         self._stack = contextlib.ExitStack()
+        self._daemons = []
         self.environment = {
             name: value for name, value in os.environ.items() if not OF_LAUNCHERS.match(name)
         }
-        self.environment |= {"SLURM_CONF": str(self._folder / "slurm.conf"), "PATH": _PATH}
+        self._place = {"SLURM_CONF": str(self._folder / "slurm.conf"), "PATH": _PATH}
+        self.environment |= self._place
 
     def __enter__(self):
         with self._stack:
@@ -102,11 +109,11 @@ class Slurm:
                 f"--{name}={self._folder}/munge.{name.partition('-')[0]}" for name in _OF_MUNGE
             ]
             self._daemon("munged", "--force", "--foreground", *munge)
-            self._until(lambda: (self._folder / "munge.socket").exists(), "munged")
+            self._until(lambda: (self._folder / "munge.socket").exists(), "munged did not start")
             self._daemon("slurmctld", "-D", "-i")
             for node in self.nodes:
                 self._daemon("slurmd", "-D", "-N", node)
-            self._until(self._both_idle, "SLURM")
+            self._until(self._both_idle, "SLURM did not start")
             self._stack = self._stack.pop_all()
         return self
 
@@ -117,7 +124,7 @@ class Slurm:
         """Start a program of SLURM's, such as ``start("srun", "-n4", "hostname")``."""
         return subprocess.Popen(
             list(command),
-            env={**self.environment, **(env or {})},
+            env={**self.environment, **(env or {}), **self._place},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -126,7 +133,18 @@ class Slurm:
         )
 
     def run(self, *command, timeout, env=None):
-        """Run one to its end; ended after ``timeout`` seconds if it has not by then."""
+        """Run one to its end; ended after ``timeout`` seconds if it has not by then.
+
+        Raises:
+            BrokenClusterError: afterwards the cluster can't run another, whatever came of this one.
+            AssertionError: it took too long.
+        """
+        try:
+            return self._run(command, timeout, env)
+        finally:
+            self._until(self._both_idle, f"after {command} SLURM is broken", BrokenClusterError)
+
+    def _run(self, command, timeout, env):
         with self.start(*command, env=env) as process:
             try:
                 out, err = process.communicate(timeout=timeout)
@@ -150,27 +168,72 @@ class Slurm:
             stderr=log,
             preexec_fn=_die_with_parent,
         )
+        self._daemons.append(process)
         self._stack.callback(_end, process)
 
     def _both_idle(self):
-        seen = subprocess.run(
-            ["sinfo", "--noheader", "--Node", "--format=%T"],
+        return self._each_node("%T").split() == ["idle", "idle"]
+
+    def _each_node(self, what):
+        return subprocess.run(
+            ["sinfo", "--noheader", "--Node", f"--format={what}"],
             env=self.environment,
             capture_output=True,
             text=True,
             timeout=20,
             check=False,
-        )
-        return seen.stdout.split() == ["idle", "idle"]
+        ).stdout
 
-    def _until(self, done, what):
+    def _until(self, done, what, error=AssertionError):
         deadline = time.monotonic() + 60
         while not done():
-            if time.monotonic() > deadline:
+            ended = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
+            if ended or time.monotonic() > deadline:
                 logs = [*self._folder.glob("*.log"), *self._folder.glob("*.out")]
                 said = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in logs)
-                raise AssertionError(f"{what} did not start:\n{said}")
+                nodes = self._each_node("%N %T %E")
+                raise error(f"{what}; ended: {ended}; nodes: {nodes}\n{said}")
             time.sleep(0.1)
+
+
+class Clusters:
+    """Runs commands on a cluster, and once more on a new one where SLURM itself broke.
+
+    That has happened: a node stayed down after a job, and the jobs after it waited without end.
+
+    Args:
+        folder: makes an empty one.
+
+    Attributes:
+        folder: of the cluster that ran the last command.
+    """
+
+    def __init__(self, folder):
+        self._another = folder
+        self._stack = contextlib.ExitStack()
+        self._cluster = None
+        self.folder = None
+
+    def __enter__(self):
+        self._begin()
+        return self
+
+    def __exit__(self, *_):
+        self._stack.close()
+
+    def run(self, *command, timeout, env=None):
+        """As :meth:`Slurm.run`; what broke is a warning where the second cluster held."""
+        try:
+            return self._cluster.run(*command, timeout=timeout, env=env)
+        except BrokenClusterError as broken:
+            self._stack.close()
+            self._begin()
+            warnings.warn(str(broken), stacklevel=2)
+            return self._cluster.run(*command, timeout=timeout, env=env)
+
+    def _begin(self):
+        self.folder = self._another()
+        self._cluster = self._stack.enter_context(Slurm(self.folder))
 
 
 _OF_MUNGE = ("key-file", "socket", "pid-file", "log-file", "seed-file")
