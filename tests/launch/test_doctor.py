@@ -644,6 +644,7 @@ def test_a_missing_rank_is_named_and_without_rank_0_the_others_end() -> None:
         assert second.returncode == 1  # as rank 0 judged
 
 
+@pytest.mark.timeout(500)  # two clusters' time; see slurm.Clusters
 def test_srun_has_one_report(tmp_path_factory: pytest.TempPathFactory) -> None:
     if lacking := slurm.missing_programs():
         pytest.skip(f"no {', '.join(lacking)} here")

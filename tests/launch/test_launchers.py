@@ -17,6 +17,8 @@ from ports import free_port
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "launch_script.py")
 PATIENCE = 240.0
+# Twice that, and a minute to see that SLURM itself is broken; see slurm.Clusters.
+pytestmark = pytest.mark.timeout(600)
 # A deadline is megapg's, and a few seconds are for a machine with more to do than this.
 SLACK = 15.0
 
