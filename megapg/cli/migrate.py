@@ -235,7 +235,7 @@ def explain(
 
     Exit code 0: explained; 2: there is no such code, or no use in that line.
 
-    Example: megapg explain stage-default, or megapg explain trainer/data.py:12
+    Example: megapg explain vp-stage, or megapg explain trainer/data.py:12
     """
     place = re.fullmatch(r"(.+?):(\d+)(:\d+)?", what)  # a column says nothing more
     with _refusing(), _uncollected():

@@ -16,7 +16,16 @@ _KEYS = ("exclude", "wrappers", "from-core")
 _MINOR = re.compile(r"\s*(?:core_v|v)?0\.(\d+)(?:\.\w+)*\s*\Z")
 _PIN = re.compile(r"megatron[-_.]core\s*(?:\[[^\]]*\])?\s*\(?((?:[=<>~!]=?=?\s*[\w.*]+\s*,?\s*)+)")
 _CLAUSE = re.compile(r"(===?|~=|!=|>=|<=|<|>)\s*0\.(\d+)(\.[\w.*]+)?")
-_WHERE_PINS_ARE = ("pyproject.toml", "setup.py", "setup.cfg", "requirements*.txt")
+# A branch or tag of NVIDIA's repository, or of a fork that names them alike.
+_BRANCH = re.compile(r"\bcore_[rv]0\.(\d+)\b")
+_WHERE_PINS_ARE = (
+    *("pyproject.toml", "setup.py", "setup.cfg", "requirements*.txt", ".gitmodules"),
+    *("requirements/**/*.txt", "requirements/**/*.sh", "docker/**/*Dockerfile*", "*Dockerfile*"),
+)
+_OWN_CORE = "megatron/core/package_info.py"
+_OF_OWN_CORE = re.compile(r"^MINOR *= *(\d+)", re.MULTILINE)
+_NOTHING = "nothing says which"
+_RUNS_MEGAPG = tuple(version for version in VERSIONS if version >= 12)
 
 
 @dataclass(frozen=True)
@@ -27,8 +36,8 @@ class Config:
     exclude: tuple[str, ...] = ()  # patterns on those names
     wrappers: tuple[str, ...] = ()  # dotted names of modules that stand for ``parallel_state``
     # Minor numbers of the Megatron-core versions that may run the code.
-    versions: tuple[int, ...] = tuple(VERSIONS)
-    versions_from: str = "nothing says which"  # where these come from, for the report
+    versions: tuple[int, ...] = _RUNS_MEGAPG
+    versions_from: str = _NOTHING  # where these come from, for the report
 
 
 def load_config(start: Path, from_core: str | None = None, wrappers: Sequence[str] = ()) -> Config:
@@ -60,7 +69,7 @@ def load_config(start: Path, from_core: str | None = None, wrappers: Sequence[st
     if from_core is not None:
         versions = parse_versions(from_core)
     else:
-        versions, origin = _pinned(root)
+        versions, origin = _of_own_core(root) or _pinned(root) or (_RUNS_MEGAPG, _NOTHING)
     return Config(
         root=root,
         exclude=_strings(table, "exclude", file),
@@ -117,25 +126,45 @@ def _strings(table: Mapping[str, object], key: str, file: Path) -> tuple[str, ..
     return tuple(value)
 
 
-def _pinned(root: Path) -> tuple[tuple[int, ...], str]:
+def _of_own_core(root: Path) -> tuple[tuple[int, ...], str] | None:
+    """The version of the Megatron-core that is part of the tree."""
+    for folder in ("", "*/", "*/*/"):
+        for file in sorted(root.glob(folder + _OWN_CORE)):
+            if said := _OF_OWN_CORE.search(_text(file)):
+                found, name = int(said[1]), file.relative_to(root)
+                nearest = min(max(found, VERSIONS[0]), VERSIONS[-1])
+                instead = f" says 0.{found}" if nearest != found else ""
+                return (nearest,), f"{name}{instead}"
+    return None
+
+
+def _pinned(root: Path) -> tuple[tuple[int, ...], str] | None:
     """The versions that the project's requirements admit, all of them together."""
     admitted: set[int] = set()
     origins = []
     for pattern in _WHERE_PINS_ARE:
         for file in sorted(root.glob(pattern)):
-            try:
-                text = file.read_text(encoding="utf-8", errors="replace")
-            except OSError:
-                continue
+            text = _text(file)
             for pin in _PIN.finditer(text):
                 clauses = _CLAUSE.findall(pin[1])
                 versions = {v for v in VERSIONS if clauses and _admits(v, clauses)}
                 if versions:
                     admitted |= versions
                     origins.append(f"{file.name}: megatron-core{pin[1].strip().rstrip(',')}")
+            for branch in _BRANCH.finditer(text):
+                if int(branch[1]) in VERSIONS:
+                    admitted.add(int(branch[1]))
+                    origins.append(f"{file.name}: {branch[0]}")
     if not admitted:
-        return tuple(VERSIONS), "nothing says which"
+        return None
     return tuple(sorted(admitted)), "; ".join(dict.fromkeys(origins))
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _admits(version: int, clauses: Sequence[tuple[str, str, str]]) -> bool:

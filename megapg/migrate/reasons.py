@@ -48,16 +48,6 @@ _ALL = (
         "getters.is_pipeline_last_stage(pg, ignore_virtual=False, vp_stage=vp_stage).",
     ),
     Reason(
-        "stage-default",
-        "a stage test without ignore_virtual, on both sides of 0.13",
-        "is_pipeline_first_stage(), is_pipeline_last_stage() and is_rank_in_embedding_group() ask "
-        "about the current model chunk up to Megatron-core 0.12, and about the rank from 0.13 on. "
-        "Versions of both kinds may run this code.",
-        "Name the version: --from-core 0.16, or a closer pin of megatron-core. Or say which you "
-        "mean: ignore_virtual=True for the rank, or ignore_virtual=False and vp_stage= for one "
-        "model chunk. Then it is the same in every version.",
-    ),
-    Reason(
         "version",
         "means different things in the versions that may run it",
         "The call has another meaning, or other parameters, in some of the Megatron-core versions "

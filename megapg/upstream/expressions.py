@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megapg.upstream.mapping import (
     BY_NAME,
@@ -85,8 +85,10 @@ def replacement(
         if several and name in OF_SEVERAL_PIPELINES and not arguments:
             return Replacement(f"$getters.{OF_SEVERAL_PIPELINES[name]}($pg)", needs=("pp",))
         return answer
-    reason = "stage-default" if name in OF_A_STAGE else "version"
-    return Refusal(reason, "; ".join(f"{_span(at)}: {_said(a)}" for a, at in answers.items()))
+    common = _whatever_the_version(name, arguments, answers)
+    if common is not None:
+        return common
+    return Refusal("version", "; ".join(f"{_span(at)}: {_said(a)}" for a, at in answers.items()))
 
 
 def _refused(name: str) -> str | None:
@@ -195,6 +197,34 @@ def _in_version(name: str, arguments: Sequence[Argument], version: int) -> Repla
     return found
 
 
+def _whatever_the_version(
+    name: str,
+    arguments: Sequence[Argument],
+    answers: Mapping[Replacement | Refusal, Sequence[int]],
+) -> Replacement | None:
+    """A helper that means in each version what the call does there, where there is one."""
+    of_each = [answer for answer in answers if isinstance(answer, Replacement)]
+    if len(of_each) < len(answers):
+        return None
+    if name in OF_A_STAGE and not arguments:  # the helper's default is the installed core's
+        oldest = min(of_each, key=lambda answer: answers[answer][0])  # asks for the most
+        return replace(oldest, template=f"$getters.{name}($pg)")
+    end = next((end for end in FORMS if name.endswith(end)), "")
+    middle = name.removeprefix("get_").removesuffix(end)
+    if not any("with_gtp_remat" in row.true for row in ROWS.get(middle, ())):
+        return None
+    found: set[Replacement | Refusal] = set()
+    for version in (version for at in answers.values() for version in at):
+        call = _bind(name, arguments, version)
+        if isinstance(call, Refusal) or call.value("check_initialized") not in (True, None):
+            return None
+        others = ("check_initialized", "with_gtp_remat")
+        flags = {flag: call.value(flag) for flag in call.text if flag not in others}
+        found.add(_at_run_time(middle, FORMS[end][0], call, flags))
+    answer = found.pop()
+    return answer if not found and isinstance(answer, Replacement) else None
+
+
 def _of_a_stage(name: str, arguments: Sequence[Argument], version: int) -> Replacement | Refusal:
     unseen = [argument.text for argument in arguments if argument.text.startswith("**")]
     call = _bind(name, [a for a in arguments if not a.text.startswith("**")], version)
@@ -209,7 +239,7 @@ def _of_a_stage(name: str, arguments: Sequence[Argument], version: int) -> Repla
         passed = "".join(f", {text}" for text in unseen)
         written = f"$getters.{name}($pg{call.passed()}{passed})"
     elif unseen:
-        return Refusal("stage-default", ", ".join(unseen))
+        return Refusal("run-time-flag", ", ".join(unseen))
     else:  # with the default written out, which is another one from 0.13 on
         written = f"$getters.{name}($pg, ignore_virtual={call.text['ignore_virtual']})"
     # Of a chunk of the virtual pipeline, whose length only the job as a whole knows.

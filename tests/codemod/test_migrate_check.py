@@ -93,7 +93,7 @@ def test_json_has_what_a_program_needs(project: Path) -> None:
     assert [(site["name"], site["reason"], site["replacement"]) for site in found["sites"]] == [
         ("get_tensor_model_parallel_rank", None, 'pg.rank("tp")'),
         ("destroy_model_parallel", "lifecycle", None),
-        ("is_pipeline_last_stage", "stage-default", None),
+        ("is_pipeline_last_stage", None, "getters.is_pipeline_last_stage(pg)"),
     ]
     first = found["sites"][0]
     data = (project / "p" / "a.py").read_bytes()
@@ -185,8 +185,25 @@ def test_settings_in_pyproject(project: Path) -> None:
         ({"requirements-dev.txt": "megatron_core[dev] >= 0.12, < 0.15"}, (12, 13, 14)),
         ({"setup.py": "install_requires=['megatron-core~=0.15.0']"}, (15,)),
         ({"pyproject.toml": '[project]\ndependencies = ["megatron-core>=0.18"]'}, (18, 19)),
-        ({"requirements.txt": "megatron-core"}, tuple(range(5, 20))),
-        ({"requirements.txt": "torch==0.16"}, tuple(range(5, 20))),
+        ({"requirements.txt": "megatron-core"}, tuple(range(12, 20))),
+        ({"requirements.txt": "torch==0.16"}, tuple(range(12, 20))),
+        ({"pyproject.toml": 'megatron = {git = "https://x/y.git", tag = "core_v0.15.2"}'}, (15,)),
+        ({"requirements/cuda/install.sh": "git clone -b core_r0.13.0 https://x/y.git"}, (13,)),
+        (
+            {
+                "docker/12/Dockerfile": "RUN pip install git+https://x/y.git@core_v0.12.1",
+                "Dockerfile": "core_r0.16.0",
+            },
+            (12, 16),
+        ),
+        ({"megatron/core/package_info.py": "MAJOR = 0\nMINOR = 14\n"}, (14,)),
+        (
+            {
+                "third_party/LM/megatron/core/package_info.py": "MINOR = 2",
+                "requirements.txt": "megatron-core==0.16.1",
+            },
+            (5,),
+        ),
         ({"requirements.txt": "megatron-core<=0.6.0"}, (5, 6)),
     ],
 )
@@ -233,8 +250,8 @@ def test_paths_that_are_not_there(project: Path) -> None:
 
 
 def test_explain() -> None:
-    assert "ignore_virtual" in ended(0, "explain", "stage-default")
-    assert "Did you mean stage-default?" in ended(2, "explain", "stage-defualt")
+    assert "ignore_virtual" in ended(0, "explain", "vp-stage")
+    assert "Did you mean vp-stage?" in ended(2, "explain", "vp-stgae")
 
 
 # A line of code, what becomes of the use in it, and what the rule that decides says.

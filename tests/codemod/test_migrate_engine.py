@@ -605,9 +605,16 @@ def test_a_real_model_trains_the_same(tmp_path: Path) -> None:
 
 # ---- traps that are known from real code ---------------------------------------------------------
 
+SHORT = {
+    "PP": ("pp",),
+    "DP": ("dp",),
+    "INTRA": ("intra_dp_cp",),
+    "DP_CP": ("dp_cp",),
+    "EXPERT": ("expt_dp",),
+}
 # A read, the versions that may run it, and what is written for it or why it is left.
 FLIPS = [
-    ("is_pipeline_first_stage()", (12, 16), "stage-default"),
+    ("is_pipeline_first_stage()", (12, 16), "getters.is_pipeline_first_stage(PP)"),
     (
         "is_pipeline_first_stage()",
         (12,),
@@ -623,9 +630,14 @@ FLIPS = [
     ("get_data_parallel_group(True, True)", (18, 19), "version"),
     ("get_data_parallel_group(True, True)", (18,), "INTRA.intra_dp_cp"),
     ("get_data_parallel_group()", (18,), "DP.dp"),
-    ("get_data_parallel_group()", (18, 19), "version"),
-    ("get_data_parallel_group(with_context_parallel=True)", (18, 19), "version"),
-    ("get_expert_data_parallel_group(True)", (18, 19), "version"),
+    ("get_data_parallel_group()", (18, 19), "getters.data_group(DP)"),
+    (
+        "get_data_parallel_group(with_context_parallel=True)",
+        (18, 19),
+        "getters.data_group(DP_CP, with_context_parallel=True)",
+    ),
+    ("get_expert_data_parallel_group(True)", (18, 19), "getters.expert_data_group(EXPERT)"),
+    ("get_expert_data_parallel_group(False)", (18, 19), "version"),
     ("get_data_modulo_expert_parallel_group()", (8,), "no-field"),
 ]
 
@@ -657,7 +669,7 @@ def test_meanings_that_changed(
     text = f"from megatron.core import mpu\n\n\ndef f(model):\n    return mpu.{read}\n"
     write(tmp_path, {"a.py": text})
     found = run(tmp_path, versions=versions)
-    for short, fields in (("PP", ("pp",)), ("DP", ("dp",)), ("INTRA", ("intra_dp_cp",))):
+    for short, fields in SHORT.items():
         asked = ", ".join(["model", *(f'"{field}"' for field in fields)])
         expected = re.sub(rf"\b{short}\b", f"megapg.groups_of({asked})", expected)
     assert [*(each.text for each in found.served), *(e.reason for e in found.left)] == [expected]

@@ -38,8 +38,10 @@ from megapg.megatron.tables import GLOO_GLOBALS
 from megapg.ownership.opening import fake_session
 from megapg.upstream.expressions import replacement
 from megapg.upstream.mapping import PRIVATE, Argument, Replacement, Takes
+from megapg.upstream.signatures import VERSIONS
 
 MINOR = installed_version()[1]
+MANY = tuple(VERSIONS)[-8:]
 GLOO_FIELDS = [name.removeprefix("gloo.") for name in GLOO_GLOBALS.values()]
 
 # -- what is asked ---------------------------------------------------------------------------------
@@ -66,19 +68,27 @@ class Question:
 
 
 def questions() -> list[Question]:
-    """Every read that the table maps in this core."""
+    """Every read that the table maps in this core: for this core, and for many of which it is one.
+
+    What is written for many is asked where it is something else, and the call works in this core.
+    """
     found = [
         question
         for name, function in functions().items()
         for arguments in _calls(function)
-        if (question := _question(name, arguments))
+        if (here := _question(name, arguments, [MINOR]))
+        for question in (here, _question(name, arguments, MANY))
+        if question
     ]
     held = [name for name in vars(parallel_state) if name in PRIVATE]
-    return found + [question for name in held if (question := _question(name, None))]
+    found += [question for name in held if (question := _question(name, None, [MINOR]))]
+    return list(dict.fromkeys(found))
 
 
-def _question(name: str, arguments: Sequence[Argument] | None) -> Question | None:
-    answer = replacement(name, arguments or (), [MINOR])
+def _question(
+    name: str, arguments: Sequence[Argument] | None, versions: Sequence[int]
+) -> Question | None:
+    answer = replacement(name, arguments or (), versions)
     if not isinstance(answer, Replacement):
         return None
     given = [f"{a.keyword}={a.text}" if a.keyword else a.text for a in arguments or ()]

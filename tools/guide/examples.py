@@ -78,41 +78,23 @@ def first_layer(layers_per_chunk, *, vp_stage=None):
     return (vp_stage or 0) * layers_per_chunk
 """,
     ),
-    "stage-default": Example(
-        """
-from megatron.core import mpu
-
-
-def log(loss):
-    if mpu.is_pipeline_last_stage():
-        print(loss)
-""",
-        """
-from megapg.megatron import getters
-
-
-def log(loss, *, pg_collection):
-    if getters.is_pipeline_last_stage(pg_collection, ignore_virtual=True):
-        print(loss)
-""",
-        versions="0.12-0.16",
-    ),
     "version": Example(
         """
+import torch.distributed as dist
 from megatron.core import mpu
 
 
-def batch(size):
-    return size // mpu.get_data_parallel_world_size(with_context_parallel=True)
+def count_tokens(count):
+    dist.all_reduce(count, group=mpu.get_tensor_and_data_parallel_group(True))
 """,
         """
-from megapg.megatron import getters
+import torch.distributed as dist
 
 
-def batch(size, *, pg_collection):
-    return size // pg_collection.size("dp_cp")  # pinned: megatron-core>=0.16,<0.19
+def count_tokens(count, *, pg_collection):
+    dist.all_reduce(count, group=pg_collection.tp_dp_cp)
 """,
-        versions="0.16-0.19",
+        versions="0.14-0.16",
     ),
     "not-in-core": Example(
         """
