@@ -10,6 +10,7 @@ from pathlib import Path
 from megapg.migrate.decide.references import References
 from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.sites import Kind, Site
+from megapg.migrate.python.methods import kept
 from megapg.migrate.python.scopes import Scope
 
 # Writes that make a rank or size differ from what the groups say.
@@ -58,6 +59,7 @@ class Facts:
             if (unit := each.use.scope.unit) is not None
         }
 
+    @kept
     def makes_groups(self, unit: Scope | None, path: Path) -> bool:
         """Whether a function calls one that makes the groups, be it by way of others. Whether there
         are any it asks of the globals then: it makes them where they have none.

@@ -90,6 +90,8 @@ class Threads:
         """Whether a function can be given the parameter."""
         if path in self._frozen or not self._functions.can_take(function, path):
             return False
+        if class_of(function) is None and self._facts.makes_groups(function, path):
+            return False  # nobody has them before; an object may be given others to keep
         self.paths[function] = path
         return True
 
