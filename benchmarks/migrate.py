@@ -40,6 +40,7 @@ from megapg.migrate.edit.write import write_files
 from megapg.migrate.engine import migrate
 from megapg.migrate.migration import SHIMS, How, Migration, Rewritten, Served
 from megapg.migrate.python.source import Problem, Source, parse
+from megapg.migrate.python.tree import is_test
 
 AUTOMATIC_TARGET = 0.92
 SHIMLESS_TARGET = 0.60
@@ -147,12 +148,6 @@ def run(corpus: Corpus) -> Outcome:
         )
         again, _ = _migration(corpus, tree)
         return replace(outcome, second_run=sum(len(file.edits) for file in again.files))
-
-
-def is_test(file: str) -> bool:
-    """Whether a file is one of a test suite."""
-    *folders, name = file.split("/")
-    return "tests" in folders or name.startswith("test_") or name == "conftest.py"
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from megapg.cli.migrate_screen import (
     screen,
     show,
     show_diff,
+    show_noticed,
     show_problems,
     show_reasons,
     show_roots,
@@ -207,6 +208,7 @@ def migrate(
                     show_diff(unified(file, base))
             out = screen(stderr=not write)
             show(out, report, report.left, "by package")
+            show_noticed(out, report)
             show_reasons(out, report)
             show_roots(out, report)
             out.print(Text(_summary(report, write)))

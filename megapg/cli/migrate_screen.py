@@ -68,6 +68,12 @@ def show_use(out: Console, entry: Entry) -> None:
         _line(out, entry.site.place, "red", written, entry.note, one_line(entry.suggestion))
 
 
+def show_noticed(out: Console, report: Report) -> None:
+    """What tests notice of the rewrite of the source."""
+    for each in report.noticed:
+        _line(out, f"{each.file}:{each.line}", "yellow", each.what, "", each.instead)
+
+
 def show_problems(out: Console, problems: Iterable[Problem], said: str = "") -> None:
     """Files that something is wrong with, and what; each with some words before it."""
     for problem in problems:

@@ -133,6 +133,7 @@ class _Attempt:
             problems=(*findings.problems, *problems),
             findings=findings,
             decided_by=self._plan.decided_by,
+            noticed=sorted(self._plan.noticed, key=lambda each: (each.file, each.line)),
         )
 
 

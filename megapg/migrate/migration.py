@@ -46,6 +46,16 @@ class Left:
 
 
 @dataclass(frozen=True)
+class Noticed:
+    """A place in tests that notices what becomes of the source."""
+
+    file: str  # the file
+    line: int  # in it
+    what: str  # what is there, and what becomes of that
+    instead: str  # what to write there
+
+
+@dataclass(frozen=True)
 class Edit:
     """One change of a file: ``text[start:stop]`` becomes ``new``."""
 
@@ -123,3 +133,4 @@ class Migration:
     # For each use that has a replacement, the number of the rule in
     # :data:`megapg.migrate.decide.rules.RULES` that applies first.
     decided_by: Sequence[tuple[Site, int]] = ()
+    noticed: Sequence[Noticed] = ()  # places in tests, by file and line

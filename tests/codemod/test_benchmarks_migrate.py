@@ -17,6 +17,7 @@ from benchmarks.race import Race
 from megapg.migrate.config import Config, parse_versions
 from megapg.migrate.engine import migrate as codemod
 from megapg.migrate.migration import How, Rewritten
+from megapg.migrate.python.tree import is_test
 
 SOURCE = """\
 from megatron.core import parallel_state
@@ -86,13 +87,18 @@ def test_a_digest_is_of_names_and_new_bytes_in_any_order(tmp_path: Path) -> None
         ("a/tests/b.py", True),
         ("a/test_b.py", True),
         ("a/conftest.py", True),
+        ("a/test/b.py", True),
+        ("a/unit_tests/b.py", True),
+        ("a/b_test.py", True),
         ("a/testing/b.py", False),
         ("a/latest.py", False),
         ("a/contest.py", False),
+        ("a/contest/b.py", False),
+        ("a/tests.py", False),
     ],
 )
 def test_what_is_a_test(file: str, expected: bool) -> None:
-    assert migrate.is_test(file) is expected
+    assert is_test(file) is expected
 
 
 def test_shares_count_what_is_left_and_leave_shims_out() -> None:

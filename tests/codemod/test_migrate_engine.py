@@ -147,7 +147,7 @@ def one(before: str, root: Path, **config: object) -> str:
 TOPICS = (
     *("best_first", "threaded", "fakes", "values", "of_classes", "looked_up", "whose", "shared"),
     *("imports", "at_that_time", "nested", "traps", "tricky", "found", "seen", "asked_of_the_same"),
-    "settings",
+    *("settings", "beside_tests"),
 )
 
 
@@ -850,20 +850,20 @@ def test_gives_the_same_before_and_after(tmp_path: Path, name: str) -> None:
     assert after == before
 
 
-# A test of the user's that passes before has to pass after.
+# What plays with the functions of the source, and is no test, has to work after as it does before.
 REPLACED = cases("replaced")
 _REPLACEABLE = PROGRAMS["_REPLACEABLE"]
 
 
 @pytest.mark.parametrize("name", REPLACED)
-def test_what_tests_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_what_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     test = f"from unittest import mock\n\nimport a\n\n\n{REPLACED[name]}"
-    after = migrated(tmp_path, {"a.py": _REPLACEABLE.encode(), "test_a.py": test.encode()})
+    after = migrated(tmp_path, {"a.py": _REPLACEABLE.encode(), "play.py": test.encode()})
     a = ModuleType("a")
     monkeypatch.setitem(sys.modules, "a", a)
     exec(after["a.py"], vars(a))
     names: dict[str, object] = {}
-    exec(after["test_a.py"], names)
+    exec(after["play.py"], names)
     with (
         fake_collection() as pg,
         megapg.published(pg),

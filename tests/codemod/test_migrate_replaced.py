@@ -1,4 +1,6 @@
-"""What tests and patches may put in the place of a function, as the codemod sees it."""
+"""What patches may put in the place of a function, as the codemod sees it: where the
+source does so, the function keeps its signature; where a test does, that is told.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from trees import write
 from megapg.migrate.config import Config
 from megapg.migrate.decide.functions import Functions
 from megapg.migrate.find.index import Index, unseen
-from megapg.migrate.python.scopes import Defined
+from megapg.migrate.find.meaning import Thing
+from megapg.migrate.python.methods import class_of
+from megapg.migrate.python.scopes import Defined, Scope
 
 _CODE = """
 def rank():
@@ -44,9 +48,9 @@ other = rank
 """
 
 
-def takes(root: Path, files: dict[str, str]) -> tuple[bool, bool]:
-    """Whether ``pkg.ranks.rank`` and the constructor of ``Sampler`` beside it can be given a
-    parameter in a project with some more files.
+def asked(root: Path, files: dict[str, str]) -> tuple[Functions, Path, tuple[Scope, Scope]]:
+    """``pkg.ranks.rank`` and the constructor of ``Sampler`` beside it in a project with some more
+    files, and what answers about them.
     """
     every = {
         "pkg/__init__.py": "",
@@ -66,8 +70,25 @@ def takes(root: Path, files: dict[str, str]) -> tuple[bool, bool]:
     assert isinstance(sampler, Defined)
     constructor = sampler.scope.bindings["__init__"][0]
     assert isinstance(constructor, Defined)
-    functions = Functions(index)
-    return functions.can_take(rank.scope, path), functions.can_take(constructor.scope, path)
+    return Functions(index), path, (rank.scope, constructor.scope)
+
+
+def takes(root: Path, files: dict[str, str]) -> tuple[bool, bool]:
+    """Whether the two can be given a parameter."""
+    functions, path, (rank, constructor) = asked(root, files)
+    return functions.can_take(rank, path), functions.can_take(constructor, path)
+
+
+def told(root: Path, files: dict[str, str]) -> list[list[str]]:
+    """For each of the two the places in tests that stand in for it."""
+    functions, path, of = asked(root, files)
+    return [
+        [
+            f"{at.relative_to(root).as_posix()}:{line}"
+            for at, line in functions.replaced_by_tests(Thing(called.kind, path=path, scope=called))
+        ]
+        for called in (class_of(each) or each for each in of)
+    ]
 
 
 REPLACED = cases("replaced_replaced")
@@ -78,18 +99,28 @@ REPLACED = cases("replaced_replaced")
 def test_what_is_replaced_keeps_its_signature(tmp_path: Path, name: str, what: str) -> None:
     text = REPLACED[name].replace("rank:", f"{what}:")
     text = re.sub(r"\brank\b", what, text)
-    rank, constructor = takes(tmp_path, {"tests/test_it.py": text})
+    rank, constructor = takes(tmp_path, {"play.py": text})
     assert (rank, constructor) == (what != "rank", what != "Sampler")
+    (tmp_path / "play.py").unlink()
+    assert takes(tmp_path, {"tests/test_it.py": text}) == (True, True)
+    places = told(tmp_path, {"tests/test_it.py": text})[what == "Sampler"]
+    lines = text.splitlines()
+    (found,) = [int(each.removeprefix("tests/test_it.py:")) for each in places]
+    assert what in lines[found - 1]
+    assert not told(tmp_path, {"tests/test_it.py": text})[what == "rank"]
 
 
 def test_a_constructor_that_is_replaced_keeps_its_signature(tmp_path: Path) -> None:
-    test = """
+    text = """
 from pkg.ranks import Sampler
 
 def test_it(monkeypatch):
     monkeypatch.setattr(Sampler, "__init__", lambda self: None)
 """
-    assert takes(tmp_path, {"tests/test_it.py": test}) == (True, False)
+    assert takes(tmp_path, {"play.py": text}) == (True, False)
+    (tmp_path / "play.py").unlink()
+    assert takes(tmp_path, {"tests/test_it.py": text}) == (True, True)
+    assert told(tmp_path, {"tests/test_it.py": text}) == [[], ["tests/test_it.py:5"]]
 
 
 def test_a_table_in_one_file_and_what_patches_by_it_in_another(tmp_path: Path) -> None:
@@ -102,9 +133,10 @@ def test_it():
     for each in PATCHED:
         patch(each).start()
 """
-    assert takes(tmp_path, {"table.py": table, "test_it.py": by_it}) == (False, True)
-    (tmp_path / "test_it.py").unlink()
+    assert takes(tmp_path, {"table.py": table, "play.py": by_it}) == (False, True)
+    (tmp_path / "play.py").unlink()
     assert takes(tmp_path, {"table.py": table}) == (True, True)
+    assert takes(tmp_path, {"table.py": table, "test_it.py": by_it}) == (True, True)
 
 
 def test_a_helper_in_another_file(tmp_path: Path) -> None:
@@ -116,7 +148,11 @@ import mock
 def test_it(module):
     put(module, "rank")
 """
-    assert takes(tmp_path, {"helper.py": helper, "test_it.py": test}) == (False, True)
+    assert takes(tmp_path, {"helper.py": helper, "play.py": test}) == (False, True)
+    (tmp_path / "play.py").unlink()
+    files = {"helper.py": helper, "test_it.py": test}
+    assert takes(tmp_path, files) == (True, True)
+    assert told(tmp_path, files) == [["test_it.py:6"], []]
 
 
 STAYS = cases("replaced_stays")

@@ -32,20 +32,32 @@ class Facts:
         self._index, self._references = index, references
         self.tainted = self._reached_by_fakes() | self._owning
 
-    @cached_property
-    def writing(self) -> set[tuple[Scope | None, Path]]:
-        """The functions that write private variables of the globals, with their files."""
-        return {
-            (each.use.scope.unit, each.path)
-            for each in self._index.located
-            if _writes_a_variable(each.site)
-        }
+    def written_at(self, located: Located) -> Site | None:
+        """Where the function of a use first writes a private variable of the globals."""
+        return self._writing.get((located.use.scope.unit, located.path))
 
     @cached_property
-    def patched(self) -> set[str]:
+    def _writing(self) -> dict[tuple[Scope | None, Path], Site]:
+        found: dict[tuple[Scope | None, Path], Site] = {}
+        for each in self._index.located:
+            if _writes_a_variable(each.site):
+                found.setdefault((each.use.scope.unit, each.path), each.site)
+        return found
+
+    def replaced_at(self, located: Located) -> Site | None:
+        """Where something is put in the place of a getter for good, as far as a use sees it."""
+        sees = self._index.modules.sees
+        found = self._replaced.get(located.site.name, ())
+        return next((each.site for each in found if sees(located.path, each.path)), None)
+
+    @cached_property
+    def _replaced(self) -> dict[str, list[Located]]:
         """The getters in whose place something is put, for good."""
-        names = {each.site.name for each in self._index.located if _is_replaced(each)}
-        return {name for name in names if not name.startswith("_")}
+        found: dict[str, list[Located]] = {}
+        for each in self._index.located:
+            if _is_replaced(each) and not each.site.name.startswith("_"):
+                found.setdefault(each.site.name, []).append(each)
+        return found
 
     @cached_property
     def _owning(self) -> set[Scope]:
@@ -85,11 +97,13 @@ class Facts:
             if fakes and unit is not None:
                 found[unit] = located.path
         for unit, path in list(found.items()):
-            found.update(self._handed_to(unit, path))
+            handed = self._handed_to(unit, path)
+            found.update((each, at) for each, at in handed if self._index.modules.sees(at, path))
         waiting = list(found.items())
         while waiting:
-            for callee, at in self._called_by(*waiting.pop()):
-                if callee not in found:
+            caller, path = waiting.pop()
+            for callee, at in self._called_by(caller, path):
+                if callee not in found and self._index.modules.sees(at, path):
                     found[callee] = at
                     waiting.append((callee, at))
         return set(found)
@@ -122,7 +136,8 @@ class Facts:
             if use.scope.unit is not unit:
                 continue
             for thing in self._index.resolver.expression(use.node, use.scope, path):
-                if thing.scope is not None and thing.path is not None:
+                seen = thing.path is not None and self._index.modules.sees(path, thing.path)
+                if seen and thing.scope is not None and thing.path is not None:
                     if thing.kind == "function":
                         yield thing.scope, thing.path
                     elif thing.kind == "class":

@@ -7,9 +7,10 @@ what else overrides it, or calls it through an object, can't be seen.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
-from megapg.migrate.decide.references import References
+from megapg.migrate.decide.references import Reference, References
 from megapg.migrate.decide.replaced import Replaced
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import Thing
@@ -41,6 +42,7 @@ class Functions:
         self._index = index
         self._replaced = Replaced(index)
         self.references = References(index)
+        self._references_of_tests = References(index, in_tests=True)
 
     @kept
     def can_take(self, function: Scope, path: Path) -> bool:
@@ -101,8 +103,21 @@ class Functions:
                 return False
         return not any(  # below it
             PARAMETER in each.bindings or PARAMETER in each.attributes
-            for each, _ in self.references.made_of(klass.name)
+            for each, _ in self.references.made_of(klass.name, path)
         )
+
+    def references_in_tests(self, function: Scope, path: Path) -> list[Reference]:
+        """The places in tests that name a function of the source."""
+        is_test = self._index.modules.is_test
+        if is_test(path):
+            return []
+        found = self._references_of_tests.of(function, path)
+        return [each for each in found if is_test(each.path)]
+
+    def replaced_by_tests(self, thing: Thing) -> Iterator[tuple[Path, int]]:
+        """Where tests may put something in the place of a thing of the source: file and line."""
+        if thing.path is not None and not self._index.modules.is_test(thing.path):
+            yield from self._replaced.by_tests(thing)
 
     def is_of_core(self, klass: Scope, path: Path) -> bool:
         """Whether a class is made of one of Megatron-core's, which has a collection of its own."""

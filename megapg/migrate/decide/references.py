@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -35,16 +35,28 @@ class Reference:
 
 
 class References:
-    """Finds the references to the functions and classes of an index."""
+    """Finds the references to the functions and classes of an index.
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
+    Args:
+        index: the project.
+        in_tests: whether those in tests are wanted. Else what names something of the source is in
+            the source, so that it is decided about alike with the tests and without.
+    """
+
+    def __init__(self, index: Index, *, in_tests: bool = False) -> None:
+        self._index, self._in_tests = index, in_tests
         self._blind: set[Scope] = set()
 
     @kept
     def of(self, function: Scope, path: Path) -> list[Reference]:
-        """Every place in the project that names a function; for a constructor, its class."""
+        """Every place that names a function; for a constructor, its class."""
         return list(self._find(function, path))
+
+    def _mentioning(self, word: str, path: Path) -> Sequence[Path]:
+        """The files that have a word and may name something of a file by it."""
+        if self._in_tests:
+            return self._index.everywhere(word)
+        return self._index.mentioning(word, path)
 
     def all_seen(self, function: Scope) -> bool:
         """Whether every file that could refer to a function could be looked into; asked after
@@ -61,7 +73,11 @@ class References:
             classes = [each for each, _ in constructed]
             wanted |= {Thing("class", path=at, scope=each) for each, at in constructed}
             words = {each.name for each in classes}
-        files = self._files_naming(words, wanted)
+        files = [
+            file
+            for file in self._files_naming(words, wanted, path)
+            if self._index.modules.sees(file, path)
+        ]
         if any(not words.isdisjoint(self._asked_for(file)) for file in files):
             self._blind.add(function)
         for file in files:
@@ -78,14 +94,14 @@ class References:
                     if not is_base and self._stands_for(node, use, file, wanted, classes, function):
                         yield Reference(file, use, _call_of(node, parent), node)
 
-    def _files_naming(self, words: set[str], wanted: Collection[Thing]) -> list[Path]:
+    def _files_naming(self, words: set[str], wanted: Collection[Thing], path: Path) -> list[Path]:
         """The files that may name something; other names under which modules hand it on are added
         to the words.
         """
         files: dict[Path, None] = {}
         waiting = sorted(words)
         for word in waiting:  # grows
-            for file in self._index.mentioning(word):
+            for file in self._mentioning(word, path):
                 files[file] = None
                 analysis = self._index.analysis(file)
                 if analysis is None:
@@ -126,9 +142,9 @@ class References:
                 found.setdefault(name, []).append(each)
         return found
 
-    def made_of(self, name: str) -> Iterator[_Class]:
-        """The classes of the project, with their files, that are made of one of that name."""
-        for file in self._index.mentioning(name):
+    def made_of(self, name: str, path: Path) -> Iterator[_Class]:
+        """The classes, with their files, that are made of one of that name of a file."""
+        for file in self._mentioning(name, path):
             for each in self._classes_in(file).get(name, ()):
                 yield each, file
 
@@ -147,7 +163,7 @@ class References:
         """A class, and those below it that have its constructor."""
         found = [(klass, path)]
         for above, _ in found:  # grows
-            for file in self._index.mentioning(above.name):
+            for file in self._mentioning(above.name, path):
                 for each in self._without_constructor(file).get(above, ()):
                     if all(each is not known for known, _ in found):
                         found.append((each, file))
@@ -169,7 +185,7 @@ class References:
         klass, base = self._base_around(use, path)
         if klass is None or base is None or base not in classes:
             return False
-        return not self._is_parted(klass, base)
+        return not self._is_parted(klass, base, path)
 
     def _base_around(self, use: Use, path: Path) -> tuple[Scope | None, Scope | None]:
         """The class in whose constructor a use is, and the class of which alone that is made."""
@@ -178,13 +194,13 @@ class References:
         return klass, base[0] if base is not None else None
 
     @kept
-    def _is_parted(self, klass: Scope, base: Scope) -> bool:
+    def _is_parted(self, klass: Scope, base: Scope, path: Path) -> bool:
         """Whether objects may have another class between a class and its base: one that is made of
         both the class and another one that leads to the base, too.
         """
         below = [klass]
         for above in below:  # grows
-            for each, file in self.made_of(above.name):
+            for each, file in self.made_of(above.name, path):
                 if each in below or each.parent is None:
                     continue
                 made_of = [

@@ -67,14 +67,24 @@ class Replaced:
     def may_be(self, thing: Thing) -> bool:
         """Whether something may be put in the place of a function or a class of the project."""
         name = thing.scope.name if thing.scope is not None else ""
-        for file in self._index.mentioning(name):
-            words = self._words(file)
-            if name.encode() in words.written:
-                return True
-            named = words.has_keywords or name.encode() in words.quoted
-            if named and self._patches(file, name, thing):
-                return True
-        return False
+        at = thing.path
+        return at is not None and any(
+            self._is_replaced_in(file, name, thing) for file in self._index.mentioning(name, at)
+        )
+
+    def by_tests(self, thing: Thing) -> Iterator[tuple[Path, int]]:
+        """Where tests may put something in the place of a thing of the source: file and line."""
+        name = thing.scope.name if thing.scope is not None else ""
+        for file in self._index.everywhere(name):
+            if self._index.modules.is_test(file) and self._is_replaced_in(file, name, thing):
+                yield file, _line_of(name.encode(), self._index.data(file))
+
+    def _is_replaced_in(self, file: Path, name: str, thing: Thing) -> bool:
+        words = self._words(file)
+        if name.encode() in words.written:
+            return True
+        named = words.has_keywords or name.encode() in words.quoted
+        return named and self._patches(file, name, thing)
 
     @kept
     def _words(self, file: Path) -> _Words:
@@ -97,12 +107,12 @@ class Replaced:
         return any(
             each is None or table in each.read
             for table in patches.tables.get(name, ())
-            for each in self._mentioning(table)
+            for each in self._mentioning(table, file)
         )
 
-    def _mentioning(self, word: str) -> Iterator[_Patches | None]:
+    def _mentioning(self, word: str, seen_from: Path) -> Iterator[_Patches | None]:
         """What the files patch that have a word."""
-        for file in self._index.mentioning(word):
+        for file in self._index.mentioning(word, seen_from):
             if _MAY_PATCH.search(self._index.data(file)):
                 yield self._of(file)
 
@@ -156,14 +166,26 @@ class Replaced:
                 patches = self._of(each.path)
                 if patches is None or each.scope.name in patches.helpers:
                     return True
-        return isinstance(call.func, ast.Name) and self._is_helping_fixture(call.func.id, use.scope)
+        by_name = isinstance(call.func, ast.Name)
+        return by_name and self._is_helping_fixture(last_name(call.func), use.scope, file)
 
-    def _is_helping_fixture(self, name: str, scope: Scope) -> bool:
+    def _is_helping_fixture(self, name: str, scope: Scope, file: Path) -> bool:
         """Whether a name is a parameter's, and a fixture of that name gives such a function."""
         found = scope.find(name)
         if found is None or not all(isinstance(e, Opaque) and e.parameter for e in found[1]):
             return False
-        return any(each is None or name in each.helpers for each in self._mentioning(name))
+        return any(each is None or name in each.helpers for each in self._mentioning(name, file))
+
+
+def _line_of(name: bytes, data: bytes) -> int:
+    """The line in which something is written to a name, or a string says it; else the first that
+    has it.
+    """
+    word = rb"(?<![\w\x80-\xff])" + re.escape(name) + rb"(?![\w\x80-\xff])"
+    written, constructor = _CONSTRUCTOR_WRITTEN.pattern, _CONSTRUCTOR_QUOTED.pattern
+    said = (rb"\." + word + rb"\s*=[^=]", word + written, word + constructor, word + rb"[\"']")
+    found = next(filter(None, (re.search(sought, data) for sought in (*said, word))), None)
+    return data[: found.end()].count(b"\n") + 1 if found is not None else 0
 
 
 def _before(data: bytes, what: re.Pattern[bytes]) -> Iterator[bytes]:

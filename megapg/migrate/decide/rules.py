@@ -15,10 +15,11 @@ from pathlib import Path
 from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Plan, Taking, best
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
+from megapg.migrate.decide.noticed import stand_ins, with_what_is_unheard
 from megapg.migrate.decide.threads import Threads
 from megapg.migrate.find import meaning
 from megapg.migrate.find.index import Index, Located
-from megapg.migrate.find.sites import Kind
+from megapg.migrate.find.sites import Kind, Site
 from megapg.migrate.migration import How, Left
 from megapg.migrate.python.locate import is_shown, quote_in
 from megapg.migrate.python.methods import self_of
@@ -79,8 +80,20 @@ def _takes(located: Located) -> Takes:
 
 
 def _is_read_back(planner: _Planner, located: Located) -> bool:
-    where = (located.use.scope.unit, located.path)
-    return located.site.kind is Kind.PRIVATE and where in planner.facts.writing
+    return located.site.kind is Kind.PRIVATE and planner.facts.written_at(located) is not None
+
+
+def _left_as_assigned(
+    what: str, where: Callable[[Facts, Located], Site | None]
+) -> Callable[[_Planner, Located], None]:
+    """The use is left, since something is written to the module; that is said with the place."""
+
+    def leave(planner: _Planner, located: Located) -> None:
+        site = where(planner.facts, located)
+        detail = f"{what}, at {site.file}:{site.span.line}" if site is not None else what
+        _left("assigned", detail)(planner, located)
+
+    return leave
 
 
 def _does_not_fit(planner: _Planner, located: Located) -> bool:
@@ -165,10 +178,10 @@ RULES = (
     ),
     Rule(
         _REPLACED,
-        lambda planner, located: located.site.name in planner.facts.patched,
-        _left("assigned", _REPLACED),
+        lambda planner, located: planner.facts.replaced_at(located) is not None,
+        _left_as_assigned(_REPLACED, Facts.replaced_at),
     ),
-    Rule(_READ_BACK, _is_read_back, _left("assigned", _READ_BACK)),
+    Rule(_READ_BACK, _is_read_back, _left_as_assigned(_READ_BACK, Facts.written_at)),
     Rule(
         "it is in an f-string in which the replacement can't stand",
         _does_not_fit,
@@ -237,9 +250,9 @@ class _Planner:
         self.index: Index = index
         self.frozen: Collection[Path] = frozen
         self.unsafe: bool = unsafe
-        functions = Functions(index)
-        self.facts: Facts = Facts(index, functions.references)
-        self.threads: Threads = Threads(index, functions, self.facts, frozen)
+        self.functions: Functions = Functions(index)
+        self.facts: Facts = Facts(index, self.functions.references)
+        self.threads: Threads = Threads(index, self.functions, self.facts, frozen)
         self.result = Plan()
         self.optional: list[Located] = []
         self.of_self: list[tuple[Located, Scope]] = []
@@ -297,19 +310,26 @@ class _Planner:
         needs = threads.needs(taking)
         for function in taking:
             self._take(function, needs[function], taking)
+        left = with_what_is_unheard(self.result.left, self.result.decisions)
+        self.result.left[:] = list(left)
         return self.result
 
     def _take(self, function: Scope, needs: tuple[str, ...], taking: Collection[Scope]) -> None:
         """Have a function take the parameter, and its callers pass it."""
         threads, path = self.threads, self.threads.paths[function]
         keeps, behind = threads.keeps(function, path), threads.kept_behind(function, path, taking)
-        self.result.taking.append(Taking(function, path, keeps, behind))
-        for edge in threads.edges.get(function, ()):
-            if edge.caller is None or edge.caller in taking:
-                supply = edge.supply
-                if edge.is_passed_first(taking):
-                    supply = replace(supply, passed_first=True)
-                self.result.passing.append(Passing(edge.reference, path, supply, needs))
+        taken = Taking(function, path, keeps, behind)
+        self.result.taking.append(taken)
+        edges = [
+            e for e in threads.edges.get(function, ()) if e.caller is None or e.caller in taking
+        ]
+        if any(not self.index.modules.is_test(each.reference.path) for each in edges):
+            self.result.noticed += stand_ins(taken, self.index, self.functions)
+        for edge in edges:
+            supply = edge.supply
+            if edge.is_passed_first(taking):
+                supply = replace(supply, passed_first=True)
+            self.result.passing.append(Passing(edge.reference, path, supply, needs))
 
 
 def _heard_as(located: Located, index: Index) -> str:

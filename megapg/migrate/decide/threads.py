@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,6 +146,8 @@ class Threads:
             if _hands_on(statement, constructor)
         ):
             return None
+        if not self._index.modules.sees(base[1], path):
+            return None  # a class of the tests does not make one of the source keep something
         of_base = next(iter(base[0].defined("__init__")), None)
         return self._constructor(of_base, base[1])
 
@@ -181,12 +183,29 @@ class Threads:
 
     def thread(self) -> dict[Scope, None]:
         """The functions that get the parameter: those that want it, and those between them and
-        a caller that has something to pass.
+        a caller that has something to pass. Which ones of the source is decided without the tests.
         """
-        reached: dict[Scope, int] = dict.fromkeys(self.wanting, 0)
+        of_source, of_tests = list[Scope](), list[Scope]()
+        for function in self.wanting:
+            is_test = self._index.modules.is_test(self.paths[function])
+            (of_tests if is_test else of_source).append(function)
+        taking = self._reach(of_source)
+        for function in taking:
+            found = self._functions.references_in_tests(function, self.paths[function])
+            edges = list(self._callers(function, found))
+            self.edges[function] += edges
+            of_tests += [caller for edge in edges if (caller := edge.caller or edge.keeper)]
+        return taking | self._reach(of_tests)
+
+    def _reach(self, wanting: Collection[Scope]) -> dict[Scope, None]:
+        """Of functions that want the parameter, or call one that takes it, those that get it, and
+        those between them and a caller that has something to pass.
+        """
+        reached: dict[Scope, int] = dict.fromkeys(wanting, 0)
         waiting = list(reached)
         for function in waiting:  # grows
-            self.edges[function] = list(self._callers(function))
+            found = self._functions.references.of(function, self.paths[function])
+            self.edges[function] = list(self._callers(function, found))
             for edge in self.edges[function]:
                 caller, depth = edge.caller or edge.keeper, reached[function] + 1
                 if caller is not None and caller not in reached and depth <= _DEEPEST:
@@ -217,8 +236,8 @@ class Threads:
             return False
         return all(_stands_in(located, function) for located in sites)
 
-    def _callers(self, function: Scope) -> Iterator[Edge]:
-        for reference in self._functions.references.of(function, self.paths[function]):
+    def _callers(self, function: Scope, references: Sequence[Reference]) -> Iterator[Edge]:
+        for reference in references:
             call, path = reference.call, reference.path
             calls = calls_by_another_name(reference) if call is None else [call]
             if not calls or path in self._frozen:

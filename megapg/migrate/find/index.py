@@ -29,7 +29,7 @@ from megapg.migrate.python.locate import locate, parses_to
 from megapg.migrate.python.methods import kept
 from megapg.migrate.python.scopes import Use, last_name
 from megapg.migrate.python.source import Problem, Source, parse, read_bytes
-from megapg.migrate.python.tree import File, Modules, Notebook, find_files
+from megapg.migrate.python.tree import File, Modules, Notebook, find_files, is_test
 from megapg.upstream.expressions import known, replacement
 from megapg.upstream.mapping import OF_SEVERAL_PIPELINES, Argument, Refusal
 
@@ -127,8 +127,9 @@ class Index:
         self._data: dict[Path, bytes] = {}
         self._parsed: dict[Path, tuple[Source, Analysis]] = {}
         self.modules = Modules(self._files.values())
+        source = [path for path in self._files if not self.modules.is_test(path)]
         self._namesakes = find_namesakes(
-            self._files.keys(), config.root, self._texts_of_project(), config.wrappers
+            source or self._files, config.root, self._texts_of_project(), config.wrappers
         )
         self.resolver = Resolver(
             self.modules,
@@ -183,10 +184,11 @@ class Index:
 
     def _texts_of_project(self) -> Iterator[bytes]:
         """Of the files given, then of the others: read only as far as somebody wants to know."""
-        yield from map(self.data, self._files)
+        yield from (self.data(path) for path in self._files if not self.modules.is_test(path))
         root = self._config.root
         for each in find_files([root], root, self._config.exclude):
-            if isinstance(each, File) and each.path not in self._files:
+            is_new = isinstance(each, File) and each.path not in self._files
+            if isinstance(each, File) and is_new and not is_test(each.name):
                 data = read_bytes(each.path, each.name)
                 yield b"" if isinstance(data, Problem) else data
 
@@ -210,9 +212,13 @@ class Index:
         """The files that were parsed, with their scopes and uses."""
         return [(path, analysis) for path, (_, analysis) in self._parsed.items()]
 
+    def mentioning(self, word: str, seen_from: Path) -> Sequence[Path]:
+        """The files that have a word, in text that may be a comment, as far as a file sees them."""
+        return [path for path in self.everywhere(word) if self.modules.sees(seen_from, path)]
+
     @kept
-    def mentioning(self, word: str) -> Sequence[Path]:
-        """The files that have a word, in text that may be a comment."""
+    def everywhere(self, word: str) -> Sequence[Path]:
+        """The files that have a word, in source and in tests."""
         return [path for path in self._files if self._has_word(path, word)]
 
     def _has_word(self, path: Path, word: str) -> bool:

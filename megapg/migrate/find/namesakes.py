@@ -34,9 +34,9 @@ def find_namesakes(
     """The packages of a project that are called so where nothing in it has to do with a core.
 
     Args:
-        files: the project's Python files.
+        files: the project's Python files, without its tests.
         root: of the project; what lies beside the files counts, up to there.
-        texts: what is in them, and in the other Python files of the project.
+        texts: what is in them, and in the other Python files of the project, without its tests.
         wrappers: dotted names that stand for Megatron-core's module all the same.
     """
     folders = list(_folders(files, root))

@@ -24,6 +24,14 @@ class File:
     name: str  # relative to the project, with forward slashes, for reports
 
 
+def is_test(name: str) -> bool:
+    """Whether a file is one of a test suite, by its name, which has forward slashes."""
+    *folders, last = name.split("/")
+    if any(each in ("test", "tests") or each.endswith("_tests") for each in folders):
+        return True
+    return last == "conftest.py" or last.startswith("test_") or last.endswith("_test.py")
+
+
 @dataclass(frozen=True)
 class Notebook:
     """A notebook in a directory: it is not read."""
@@ -144,7 +152,10 @@ class Modules:
         self._by_last: dict[str, list[tuple[tuple[str, ...], Path]]] = {}
         self._parts: dict[Path, tuple[str, ...]] = {}
         self._packages: set[tuple[str, ...]] = set()
+        self._tests: set[Path] = set()
         for file in files:
+            if is_test(file.name):
+                self._tests.add(file.path)
             parts = module_parts(file.path)
             self._parts[file.path] = parts
             if file.path.name == "__init__.py":
@@ -155,19 +166,32 @@ class Modules:
     def __contains__(self, path: Path) -> bool:
         return path in self._parts
 
+    def is_test(self, path: Path) -> bool:
+        """Whether a file is one of a test suite."""
+        return path in self._tests
+
+    def sees(self, path: Path, other: Path) -> bool:
+        """Whether what is in one file may matter for another one: tests see source, and source
+        sees no tests, so that it is rewritten alike with them and without.
+        """
+        return path in self._tests or other not in self._tests
+
     def find(self, dotted: Sequence[str], importer: Path) -> Path | None:
         """The file of an absolute import."""
         wanted = tuple(dotted)
         if not wanted or wanted[-1] not in self._by_last:
             return None
-        return self._nearest(wanted, importer.parent.parts)
+        return self._nearest(wanted, importer.parent.parts, self.is_test(importer))
 
     @kept
-    def _nearest(self, wanted: tuple[str, ...], here: tuple[str, ...]) -> Path | None:
+    def _nearest(
+        self, wanted: tuple[str, ...], here: tuple[str, ...], for_a_test: bool
+    ) -> Path | None:
         found = [
             (self._parts[path], path)
             for path in self.ending(wanted)
             if self._is_root(self._parts[path][: -len(wanted)], here)
+            and (for_a_test or not self.is_test(path))
         ]
         if len(wanted) == 1:  # `import types` means no types.py elsewhere
             found = [each for each in found if self._at_top(each[1], here)]

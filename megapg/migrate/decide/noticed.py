@@ -1,0 +1,51 @@
+"""What tests will notice of a rewrite of the source: it is told, and never stands in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from megapg.migrate.decide.decisions import Decision, Taking
+from megapg.migrate.decide.functions import PARAMETER, Functions
+from megapg.migrate.find.index import Index
+from megapg.migrate.find.meaning import Thing
+from megapg.migrate.find.sites import Kind
+from megapg.migrate.migration import How, Left, Noticed
+from megapg.migrate.python.methods import class_of
+from megapg.migrate.python.tree import is_test
+
+_REPLACING = frozenset({Kind.ASSIGNED, Kind.PATCHED, Kind.STRING})
+
+
+def stand_ins(taking: Taking, index: Index, functions: Functions) -> Iterator[Noticed]:
+    """Where tests put something in the place of a function, or a class, that takes the parameter
+    now and that the source passes it.
+    """
+    called = class_of(taking.function) or taking.function
+    thing = Thing(called.kind, path=taking.path, scope=called)
+    for path, line in functions.replaced_by_tests(thing):
+        looked = index.look(path)
+        if looked is not None:
+            what = f"stands in for {called.qualname}, which is passed {PARAMETER} now"
+            yield Noticed(looked[0].name, line, what, f"let it take {PARAMETER}=None")
+
+
+def with_what_is_unheard(left: Iterable[Left], decisions: Sequence[Decision]) -> Iterator[Left]:
+    """What is left; of a getter that tests replace it is said which uses of the source may ask
+    something else now.
+    """
+    asking: dict[str, list[Decision]] = {}
+    for each in decisions:
+        if each.base.how is not How.RESOLVED and not is_test(each.located.site.file):
+            asking.setdefault(each.located.site.name, []).append(each)
+    for one in left:
+        uses = asking.get(one.site.name, ())
+        if uses and not one.detail and one.site.kind in _REPLACING and is_test(one.site.file):
+            sites = sorted((each.located.site for each in uses), key=lambda each: each.place)
+            many = f" and {len(sites) - 1} more" if sites[1:] else ""
+            detail = (
+                f"{sites[0].place}{many} may ask a model or a collection instead: there pass "
+                "megapg.testing.fake_collection(...)"
+            )
+            one = replace(one, detail=detail)
+        yield one
