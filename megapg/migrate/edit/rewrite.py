@@ -12,6 +12,7 @@ from functools import cached_property
 
 from megapg.migrate.decide.decisions import Base, Decision, Passing, Taking
 from megapg.migrate.decide.functions import PARAMETER
+from megapg.migrate.edit.style import Style
 from megapg.migrate.migration import Edit
 from megapg.migrate.python.analysis import Analysis
 from megapg.migrate.python.flow import (
@@ -54,11 +55,12 @@ class Writer:
     Args:
         source: the file.
         analysis: its scopes.
+        style: how the project wants it written.
     """
 
-    def __init__(self, source: Source, analysis: Analysis) -> None:
+    def __init__(self, source: Source, analysis: Analysis, style: Style) -> None:
         self._source, self._analysis = source, analysis
-        self._imports = Imports(source, analysis)
+        self._imports = Imports(source, analysis, style.order, style.is_sorted)
         self._edits: list[Edit] = []
         self._gone: set[Use] = set()
         self._looked_up: dict[tuple[Scope, Base], list[_LookedUp]] = {}
