@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
+import string
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from megapg.migrate.python.methods import kept
 from megapg.migrate.python.sorting import SECTIONS, THIRD_PARTY, Order
+from megapg.migrate.python.source import Source
 
 _Table = Mapping[str, object]
 # Where each tool looks, and in which table of it.
@@ -35,6 +38,27 @@ _SECTION_NAMES = {"stdlib": "standard-library", "thirdparty": "third-party"} | {
     "firstparty": "first-party",
     "localfolder": "local-folder",
 }
+
+
+def quote_of(source: Source, style: Style) -> str:
+    """The quote that a file is to have around strings: the one that is asked for, else a single one
+    where all strings that may have either, two or more, have it.
+    """
+    if style.quote:
+        return style.quote
+    found: list[str] = []
+    waiting: list[ast.AST] = [source.tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.JoinedStr):
+            continue  # of what is in it older Pythons don't know the place
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            begin, end = source.extent(node)
+            literal = source.text[begin:end].lstrip(string.ascii_letters)
+            if not literal.startswith(('"""', "'''")) and not {"'", '"'} & {*literal[1:-1]}:
+                found.append(literal[:1])
+    return "'" if len(found) > 1 and {*found} == {"'"} else '"'
 
 
 @dataclass(frozen=True)
@@ -82,12 +106,14 @@ class Styles:
         ]
         written = _below(ruff or {}, "format")
         quotes = str(written.get("quote-style", ""))
+        normalizes = black is not None and not _is_set(black, "skip-string-normalization")
+        normalized = '"' if normalizes else ""
         inline = str(_below(lint, "flake8-quotes").get("inline-quotes", ""))
         return Style(
             order,
             is_sorted=sorts or isort is not None,
             line_length=next((_number(t, key, n) for t, key, n in lengths if t is not None), None),
-            quote={"single": "'", "double": '"'}.get(inline or quotes, ""),
+            quote={"single": "'", "double": '"'}.get(inline or quotes, normalized),
             magic_comma=not any(
                 _is_set(t, "skip-magic-trailing-comma") for t in (black or {}, written)
             ),
