@@ -14,6 +14,7 @@ from megapg.migrate.decide.rules import make_plan
 from megapg.migrate.edit.outside import names_taken
 from megapg.migrate.edit.rewrite import Writer
 from megapg.migrate.edit.soundness import verify
+from megapg.migrate.edit.style import Styles
 from megapg.migrate.find.index import Findings, Index, Progress, unseen
 from megapg.migrate.find.sites import Site
 from megapg.migrate.migration import SHIMS, Edit, Left, Migration, Rewritten, Root, Served, applied
@@ -52,6 +53,7 @@ class _Attempt:
         self.failed: dict[Path, str] = {}
         planned = partial(on_progress, "deciding")
         self._plan = make_plan(index, frozen, unsafe=unsafe, on_progress=planned)
+        self._styles = Styles(index.root)
         self._writers: dict[Path, Writer] = {}
         self._requires: dict[Path, set[str]] = defaultdict(set)
         self._texts: dict[Decision, str] = {}
@@ -67,7 +69,7 @@ class _Attempt:
 
     def _writer(self, path: Path) -> Writer:
         if path not in self._writers:
-            self._writers[path] = Writer(*self._looked(path))
+            self._writers[path] = Writer(*self._looked(path), self._styles.of(path))
         return self._writers[path]
 
     def _looked(self, path: Path) -> tuple[Source, Analysis]:

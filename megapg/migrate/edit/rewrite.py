@@ -12,6 +12,7 @@ from functools import cached_property
 
 from megapg.migrate.decide.decisions import Base, Decision, Passing, Taking
 from megapg.migrate.decide.functions import PARAMETER
+from megapg.migrate.edit.style import Style, quote_of
 from megapg.migrate.migration import Edit
 from megapg.migrate.python.analysis import Analysis
 from megapg.migrate.python.flow import (
@@ -54,11 +55,13 @@ class Writer:
     Args:
         source: the file.
         analysis: its scopes.
+        style: how the project wants it written.
     """
 
-    def __init__(self, source: Source, analysis: Analysis) -> None:
+    def __init__(self, source: Source, analysis: Analysis, style: Style) -> None:
         self._source, self._analysis = source, analysis
-        self._imports = Imports(source, analysis)
+        self._imports = Imports(source, analysis, style.order, style.is_sorted)
+        self._style = style
         self._edits: list[Edit] = []
         self._gone: set[Use] = set()
         self._looked_up: dict[tuple[Scope, Base], list[_LookedUp]] = {}
@@ -87,7 +90,9 @@ class Writer:
         declared = f"{PARAMETER}=None"
         if _is_annotated(node):
             kind = f"{self._imports.megapg()}.ProcessGroupCollection | None"
-            declared = f'{PARAMETER}: "{kind}" = None'
+            if not _has_lazy_annotations(self._source.tree):
+                kind = f"{self._quote}{kind}{self._quote}"
+            declared = f"{PARAMETER}: {kind} = None"
         edits = add_parameter(self._source, node, declared)
         if not edits:
             return False
@@ -113,7 +118,7 @@ class Writer:
         """Pass the collection in a call; False where its text is too odd for that."""
         call = passing.reference.call
         written = self._at_hand(passing) or self._collection(passing.base, passing.needs)
-        argument = f"{PARAMETER}={written}"
+        argument = self._in_quotes(f"{PARAMETER}={written}")
         if call is None:  # it is called by another name
             begin, end = self._source.extent(passing.reference.node)
             bound = f"{self._source.text[begin:end]}, {argument}"
@@ -170,10 +175,18 @@ class Writer:
         getters = self._imports.getters() if answer.needs_getters else ""
         text = answer.write(pg, getters)
         if not located.site.in_fstring or '"' not in text:
-            return text
+            return self._in_quotes(text)
         # With quotes that the string around does not have, as Python wants it before 3.12.
         quote = quote_in(self._source, located.begin, located.use.parents)
         return None if quote is None or "'" in text else text.replace('"', quote)
+
+    @cached_property
+    def _quote(self) -> str:
+        return quote_of(self._source, self._style)
+
+    def _in_quotes(self, text: str) -> str:
+        """New text with the quotes of the file."""
+        return text if "'" in text else text.replace('"', self._quote)
 
     def _collection(self, base: Base, needs: Sequence[str]) -> str:
         if base.form == "plain":
@@ -271,7 +284,8 @@ class Writer:
         if not _is_bound(base.expression, around[: around.index(first) + 1], function):
             return None
         needs = tuple(sorted({need for member in members for need in member.answer.needs}))
-        edit = add_statement(self._source, first, f"{name} = {self._collection(base, needs)}")
+        looked_up = self._in_quotes(f"{name} = {self._collection(base, needs)}")
+        edit = add_statement(self._source, first, looked_up)
         if edit is None:
             return None
         self._edits.append(edit)
@@ -335,6 +349,16 @@ def _is_written(attribute: str, function: Scope) -> bool:
 def _is_annotated(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     annotations = [each.annotation for each in parameters(node)]
     return any(each is not None for each in (*annotations, node.returns))
+
+
+def _has_lazy_annotations(tree: ast.Module) -> bool:
+    """Whether a module has ``from __future__ import annotations``."""
+    return any(
+        isinstance(each, ast.ImportFrom)
+        and each.module == "__future__"
+        and any(name.name == "annotations" for name in each.names)
+        for each in tree.body
+    )
 
 
 def _inside_others(decisions: Sequence[Decision]) -> dict[Decision, list[Decision]]:

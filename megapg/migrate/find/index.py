@@ -113,12 +113,14 @@ class Index:
         config: see :func:`find_sites`.
 
     Attributes:
+        root: of the project.
         resolver: what names in the files stand for.
         located: the sites, once :meth:`run` has found them.
     """
 
     def __init__(self, paths: Sequence[Path], config: Config) -> None:
         self._config = config
+        self.root = config.root
         found = list(find_files(paths, config.root, config.exclude))
         self._files = {each.path: each for each in found if isinstance(each, File)}
         self._problems = [each for each in found if isinstance(each, Problem)]

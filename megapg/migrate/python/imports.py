@@ -8,16 +8,19 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 from megapg.migrate.migration import Edit
 from megapg.migrate.python.analysis import Analysis
 from megapg.migrate.python.flow import blocks, statements_in
 from megapg.migrate.python.insert import newline_of
 from megapg.migrate.python.methods import first_line, is_docstring, kept
-from megapg.migrate.python.scopes import Imported, Use, bound_name, scopes, walk
+from megapg.migrate.python.scopes import Imported, Use, bound_name, last_name, scopes, walk
+from megapg.migrate.python.sorting import Order, Placed, placed
 from megapg.migrate.python.source import Source
 
 _DELIBERATE = re.compile(r"#\s*(?:noqa|megapg:\s*keep|isort:|pylint:)")
+_Import: TypeAlias = ast.Import | ast.ImportFrom
 _MODULE, _HELPERS = "megapg", "getters"
 
 
@@ -27,6 +30,8 @@ class Imports:
 
     source: Source  # the file
     analysis: Analysis  # its scopes
+    order: Order  # how its imports are sorted, if they are
+    is_sorted: bool = False  # whether the project says so
     # The import statements that its new text needs.
     wanted: dict[str, None] = field(default_factory=dict)
 
@@ -129,22 +134,86 @@ class Imports:
         removed = list(self._unused(set(gone), kept))
         # `import x` before `from x import`, as sorters of imports have it.
         wanted = sorted(self.wanted, key=lambda each: (each.startswith("from "), each))
-        new = newline_of(self.source).join(wanted)
         edits: list[Edit] = []
         for statement, names in removed:
             if names is not None:
                 edits += self._without(statement, names)
-                continue
-            begin, end = self._lines(statement)
+        whole = self._leaving_no_block_empty([each for each, names in removed if names is None])
+        if self._has_order():
+            leading = self._leading()
+            new = [each for each in ast.parse("\n".join(wanted)).body if isinstance(each, _Import)]
+            for stretch in placed(leading, [e for e in whole if e in leading], new, self.order):
+                edits += self._stretch(stretch)
+            edits += [self._removal(each, "") for each in whole if each not in leading]
+            return edits
+        added = newline_of(self.source).join(wanted)
+        for statement in whole:
             put = ""
-            if new and any(statement is each for each in self._leading()):
-                put, new = new + newline_of(self.source), ""
-            edits.append(
-                Edit(begin, end if put else self._with_blank_line(begin, end), put, "import")
-            )
-        if new:
-            edits.append(self._addition(new))
+            if added and any(statement is each for each in self._leading()):
+                put, added = added + newline_of(self.source), ""
+            edits.append(self._removal(statement, put))
+        if added:
+            edits.append(self._addition(added))
         return edits
+
+    # -- in order ----------------------------------------------------------------------------
+
+    def _has_order(self) -> bool:
+        """Whether the imports at the top are to be in order, each with its lines for itself."""
+        leading = self._leading()
+        texts = [self.source.text[slice(*self._lines(each))] for each in leading]
+        alone = not any(";" in text for text in texts)
+        return bool(leading) and alone and (self.is_sorted or self.order.is_shown_by(leading))
+
+    def _stretch(self, at: Placed) -> list[Edit]:
+        """The edits between two imports that stay."""
+        newline, text = newline_of(self.source), self.source.text
+        lines = list(map(self._lines, at.gone))
+        start = self._lines(at.before)[1] if at.before else 0
+        stop = self._lines(at.behind)[0] if at.behind else 0
+        begin = start if at.before else lines[0][0] if lines else stop
+        end = stop if at.behind else lines[-1][1] if lines else start
+        apart = self.order.blank_lines
+        new = "" if text[:begin].endswith(("\n", "\r", "")) else newline
+        for one, other in zip((at.before, *at.come), (*at.come, None), strict=True):
+            if one is not None and other is not None:
+                new += newline * apart(one, other)
+            new += ast.unparse(other) + newline if other is not None else ""
+        edges = [begin, *(edge for line in lines for edge in line), end]
+        gaps = [text[one:other] for one, other in zip(edges[::2], edges[1::2], strict=True)]
+        if "".join(gaps).strip():  # comments, which stay
+            removals = [self._removal(each, "") for each in at.gone]
+            if not new:
+                return removals
+            if at.before is not None and apart(at.before, at.come[0]) == 0:
+                return [Edit(begin, begin, new, "import"), *removals]
+            if at.behind is not None:
+                new = new.lstrip("\r\n") + newline * apart(at.come[-1], at.behind)
+                end = self._above(at.behind)
+            return [Edit(end, end, new, "import"), *removals]
+        if at.come and at.behind is not None:
+            new += newline * apart(at.come[-1], at.behind)
+        elif at.before is not None and at.behind is not None:
+            new = max(gaps, key=len)
+        if at.gone or end == begin:
+            return [Edit(begin, end, new, "import")]
+        gap = text[begin:end]
+        if new.endswith(gap):
+            return [Edit(begin, begin, new.removesuffix(gap), "import")]
+        if new.startswith(gap):
+            return [Edit(end, end, new.removeprefix(gap), "import")]
+        return [Edit(begin, end, new, "import")]
+
+    def _above(self, statement: ast.stmt) -> int:
+        """Where the comments above a statement begin that belong to it."""
+        line = statement.lineno
+        while line > 1 and self.source.line_text(line - 1).lstrip().startswith("#"):
+            line -= 1
+        return self.source.line_starts[line - 1]
+
+    def _removal(self, statement: ast.stmt, put: str) -> Edit:
+        begin, end = self._lines(statement)
+        return Edit(begin, end if put else self._with_blank_line(begin, end), put, "import")
 
     # -- adding ------------------------------------------------------------------------------
 
@@ -209,6 +278,12 @@ class Imports:
             alone = not self.source.text[begin:start].strip(" \t\f")
             if alone and ";" not in self.source.text[self._end(statement) : end]:
                 yield statement, None  # with its comment
+
+    def _leaving_no_block_empty(self, statements: list[_Import]) -> list[_Import]:
+        """Those of some imports that can go, where no block goes with them."""
+        blocks = [each.body for each in walk(self.source.tree) if isinstance(each, ast.If)]
+        emptied = [block for block in blocks if all(each in statements for each in block)]
+        return [each for each in statements if not any(each in block for block in emptied)]
 
     def _unused_names(self, gone: set[Use], kept: Collection[str]) -> Iterator[tuple[int, str]]:
         names = names_of(gone)
@@ -280,3 +355,20 @@ def _plain_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
                 else:
                     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
                     waiting += [e for e in statements_in(statement) if isinstance(e, kinds)]
+                    yield from _as_good_without(statement)
+
+
+def _as_good_without(statement: ast.Try | ast.If) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports for a type checker, beside others; and those that are tried together with another one
+    of the same package, which fails where they do.
+    """
+    imports = [each for each in statement.body if isinstance(each, ast.Import | ast.ImportFrom)]
+    if isinstance(statement, ast.If):
+        if last_name(statement.test) == "TYPE_CHECKING":
+            yield from imports
+        return
+    for each in imports:
+        if isinstance(each, ast.ImportFrom) and each.module and not each.level:
+            beside = [e for e in imports if isinstance(e, ast.ImportFrom) and e is not each]
+            if any(f"{e.module}.".startswith(f"{each.module}.") and not e.level for e in beside):
+                yield each
