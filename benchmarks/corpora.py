@@ -12,7 +12,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from megapg.migrate.config import Config, parse_versions
+from megapg.migrate.config import Config, load_config, parse_versions
 
 CACHE = Path(__file__).parents[1] / ".corpora"
 
@@ -61,6 +61,23 @@ class Wheel:
         return next(wheels.glob(f"{stem}-*.whl"))
 
 
+@dataclass(frozen=True)
+class Checkout:
+    """A tree that lies on this machine, such as a clone of a public repository."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    project = name
+
+    def tree(self) -> Path:
+        """Where it lies. Nothing may be written there."""
+        return self.path
+
+
 def download(requirement: str, into: Path, python: str) -> None:
     """Have pip fetch a wheel, without what it depends on."""
     _pip(
@@ -88,10 +105,12 @@ def _pip(*arguments: str) -> None:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tree that is migrated, and the Megatron-core that it is read as being written for."""
+    """A tree that is migrated, and the Megatron-core that it is read as being written for: the one
+    that the tree itself says, if ``core`` is empty.
+    """
 
-    wheel: Wheel
-    core: str
+    wheel: Wheel | Checkout
+    core: str = ""
 
     @property
     def name(self) -> str:
@@ -99,6 +118,8 @@ class Corpus:
 
     def config(self, root: Path) -> Config:
         """The settings for a copy of it: its own, whatever lies around the copy."""
+        if not self.core:
+            return load_config(root)
         return Config(root, versions=parse_versions(self.core), versions_from="--from-core")
 
 

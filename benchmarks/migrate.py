@@ -34,7 +34,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.corpora import CORPORA, Corpus
+from benchmarks.corpora import CORPORA, Checkout, Corpus
 from megapg.migrate.edit.soundness import verify
 from megapg.migrate.edit.write import write_files
 from megapg.migrate.engine import migrate
@@ -258,11 +258,13 @@ class Sample:
     callers: str
 
 
-def samples(count: int, seed: int, on_progress: Callable[[], None] = lambda: None) -> list[Sample]:
+def samples(
+    count: int, seed: int, corpora: Sequence[Corpus], on_progress: Callable[[], None]
+) -> list[Sample]:
     """Changed uses of all trees, as many of each kind as of any other while there are some."""
     candidates: dict[How, list[tuple[Corpus, Served]]] = {}
     changed: dict[Corpus, dict[str, Rewritten]] = {}
-    for corpus in CORPORA:
+    for corpus in corpora:
         found, _ = _migration(corpus, corpus.wheel.tree())
         changed[corpus] = {file.file: file for file in found.files}
         for served in found.served:
@@ -384,24 +386,29 @@ def main(
     digest: Annotated[
         bool, typer.Option("--digest", help="Print a digest of each tree, and measure nothing.")
     ] = False,
+    tree: Annotated[
+        list[Path] | None,
+        typer.Option(help="A tree of your own in place of the corpora; can be given again."),
+    ] = None,
 ) -> None:
     """Migrate the corpora and print what came of it; nothing is written to RESULTS.md."""
+    corpora = [Corpus(Checkout(path)) for path in tree] if tree else CORPORA
     if digest:
-        for corpus in CORPORA:
+        for corpus in corpora:
             print(digest_line(corpus), flush=True)
         return
     console = Console(soft_wrap=bool(sample), highlight=False)
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("corpora", total=len(CORPORA))
+        task = progress.add_task("corpora", total=len(corpora))
 
         def advance() -> None:
             progress.advance(task)
 
         if sample:
-            drawn = samples(sample, seed, advance)
+            drawn = samples(sample, seed, corpora, advance)
         else:
             outcomes = []
-            for corpus in CORPORA:
+            for corpus in corpora:
                 outcomes.append(run(corpus))
                 advance()
     if sample:

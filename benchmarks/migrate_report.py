@@ -106,7 +106,10 @@ def _percent(share: float) -> str:
 
 
 def _served(outcomes: Sequence[Outcome]) -> Table:
-    rows = [(f"{each.corpus.name}, as of {each.corpus.core}", each.source) for each in outcomes]
+    rows = [
+        (f"{each.corpus.name}, as of {each.corpus.core or 'what it says'}", each.source)
+        for each in outcomes
+    ]
     rows.append(("all", Uses.together([each.source for each in outcomes])))
     return Table(
         "Uses of the globals in source, by what serves them after the migration",
