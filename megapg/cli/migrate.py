@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from megapg.cli.migrate_screen import (
     show_problems,
     show_reasons,
     show_roots,
+    show_starts,
     show_use,
 )
 from megapg.errors import MegapgError
@@ -159,6 +161,14 @@ def migrate(
     unsafe: Annotated[
         bool, typer.Option("--unsafe", help="Rewrite also where it may change what the code does.")
     ] = False,
+    thread_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FUNCTION",
+            help="Have this function, or class, take pg_collection and hand it to all that it "
+            "calls, though nobody passes it one yet; can be given several times.",
+        ),
+    ] = None,
     undo: Annotated[
         bool,
         typer.Option(
@@ -189,14 +199,14 @@ def migrate(
     """
     with _refusing(), _uncollected():
         if undo:
-            if any((write, unsafe, as_json, from_core, wrapper, sarif)):
+            if any((write, unsafe, as_json, from_core, wrapper, thread_from, sarif)):
                 raise typer.BadParameter("--undo takes paths, and no other options.")
             _undo(paths or [Path()])
             return
         if not paths:
             raise typer.BadParameter("Missing argument 'PATH...'.")
         quiet = _one_document(as_json, sarif)
-        config = _config(paths, from_core, wrapper)
+        config = replace(_config(paths, from_core, wrapper), thread_from=tuple(thread_from or ()))
         with _progress("migrating") as advance:
             migration = engine.migrate(paths, config, unsafe=unsafe, on_progress=advance)
         unwritten = _write(migration.files, config.root) if write else {}
@@ -211,6 +221,7 @@ def migrate(
             show_noticed(out, report)
             show_reasons(out, report)
             show_roots(out, report)
+            show_starts(out, report)
             out.print(Text(_summary(report, write)))
         _write_documents(report, report.entries, as_json, sarif)
     if unwritten:

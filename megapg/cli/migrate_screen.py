@@ -17,6 +17,7 @@ from megapg.migrate.reasons import REASONS
 from megapg.migrate.report.outcome import Entry, Report, burn_down, one_line, shortened
 
 _ROWS = 20  # of a long table
+_FEW = 5  # of what one does by hand, one after the other
 _WIDE = 200  # where nobody says how wide the screen is
 _NAMESAKE = (
     "the project's own {name}, and nothing here imports megatron.core: its uses are left alone. If "
@@ -105,6 +106,24 @@ def show_roots(out: Console, report: Report) -> None:
         for root in roots[:_ROWS]
     ]
     _table(out, title, ("function", "uses", "fields"), rows)
+
+
+def show_starts(out: Console, report: Report) -> None:
+    """Where to pass a collection so that most uses no longer turn to the globals."""
+    rows = [
+        (f"{start.function} ({start.file}:{start.line})", start.serves, _listed(start.places))
+        for start in report.starts[:_FEW]
+    ]
+    if rows:
+        title = "pass pg_collection= here, and so many uses no longer turn to the globals"
+        _table(out, title, ("to", "uses", "called at"), rows)
+
+
+def _listed(places: Sequence[str]) -> str:
+    if not places:
+        return "no place in these files"
+    more = f" and {len(places) - 2} more" if places[2:] else ""
+    return ", ".join(places[:2]) + more
 
 
 def show_diff(lines: Sequence[bytes]) -> None:

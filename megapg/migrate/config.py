@@ -35,6 +35,9 @@ class Config:
     root: Path  # of the project; names in reports are relative to it
     exclude: tuple[str, ...] = ()  # patterns on those names
     wrappers: tuple[str, ...] = ()  # dotted names of modules that stand for ``parallel_state``
+    # Qualified names of functions, or classes, that take a collection though nobody passes one yet,
+    # and hand it to all that they call.
+    thread_from: tuple[str, ...] = ()
     # Minor numbers of the Megatron-core versions that may run the code.
     versions: tuple[int, ...] = _RUNS_MEGAPG
     versions_from: str = _NOTHING  # where these come from, for the report

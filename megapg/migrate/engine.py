@@ -134,6 +134,7 @@ class _Attempt:
             roots=tuple(_roots(self._texts)),
             problems=(*findings.problems, *problems),
             findings=findings,
+            starts=self._plan.starts,
             decided_by=self._plan.decided_by,
             noticed=sorted(self._plan.noticed, key=lambda each: (each.file, each.line)),
         )

@@ -118,6 +118,20 @@ class Root:
 
 
 @dataclass(frozen=True)
+class Start:
+    """A function that takes the collection and is passed none somewhere."""
+
+    file: str  # its file
+    line: int  # where it begins
+    function: str  # its qualified name; of a constructor that of its class
+    # Where it is named and passed nothing, as ``file:line``; none where nobody in the project does.
+    places: tuple[str, ...]
+    # How many uses no longer turn to the globals once all of these pass a collection: those behind
+    # it that nothing else reaches.
+    serves: int
+
+
+@dataclass(frozen=True)
 class Migration:
     """The whole of it. Nothing is written yet."""
 
@@ -130,6 +144,7 @@ class Migration:
     # untouched and their uses are in ``left`` with the reason ``unverified``).
     problems: Sequence[Problem]
     findings: Findings  # what is in the project
+    starts: Sequence[Start] = ()  # where to pass a collection, what serves most first
     # For each use that has a replacement, the number of the rule in
     # :data:`megapg.migrate.decide.rules.RULES` that applies first.
     decided_by: Sequence[tuple[Site, int]] = ()

@@ -10,7 +10,7 @@ from pathlib import Path
 from megapg.migrate.decide.references import Reference
 from megapg.migrate.find.index import Located
 from megapg.migrate.find.sites import Carrier, Site
-from megapg.migrate.migration import How, Left, Noticed
+from megapg.migrate.migration import How, Left, Noticed, Start
 from megapg.migrate.python.scopes import Scope
 from megapg.upstream.mapping import Replacement
 
@@ -73,6 +73,7 @@ class Plan:
     left: list[Left] = field(default_factory=list)
     taking: list[Taking] = field(default_factory=list)
     passing: list[Passing] = field(default_factory=list)
+    starts: list[Start] = field(default_factory=list)
     noticed: list[Noticed] = field(default_factory=list)
     decided_by: list[tuple[Site, int]] = field(default_factory=list)
 

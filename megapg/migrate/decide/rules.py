@@ -16,6 +16,7 @@ from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Pl
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.noticed import stand_ins, with_what_is_unheard
+from megapg.migrate.decide.starts import starts
 from megapg.migrate.decide.threads import Threads
 from megapg.migrate.find import meaning
 from megapg.migrate.find.index import Index, Located
@@ -310,6 +311,8 @@ class _Planner:
         needs = threads.needs(taking)
         for function in taking:
             self._take(function, needs[function], taking)
+        of_self = [constructor for _, constructor in self.of_self]
+        self.result.starts = starts(self.index, self.functions, threads, taking, of_self)
         left = with_what_is_unheard(self.result.left, self.result.decisions)
         self.result.left[:] = list(left)
         return self.result

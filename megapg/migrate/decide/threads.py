@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megapg.errors import UnsupportedOptionError
 from megapg.migrate.decide.decisions import Base, best
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
@@ -195,7 +196,14 @@ class Threads:
             edges = list(self._callers(function, found))
             self.edges[function] += edges
             of_tests += [caller for edge in edges if (caller := edge.caller or edge.keeper)]
-        return taking | self._reach(of_tests)
+        taking |= self._reach(of_tests)
+        for name in set(self._index.config.thread_from) - set(map(_name, taking)):
+            raise UnsupportedOptionError(
+                f"--thread-from {name}: no function or class of that qualified name can take "
+                f"{PARAMETER} and calls, at most {_DEEPEST} calls away, what turns to the globals. "
+                "The report of a run without it names some to start from."
+            )
+        return taking
 
     def _reach(self, wanting: Collection[Scope]) -> dict[Scope, None]:
         """Of functions that want the parameter, or call one that takes it, those that get it, and
@@ -216,6 +224,7 @@ class Threads:
             for function in reached
             if (function in self.wanting and not self._has_its_own(function))
             or any(edge.caller is None for edge in self.edges[function])
+            or _name(function) in self._index.config.thread_from
         }
         before = -1
         while before != len(useful):
@@ -310,6 +319,11 @@ class Threads:
                     needs[caller] |= needs[function]
                     waiting.append(caller)
         return {function: tuple(sorted(fields)) for function, fields in needs.items()}
+
+
+def _name(function: Scope) -> str:
+    """Of a constructor that of its class."""
+    return (class_of(function) or function).qualname
 
 
 def _stands_in(located: Located, function: Scope) -> bool:

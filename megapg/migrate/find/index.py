@@ -114,12 +114,13 @@ class Index:
 
     Attributes:
         root: of the project.
+        config: what it was told.
         resolver: what names in the files stand for.
         located: the sites, once :meth:`run` has found them.
     """
 
     def __init__(self, paths: Sequence[Path], config: Config) -> None:
-        self._config = config
+        self.config = config
         self.root = config.root
         found = list(find_files(paths, config.root, config.exclude))
         self._files = {each.path: each for each in found if isinstance(each, File)}
@@ -187,8 +188,8 @@ class Index:
     def _texts_of_project(self) -> Iterator[bytes]:
         """Of the files given, then of the others: read only as far as somebody wants to know."""
         yield from (self.data(path) for path in self._files if not self.modules.is_test(path))
-        root = self._config.root
-        for each in find_files([root], root, self._config.exclude):
+        root = self.config.root
+        for each in find_files([root], root, self.config.exclude):
             is_new = isinstance(each, File) and each.path not in self._files
             if isinstance(each, File) and is_new and not is_test(each.name):
                 data = read_bytes(each.path, each.name)
@@ -326,7 +327,7 @@ class Index:
         arguments = _arguments(source, node, exact) if kind is Kind.CALL else ()
         or_several = name in OF_SEVERAL_PIPELINES and _may_be_a_list(use, node)
         answer = _refused(kind, name, things) or replacement(
-            name, arguments, self._config.versions, or_several=or_several
+            name, arguments, self.config.versions, or_several=or_several
         )
         function, klass = use.scope.enclosing("function"), use.scope.enclosing("class")
         lines = range(span.line, span.end_line + 1)

@@ -30,6 +30,7 @@ def document(report: Report, counted: Collection[Entry]) -> dict[str, object]:
         "sites": [{**_described(entry), "counts": id(entry) in counts} for entry in report.entries],
         "changes": [_changed(file) for file in report.files],
         "roots": list(map(asdict, report.roots)),
+        "starts": list(map(asdict, report.starts)),
         "noticed": list(map(asdict, report.noticed)),
         "notebooks": report.findings.notebooks,
         "namesakes": [each.name for each in report.findings.namesakes],

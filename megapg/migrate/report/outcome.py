@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from megapg.migrate.config import Config
 from megapg.migrate.find.index import Findings
 from megapg.migrate.find.sites import Site
-from megapg.migrate.migration import How, Left, Migration, Noticed, Rewritten, Root, Served
+from megapg.migrate.migration import (
+    How,
+    Left,
+    Migration,
+    Noticed,
+    Rewritten,
+    Root,
+    Served,
+    Start,
+)
 from megapg.migrate.python.source import Problem
 from megapg.upstream.mapping import Refusal, Replacement
 
@@ -48,6 +57,7 @@ class Report:
     problem: str = ""  # which of the three it is, where there is but one
     files: Sequence[Rewritten] = ()  # those that change
     roots: Sequence[Root] = ()  # where the globals are still turned to
+    starts: Sequence[Start] = ()  # where to pass a collection, what serves most first
     noticed: Sequence[Noticed] = ()  # places in tests that notice what becomes of the source
 
     @property
@@ -107,6 +117,7 @@ def of_migration(
         config=config,
         files=[file for file in migration.files if file.file not in unwritten],
         roots=[root for root in migration.roots if root.file not in unwritten],
+        starts=[start for start in migration.starts if start.file not in unwritten],
         noticed=migration.noticed,
     )
 
