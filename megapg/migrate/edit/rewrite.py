@@ -12,6 +12,7 @@ from functools import cached_property
 
 from megapg.migrate.decide.decisions import Base, Decision, Passing, Taking
 from megapg.migrate.decide.functions import PARAMETER
+from megapg.migrate.edit.relayout import relaid
 from megapg.migrate.edit.style import Style, quote_of
 from megapg.migrate.migration import Edit
 from megapg.migrate.python.analysis import Analysis
@@ -78,7 +79,8 @@ class Writer:
             kept: names that others import from this file.
         """
         imports = self._imports.edits(self._gone, kept)
-        return sorted([*self._edits, *imports], key=lambda each: (each.start, each.stop))
+        edits = sorted([*self._edits, *imports], key=lambda each: (each.start, each.stop))
+        return relaid(self._source, edits, self._style)
 
     # -- parameters and arguments --------------------------------------------------------------
 
