@@ -63,7 +63,7 @@ class Edit:
     stop: int  # index behind the last one
     new: str  # what is there instead
     # ``site``, which may be of a function that ``functools.partial`` of it replaces; ``parameter``,
-    # ``argument``, ``statement`` or ``import``.
+    # ``argument``, ``statement`` or ``import``; ``layout`` for what is between tokens.
     what: str
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,10 @@ import pytest
 from migrate_cases import cases
 from test_migrate_engine import Case, check
 from trees import write
+
+import megapg.migrate
+from megapg.migrate.python.layout import Unsure, laid_out, read
+from megapg.migrate.python.source import line_starts
 
 STYLE = cases("style")
 
@@ -41,3 +46,31 @@ def test_ruff_finds_nothing_new(tmp_path: Path, name: str) -> None:
     case = Case(STYLE[name])
     assert faults(tmp_path / "before", case.before) == []
     assert faults(tmp_path / "after", case.after) == []
+
+
+def statements(text: str) -> list[int]:
+    """Where each statement of a text begins, imports apart."""
+    starts, imports = line_starts(text), ast.Import | ast.ImportFrom
+    return [
+        starts[node.lineno - 1] + node.col_offset
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.stmt) and not isinstance(node, imports)
+    ]
+
+
+def test_a_layout_that_is_certain_is_that_of_ruff() -> None:
+    """As ruff has laid out this very package."""
+    counts = {"sure": 0, "unsure": 0}
+    for file in Path(megapg.migrate.__file__).parent.rglob("*.py"):
+        text = file.read_text()
+        for begin in statements(text) if text.isascii() else ():
+            try:
+                statement = read(text, begin)
+                gaps = laid_out(statement, 100, "\n")
+            except Unsure:
+                counts["unsure"] += 1
+                continue
+            there = [text[slice(*statement.gap(i + 1))] for i in range(len(gaps))]
+            assert gaps == there, (file, text[begin : statement.stop])
+            counts["sure"] += any("\n" in gap for gap in gaps)
+    assert counts["sure"] > 100, counts

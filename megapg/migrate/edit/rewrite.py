@@ -12,15 +12,18 @@ from functools import cached_property
 
 from megapg.migrate.decide.decisions import Base, Decision, Passing, Taking
 from megapg.migrate.decide.functions import PARAMETER
+from megapg.migrate.edit.relayout import relaid
 from megapg.migrate.edit.style import Style, quote_of
 from megapg.migrate.migration import Edit
 from megapg.migrate.python.analysis import Analysis
 from megapg.migrate.python.flow import (
+    before_all,
     binding_statements,
     by_block,
     certainly_reads,
     common_block,
     first_read,
+    is_made_on_each_way,
     runs_before,
     statements_around,
 )
@@ -78,7 +81,8 @@ class Writer:
             kept: names that others import from this file.
         """
         imports = self._imports.edits(self._gone, kept)
-        return sorted([*self._edits, *imports], key=lambda each: (each.start, each.stop))
+        edits = sorted([*self._edits, *imports], key=lambda each: (each.start, each.stop))
+        return relaid(self._source, edits, self._style)
 
     # -- parameters and arguments --------------------------------------------------------------
 
@@ -211,13 +215,35 @@ class Writer:
         shared: dict[Decision, str] = {}
         done: set[Scope] = set()
         largest = sorted(groups.items(), key=lambda each: -len(each[1]))
-        for share in (self._share_all, self._share_parts):
+        for share in (self._share_all, self._share_before, self._share_parts):
             for (function, base), members in largest:
                 found = dict(share(function, base, members)) if function not in done else {}
                 if found:
                     done.add(function)
                     shared |= found
         return shared
+
+    def _share_before(
+        self, function: Scope, base: Base, members: Sequence[Decision]
+    ) -> Iterator[tuple[Decision, str]]:
+        """For reads in several branches, or in a loop: a look-up before all of them. What a model
+        carries is looked up without a warning, and the globals are only turned to by a read.
+        """
+        if base.form == "groups_of":  # for other fields it may find another collection
+            each = Counter(member.answer.needs for member in members)
+            needs = max(each, key=lambda one: each[one])
+            members = [member for member in members if member.answer.needs == needs]
+        chains = {i: _around(member, function) for i, member in enumerate(members)}
+        first = before_all(chains, function.node)
+        if first is None or _may_be_given_one(base.expression, first, function):
+            return
+        uses = [member.located.use for member in members]
+        if base.form != "groups_of" and not is_made_on_each_way(first, uses, function.node):
+            return
+        inside = [each for i, each in enumerate(members) if first in chains[i]]
+        name = self._hoist(function, base, first, inside, members)
+        if name is not None:
+            yield from ((member, name) for member in members)
 
     def _share_all(
         self, function: Scope, base: Base, members: Sequence[Decision]
@@ -298,6 +324,18 @@ class Writer:
         text = self._source.text
         free = (n for n in _LOCAL_NAMES if n not in text or not re.search(rf"\b{n}\b", text))
         return next(free, None)
+
+
+def _may_be_given_one(instance: str, first: ast.stmt, function: Scope) -> bool:
+    """Whether an object may be given a model in a statement before which it is to be asked."""
+    if instance not in function.instances:
+        return False
+    return any(
+        isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load)
+        if not isinstance(each, ast.Call)
+        else any(isinstance(e, ast.Name) and e.id == instance for e in ast.walk(each))
+        for each in ast.walk(first)
+    )
 
 
 def _around(decision: Decision, function: Scope) -> list[ast.stmt]:

@@ -43,6 +43,8 @@ _LEAVING = (
     *(ast.Await, ast.Yield, ast.YieldFrom, ast.AsyncFor, ast.AsyncWith),
 )
 
+# What may be between two tokens whatever they mean: the trees are compared all the same.
+_BETWEEN = re.compile(r"[\s(),]*")
 NEWLINE = re.compile(r"\r\n|\r|\n")
 
 
@@ -130,11 +132,17 @@ class TakingBack(_Walk):
     def all_undone(self) -> None:
         """Raise where an edit is not one that could be taken back."""
         for number, edit in reversed([*enumerate(self._edits)]):
-            if self._is_comma_of_next(number):
+            if self._is_comma_of_next(number) or self._is_layout(number):
                 self._undone.add(number)
             if number not in self._undone:
                 raise Unsound(f"{self._line(number)}: not the {edit.what} that the edit says")
             self._comments_stay(number)
+
+    def _is_layout(self, number: int) -> bool:
+        """Whether an edit changes nothing but what the trees do not have."""
+        edit = self._edits[number]
+        texts = self._old.text[edit.start : edit.stop], edit.new
+        return edit.what == "layout" and all(map(_BETWEEN.fullmatch, texts))
 
     def _is_comma_of_next(self, number: int) -> bool:
         """Whether an edit only sets the comma for what the next one adds behind a comment."""

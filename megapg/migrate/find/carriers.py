@@ -74,6 +74,8 @@ _GIVING_NONE = frozenset(
 _PARTS_OF_MODELS = frozenset(
     {"state_dict", "parameters", "named_parameters", "modules", "named_modules", "children"}
 )
+# What a class may be made of that is nothing else.
+_PLAIN = frozenset({"object", "ABC"})
 # Where asking self for its attributes may not end, or there is no self yet.
 _WITHOUT_SELF = frozenset(
     {"__getattr__", "__getattribute__", "__setattr__", "__new__", "__del__", *COLLECTION_NAMES}
@@ -259,7 +261,9 @@ class _Search:
             if name in (_GIVING_NONE if by_name else _PARTS_OF_MODELS):
                 return True
             called = self._resolver.expression(value.func, scope, self._path)
-            return bool(called) and all(map(_is_generator, called))
+            return bool(called) and all(
+                _is_generator(each) or self._is_class_without_a_model(each) for each in called
+            )
         if isinstance(value, ast.Name | ast.Attribute | ast.IfExp):
             things = self._resolver.expression(value, scope, self._path)
             kinds = ("class", "function")
@@ -268,6 +272,20 @@ class _Search:
                 for each in things
             )
         return isinstance(value, ast.GeneratorExp | ast.Lambda | ast.DictComp | ast.SetComp)
+
+    def _is_class_without_a_model(self, thing: Thing) -> bool:
+        """Whether it is a class of the project alone, whose objects neither are a model nor keep
+        one: an actor that runs it elsewhere, or a description of it.
+        """
+        if thing.kind != "class" or thing.scope is None or thing.path is None:
+            return False
+        above = ancestry(thing.scope, thing.path, self._resolver)
+        return all(
+            each.rpartition(".")[2] in _PLAIN
+            if isinstance(each, str)
+            else not has_a_model(each) and not has_a_collection(each) and _is_as_written(each)
+            for each in above
+        )
 
     def _of_self(self, name: str, of: Scope, method: Scope) -> Iterator[Carrier]:
         method_name = getattr(method.node, "name", "")
@@ -335,6 +353,18 @@ class _Search:
                 for each in (statement, *statements_in(statement))
             )
         )
+
+
+def _is_as_written(klass: Scope) -> bool:
+    """Whether nothing but its statements says what a class is, and what its objects have."""
+    node = klass.node
+    asks = ("__getattr__", "__getattribute__", "__new__", "__call__")
+    return (
+        isinstance(node, ast.ClassDef)
+        and not node.decorator_list
+        and not node.keywords
+        and not any(name in klass.bindings for name in asks)
+    )
 
 
 def _is_generator(thing: Thing) -> bool:

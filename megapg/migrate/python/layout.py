@@ -1,0 +1,456 @@
+"""Where the lines of a statement end, as black and ruff lay them out.
+
+Only the space between tokens is chosen here, the parentheses around a whole expression, and the
+comma behind a last element. A caller can tell whether a file is laid out so: the layout of what is
+there is what is there then.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from megapg.migrate.python.source import tokens
+
+_INDENT = "    "
+_OPENING, _CLOSING = frozenset("([{"), frozenset(")]}")
+# What a long line is split at, the first kind that there is; behind a comma, before others.
+_KINDS = (
+    frozenset({"for", "async"}),
+    frozenset({","}),
+    frozenset({"if", "else"}),
+    frozenset({"and", "or"}),
+    frozenset({"==", "!=", "<", ">", "<=", ">=", "in", "is", "not"}),
+    frozenset({"|"}),
+    frozenset({"^"}),
+    frozenset({"&"}),
+    frozenset({"<<", ">>"}),
+    frozenset({"+", "-"}),
+    frozenset({"*", "/", "//", "%", "@"}),
+)
+_COMPREHENSION, _COMMA = 0, 1
+_ASSIGNING = re.compile(r"(?:\*\*|//|<<|>>|[-+*/%@&|^])?=")
+
+
+class Unsure(Exception):
+    """A statement with something that no rule here is about."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token, or an f-string, and where it is."""
+
+    text: str
+    start: int
+    stop: int
+    is_string: bool = False
+
+
+@dataclass
+class Statement:
+    """The tokens of one logical line, without what a layout may add or take."""
+
+    text: str  # of the file
+    indent: str  # of the line
+    stop: int  # index behind the last token
+    kept: list[Token]
+    # For each opening bracket the index of its closing one.
+    closed: dict[int, int]
+    magic: set[int]  # brackets that a comma before their end keeps open
+    optional: tuple[int, int] | None  # what may have parentheses or not, as a half-open range
+
+    def gap(self, number: int) -> tuple[int, int]:
+        """Where the text before a token is, and that behind the last one."""
+        begin = self.kept[number - 1].stop
+        return begin, self.kept[number].start if number < len(self.kept) else self.stop
+
+
+def read(text: str, begin: int, *, magic_comma: bool = True) -> Statement:
+    """The statement, or the head of one, that begins at an index.
+
+    Raises:
+        Unsure: it has comments, strings over several lines, or the like.
+    """
+    found = list(_tokens(text, begin))
+    start = max(text.rfind("\n", 0, begin), text.rfind("\r", 0, begin)) + 1
+    indent = text[start:begin]
+    if indent.strip(" ") or not found:
+        raise Unsure
+    strings = [each.is_string for each in found]
+    if any(one and other for one, other in pairwise(strings)):
+        raise Unsure
+    pairs = _pairs(found)
+    dropped: set[int] = set()
+    magic: set[int] = set()
+    for opened, closed in pairs.items():
+        if found[closed - 1].text == "," and closed - 1 > opened:
+            inner = _at_depth(found, pairs, opened + 1, closed)
+            commas = sum(found[i].text == "," for i in inner)
+            is_call, bracket = _is_call(found, opened), found[opened].text
+            if commas > 1 or (bracket == "(") == is_call:  # not what makes one value a tuple
+                dropped.add(closed - 1)
+                if magic_comma:
+                    magic.add(opened)
+    whole = _expression(found, pairs)
+    if whole is not None:
+        first, last = whole
+        if (
+            found[first].text == "("
+            and pairs[first] == last - 1
+            and _is_redundant(found, pairs, first, last - 1)
+        ):
+            dropped |= {first, last - 1}
+            whole = first + 1, last - 1
+    places = {old: new for new, old in enumerate(i for i in range(len(found)) if i not in dropped)}
+    places[len(found)] = len(places)
+
+    def place(index: int) -> int:
+        while index not in places:
+            index += 1
+        return places[index]
+
+    return Statement(
+        text=text,
+        indent=indent,
+        stop=found[-1].stop,
+        kept=[each for i, each in enumerate(found) if i not in dropped],
+        closed={places[o]: places[c] for o, c in pairs.items() if o not in dropped},
+        magic={places[each] for each in magic if each in places},
+        optional=(place(whole[0]), place(whole[1])) if whole else None,
+    )
+
+
+def laid_out(statement: Statement, width: int, newline: str) -> list[str]:
+    """What is between the tokens of a statement: before each but the first, and behind the last.
+
+    Raises:
+        Unsure: no rule here says how.
+    """
+    return _Layout(statement, width, newline).run()
+
+
+# ---- reading -----------------------------------------------------------------------------------
+
+
+def _tokens(text: str, begin: int) -> Iterator[Token]:
+    """The tokens up to the end of the logical line."""
+    inside: list[int] = []
+    end = begin
+    try:
+        for token, start, stop in tokens(text, begin):
+            name = tokenize.tok_name[token.type]
+            if name.endswith("STRING_START"):
+                inside.append(start)
+            elif name.endswith("STRING_END"):
+                start = inside.pop()
+            if inside or token.type == tokenize.NL:
+                continue
+            if token.type in (tokenize.NEWLINE, tokenize.ENDMARKER):
+                return
+            between, said = text[end:start], text[start:stop]
+            if token.type == tokenize.COMMENT or said == ";" or "\\" in between:
+                raise Unsure
+            is_string = name == "STRING" or name.endswith("STRING_END")
+            if is_string and ("\n" in said or "\r" in said):
+                raise Unsure
+            yield Token(said, start, stop, is_string)
+            end = stop
+    except (tokenize.TokenError, SyntaxError, IndexError) as error:
+        raise Unsure from error
+
+
+def _pairs(found: Sequence[Token]) -> dict[int, int]:
+    pairs: dict[int, int] = {}
+    opened: list[int] = []
+    for i, each in enumerate(found):
+        if each.text in _OPENING:
+            opened.append(i)
+        elif each.text in _CLOSING:
+            if not opened:
+                raise Unsure
+            pairs[opened.pop()] = i
+    if opened:
+        raise Unsure
+    return pairs
+
+
+def _at_depth(found: Sequence[Token], pairs: dict[int, int], begin: int, end: int) -> Iterator[int]:
+    """The tokens of a stretch that are in no bracket of it; of these the opening ones."""
+    at = begin
+    while at < end:
+        yield at
+        at = pairs[at] + 1 if at in pairs else at + 1
+
+
+def _is_call(found: Sequence[Token], opened: int) -> bool:
+    """Whether a bracket opens what is called or looked up with."""
+    if not opened:
+        return False
+    before = found[opened - 1]
+    if before.is_string or before.text in _CLOSING:
+        return True
+    return before.text.isidentifier() and not keyword.iskeyword(before.text)
+
+
+def _expression(found: Sequence[Token], pairs: dict[int, int]) -> tuple[int, int] | None:
+    """The expression of a statement around which parentheses mean nothing."""
+    first, last = found[0].text, len(found)
+    if first in ("if", "elif", "while"):
+        return 1, last - 1
+    if first == "return" and last > 1:
+        return 1, last
+    flat = list(_at_depth(found, pairs, 0, last))
+    if first == "for":
+        behind = [i for i in flat if found[i].text == "in"]
+        return (behind[0] + 1, last - 1) if behind else None
+    if keyword.iskeyword(first) and first not in ("await", "None", "True", "False", "not"):
+        return None
+    behind = [i for i in flat if _ASSIGNING.fullmatch(found[i].text)]
+    return (behind[-1] + 1, last) if behind else None
+
+
+def _is_redundant(found: Sequence[Token], pairs: dict[int, int], opened: int, closed: int) -> bool:
+    words = {found[i].text for i in _at_depth(found, pairs, opened + 1, closed)}
+    return closed > opened + 1 and words.isdisjoint((",", "for", ":=", "yield", "await"))
+
+
+# ---- laying out --------------------------------------------------------------------------------
+
+
+@dataclass
+class _Layout:
+    """Chooses the gaps of one statement."""
+
+    statement: Statement
+    width: int
+    newline: str
+    gaps: dict[int, str] = field(default_factory=dict)
+
+    def run(self) -> list[str]:
+        statement = self.statement
+        count = len(statement.kept)
+        self.gaps = {i: self._glue(i) for i in range(1, count)} | {count: ""}
+        self._statement(count)
+        return [self.gaps[i] for i in range(1, count + 1)]
+
+    def _statement(self, count: int) -> None:
+        statement, indent = self.statement, self.statement.indent
+        if self._fits(0, count, indent):
+            return
+        words = [each.text for each in statement.kept[:2]]
+        if "def" in words:
+            opened = next(i for i in statement.closed if statement.kept[i].text == "(")
+            opened = min(i for i in statement.closed)
+            self._split(opened, 0, count, indent, "")
+        elif statement.optional is not None:
+            self._with_optional(*statement.optional, count)
+        elif words[0] in ("assert", "with", "lambda", "del", "raise", "class", "match", "case"):
+            raise Unsure
+        else:
+            self._right(0, count, indent, "")
+
+    def _with_optional(self, begin: int, end: int, count: int) -> None:
+        """Lay out a statement whose expression may stand in parentheses."""
+        indent = self.statement.indent
+        is_tuple = any(self._text(each) == "," for each in self._flat(begin, end))
+        if is_tuple or not self._fits(0, begin, indent, " ("):
+            raise Unsure
+        deeper = indent + _INDENT
+        if self._may_do_without(begin, end):
+            candidates = [each for each in self._brackets(begin, end) if each >= begin]
+            for opened in self._fitting(candidates, 0, count, indent, ""):
+                self._split(opened, 0, count, indent, "")
+                return
+            if begin in self.statement.closed:
+                raise Unsure
+        if not self._delimiters(begin, end) and not self._fits(begin, end, deeper):
+            if list(self._brackets(begin, end)):
+                raise Unsure
+            return  # nothing makes it shorter
+        self.gaps[begin] = f"{self._before_parenthesis(begin)}({self.newline}{deeper}"
+        self.gaps[end] = f"{self.newline}{indent})"
+        self._line(begin, end, deeper, "")
+        if not self._fits(end, count, indent + ")"):
+            raise Unsure
+
+    def _before_parenthesis(self, begin: int) -> str:
+        return " " if begin else ""
+
+    def _may_do_without(self, begin: int, end: int) -> bool:
+        delimiters = self._delimiters(begin, end)
+        if not delimiters:
+            return True
+        if len(delimiters) > 1:
+            return False
+        closed = self.statement.closed
+        deeper = len(self.statement.indent) + len(_INDENT)
+        if begin in closed and closed[begin] > begin + 1:
+            rest = closed[begin] + 1
+            if rest < end:
+                stop = min((each + 1 for each in closed if rest <= each < end), default=end)
+                if deeper + 1 + len(self._joined(rest, stop)) <= self.width:
+                    return True
+        last = next((o for o, c in closed.items() if c == end - 1 and o >= begin), None)
+        if last is None or closed[last] == last + 1:
+            return False
+        if self._text(last) == "[" and _is_call(self.statement.kept, last):
+            return False
+        others = any(begin <= each < last for each in closed)
+        return others or deeper + len(self._joined(begin, last + 1)) <= self.width
+
+    def _line(self, begin: int, end: int, indent: str, trail: str) -> None:
+        """Lay out what is within brackets, from the beginning of a line on."""
+        if self._fits(begin, end, indent, trail):
+            return
+        delimiters = self._delimiters(begin, end)
+        if not delimiters:
+            self._right(begin, end, indent, trail)
+            return
+        self._at_each(delimiters, begin, end, indent, trail)
+
+    def _at_each(
+        self, delimiters: Sequence[int], begin: int, end: int, indent: str, trail: str
+    ) -> None:
+        """A line for each piece between delimiters."""
+        is_comma = self.statement.kept[delimiters[0]].text == ","
+        starts = [begin, *(each + is_comma for each in delimiters)]
+        stops = [*starts[1:], end]
+        for at, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+            is_last = at == len(starts) - 1
+            if at:
+                self.gaps[start] = self.newline + indent
+            self._line(start, stop, indent, (trail or "," * is_comma) if is_last else "")
+            if is_last and is_comma and not trail:
+                self._behind(stop, ",")
+
+    def _behind(self, number: int, added: str) -> None:
+        """Put a comma behind a token, before what is between it and the next."""
+        self.gaps[number] = added + self.gaps[number]
+
+    def _right(self, begin: int, end: int, indent: str, trail: str) -> None:
+        """Split at the last brackets that leave a first line that fits."""
+        candidates = list(self._brackets(begin, end))
+        opened = next(self._fitting(candidates, begin, end, indent, trail), None)
+        if opened is None:
+            if candidates:
+                raise Unsure
+            return  # nothing makes it shorter
+        self._split(opened, begin, end, indent, trail)
+
+    def _fitting(
+        self, candidates: Sequence[int], begin: int, end: int, indent: str, trail: str
+    ) -> Iterator[int]:
+        for opened in candidates:
+            closed = self.statement.closed[opened]
+            if not self._fits(begin, opened + 1, indent) or not self._fits(
+                closed, end, indent, trail
+            ):
+                if opened in self.statement.magic:
+                    return
+                continue
+            yield opened
+
+    def _brackets(self, begin: int, end: int) -> Iterator[int]:
+        """The brackets of a stretch with something in them, the last first."""
+        closed = self.statement.closed
+        outermost = [i for i in self._flat(begin, end) if i in closed]
+        calls = [i for i in outermost if _is_call(self.statement.kept, i)]
+        if self._delimiters(begin, end):
+            calls = []
+        chained = [i for i in calls if closed[i] + 1 < end and self._text(closed[i] + 1) == "."]
+        if len(chained) > 0 and len(calls) > 1:
+            raise Unsure  # a chain of calls, which has rules of its own
+        for opened in reversed(outermost):
+            if closed[opened] > opened + 1:
+                yield opened
+
+    def _split(self, opened: int, begin: int, end: int, indent: str, trail: str) -> None:
+        """Put what is in brackets on lines of its own."""
+        closed, deeper = self.statement.closed[opened], indent + _INDENT
+        self.gaps[opened + 1] = self.newline + deeper
+        self.gaps[closed] = self.newline + indent
+        if not self._fits(begin, opened + 1, indent) or not self._fits(closed, end, indent, trail):
+            raise Unsure
+        delimiters = self._delimiters(opened + 1, closed)
+        commas = delimiters and self._text(delimiters[0]) == ","
+        is_def = "def" in [each.text for each in self.statement.kept[:2]] and not begin
+        is_display = not _is_call(self.statement.kept, opened)
+        if opened in self.statement.magic or (is_def and not commas) or (is_display and commas):
+            if commas:
+                self._at_each(delimiters, opened + 1, closed, deeper, "")
+            else:
+                self._line(opened + 1, closed, deeper, ",")
+                self._behind(closed, ",")
+            return
+        self._line(opened + 1, closed, deeper, "")
+
+    # -- asking ------------------------------------------------------------------------------
+
+    def _text(self, number: int) -> str:
+        return self.statement.kept[number].text
+
+    def _flat(self, begin: int, end: int) -> Iterator[int]:
+        return _at_depth(self.statement.kept, self.statement.closed, begin, end)
+
+    def _fits(self, begin: int, end: int, indent: str, trail: str = "") -> bool:
+        closed = self.statement.closed
+        if any(begin <= each and closed[each] < end for each in self.statement.magic):
+            return False
+        return len(indent) + len(self._joined(begin, end)) + len(trail) <= self.width
+
+    def _joined(self, begin: int, end: int) -> str:
+        glue = (self._glue(i) if i > begin else "" for i in range(begin, end))
+        return "".join(f"{space}{self._text(begin + i)}" for i, space in enumerate(glue))
+
+    def _glue(self, number: int) -> str:
+        """What is before a token that begins no line."""
+        start, stop = self.statement.gap(number)
+        between = self.statement.text[start:stop]
+        before, here = self._text(number - 1), self._text(number)
+        if not between.strip(" ") and (between or here != "("):
+            return between
+        if not between.strip(" ") and not between:
+            return ""
+        if before in _OPENING or here in _CLOSING or here in (",", ":", ".") or before == ".":
+            return ""
+        if here in ("(", "[") and "(" not in between and _is_call(self.statement.kept, number):
+            return ""
+        return " "
+
+    def _delimiters(self, begin: int, end: int) -> list[int]:
+        """Where a stretch is split, by the first kind of delimiters that it has."""
+        if self._text(begin) == "for":
+            return []  # what it binds stays together
+        flat = list(self._flat(begin, end))
+        words = {self._text(i) for i in flat}
+        if "lambda" in words or ":=" in words or "yield" in words:
+            raise Unsure
+        for number, kind in enumerate(_KINDS):
+            found = [i for i in flat if self._text(i) in kind and self._divides(i, begin, end)]
+            if found and number == _COMPREHENSION:
+                if "else" in words or "async" in words:
+                    raise Unsure
+                found += [i for i in flat if self._text(i) == "if" and i > found[0]]
+                return sorted(found)
+            if found:
+                return found
+        return []
+
+    def _divides(self, number: int, begin: int, end: int) -> bool:
+        if number == begin or self.statement.kept[number].is_string:
+            return False
+        here, before = self._text(number), self._text(number - 1)
+        if here == ",":
+            return number < end - 1
+        if here in ("not", "in"):
+            following = self._text(number + 1) if number + 1 < end else ""
+            return (here == "not") == (following == "in") and before != "not"
+        unary = before in _OPENING or before in (",", "=", ":") or keyword.iskeyword(before)
+        operator = not before.isidentifier() and before[:1] in "+-*/%@&|^<>=!~"
+        if here in ("+", "-", "*", "**"):
+            return not (unary and before not in ("None", "True", "False")) and not operator
+        return True
