@@ -72,7 +72,7 @@ def mixed(tree: ast.Module, versions: Collection[int] = tuple(VERSIONS)) -> Iter
             yield from _apart(f"class {node.name}", asked)
 
 
-def loses_what_it_is_passed(tree: ast.Module) -> Iterator[str]:
+def lost_in(tree: ast.Module) -> Iterator[str]:
     """The classes whose constructor takes a collection and keeps it nowhere, while others of their
     methods ask the object for one.
     """
@@ -103,9 +103,8 @@ def _drops(method: _Function) -> bool:
         for given in (*each.args, *(keyword.value for keyword in each.keywords))
         if last_name(each.func) not in ("resolve", "groups_of")
     ]
-    return not any(
-        isinstance(name, ast.Name) and name.id == PASSED for each in kept for name in walk(each)
-    )
+    whole = [value for each in kept for value in (each, *getattr(each, "values", ()))]
+    return not any(isinstance(each, ast.Name) and each.id == PASSED for each in whole)
 
 
 def _asks_self(node: ast.AST) -> bool:
@@ -234,17 +233,10 @@ class _Reading:
                 yield Asking(carrier, str(first.value), line)
             if last_name(node.func.value) in self._names.getters and self._carrier(first):
                 yield Asking(self._carrier(first), node.func.attr, line)
-        for each in node.keywords:
-            if each.arg == PASSED:
-                yield from self._passed_on(each.value, line)
-
-    def _passed_on(self, value: ast.expr, line: int) -> Iterator[Asking]:
-        """What is passed on is asked there for what it is looked up for here."""
-        for call in ast.walk(value):
-            if isinstance(call, ast.Call) and last_name(call.func) == "groups_of":
-                for each in call.args[1:]:
-                    if isinstance(each, ast.Constant):
-                        yield Asking(self._carrier(value), str(each.value), line)
+        if carrier := self._carrier(node):  # it is asked, or passed on, for what it is looked up
+            for each in node.args[1:]:
+                if isinstance(each, ast.Constant):
+                    yield Asking(carrier, str(each.value), line)
 
     def _carrier(self, node: ast.expr) -> str:
         """Of what an expression is a collection; empty where it is none."""

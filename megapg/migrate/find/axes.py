@@ -7,8 +7,8 @@ import re
 # What asks for state of the job is answered alike wherever it is asked.
 _OF_THE_JOB = re.compile(r"initiali[sz]e|virtual|split_rank")
 _WORDS = {
-    "tp": "tp|mp|tensor|model_parallel_(?:group|rank|world_size)",
-    "pp": "pp|mp|pipeline|embd|embedding",
+    "tp": "tp|mp|tensor|get_model_parallel",
+    "pp": "pp|mp|pipeline|embd|embedding|get_model_parallel",
     "dp": "dp|data",
     "cp": "cp|context",
     "ep": "ep|expt|expert",
