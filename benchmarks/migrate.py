@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.corpora import CORPORA, Checkout, Corpus
+from megapg.migrate.edit.mixing import lost_in, mixed
 from megapg.migrate.edit.soundness import verify
 from megapg.migrate.edit.write import write_files
 from megapg.migrate.engine import migrate
@@ -105,6 +106,7 @@ class Outcome:
         uncompiled: files that compiled before and don't now.
         second_run: edits that a second run makes.
         cpu: seconds of the first run, without writing.
+        mixed: functions and classes of the source that ask two carriers about one kind of group.
     """
 
     corpus: Corpus
@@ -119,6 +121,7 @@ class Outcome:
     uncompiled: tuple[str, ...]
     second_run: int
     cpu: float
+    mixed: tuple[str, ...] = ()
 
 
 def run(corpus: Corpus) -> Outcome:
@@ -145,6 +148,7 @@ def run(corpus: Corpus) -> Outcome:
             uncompiled=tuple(_uncompiled(corpus, tree)),
             second_run=0,
             cpu=cpu,
+            mixed=tuple(_mixed(corpus, tree, files)),
         )
         again, _ = _migration(corpus, tree)
         return replace(outcome, second_run=sum(len(file.edits) for file in again.files))
@@ -207,6 +211,16 @@ def _pieces(old: Source, file: Rewritten) -> Iterator[tuple[int, int, tuple[str,
         yield at, edit.start, (old.text[edit.start : edit.stop], edit.new)
         at = edit.stop
     yield at, len(old.text), None
+
+
+def _mixed(corpus: Corpus, tree: Path, files: Iterable[Rewritten]) -> Iterator[str]:
+    """The functions and classes of the source that ask two carriers about one kind of group."""
+    versions = corpus.config(tree).versions
+    for file in files:
+        if not is_test(file.file) and _parses(file.after):
+            new = ast.parse(file.after)
+            for name in (*(each.where for each in mixed(new, versions)), *lost_in(new)):
+                yield f"{file.file}: {name}"
 
 
 def _parses(data: bytes) -> bool:

@@ -78,6 +78,7 @@ def _verdicts(outcomes: Sequence[Outcome]) -> Table:
             _none("changed files that don't parse, compile or undo", wrong),
             _none("bytes changed outside of the listed edits", outside),
             _none("edits of a second run", again),
+            _none("functions and classes that mix carriers", sum(len(e.mixed) for e in outcomes)),
         ),
         (
             "Rewritten is what is written without --unsafe. Tests are left out: what lies in a "
@@ -161,6 +162,7 @@ def _checks(outcomes: Sequence[Outcome]) -> Table:
             ("does not parse", each.unparsed),
             ("can't be undone", each.not_undone),
             ("does not compile", each.uncompiled),
+            ("mixes carriers", each.mixed),
         )
         for file in files
     ]

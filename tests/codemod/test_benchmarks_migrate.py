@@ -113,7 +113,9 @@ def test_shares_count_what_is_left_and_leave_shims_out() -> None:
 
 def test_tables_say_what_is_missed() -> None:
     uses = Uses(Counter({How.COLLECTION: 2}), Counter({"setter": 1}), roots=0)
-    outcome = Outcome(CORPORA[0], uses, uses, 9, 3, (), (), ("a.py",), 0, (), 4, cpu=1.5)
+    outcome = Outcome(
+        CORPORA[0], uses, uses, 9, 3, (), (), ("a.py",), 0, (), 4, 1.5, ("a.py: class A",)
+    )
     tables = migrate_report.corpora_tables([outcome])
     verdicts = {row[0]: row[-1] for row in tables[0].rows}
     assert list(verdicts.values()) == [
@@ -123,6 +125,7 @@ def test_tables_say_what_is_missed() -> None:
         "MISSED",  # one file can't be undone
         "met",
         "MISSED",  # four edits of a second run
+        "MISSED",  # a class that mixes carriers
     ]
     assert any("a.py" in note for note in tables[-1].notes)
 

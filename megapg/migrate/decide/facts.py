@@ -26,11 +26,18 @@ class Facts:
     Attributes:
         tainted: functions that only the globals can serve: they fake a rank or size, are called
             by one that does, or make the groups.
+        parted: functions that the globals serve as well, since they have to serve a part of what
+            is to be answered alike.
     """
 
     def __init__(self, index: Index, references: References) -> None:
         self._index, self._references = index, references
         self.tainted = self._reached_by_fakes() | self._owning
+        self.parted: set[Scope] = set()
+
+    def is_of_globals(self, unit: Scope | None) -> bool:
+        """Whether the globals serve all that a function asks."""
+        return unit in self.tainted or unit in self.parted
 
     def written_at(self, located: Located) -> Site | None:
         """Where the function of a use first writes a private variable of the globals."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megapg.migrate.decide.alike import parted
 from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Plan, Taking, best
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
@@ -43,11 +44,18 @@ def make_plan(
         unsafe: also rewrite what may behave differently where groups are missing.
         on_progress: called with the number of sites done and to do.
     """
-    planner = _Planner(index, frozen, unsafe)
-    for done, located in enumerate(index.located):
-        on_progress(done, len(index.located))
-        planner.look_at(located)
-    return planner.plan()
+    functions = Functions(index)
+    facts = Facts(index, functions.references)
+    while True:  # what the globals come to serve as well may be beside something else
+        planner = _Planner(index, frozen, unsafe, functions, facts)
+        for done, located in enumerate(index.located):
+            on_progress(done, len(index.located))
+            planner.look_at(located)
+        plan = planner.plan()
+        more = parted(plan, index, facts.tainted) - facts.parted
+        if not more:
+            return plan
+        facts.parted |= more
 
 
 # -- the rules -------------------------------------------------------------------------------------
@@ -129,7 +137,7 @@ def _by_globals(planner: _Planner, located: Located) -> None:
 def _by_what_there_is(planner: _Planner, located: Located) -> None:
     base, unit = best(located.site.carriers), located.use.scope.unit
     is_guard = _takes(located) is Takes.OPTIONAL and planner.facts.makes_groups(unit, located.path)
-    if base is None or base.optional or unit in planner.facts.tainted or is_guard:
+    if base is None or base.optional or planner.facts.is_of_globals(unit) or is_guard:
         planner.optional.append(located)
     else:
         planner.decide(located, base)
@@ -220,6 +228,11 @@ RULES = (
         _by_globals,
     ),
     Rule(
+        "its function, or its class, asks the globals about the same kind of groups: they serve",
+        lambda planner, located: located.use.scope.unit in planner.facts.parted,
+        _by_globals,
+    ),
+    Rule(
         "a collection or a model is at hand, and serves; one that the function makes does where "
         "nothing is passed",
         _is_at_hand,
@@ -247,12 +260,19 @@ class _Planner:
     parameter: these uses wait until that is known.
     """
 
-    def __init__(self, index: Index, frozen: Collection[Path], unsafe: bool) -> None:
+    def __init__(
+        self,
+        index: Index,
+        frozen: Collection[Path],
+        unsafe: bool,
+        functions: Functions,
+        facts: Facts,
+    ) -> None:
         self.index: Index = index
         self.frozen: Collection[Path] = frozen
         self.unsafe: bool = unsafe
-        self.functions: Functions = Functions(index)
-        self.facts: Facts = Facts(index, self.functions.references)
+        self.functions: Functions = functions
+        self.facts: Facts = facts
         self.threads: Threads = Threads(index, self.functions, self.facts, frozen)
         self.result = Plan()
         self.optional: list[Located] = []

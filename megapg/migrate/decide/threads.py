@@ -261,7 +261,7 @@ class Threads:
             if looked is None or (call and not add_argument(looked[0], call, PARAMETER)):
                 continue
             unit = reference.use.scope.unit
-            if unit in self._facts.tainted:
+            if self._facts.is_of_globals(unit):
                 continue
             supply = best(carriers(reference.use, path, self._index.resolver))
             if supply is not None:

@@ -1,0 +1,101 @@
+"""What has to be answered alike: where the globals have to serve a part of what a function, or a
+class, asks about one kind of group, they serve all of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from megapg.migrate.decide.decisions import Base, Plan
+from megapg.migrate.find.axes import axes_of
+from megapg.migrate.find.carriers import MODEL_NAMES
+from megapg.migrate.find.index import Index
+from megapg.migrate.find.roles import has_another_role
+from megapg.migrate.find.sites import Kind
+from megapg.migrate.python.flow import is_ruled_out, statements_around
+from megapg.migrate.python.methods import self_of
+from megapg.migrate.python.scopes import Scope, Use
+from megapg.upstream.mapping import COLLECTION_NAMES
+
+# A use that is left for one of these is about something that no collection tells.
+_UNSERVED = frozenset(
+    {"unknown-name", "not-in-core", "no-field", "lifecycle", "setter", "no-state", "buffer"}
+    | {"vp-stage", "encoder-decoder"}
+)
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """What a function asks somewhere."""
+
+    unit: Scope  # the function
+    axes: frozenset[str]  # about which kinds of groups
+    base: Base | None  # of what; None of the globals, as the use is left
+
+
+def parted(plan: Plan, index: Index, tainted: Collection[Scope]) -> set[Scope]:
+    """The functions in which something is served otherwise than what has to be answered alike.
+
+    Args:
+        plan: what is to be done.
+        index: the project.
+        tainted: the functions that make the groups or fake ranks: they mean these, and nothing
+            beside them does. Neither do those that ask about models of several roles.
+    """
+    of_functions: dict[Scope, list[_Asking]] = defaultdict(list)
+    of_classes: dict[Scope, list[_Asking]] = defaultdict(list)
+    for asking in _all(plan, index):
+        unit = asking.unit
+        if unit in tainted or has_another_role(unit):
+            continue
+        of_functions[unit].append(asking)
+        counts = _is_of_globals(asking.base) or _is_of_self(asking)
+        if counts and unit.parent is not None and unit.parent.kind == "class":
+            of_classes[unit.parent].append(asking)
+    return {
+        asking.unit
+        for together in (*of_functions.values(), *of_classes.values())
+        for asking in _beside_the_globals(together)
+    }
+
+
+def _beside_the_globals(together: list[_Asking]) -> Iterator[_Asking]:
+    globals_ = frozenset[str]().union(*(e.axes for e in together if _is_of_globals(e.base)))
+    for asking in together:
+        if asking.axes & globals_ and not _is_of_globals(asking.base):
+            yield asking
+
+
+def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
+    for each in plan.decisions:
+        unit = each.located.use.scope.unit
+        if unit is not None and not _stands_in(each.located.use, unit):
+            yield _Asking(unit, axes_of(each.located.site.name), each.base)
+    for passing in plan.passing:
+        unit = passing.reference.use.scope.unit
+        if unit is not None:
+            axes = frozenset[str]().union(*map(axes_of, passing.needs))
+            yield _Asking(unit, axes, passing.base)
+    left = {id(each.site) for each in plan.left if each.reason not in _UNSERVED}
+    for located in index.located:
+        unit = located.use.scope.unit
+        if id(located.site) in left and located.site.kind is Kind.CALL and unit is not None:
+            yield _Asking(unit, axes_of(located.site.name), None)
+
+
+def _stands_in(use: Use, unit: Scope) -> bool:
+    """Whether a use is for where there is no collection, or no model, in a variable for one."""
+    around = statements_around(use.parents, unit.node)
+    names = unit.bindings.keys() & {*COLLECTION_NAMES, *MODEL_NAMES}
+    return any(is_ruled_out(name, around, unit.node) for name in names)
+
+
+def _is_of_globals(base: Base | None) -> bool:
+    return base is None or base.expression == "None"
+
+
+def _is_of_self(asking: _Asking) -> bool:
+    of = asking.base.expression.partition(".")[0] if asking.base is not None else ""
+    return bool(of) and of == self_of(asking.unit)

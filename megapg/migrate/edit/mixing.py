@@ -1,0 +1,263 @@
+"""Whether a new text mixes carriers: what a function, or a class, asks about one kind of group has
+to come from one of them. Else who is in a group is asked of one, and the collective runs on the
+group of another.
+
+Nothing here knows how the edits were planned: the new text is read, and what is written there.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from megapg.migrate.find.axes import axes_of
+from megapg.migrate.python.scopes import last_name, walk
+from megapg.upstream.expressions import known, replacement
+from megapg.upstream.mapping import Refusal
+from megapg.upstream.signatures import VERSIONS
+
+PASSED, GLOBALS = "pg_collection", "the globals"
+"""What was passed, else the globals; and the globals alone."""
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_CONSTRUCTOR = "__init__"
+# What a collection has beside its fields.
+_OTHERS = frozenset({"rank", "size", "ranks", "extras", "holds", "require"})
+# Of these a getter that is left says that nothing can serve it.
+_UNSERVED = frozenset(
+    {"unknown-name", "not-in-core", "no-field", "lifecycle", "setter", "no-state", "buffer"}
+    | {"vp-stage", "encoder-decoder"}
+)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A place at which something about a group is asked."""
+
+    carrier: str  # of what: one of the two above, or an expression
+    what: str  # a field, or a getter
+    line: int  # where
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A function, or a class, in which two carriers are asked about one kind of group."""
+
+    where: str  # its name
+    one: Asking
+    other: Asking
+
+
+def mixed(tree: ast.Module, versions: Collection[int] = tuple(VERSIONS)) -> Iterator[Mixed]:
+    """The functions and classes of a file that ask two carriers about one kind of group.
+
+    Args:
+        tree: the new text, parsed.
+        versions: of Megatron-core, that may run it.
+    """
+    names = _Names(tree, versions)
+    for node in ast.walk(tree):
+        if isinstance(node, _Function):
+            yield from _apart(node.name, _Reading(node, names).asked())
+        elif isinstance(node, ast.ClassDef):
+            methods = [each for each in node.body if isinstance(each, _Function)]
+            asked = [
+                asking
+                for each in methods
+                if not _makes_groups(each)
+                for asking in _Reading(each, names).asked()
+                if asking.carrier in ("self", GLOBALS)
+            ]
+            yield from _apart(f"class {node.name}", asked)
+
+
+def lost_in(tree: ast.Module) -> Iterator[str]:
+    """The classes whose constructor takes a collection and keeps it nowhere, while others of their
+    methods ask the object for one.
+    """
+    for node in ast.walk(tree):
+        body = node.body if isinstance(node, ast.ClassDef) else ()
+        methods = [each for each in body if isinstance(each, _Function)]
+        if isinstance(node, ast.ClassDef) and any(map(_drops, methods)):
+            others = (each for each in methods if each.name != _CONSTRUCTOR)
+            if any(_asks_self(call) for each in others for call in walk(each)):
+                yield node.name
+
+
+def _drops(method: _Function) -> bool:
+    """Whether a constructor takes a collection, and neither keeps it nor hands it on whole."""
+    arguments = method.args
+    every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    if method.name != _CONSTRUCTOR or all(each.arg != PASSED for each in every):
+        return False
+    kept = [
+        each.value
+        for each in walk(method)
+        if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Attribute)
+    ]
+    kept += [
+        given
+        for each in walk(method)
+        if isinstance(each, ast.Call)
+        for given in (*each.args, *(keyword.value for keyword in each.keywords))
+        if last_name(each.func) not in ("resolve", "groups_of")
+    ]
+    whole = [value for each in kept for value in (each, *getattr(each, "values", ()))]
+    return not any(isinstance(each, ast.Name) and each.id == PASSED for each in whole)
+
+
+def _asks_self(node: ast.AST) -> bool:
+    first = node.args[0] if isinstance(node, ast.Call) and node.args else None
+    return (
+        isinstance(node, ast.Call)
+        and last_name(node.func) == "groups_of"
+        and isinstance(first, ast.Name)
+        and first.id == "self"
+    )
+
+
+def _makes_groups(function: _Function) -> bool:
+    called = (last_name(e.func) for e in walk(function) if isinstance(e, ast.Call))
+    return any(each in ("initialize_model_parallel", "destroy_model_parallel") for each in called)
+
+
+def _apart(where: str, asked: Sequence[Asking]) -> Iterator[Mixed]:
+    seen = set()
+    for at, one in enumerate(asked):
+        for other in asked[at + 1 :]:
+            both = frozenset({one.carrier, other.carrier})
+            if len(both) > 1 and both not in seen and axes_of(one.what) & axes_of(other.what):
+                seen.add(both)
+                yield Mixed(where, one, other)
+
+
+class _Names:
+    """What the imports of a file are called in it."""
+
+    def __init__(self, tree: ast.Module, versions: Collection[int]) -> None:
+        self.megapg, self.getters, self.modules = set[str](), set[str](), set[str]()
+        self.members: dict[str, str] = {}
+        self._versions = versions
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                self.megapg |= {e.asname or e.name for e in node.names if e.name == "megapg"}
+            elif isinstance(node, ast.ImportFrom):
+                self._imported_from(node.module or "", node.names)
+
+    def _imported_from(self, module: str, names: Sequence[ast.alias]) -> None:
+        for each in names:
+            bound = each.asname or each.name
+            if module == "megapg.megatron" and each.name == "getters":
+                self.getters.add(bound)
+            elif not module.startswith("megatron") and module:
+                continue
+            elif each.name in ("parallel_state", "mpu"):
+                self.modules.add(bound)
+            elif module.endswith(("parallel_state", "mpu")) and known(each.name):
+                self.members[bound] = each.name
+
+    def left(self, called: ast.expr) -> str:
+        """The getter of Megatron's that is called, and that something could serve."""
+        name = self.members.get(called.id, "") if isinstance(called, ast.Name) else ""
+        if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
+            name = called.attr if called.value.id in self.modules else ""
+        answers = [replacement(name, (), (each,)) for each in self._versions] if name else []
+        served = [e for e in answers if not isinstance(e, Refusal) or e.reason not in _UNSERVED]
+        return name if served else ""
+
+
+class _Reading:
+    """What one function asks, without the functions in it that have a model of their own."""
+
+    def __init__(self, function: _Function, names: _Names) -> None:
+        self._function, self._names = function, names
+        self._holds: dict[str, str] = {}  # variable -> the carrier of which it is a collection
+        self._comes_of: dict[str, str] = {}  # variable -> the carrier of which it is a model
+        self._nodes = list(walk(function))
+        self._of_others = {
+            each.arg
+            for node in self._nodes
+            if isinstance(node, _Function | ast.Lambda) and node is not function
+            for each in (*node.args.args, *node.args.kwonlyargs)
+        }
+        own = (*function.args.args, *function.args.kwonlyargs)
+        if any(each.arg == PASSED for each in own):
+            self._holds[PASSED] = PASSED
+        self._says_none = any(
+            isinstance(node, ast.Compare)
+            and isinstance(node.left, ast.Name)
+            and node.left.id == PASSED
+            and isinstance(node.comparators[0], ast.Constant)
+            for node in self._nodes
+        )
+
+    def asked(self) -> list[Asking]:
+        """All that it asks, in the order of its text."""
+        for node in self._nodes:
+            if isinstance(node, ast.Assign):
+                self._bind(node.targets[0], node.value)
+            elif isinstance(node, ast.For):
+                self._bind(node.target, node.iter)
+        found = [asking for node in self._nodes for asking in self._of(node)]
+        if self._says_none:  # what the globals answer where nothing was passed is what it means
+            found = [each for each in found if each.carrier != GLOBALS]
+        own = [each for each in found if each.carrier not in self._of_others]
+        return sorted(own, key=lambda each: each.line)
+
+    def _bind(self, target: ast.expr, value: ast.expr) -> None:
+        if not isinstance(target, ast.Name):
+            return
+        if carrier := self._carrier(value):
+            self._holds[target.id] = carrier
+        elif isinstance(value, ast.Call):  # a model that is made with a collection
+            given = [each.value for each in value.keywords if each.arg == PASSED]
+            if given and (carrier := self._carrier(given[0])):
+                self._comes_of[target.id] = carrier
+        elif isinstance(value, ast.Attribute):
+            self._comes_of[target.id] = self._model(value)
+
+    def _of(self, node: ast.AST) -> Iterator[Asking]:
+        line = getattr(node, "lineno", 0)
+        is_field = isinstance(node, ast.Attribute) and node.attr not in _OTHERS
+        if isinstance(node, ast.Attribute) and is_field and (carrier := self._carrier(node.value)):
+            yield Asking(carrier, node.attr, line)
+        if not isinstance(node, ast.Call):
+            return
+        if name := self._names.left(node.func):
+            yield Asking(GLOBALS, name, line)
+        first = node.args[0] if node.args else None
+        if isinstance(node.func, ast.Attribute) and first is not None:
+            carrier = self._carrier(node.func.value)
+            if carrier and isinstance(first, ast.Constant):
+                yield Asking(carrier, str(first.value), line)
+            if last_name(node.func.value) in self._names.getters and self._carrier(first):
+                yield Asking(self._carrier(first), node.func.attr, line)
+        if carrier := self._carrier(node):  # it is asked, or passed on, for what it is looked up
+            for each in node.args[1:]:
+                if isinstance(each, ast.Constant):
+                    yield Asking(carrier, str(each.value), line)
+
+    def _carrier(self, node: ast.expr) -> str:
+        """Of what an expression is a collection; empty where it is none."""
+        if isinstance(node, ast.Name):
+            return self._holds.get(node.id, "")
+        if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+            return next(filter(None, map(self._carrier, node.values)), "")
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return ""
+        if last_name(node.func.value) not in self._names.megapg or not node.args:
+            return ""
+        if node.func.attr not in ("resolve", "groups_of"):
+            return ""
+        given = node.args[0]
+        if isinstance(given, ast.Constant) and given.value is None:
+            return GLOBALS
+        return self._carrier(given) or self._model(given)
+
+    def _model(self, node: ast.expr) -> str:
+        """The model, or the object, from which an expression comes."""
+        while isinstance(node, ast.Attribute | ast.Subscript):
+            node = node.value
+        name = node.id if isinstance(node, ast.Name) else ast.unparse(node)
+        return self._comes_of.get(name, name)

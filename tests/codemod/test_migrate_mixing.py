@@ -1,0 +1,71 @@
+"""The check that finds, in a new text, what asks two carriers about one kind of group."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from migrate_cases import cases
+from test_migrate_engine import Case
+
+from megapg.migrate.edit.mixing import lost_in, mixed
+
+_HEAD = "import megapg\nfrom megapg.megatron import getters\nfrom megatron.core import mpu\n\n\n"
+# A text, and what it mixes.
+TEXTS = {
+    "def f(model):\n    if megapg.resolve(None).rank('tp'):\n"
+    "        return megapg.groups_of(model, 'tp').tp\n": ["f"],
+    "def f(model):\n    pg = megapg.groups_of(model, 'embd')\n"
+    "    if getters.is_rank_in_embedding_group(megapg.resolve(None)):\n"
+    "        return pg.embd\n": ["f"],
+    "def f(model):\n    if mpu.get_data_parallel_rank():\n"
+    "        return g(pg_collection=megapg.groups_of(model, 'dp_cp'))\n": ["f"],
+    "def f(pg_collection=None):\n"
+    "    return mpu.get_data_parallel_rank(), megapg.resolve(pg_collection).dp\n": ["f"],
+    "class A:\n    @staticmethod\n    def f():\n        return megapg.resolve(None).rank('ep')\n"
+    "    def g(self):\n        return megapg.groups_of(self, 'ep').ep\n": ["class A"],
+    # One carrier, or several that are about several kinds, or that are one.
+    "def f(model):\n    pg = megapg.groups_of(model, 'tp')\n"
+    "    return pg.rank('tp'), megapg.groups_of(model, 'tp').tp\n": [],
+    "def f(model):\n"
+    "    return megapg.resolve(None).rank('pp'), megapg.groups_of(model, 'tp').tp\n": [],
+    "def f(self):\n    model = make(pg_collection=megapg.groups_of(self, 'tp'))\n"
+    "    return megapg.groups_of(model, 'tp').tp\n": [],
+    "def f(self):\n    for each in self.models:\n        g(megapg.groups_of(each, 'tp').tp)\n"
+    "    return megapg.groups_of(self, 'tp').tp\n": [],
+    # What was passed, and the globals where nothing was.
+    "def f(pg_collection=None):\n    if pg_collection is None:\n"
+    "        return megapg.resolve(None).tp\n    return pg_collection.tp\n": [],
+    # What is left, and nothing can serve.
+    "def f(model):\n    mpu.set_tensor_model_parallel_rank(1)\n"
+    "    mpu.get_tensor_parallel_group_of_a_fork()\n"
+    "    return megapg.groups_of(model, 'tp').tp\n": [],
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_mixes_carriers(text: str) -> None:
+    assert [each.where for each in mixed(ast.parse(_HEAD + text), (16,))] == TEXTS[text]
+
+
+@pytest.mark.parametrize("name", cases("alike"))
+def test_no_case_mixes_carriers(name: str) -> None:
+    for text in Case(cases("alike")[name]).after.values():
+        assert not list(mixed(ast.parse(text), (16,)))
+
+
+@pytest.mark.parametrize(
+    ("body", "lost"),
+    [
+        ("self.x = pg_collection.tp", ["Net"]),
+        ("self.x = megapg.resolve(pg_collection).tp", ["Net"]),
+        ("self.pg_collection = pg_collection", []),
+        ("super().__init__(pg_collection)", []),
+    ],
+)
+def test_a_constructor_that_loses_what_it_is_passed(body: str, lost: list[str]) -> None:
+    text = (
+        f"class Net(Base):\n    def __init__(self, pg_collection):\n        {body}\n\n"
+        "    def f(self):\n        return megapg.groups_of(self, 'tp').tp\n"
+    )
+    assert list(lost_in(ast.parse(_HEAD + text))) == lost
