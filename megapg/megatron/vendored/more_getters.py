@@ -5,21 +5,42 @@ A project gets those that it uses.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from megapg.megatron.vendored.process_groups import (
     _FIELDS,
     MissingGroupError,
     ProcessGroupCollection,
-    _asks,
     _getter,
     _globals,
     _is_of_globals,
     _takes,
     resolve,
 )
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _asks(name: str, *, of: str = "") -> Callable[[_F], _F]:
+    """The function is the getter of that name where the globals are asked, or where the group of
+    the field ``of`` is theirs.
+    """
+
+    def decorate(function: _F) -> _F:
+        @functools.wraps(function)
+        def answer(pg: ProcessGroupCollection, **arguments: Any) -> object:
+            if pg.passed is None or (of != "" and _is_of_globals(pg, of)):
+                return getattr(_globals(), name)(**arguments)
+            return function(pg, **arguments)
+
+        return cast(_F, answer)
+
+    return decorate
+
 
 # -- whether there are groups ----------------------------------------------------------------------
 
@@ -97,7 +118,26 @@ def expert_src_rank(pg: ProcessGroupCollection) -> int:
     return pg.ranks("ep")[0]
 
 
-@_asks("get_data_parallel_group", refused_with="gtp_remat")
+def _refuses(remat: str) -> Callable[[_F], _F]:
+    """The function does not answer where weights are rematerialised over a field: then there are
+    two groups to choose from.
+    """
+
+    def decorate(function: _F) -> _F:
+        @functools.wraps(function)
+        def answer(pg: ProcessGroupCollection, **arguments: Any) -> object:
+            group = getattr(pg, remat, None)
+            if group is not None and group.size() > 1:
+                raise ValueError(f"with {remat} there are two such groups: take a field of pg.")
+            return function(pg, **arguments)
+
+        return cast(_F, answer)
+
+    return decorate
+
+
+@_refuses("gtp_remat")
+@_asks("get_data_parallel_group")
 def data_group(
     pg: ProcessGroupCollection,
     *,
@@ -108,7 +148,8 @@ def data_group(
     return getattr(pg, _data_field(with_context_parallel, partial_data_parallel))
 
 
-@_asks("get_data_parallel_rank", refused_with="gtp_remat")
+@_refuses("gtp_remat")
+@_asks("get_data_parallel_rank")
 def data_rank(
     pg: ProcessGroupCollection,
     *,
@@ -119,7 +160,8 @@ def data_rank(
     return pg.rank(_data_field(with_context_parallel, partial_data_parallel))
 
 
-@_asks("get_data_parallel_world_size", refused_with="gtp_remat")
+@_refuses("gtp_remat")
+@_asks("get_data_parallel_world_size")
 def data_size(
     pg: ProcessGroupCollection,
     *,
@@ -136,7 +178,8 @@ def _data_field(with_context_parallel: bool, partial: bool) -> str:
     return "intra_dp_cp" if partial else "dp_cp" if with_context_parallel else "dp"
 
 
-@_asks("get_expert_data_parallel_group", refused_with="expt_gtp_remat")
+@_refuses("expt_gtp_remat")
+@_asks("get_expert_data_parallel_group")
 def expert_data_group(
     pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
 ) -> Any:
@@ -144,7 +187,8 @@ def expert_data_group(
     return getattr(pg, "intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
 
 
-@_asks("get_expert_data_parallel_rank", refused_with="expt_gtp_remat")
+@_refuses("expt_gtp_remat")
+@_asks("get_expert_data_parallel_rank")
 def expert_data_rank(
     pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
 ) -> int:
@@ -152,7 +196,8 @@ def expert_data_rank(
     return pg.rank("intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
 
 
-@_asks("get_expert_data_parallel_world_size", refused_with="expt_gtp_remat")
+@_refuses("expt_gtp_remat")
+@_asks("get_expert_data_parallel_world_size")
 def expert_data_size(
     pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
 ) -> int:
@@ -226,7 +271,8 @@ def hybrid_group(pg: ProcessGroupCollection, size: int) -> Any:
     return pg.dp_cp
 
 
-@_asks("get_all_ranks", refused_with="gtp_remat")
+@_refuses("gtp_remat")
+@_asks("get_all_ranks")
 def all_ranks(pg: ProcessGroupCollection) -> str:
     """For ``get_all_ranks()``: this rank's place on the axes, such as ``1_0_0_2_0``; from 0.19 on
     the second is that of rematerialised weights.
@@ -265,71 +311,36 @@ def inter_partial_data_group(pg: ProcessGroupCollection, *, check_initialized: b
 # -- stages of the pipeline ------------------------------------------------------------------------
 
 
-@_asks("get_virtual_pipeline_model_parallel_world_size", of="pp")
 def virtual_pipeline_size(pg: ProcessGroupCollection) -> int | None:
     """For ``get_virtual_pipeline_model_parallel_world_size()``: model chunks on a rank, or None."""
-    raise ValueError(
-        "the pp group that was passed does not say whether the pipeline is virtual: pass vp_size=, "
-        "or ignore_virtual=True."
-    )
+    return cast("int | None", _of_job(pg).get_virtual_pipeline_model_parallel_world_size())
 
 
-@_asks("is_pipeline_first_stage", of="pp")
-def is_pipeline_first_stage(
-    pg: ProcessGroupCollection,
-    *,
-    ignore_virtual: bool | None = None,
-    vp_stage: int | None = None,
-    vp_size: int | None = None,
-) -> bool:
-    """For ``is_pipeline_first_stage()``: whether this rank, or with ``ignore_virtual=False`` its
-    model chunk ``vp_stage``, is the first stage.
-    """
-    first, _ = _ends(pg, ignore_virtual, vp_stage, vp_size)
-    return first and pg.rank("pp") == 0
+def is_pipeline_first_stage(pg: ProcessGroupCollection, **chunk: Any) -> bool:
+    """For ``is_pipeline_first_stage()``, whose arguments say if a model chunk is meant."""
+    if pg.passed is None or chunk.get("ignore_virtual") is False:
+        return cast(bool, _of_job(pg).is_pipeline_first_stage(**chunk))
+    return pg.rank("pp") == 0
 
 
-@_asks("is_pipeline_last_stage", of="pp")
-def is_pipeline_last_stage(
-    pg: ProcessGroupCollection,
-    *,
-    ignore_virtual: bool | None = None,
-    vp_stage: int | None = None,
-    vp_size: int | None = None,
-) -> bool:
-    """For ``is_pipeline_last_stage()``, likewise."""
-    _, last = _ends(pg, ignore_virtual, vp_stage, vp_size)
-    return last and pg.rank("pp") == pg.size("pp") - 1
+def is_pipeline_last_stage(pg: ProcessGroupCollection, **chunk: Any) -> bool:
+    """For ``is_pipeline_last_stage()``, whose arguments say if a model chunk is meant."""
+    if pg.passed is None or chunk.get("ignore_virtual") is False:
+        return cast(bool, _of_job(pg).is_pipeline_last_stage(**chunk))
+    return pg.rank("pp") == pg.size("pp") - 1
 
 
-def _ends(
-    pg: ProcessGroupCollection,
-    ignore_virtual: bool | None,
-    vp_stage: int | None,
-    vp_size: int | None,
-) -> tuple[bool, bool]:
-    """Whether a model chunk is the first on its rank, and the last."""
-    size = None
-    if ignore_virtual is False:
-        size = virtual_pipeline_size(pg) if vp_size is None else vp_size
-    if size is None:
-        return True, True
-    if vp_stage is None:
-        raise ValueError(f"there are {size} model chunks on a rank: pass vp_stage=.")
-    return vp_stage == 0, vp_stage == size - 1
+def _of_job(pg: ProcessGroupCollection) -> Any:
+    """The globals, where the pipeline is theirs: no group tells of the chunks in a stage."""
+    if not _is_of_globals(pg, "pp"):
+        raise ValueError("the pp passed does not tell of model chunks: pass ignore_virtual=True.")
+    return _globals()
 
 
-@_asks("is_rank_in_embedding_group", of="embd")
-def is_rank_in_embedding_group(
-    pg: ProcessGroupCollection,
-    *,
-    ignore_virtual: bool | None = None,
-    vp_stage: int | None = None,
-    vp_size: int | None = None,
-) -> bool:
+def is_rank_in_embedding_group(pg: ProcessGroupCollection, **chunk: Any) -> bool:
     """For ``is_rank_in_embedding_group()``: whether this rank holds the word embeddings."""
-    if ignore_virtual is False and pg.embd is not None:
-        raise ValueError("of one model chunk only Megatron-core's own embd group can tell.")
+    if pg.passed is None or chunk.get("ignore_virtual") is False:
+        return cast(bool, _of_job(pg).is_rank_in_embedding_group(**chunk))
     return pg.embd is not None
 
 

@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-_F = TypeVar("_F", bound=Callable[..., Any])
+from typing import Any, cast
 
 # Field -> the middle of the names of its getters, and the flags that choose its group.
 _FIELDS = {
@@ -47,8 +46,11 @@ _FIELDS = {
     "expt_gtp_remat": "expert_gtp_weight_remat",
 }
 # A rank may have no such group; then the field is None.
-_MAY_BE_NONE = {"embd", "pos_embd", "hcp", "inter_dist_opt", "dp_cp_ag"}
-_MAY_BE_NONE |= {"gtp_remat", "expt_gtp_remat"}
+_OPTIONAL = {"embd", "pos_embd", "hcp", "inter_dist_opt", "dp_cp_ag", "gtp_remat", "expt_gtp_remat"}
+# What Megatron-core calls its classes; the last two up to 0.14.
+_COLLECTIONS = ("ProcessGroupCollection", "ModelCommProcessGroups", "GradCommProcessGroups")
+# Under what wrappers, trainers and engines keep a model; the last is asked first.
+_WRAPPED = ("unwrapped_models", "wrapped_models", "model_chunks", "models", "model", "module")
 
 
 class MissingGroupError(AttributeError, AssertionError):
@@ -65,11 +67,14 @@ class ProcessGroupCollection:
         """The group of a field."""
         if field not in _FIELDS:
             raise AttributeError(f"{type(self).__name__} has no attribute {field!r}")
-        held = self.passed is None or hasattr(self.passed, field)
-        found = _ask_for(field) if self.passed is None else getattr(self.passed, field, None)
+        found, is_there = getattr(self.passed, field, None), hasattr(self.passed, field)
+        if self.passed is None:
+            getter, is_there = _getter(field, "groups" if field == "hcp" else "group"), True
+            with contextlib.suppress(AssertionError):
+                found = None if getter is None else getter()
         if isinstance(found, list) and field == "hcp":
             found = tuple(found) or None
-        if held and (found is not None or field in _MAY_BE_NONE):
+        if is_there and (found is not None or field in _OPTIONAL):
             return found
         raise self._missing(field)
 
@@ -87,8 +92,7 @@ class ProcessGroupCollection:
         return tuple(self._number(field, "global_ranks", of_group))
 
     def _number(self, field: str, ending: str, of_group: Callable[[Any], Any]) -> Any:
-        getter = _getter(field, ending) if self.passed is None else None
-        if getter is not None:
+        if self.passed is None and (getter := _getter(field, ending)) is not None:
             return getter()
         group = getattr(self, field)
         if group is None or isinstance(group, (list, tuple)):
@@ -96,14 +100,12 @@ class ProcessGroupCollection:
         return of_group(group)
 
     def _missing(self, field: str) -> MissingGroupError:
-        if self.passed is None:
-            return MissingGroupError(
-                f"megatron.core.parallel_state has no group {field}, or several: call "
-                "initialize_model_parallel() before, or pass pg_collection=."
-            )
+        passed = f"the {type(self.passed).__qualname__} passed as pg_collection"
+        asked = "megatron.core.parallel_state" if self.passed is None else passed
         return MissingGroupError(
-            f"pg_collection is a {type(self.passed).__qualname__} without {field}: pass one that "
-            "has it, such as ProcessGroupCollection.use_mpu_process_groups() of Megatron-core."
+            f"{asked} has no group {field}, or several. "
+            "Call initialize_model_parallel() before, or pass a collection that has it, such as "
+            f'ProcessGroupCollection.use_mpu_process_groups(["{field}"]) of Megatron-core.'
         )
 
 
@@ -135,19 +137,13 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
         submodules = held.get("_modules") or {}
         inside = [*submodules.values(), *(each if isinstance(each, (list, tuple)) else ())]
         waiting += reversed(inside)
-        for name in ("unwrapped_models", "wrapped_models", "model_chunks", "models", "model"):
-            waiting.append(held.get(name, submodules.get(name)))
-        waiting.append(held.get("module", submodules.get("module")))
+        waiting += [held.get(name, submodules.get(name)) for name in _WRAPPED]
     return resolve()
 
 
 def _is_collection(value: object) -> bool:
-    if isinstance(value, ProcessGroupCollection):
-        return value.passed is not None
-    classes = {each.__name__ for each in type(value).__mro__}  # of two names up to 0.14
-    return not classes.isdisjoint(
-        ("ProcessGroupCollection", "ModelCommProcessGroups", "GradCommProcessGroups")
-    )
+    names = {each.__name__ for each in type(value).__mro__}
+    return not names.isdisjoint(_COLLECTIONS) and getattr(value, "passed", value) is not None
 
 
 def _globals() -> Any:
@@ -173,43 +169,7 @@ def _takes(getter: Callable[..., Any], *names: str) -> bool:
     return takes_any or parameters.keys() >= {*names}
 
 
-def _ask_for(field: str) -> Any:
-    """The group that the globals have for a field, or None."""
-    getter = _getter(field, "groups" if field == "hcp" else "group")
-    try:
-        return None if getter is None else getter()
-    except AssertionError:
-        return None
-
-
-def _asks(name: str, *, of: str = "", refused_with: str = "") -> Callable[[_F], _F]:
-    """The function is the getter of that name where the globals are asked, or where the group of
-    the field ``of`` is theirs. What is passed as None is left to the getter's default.
-
-    It refuses to answer where weights are rematerialised over the field ``refused_with``: then
-    there are two groups to choose from.
-    """
-
-    def decorate(function: _F) -> _F:
-        @functools.wraps(function)
-        def answer(pg: ProcessGroupCollection, **arguments: Any) -> object:
-            rematerialised = getattr(pg, refused_with, None) if refused_with else None
-            if rematerialised is not None and rematerialised.size() > 1:
-                raise ValueError(f"{name}() is ambiguous with {refused_with}: take a field of pg.")
-            if pg.passed is None or (of and _is_of_globals(pg, of)):
-                given = {key: value for key, value in arguments.items() if value is not None}
-                getter = getattr(_globals(), name, None)
-                if getter is not None and _takes(getter, *given):
-                    return getter(**given)
-            return function(pg, **arguments)
-
-        return cast(_F, answer)
-
-    return decorate
-
-
 def _is_of_globals(pg: ProcessGroupCollection, field: str) -> bool:
     """Whether a group is the one that the globals have: they know more of the job than it does."""
-    if pg.passed is None:
-        return True
-    return getattr(pg, field, pg) is getattr(ProcessGroupCollection(), field, None)
+    globals_have = getattr(ProcessGroupCollection(), field, None)
+    return pg.passed is None or getattr(pg, field, pg) is globals_have

@@ -23,7 +23,7 @@ from megapg.migrate.python.flow import (
     runs_before,
     statements_around,
 )
-from megapg.migrate.python.imports import Imports, names_of
+from megapg.migrate.python.imports import MEGAPG, Imports, Runtime, names_of
 from megapg.migrate.python.insert import add_argument, add_behind, add_parameter, add_statement
 from megapg.migrate.python.locate import quote_in
 from megapg.migrate.python.methods import body_of, first_parameter, parameters
@@ -54,11 +54,12 @@ class Writer:
     Args:
         source: the file.
         analysis: its scopes.
+        runtime: what its new text calls.
     """
 
-    def __init__(self, source: Source, analysis: Analysis) -> None:
+    def __init__(self, source: Source, analysis: Analysis, runtime: Runtime = MEGAPG) -> None:
         self._source, self._analysis = source, analysis
-        self._imports = Imports(source, analysis)
+        self._imports = Imports(source, analysis, runtime)
         self._edits: list[Edit] = []
         self._gone: set[Use] = set()
         self._looked_up: dict[tuple[Scope, Base], list[_LookedUp]] = {}
