@@ -5,11 +5,9 @@ A project gets those that it uses.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from megapg.megatron.vendored.process_groups import (
     _FIELDS,
@@ -21,26 +19,6 @@ from megapg.megatron.vendored.process_groups import (
     _takes,
     resolve,
 )
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _asks(name: str, *, of: str = "") -> Callable[[_F], _F]:
-    """The function is the getter of that name where the globals are asked, or where the group of
-    the field ``of`` is theirs.
-    """
-
-    def decorate(function: _F) -> _F:
-        @functools.wraps(function)
-        def answer(pg: ProcessGroupCollection, **arguments: Any) -> object:
-            if pg.passed is None or (of != "" and _is_of_globals(pg, of)):
-                return getattr(_globals(), name)(**arguments)
-            return function(pg, **arguments)
-
-        return cast(_F, answer)
-
-    return decorate
-
 
 # -- whether there are groups ----------------------------------------------------------------------
 
@@ -94,146 +72,127 @@ def hierarchical_groups(pg: ProcessGroupCollection, *, check_initialized: bool =
     return None if found is None else list(found)
 
 
-@_asks("get_tensor_model_parallel_src_rank")
 def tensor_src_rank(pg: ProcessGroupCollection) -> int:
     """For ``get_tensor_model_parallel_src_rank()``: global rank of the group's first."""
+    if pg.passed is None:
+        return cast(int, _globals().get_tensor_model_parallel_src_rank())
     return pg.ranks("tp")[0]
 
 
-@_asks("get_model_parallel_src_rank")
 def model_src_rank(pg: ProcessGroupCollection) -> int:
     """For ``get_model_parallel_src_rank()``: global rank of the group's first."""
+    if pg.passed is None:
+        return cast(int, _globals().get_model_parallel_src_rank())
     return pg.ranks("mp")[0]
 
 
-@_asks("get_data_parallel_src_rank")
-def data_src_rank(pg: ProcessGroupCollection, *, with_context_parallel: bool = False) -> int:
+def data_src_rank(pg: ProcessGroupCollection, **flags: bool) -> int:
     """For ``get_data_parallel_src_rank()``: global rank of the group's first."""
-    return pg.ranks("dp_cp" if with_context_parallel else "dp")[0]
+    if pg.passed is None:
+        return cast(int, _globals().get_data_parallel_src_rank(**flags))
+    return pg.ranks(_data_field(**flags))[0]
 
 
-@_asks("get_expert_model_parallel_src_rank")
 def expert_src_rank(pg: ProcessGroupCollection) -> int:
     """For ``get_expert_model_parallel_src_rank()``: global rank of the group's first."""
+    if pg.passed is None:
+        return cast(int, _globals().get_expert_model_parallel_src_rank())
     return pg.ranks("ep")[0]
 
 
-def _refuses(remat: str) -> Callable[[_F], _F]:
-    """The function does not answer where weights are rematerialised over a field: then there are
-    two groups to choose from.
-    """
-
-    def decorate(function: _F) -> _F:
-        @functools.wraps(function)
-        def answer(pg: ProcessGroupCollection, **arguments: Any) -> object:
-            group = getattr(pg, remat, None)
-            if group is not None and group.size() > 1:
-                raise ValueError(f"with {remat} there are two such groups: take a field of pg.")
-            return function(pg, **arguments)
-
-        return cast(_F, answer)
-
-    return decorate
-
-
-@_refuses("gtp_remat")
-@_asks("get_data_parallel_group")
-def data_group(
-    pg: ProcessGroupCollection,
-    *,
-    with_context_parallel: bool = False,
-    partial_data_parallel: bool = False,
-) -> Any:
+def data_group(pg: ProcessGroupCollection, **flags: bool) -> Any:
     """For ``get_data_parallel_group()`` with flags that are known at run time only."""
-    return getattr(pg, _data_field(with_context_parallel, partial_data_parallel))
+    _refuse(pg, "gtp_remat")
+    if pg.passed is None:
+        return _globals().get_data_parallel_group(**flags)
+    return getattr(pg, _data_field(**flags))
 
 
-@_refuses("gtp_remat")
-@_asks("get_data_parallel_rank")
-def data_rank(
-    pg: ProcessGroupCollection,
-    *,
-    with_context_parallel: bool = False,
-    partial_data_parallel: bool = False,
-) -> int:
+def data_rank(pg: ProcessGroupCollection, **flags: bool) -> int:
     """For ``get_data_parallel_rank()`` with such flags."""
-    return pg.rank(_data_field(with_context_parallel, partial_data_parallel))
+    _refuse(pg, "gtp_remat")
+    if pg.passed is None:
+        return cast(int, _globals().get_data_parallel_rank(**flags))
+    return pg.rank(_data_field(**flags))
 
 
-@_refuses("gtp_remat")
-@_asks("get_data_parallel_world_size")
-def data_size(
-    pg: ProcessGroupCollection,
-    *,
-    with_context_parallel: bool = False,
-    partial_data_parallel: bool = False,
-) -> int:
+def data_size(pg: ProcessGroupCollection, **flags: bool) -> int:
     """For ``get_data_parallel_world_size()`` with such flags."""
-    return pg.size(_data_field(with_context_parallel, partial_data_parallel))
+    _refuse(pg, "gtp_remat")
+    if pg.passed is None:
+        return cast(int, _globals().get_data_parallel_world_size(**flags))
+    return pg.size(_data_field(**flags))
 
 
-def _data_field(with_context_parallel: bool, partial: bool) -> str:
-    if partial and not with_context_parallel:
-        raise AssertionError("partial_data_parallel needs with_context_parallel=True as well.")
-    return "intra_dp_cp" if partial else "dp_cp" if with_context_parallel else "dp"
+def _data_field(*, with_context_parallel: bool = False, partial_data_parallel: bool = False) -> str:
+    if not with_context_parallel:
+        if partial_data_parallel:
+            raise ValueError("partial_data_parallel needs with_context_parallel=True as well.")
+        return "dp"
+    return "intra_dp_cp" if partial_data_parallel else "dp_cp"
 
 
-@_refuses("expt_gtp_remat")
-@_asks("get_expert_data_parallel_group")
-def expert_data_group(
-    pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
-) -> Any:
+def _refuse(pg: ProcessGroupCollection, remat: str) -> None:
+    """Where weights are rematerialised over a field there are two groups to choose from."""
+    group = getattr(pg, remat, None)
+    if group is not None and group.size() > 1:
+        raise ValueError(f"with {remat} there are two such groups: take a field of pg.")
+
+
+def expert_data_group(pg: ProcessGroupCollection, **flags: bool) -> Any:
     """For ``get_expert_data_parallel_group()`` with a flag that is known at run time only."""
-    return getattr(pg, "intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
+    _refuse(pg, "expt_gtp_remat")
+    if pg.passed is None:
+        return _globals().get_expert_data_parallel_group(**flags)
+    return getattr(pg, _expert_data_field(**flags))
 
 
-@_refuses("expt_gtp_remat")
-@_asks("get_expert_data_parallel_rank")
-def expert_data_rank(
-    pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
-) -> int:
+def expert_data_rank(pg: ProcessGroupCollection, **flags: bool) -> int:
     """For ``get_expert_data_parallel_rank()`` with such a flag."""
-    return pg.rank("intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
+    _refuse(pg, "expt_gtp_remat")
+    if pg.passed is None:
+        return cast(int, _globals().get_expert_data_parallel_rank(**flags))
+    return pg.rank(_expert_data_field(**flags))
 
 
-@_refuses("expt_gtp_remat")
-@_asks("get_expert_data_parallel_world_size")
-def expert_data_size(
-    pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
-) -> int:
+def expert_data_size(pg: ProcessGroupCollection, **flags: bool) -> int:
     """For ``get_expert_data_parallel_world_size()`` with such a flag."""
-    return pg.size("intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
+    _refuse(pg, "expt_gtp_remat")
+    if pg.passed is None:
+        return cast(int, _globals().get_expert_data_parallel_world_size(**flags))
+    return pg.size(_expert_data_field(**flags))
 
 
-@_asks("get_data_modulo_expert_parallel_group")
-def data_modulo_expert_group(
-    pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
-) -> Any:
+def _expert_data_field(*, partial_expert_data_parallel: bool = False) -> str:
+    return "intra_expt_dp" if partial_expert_data_parallel else "expt_dp"
+
+
+def data_modulo_expert_group(pg: ProcessGroupCollection, **flags: bool) -> Any:
     """For ``get_data_modulo_expert_parallel_group()``, which there is up to 0.16."""
-    return getattr(pg, "intra_expt_dp" if partial_expert_data_parallel else "expt_dp")
+    if pg.passed is None:
+        return _globals().get_data_modulo_expert_parallel_group(**flags)
+    return getattr(pg, _expert_data_field(**flags))
 
 
-@_asks("get_tensor_and_data_parallel_group")
-def tensor_data_group(pg: ProcessGroupCollection, *, with_context_parallel: bool = False) -> Any:
+def tensor_data_group(pg: ProcessGroupCollection, **flags: bool) -> Any:
     """For ``get_tensor_and_data_parallel_group()`` with such a flag."""
-    return pg.tp_dp_cp if with_context_parallel else pg.tp_dp
+    if pg.passed is None:
+        return _globals().get_tensor_and_data_parallel_group(**flags)
+    return pg.tp_dp_cp if flags.get("with_context_parallel") else pg.tp_dp
 
 
-@_asks("get_amax_reduction_group")
-def amax_reduction_group(
-    pg: ProcessGroupCollection,
-    *,
-    with_context_parallel: bool = False,
-    tp_only_amax_red: bool = False,
-) -> Any:
+def amax_reduction_group(pg: ProcessGroupCollection, **flags: bool) -> Any:
     """For ``get_amax_reduction_group()``: over which FP8 scaling factors are agreed."""
-    field = "tp" if tp_only_amax_red else "tp_dp"
-    return getattr(pg, f"{field}_cp" if with_context_parallel else field)
+    if pg.passed is None:
+        return _globals().get_amax_reduction_group(**flags)
+    field = "tp" if flags.get("tp_only_amax_red") else "tp_dp"
+    return getattr(pg, f"{field}_cp" if flags.get("with_context_parallel") else field)
 
 
-@_asks("has_separate_all_gather_group")
 def has_separate_all_gather_group(pg: ProcessGroupCollection) -> bool:
     """For ``has_separate_all_gather_group()``: whether ``dp_cp_ag`` is a group of its own."""
+    if pg.passed is None:
+        return cast(bool, _globals().has_separate_all_gather_group())
     return getattr(pg, "dp_cp_ag", None) is not None
 
 
@@ -271,12 +230,13 @@ def hybrid_group(pg: ProcessGroupCollection, size: int) -> Any:
     return pg.dp_cp
 
 
-@_refuses("gtp_remat")
-@_asks("get_all_ranks")
 def all_ranks(pg: ProcessGroupCollection) -> str:
     """For ``get_all_ranks()``: this rank's place on the axes, such as ``1_0_0_2_0``; from 0.19 on
     the second is that of rematerialised weights.
     """
+    _refuse(pg, "gtp_remat")
+    if pg.passed is None:
+        return cast(str, _globals().get_all_ranks())
     ranks = [pg.rank(field) for field in ("tp", "dp", "cp", "pp", "ep")]
     if hasattr(_globals(), "get_gtp_weight_remat_rank"):
         ranks.insert(1, 0)
@@ -344,9 +304,10 @@ def is_rank_in_embedding_group(pg: ProcessGroupCollection, **chunk: Any) -> bool
     return pg.embd is not None
 
 
-@_asks("is_rank_in_position_embedding_group")
 def is_rank_in_position_embedding_group(pg: ProcessGroupCollection) -> bool:
     """For ``is_rank_in_position_embedding_group()``: whether this rank holds those."""
+    if pg.passed is None:
+        return cast(bool, _globals().is_rank_in_position_embedding_group())
     return pg.pos_embd is not None
 
 
@@ -356,51 +317,59 @@ def embedding_ranks(pg: ProcessGroupCollection) -> list[int]:
     return list(pg.ranks("embd") if pg.passed is not None or chosen is None else chosen)
 
 
-@_asks("get_pipeline_model_parallel_first_rank")
 def pipeline_first_rank(pg: ProcessGroupCollection) -> int:
     """For ``get_pipeline_model_parallel_first_rank()``: global rank of the first stage."""
+    if pg.passed is None:
+        return cast(int, _globals().get_pipeline_model_parallel_first_rank())
     return pg.ranks("pp")[0]
 
 
-@_asks("get_pipeline_model_parallel_last_rank")
 def pipeline_last_rank(pg: ProcessGroupCollection) -> int:
     """For ``get_pipeline_model_parallel_last_rank()``: global rank of the last stage."""
+    if pg.passed is None:
+        return cast(int, _globals().get_pipeline_model_parallel_last_rank())
     return pg.ranks("pp")[-1]
 
 
-@_asks("get_pipeline_model_parallel_next_rank")
 def pipeline_next_rank(pg: ProcessGroupCollection) -> int:
     """For ``get_pipeline_model_parallel_next_rank()``: after the last comes the first."""
+    if pg.passed is None:
+        return cast(int, _globals().get_pipeline_model_parallel_next_rank())
     return pg.ranks("pp")[(pg.rank("pp") + 1) % pg.size("pp")]
 
 
-@_asks("get_pipeline_model_parallel_prev_rank")
 def pipeline_prev_rank(pg: ProcessGroupCollection) -> int:
     """For ``get_pipeline_model_parallel_prev_rank()``: before the first comes the last."""
+    if pg.passed is None:
+        return cast(int, _globals().get_pipeline_model_parallel_prev_rank())
     return pg.ranks("pp")[(pg.rank("pp") - 1) % pg.size("pp")]
 
 
-@_asks("get_pipeline_model_parallel_group")
 def pipeline_or_pipelines(pg: ProcessGroupCollection) -> Any:
     """For ``get_pipeline_model_parallel_group()``, which gives a rank in several pipelines all."""
+    if pg.passed is None:
+        return _globals().get_pipeline_model_parallel_group()
     return pg.pp
 
 
-@_asks("get_pipeline_model_parallel_next_rank")
 def pipeline_next_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
     """For ``get_pipeline_model_parallel_next_rank()``, likewise a rank for each pipeline."""
+    if pg.passed is None:
+        return cast("int | list[int]", _globals().get_pipeline_model_parallel_next_rank())
     return pipeline_next_rank(pg)
 
 
-@_asks("get_pipeline_model_parallel_prev_rank")
 def pipeline_prev_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
     """For ``get_pipeline_model_parallel_prev_rank()``, likewise."""
+    if pg.passed is None:
+        return cast("int | list[int]", _globals().get_pipeline_model_parallel_prev_rank())
     return pipeline_prev_rank(pg)
 
 
-@_asks("get_pipeline_model_parallel_last_rank")
 def pipeline_last_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
     """For ``get_pipeline_model_parallel_last_rank()``, likewise."""
+    if pg.passed is None:
+        return cast("int | list[int]", _globals().get_pipeline_model_parallel_last_rank())
     return pipeline_last_rank(pg)
 
 
@@ -423,33 +392,38 @@ def _of_split(pg: ProcessGroupCollection, name: str) -> int | None:
     return found
 
 
-@_asks("is_pipeline_stage_before_split", of="pp")
 def is_pipeline_stage_before_split(pg: ProcessGroupCollection, *, rank: int | None = None) -> bool:
     """For ``is_pipeline_stage_before_split()``: whether a stage runs the encoder."""
+    if _is_of_globals(pg, "pp"):
+        return cast(bool, _globals().is_pipeline_stage_before_split(rank=rank))
     return True  # other pipelines have no split
 
 
-@_asks("is_pipeline_stage_after_split", of="pp")
 def is_pipeline_stage_after_split(pg: ProcessGroupCollection, *, rank: int | None = None) -> bool:
     """For ``is_pipeline_stage_after_split()``: whether a stage runs the decoder."""
+    if _is_of_globals(pg, "pp"):
+        return cast(bool, _globals().is_pipeline_stage_after_split(rank=rank))
     return True
 
 
-@_asks("is_pipeline_stage_at_split", of="pp")
 def is_pipeline_stage_at_split(pg: ProcessGroupCollection) -> bool:
     """For ``is_pipeline_stage_at_split()``: whether this stage is the encoder's last."""
+    if _is_of_globals(pg, "pp"):
+        return cast(bool, _globals().is_pipeline_stage_at_split())
     return True
 
 
-@_asks("is_inside_encoder", of="pp")
 def is_inside_encoder(pg: ProcessGroupCollection, *, rank: int | None = None) -> bool:
     """For ``is_inside_encoder()``: whether a stage runs the encoder, which is the first where it
     has no stages of its own.
     """
+    if _is_of_globals(pg, "pp"):
+        return cast(bool, _globals().is_inside_encoder(rank=rank))
     return pg.size("pp") == 1 or (pg.rank("pp") if rank is None else rank) == 0
 
 
-@_asks("is_inside_decoder", of="pp")
 def is_inside_decoder(pg: ProcessGroupCollection, *, rank: int | None = None) -> bool:
     """For ``is_inside_decoder()``: whether a stage runs the decoder."""
+    if _is_of_globals(pg, "pp"):
+        return cast(bool, _globals().is_inside_decoder(rank=rank))
     return True
