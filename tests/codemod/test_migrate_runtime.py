@@ -254,9 +254,40 @@ def test_it_may_be_read_as_its_neighbours(tmp_path: Path) -> None:
             id="a namespace",
         ),
         pytest.param(
+            {"a/b.py": READS, "a/c/d.py": "import a.c.e\n", "a/c/e.py": ""},
+            {"a/process_groups.py": "", "a/b.py": "import process_groups"},
+            id="a script in what is a namespace to others",
+        ),
+        pytest.param(
             {"a/b/__init__.py": "", "a/b/c.py": READS, "a/b/d.py": "import a.b.c\n"},
-            {"a/process_groups.py": "", "a/b/c.py": "from a import process_groups"},
+            {"a/b/process_groups.py": "", "a/b/c.py": "from a.b import process_groups"},
             id="a package in a namespace",
+        ),
+        pytest.param(
+            {"__init__.py": "", "a/__init__.py": "", "a/b.py": READS, "a/c.py": "import a.b\n"},
+            {"a/process_groups.py": "", "a/b.py": "from a import process_groups"},
+            id="the root is a package by mistake",
+        ),
+        pytest.param(
+            {"__init__.py": "", "a/__init__.py": "", "a/b.py": READS},
+            {"a/process_groups.py": "", "a/b.py": "from . import process_groups"},
+            id="the root is a package, and nothing tells",
+        ),
+        pytest.param(
+            {
+                "a/__init__.py": "",
+                "a/b.py": READS,
+                "a/c.py": "import a.b\n",
+                "tools/__init__.py": "",
+                "tools/run.py": READS.replace("\n\n\n", "\nimport a.b\n\n\n", 1),
+                "tools/other.py": "import tools.run\n",
+            },
+            {
+                "a/process_groups.py": "",
+                "a/b.py": "from a import process_groups",
+                "tools/run.py": "from a import process_groups",
+            },
+            id="a script in a package beside it",
         ),
         pytest.param(
             {"run.py": READS},

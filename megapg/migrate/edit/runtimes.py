@@ -20,7 +20,8 @@ from megapg.migrate.python.imports import MEGAPG, Origin, Runtime
 from megapg.migrate.python.methods import kept
 from megapg.migrate.python.source import Problem
 
-_IMPORT = re.compile(rb"^(?:from|import)[ \t]+([A-Za-z_]\w*(?:\.\w+)*)", re.MULTILINE)
+_IMPORT = re.compile(rb"^(?:from|import)[ \t]+([A-Za-z_]\w*(?:\.\w+)+)", re.MULTILINE)
+_RELATIVE = re.compile(rb"^from[ \t]+\.", re.MULTILINE)
 
 
 class Runtimes:
@@ -77,44 +78,81 @@ class Runtimes:
     def _home(self, path: Path) -> tuple[Path, Origin]:
         """The module of a file's package, and how the file imports it."""
         name = self._config.vendored
-        tops = [folder for folder in path.parents if folder in self._tops]
-        package = _outermost_package(path)
-        if not tops:  # what it imports can be imported, also where it runs as a script
-            tops = [folder for folder in self._imported(path) if self._is_package(folder)]
-        if tops:
-            top = max(tops, key=lambda folder: (self._tops[folder], -len(folder.parts)))
-            origin = ((top.name,), name), f"from {top.name} import {name}"
-            return top / f"{name}.py", Origin(name, *origin)
+        package, own = self._package(path), self._own(path)
+        data = self._index.data(path)
+        top = own[0] if own else None
+        if top is None and not _RELATIVE.search(data):  # maybe a script: what it imports is there
+            top = next(self._others(path), None)
+        if top is None:  # a file beside it may say, or of one in no package who imports it
+            parts = path.with_suffix("").parts
+            top = max(
+                (
+                    folder
+                    for folder in path.parents
+                    if folder in self._tops
+                    and (package or ".".join(parts[len(folder.parts) - 1 :]) in self._names)
+                ),
+                key=lambda folder: (self._tops[folder], -len(folder.parts)),
+                default=None,
+            )
+        if top is not None:
+            home = package if package is not None and top in package.parents else top
+            parts = home.parts[len(top.parts) - 1 :]
+            statement = f"from {'.'.join(parts)} import {name}"
+            return home / f"{name}.py", Origin(name, (parts, name), statement)
         if package is None:
             return path.parent / f"{name}.py", Origin(name, ((name,), ""), f"import {name}")
         dots = "." * (len(path.parent.parts) - len(package.parts) + 1)
-        origin = ((dots,), name), f"from {dots} import {name}"
-        return package / f"{name}.py", Origin(name, *origin)
+        return package / f"{name}.py", Origin(name, ((dots,), name), f"from {dots} import {name}")
 
     @cached_property
     def _tops(self) -> Counter[Path]:
-        """The folders whose own files import each other from there, and how many of these do."""
-        found: Counter[Path] = Counter()
-        for path in self._index.mentioning("import"):
-            found.update(folder for folder in self._imported(path) if folder in path.parents)
-        return found
+        """The folders from whose names on their own files import each other, and how many do."""
+        return Counter(top for path in self._index.mentioning("import") for top in self._own(path))
 
-    def _is_package(self, folder: Path) -> bool:
-        return folder in self._tops or (folder / "__init__.py").exists()
+    @cached_property
+    def _names(self) -> set[str]:
+        """The names by which some file imports something."""
+        files = self._index.mentioning("import")
+        return {".".join(parts) for path in files for parts in self._imports(path)}
 
     @kept
-    def _imported(self, path: Path) -> list[Path]:
-        """The folders at whose names the absolute imports of a file begin."""
+    def _own(self, path: Path) -> list[Path]:
+        """The folders around a file at whose names absolute imports of it begin."""
         found: dict[Path, None] = {}
-        for dotted in _IMPORT.findall(self._index.data(path)):
-            parts = dotted.decode().split(".")
+        for first, *rest in self._imports(path):
+            for folder in path.parents:
+                inside = Path(folder, *rest[:1])
+                if folder.name == first and (inside.is_dir() or inside.with_suffix(".py").exists()):
+                    found[folder] = None
+        return list(found)
+
+    def _others(self, path: Path) -> Iterator[Path]:
+        """The packages of the project elsewhere at whose names absolute imports of a file begin."""
+        for parts in self._imports(path):
             module = self._index.modules.find(parts, path)
             if module is not None:
                 whole = self._index.modules.parts(module)
                 folder = Path(*whole[: len(whole) - len(parts) + 1])
-                if folder.is_dir():
-                    found[folder] = None
-        return list(found)
+                if folder in self._tops or (folder / "__init__.py").exists():
+                    yield folder
+
+    def _imports(self, path: Path) -> Iterator[list[str]]:
+        """The modules of which a file imports something when it is imported."""
+        for dotted in _IMPORT.findall(self._index.data(path)):
+            yield dotted.decode().split(".")
+
+    def _package(self, path: Path) -> Path | None:
+        """The folder of the outermost package that a file is in, below the project's root where
+        there is such; None where it is in none.
+        """
+        found = None
+        for folder in path.parents:
+            at_root = folder == self._config.root and found is not None
+            if at_root or not (folder / "__init__.py").exists():
+                break
+            found = folder
+        return found
 
     # -- what is in it -------------------------------------------------------------------------
 
@@ -175,16 +213,6 @@ class Runtimes:
     def _name(self, path: Path) -> str:
         root = self._config.root
         return (path.relative_to(root) if path.is_relative_to(root) else path).as_posix()
-
-
-def _outermost_package(path: Path) -> Path | None:
-    """The folder of the outermost package that a file is in; None where it is in none."""
-    found = None
-    for folder in path.parents:
-        if not (folder / "__init__.py").exists():
-            break
-        found = folder
-    return found
 
 
 def _edits(old: str, new: str) -> Iterator[Edit]:
