@@ -158,6 +158,14 @@ def migrate(
     write: Annotated[bool, typer.Option("--write", help="Write the files.")] = False,
     from_core: _FromCore = None,
     wrapper: _Wrapper = None,
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            help="What the rewritten files import: megapg, or vendored: a module process_groups.py "
+            "of their own package, which is written, too. vendored:NAME gives it another name. "
+            "Without it, runtime in \\[tool.megapg], else megapg.",
+        ),
+    ] = None,
     unsafe: Annotated[
         bool, typer.Option("--unsafe", help="Rewrite also where it may change what the code does.")
     ] = False,
@@ -199,14 +207,15 @@ def migrate(
     """
     with _refusing(), _uncollected():
         if undo:
-            if any((write, unsafe, as_json, from_core, wrapper, thread_from, sarif)):
+            if any((write, unsafe, as_json, from_core, wrapper, runtime, thread_from, sarif)):
                 raise typer.BadParameter("--undo takes paths, and no other options.")
             _undo(paths or [Path()])
             return
         if not paths:
             raise typer.BadParameter("Missing argument 'PATH...'.")
         quiet = _one_document(as_json, sarif)
-        config = replace(_config(paths, from_core, wrapper), thread_from=tuple(thread_from or ()))
+        config = _config(paths, from_core, wrapper, runtime)
+        config = replace(config, thread_from=tuple(thread_from or ()))
         with _progress("migrating") as advance:
             migration = engine.migrate(paths, config, unsafe=unsafe, on_progress=advance)
         unwritten = _write(migration.files, config.root) if write else {}
@@ -295,14 +304,19 @@ def _explain_line(
 # --- what both commands do ------------------------------------------------------------------------
 
 
-def _config(paths: Sequence[Path], from_core: str | None, wrappers: Sequence[str] | None) -> Config:
+def _config(
+    paths: Sequence[Path],
+    from_core: str | None,
+    wrappers: Sequence[str] | None,
+    runtime: str | None = None,
+) -> Config:
     _check_exist(paths)
     if all(is_notebook(path) and not path.is_dir() for path in paths):
         raise typer.BadParameter(
             f"{', '.join(map(str, paths))}: notebooks are not read. "
             "jupyter nbconvert --to script makes a file that is."
         )
-    return load_config(paths[0], from_core, wrappers or ())
+    return load_config(paths[0], from_core, wrappers or (), runtime)
 
 
 def _check_exist(paths: Sequence[Path]) -> None:
@@ -350,7 +364,7 @@ def _write(files: Sequence[Rewritten], root: Path) -> dict[str, Problem]:
     """Why files could not be written, by their names: those that need each other all or none."""
     if not files:
         return {}
-    changed, unanswered = uncommitted(file.path for file in files)
+    changed, unanswered = uncommitted(file.path for file in files if not file.is_new)
     if changed:
         _warn(
             f"{len(changed)} of the {count(len(files), 'file')} written now had changes that are "
@@ -401,10 +415,12 @@ def _undo(paths: Sequence[Path]) -> None:
 
 
 def _summary(report: Report, written: bool) -> str:
+    modules = [file for file in report.files if file.is_runtime]
     said = [
         f"{count(report.findings.files, 'file')}, {count(len(report.entries), 'use')}: "
         f"{len(report.served):,} {'rewritten' if written else 'can be rewritten'} "
-        f"in {count(len(report.files), 'file')}",
+        f"in {count(len(report.files) - len(modules), 'file')}",
+        *(f"{file.file} {'written' if written else 'to be written'}" for file in modules),
         f"{len(report.left):,} left",
         *_beside(report),
     ]

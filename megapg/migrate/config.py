@@ -12,7 +12,9 @@ from pathlib import Path
 from megapg.errors import UnsupportedOptionError
 from megapg.upstream.signatures import VERSIONS
 
-_KEYS = ("exclude", "wrappers", "from-core")
+_KEYS = ("exclude", "wrappers", "from-core", "runtime")
+_RUNTIME = re.compile(r"megapg|vendored(?::([A-Za-z_]\w*))?")
+_VENDORED_AS = "process_groups"
 _MINOR = re.compile(r"\s*(?:core_v|v)?0\.(\d+)(?:\.\w+)*\s*\Z")
 _PIN = re.compile(r"megatron[-_.]core\s*(?:\[[^\]]*\])?\s*\(?((?:[=<>~!]=?=?\s*[\w.*]+\s*,?\s*)+)")
 _CLAUSE = re.compile(r"(===?|~=|!=|>=|<=|<|>)\s*0\.(\d+)(\.[\w.*]+)?")
@@ -41,9 +43,17 @@ class Config:
     # Minor numbers of the Megatron-core versions that may run the code.
     versions: tuple[int, ...] = _RUNS_MEGAPG
     versions_from: str = _NOTHING  # where these come from, for the report
+    # The name of the module that each package gets in place of megapg; empty where megapg is
+    # imported.
+    vendored: str = ""
 
 
-def load_config(start: Path, from_core: str | None = None, wrappers: Sequence[str] = ()) -> Config:
+def load_config(
+    start: Path,
+    from_core: str | None = None,
+    wrappers: Sequence[str] = (),
+    runtime: str | None = None,
+) -> Config:
     """The configuration for the project around a path.
 
     Args:
@@ -51,6 +61,7 @@ def load_config(start: Path, from_core: str | None = None, wrappers: Sequence[st
             ``pyproject.toml``, ``setup.py``, ``setup.cfg`` or ``.git``, else this one.
         from_core: overrides what the project says, as ``0.16`` or ``0.12-0.16``.
         wrappers: go with those that the project names.
+        runtime: overrides what the project says, as ``megapg`` or ``vendored``.
 
     Raises:
         UnsupportedOptionError: a setting that is not known, or a version that is none.
@@ -79,7 +90,24 @@ def load_config(start: Path, from_core: str | None = None, wrappers: Sequence[st
         wrappers=(*_strings(table, "wrappers", file), *wrappers),
         versions=versions,
         versions_from=origin,
+        vendored=parse_runtime(table.get("runtime", "megapg") if runtime is None else runtime),
     )
+
+
+def parse_runtime(text: object) -> str:
+    """The name of the module from ``vendored`` or ``vendored:NAME``; empty from ``megapg``.
+
+    Raises:
+        UnsupportedOptionError: it is none of these.
+    """
+    found = _RUNTIME.fullmatch(text) if isinstance(text, str) else None
+    if found is None:
+        raise UnsupportedOptionError(
+            f"no runtime {text!r}: say megapg, which the rewritten files import then, or vendored, "
+            f"for a module {_VENDORED_AS}.py of each package's own; vendored:NAME gives it another "
+            "name."
+        )
+    return "" if found[0] == "megapg" else found[1] or _VENDORED_AS
 
 
 def parse_versions(text: str) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from megapg.migrate.decide.decisions import Decision
 from megapg.migrate.decide.rules import make_plan
 from megapg.migrate.edit.outside import names_taken
 from megapg.migrate.edit.rewrite import Writer
+from megapg.migrate.edit.runtimes import Runtimes
 from megapg.migrate.edit.soundness import verify
 from megapg.migrate.edit.style import Styles
 from megapg.migrate.find.index import Findings, Index, Progress, unseen
@@ -35,9 +36,10 @@ def migrate(
     """
     index = Index(paths, config)
     findings = index.run(on_progress)
+    runtimes = Runtimes(index, config)
     frozen: dict[Path, str] = {}
     while True:  # a file that fails verification takes no part, and then others may not rely on it
-        attempt = _Attempt(index, frozen, unsafe, on_progress)
+        attempt = _Attempt(index, runtimes, frozen, unsafe, on_progress)
         if not attempt.failed:
             return attempt.migration(findings)
         frozen |= attempt.failed
@@ -47,9 +49,14 @@ class _Attempt:
     """The new texts of all files but the frozen ones."""
 
     def __init__(
-        self, index: Index, frozen: Mapping[Path, str], unsafe: bool, on_progress: Progress
+        self,
+        index: Index,
+        runtimes: Runtimes,
+        frozen: Mapping[Path, str],
+        unsafe: bool,
+        on_progress: Progress,
     ) -> None:
-        self._index, self._frozen = index, frozen
+        self._index, self._runtimes, self._frozen = index, runtimes, frozen
         self.failed: dict[Path, str] = {}
         planned = partial(on_progress, "deciding")
         self._plan = make_plan(index, frozen, unsafe=unsafe, on_progress=planned)
@@ -69,7 +76,8 @@ class _Attempt:
 
     def _writer(self, path: Path) -> Writer:
         if path not in self._writers:
-            self._writers[path] = Writer(*self._looked(path), self._styles.of(path))
+            style, runtime = self._styles.of(path), self._runtimes.of(path)
+            self._writers[path] = Writer(*self._looked(path), style, runtime)
         return self._writers[path]
 
     def _looked(self, path: Path) -> tuple[Source, Analysis]:
@@ -122,6 +130,7 @@ class _Attempt:
             Served(decision.located.site, decision.base.how, text)
             for decision, text in self._texts.items()
         ]
+        files = self._runtimes.with_modules(self._files)
         unsound = "is left as it is, for its rewrite would not be sound"
         problems = [
             Problem(self._looked(path)[0].name, 0, f"{unsound}: {why}")
@@ -130,9 +139,9 @@ class _Attempt:
         return Migration(
             served=sorted(served, key=lambda each: _order(each.site)),
             left=sorted([*self._plan.left, *self._not_written], key=lambda each: _order(each.site)),
-            files=sorted(self._files, key=lambda file: file.file),
+            files=sorted(files, key=lambda file: file.file),
             roots=tuple(_roots(self._texts)),
-            problems=(*findings.problems, *problems),
+            problems=(*findings.problems, *problems, *self._runtimes.problems),
             findings=findings,
             starts=self._plan.starts,
             decided_by=self._plan.decided_by,

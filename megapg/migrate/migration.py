@@ -63,7 +63,8 @@ class Edit:
     stop: int  # index behind the last one
     new: str  # what is there instead
     # ``site``, which may be of a function that ``functools.partial`` of it replaces; ``parameter``,
-    # ``argument``, ``statement`` or ``import``; ``layout`` for what is between tokens.
+    # ``argument``, ``statement`` or ``import``; ``layout`` for what is between tokens; ``text`` for
+    # that of a file that is ours.
     what: str
 
 
@@ -89,6 +90,9 @@ class Rewritten:
     # Names of files without whose new text this one would not work: it passes what functions there
     # only take then.
     requires: frozenset[str] = frozenset()
+    # Whether it is one of ours that the others import, and whether there is none yet.
+    is_runtime: bool = False
+    is_new: bool = False
 
 
 def located(file: Rewritten) -> Iterator[tuple[Edit, dict[str, int]]]:

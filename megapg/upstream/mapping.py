@@ -392,7 +392,7 @@ OTHER_GLOBALS: Mapping[str, Replacement] = {
     },
     **{
         f"_{name}_GLOO": Replacement(
-            f'$pg.extras["gloo.{field}"]', caution="private-global", takes=Takes.GLOBALS
+            f'$getters.gloo_group($pg, "{field}")', caution="private-global", takes=Takes.GLOBALS
         )
         for name, field in (
             ("DATA_PARALLEL_GROUP", "dp"),

@@ -27,7 +27,7 @@ from megapg.migrate.python.flow import (
     runs_before,
     statements_around,
 )
-from megapg.migrate.python.imports import Imports, names_of
+from megapg.migrate.python.imports import MEGAPG, Imports, Runtime, names_of
 from megapg.migrate.python.insert import add_argument, add_behind, add_parameter, add_statement
 from megapg.migrate.python.locate import quote_in
 from megapg.migrate.python.methods import body_of, first_parameter, parameters
@@ -59,11 +59,14 @@ class Writer:
         source: the file.
         analysis: its scopes.
         style: how the project wants it written.
+        runtime: what its new text calls.
     """
 
-    def __init__(self, source: Source, analysis: Analysis, style: Style) -> None:
+    def __init__(
+        self, source: Source, analysis: Analysis, style: Style, runtime: Runtime = MEGAPG
+    ) -> None:
         self._source, self._analysis = source, analysis
-        self._imports = Imports(source, analysis, style.order, style.is_sorted)
+        self._imports = Imports(source, analysis, style.order, style.is_sorted, runtime)
         self._style = style
         self._edits: list[Edit] = []
         self._gone: set[Use] = set()

@@ -42,6 +42,7 @@ class _Kept:
     path: Path
     original: bytes  # before it was written
     written: str  # SHA-256 of what was written
+    is_new: bool  # whether there was no such file
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,9 @@ def _choose(folder: Path, root: Path) -> None:
     written = False
     for each in _read(folder / _FILE, root):
         try:
-            written = written or each.path.read_bytes() != each.original
+            written = written or each.path.read_bytes() != each.original or each.is_new
         except OSError:
-            written = True
+            written = written or not each.is_new
     if written:
         (folder / _FORMER).unlink()
     else:
@@ -145,7 +146,8 @@ def _listed(files: Sequence[Rewritten], root: Path) -> dict[str, object]:
     listed = []
     for file in files:
         name = file.path.relative_to(root) if file.path.is_relative_to(root) else file.path
-        listed.append({"name": str(name), "written": hashlib.sha256(file.after).hexdigest()})
+        written = hashlib.sha256(file.after).hexdigest()
+        listed.append({"name": str(name), "written": written, "new": file.is_new})
     return {"format": _FORMAT, "files": listed}
 
 
@@ -170,22 +172,43 @@ def undo(root: Path, within: Sequence[Path] = ()) -> Undone:
             why = "is not in the project: name its directory to have it put back"
             problems.append(Problem(each.name, 0, why))
             continue
+        if each.is_new and not os.path.lexists(each.path):
+            untouched += 1
+            continue
         try:
             now = each.path.read_bytes()
         except OSError as error:
             problems.append(Problem(each.name, 0, f"can't be read: {error.strerror or error}"))
             continue
-        if now == each.original:
+        if now == each.original and not each.is_new:
             untouched += 1
         elif hashlib.sha256(now).hexdigest() != each.written:
             problems.append(Problem(each.name, 0, "was changed since, and is left as it is"))
         else:
-            waiting.append(Rewritten(each.name, each.path, now, each.original, "", ()))
-    failed = [problem for each in waiting for problem in write_files([each])]
+            file = Rewritten(each.name, each.path, now, each.original, "", (), is_new=each.is_new)
+            waiting.append(file)
+    made = [each for each in waiting if each.is_new]
+    failed = [p for each in waiting if not each.is_new for p in write_files([each])]
+    if problems or failed:  # what is left as it is may import them
+        why = "is left, for not all files are as they were"
+        failed += [Problem(each.file, 0, why) for each in made]
+    else:
+        failed += _remove(made)
     names = {problem.file for problem in failed}
     if not (problems or failed):
         _forget(root / _FOLDER)
     return Undone([f.file for f in waiting if f.file not in names], untouched, [*problems, *failed])
+
+
+def _remove(files: Sequence[Rewritten]) -> list[Problem]:
+    """Remove files; those that are still there, and why."""
+    problems = []
+    for each in files:
+        try:
+            each.path.unlink()
+        except OSError as error:
+            problems.append(Problem(each.file, 0, f"can't be removed: {error.strerror or error}"))
+    return problems
 
 
 def _read(file: Path, root: Path) -> list[_Kept]:
@@ -200,6 +223,7 @@ def _read(file: Path, root: Path) -> list[_Kept]:
                     Path(os.path.normpath(root / each["name"])),
                     archive.read(str(number)),
                     each["written"],
+                    each.get("new", False),
                 )
                 for number, each in enumerate(listed["files"])
             ]

@@ -33,13 +33,15 @@ class _Staged:
     """A file of which the new bytes are on disk, under another name."""
 
     file: Rewritten
-    target: Path  # the file that is replaced; where ``file.path`` is a link, what it leads to
+    # The file that is replaced; where ``file.path`` is a link, what it leads to. A new one is not
+    # there yet.
+    target: Path
     new: Path  # the file beside it
     old: Path | None = None  # another name of the file that is replaced, to have it back
 
 
 def write_files(files: Sequence[Rewritten]) -> list[Problem]:
-    """Replace files by what they were rewritten to, all of them or none.
+    """Replace files by what they were rewritten to, and make the new ones: all of them or none.
 
     A file stays as it is, with a problem that says why, where it is not ``before`` any more, is
     read-only, has further hard links (which would be parted), or can't be written beside. Mode,
@@ -73,7 +75,7 @@ def _replace(staged: Sequence[_Staged]) -> list[Problem]:
         for each in staged:
             done.append(each)
             _unchanged(each.file, each.target)
-            if len(staged) > 1:
+            if len(staged) > 1 and not each.file.is_new:
                 each.old = _second_name(each.target)
             os.replace(each.new, each.target)
     except (_Refused, OSError) as error:
@@ -92,6 +94,8 @@ def _replace(staged: Sequence[_Staged]) -> list[Problem]:
 def _put_back(done: Iterable[_Staged]) -> list[Problem]:
     problems = []
     for each in done:
+        if each.file.is_new and not os.path.lexists(each.new):
+            _remove(each.target)
         if each.old is None:
             continue
         try:
@@ -106,6 +110,8 @@ def _put_back(done: Iterable[_Staged]) -> list[Problem]:
 
 
 def _stage(file: Rewritten) -> _Staged:
+    if file.is_new:
+        return _stage_new(file)
     target = Path(os.path.realpath(file.path, strict=True))
     found = target.stat()
     if not stat.S_ISREG(found.st_mode):
@@ -119,6 +125,23 @@ def _stage(file: Rewritten) -> _Staged:
     new = _beside(target, ".new")
     try:
         _fill(new, file.after, target, found)
+    except BaseException:
+        _remove(new)
+        raise
+    return _Staged(file, target, new)
+
+
+def _stage_new(file: Rewritten) -> _Staged:
+    target = Path(os.path.realpath(file.path.parent, strict=True), file.path.name)
+    _unchanged(file, target)
+    new = _beside(target, ".new")
+    try:
+        with new.open("wb") as handle:
+            handle.write(file.after)
+            handle.flush()
+            # As its neighbours may be read: mkstemp() lets nobody else.
+            os.fchmod(handle.fileno(), stat.S_IMODE(target.parent.stat().st_mode) & 0o666)
+            os.fsync(handle.fileno())
     except BaseException:
         _remove(new)
         raise
@@ -141,7 +164,10 @@ def _fill(new: Path, data: bytes, target: Path, found: os.stat_result) -> None:
 
 
 def _unchanged(file: Rewritten, target: Path) -> None:
-    if target.read_bytes() != file.before:
+    if file.is_new:
+        if os.path.lexists(target):
+            raise _Refused("was made since the others were looked at")
+    elif target.read_bytes() != file.before:
         raise _Refused("was changed since it was looked at")
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from megapg.migrate.migration import Edit
 from megapg.migrate.python.analysis import Analysis
@@ -21,28 +21,48 @@ from megapg.migrate.python.source import Source
 
 _DELIBERATE = re.compile(r"#\s*(?:noqa|megapg:\s*keep|isort:|pylint:)")
 _Import: TypeAlias = ast.Import | ast.ImportFrom
-_MODULE, _HELPERS = "megapg", "getters"
+
+
+class Origin(NamedTuple):
+    """Where something is imported from."""
+
+    name: str  # what it is called unless that is taken
+    bound_to: tuple[tuple[str, ...], str]  # the module, with dots in front as a part, and a member
+    statement: str  # the import
+
+
+class Runtime(NamedTuple):
+    """What the new text of a file calls."""
+
+    resolving: Origin  # has resolve(), groups_of() and the class of collections
+    getters: Origin  # has what no field holds
+
+
+MEGAPG = Runtime(
+    Origin("megapg", (("megapg",), ""), "import megapg"),
+    Origin("getters", (("megapg", "megatron"), "getters"), "from megapg.megatron import getters"),
+)
 
 
 @dataclass
 class Imports:
-    """The names by which a file's new text calls megapg."""
+    """The names by which a file's new text calls what it is rewritten to."""
 
     source: Source  # the file
     analysis: Analysis  # its scopes
     order: Order  # how its imports are sorted, if they are
     is_sorted: bool = False  # whether the project says so
+    runtime: Runtime = MEGAPG  # what it calls
     # The import statements that its new text needs.
     wanted: dict[str, None] = field(default_factory=dict)
 
     def megapg(self) -> str:
-        """The name of the package; there is an import of it from now on."""
-        return self._name(_MODULE, ((_MODULE,), ""), "import megapg")
+        """The name of what resolves; there is an import of it from now on."""
+        return self._name(*self.runtime.resolving)
 
     def getters(self) -> str:
-        """The name of ``megapg.megatron.getters``, likewise."""
-        home = ("megapg", "megatron")
-        return self._name(_HELPERS, (home, _HELPERS), "from megapg.megatron import getters")
+        """The name of what has the getters, likewise."""
+        return self._name(*self.runtime.getters)
 
     def partial(self) -> str:
         """What ``functools.partial`` is called, likewise."""
@@ -82,8 +102,7 @@ class Imports:
         }
         return all(
             isinstance(at, Imported)
-            and not at.level
-            and (at.module, at.member) == bound_to
+            and ((*filter(None, ["." * at.level]), *at.module), at.member) == bound_to
             and at.line in lines
             for at in bound
         )

@@ -64,4 +64,4 @@ def _described(entry: Entry) -> dict[str, object]:
 
 def _changed(file: Rewritten) -> dict[str, object]:
     edits = [{**region, "what": edit.what, "new": edit.new} for edit, region in located(file)]
-    return {"file": file.file, "edits": edits}
+    return {"file": file.file, "new": file.is_new, "edits": edits}

@@ -38,7 +38,8 @@ def unified(file: Rewritten, base: Path) -> list[bytes]:
     old, new = (io.BytesIO(data).readlines() for data in (file.before, file.after))
     hunks = [line for hunk in _hunks(_changes(file, old, new)) for line in _hunk(hunk, old, new)]
     name = Path(os.path.relpath(file.path, base)).as_posix()
-    return [b"--- " + _named("a/" + name), b"+++ " + _named("b/" + name), *hunks] if hunks else []
+    was = b"/dev/null\n" if file.is_new else _named("a/" + name)
+    return [b"--- " + was, b"+++ " + _named("b/" + name), *hunks] if hunks else []
 
 
 def base_of(files: Sequence[Rewritten], root: Path) -> Path:
@@ -105,7 +106,8 @@ def _hunk(hunk: Sequence[_Change], old: Sequence[bytes], new: Sequence[bytes]) -
     after = min(_CONTEXT, len(old) - last.stop)
     at, new_at = first.start - before, first.new_start - before
     removed, added = last.stop + after - at, last.new_stop + after - new_at
-    yield f"@@ -{at + 1},{removed} +{new_at + 1},{added} @@\n".encode()
+    begin = at + 1 if removed else at  # of no lines the one before is named
+    yield f"@@ -{begin},{removed} +{new_at + 1},{added} @@\n".encode()
     for change in hunk:
         yield from _marked(b" ", old[at : change.start])
         yield from _marked(b"-", old[change.start : change.stop])

@@ -1,0 +1,175 @@
+"""Process groups: those that a function was passed, else those of Megatron-core's globals.
+
+``resolve(pg_collection)`` takes what was passed, and ``groups_of(model)`` what a model carries: a
+``ProcessGroupCollection`` of Megatron-core. Where there is none, the getters of
+``megatron.core.parallel_state`` answer, each called when its value is asked for. A group is
+``pg.tp``; ``pg.size("tp")``, ``pg.rank("tp")`` and ``pg.ranks("tp")`` are its numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+# Field -> the middle of the names of its getters, and the flags that choose its group.
+_FIELDS = {
+    "tp": "tensor_model_parallel",
+    "pp": "pipeline_model_parallel",
+    "mp": "model_parallel",
+    "embd": "embedding",
+    "pos_embd": "position_embedding",
+    "cp": "context_parallel",
+    "tp_cp": "tensor_and_context_parallel",
+    "hcp": "hierarchical_context_parallel",
+    "ep": "expert_model_parallel",
+    "expt_tp": "expert_tensor_parallel",
+    "tp_ep": "expert_tensor_and_model_parallel",
+    "tp_ep_pp": "expert_tensor_model_pipeline_parallel",
+    "tp_ep_pp_with_egtp_remat": "expert_tensor_model_pipeline_parallel with_egtp_remat",
+    "tp_dp": "tensor_and_data_parallel",
+    "tp_dp_cp": "tensor_and_data_parallel with_context_parallel",
+    "dp": "data_parallel",
+    "dp_cp": "data_parallel with_context_parallel",
+    "dp_cp_ag": "data_parallel with_context_parallel independent_all_gather",
+    "dp_cp_gtp_remat": "data_parallel with_context_parallel with_gtp_remat",
+    "intra_dp_cp": "data_parallel with_context_parallel partial_data_parallel",
+    "expt_dp": "expert_data_parallel",
+    "expt_dp_gtp_remat": "expert_data_parallel with_gtp_remat",
+    "intra_expt_dp": "expert_data_parallel partial_expert_data_parallel",
+    "inter_dist_opt": "inter_distributed_optimizer_instance",
+    "intra_dist_opt": "intra_distributed_optimizer_instance",
+    "gtp_remat": "gtp_weight_remat",
+    "expt_gtp_remat": "expert_gtp_weight_remat",
+}
+# A rank may have no such group; then the field is None.
+_OPTIONAL = {"embd", "pos_embd", "hcp", "inter_dist_opt", "dp_cp_ag", "gtp_remat", "expt_gtp_remat"}
+# What Megatron-core calls its classes; the last two up to 0.14.
+_COLLECTIONS = ("ProcessGroupCollection", "ModelCommProcessGroups", "GradCommProcessGroups")
+# Under what wrappers, trainers and engines keep a model; the last is asked first.
+_WRAPPED = ("unwrapped_models", "wrapped_models", "model_chunks", "models", "model", "module")
+
+
+class MissingGroupError(AttributeError, AssertionError):
+    """There is no such group: Megatron-core's getters raise an ``AssertionError`` there."""
+
+
+class ProcessGroupCollection:
+    """The groups of the collection that was passed; where that is None, those of the globals."""
+
+    def __init__(self, passed: object = None) -> None:
+        self.passed = passed
+
+    def __getattr__(self, field: str) -> Any:
+        """The group of a field."""
+        if field not in _FIELDS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {field!r}")
+        found, is_there = getattr(self.passed, field, None), hasattr(self.passed, field)
+        if self.passed is None:
+            getter, is_there = _getter(field, "groups" if field == "hcp" else "group"), True
+            with contextlib.suppress(AssertionError):
+                found = None if getter is None else getter()
+        if isinstance(found, list) and field == "hcp":
+            found = tuple(found) or None
+        if is_there and (found is not None or field in _OPTIONAL):
+            return found
+        raise self._missing(field)
+
+    def size(self, field: str) -> int:
+        """How many ranks are in the group of a field."""
+        return cast(int, self._number(field, "world_size", lambda group: group.size()))
+
+    def rank(self, field: str) -> int:
+        """The index of this rank in the group of a field."""
+        return cast(int, self._number(field, "rank", lambda group: group.rank()))
+
+    def ranks(self, field: str) -> tuple[int, ...]:
+        """The global ranks in the group of a field, in its order."""
+        of_group = importlib.import_module("torch.distributed").get_process_group_ranks
+        return tuple(self._number(field, "global_ranks", of_group))
+
+    def _number(self, field: str, ending: str, of_group: Callable[[Any], Any]) -> Any:
+        if self.passed is None and (getter := _getter(field, ending)) is not None:
+            return getter()
+        group = getattr(self, field)
+        if group is None or isinstance(group, (list, tuple)):
+            raise self._missing(field)
+        return of_group(group)
+
+    def _missing(self, field: str) -> MissingGroupError:
+        passed = f"the {type(self.passed).__qualname__} passed as pg_collection"
+        asked = "megatron.core.parallel_state" if self.passed is None else passed
+        return MissingGroupError(
+            f"{asked} has no group {field}, or several. "
+            "Call initialize_model_parallel() before, or pass a collection that has it, such as "
+            f'ProcessGroupCollection.use_mpu_process_groups(["{field}"]) of Megatron-core.'
+        )
+
+
+def resolve(pg_collection: object = None) -> ProcessGroupCollection:
+    """The groups to work with: those that were passed, else those of Megatron-core's globals."""
+    if isinstance(pg_collection, ProcessGroupCollection):
+        return pg_collection
+    return ProcessGroupCollection(pg_collection)
+
+
+def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
+    """The groups that a model carries: the first collection in it, from the outside in, that has
+    the fields ``needs``; else those of Megatron-core's globals. ``owner`` may also be what wraps a
+    model, a list of these, or a collection.
+    """
+    if _is_collection(owner):
+        return resolve(owner)
+    waiting, seen = [owner], {id(None)}
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        held = getattr(each, "__dict__", {})
+        for name in ("pg_collection", "_pg_collection", "model_comm_pgs", "grad_comm_pgs"):
+            pg = getattr(each, name, None) if hasattr(type(each), name) else held.get(name)
+            if _is_collection(pg) and all(hasattr(resolve(pg), field) for field in needs):
+                return resolve(pg)
+        submodules = held.get("_modules") or {}
+        inside = [*submodules.values(), *(each if isinstance(each, (list, tuple)) else ())]
+        waiting += reversed(inside)
+        waiting += [held.get(name, submodules.get(name)) for name in _WRAPPED]
+    return resolve()
+
+
+def _is_collection(value: object) -> bool:
+    names = {each.__name__ for each in type(value).__mro__}
+    return not names.isdisjoint(_COLLECTIONS) and getattr(value, "passed", value) is not None
+
+
+def _globals() -> Any:
+    """Megatron-core's globals, imported when they are asked."""
+    return importlib.import_module("megatron.core").parallel_state  # megapg: keep
+
+
+def _getter(field: str, ending: str) -> Callable[[], Any] | None:
+    """The getter of a field, with the flags for its group; None where the core has none."""
+    middle, *flags = _FIELDS[field].split()
+    getter = getattr(_globals(), f"get_{middle}_{ending}", None)
+    if getter is None or not _takes(getter, *flags):
+        return None
+    given = dict.fromkeys(flags, True)
+    if "with_gtp_remat" in inspect.signature(getter).parameters:  # it is True unless given
+        given.setdefault("with_gtp_remat", False)
+    return functools.partial(getter, **given)
+
+
+def _takes(getter: Callable[..., Any], *names: str) -> bool:
+    parameters = inspect.signature(getter).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return takes_any or parameters.keys() >= {*names}
+
+
+def _is_of_globals(pg: ProcessGroupCollection, field: str) -> bool:
+    """Whether a group is the one that the globals have: they know more of the job than it does."""
+    globals_have = getattr(ProcessGroupCollection(), field, None)
+    return pg.passed is None or getattr(pg, field, pg) is globals_have

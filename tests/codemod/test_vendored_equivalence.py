@@ -1,0 +1,66 @@
+"""What a project gets in place of megapg answers as the getter that it replaces, in every form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import equivalence
+import pytest
+from equivalence import Question, Tally
+
+from megapg import ProcessGroupCollection as Session
+from megapg.megatron.vendored import more_getters, process_groups
+from megapg.upstream.mapping import Takes
+
+NAMES = {**vars(more_getters), **vars(process_groups)}
+
+
+def passed(pg: object) -> process_groups.ProcessGroupCollection:
+    """A view; of a session's groups as if they were in a collection of Megatron-core's."""
+    if isinstance(pg, Session):
+        core = type("ProcessGroupCollection", (), {})()
+        vars(core).update(
+            {name: list(v) if isinstance(v, tuple) else v for name, v in vars(pg).items()}
+        )
+        return process_groups.resolve(core)
+    return process_groups.resolve(pg)
+
+
+class OfPassed(Tally):
+    """Without the questions about the job that the groups of a session alone can't answer."""
+
+    def compare(self, question: Question, kind: str, *rest: Any, **more: Any) -> None:
+        if kind != "session" or question.written.takes not in (Takes.JOB, Takes.GLOBALS):
+            super().compare(question, kind, *rest, **more)
+
+
+@pytest.fixture(scope="module")
+def tally() -> Iterator[Tally]:
+    asked = equivalence.asked
+
+    def of_view(code: CodeType, pg: object = None) -> object:
+        return asked(code, passed(pg))  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(equivalence, "Tally", OfPassed)
+        patch.setattr(equivalence, "getters", SimpleNamespace(**NAMES))
+        patch.setattr(equivalence, "GlobalGroups", process_groups.resolve)
+        patch.setattr(equivalence, "REFUSALS", (*equivalence.REFUSALS, ValueError))
+        patch.setattr(equivalence, "asked", of_view)
+        yield equivalence.prove()
+
+
+@pytest.mark.contract
+def test_everything_written_answers_as_the_getter(tally: Tally) -> None:
+    print(
+        f"{tally.version}: {tally.comparisons} comparisons",
+        tally.answered,
+        tally.raised,
+        tally.refused,
+    )
+    assert tally.mismatches[:20] == []
+    assert tally.unanswered == set()
+    # Raising on both sides proves little.
+    assert tally.raised + tally.refused < tally.comparisons / 8
