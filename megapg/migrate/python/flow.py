@@ -413,13 +413,16 @@ def is_made_on_each_way(first: ast.stmt, uses: Sequence[Use], function: ast.AST)
     block = next(
         (each for outer in walk(function) for each in blocks(outer) if first in each), None
     )
+    own: dict[ast.stmt, list[Use]] = {}
+    for use in uses:
+        own.setdefault(statements_around(use.parents, function)[-1], []).append(use)
     waiting = [block[block.index(first) :] if block is not None else []]
     while waiting:
         way = waiting.pop()
         if not way or len(waiting) > _MOST_WAYS:
             return False
         statement, rest = way[0], way[1:]
-        if certainly_reads(statement, uses):
+        if certainly_reads(statement, own.get(statement, ())):
             continue
         if isinstance(statement, ast.If):
             waiting += [[*statement.body, *rest], [*statement.orelse, *rest]]
