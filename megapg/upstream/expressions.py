@@ -218,8 +218,7 @@ def _whatever_the_version(
         call = _bind(name, arguments, version)
         if isinstance(call, Refusal) or call.value("check_initialized") not in (True, None):
             return None
-        others = ("check_initialized", "with_gtp_remat")
-        flags = {flag: call.value(flag) for flag in call.text if flag not in others}
+        flags = {flag: call.value(flag) for flag in call.text if flag != "check_initialized"}
         found.add(_at_run_time(middle, FORMS[end][0], call, flags))
     answer = found.pop()
     return answer if not found and isinstance(answer, Replacement) else None

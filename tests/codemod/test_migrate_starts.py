@@ -82,6 +82,12 @@ def test_each_start_counts_what_it_alone_would_end(tree: Path) -> None:
     assert starts(tree)[0] == ("Gather", ("train.py:13",), 2)
     (tree / "train.py").unlink()
     assert ("size", (), 1) in starts(tree)
+    # What is in a test, and who calls it there, is not told.
+    helper = (
+        "from megatron.core import mpu\n\n\ndef mine():\n    return mpu.get_data_parallel_rank()\n"
+    )
+    (tree / "tests" / "helper.py").write_text(helper)
+    assert [function for function, _, _ in starts(tree)] == ["Gather", "size"]
 
 
 def test_the_report_names_them(tree: Path) -> None:
