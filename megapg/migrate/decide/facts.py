@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from megapg.migrate.decide.references import References
 from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.sites import Kind, Site
 from megapg.migrate.python.methods import kept
-from megapg.migrate.python.scopes import Scope
+from megapg.migrate.python.scopes import Scope, Use
 
 # Writes that make a rank or size differ from what the groups say.
 _FAKING = frozenset({"setter", "assigned"})
@@ -83,7 +84,7 @@ class Facts:
         """Whether a function calls one that makes the groups, be it by way of others. Whether there
         are any it asks of the globals then: it makes them where they have none.
         """
-        found = {unit: path} if unit is not None else {}
+        found = {unit: path} if unit is not None and self._owning else {}
         for _ in range(_DEEPEST):
             if not self._owning.isdisjoint(found):
                 return True
@@ -133,15 +134,24 @@ class Facts:
                         if decorated.node is outer:
                             yield decorated, at
 
-    def _called_by(self, unit: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
-        """The functions that a function calls; of a class its constructor."""
+    @kept
+    def _calls_in(self, path: Path) -> Mapping[Scope | None, Sequence[Use]]:
+        """What is called in a file, by the functions that do."""
+        found: dict[Scope | None, list[Use]] = defaultdict(list)
         analysis = self._index.analysis(path)
         for use in analysis.uses if analysis else ():
             parent = use.parents.node
-            if not isinstance(parent, ast.Call) or parent.func is not use.node:
-                continue
-            if use.scope.unit is not unit:
-                continue
+            if isinstance(parent, ast.Call) and parent.func is use.node:
+                found[use.scope.unit].append(use)
+        return found
+
+    @kept
+    def _called_by(self, unit: Scope, path: Path) -> Sequence[tuple[Scope, Path]]:
+        """The functions that a function calls; of a class its constructor."""
+        return list(self._find_called(unit, path))
+
+    def _find_called(self, unit: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
+        for use in self._calls_in(path).get(unit, ()):
             for thing in self._index.resolver.expression(use.node, use.scope, path):
                 seen = thing.path is not None and self._index.modules.sees(path, thing.path)
                 if seen and thing.scope is not None and thing.path is not None:

@@ -280,25 +280,31 @@ class Threads:
 
     def fed(self, taking: Collection[Scope]) -> set[Scope]:
         """The functions to which every caller in the project passes a collection."""
-        fed, before = set(taking), -1
-        while before != len(fed):
-            before = len(fed)
-            fed = {function for function in fed if self._is_fed(function, fed)}
+        callers = {each: self._callers_of(each) for each in taking}
+        fed = {function for function, known in callers.items() if known is not None}
+        behind: dict[Scope, list[Scope]] = {}
+        for function in fed:
+            for caller in callers[function] or ():
+                behind.setdefault(caller, []).append(function)
+        waiting = [caller for caller in behind if caller not in fed]
+        while waiting:
+            unfed = [each for each in behind.get(waiting.pop(), ()) if each in fed]
+            fed -= set(unfed)
+            waiting += unfed
         return fed
 
-    def _is_fed(self, function: Scope, fed: Collection[Scope]) -> bool:
+    def _callers_of(self, function: Scope) -> set[Scope] | None:
+        """The functions that pass on what they are passed; None where somebody passes nothing, or
+        what may be nothing.
+        """
         edges = {id(edge.reference): edge for edge in self.edges[function]}
         references = self._functions.references.of(function, self.paths[function])
-        return (
-            bool(references)
-            and self._functions.references.all_seen(function)
-            and all(
-                (edge := edges.get(id(reference))) is not None
-                and not edge.supply.optional
-                and (edge.caller is None or edge.caller in fed)
-                for reference in references
-            )
-        )
+        if not references or not self._functions.references.all_seen(function):
+            return None
+        passing = [edges.get(id(reference)) for reference in references]
+        if any(edge is None or edge.supply.optional for edge in passing):
+            return None
+        return {edge.caller for edge in passing if edge is not None and edge.caller is not None}
 
     def needs(self, taking: Collection[Scope]) -> Mapping[Scope, tuple[str, ...]]:
         """The fields that are read in each function and behind it."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ast
 import re
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megapg.migrate.edit.style import Style
 from megapg.migrate.migration import Edit, applied
@@ -80,20 +81,29 @@ class _Relayout:
 
     def _statement_at(self, place: int) -> int | None:
         """Where the innermost statement around a place begins, or the one whose head that is in."""
-        node: ast.AST = self._source.tree
-        while True:
-            inner = next((each for each in _statements(node) if self._holds(each, place)), None)
-            if inner is None:
-                break
-            node = inner
-        if not isinstance(node, ast.stmt):
-            return None
-        return self._source.index(node.lineno, node.col_offset)
+        begins, number = self._begins, bisect_right(self._begins, place) - 1
+        begin = begins[number] if number >= 0 else None
+        while begin is not None and self._statements[begin][0] <= place:
+            begin = self._statements[begin][1]
+        return begin
 
-    def _holds(self, statement: ast.stmt, place: int) -> bool:
-        begin = self._source.index(statement.lineno, statement.col_offset)
-        end = self._source.index(statement.end_lineno or 0, statement.end_col_offset or 0)
-        return begin <= place < end
+    @cached_property
+    def _begins(self) -> list[int]:
+        return sorted(self._statements)
+
+    @cached_property
+    def _statements(self) -> Mapping[int, tuple[int, int | None]]:
+        """Of each statement, by where it begins, its end and where the one around it begins."""
+        found: dict[int, tuple[int, int | None]] = {}
+        waiting: list[tuple[ast.AST, int | None]] = [(self._source.tree, None)]
+        while waiting:
+            node, around = waiting.pop()
+            for each in (statement for block in blocks(node) for statement in block):
+                begin = self._source.index(each.lineno, each.col_offset)
+                end = self._source.index(each.end_lineno or 0, each.end_col_offset or 0)
+                found[begin] = end, around
+                waiting.append((each, begin))
+        return found
 
     def _changes(self, old: int | None, begin: int) -> list[_Change]:
         newline, magic = newline_of(self._source), self._style.magic_comma
@@ -151,7 +161,11 @@ class _Relayout:
 
     def _around(self, change: _Change) -> int | None:
         """The edit that a change is to be a part of: it is in its text, or where it adds some."""
-        for number, (begin, end) in enumerate(self._spans):
+        first = bisect_left(self._spans, change.begin, key=lambda each: each[1])
+        for number in range(first, len(self._spans)):
+            begin, end = self._spans[number]
+            if begin > change.end:
+                break
             if self._edits[number].what in _GROWS:
                 if begin <= change.end and change.begin <= end:
                     return number
@@ -178,8 +192,3 @@ class _Relayout:
         return Edit(
             edit.start - (start - begin), edit.stop + end - stop, "".join(pieces), edit.what
         )
-
-
-def _statements(node: ast.AST) -> Iterator[ast.stmt]:
-    for block in blocks(node):
-        yield from block
