@@ -206,6 +206,12 @@ _ALL = (
 
 REASONS: Mapping[str, Reason] = {reason.code: reason for reason in _ALL}
 
+UNSERVED = frozenset(
+    {"unknown-name", "not-in-core", "no-field", "lifecycle", "setter", "no-state", "buffer"}
+    | {"vp-stage", "encoder-decoder"}
+)
+"""The codes of uses that are about something that no collection tells."""
+
 CAUTIONS: Mapping[str, Reason] = {
     caution.code: caution
     for caution in (

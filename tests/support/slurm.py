@@ -175,14 +175,18 @@ class Slurm:
         return self._each_node("%T").split() == ["idle", "idle"]
 
     def _each_node(self, what):
-        return subprocess.run(
-            ["sinfo", "--noheader", "--Node", f"--format={what}"],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        ).stdout
+        command = ["sinfo", "--noheader", "--Node", f"--format={what}"]
+        try:
+            return subprocess.run(
+                command,
+                env=self.environment,
+                capture_output=True,
+                text=True,
+                timeout=20,
+                check=False,
+            ).stdout
+        except subprocess.TimeoutExpired:
+            return "unknown: slurmctld says nothing"
 
     def _until(self, done, what, error=AssertionError):
         deadline = time.monotonic() + 60

@@ -17,13 +17,8 @@ from megapg.migrate.find.sites import Kind
 from megapg.migrate.python.flow import is_ruled_out, statements_around
 from megapg.migrate.python.methods import self_of
 from megapg.migrate.python.scopes import Scope, Use
+from megapg.migrate.reasons import UNSERVED
 from megapg.upstream.mapping import COLLECTION_NAMES
-
-# A use that is left for one of these is about something that no collection tells.
-_UNSERVED = frozenset(
-    {"unknown-name", "not-in-core", "no-field", "lifecycle", "setter", "no-state", "buffer"}
-    | {"vp-stage", "encoder-decoder"}
-)
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,7 @@ def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
         if unit is not None:
             axes = frozenset[str]().union(*map(axes_of, passing.needs))
             yield _Asking(unit, axes, passing.base)
-    left = {id(each.site) for each in plan.left if each.reason not in _UNSERVED}
+    left = {id(each.site) for each in plan.left if each.reason not in UNSERVED}
     for located in index.located:
         unit = located.use.scope.unit
         if id(located.site) in left and located.site.kind is Kind.CALL and unit is not None:

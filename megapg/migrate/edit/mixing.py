@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.python.scopes import last_name, walk
+from megapg.migrate.reasons import UNSERVED
 from megapg.upstream.expressions import known, replacement
 from megapg.upstream.mapping import Refusal
 from megapg.upstream.signatures import VERSIONS
@@ -24,11 +25,6 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _CONSTRUCTOR = "__init__"
 # What a collection has beside its fields.
 _OTHERS = frozenset({"rank", "size", "ranks", "extras", "holds", "require"})
-# Of these a getter that is left says that nothing can serve it.
-_UNSERVED = frozenset(
-    {"unknown-name", "not-in-core", "no-field", "lifecycle", "setter", "no-state", "buffer"}
-    | {"vp-stage", "encoder-decoder"}
-)
 
 
 @dataclass(frozen=True)
@@ -163,7 +159,7 @@ class _Names:
         if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
             name = called.attr if called.value.id in self.modules else ""
         answers = [replacement(name, (), (each,)) for each in self._versions] if name else []
-        served = [e for e in answers if not isinstance(e, Refusal) or e.reason not in _UNSERVED]
+        served = [e for e in answers if not isinstance(e, Refusal) or e.reason not in UNSERVED]
         return name if served else ""
 
 
