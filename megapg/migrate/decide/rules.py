@@ -217,7 +217,8 @@ RULES = (
         _by_globals,
     ),
     Rule(
-        "it asks whether there are groups: what there is serves, None included",
+        "it asks whether there are groups: what was passed serves, None included, or what is at "
+        "hand; else Megatron's call stays",
         lambda planner, located: _takes(located) in (Takes.OPTIONAL, Takes.LAZY),
         _by_what_there_is,
     ),
@@ -326,8 +327,13 @@ class _Planner:
         for located in self.optional:
             unit = located.use.scope.unit
             given = PARAMETER if unit in taking else "None"
-            form = "plain" if _takes(located) is Takes.OPTIONAL else "groups_of"
-            self.decide(located, Base(how(unit), form, given, optional=True))
+            is_whether = _takes(located) is Takes.OPTIONAL
+            if is_whether and unit not in taking:
+                left = _left("lifecycle", "no collection is at hand: Megatron's call stays")
+                left(self, located)
+            else:
+                form = "plain" if is_whether else "groups_of"
+                self.decide(located, Base(how(unit), form, given, optional=True))
         needs = threads.needs(taking)
         for function in taking:
             self._take(function, needs[function], taking)

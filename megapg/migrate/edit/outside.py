@@ -15,8 +15,8 @@ from megapg.migrate.python.scopes import Imported, scopes
 
 
 def names_taken(index: Index, released: Mapping[Path, Collection[str]]) -> dict[Path, set[str]]:
-    """For each file the names that other files import or reach through it, ``*`` for all; patches
-    in tests that go through it count.
+    """For each file the names that other files import or reach through it, ``*`` for all. A
+    patch in a test that goes through it is not heard any more, and does not count.
 
     Args:
         index: the project.
@@ -34,7 +34,8 @@ def names_taken(index: Index, released: Mapping[Path, Collection[str]]) -> dict[
                 if thing.kind == "file" and thing.path is not None:
                     taken[thing.path].add(name)
     for located in index.located:
-        if located.site.kind is Kind.STRING and isinstance(located.node, ast.Constant):
+        is_string = located.site.kind is Kind.STRING and not index.modules.is_test(located.path)
+        if is_string and isinstance(located.node, ast.Constant):
             parts = tuple(str(located.node.value).split("."))
             for length in range(1, len(parts)):
                 for found in index.modules.ending(parts[:length]):
