@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import BinaryIO, TypeVar
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -34,6 +33,7 @@ from megapg.checkpoint.pickles import (
     refuse,
 )
 from megapg.errors import UnsafeCheckpointError
+from megapg.torch_private import StorageInfo
 
 T = TypeVar("T")
 
@@ -234,13 +234,13 @@ def _index(found: object) -> MetadataIndex:
     )
 
 
-def _place(found: object) -> _StorageInfo:
+def _place(found: object) -> StorageInfo:
     fields = _fields(found, _Place)
     offset, length = checked(fields["offset"], int), checked(fields["length"], int)
     if offset < 0 or length < 0:
         raise ValueError(f"a shard lies at offset {offset} with length {length}")
     transforms = fields.get("transform_descriptors")
-    return _StorageInfo(
+    return StorageInfo(
         checked(fields["relative_path"], str),
         offset,
         length,
