@@ -103,14 +103,12 @@ def knows(group: dist.ProcessGroup) -> bool:
 
 
 def destroy(group: dist.ProcessGroup) -> None:
-    """Destroy a group, and leave nothing behind.
+    """Destroy a group.
 
     Public: ``dist.destroy_process_group``, which leaves an empty list under the tag of the group.
     """
-    tag = c10d._world.pg_to_tag.get(group, "")
-    dist.destroy_process_group(group)
-    if not c10d._world.tags_to_pg.get(tag):
-        c10d._world.tags_to_pg.pop(tag, None)
+    with _tag_removed(group):
+        dist.destroy_process_group(group)
 
 
 def abort(group: dist.ProcessGroup) -> None:
@@ -121,13 +119,24 @@ def abort(group: dist.ProcessGroup) -> None:
     Public: ``ProcessGroup.abort()`` and then ``dist.destroy_process_group``.
     """
     if hasattr(group, "abort") or "nccl" in dist.get_backend_config(group):
-        c10d._abort_process_group(group)
+        with _tag_removed(group):
+            c10d._abort_process_group(group)
+
+
+@contextlib.contextmanager
+def _tag_removed(group: dist.ProcessGroup) -> Iterator[None]:
+    tag = c10d._world.pg_to_tag.get(group, "")
+    yield
+    if not c10d._world.tags_to_pg.get(tag):
+        c10d._world.tags_to_pg.pop(tag, None)
 
 
 def call_off(group: dist.ProcessGroup) -> None:
     """Fail the work under way on a group, from any thread; torch goes on knowing it.
 
-    Public: ``ProcessGroup.abort()``, since 2.7. Before that torch can't for gloo.
+    What is under way on gloo goes on until it times out all the same.
+
+    Public: ``ProcessGroup.abort()``, which 2.6 does not have.
     """
     getattr(group, "abort", lambda: vars(c10d)["_abort_backend"](group))()
 

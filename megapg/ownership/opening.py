@@ -27,6 +27,7 @@ from megapg.ownership.session import Session
 from megapg.ownership.validate import check_kinds, check_recipe, check_waits
 from megapg.rendezvous.rendezvous import Rendezvous
 from megapg.signals import listening
+from megapg.torch_private import check_version
 
 _DEFAULT = "default"
 
@@ -106,6 +107,7 @@ def session(
         **sizes: see :class:`~megapg.layout.ParallelLayout`.
 
     Raises:
+        UnsupportedVersionError: torch is older than 2.6.
         LaunchError: the environment does not say who this process is, or contradicts itself.
         LayoutError: the sizes do not fit WORLD.
         SessionError: a session of that name is open in this process; or ``handle_signals`` outside
@@ -114,6 +116,7 @@ def session(
             another layout (:class:`~megapg.errors.LayoutMismatchError`). Every rank that did come
             gets the error, and nothing stays open.
     """
+    check_version()
     if not dist.is_available():
         raise SessionError(
             "this torch was built without torch.distributed, so there are no process groups."
@@ -244,6 +247,7 @@ def fake_session(layout: ParallelLayout, rank: int, *, gloo: Collection[str] = (
     Raises:
         SessionError: torch.distributed is initialised already.
     """
+    check_version()
     world = fake_world(rank, max(layout.ranks) + 1)
     recipe = Recipe("fake", {}, {}, frozenset(), all_gather_groups=False, gloo=frozenset(gloo))
     try:

@@ -117,11 +117,13 @@ def adopt(record: Recording | None = None, *, timeout: float = 60.0) -> Adopted:
         timeout: seconds to wait for the other ranks, here and wherever they meet again.
 
     Raises:
+        UnsupportedVersionError: torch is older than 2.6, or Megatron-core is not installed.
         MissingGroupError: ``parallel_state`` holds no live group.
         SessionError: the groups have an owner: an earlier adoption, or a session.
         PublishedError: inside ``published()``, where the globals show the groups of a collection.
         RendezvousError: a rank did not come, or could not adopt; every rank that came hears which.
     """
+    torch_private.check_version()
     module = parallel_state_module()
     close_lost()
     world = current_world() if dist.is_initialized() else None
