@@ -206,7 +206,8 @@ def _entry(found: object, key: str) -> TensorStorageMetadata | BytesStorageMetad
 def _properties(found: object) -> TensorProperties:
     if type(found) is not _Properties:
         raise ValueError(f"found {type(found).__name__} where a tensor's properties are expected")
-    dtype, layout, requires_grad, memory_format, pin_memory = checked(found.state, tuple)
+    # What newer releases of torch add, the tensor's strides, says nothing of what is in the files.
+    dtype, layout, requires_grad, memory_format, pin_memory, *_ = checked(found.state, tuple)
     if type(memory_format) is not _MemoryFormat:
         raise ValueError("a tensor's memory format is none")
     return TensorProperties(

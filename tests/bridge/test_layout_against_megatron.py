@@ -592,7 +592,8 @@ def test_pipeline_without_embedding_is_refused_by_upstream_only(field: str, argu
     configuration = Configuration(
         world_size=4, pp=2, **{argument: lambda pipeline: [r for r in pipeline if r % 2]}
     )
-    with pytest.raises(TypeError), recorded_megatron(0, 4):
+    # Which error that is depends on the release of torch.
+    with pytest.raises((TypeError, AssertionError)), recorded_megatron(0, 4):
         configuration.initialize_megatron()
     layout = configuration.layout()
     assert list(layout.partition(field)) == [(1, 3)]
