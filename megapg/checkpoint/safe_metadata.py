@@ -206,17 +206,20 @@ def _entry(found: object, key: str) -> TensorStorageMetadata | BytesStorageMetad
 def _properties(found: object) -> TensorProperties:
     if type(found) is not _Properties:
         raise ValueError(f"found {type(found).__name__} where a tensor's properties are expected")
-    # What newer releases of torch add, the tensor's strides, says nothing of what is in the files.
-    dtype, layout, requires_grad, memory_format, pin_memory, *_ = checked(found.state, tuple)
+    dtype, layout, requires_grad, memory_format, pin_memory, *more = checked(found.state, tuple)
     if type(memory_format) is not _MemoryFormat:
         raise ValueError("a tensor's memory format is none")
-    return TensorProperties(
+    properties = TensorProperties(
         checked(dtype, torch.dtype),
         checked(layout, torch.layout),
         checked(requires_grad, bool),
         _MEMORY_FORMATS[memory_format.arguments],
         checked(pin_memory, bool),
     )
+    if "strides" in vars(properties):  # torch 2.15 writes them; they say nothing of the files
+        strides = [_optional(each, tuple) for each in more[:1]]
+        vars(properties)["strides"] = strides[0] if strides else None
+    return properties
 
 
 _MEMORY_FORMATS: dict[tuple[object, ...], torch.memory_format] = {

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, cast
 
 import torch.distributed as dist
 
@@ -21,7 +21,7 @@ from megapg.communicators.plan import Recipe
 from megapg.communicators.world import World, create_world, current_world, fake_world, refuse
 from megapg.errors import SessionError
 from megapg.launch import Launch
-from megapg.layout import EmbeddingRanks, ParallelLayout
+from megapg.layout import EmbeddingRanks, Field, Fields, GroupName, ParallelLayout
 from megapg.ownership.closing import close_lost, open_owners
 from megapg.ownership.session import Session
 from megapg.ownership.validate import check_kinds, check_recipe, check_waits
@@ -55,12 +55,12 @@ def session(
     *,
     name: str = _DEFAULT,
     timeout: float = 60.0,
-    collective_timeout: timedelta | Mapping[str, timedelta] | None = None,
+    collective_timeout: timedelta | Mapping[GroupName, timedelta] | None = None,
     backend: str | None = None,
-    options: Mapping[str, CommunicatorOptions] | None = None,
-    dedicated: Collection[str] = (),
+    options: Mapping[Field, CommunicatorOptions] | None = None,
+    dedicated: Fields = (),
     all_gather_groups: bool = False,
-    gloo: Collection[str] = (),
+    gloo: Fields = (),
     warm_up: bool = False,
     handle_signals: bool = False,
     launch: Launch | None = None,
@@ -117,13 +117,15 @@ def session(
             gets the error, and nothing stays open.
     """
     check_version()
+    fields_options = cast("Mapping[str, CommunicatorOptions]", options or {})
+    waits = cast("timedelta | Mapping[str, timedelta] | None", collective_timeout)
     if not dist.is_available():
         raise SessionError(
             "this torch was built without torch.distributed, so there are no process groups."
         )
     with contextlib.ExitStack() as until_open:
         with _telling_the_others(name, launch):
-            check_waits(timeout, collective_timeout)
+            check_waits(timeout, waits)
             _check_start(layout, sizes, launch, network)
             if backend is not None:
                 backend_for(backend)
@@ -131,8 +133,8 @@ def session(
         close_lost()
         if any(each.name == name for each in open_sessions()):
             gc.collect()  # it may have been dropped, in a circle of references
-        everywhere = collective_timeout if isinstance(collective_timeout, timedelta) else None
-        timeouts = collective_timeout if isinstance(collective_timeout, Mapping) else {}
+        everywhere = waits if isinstance(waits, timedelta) else None
+        timeouts = waits if isinstance(waits, Mapping) else {}
         make_world = partial(
             create_world,
             backend=backend,
@@ -148,7 +150,7 @@ def session(
         else:
             world = make_world()
         try:
-            check_kinds(name, options or {}, dedicated, gloo, sizes, LayoutSizes.__annotations__)
+            check_kinds(name, fields_options, dedicated, gloo, sizes, LayoutSizes.__annotations__)
             if layout is None:
                 layout = ParallelLayout(
                     world_size=len(sizes.get("ranks") or range(world.size)), **sizes
@@ -156,7 +158,7 @@ def session(
             recipe = Recipe(
                 backend=world.backend,
                 lanes=backend_for(world.backend).lanes,
-                options=dict(options or {}),
+                options=dict(fields_options),
                 dedicated=frozenset(dedicated),
                 all_gather_groups=all_gather_groups,
                 gloo=frozenset(gloo),
@@ -241,7 +243,7 @@ def open_sessions() -> tuple[Session, ...]:
     return tuple(owner for owner in open_owners() if isinstance(owner, Session))
 
 
-def fake_session(layout: ParallelLayout, rank: int, *, gloo: Collection[str] = ()) -> Session:
+def fake_session(layout: ParallelLayout, rank: int, *, gloo: Fields = ()) -> Session:
     """A session on torch's fake backend: one process plays ``rank``, nothing is communicated.
 
     Raises:
