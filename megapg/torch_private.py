@@ -268,6 +268,16 @@ def another_connection(store: dist.Store) -> dist.Store:
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
+
+def transforms_of(place: StorageInfo) -> Sequence[str]:
+    """How the bytes of an entry were changed on their way to disk, compressed for example.
+
+    Public: none; releases before 2.7 change none.
+    """
+    found: Sequence[str] | None = getattr(place, "transform_descriptors", None)
+    return found or ()
+
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import filesystem
 

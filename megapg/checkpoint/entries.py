@@ -30,7 +30,7 @@ from megapg.checkpoint.files import broken, open_regular
 from megapg.checkpoint.manifest import Manifest
 from megapg.checkpoint.safe_torch import TensorForm, load_safely, parse_tensor_form
 from megapg.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
-from megapg.torch_private import StorageInfo
+from megapg.torch_private import StorageInfo, transforms_of
 
 
 class Entries:
@@ -101,8 +101,8 @@ class Entries:
 
     def _read(self, place: StorageInfo, key: str) -> memoryview:
         """The bytes of an entry, in memory that the next call uses again."""
-        if place.transform_descriptors:
-            through = ", ".join(place.transform_descriptors)
+        if transforms := transforms_of(place):
+            through = ", ".join(transforms)
             raise CheckpointError(
                 f"{self._path}: {key!r} was written through {through}, which megapg does not read. "
                 "Load it with torch's own reader."

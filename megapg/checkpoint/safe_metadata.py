@@ -244,12 +244,11 @@ def _place(found: object) -> StorageInfo:
     if offset < 0 or length < 0:
         raise ValueError(f"a shard lies at offset {offset} with length {length}")
     transforms = fields.get("transform_descriptors")
-    return StorageInfo(
-        checked(fields["relative_path"], str),
-        offset,
-        length,
-        None if transforms is None else [checked(name, str) for name in checked(transforms, list)],
+    # Releases that never write transforms can't be told of any, nor of their absence.
+    more = (
+        [] if transforms is None else [[checked(name, str) for name in checked(transforms, list)]]
     )
+    return StorageInfo(checked(fields["relative_path"], str), offset, length, *more)
 
 
 def _planner_data(found: object) -> dict[str, tuple[str | int, ...]] | None:

@@ -42,7 +42,7 @@ from megapg.errors import (
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
-from megapg.torch_private import StorageInfo
+from megapg.torch_private import StorageInfo, transforms_of
 
 T = TypeVar("T")
 
@@ -293,7 +293,7 @@ class _Check:
     def _check_archives(self, name: str, shards: list[_Shard], contents: Contents) -> None:
         with open_regular(self._path / name) as stream:
             for shard in shards:
-                if shard.place.transform_descriptors:  # compressed: no archive at this level
+                if transforms_of(shard.place):  # compressed: no archive at this level
                     continue
                 window = _Window(stream, shard.place)
                 if problem := _archive_problem(window, shard.size):

