@@ -25,16 +25,16 @@ from functools import cached_property
 from typing import cast
 
 from megapg.errors import LayoutError, UnknownFieldError
-from megapg.layout.fields import FIELDS as FIELDS
-from megapg.layout.fields import Field as Field
-from megapg.layout.fields import Fields as Fields
-from megapg.layout.fields import GroupName as GroupName
 from megapg.layout.fit import AXES as AXES
 from megapg.layout.fit import DEFAULT_CHOICES, Sizes, text_of
 from megapg.layout.fit import DEFAULT_ORDER as DEFAULT_ORDER
 from megapg.layout.fit import EmbeddingRanks as EmbeddingRanks
 from megapg.layout.fit import default_embedding_ranks as default_embedding_ranks
 from megapg.layout.fit import default_position_embedding_ranks as default_position_embedding_ranks
+from megapg.layout.names import FIELDS as FIELDS
+from megapg.layout.names import Field as Field
+from megapg.layout.names import Fields as Fields
+from megapg.layout.names import GroupName as GroupName
 
 # field -> (grid, the axes its groups span). "instance" is the slow part of the expert grid's dp:
 # which replica of the distributed optimizer; the dense grid is sliced differently (intra_dp_cp).
