@@ -267,11 +267,12 @@ def _origin(found: object) -> StorageMeta | None:
     if found is None:
         return None
     fields = _fields(found, _Origin)
+    modules = [checked(name, str) for name in checked(fields.get("modules", []), list)]
     return StorageMeta(
         _optional(fields.get("checkpoint_id"), str),
         _optional(fields.get("save_id"), str),
         _optional(fields.get("load_id"), str),
-        [checked(name, str) for name in checked(fields.get("modules", []), list)],
+        *([modules] if modules else []),  # as above
     )
 
 

@@ -239,9 +239,10 @@ def create_world(
         raise
     try:
         rendezvous.confirm(None, timeout=timeout)
-    except BaseException:
+    except BaseException as error:
         with applied:
             _discard(made)
+            rendezvous.give_up(error, timeout=timeout)
         raise
     world.generation, world._rendezvous, world._made = agreement.generation, rendezvous, made
     world.hosts, world.network, world._applied = launch.hosts, interfaces, applied

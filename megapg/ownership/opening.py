@@ -26,7 +26,7 @@ from megapg.ownership.closing import close_lost, open_owners
 from megapg.ownership.session import Session
 from megapg.ownership.validate import check_kinds, check_recipe, check_waits
 from megapg.rendezvous.rendezvous import Rendezvous
-from megapg.signals import listening
+from megapg.signals import NoSignals, Signals
 from megapg.torch_private import check_version
 
 _DEFAULT = "default"
@@ -123,13 +123,15 @@ def session(
         raise SessionError(
             "this torch was built without torch.distributed, so there are no process groups."
         )
-    with contextlib.ExitStack() as until_open:
+    signals, world, opened = NoSignals(), None, None
+    try:
         with _telling_the_others(name, launch):
             check_waits(timeout, waits)
             _check_start(layout, sizes, launch, network)
             if backend is not None:
                 backend_for(backend)
-            signals = until_open.enter_context(listening(handle_signals))
+            if handle_signals:
+                signals = Signals()
         close_lost()
         if any(each.name == name for each in open_sessions()):
             gc.collect()  # it may have been dropped, in a circle of references
@@ -149,7 +151,7 @@ def session(
                 world.backend = backend
         else:
             world = make_world()
-        try:
+        with _telling_the_others_in(world, name):
             check_kinds(name, fields_options, dedicated, gloo, sizes, LayoutSizes.__annotations__)
             if layout is None:
                 layout = ParallelLayout(
@@ -165,31 +167,27 @@ def session(
                 timeouts=dict(timeouts),
             )
             check_recipe(recipe, world, layout)
-        except BaseException as error:
-            _decline(name, world, error)
-            world.close(abort=error, timeout=0)
-            raise
-        try:
-            opened = Session(
-                layout,
-                world,
-                recipe,
-                name=name,
-                timeout=timeout,
-                collective_timeout=everywhere or world.timeout,
-                make_world=make_world,
-                signals=signals,
-            )
-        except BaseException as error:
-            world.close(abort=error, timeout=0)
-            raise
+        opened = Session(
+            layout,
+            world,
+            recipe,
+            name=name,
+            timeout=timeout,
+            collective_timeout=everywhere or world.timeout,
+            make_world=make_world,
+            signals=signals,
+        )
         if warm_up:
-            try:
-                opened.warm_up()
-            except BaseException as error:
-                opened.__exit__(type(error), error, error.__traceback__)
-                raise
+            opened.warm_up()
         return opened
+    except BaseException as error:  # whatever was opened is nobody's yet
+        with contextlib.ExitStack() as all_of_it:
+            all_of_it.callback(signals.close)
+            if world is not None:
+                all_of_it.callback(world.close, abort=error, timeout=0)
+            if opened is not None:
+                opened.__exit__(type(error), error, error.__traceback__)
+        raise
 
 
 @contextlib.contextmanager
@@ -202,6 +200,16 @@ def _telling_the_others(name: str, launch: Launch | None) -> Iterator[None]:
             _decline(name, current_world(), error)
         else:
             refuse(error, launch)
+        raise
+
+
+@contextlib.contextmanager
+def _telling_the_others_in(world: World, name: object) -> Iterator[None]:
+    """Likewise, once there is a WORLD."""
+    try:
+        yield
+    except BaseException as error:
+        _decline(name, world, error)
         raise
 
 

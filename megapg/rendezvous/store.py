@@ -313,17 +313,18 @@ class _Connection:
 
     def lend(self, work: Callable[[], _T], deadline: float, undo: Callable[[_T], object]) -> _T:
         call, worker = Call(work, undo), Worker("megapg lent store")
-        worker.begin(call)
         try:
-            if not call.wait(deadline - time.monotonic()):
-                raise _GivenUpError
-        except BaseException:  # Ctrl-C as well
+            worker.begin(call)
+            try:
+                if not call.wait(deadline - time.monotonic()):
+                    raise _GivenUpError
+            finally:
+                worker.dismiss()
+            return call.outcome()
+        except BaseException:  # Ctrl-C as well, whenever it comes: what was made is undone
             call.abandon()
             self._leave_behind(call)
             raise
-        finally:
-            worker.dismiss()
-        return call.outcome()
 
     def post(self, work: Callable[[], object]) -> None:
         call, worker = Call(work), Worker("megapg store")

@@ -40,7 +40,7 @@ from megapg.megatron.adopting.creations import Call
 from megapg.megatron.adopting.variables import groups_held
 from megapg.testing import megatron_on_cpu, run_distributed
 
-pytestmark = [pytest.mark.contract, pytest.mark.torch]
+pytestmark = pytest.mark.contract
 
 TEXT = Path(__file__).read_bytes()
 RUN = GPTRun(tp=2, pp=2, layers=4, hidden=32, seq_length=32, num_microbatches=2, steps=2)

@@ -19,8 +19,6 @@ from megapg.errors import (
 )
 from megapg.testing import run_distributed
 
-pytestmark = pytest.mark.torch
-
 PATIENT, HURRIED = 60.0, 5.0
 LIVE, SUSPENDED, FAILED = LeaseState.LIVE, LeaseState.SUSPENDED, LeaseState.FAILED
 
