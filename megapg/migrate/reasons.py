@@ -134,7 +134,8 @@ _ALL = (
         "patches a getter, in a test",
         "patch(), setattr() or a string names the getter. Code that was passed no collection still "
         "asks it, by its name in parallel_state, so most of these tests pass unchanged. Code that "
-        "was passed one does not, and nobody asks the name that another module imported.",
+        "was passed one does not. A string that names what another module imported is rewritten "
+        "where that import goes: nobody asks it any more.",
         "Run the test. Where it fails and the patch is of another module's name, patch the getter "
         "in megatron.core.parallel_state. Else pass a collection of fake groups of the size and "
         "rank that the patch pretends.",
