@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointMismatchError, UnsupportedOptionError
 from megapg.layout import Field
-from megapg.megatron.core import MegatronCollection, installed_version
+from megapg.megatron.core import MegatronCollection, core_version, installed_version
 from megapg.megatron.reading.resolve import require_groups, resolve
 
 # Names on disk, in Megatron's tracker and in its record.
@@ -293,7 +293,7 @@ def _into(live: _Stream | None, state: torch.Tensor) -> _Stream:
         live.set_state(state)
         return live
     core = _core()
-    if core.is_graph_safe_cuda_rng_tracker(_tracker()):
+    if _is_graph_safe(_tracker()):
         return core.convert_cuda_rng_state(state, to_graphable=True)
     return state
 
@@ -301,7 +301,7 @@ def _into(live: _Stream | None, state: torch.Tensor) -> _Stream:
 def _refuse_graphs_on_cpu(owner: str) -> None:
     tracker = _tracker()
     made = any(isinstance(state, torch.Generator) for state in tracker.get_states().values())
-    if torch.cuda.is_available() or made or not _core().is_graph_safe_cuda_rng_tracker(tracker):
+    if torch.cuda.is_available() or made or not _is_graph_safe(tracker):
         return
     raise UnsupportedOptionError(
         f"{owner}: Megatron-core's tracker was initialised for CUDA graphs "
@@ -380,6 +380,11 @@ def _core() -> _Core:
     installed_version()
     module: _Core = importlib.import_module("megatron.core.tensor_parallel.random")
     return module
+
+
+def _is_graph_safe(tracker: _Tracker) -> bool:
+    core_version()  # older ones can't tell
+    return _core().is_graph_safe_cuda_rng_tracker(tracker)
 
 
 def _tracker() -> _Tracker:

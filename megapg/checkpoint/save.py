@@ -64,7 +64,7 @@ from megapg.checkpoint.writer import Memory, write_items
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointError, CheckpointSaveError, RendezvousError
 from megapg.layout import ParallelLayout
-from megapg.megatron.core import MegatronCollection
+from megapg.megatron.core import MegatronCollection, core_version
 from megapg.megatron.reading.resolve import require_groups, resolve
 from megapg.rendezvous.joint_work import CancelledError, JointWork, OthersFailedError
 from megapg.rng import capture_rng_state
@@ -156,6 +156,7 @@ def save_checkpoint(
         CheckpointError: arguments that make no sense.
         MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
+    core_version()  # an older one has other checkpoints
     pg = require_groups(resolve(pg_collection, needs=rng_records.NEEDS, owner="save_checkpoint"))
     if asynchronous and pg is not pg_collection:
         raise CheckpointError(

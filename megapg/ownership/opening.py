@@ -88,7 +88,9 @@ def session(
         options: field -> NCCL settings of its communicator.
         dedicated: fields that share their communicator with no other field.
         all_gather_groups: also make ``dp_cp_ag`` and ``expt_dp_ag``, twins of ``dp_cp`` and
-            ``expt_dp`` on communicators of their own, so that all-gathers overlap reductions.
+            ``expt_dp`` on communicators of their own, so that all-gathers overlap reductions. On
+            gloo, where there is no such overlap, twins are the same communicator under two names;
+            ``dedicated=("dp_cp_ag",)`` makes another one there too.
         gloo: fields that also get a companion on gloo, for objects and tensors on the CPU:
             ``gloo=("dp_cp",)`` makes ``groups.extras["gloo.dp_cp"]``.
         warm_up: open every communicator at once, in place of each at its first use; see

@@ -98,7 +98,9 @@ def on_two_ranks():
             if me == 0:
                 assert isinstance(opened_with(error(), at, tp=2, timeout=SOON), error)
             else:
-                with pytest.raises(RendezvousError, match="rank 0"):
+                # Where gloo connects at once, who waits for a connection hears nothing else.
+                told = "rank 0" if torch_private.gloo_can_be_lazy() else ""
+                with pytest.raises(RendezvousError, match=told):
                     megapg.session(tp=2, timeout=SOON)
             assert len(torch_private.known_groups()) == 1, at
             both_open()
