@@ -5,15 +5,18 @@ kind of group. Where nothing can, the globals do.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megapg.migrate.decide.decisions import Base, Plan
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER
+from megapg.migrate.decide.references import References
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.find.index import Index
+from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.roles import has_another_role
 from megapg.migrate.find.sites import Kind
 from megapg.migrate.python.flow import is_ruled_out, statements_around
@@ -28,11 +31,12 @@ class _Asking:
     """What a function asks somewhere."""
 
     unit: Scope  # the function
+    path: Path  # of its file
     axes: frozenset[str]  # about which kinds of groups
     base: Base | None  # of what; None of the globals, as the use is left
 
 
-def have_answered_alike(plan: Plan, index: Index, facts: Facts) -> bool:
+def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: References) -> bool:
     """Say in the facts which functions need another plan, since it serves something otherwise than
     what has to be answered alike; whether there are any.
 
@@ -45,6 +49,7 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts) -> bool:
     """
     of_functions: dict[Scope, list[_Asking]] = defaultdict(list)
     of_classes: dict[Scope, list[_Asking]] = defaultdict(list)
+    paths: dict[Scope, Path] = {}
     for asking in _all(plan, index):
         unit = asking.unit
         if unit in facts.tainted or has_another_role(unit):
@@ -53,10 +58,15 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts) -> bool:
         counts = _is_of_globals(asking.base) or _is_of_self(asking)
         if counts and unit.parent is not None and unit.parent.kind == "class":
             of_classes[unit.parent].append(asking)
+            paths[unit.parent] = asking.path
+    of_objects = (
+        [asking for each in line for asking in of_classes.get(each, ())]
+        for line in _lines(paths, index, references)
+    )
     apart = {unit for unit, together in of_functions.items() if _is_apart(together)}
     beside = {
         asking.unit
-        for together in (*of_functions.values(), *of_classes.values())
+        for together in (*of_functions.values(), *of_objects)
         for asking in _beside_the_globals(together)
     }
     of_one = apart - facts.of_one - facts.parted
@@ -64,6 +74,20 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts) -> bool:
     facts.of_one |= of_one
     facts.parted |= parted
     return bool(of_one or parted)
+
+
+def _lines(
+    paths: Mapping[Scope, Path], index: Index, references: References
+) -> Iterator[list[Scope]]:
+    """For each class that asks, or is made of one that does, the classes of which its objects have
+    methods.
+    """
+    waiting = list(paths.items())
+    for klass, path in waiting:  # grows
+        above = ancestry(klass, path, index.resolver)
+        yield [each for each in above if isinstance(each, Scope)]
+        below = references.made_of(klass.name, path)
+        waiting += [each for each in dict.fromkeys(below) if each not in waiting]
 
 
 def _is_apart(together: Sequence[_Asking]) -> bool:
@@ -94,17 +118,17 @@ def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
     for each in plan.decisions:
         unit = each.located.use.scope.unit
         if unit is not None and not _stands_in(each.located.use, unit):
-            yield _Asking(unit, axes_of(each.located.site.name), each.base)
+            yield _Asking(unit, each.located.path, axes_of(each.located.site.name), each.base)
     for passing in plan.passing:
         unit = passing.reference.use.scope.unit
         if unit is not None:
             axes = frozenset[str]().union(*map(axes_of, passing.needs))
-            yield _Asking(unit, axes, passing.base)
+            yield _Asking(unit, passing.reference.path, axes, passing.base)
     left = {id(each.site) for each in plan.left if each.reason not in UNSERVED}
     for located in index.located:
         unit = located.use.scope.unit
         if id(located.site) in left and located.site.kind is Kind.CALL and unit is not None:
-            yield _Asking(unit, axes_of(located.site.name), None)
+            yield _Asking(unit, located.path, axes_of(located.site.name), None)
 
 
 def _stands_in(use: Use, unit: Scope) -> bool:

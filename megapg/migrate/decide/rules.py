@@ -52,7 +52,7 @@ def make_plan(
             on_progress(done, len(index.located))
             planner.look_at(located)
         plan = planner.plan()
-        if not have_answered_alike(plan, index, facts):
+        if not have_answered_alike(plan, index, facts, functions.references):
             return plan
 
 

@@ -8,8 +8,10 @@ Nothing here knows how the edits were planned: the new text is read, and what is
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.python.scopes import last_name, walk
@@ -45,27 +47,50 @@ class Mixed:
     other: Asking
 
 
-def mixed(tree: ast.Module, versions: Collection[int] = tuple(VERSIONS)) -> Iterator[Mixed]:
-    """The functions and classes of a file that ask two carriers about one kind of group.
+def mixed(
+    trees: Mapping[str, ast.Module], versions: Collection[int] = tuple(VERSIONS)
+) -> Iterator[tuple[str, Mixed]]:
+    """The functions and classes of a project that ask two carriers about one kind of group, with
+    their files. What a class is made of asks the same object.
 
     Args:
-        tree: the new text, parsed.
-        versions: of Megatron-core, that may run it.
+        trees: the new texts, parsed, by their files.
+        versions: of Megatron-core, that may run them.
     """
-    names = _Names(tree, versions)
-    for node in ast.walk(tree):
-        if isinstance(node, _Function):
-            yield from _apart(node.name, _Reading(node, names).asked())
-        elif isinstance(node, ast.ClassDef):
-            methods = [each for each in node.body if isinstance(each, _Function)]
+    of_files: dict[str, _Classes] = {}
+    everywhere = _Classes(list)
+    for file, tree in trees.items():
+        names, of_files[file] = _Names(tree, versions), _Classes(list)
+        for node in ast.walk(tree):
+            if isinstance(node, _Function):
+                yield from ((file, e) for e in _apart(node.name, _Reading(node, names).asked()))
+            elif isinstance(node, ast.ClassDef):
+                of_files[file][node.name].append((node, names))
+                everywhere[node.name].append((node, names))
+    for file, here in of_files.items():
+        for klass in (each for several in here.values() for each in several):
             asked = [
                 asking
-                for each in methods
-                if not _makes_groups(each)
+                for of, names in _line(klass, here, everywhere)
+                for each in of.body
+                if isinstance(each, _Function) and not _makes_groups(each)
                 for asking in _Reading(each, names).asked()
                 if asking.carrier in ("self", GLOBALS)
             ]
-            yield from _apart(f"class {node.name}", asked)
+            yield from ((file, each) for each in _apart(f"class {klass[0].name}", asked))
+
+
+def _line(klass: _Class, here: _Classes, everywhere: _Classes) -> Iterator[_Class]:
+    """A class and what it is made of, as far as one class alone has the name, in its file or else
+    anywhere.
+    """
+    waiting = [klass]
+    for each in waiting:  # grows
+        yield each
+        for base in map(last_name, each[0].bases):
+            found = here.get(base) or everywhere.get(base) or []
+            if len(found) == 1 and found[0] not in waiting:
+                waiting += found
 
 
 def lost_in(tree: ast.Module) -> Iterator[str]:
@@ -161,6 +186,10 @@ class _Names:
         answers = [replacement(name, (), (each,)) for each in self._versions] if name else []
         served = [e for e in answers if not isinstance(e, Refusal) or e.reason not in UNSERVED]
         return name if served else ""
+
+
+_Class: TypeAlias = tuple[ast.ClassDef, _Names]
+_Classes = defaultdict[str, list[_Class]]
 
 
 class _Reading:
