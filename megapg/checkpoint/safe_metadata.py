@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import BinaryIO, TypeVar
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -34,6 +33,7 @@ from megapg.checkpoint.pickles import (
     refuse,
 )
 from megapg.errors import UnsafeCheckpointError
+from megapg.torch_private import StorageInfo
 
 T = TypeVar("T")
 
@@ -206,16 +206,20 @@ def _entry(found: object, key: str) -> TensorStorageMetadata | BytesStorageMetad
 def _properties(found: object) -> TensorProperties:
     if type(found) is not _Properties:
         raise ValueError(f"found {type(found).__name__} where a tensor's properties are expected")
-    dtype, layout, requires_grad, memory_format, pin_memory = checked(found.state, tuple)
+    dtype, layout, requires_grad, memory_format, pin_memory, *more = checked(found.state, tuple)
     if type(memory_format) is not _MemoryFormat:
         raise ValueError("a tensor's memory format is none")
-    return TensorProperties(
+    properties = TensorProperties(
         checked(dtype, torch.dtype),
         checked(layout, torch.layout),
         checked(requires_grad, bool),
         _MEMORY_FORMATS[memory_format.arguments],
         checked(pin_memory, bool),
     )
+    if "strides" in vars(properties):  # torch 2.15 writes them; they say nothing of the files
+        strides = [_optional(each, tuple) for each in more[:1]]
+        vars(properties)["strides"] = strides[0] if strides else None
+    return properties
 
 
 _MEMORY_FORMATS: dict[tuple[object, ...], torch.memory_format] = {
@@ -234,18 +238,17 @@ def _index(found: object) -> MetadataIndex:
     )
 
 
-def _place(found: object) -> _StorageInfo:
+def _place(found: object) -> StorageInfo:
     fields = _fields(found, _Place)
     offset, length = checked(fields["offset"], int), checked(fields["length"], int)
     if offset < 0 or length < 0:
         raise ValueError(f"a shard lies at offset {offset} with length {length}")
     transforms = fields.get("transform_descriptors")
-    return _StorageInfo(
-        checked(fields["relative_path"], str),
-        offset,
-        length,
-        None if transforms is None else [checked(name, str) for name in checked(transforms, list)],
+    # Releases that never write transforms can't be told of any, nor of their absence.
+    more = (
+        [] if transforms is None else [[checked(name, str) for name in checked(transforms, list)]]
     )
+    return StorageInfo(checked(fields["relative_path"], str), offset, length, *more)
 
 
 def _planner_data(found: object) -> dict[str, tuple[str | int, ...]] | None:
@@ -264,11 +267,12 @@ def _origin(found: object) -> StorageMeta | None:
     if found is None:
         return None
     fields = _fields(found, _Origin)
+    modules = [checked(name, str) for name in checked(fields.get("modules", []), list)]
     return StorageMeta(
         _optional(fields.get("checkpoint_id"), str),
         _optional(fields.get("save_id"), str),
         _optional(fields.get("load_id"), str),
-        [checked(name, str) for name in checked(fields.get("modules", []), list)],
+        *([modules] if modules else []),  # as above
     )
 
 

@@ -24,7 +24,6 @@ from typing import Literal, TypeAlias
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem
 
 from megapg import __version__
@@ -69,6 +68,7 @@ from megapg.megatron.core import MegatronCollection
 from megapg.megatron.reading.resolve import require_groups, resolve
 from megapg.rendezvous.joint_work import CancelledError, JointWork, OthersFailedError
 from megapg.rng import capture_rng_state
+from megapg.torch_private import StorageInfo
 
 logger = logging.getLogger(__name__)
 
@@ -344,7 +344,7 @@ class _Work:
     def _complete(self, here: Path, reports: Mapping[int, bytes]) -> dict[str, FileSum]:
         """Add what is there once: metadata, common state, manifest."""
         plans: dict[int, list[WriteItem]] = {}
-        places: dict[int, list[_StorageInfo]] = {}
+        places: dict[int, list[StorageInfo]] = {}
         sums: dict[str, FileSum] = {}
         streams: list[rng_records.Drawn] = []
         expected: set[str] = set()

@@ -63,7 +63,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    if name == "parallel_state":  # loaded on use: importing it takes seconds
-        return parallel_state_module()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # or any name would be there for a type checker
+
+    def __getattr__(name: str) -> ModuleType:
+        if name == "parallel_state":  # loaded on use: importing it takes seconds
+            return parallel_state_module()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

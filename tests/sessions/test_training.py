@@ -25,6 +25,8 @@ from megapg.demo.job import GPTRun
 from megapg.megatron import parallel_state, published, trace_global_reads
 from megapg.testing import megatron_on_cpu
 
+pytestmark = pytest.mark.torch
+
 TEXT = Path(__file__).read_bytes()
 SHORT = GPTRun(steps=3, layers=2, hidden=32, seq_length=32, num_microbatches=2)
 EXPERTS = {"experts": 4, "ep": 2}

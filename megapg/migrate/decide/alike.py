@@ -1,14 +1,16 @@
-"""What has to be answered alike: where the globals have to serve a part of what a function, or a
-class, asks about one kind of group, they serve all of it.
+"""What has to be answered alike: one thing serves all that a function, or a class, asks about one
+kind of group. Where nothing can, the globals do.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megapg.migrate.decide.decisions import Base, Plan
+from megapg.migrate.decide.facts import Facts
+from megapg.migrate.decide.functions import PARAMETER
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.find.index import Index
@@ -30,30 +32,55 @@ class _Asking:
     base: Base | None  # of what; None of the globals, as the use is left
 
 
-def parted(plan: Plan, index: Index, tainted: Collection[Scope]) -> set[Scope]:
-    """The functions in which something is served otherwise than what has to be answered alike.
+def have_answered_alike(plan: Plan, index: Index, facts: Facts) -> bool:
+    """Say in the facts which functions need another plan, since it serves something otherwise than
+    what has to be answered alike; whether there are any.
 
     Args:
         plan: what is to be done.
         index: the project.
-        tainted: the functions that make the groups or fake ranks: they mean these, and nothing
-            beside them does. Neither do those that ask about models of several roles.
+        facts: by which that was planned. The functions that make the groups or fake ranks mean
+            these, and nothing beside them does. Neither do those that ask about models of several
+            roles.
     """
     of_functions: dict[Scope, list[_Asking]] = defaultdict(list)
     of_classes: dict[Scope, list[_Asking]] = defaultdict(list)
     for asking in _all(plan, index):
         unit = asking.unit
-        if unit in tainted or has_another_role(unit):
+        if unit in facts.tainted or has_another_role(unit):
             continue
         of_functions[unit].append(asking)
         counts = _is_of_globals(asking.base) or _is_of_self(asking)
         if counts and unit.parent is not None and unit.parent.kind == "class":
             of_classes[unit.parent].append(asking)
-    return {
+    apart = {unit for unit, together in of_functions.items() if _is_apart(together)}
+    beside = {
         asking.unit
         for together in (*of_functions.values(), *of_classes.values())
         for asking in _beside_the_globals(together)
     }
+    of_one = apart - facts.of_one - facts.parted
+    parted = (apart | beside) - of_one - facts.parted
+    facts.of_one |= of_one
+    facts.parted |= parted
+    return bool(of_one or parted)
+
+
+def _is_apart(together: Sequence[_Asking]) -> bool:
+    """Whether two objects are asked about one kind of group."""
+    asked = [(_of(each.base), each.axes) for each in together if not _is_of_globals(each.base)]
+    return any(
+        one != other and axes & others
+        for at, (one, axes) in enumerate(asked)
+        for other, others in asked[at + 1 :]
+    )
+
+
+def _of(base: Base | None) -> str:
+    """The variable that is asked."""
+    if base is None or base.passed_first:
+        return PARAMETER
+    return base.expression.partition(".")[0]
 
 
 def _beside_the_globals(together: list[_Asking]) -> Iterator[_Asking]:
@@ -92,5 +119,5 @@ def _is_of_globals(base: Base | None) -> bool:
 
 
 def _is_of_self(asking: _Asking) -> bool:
-    of = asking.base.expression.partition(".")[0] if asking.base is not None else ""
+    of = _of(asking.base)
     return bool(of) and of == self_of(asking.unit)

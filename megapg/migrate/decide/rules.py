@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megapg.migrate.decide.alike import parted
-from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Plan, Taking, best
+from megapg.migrate.decide.alike import have_answered_alike
+from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Plan, Taking
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.noticed import stand_ins, with_what_is_unheard
@@ -52,10 +52,8 @@ def make_plan(
             on_progress(done, len(index.located))
             planner.look_at(located)
         plan = planner.plan()
-        more = parted(plan, index, facts.tainted) - facts.parted
-        if not more:
+        if not have_answered_alike(plan, index, facts):
             return plan
-        facts.parted |= more
 
 
 # -- the rules -------------------------------------------------------------------------------------
@@ -135,7 +133,7 @@ def _by_globals(planner: _Planner, located: Located) -> None:
 
 
 def _by_what_there_is(planner: _Planner, located: Located) -> None:
-    base, unit = best(located.site.carriers), located.use.scope.unit
+    base, unit = planner.best(located), located.use.scope.unit
     is_guard = _takes(located) is Takes.OPTIONAL and planner.facts.makes_groups(unit, located.path)
     if base is None or base.optional or planner.facts.is_of_globals(unit) or is_guard:
         planner.optional.append(located)
@@ -144,11 +142,11 @@ def _by_what_there_is(planner: _Planner, located: Located) -> None:
 
 
 def _is_at_hand(planner: _Planner, located: Located) -> bool:
-    return best(located.site.carriers) is not None
+    return planner.best(located) is not None
 
 
 def _by_what_is_at_hand(planner: _Planner, located: Located) -> None:
-    base = best(located.site.carriers)
+    base = planner.best(located)
     assert base is not None  # that was asked
     if base.made_here:
         planner.of_locals.append((located, base))
@@ -278,6 +276,10 @@ class _Planner:
         self.optional: list[Located] = []
         self.of_self: list[tuple[Located, Scope]] = []
         self.of_locals: list[tuple[Located, Base]] = []
+
+    def best(self, located: Located) -> Base | None:
+        """What serves a use as it is, where anything does."""
+        return self.facts.best(located.site.carriers, located.use.scope.unit)
 
     def look_at(self, located: Located) -> None:
         """Decide about a use, as far as that depends on no other one."""

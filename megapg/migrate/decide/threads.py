@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megapg.errors import UnsupportedOptionError
-from megapg.migrate.decide.decisions import Base, best
+from megapg.migrate.decide.decisions import Base
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.references import Reference, calls_by_another_name
@@ -263,7 +263,8 @@ class Threads:
             unit = reference.use.scope.unit
             if self._facts.is_of_globals(unit):
                 continue
-            supply = best(carriers(reference.use, path, self._index.resolver))
+            found = carriers(reference.use, path, self._index.resolver)
+            supply = self._facts.best(found, unit)
             if supply is not None:
                 if call is not None or not _is_rebound(supply, reference.use.scope):
                     keeper = None  # what its object carries, it was passed: that comes first
