@@ -43,7 +43,7 @@ export PYTHON TORCH TORCH_INDEX ALLOW_CUDA_TORCH
 # The tests start interpreters by the hundred. Where none may keep bytecode each compiles megapg anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-quick test-slow test-newest test-torch test-gpu bench bench-migrate figures lint clean distclean
+.PHONY: help setup demo test test-quick test-slow test-newest test-torch test-gpu test-upstream bench bench-migrate figures lint clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets (what a plain `make` does)
@@ -73,6 +73,11 @@ test-newest: $(READY_NEWEST)  ## run the contract tests on the newest Megatron-c
 
 test-torch:  ## run what meets torch's changes on the oldest and the newest torch (downloads gigabytes)
 	@sh .ci/test-torch.sh $(MCORE) "$(TORCH_LOWEST) $(TORCH_HIGHEST)" $(PYTEST) -m torch $(ARGS)
+
+# Nothing is fetched and nothing installed: MEGATRON is a checkout of Megatron-LM, and PYTHON has what
+# its tests need, megapg's own requirements, and GPUs where there are any.
+test-upstream:  ## run the unit tests of the Megatron-LM at MEGATRON on its globals and on sessions
+	PYTHONPATH=. $(or $(PYTHON),python3) -m tools.upstream $(MEGATRON) $(ARGS)
 
 # Nothing is installed for it: the torch that belongs to the machine's driver is the one to ask.
 test-gpu:  ## suspend, resume and count memory on this machine's GPUs, with the torch of PYTHON
