@@ -24,6 +24,13 @@ class Reason:
 
 _ALL = (
     Reason(
+        "fallback",
+        "serves where no collection was passed",
+        "The code has a collection in a variable, and this is its branch for where that is None. "
+        "The globals are what it means.",
+        "Nothing. Once every caller passes a collection the branch can go.",
+    ),
+    Reason(
         "lifecycle",
         "makes or ends the groups",
         "initialize_model_parallel(), destroy_model_parallel() and the functions that they call "
@@ -212,6 +219,9 @@ UNSERVED = frozenset(
     | {"vp-stage", "encoder-decoder"}
 )
 """The codes of uses that are about something that no collection tells."""
+
+FALLBACK = "fallback"
+"""The code of uses that stand in for a collection where there is none."""
 
 CAUTIONS: Mapping[str, Reason] = {
     caution.code: caution

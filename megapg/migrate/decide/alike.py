@@ -5,7 +5,7 @@ kind of group. Where nothing can, the globals do.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,11 @@ from megapg.migrate.find.sites import Kind
 from megapg.migrate.python.flow import is_ruled_out, statements_around
 from megapg.migrate.python.methods import self_of
 from megapg.migrate.python.scopes import Scope, Use
-from megapg.migrate.reasons import UNSERVED
+from megapg.migrate.reasons import FALLBACK, UNSERVED
 from megapg.upstream.mapping import COLLECTION_NAMES
+
+# What a variable with a collection, or with a model, is called.
+_NAMES = (*COLLECTION_NAMES, *MODEL_NAMES)
 
 
 @dataclass(frozen=True)
@@ -117,24 +120,28 @@ def _beside_the_globals(together: list[_Asking]) -> Iterator[_Asking]:
 def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
     for each in plan.decisions:
         unit = each.located.use.scope.unit
-        if unit is not None and not _stands_in(each.located.use, unit):
+        if unit is not None and not stands_in(each.located.use, _NAMES):
             yield _Asking(unit, each.located.path, axes_of(each.located.site.name), each.base)
     for passing in plan.passing:
         unit = passing.reference.use.scope.unit
         if unit is not None:
             axes = frozenset[str]().union(*map(axes_of, passing.needs))
             yield _Asking(unit, passing.reference.path, axes, passing.base)
-    left = {id(each.site) for each in plan.left if each.reason not in UNSERVED}
+    left = {id(each.site) for each in plan.left if each.reason not in {*UNSERVED, FALLBACK}}
     for located in index.located:
         unit = located.use.scope.unit
         if id(located.site) in left and located.site.kind is Kind.CALL and unit is not None:
             yield _Asking(unit, located.path, axes_of(located.site.name), None)
 
 
-def _stands_in(use: Use, unit: Scope) -> bool:
-    """Whether a use is for where there is no collection, or no model, in a variable for one."""
+def stands_in(use: Use, names: Collection[str]) -> bool:
+    """Whether a use is for where there is nothing in a variable of its function that has one of
+    some names.
+    """
+    unit = use.scope.unit
+    if unit is None or not (names := unit.bindings.keys() & {*names}):
+        return False
     around = statements_around(use.parents, unit.node)
-    names = unit.bindings.keys() & {*COLLECTION_NAMES, *MODEL_NAMES}
     return any(is_ruled_out(name, around, unit.node) for name in names)
 
 

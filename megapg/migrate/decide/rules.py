@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megapg.migrate.decide.alike import have_answered_alike
+from megapg.migrate.decide.alike import have_answered_alike, stands_in
 from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Plan, Taking
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
@@ -26,7 +26,8 @@ from megapg.migrate.migration import How, Left
 from megapg.migrate.python.locate import is_shown, quote_in
 from megapg.migrate.python.methods import self_of
 from megapg.migrate.python.scopes import Scope
-from megapg.upstream.mapping import Refusal, Replacement, Takes
+from megapg.migrate.reasons import FALLBACK
+from megapg.upstream.mapping import COLLECTION_NAMES, Refusal, Replacement, Takes
 
 
 def make_plan(
@@ -101,6 +102,11 @@ def _left_as_assigned(
         _left("assigned", detail)(planner, located)
 
     return leave
+
+
+def _is_fallback(located: Located) -> bool:
+    use = located.use  # a function further in may run later
+    return use.scope is use.scope.unit and stands_in(use, COLLECTION_NAMES)
 
 
 def _does_not_fit(planner: _Planner, located: Located) -> bool:
@@ -189,6 +195,11 @@ RULES = (
         _left_as_assigned(_REPLACED, Facts.replaced_at),
     ),
     Rule(_READ_BACK, _is_read_back, _left_as_assigned(_READ_BACK, Facts.written_at)),
+    Rule(
+        "its branch is the one for where the collection at hand is None: the globals are meant",
+        lambda planner, located: _is_fallback(located),
+        _left(FALLBACK),
+    ),
     Rule(
         "it is in an f-string in which the replacement can't stand",
         _does_not_fit,
