@@ -95,7 +95,8 @@ def on_two_ranks():
     both_open()
     # Where gloo connects as groups are made, a rank can be stuck in that until it times out.
     lazy = torch_private.gloo_can_be_lazy()
-    for at in (40, 200, 400, 600, 800) if lazy else (40, 200, 400):
+    # Waits make calls as well, so a late one may come after the ranks have last met.
+    for at in (40, 200, 400) if lazy else ():
         for error in (KeyboardInterrupt, Broken):
             if me == 0:
                 assert isinstance(opened_with(error(), at, tp=2, timeout=SOON), error)
