@@ -8,6 +8,7 @@ from old_core import run_on_old_core
 
 import megapg
 from megapg.errors import UnsupportedVersionError
+from megapg.megatron import session_arguments
 from megapg.megatron.core import core_version, installed_version
 
 THERE = """
@@ -65,6 +66,6 @@ def test_injection_is_refused_with_the_versions_that_can(printed):
 
 def test_a_core_older_than_any_is_refused_with_what_to_do(monkeypatch):
     monkeypatch.setattr("megatron.core.package_info.MINOR", 11)
-    for ask in (installed_version, core_version, megapg.resolve(None).rank):
+    for ask in (installed_version, core_version, session_arguments, megapg.from_parallel_state):
         with pytest.raises(UnsupportedVersionError, match=r"0\.11\.\d+ is older.*0\.12\.0 is the"):
-            ask(*(["tp"] if ask not in (installed_version, core_version) else []))
+            ask()
