@@ -102,7 +102,7 @@ def session_arguments(**arguments: Unpack[MegatronArguments]) -> SessionArgument
             that the installed Megatron-core does not have.
     """
     core_version()  # an older one can't run on injected groups
-    defaults = _defaults()
+    defaults = parameters_of_core()
     made: dict[str, object] = {}
     given: dict[str, Any] = {}
     for name, value in arguments.items():
@@ -168,7 +168,8 @@ def _options(
     }
 
 
-def _defaults() -> dict[str, Any]:
+def parameters_of_core() -> dict[str, Any]:
+    """The parameters of the installed core's ``initialize_model_parallel``, and their defaults."""
     initialise: Callable[..., None] = parallel_state_module().initialize_model_parallel
     parameters = inspect.signature(initialise).parameters
     return {name: parameter.default for name, parameter in parameters.items()}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from megapg.collection import Lease, LeaseState, ProcessGroupCollection
 from megapg.errors import ForeignGroupError, PublishedError
 from megapg.layout import Field
+from megapg.megatron import missing
 from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.getters.memory import owners_buffer, shares_globals_buffer
 from megapg.megatron.tables import (
@@ -85,6 +86,9 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
     del pg
     try:
         yield passed.pop()
+    except AssertionError as error:  # what a getter of the core raises where there is no group
+        missing.explain(error, module, block.lease)
+        raise
     finally:
         publishing.close(block)
 

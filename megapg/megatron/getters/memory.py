@@ -61,6 +61,26 @@ def owners_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
     """The one that goes with the owner of these groups, made when it is first asked for."""
     buffer = pg.lease.scratch.get(MEMORY_BUFFER)
     if buffer is None:
-        made = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer()
+        core = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer
+        made = type(core.__name__, (_OrdinaryTensors, core), {})()
         buffer = pg.lease.scratch.setdefault(MEMORY_BUFFER, made)  # one, whoever came first
     return cast(MemoryBuffer, buffer)
+
+
+class _OrdinaryTensors:
+    """What is allocated under ``inference_mode`` must serve a training step as well.
+
+    A tensor that is made there can't be part of a backward pass ever after. An ordinary one can be
+    written to in both modes, so that whoever generates and then trains has one buffer for both.
+    """
+
+    def get_tensor(
+        self,
+        tensor_shape: Sequence[int],
+        dtype: torch.dtype,
+        name: str,
+        mem_alloc_context: Callable[[], AbstractContextManager[object]] | None = None,
+    ) -> torch.Tensor:
+        core = cast(MemoryBuffer, super())
+        with torch.inference_mode(False):
+            return core.get_tensor(tensor_shape, dtype, name, mem_alloc_context)
