@@ -2,9 +2,11 @@
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -199,26 +201,37 @@ def test_arguments_that_were_parsed_for_other_ranks_are_refused(world):
 
 # -- python -m megapg.megatron.run -----------------------------------------------------------------
 
+PAGE = (Path(__file__).parents[2] / "migration_guide" / "pretrain.md").read_text()
+SIZE = "--tensor-model-parallel-size"
 SCRIPT = """
-import os, sys
-from megatron.core.parallel_state import destroy_model_parallel, get_tensor_model_parallel_rank
+import sys
 from megatron.core import mpu
+from megatron.core.parallel_state import destroy_model_parallel, get_tensor_model_parallel_rank
 import beside
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
-mpu.initialize_model_parallel(tensor_model_parallel_size=int(sys.argv[1]))
-groups = len(dist.distributed_c10d._world.pg_map)
-print(__name__, dist.get_world_size(), get_tensor_model_parallel_rank(), groups, os.environ["RANK"])
-if sys.argv[2:]:
+mpu.initialize_model_parallel(tensor_model_parallel_size=int(sys.argv[2]))
+print(__name__, dist.get_world_size(), get_tensor_model_parallel_rank(), flush=True)
+if sys.argv[3:]:
     destroy_model_parallel()
-    raise SystemExit(int(sys.argv[2]))
+    raise SystemExit(int(sys.argv[3]))
 """
+COST = re.compile(
+    r"megapg: initialize_model_parallel took \S+ s and added (\d+) communicators, (\d+) th"
+)
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").touch()
+    return str(tmp_path / "pretrain_gpt.py")
 
 
 def start(*words, environment=None):
     return subprocess.run(
-        [sys.executable, "-m", "megapg.megatron.run", *words],
+        [sys.executable, "-m", *words],
         env={**os.environ, "PYTHONWARNINGS": "ignore", **(environment or {})},
         capture_output=True,
         text=True,
@@ -227,29 +240,43 @@ def start(*words, environment=None):
     )
 
 
-def test_a_script_runs_as_it_is_and_its_exit_code_is_its_own(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "beside.py").touch()
-    ran = start(str(tmp_path / "script.py"), "1", "3")
-    assert ran.returncode == 3, ran.stderr
-    assert ran.stdout.startswith("__main__ 1 0 2 0\n")
-    plain = start(str(tmp_path / "script.py"), "1")
-    assert plain.returncode == 0
-    assert "still open" not in plain.stderr
+def test_a_script_runs_as_it_is_and_its_exit_code_is_its_own(script):
+    alone = start("megapg.megatron.run", script, SIZE, "1", "3")
+    assert alone.returncode == 3, alone.stderr
+    assert alone.stdout == "__main__ 1 0\n"
 
 
-def test_what_can_not_start_is_said_in_a_line_with_exit_code_2(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "beside.py").touch()
-    script = str(tmp_path / "script.py")
+def test_the_command_of_the_guide_and_what_it_says_of_the_cost(script):
+    (command,) = re.findall(r"^\$ torchrun (.*) \.\.\.$", PAGE, re.M)
+    assert "`--on-globals` before the script" in PAGE
+    costs = []
+    for before in ("", "--on-globals "):
+        words = command.replace("node 8", "node 2").replace("pretrain_gpt.py", before + script)
+        ran = start("torch.distributed.run", "--standalone", *words.split())
+        assert ran.returncode == 0, ran.stderr
+        assert sorted(ran.stdout.splitlines()) == ["__main__ 2 0", "__main__ 2 1"]
+        assert "still open" not in ran.stderr
+        ((communicators, threads),) = COST.findall(ran.stderr)
+        costs.append((int(communicators), int(threads)))
+    ours, theirs = costs
+    assert ours[0] * 4 < theirs[0]
+    assert ours[1] * 4 < theirs[1]
+
+
+def test_what_can_not_start_is_said_in_a_line_with_exit_code_2(script):
     for words, environment, said in (
-        ((), {}, "usage: python -m megapg.megatron.run SCRIPT"),
+        ((), {}, "usage: python -m megapg.megatron.run [--on-globals] SCRIPT"),
         (("nowhere.py",), {}, "there is no script 'nowhere.py'"),
-        ((script, "2"), {}, "tp=2"),
-        ((script, "1"), {"RANK": "1"}, "WORLD_SIZE"),
+        ((script, SIZE, "2"), {}, "tp=2"),
+        ((script, SIZE, "1"), {"RANK": "1"}, "WORLD_SIZE"),
     ):
-        ran = start(*words, environment=environment)
+        ran = start("megapg.megatron.run", *words, environment=environment)
         assert ran.returncode == 2, ran.stderr
         (line,) = [each for each in ran.stderr.splitlines() if each.startswith("error")]
         assert said in line
         assert "Traceback" not in ran.stderr
+
+
+def test_the_import_of_the_guide(world):
+    (block,) = re.findall(r"```python\n(from megapg.*?)```", PAGE, re.S)
+    exec(block, {})

@@ -48,7 +48,7 @@ CASES = {
     },
 }
 SAVED = 2  # the step after which the runs that are resumed have saved
-# Without dropout: on a CPU, one stream plays several, and Megatron resumes its own with other draws.
+# Without dropout: where there is no GPU, Megatron draws otherwise after a load, on globals too.
 RESUMED = {**TP, **DISTRIBUTED, "train_iters": 4, "hidden_dropout": 0, "attention_dropout": 0}
 
 

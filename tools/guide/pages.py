@@ -81,14 +81,14 @@ def _reasons_index() -> str:
 @cache
 def _reason_page(reason: Reason) -> str:
     names = _names_with(reason.code)
+    also = f"Names that always have it: {', '.join(map(_quoted, names))}." if names else ""
     return _page(
         f"`{reason.code}`: {reason.title}",
         reason.why,
         *_shown(EXAMPLES.get(reason.code)),
         "## What to do",
-        reason.instead,
-        *(("## Names that always have it", ", ".join(map(_quoted, names))) if names else ()),
-        "[All codes](README.md)",
+        f"{reason.instead} [All codes](README.md)",
+        *([also] if also else ()),
     )
 
 
