@@ -71,7 +71,8 @@ class Closing(abc.ABC):
     @property
     def closed(self) -> bool:
         """Whether the groups have been closed."""
-        return self._state is LeaseState.CLOSED
+        # Of the class, which is there still when Python has taken the module down.
+        return self._state is type(self)._state
 
     @abc.abstractmethod
     def _release(

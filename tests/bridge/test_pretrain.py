@@ -48,7 +48,8 @@ CASES = {
     },
 }
 SAVED = 2  # the step after which the runs that are resumed have saved
-RESUMED = {**TP, **DISTRIBUTED, "train_iters": 4}
+# Without dropout: where there is no GPU, Megatron draws otherwise after a load, on globals too.
+RESUMED = {**TP, **DISTRIBUTED, "train_iters": 4, "hidden_dropout": 0, "attention_dropout": 0}
 
 
 def lines_of_the_guide():
@@ -128,3 +129,63 @@ def test_the_embedding_groups_are_those_that_the_script_chooses(found):
     for name, expected in {"pp2 untied": [[0], None], "pp2 vpp2 mtp": [[0, 1], [0, 1]]}.items():
         chosen = [rank[name]["session"][0]["embedding"] for rank in found(2)]
         assert chosen == expected
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def saved_and_resumed(root):
+    """Each way trains and saves; then each goes on from what the other has saved."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    from pretraining import on_globals, run_by_megapg, words
+    from resuming import megatron_saves_alone
+
+    megatron_saves_alone()
+    ways = {"globals": on_globals, "run": run_by_megapg}
+    found = {}
+    for way, train in ways.items():
+        line = words(**RESUMED, save=root / way, save_interval=SAVED)
+        found[way] = train(line).trained()
+    for way, train in ways.items():
+        for other in ways.keys() - {way}:
+            line = words(**RESUMED, load=root / other, ckpt_step=SAVED)
+            found[f"{way} from {other}"] = train(line).trained()
+    return found
+
+
+def test_what_one_saves_the_other_resumes(tmp_path):
+    for told in in_ranks(saved_and_resumed, 2, tmp_path):
+        whole = told["globals"]
+        assert told["run"] == whole
+        assert len(whole["losses"]) == 4
+        for way in ("globals from run", "run from globals"):
+            assert told[way]["losses"] == whole["losses"][SAVED:]
+            assert told[way]["weights"] == whole["weights"]
+
+
+# -- a session that lacks a companion --------------------------------------------------------------
+
+
+def on_a_plain_session():
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    from pretraining import on_a_session, words
+
+    lines = (
+        "    with megapg.session(tp=2) as session, megapg.published(session.groups):\n"
+        "        pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)\n"
+    )
+    try:
+        on_a_session(words(**TP, **DISTRIBUTED), lines)
+    except AssertionError as error:
+        return str(error), error.__notes__
+    return None
+
+
+def test_a_session_without_gloo_companions_says_which_argument_makes_them():
+    for message, notes in in_ranks(on_a_plain_session, 2):
+        assert "is not initialized" in message
+        (note,) = [each for each in notes if "gloo companion" in each]
+        assert "no gloo companion of intra_dp_cp" in note
+        assert "gloo=('intra_dp_cp',)" in note

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -62,25 +64,24 @@ def owners_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
     buffer = pg.lease.scratch.get(MEMORY_BUFFER)
     if buffer is None:
         core = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer
-        made = type(core.__name__, (_OrdinaryTensors, core), {})()
+        made = core()
+        # By a proxy: with a circle of references the memory would wait for the collector.
+        made.get_tensor = partial(_ordinary_tensor, partial(core.get_tensor, weakref.proxy(made)))
         buffer = pg.lease.scratch.setdefault(MEMORY_BUFFER, made)  # one, whoever came first
     return cast(MemoryBuffer, buffer)
 
 
-class _OrdinaryTensors:
-    """What is allocated under ``inference_mode`` must serve a training step as well.
+def _ordinary_tensor(
+    get_tensor: Callable[..., torch.Tensor],
+    tensor_shape: Sequence[int],
+    dtype: torch.dtype,
+    name: str,
+    mem_alloc_context: Callable[[], AbstractContextManager[object]] | None = None,
+) -> torch.Tensor:
+    """One that serves generating and training, whichever asks for it first.
 
-    A tensor that is made there can't be part of a backward pass ever after. An ordinary one can be
-    written to in both modes, so that whoever generates and then trains has one buffer for both.
+    What is allocated under ``inference_mode`` can't be part of a backward pass ever after. An
+    ordinary tensor may be written to in both modes.
     """
-
-    def get_tensor(
-        self,
-        tensor_shape: Sequence[int],
-        dtype: torch.dtype,
-        name: str,
-        mem_alloc_context: Callable[[], AbstractContextManager[object]] | None = None,
-    ) -> torch.Tensor:
-        core = cast(MemoryBuffer, super())
-        with torch.inference_mode(False):
-            return core.get_tensor(tensor_shape, dtype, name, mem_alloc_context)
+    with torch.inference_mode(False):
+        return get_tensor(tensor_shape, dtype, name, mem_alloc_context)
