@@ -20,6 +20,7 @@ from megapg.migrate.decide.noticed import stand_ins, with_what_is_unheard
 from megapg.migrate.decide.starts import starts
 from megapg.migrate.decide.threads import Threads
 from megapg.migrate.find import meaning
+from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.sites import Kind, Site
 from megapg.migrate.migration import How, Left
@@ -128,6 +129,12 @@ def _has_caution(planner: _Planner, located: Located) -> bool:
     return bool(getattr(located.site.answer, "caution", "")) and not planner.unsafe
 
 
+def _is_parted(planner: _Planner, located: Located) -> bool:
+    unit = located.use.scope.unit
+    axes = planner.facts.parted.get(unit) if unit is not None else None
+    return not (axes or frozenset()).isdisjoint(axes_of(located.site.name))
+
+
 def _by_globals(planner: _Planner, located: Located) -> None:
     planner.decide(located, GLOBALS)
 
@@ -227,7 +234,7 @@ RULES = (
     ),
     Rule(
         "its function, or its class, asks the globals about the same kind of groups: they serve",
-        lambda planner, located: located.use.scope.unit in planner.facts.parted,
+        _is_parted,
         _by_globals,
     ),
     Rule(
