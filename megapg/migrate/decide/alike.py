@@ -14,7 +14,7 @@ from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER
 from megapg.migrate.decide.references import References
 from megapg.migrate.decide.threads import is_usual_method
-from megapg.migrate.find.axes import axes_of
+from megapg.migrate.find.axes import asked_about, axes_of
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.models import ancestry
@@ -143,7 +143,7 @@ def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
         unit = each.located.use.scope.unit
         if unit is not None and not _stands_in(each.located.use, unit):
             is_for_want = each.base is GLOBALS and each.answer.takes is not Takes.GLOBALS
-            axes = axes_of(each.located.site.name)
+            axes = asked_about(each.located.site)
             yield _Asking(unit, each.located.path, axes, each.base, is_for_want)
     for passing in plan.passing:
         unit = passing.reference.use.scope.unit
@@ -154,7 +154,7 @@ def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
     for located in index.located:
         unit = located.use.scope.unit
         if id(located.site) in left and located.site.kind is Kind.CALL and unit is not None:
-            yield _Asking(unit, located.path, axes_of(located.site.name), None)
+            yield _Asking(unit, located.path, asked_about(located.site), None)
 
 
 def _stands_in(use: Use, unit: Scope) -> bool:

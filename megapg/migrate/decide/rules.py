@@ -20,7 +20,7 @@ from megapg.migrate.decide.noticed import stand_ins, with_what_is_unheard
 from megapg.migrate.decide.starts import starts
 from megapg.migrate.decide.threads import Threads
 from megapg.migrate.find import meaning
-from megapg.migrate.find.axes import axes_of
+from megapg.migrate.find.axes import asked_about
 from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.sites import Kind, Site
 from megapg.migrate.migration import How, Left
@@ -130,9 +130,9 @@ def _has_caution(planner: _Planner, located: Located) -> bool:
 
 
 def _is_parted(planner: _Planner, located: Located) -> bool:
-    unit = located.use.scope.unit
+    unit, asked = located.use.scope.unit, asked_about(located.site)
     axes = planner.facts.parted.get(unit) if unit is not None else None
-    return not (axes or frozenset()).isdisjoint(axes_of(located.site.name))
+    return axes is not None and (not asked or not axes.isdisjoint(asked))
 
 
 def _by_globals(planner: _Planner, located: Located) -> None:
