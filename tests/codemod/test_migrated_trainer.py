@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import trainer
+import trainer_on_globals
 
 import megapg
 from megapg.migrate.config import Config
@@ -83,7 +83,7 @@ def on_a_rank(folder: Path) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 def test_two_layouts_in_one_process_learn_what_two_jobs_learn(tmp_path: Path) -> None:
-    source = Path(trainer.__file__).parent
+    source = Path(trainer_on_globals.__file__).parent
     for name in ("before", "after"):
         shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     found = migrate([tmp_path / "after"], Config(tmp_path, versions=(16,)), unsafe=True)

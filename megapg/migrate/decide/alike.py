@@ -9,21 +9,22 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megapg.migrate.decide.decisions import Base, Plan
+from megapg.migrate.decide.decisions import GLOBALS, Base, Plan
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER
 from megapg.migrate.decide.references import References
-from megapg.migrate.find.axes import axes_of
+from megapg.migrate.decide.threads import is_usual_method
+from megapg.migrate.find.axes import asked_about, axes_of
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.roles import has_another_role
 from megapg.migrate.find.sites import Kind
 from megapg.migrate.python.flow import is_ruled_out, statements_around
-from megapg.migrate.python.methods import self_of
+from megapg.migrate.python.methods import class_of, self_of
 from megapg.migrate.python.scopes import Scope, Use
 from megapg.migrate.reasons import FALLBACK, UNSERVED
-from megapg.upstream.mapping import COLLECTION_NAMES
+from megapg.upstream.mapping import COLLECTION_NAMES, Takes
 
 # What a variable with a collection, or with a model, is called.
 _NAMES = (*COLLECTION_NAMES, *MODEL_NAMES)
@@ -37,6 +38,7 @@ class _Asking:
     path: Path  # of its file
     axes: frozenset[str]  # about which kinds of groups
     base: Base | None  # of what; None of the globals, as the use is left
+    is_for_want: bool = False  # whether it asks the globals only because nothing was at hand
 
 
 def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: References) -> bool:
@@ -62,21 +64,28 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
         if counts and unit.parent is not None and unit.parent.kind == "class":
             of_classes[unit.parent].append(asking)
             paths[unit.parent] = asking.path
-    of_objects = (
+    of_objects = [
         [asking for each in line for asking in of_classes.get(each, ())]
         for line in _lines(paths, index, references)
-    )
-    apart = {unit for unit, together in of_functions.items() if _is_apart(together)}
-    beside = {
-        asking.unit
-        for together in (*of_functions.values(), *of_objects)
-        for asking in _beside_the_globals(together)
-    }
-    of_one = apart - facts.of_one - facts.parted
-    parted = (apart | beside) - of_one - facts.parted
+    ]
+    wanting = {unit for together in of_objects for unit in _wanting(together)} - facts.of_self
+    facts.of_self |= wanting
+    if wanting:
+        return True
+    apart = {unit for unit, of in of_functions.items() if _is_apart(of)}
+    of_one = apart - facts.of_one - facts.parted.keys()
     facts.of_one |= of_one
-    facts.parted |= parted
-    return bool(of_one or parted)
+    more = [(unit, axes) for of in of_objects for unit, axes in _beside_the_globals(of)]
+    for unit, of in of_functions.items():  # a function falls back as a whole
+        if unit in apart or any(_beside_the_globals(of)):
+            more.append((unit, frozenset[str]().union(*(each.axes for each in of))))
+    more = [(unit, axes) for unit, axes in more if unit not in of_one]
+    is_new = bool(of_one)
+    for unit, axes in more:
+        known = facts.parted.get(unit, frozenset())
+        facts.parted[unit] = known | axes
+        is_new |= not axes <= known
+    return is_new
 
 
 def _lines(
@@ -91,6 +100,18 @@ def _lines(
         yield [each for each in above if isinstance(each, Scope)]
         below = references.made_of(klass.name, path)
         waiting += [each for each in dict.fromkeys(below) if each not in waiting]
+
+
+def _wanting(together: list[_Asking]) -> Iterator[Scope]:
+    """The methods that can ask the object as well as the others of its methods do."""
+    if not any(map(_is_of_self, together)):
+        return
+    axes = frozenset[str]().union(*(each.axes for each in together if _is_of_self(each)))
+    bound = {each.unit for each in together if _is_of_globals(each.base) and not each.is_for_want}
+    for each in together:
+        can_ask = self_of(each.unit) and is_usual_method(each.unit) and not class_of(each.unit)
+        if can_ask and each.is_for_want and each.axes & axes and each.unit not in bound:
+            yield each.unit
 
 
 def _is_apart(together: Sequence[_Asking]) -> bool:
@@ -110,18 +131,23 @@ def _of(base: Base | None) -> str:
     return base.expression.partition(".")[0]
 
 
-def _beside_the_globals(together: list[_Asking]) -> Iterator[_Asking]:
+def _beside_the_globals(together: list[_Asking]) -> Iterator[tuple[Scope, frozenset[str]]]:
+    """The functions that ask an object where the globals are asked about one kind of groups, and
+    about which kinds.
+    """
     globals_ = frozenset[str]().union(*(e.axes for e in together if _is_of_globals(e.base)))
     for asking in together:
         if asking.axes & globals_ and not _is_of_globals(asking.base):
-            yield asking
+            yield asking.unit, asking.axes
 
 
 def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
     for each in plan.decisions:
         unit = each.located.use.scope.unit
         if unit is not None and not stands_in(each.located.use, _NAMES):
-            yield _Asking(unit, each.located.path, axes_of(each.located.site.name), each.base)
+            is_for_want = each.base is GLOBALS and each.answer.takes is not Takes.GLOBALS
+            axes = asked_about(each.located.site)
+            yield _Asking(unit, each.located.path, axes, each.base, is_for_want)
     for passing in plan.passing:
         unit = passing.reference.use.scope.unit
         if unit is not None:
@@ -131,7 +157,7 @@ def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
     for located in index.located:
         unit = located.use.scope.unit
         if id(located.site) in left and located.site.kind is Kind.CALL and unit is not None:
-            yield _Asking(unit, located.path, axes_of(located.site.name), None)
+            yield _Asking(unit, located.path, asked_about(located.site), None)
 
 
 def stands_in(use: Use, names: Collection[str]) -> bool:

@@ -20,6 +20,7 @@ from megapg.migrate.decide.noticed import stand_ins, with_what_is_unheard
 from megapg.migrate.decide.starts import starts
 from megapg.migrate.decide.threads import Threads
 from megapg.migrate.find import meaning
+from megapg.migrate.find.axes import asked_about
 from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.sites import Kind, Site
 from megapg.migrate.migration import How, Left
@@ -134,6 +135,12 @@ def _has_caution(planner: _Planner, located: Located) -> bool:
     return bool(getattr(located.site.answer, "caution", "")) and not planner.unsafe
 
 
+def _is_parted(planner: _Planner, located: Located) -> bool:
+    unit, asked = located.use.scope.unit, asked_about(located.site)
+    axes = planner.facts.parted.get(unit) if unit is not None else None
+    return axes is not None and (not asked or not axes.isdisjoint(asked))
+
+
 def _by_globals(planner: _Planner, located: Located) -> None:
     planner.decide(located, GLOBALS)
 
@@ -238,7 +245,7 @@ RULES = (
     ),
     Rule(
         "its function, or its class, asks the globals about the same kind of groups: they serve",
-        lambda planner, located: located.use.scope.unit in planner.facts.parted,
+        _is_parted,
         _by_globals,
     ),
     Rule(

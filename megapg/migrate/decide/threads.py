@@ -121,7 +121,7 @@ class Threads:
         """The constructor that can keep a collection for a method."""
         if method is None or method.parent is None or has_another_role(method):
             return None
-        if not self_of(method) or not _is_usual_method(method):
+        if not self_of(method) or not is_usual_method(method):
             return None
         for each in method.parent.defined("__init__"):
             if self.keeps(each, path) and self.may_take(each, path):
@@ -364,6 +364,7 @@ def _hands_on(statement: ast.stmt, constructor: Scope) -> bool:
     return False
 
 
-def _is_usual_method(method: Scope) -> bool:
+def is_usual_method(method: Scope) -> bool:
+    """Whether a method is called with its object, when that has its attributes."""
     special = method.name.startswith("__") and method.name not in ("__call__", "__init__")
     return not special and not decorators(method.node) & {"classmethod", "staticmethod"}

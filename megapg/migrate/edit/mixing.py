@@ -65,13 +65,13 @@ def mixed(
             if isinstance(node, _Function):
                 yield from ((file, e) for e in _apart(node.name, _Reading(node, names).asked()))
             elif isinstance(node, ast.ClassDef):
-                of_files[file][node.name].append((node, names))
-                everywhere[node.name].append((node, names))
+                of_files[file][node.name].append((node, names, file))
+                everywhere[node.name].append((node, names, file))
     for file, here in of_files.items():
         for klass in (each for several in here.values() for each in several):
             asked = [
                 asking
-                for of, names in _line(klass, here, everywhere)
+                for of, names, _ in _line(klass, here, everywhere)
                 for each in of.body
                 if isinstance(each, _Function) and not _makes_groups(each)
                 for asking in _Reading(each, names).asked()
@@ -82,13 +82,18 @@ def mixed(
 
 def _line(klass: _Class, here: _Classes, everywhere: _Classes) -> Iterator[_Class]:
     """A class and what it is made of, as far as one class alone has the name, in its file or else
-    anywhere.
+    where that is imported from.
     """
     waiting = [klass]
     for each in waiting:  # grows
         yield each
-        for base in map(last_name, each[0].bases):
-            found = here.get(base) or everywhere.get(base) or []
+        for base in each[0].bases:
+            name, of = last_name(base), ast.unparse(base).partition(".")[0]
+            found = here.get(name) or [
+                one
+                for one in everywhere.get(name, ())
+                if each[1].homes.get(of, "?") in f"/{one[2]}"
+            ]
             if len(found) == 1 and found[0] not in waiting:
                 waiting += found
 
@@ -159,11 +164,17 @@ class _Names:
     def __init__(self, tree: ast.Module, versions: Collection[int]) -> None:
         self.megapg, self.getters, self.modules = set[str](), set[str](), set[str]()
         self.members: dict[str, str] = {}
+        self.homes: dict[str, str] = {}  # of what is imported: the folder, or file, that has it
         self._versions = versions
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 self.megapg |= {e.asname or e.name for e in node.names if e.name == "megapg"}
+                self.homes |= {
+                    e.asname or e.name: f"/{e.name}".replace(".", "/") for e in node.names
+                }
             elif isinstance(node, ast.ImportFrom):
+                home = "/".join(["", *filter(None, (node.module or "").split("."))])
+                self.homes |= {each.asname or each.name: home for each in node.names}
                 self._imported_from(node.module or "", node.names)
 
     def _imported_from(self, module: str, names: Sequence[ast.alias]) -> None:
@@ -188,7 +199,7 @@ class _Names:
         return name if served else ""
 
 
-_Class: TypeAlias = tuple[ast.ClassDef, _Names]
+_Class: TypeAlias = tuple[ast.ClassDef, _Names, str]
 _Classes = defaultdict[str, list[_Class]]
 
 
