@@ -24,6 +24,10 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ALLOW_CUDA_TORCH ?=
 
+# The oldest torch that megapg supports, and the newest that it was tested on.
+TORCH_LOWEST ?= 2.6.0
+TORCH_HIGHEST ?= 2.15.0
+
 # How many tests run at a time: three keep two cores busy, as many of them wait. 0: one, in pytest's
 # own process, as `ARGS=--pdb` needs it.
 WORKERS ?= 3
@@ -39,7 +43,7 @@ export PYTHON TORCH TORCH_INDEX ALLOW_CUDA_TORCH
 # The tests start interpreters by the hundred. Where none may keep bytecode each compiles megapg anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-quick test-slow test-newest test-gpu bench bench-migrate figures lint clean distclean
+.PHONY: help setup demo test test-quick test-slow test-newest test-torch test-gpu test-upstream bench bench-migrate figures lint clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets (what a plain `make` does)
@@ -67,6 +71,14 @@ test-slow: $(READY)  ## run the matrices, the fuzzers and what else takes minute
 test-newest: $(READY_NEWEST)  ## run the contract tests on the newest Megatron-core (python3.12, may download gigabytes)
 	OMP_NUM_THREADS=1 .venv-newest/bin/python $(PYTEST) -m contract $(ARGS)
 
+test-torch:  ## run what meets torch's changes on the oldest and the newest torch (downloads gigabytes)
+	@sh .ci/test-torch.sh $(MCORE) "$(TORCH_LOWEST) $(TORCH_HIGHEST)" $(PYTEST) -m torch $(ARGS)
+
+# Nothing is fetched and nothing installed: MEGATRON is a checkout of Megatron-LM, and PYTHON has what
+# its tests need, megapg's own requirements, and GPUs where there are any.
+test-upstream:  ## run the unit tests of the Megatron-LM at MEGATRON on its globals and on sessions
+	PYTHONPATH=. $(or $(PYTHON),python3) -m tools.upstream $(MEGATRON) $(ARGS)
+
 # Nothing is installed for it: the torch that belongs to the machine's driver is the one to ask.
 test-gpu:  ## suspend, resume and count memory on this machine's GPUs, with the torch of PYTHON
 	PYTHONPATH=. $(or $(PYTHON),python3) -m benchmarks.gpu $(ARGS)
@@ -89,8 +101,8 @@ clean:  ## remove caches and build outputs; the environments stay
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
-distclean: clean  ## clean, and remove .venv, .venv-newest and what bench-migrate downloaded too
-	rm -rf .venv .venv-newest .corpora
+distclean: clean  ## clean, and remove the environments and what bench-migrate downloaded too
+	rm -rf .venv .venv-newest .venv-torch .corpora
 
 $(READY): pyproject.toml .ci/venv.sh
 	@sh .ci/venv.sh .venv $(MCORE) 3.11 newer $(MCORE_OLD)

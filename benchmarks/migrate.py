@@ -213,14 +213,14 @@ def _pieces(old: Source, file: Rewritten) -> Iterator[tuple[int, int, tuple[str,
     yield at, len(old.text), None
 
 
-def _mixed(corpus: Corpus, tree: Path, files: Iterable[Rewritten]) -> Iterator[str]:
+def _mixed(corpus: Corpus, tree: Path, files: Iterable[Rewritten]) -> list[str]:
     """The functions and classes of the source that ask two carriers about one kind of group."""
     versions = corpus.config(tree).versions
-    for file in files:
-        if not is_test(file.file) and _parses(file.after):
-            new = ast.parse(file.after)
-            for name in (*(each.where for each in mixed(new, versions)), *lost_in(new)):
-                yield f"{file.file}: {name}"
+    source = [each for each in files if not is_test(each.file) and _parses(each.after)]
+    trees = {each.file: ast.parse(each.after) for each in source}
+    found = [(file, each.where) for file, each in mixed(trees, versions)]
+    found += [(file, name) for file, tree in trees.items() for name in lost_in(tree)]
+    return [f"{file}: {name}" for file, name in found]
 
 
 def _parses(data: bytes) -> bool:

@@ -15,7 +15,7 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from torch.distributed.device_mesh import init_device_mesh
 
 from megapg import session
-from megapg.megatron import parallel_state
+from megapg.megatron import initialize_model_parallel, parallel_state
 
 Groups = Mapping[str, dist.ProcessGroup | None]
 
@@ -89,6 +89,12 @@ def _parallel_state(shape: Shape, *, gloo_twins: bool) -> Groups:
         "intra_expt_dp": ps.get_expert_data_parallel_group(partial_expert_data_parallel=True),
         "intra_dist_opt": ps.get_intra_distributed_optimizer_instance_group(),
     }
+
+
+def drop_in(shape: Shape) -> Groups:
+    """What a fork of Megatron-LM gets that changes one import, or runs megapg.megatron.run."""
+    pg = initialize_model_parallel(shape.tp, shape.pp, expert_model_parallel_size=shape.ep).groups
+    return {field: getattr(pg, field) for field in FIELDS}
 
 
 # field -> the dimensions that it spans, on the dense and on the expert grid.
@@ -167,6 +173,7 @@ CONTESTANTS = (
     SESSION,
     BASELINE,
     Contestant("the same, with gloo twins", parallel_state_with_gloo),
+    Contestant("megapg's drop-in, with gloo twins", drop_in),
     Contestant("HyperCommGrid", hyper_comm_grids),
     Contestant("init_device_mesh, 4 fields", device_mesh, ("tp", "cp", "dp", "pp")),
 )

@@ -126,14 +126,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"megapg.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'megapg' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # or any name would be there for a type checker
+
+    def __getattr__(name: str) -> object:
+        if name in _SUBMODULES:
+            return importlib.import_module(f"megapg.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'megapg' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

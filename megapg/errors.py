@@ -87,7 +87,7 @@ class UnsupportedOptionError(MegapgError, ValueError):
 
 
 class UnsupportedVersionError(MegapgError, ImportError):
-    """The installed Megatron-core (or the lack of one) cannot do what was asked."""
+    """The installed Megatron-core or torch (or the lack of one) cannot do what was asked."""
 
 
 class LaunchError(MegapgError, RuntimeError):

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointMismatchError, UnsupportedOptionError
-from megapg.megatron.core import MegatronCollection, installed_version
+from megapg.layout import Field
+from megapg.megatron.core import MegatronCollection, core_version, installed_version
 from megapg.megatron.reading.resolve import require_groups, resolve
 
 # Names on disk, in Megatron's tracker and in its record.
@@ -67,7 +68,7 @@ def capture_rng_state(
         StaleGroupError, MissingGroupError, NoCollectionError: see :func:`megapg.resolve`.
         UnsupportedVersionError: Megatron-core is not installed.
     """
-    needs = ("dp",) if data_parallel_random_init else ()
+    needs: tuple[Field, ...] = ("dp",) if data_parallel_random_init else ()
     pg = require_groups(resolve(pg_collection, needs=needs, owner="capture_rng_state"))
     record = _captured()
     if not data_parallel_random_init or pg.size("dp") == 1:
@@ -98,7 +99,7 @@ def restore_rng_state(
         UnsupportedOptionError: the tracker is made for CUDA graphs, and CUDA is not available.
         StaleGroupError, MissingGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
-    needs = ("dp",) if data_parallel_random_init else ()
+    needs: tuple[Field, ...] = ("dp",) if data_parallel_random_init else ()
     pg = require_groups(resolve(pg_collection, needs=needs, owner="restore_rng_state"))
     expected = pg.size("dp") if data_parallel_random_init else 1
     if len(records) != expected:
@@ -292,7 +293,7 @@ def _into(live: _Stream | None, state: torch.Tensor) -> _Stream:
         live.set_state(state)
         return live
     core = _core()
-    if core.is_graph_safe_cuda_rng_tracker(_tracker()):
+    if _is_graph_safe(_tracker()):
         return core.convert_cuda_rng_state(state, to_graphable=True)
     return state
 
@@ -300,7 +301,7 @@ def _into(live: _Stream | None, state: torch.Tensor) -> _Stream:
 def _refuse_graphs_on_cpu(owner: str) -> None:
     tracker = _tracker()
     made = any(isinstance(state, torch.Generator) for state in tracker.get_states().values())
-    if torch.cuda.is_available() or made or not _core().is_graph_safe_cuda_rng_tracker(tracker):
+    if torch.cuda.is_available() or made or not _is_graph_safe(tracker):
         return
     raise UnsupportedOptionError(
         f"{owner}: Megatron-core's tracker was initialised for CUDA graphs "
@@ -311,8 +312,8 @@ def _refuse_graphs_on_cpu(owner: str) -> None:
 
 def _seeds(seed: int, pg: ProcessGroupCollection, data_parallel_random_init: bool) -> _Seeds:
     """Stream -> seed. The data stream's is also that of all streams outside of the tracker."""
-    gtp = [name for name in ("gtp_remat", "expt_gtp_remat") if getattr(pg, name, None) is not None]
-    if any(pg.size(name) > 1 for name in gtp):
+    gtp: tuple[Field, ...] = ("gtp_remat", "expt_gtp_remat")
+    if any(pg.size(name) > 1 for name in gtp if getattr(pg, name, None) is not None):
         raise UnsupportedOptionError(
             "seed_all: these groups have GTP weight rematerialisation, whose streams megapg does "
             "not seed. Use Megatron's model_parallel_cuda_manual_seed."
@@ -379,6 +380,11 @@ def _core() -> _Core:
     installed_version()
     module: _Core = importlib.import_module("megatron.core.tensor_parallel.random")
     return module
+
+
+def _is_graph_safe(tracker: _Tracker) -> bool:
+    core_version()  # older ones can't tell
+    return _core().is_graph_safe_cuda_rng_tracker(tracker)
 
 
 def _tracker() -> _Tracker:

@@ -139,17 +139,6 @@ class Signals(NoSignals):
                 self._watch.uninstall()
 
 
-@contextlib.contextmanager
-def listening(wanted: bool) -> Iterator[NoSignals]:
-    """An ear, which hears if that is wanted, from here on unless the block fails."""
-    ear = Signals() if wanted else NoSignals()
-    try:
-        yield ear
-    except BaseException:
-        ear.close()
-        raise
-
-
 class _Watch:
     """The handlers of this process and the thread behind them, shared by all sessions that listen.
 

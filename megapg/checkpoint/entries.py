@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -31,6 +30,7 @@ from megapg.checkpoint.files import broken, open_regular
 from megapg.checkpoint.manifest import Manifest
 from megapg.checkpoint.safe_torch import TensorForm, load_safely, parse_tensor_form
 from megapg.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
+from megapg.torch_private import StorageInfo, transforms_of
 
 
 class Entries:
@@ -54,7 +54,7 @@ class Entries:
             self._open[1].close()
             self._open = None
 
-    def tensor(self, place: _StorageInfo, key: str, shape: torch.Size) -> torch.Tensor:
+    def tensor(self, place: StorageInfo, key: str, shape: torch.Size) -> torch.Tensor:
         """The tensor of an entry, on the CPU. It is lost when the next entry is read.
 
         Raises:
@@ -86,23 +86,23 @@ class Entries:
         flat = torch.frombuffer(data, dtype=form.dtype)
         return flat.as_strided(form.size, form.stride, form.offset)
 
-    def load(self, place: _StorageInfo, key: str) -> object:
+    def load(self, place: StorageInfo, key: str) -> object:
         """Whatever an entry holds; raises as :meth:`tensor`."""
         whole = self._read(place, key)
         self._members(whole, place, key)
         return self._load(whole, place, key)
 
-    def _load(self, whole: memoryview, place: _StorageInfo, key: str) -> object:
+    def _load(self, whole: memoryview, place: StorageInfo, key: str) -> object:
         file = self._path / place.relative_path
         try:
             return load_safely(bytes(whole), f"{file}, in its entry {key!r},")
         except BrokenCheckpointError as error:
             raise self._damaged(place, key, "torch can't load it") from error
 
-    def _read(self, place: _StorageInfo, key: str) -> memoryview:
+    def _read(self, place: StorageInfo, key: str) -> memoryview:
         """The bytes of an entry, in memory that the next call uses again."""
-        if place.transform_descriptors:
-            through = ", ".join(place.transform_descriptors)
+        if transforms := transforms_of(place):
+            through = ", ".join(transforms)
             raise CheckpointError(
                 f"{self._path}: {key!r} was written through {through}, which megapg does not read. "
                 "Load it with torch's own reader."
@@ -134,14 +134,12 @@ class Entries:
             raise self._damaged(place, key, "its checksum is another")
         return whole
 
-    def _seal(self, place: _StorageInfo) -> int | None:
+    def _seal(self, place: StorageInfo) -> int | None:
         """The seal that an entry had; None where nobody knows, or nobody wants to."""
         seals = self._seals or {}
         return seals.get(place.relative_path, {}).get(place.offset) if self._check else None
 
-    def _members(
-        self, whole: memoryview, place: _StorageInfo, key: str
-    ) -> Mapping[str, memoryview]:
+    def _members(self, whole: memoryview, place: StorageInfo, key: str) -> Mapping[str, memoryview]:
         """The members of an entry, checked unless its seal was; none if it is no archive, and not
         to be checked.
         """
@@ -154,7 +152,7 @@ class Entries:
                 raise self._damaged(place, key, str(error)) from error
             return {}
 
-    def _damaged(self, place: _StorageInfo, key: str, problem: str) -> BrokenCheckpointError:
+    def _damaged(self, place: StorageInfo, key: str, problem: str) -> BrokenCheckpointError:
         return broken(
             self._path / place.relative_path, f"is damaged in its entry {key!r}: {problem}"
         )

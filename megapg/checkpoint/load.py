@@ -56,7 +56,7 @@ from megapg.errors import (
     RendezvousError,
 )
 from megapg.layout import ParallelLayout
-from megapg.megatron.core import MegatronCollection
+from megapg.megatron.core import MegatronCollection, core_version
 from megapg.megatron.reading.resolve import require_groups, resolve
 from megapg.rendezvous.joint_work import JointWork, OthersFailedError
 from megapg.rendezvous.problems import brief
@@ -167,6 +167,7 @@ def load_checkpoint(
         CheckpointError: another rank failed; it is named.
         MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
+    core_version()  # an older one has other checkpoints
     pg = require_groups(resolve(pg_collection, needs=NEEDS, owner="load_checkpoint"))
     saves = Saves.of(pg.lease)
     saves.make_room(1)

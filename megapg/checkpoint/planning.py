@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing import dict_utils, mapping, state_dict_uti
 from megatron.core.dist_checkpointing import utils as core_utils
 from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.core.dist_checkpointing.strategies import torch as core
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -44,6 +43,7 @@ from megapg.checkpoint.entries import flaw, inside
 from megapg.checkpoint.files import broken, open_regular
 from megapg.collection import ProcessGroup
 from megapg.errors import CheckpointMismatchError, CheckpointSaveError
+from megapg.torch_private import StorageInfo
 
 if TYPE_CHECKING:
     from megapg.checkpoint.contents import Contents
@@ -99,7 +99,7 @@ def shard(key: str, shape: Sequence[int], offset: Sequence[int], data: torch.Ten
 
 def merge_plans(
     plans: Mapping[int, list[WriteItem]],
-    places: Mapping[int, list[_StorageInfo]],
+    places: Mapping[int, list[StorageInfo]],
     name: str,
     expected: Set[str],
 ) -> Metadata:
@@ -256,7 +256,7 @@ class Loading:
             yield _Wanted(place, key, chunks[offsets].sizes, of_chunk)
 
     @property
-    def _places(self) -> Mapping[MetadataIndex, _StorageInfo]:
+    def _places(self) -> Mapping[MetadataIndex, StorageInfo]:
         return self._contents.metadata.storage_data or {}
 
 
@@ -272,7 +272,7 @@ class _Piece:
 class _Wanted:
     """An entry to read."""
 
-    place: _StorageInfo
+    place: StorageInfo
     key: str
     shape: torch.Size | None = None  # of its chunk; None for an object
     pieces: Sequence[_Piece] = ()

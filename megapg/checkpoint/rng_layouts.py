@@ -27,13 +27,14 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from megapg.errors import BrokenCheckpointError, CheckpointMismatchError
+from megapg.layout import Field
 
 Kind: TypeAlias = Literal["per_rank", "per_tp_pp", "fsdp_dtensor"]
 Read: TypeAlias = Callable[[str], object]
 """Loads one entry of a checkpoint by its key, safely. Of fsdp_dtensor some are tensors."""
 
 KEY = "rng_state"
-AXES = ("pp", "tp", "dp_cp")
+AXES: tuple[Field, ...] = ("pp", "tp", "dp_cp")
 _N = r"\d{1,9}"  # Python refuses to read the longest numbers a file can hold
 _PLACE = rf"{_N}(?:\.{_N}){{1,2}}"
 _SHARD = re.compile(rf"(?P<key>[^/]*{KEY}(\.[^/]+)?)/shard_(?P<at>{_PLACE})_(?P<of>{_PLACE})")

@@ -20,10 +20,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megapg.checkpoint.rng_layouts import AXES, KEY, Kind, Read, RngLayout
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import RngStateWarning, UnsupportedOptionError
-from megapg.layout import ParallelLayout
+from megapg.layout import Field, ParallelLayout
 from megapg.rng import EXPERT_STREAM, RngState, checked, same_device, seeded_rng_state, stream
 
-NEEDS = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp")
+NEEDS: tuple[Field, ...] = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp")
 """Fields of a collection that this module reads."""
 
 

@@ -5,14 +5,14 @@ What the unpickler builds of stand-ins is checked part by part and copied into t
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import pathlib
 import pickle
 from collections.abc import Mapping
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -34,6 +34,7 @@ from megapg.checkpoint.pickles import (
     refuse,
 )
 from megapg.errors import UnsafeCheckpointError
+from megapg.torch_private import StorageInfo
 
 T = TypeVar("T")
 
@@ -166,8 +167,9 @@ def _metadata(found: object) -> Metadata:
     fields = _fields(found, _Whole)
     entries = checked(fields["state_dict_metadata"], dict)
     places = fields.get("storage_data")
-    return Metadata(
-        {checked(key, str): _entry(entry, key) for key, entry in entries.items()},
+    return _made(
+        Metadata,
+        state_dict_metadata={checked(key, str): _entry(each, key) for key, each in entries.items()},
         planner_data=_planner_data(fields.get("planner_data")),
         storage_data=None
         if places is None
@@ -206,15 +208,17 @@ def _entry(found: object, key: str) -> TensorStorageMetadata | BytesStorageMetad
 def _properties(found: object) -> TensorProperties:
     if type(found) is not _Properties:
         raise ValueError(f"found {type(found).__name__} where a tensor's properties are expected")
-    dtype, layout, requires_grad, memory_format, pin_memory = checked(found.state, tuple)
+    dtype, layout, requires_grad, memory_format, pin_memory, *more = checked(found.state, tuple)
     if type(memory_format) is not _MemoryFormat:
         raise ValueError("a tensor's memory format is none")
-    return TensorProperties(
-        checked(dtype, torch.dtype),
-        checked(layout, torch.layout),
-        checked(requires_grad, bool),
-        _MEMORY_FORMATS[memory_format.arguments],
-        checked(pin_memory, bool),
+    return _made(
+        TensorProperties,
+        dtype=checked(dtype, torch.dtype),
+        layout=checked(layout, torch.layout),
+        requires_grad=checked(requires_grad, bool),
+        memory_format=_MEMORY_FORMATS[memory_format.arguments],
+        pin_memory=checked(pin_memory, bool),
+        strides=_optional(more[0], tuple) if more else None,
     )
 
 
@@ -234,17 +238,20 @@ def _index(found: object) -> MetadataIndex:
     )
 
 
-def _place(found: object) -> _StorageInfo:
+def _place(found: object) -> StorageInfo:
     fields = _fields(found, _Place)
     offset, length = checked(fields["offset"], int), checked(fields["length"], int)
     if offset < 0 or length < 0:
         raise ValueError(f"a shard lies at offset {offset} with length {length}")
     transforms = fields.get("transform_descriptors")
-    return _StorageInfo(
-        checked(fields["relative_path"], str),
-        offset,
-        length,
-        None if transforms is None else [checked(name, str) for name in checked(transforms, list)],
+    return _made(
+        StorageInfo,
+        relative_path=checked(fields["relative_path"], str),
+        offset=offset,
+        length=length,
+        transform_descriptors=None
+        if transforms is None
+        else [checked(name, str) for name in checked(transforms, list)],
     )
 
 
@@ -264,12 +271,19 @@ def _origin(found: object) -> StorageMeta | None:
     if found is None:
         return None
     fields = _fields(found, _Origin)
-    return StorageMeta(
-        _optional(fields.get("checkpoint_id"), str),
-        _optional(fields.get("save_id"), str),
-        _optional(fields.get("load_id"), str),
-        [checked(name, str) for name in checked(fields.get("modules", []), list)],
+    return _made(
+        StorageMeta,
+        checkpoint_id=_optional(fields.get("checkpoint_id"), str),
+        save_id=_optional(fields.get("save_id"), str),
+        load_id=_optional(fields.get("load_id"), str),
+        modules=[checked(name, str) for name in checked(fields.get("modules", []), list)],
     )
+
+
+def _made(kind: type[T], **values: object) -> T:
+    """One of torch's classes, with what it has a field for: releases have added some."""
+    known = {each.name for each in dataclasses.fields(cast("type[Any]", kind))}
+    return kind(**{name: value for name, value in values.items() if name in known})
 
 
 def _optional(value: object, kind: type[T]) -> T | None:

@@ -109,7 +109,7 @@ def _safe_globals(with_megatron: bool) -> tuple[_Global, ...]:
         types.SimpleNamespace,
         io.BytesIO,
         signal.Signals,
-        torch._C.Generator,
+        torch.Generator,
     ]
     found: list[_Global] = [(kind, f"{kind.__module__}.{kind.__qualname__}") for kind in classes]
     found += [(pathlib.PosixPath, f"{home}.PosixPath") for home in ("pathlib", "pathlib._local")]

@@ -24,7 +24,6 @@ from typing import Literal, TypeAlias
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem
 
 from megapg import __version__
@@ -65,10 +64,11 @@ from megapg.checkpoint.writer import Memory, write_items
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointError, CheckpointSaveError, RendezvousError
 from megapg.layout import ParallelLayout
-from megapg.megatron.core import MegatronCollection
+from megapg.megatron.core import MegatronCollection, core_version
 from megapg.megatron.reading.resolve import require_groups, resolve
 from megapg.rendezvous.joint_work import CancelledError, JointWork, OthersFailedError
 from megapg.rng import capture_rng_state
+from megapg.torch_private import StorageInfo
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +156,7 @@ def save_checkpoint(
         CheckpointError: arguments that make no sense.
         MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
+    core_version()  # an older one has other checkpoints
     pg = require_groups(resolve(pg_collection, needs=rng_records.NEEDS, owner="save_checkpoint"))
     if asynchronous and pg is not pg_collection:
         raise CheckpointError(
@@ -344,7 +345,7 @@ class _Work:
     def _complete(self, here: Path, reports: Mapping[int, bytes]) -> dict[str, FileSum]:
         """Add what is there once: metadata, common state, manifest."""
         plans: dict[int, list[WriteItem]] = {}
-        places: dict[int, list[_StorageInfo]] = {}
+        places: dict[int, list[StorageInfo]] = {}
         sums: dict[str, FileSum] = {}
         streams: list[rng_records.Drawn] = []
         expected: set[str] = set()

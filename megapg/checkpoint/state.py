@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.utils import unwrap_model
+from megatron.core import utils
 
 from megapg.checkpoint.planning import State
 from megapg.collection import ProcessGroupCollection
@@ -48,7 +48,7 @@ class MegatronOptimizer(Protocol):
 
 def model_state(chunks: Sequence[torch.nn.Module], metadata: Mapping[str, object]) -> State:
     """The sharded state of the model's chunks: ``model``, or ``model0``, ``model1``, ..."""
-    plain = unwrap_model(list(chunks))
+    plain = utils.unwrap_model(list(chunks))
     return {
         name: chunk.sharded_state_dict(metadata=dict(metadata))
         for name, chunk in zip(model_names(len(plain)), plain, strict=True)
@@ -57,7 +57,7 @@ def model_state(chunks: Sequence[torch.nn.Module], metadata: Mapping[str, object
 
 def load_model(chunks: Sequence[torch.nn.Module], state: State, *, strict: bool) -> None:
     """Hand what was read to the model's chunks."""
-    plain = unwrap_model(list(chunks))
+    plain = utils.unwrap_model(list(chunks))
     for name, chunk in zip(model_names(len(plain)), plain, strict=True):
         if name in state or strict:
             chunk.load_state_dict(state[name], strict=strict)
@@ -95,7 +95,7 @@ def chunks_of(model: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.
     chunks: list[torch.nn.Module] = []
     for chunk in model if isinstance(model, list | tuple) else (model,):
         if isinstance(chunk, torch.nn.Module) and hasattr(
-            unwrap_model([chunk])[0], "sharded_state_dict"
+            utils.unwrap_model([chunk])[0], "sharded_state_dict"
         ):
             chunks.append(chunk)
         else:
@@ -110,7 +110,7 @@ def chunks_of(model: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.
 
 def check_groups(chunks: Sequence[torch.nn.Module], pg: ProcessGroupCollection) -> None:
     """Refuse groups that the model was not built with: CheckpointError names both."""
-    for chunk in unwrap_model(list(chunks)):
+    for chunk in utils.unwrap_model(list(chunks)):
         for field in ("tp", "pp", "ep"):
             group = getattr(getattr(chunk, "pg_collection", None), field, None)
             if not isinstance(group, dist.ProcessGroup):

@@ -17,7 +17,7 @@ from megapg.errors import (
     RendezvousError,
     SessionError,
 )
-from megapg.layout import ParallelLayout
+from megapg.layout import Field, ParallelLayout
 from megapg.ownership.validate import check_waits
 from megapg.rendezvous.joint_work import JointWork
 from megapg.rendezvous.problems import brief
@@ -97,7 +97,7 @@ def layout_of(pg: ProcessGroupCollection) -> ParallelLayout | None:
             layout = ParallelLayout(
                 world_size=world, tp=tp, pp=pp, cp=cp, ep=ep, expt_tp=expt_tp, order=order
             )
-            fields = ("tp", "pp", "cp", "ep", "expt_tp", "dp", "dp_cp")
+            fields: tuple[Field, ...] = ("tp", "pp", "cp", "ep", "expt_tp", "dp", "dp_cp")
             if all(pg.ranks(field) == layout.members(field, me) for field in fields):
                 return layout
     except (LayoutError, MissingGroupError):

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from megapg.checkpoint.contents import (
@@ -43,6 +42,7 @@ from megapg.errors import (
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
+from megapg.torch_private import StorageInfo, transforms_of
 
 T = TypeVar("T")
 
@@ -251,7 +251,7 @@ class _Check:
             list(pool.map(check, shards))
 
     def _shards(self, metadata: Metadata) -> Iterator[_Shard]:
-        places: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data or {}
+        places: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data or {}
         known = 0
         for key, entry in metadata.state_dict_metadata.items():
             wanted: list[tuple[MetadataIndex, int | None]] = [(MetadataIndex(key), None)]
@@ -293,7 +293,7 @@ class _Check:
     def _check_archives(self, name: str, shards: list[_Shard], contents: Contents) -> None:
         with open_regular(self._path / name) as stream:
             for shard in shards:
-                if shard.place.transform_descriptors:  # compressed: no archive at this level
+                if transforms_of(shard.place):  # compressed: no archive at this level
                     continue
                 window = _Window(stream, shard.place)
                 if problem := _archive_problem(window, shard.size):
@@ -307,14 +307,14 @@ class _Check:
 @dataclass(frozen=True)
 class _Shard:
     key: str
-    place: _StorageInfo
+    place: StorageInfo
     size: int | None  # bytes of a tensor; None for a byte entry
 
 
 class _Window(io.RawIOBase):
     """A part of a file that looks like a file."""
 
-    def __init__(self, stream: BinaryIO, place: _StorageInfo) -> None:
+    def __init__(self, stream: BinaryIO, place: StorageInfo) -> None:
         self._stream, self._start, self._size = stream, place.offset, place.length
         self._at = 0
 

@@ -16,11 +16,11 @@ from typing import Self, TypeGuard
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megapg.checkpoint.archive import Seal
 from megapg.checkpoint.manifest import FileSum
 from megapg.checkpoint.planning import Item
+from megapg.torch_private import StorageInfo
 
 # What goes to the disk at once, and what is worth going alone. Bytes.
 _PIECE = 16 * 2**20
@@ -85,7 +85,7 @@ def write_items(
     items: Sequence[Item],
     progress: Callable[[], None],
     busy: Callable[[], AbstractContextManager[None]],
-) -> tuple[list[_StorageInfo], dict[str, FileSum]]:
+) -> tuple[list[StorageInfo], dict[str, FileSum]]:
     """Write the items, if any, into one file, ``__<rank>_0.distcp``, as torch's checkpoints do; the
     place of each, in their order, and what is kept of the file.
 
@@ -101,7 +101,7 @@ def write_items(
             start, stream.seal = stream.size, Seal()
             _write(stream, data)
             seals.append(stream.seal.number())
-            places.append(_StorageInfo(name, start, stream.size - start))
+            places.append(StorageInfo(name, start, stream.size - start))
         stream.flush_small()
         with busy():
             os.fsync(file.fileno())

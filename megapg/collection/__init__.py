@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypedDict, Unpack, cast
 
 import torch.distributed as dist
 
@@ -35,7 +35,7 @@ from megapg.errors import (
     StaleGroupError,
     UnknownFieldError,
 )
-from megapg.layout import FIELDS, ParallelLayout
+from megapg.layout import FIELDS, Field, GroupName, ParallelLayout
 
 OPTIONAL_FIELDS = frozenset(
     {"embd", "pos_embd", "hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag"}
@@ -170,6 +170,39 @@ def _told(listeners: Sequence[Callable[..., None]], *news: object) -> list[Excep
     return problems
 
 
+class Groups(TypedDict, total=False):
+    """Groups by field, as :meth:`ProcessGroupCollection.from_groups` takes them."""
+
+    tp: ProcessGroup
+    pp: ProcessGroup
+    mp: ProcessGroup
+    embd: ProcessGroup | None
+    pos_embd: ProcessGroup | None
+    cp: ProcessGroup
+    tp_cp: ProcessGroup
+    hcp: Sequence[ProcessGroup] | None
+    ep: ProcessGroup
+    expt_tp: ProcessGroup
+    tp_ep: ProcessGroup
+    tp_ep_pp: ProcessGroup
+    tp_ep_pp_with_egtp_remat: ProcessGroup
+    tp_dp: ProcessGroup
+    tp_dp_cp: ProcessGroup
+    dp: ProcessGroup
+    dp_cp: ProcessGroup
+    dp_cp_ag: ProcessGroup | None
+    dp_cp_gtp_remat: ProcessGroup
+    gtp_remat: ProcessGroup | None
+    expt_gtp_remat: ProcessGroup | None
+    expt_dp: ProcessGroup
+    expt_dp_ag: ProcessGroup | None
+    expt_dp_gtp_remat: ProcessGroup
+    intra_dp_cp: ProcessGroup
+    intra_expt_dp: ProcessGroup
+    inter_dist_opt: ProcessGroup | None
+    intra_dist_opt: ProcessGroup
+
+
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class ProcessGroupCollection:
     """Frozen process groups of one layout, as this rank sees them.
@@ -249,9 +282,7 @@ class ProcessGroupCollection:
         object.__setattr__(self, "_extras", dict(extras))
 
     @classmethod
-    def from_groups(
-        cls, **groups: ProcessGroup | Sequence[ProcessGroup] | None
-    ) -> ProcessGroupCollection:
+    def from_groups(cls, **groups: Unpack[Groups]) -> ProcessGroupCollection:
         """A collection of groups that you made: borrowed, never closed by megapg.
 
         Args:
@@ -262,17 +293,18 @@ class ProcessGroupCollection:
             UnknownFieldError: a name that is no field.
             ForeignGroupError: not a live group that this rank is a member of.
         """
+        given = cast("dict[str, ProcessGroup | Sequence[ProcessGroup] | None]", groups)
         members = {}
-        for field, group in groups.items():
+        for field, group in given.items():
             _check_field(field, group)
             if isinstance(group, Sequence):
                 for level, inner in enumerate(group):
                     members[f"{field}.{level}"] = membership(f"{field}.{level}", inner)
             elif group is not None:
                 members[field] = membership(field, group)
-        return cls(groups, members, Lease(owner="groups passed to from_groups()"))
+        return cls(given, members, Lease(owner="groups passed to from_groups()"))
 
-    def rank(self, field: str) -> int:
+    def rank(self, field: GroupName) -> int:
         """This rank's index in the group of ``field``, from 0.
 
         Raises:
@@ -280,15 +312,15 @@ class ProcessGroupCollection:
         """
         return self._member(field).rank
 
-    def size(self, field: str) -> int:
+    def size(self, field: GroupName) -> int:
         """Number of ranks in the group of ``field``; as :meth:`rank`."""
         return len(self._member(field).ranks)
 
-    def ranks(self, field: str) -> tuple[int, ...]:
+    def ranks(self, field: GroupName) -> tuple[int, ...]:
         """Global ranks of the group of ``field``, in the group's order; as :meth:`rank`."""
         return self._member(field).ranks
 
-    def present(self) -> tuple[str, ...]:
+    def present(self) -> tuple[Field, ...]:
         """Names of the fields this collection has, those that hold None included."""
         held = vars(self)
         return tuple(field for field in FIELDS if field in held)
@@ -298,12 +330,12 @@ class ProcessGroupCollection:
         plain: dict[str, list[int] | list[list[int]] | None] = {}
         for field, value in self._in_order():
             if isinstance(value, tuple):
-                plain[field] = [list(self.ranks(f"{field}.{i}")) for i in range(len(value))]
+                plain[field] = [list(self._member(f"{field}.{i}").ranks) for i in range(len(value))]
             else:
-                plain[field] = None if value is None else list(self.ranks(field))
+                plain[field] = None if value is None else list(self._member(field).ranks)
         return plain
 
-    def require(self, *fields: str, owner: str = "require()") -> ProcessGroupCollection:
+    def require(self, *fields: GroupName, owner: str = "require()") -> ProcessGroupCollection:
         """This collection, once it is certain that it holds live groups for ``fields``.
 
         Args:
@@ -340,7 +372,7 @@ class ProcessGroupCollection:
         """What this collection has, of the fields given at least."""
         return vars(self)
 
-    def holds(self, fields: Sequence[str]) -> bool:
+    def holds(self, fields: Sequence[GroupName]) -> bool:
         """Whether ``require(*fields)`` would pass, as far as can be told in a microsecond: for
         functions that ask at every call.
 

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megapg import torch_private
 from megapg.communicators.backends import backend_for
 from megapg.communicators.plan import Communicator
 from megapg.rendezvous.store import Store
@@ -44,6 +45,8 @@ class AddressBook:
         if not lazy or len(communicator.ranks) > _LARGEST:
             return self._shared.torch
         page = dist.HashStore()
+        if not torch_private.lists_keys(page):  # nor could anybody hand round what is in it
+            return self._shared.torch
         page.set_timeout(self._timeout)
         self._pages[communicator] = page
         return page

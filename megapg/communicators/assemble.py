@@ -25,7 +25,7 @@ def assemble(
 ) -> ProcessGroupCollection:
     """The collection of a session: every field, None where that is what Megatron means."""
     values: dict[str, ProcessGroup | Sequence[ProcessGroup] | None] = dict.fromkeys(OPTIONAL_FIELDS)
-    members = {}
+    members: dict[str, Membership] = {}
     serving = by_field(made)
     levels: list[ProcessGroup] = []
     extras: dict[str, ProcessGroup] = {}

@@ -46,6 +46,7 @@ class Backend:
         lanes: field -> lane; fields on different lanes never share a communicator.
         options: turns megapg's options into torch's; raises where the backend has none.
         creation_environment: set, unless the user has set it, while communicators are made.
+        can_be_lazy: whether this torch heeds that, and they connect at first use.
         alone: the backend has no peers to meet (torch's fake backend).
         holds_memory: its communicators hold memory of the device, which is worth giving back.
         cannot_suspend: why its communicators can't be suspended in this process; empty if they can.
@@ -56,6 +57,7 @@ class Backend:
     options: Callable[[str, CommunicatorOptions], dist.ProcessGroupNCCL.Options | None]
     lanes: Mapping[str, str] = field(default_factory=dict)
     creation_environment: Mapping[str, str] = field(default_factory=dict)
+    can_be_lazy: Callable[[], bool] = lambda: False
     alone: bool = False
     holds_memory: bool = False
     cannot_suspend: Callable[[], str] = lambda: "it keeps no memory of a device"
@@ -65,9 +67,8 @@ class Backend:
     def connects_lazily(self) -> bool:
         """Whether making a communicator waits for nobody, and its members connect at first use."""
         switches = self.creation_environment.items()
-        return bool(switches) and all(
-            os.environ.get(key, value) == value for key, value in switches
-        )
+        asked = all(os.environ.get(key, value) == value for key, value in switches)
+        return asked and self.can_be_lazy()
 
 
 def _no_options(where: str, options: CommunicatorOptions) -> None:
@@ -107,7 +108,9 @@ def _nccl_cannot_suspend() -> str:
     import torch
     import torch.distributed as dist
 
-    if not hasattr(dist._Backend, "suspend"):
+    from megapg import torch_private
+
+    if not torch_private.can_suspend():
         return f"torch {torch.__version__} can't suspend a communicator; 2.13 can"
     if not dist.is_nccl_available():
         return "this torch was built without NCCL"
@@ -121,8 +124,15 @@ def _nccl_cannot_suspend() -> str:
 
 
 def _nccl_unused(communicator: object) -> bool:
-    initialized = getattr(communicator, "_is_initialized", None)
-    return initialized is not None and not initialized()
+    from megapg import torch_private
+
+    return torch_private.never_connected(communicator)
+
+
+def _gloo_can_be_lazy() -> bool:
+    from megapg import torch_private
+
+    return torch_private.gloo_can_be_lazy()
 
 
 # A mixed device map behaves as the first of these that is in it.
@@ -139,7 +149,12 @@ BACKENDS: Mapping[str, Backend] = {
         ),
         # Connecting every pair at once is most of what a gloo group costs; lazily, a pair connects
         # when it first talks.
-        Backend("gloo", _no_options, creation_environment={"TORCH_GLOO_LAZY_INIT": "1"}),
+        Backend(
+            "gloo",
+            _no_options,
+            creation_environment={"TORCH_GLOO_LAZY_INIT": "1"},
+            can_be_lazy=_gloo_can_be_lazy,
+        ),
         Backend("fake", _no_options, alone=True),
     )
 }

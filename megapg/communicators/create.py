@@ -7,8 +7,8 @@ from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from megapg import torch_private
 from megapg.communicators.backends import backend_for
 from megapg.communicators.plan import Communicator
 from megapg.communicators.world import World, scoped_environment
@@ -50,22 +50,16 @@ def make(
 
     def apart(communicator: Communicator) -> dist.ProcessGroup:
         with scoped_environment(backend_for(communicator.backend).creation_environment):
-            made = c10d._new_process_group_helper(
-                len(communicator.ranks),
-                communicator.ranks.index(world.rank),
-                list(communicator.ranks),
-                dist.Backend(communicator.backend),
-                store_for(communicator),
-                c10d.GroupName(f"{prefix}/{communicator.label}"),
-                backend_options=_options(communicator),
+            return torch_private.new_group(
+                communicator.ranks,
+                world.rank,
+                backend=communicator.backend,
+                store=store_for(communicator),
+                name=f"{prefix}/{communicator.label}",
+                description=_description(prefix, communicator),
                 timeout=communicator.timeout or timeout,
-                group_desc=_description(prefix, communicator),
+                options=_options(communicator),
             )
-        group: dist.ProcessGroup = made[0]
-        c10d._world.pg_group_ranks[group] = {
-            rank: index for index, rank in enumerate(communicator.ranks)
-        }
-        return group
 
     def together(communicator: Communicator) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(
@@ -126,14 +120,10 @@ def end(groups: Iterable[tuple[Communicator, dist.ProcessGroup]], *, abort: bool
     failures: list[Exception] = []
     for communicator, group in reversed(list(groups)):
         try:
-            if abort and is_registered(group):
-                c10d._abort_process_group(group)
-            if is_registered(group):
-                tag = c10d._world.pg_to_tag.get(group, "")
-                dist.destroy_process_group(group)
-                # torch leaves an empty list behind under the tag, and each group has its own.
-                if not c10d._world.tags_to_pg.get(tag):
-                    c10d._world.tags_to_pg.pop(tag, None)
+            if abort and torch_private.knows(group):
+                torch_private.abort(group)
+            if torch_private.knows(group):
+                torch_private.destroy(group)
         except Exception as error:
             error.add_note(
                 f"closing {', '.join(communicator.fields)} of ranks {communicator.ranks}"
@@ -156,26 +146,16 @@ def session_of(group: dist.ProcessGroup) -> str:
 
 def sessions_in_torch() -> list[str]:
     """Names of the sessions with groups that torch knows, in this process."""
-    owners = sorted(set(map(session_of, c10d._world.pg_map)) - {""})
+    owners = sorted(set(map(session_of, torch_private.known_groups())) - {""})
     return [owner.rpartition("/")[0] for owner in owners]
-
-
-def registered() -> int:
-    """How many groups torch knows in this process, WORLD included."""
-    return len(c10d._world.pg_map)
 
 
 def bystanders(ours: Iterable[dist.ProcessGroup]) -> list[str]:
     """Descriptions of the groups that torch knows besides WORLD and ``ours``."""
     known = {id(dist.group.WORLD), *map(id, ours)}
-    others = [group for group in c10d._world.pg_map if id(group) not in known]
+    others = [group for group in torch_private.known_groups() if id(group) not in known]
     return [group.group_desc or group.group_name for group in others]
 
 
 def _description(prefix: str, communicator: Communicator) -> str:
     return f"{prefix}: {'+'.join(communicator.fields)}"
-
-
-def is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether torch still knows the group; a destroyed gloo group would answer as if it did."""
-    return group in c10d._world.pg_map

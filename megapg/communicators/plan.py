@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from megapg.communicators.backends import backend_for
 from megapg.communicators.options import CommunicatorOptions
-from megapg.layout import ParallelLayout
+from megapg.layout import GroupName, ParallelLayout
 
 ALL_GATHER_FIELDS = frozenset({"dp_cp_ag", "expt_dp_ag"})
 _DEDICATED = "dedicated:"
@@ -80,11 +80,12 @@ class Communicator:
         return f"{self.fields[0]}-{digest}"
 
 
-def created_fields(layout: ParallelLayout, recipe: Recipe) -> tuple[str, ...]:
+def created_fields(layout: ParallelLayout, recipe: Recipe) -> tuple[GroupName, ...]:
     """The families of ``layout`` that a session makes communicators for."""
     left_out = frozenset() if recipe.all_gather_groups else ALL_GATHER_FIELDS
     made = [field for field in layout.families if field not in left_out]
-    return (*made, *(COMPANION + field for field in made if field in recipe.gloo))
+    twins = (cast("GroupName", COMPANION + field) for field in made if field in recipe.gloo)
+    return (*made, *twins)
 
 
 def communicators(layout: ParallelLayout, recipe: Recipe, rank: int) -> list[Communicator]:
@@ -95,7 +96,8 @@ def communicators(layout: ParallelLayout, recipe: Recipe, rank: int) -> list[Com
     """
     shared: dict[_Key, list[str]] = {}
     for field in created_fields(layout, recipe):
-        if ranks := layout.members(field.removeprefix(COMPANION), rank):
+        family = cast("GroupName", field.removeprefix(COMPANION))
+        if ranks := layout.members(family, rank):
             lane, options, timeout = recipe.lane(field), recipe.option(field), recipe.timeout(field)
             if len(ranks) == 1 and not lane.startswith(_DEDICATED):
                 lane, options, timeout = (

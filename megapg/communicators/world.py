@@ -20,8 +20,8 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from megapg import torch_private
 from megapg.communicators.backends import backend_for
 from megapg.errors import LaunchError, RendezvousError, SessionError
 from megapg.launch import Launch, Network, choose_network, detect
@@ -127,7 +127,7 @@ class World:
             self._applied.close()
             if self.ours:
                 if not in_order:
-                    c10d._abort_process_group()
+                    torch_private.abort(self._made)
                 if dist.is_initialized():
                     dist.destroy_process_group()
             self._made = None
@@ -148,7 +148,7 @@ def current_world(connection: Store | None = None) -> World:
     if default is None:
         raise RendezvousError("torch.distributed is not initialised: there is no WORLD to adopt.")
     config = dist.get_backend_config(default)
-    behind = c10d._get_default_store()
+    behind = torch_private.default_store()
     kinds = {part.partition(":")[2] for part in config.split(",")}
     store = _STORES.get(default) if connection is None else connection.beside(behind)
     if store is None:
@@ -160,7 +160,8 @@ def current_world(connection: Store | None = None) -> World:
         store=store,
         # One backend on every device goes by its plain name; otherwise the device map matters.
         backend=kinds.pop() if len(kinds) == 1 else config,
-        timeout=_timeout_of(default),
+        timeout=torch_private.timeout_of(default)
+        or torch_private.default_timeout(dist.get_backend(default)),
         _known=weakref.ref(default),
     )
 
@@ -238,9 +239,10 @@ def create_world(
         raise
     try:
         rendezvous.confirm(None, timeout=timeout)
-    except BaseException:
+    except BaseException as error:
         with applied:
             _discard(made)
+            rendezvous.give_up(error, timeout=timeout)
         raise
     world.generation, world._rendezvous, world._made = agreement.generation, rendezvous, made
     world.hosts, world.network, world._applied = launch.hosts, interfaces, applied
@@ -268,8 +270,7 @@ def fake_world(rank: int, size: int) -> World:
             "a fake WORLD can't be made while torch.distributed is initialised; destroy the "
             "current one first."
         )
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
-
+    torch_private.register_fake_backend()
     hook = sys.excepthook
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)
     world = current_world()
@@ -343,16 +344,6 @@ def _interfaces(wanted: str | Sequence[str], backend: str, rendezvous: Rendezvou
 def _discard(made: dist.ProcessGroup | None) -> None:
     """Abort the WORLD that was made, unless somebody has another by now."""
     if made is not None and dist.group.WORLD is made:
-        c10d._abort_process_group()
+        torch_private.abort(made)
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The timeout that the group's collectives really have; the backend's default if unknown."""
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        if options is not None:
-            found: timedelta = options._timeout
-            return found
-    return c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))

@@ -16,7 +16,7 @@ import psutil
 import torch.distributed as dist
 
 import megapg
-from megapg.communicators.create import registered
+from megapg import torch_private
 from megapg.demo.job import Checkpoints, GPTRun, TrainingResult
 from megapg.megatron import GlobalRead, trace_global_reads
 from megapg.testing import megatron_on_cpu
@@ -56,7 +56,7 @@ def on_a_session(
         pg = session.groups
         with megapg.published(pg), trace_global_reads(session=pg) as trace:
             result = train(run, text, pg, _reporter(progress, session.rank), checkpoints)
-        communicators = registered() - 1
+        communicators = len(torch_private.known_groups()) - 1
         del pg
     del session
     gc.collect()  # the model and the optimizer hold groups, and are cycles
@@ -80,7 +80,7 @@ def on_globals(run: GPTRun, text: bytes, progress: Path) -> RankReport:
     )
     with megatron_on_cpu():
         result = train(run, text, None, _reporter(progress, dist.get_rank()))
-    communicators = registered() - 1  # after training, as on a session
+    communicators = len(torch_private.known_groups()) - 1  # after training, as on a session
     parallel_state.destroy_model_parallel()
     gc.collect()
     after = _usage()
@@ -121,4 +121,4 @@ def _reporter(progress: Path, rank: int) -> Callable[[int, float, int], None] | 
 
 def _usage() -> Usage:
     me = psutil.Process(os.getpid())
-    return Usage(registered(), me.num_threads(), me.num_fds())
+    return Usage(len(torch_private.known_groups()), me.num_threads(), me.num_fds())

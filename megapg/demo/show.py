@@ -23,7 +23,7 @@ from megapg.demo.ranks import RankReport, on_a_session, on_globals
 from megapg.demo.recut import cut, recut
 from megapg.demo.verdict import Row, judge, judge_resumed, reads_of
 from megapg.launch.environment import overridden
-from megapg.layout import ParallelLayout
+from megapg.layout import Field, ParallelLayout
 from megapg.megatron import GlobalRead
 from megapg.megatron.watching.trace import empty_table
 from megapg.testing import Ranks, preloaded
@@ -154,7 +154,7 @@ def _sparkline(values: Sequence[float], width: int = 40) -> str:
 def _picture(layout: ParallelLayout) -> Table:
     """Where each rank sits: one row a rank, for as many as fit on a screen."""
     table = Table(title="layout", title_justify="left", pad_edge=False)
-    names = ("tp", "pp", "dp", "ep", "expt_dp")
+    names: tuple[Field, ...] = ("tp", "pp", "dp", "ep", "expt_dp")
     for heading in ("rank", *(f"{name} group" for name in names)):
         table.add_column(heading, justify="right")
     ranks = list(layout.ranks)[:16]

@@ -22,6 +22,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import cast
 
 from megapg.errors import LayoutError, UnknownFieldError
 from megapg.layout.fit import AXES as AXES
@@ -30,13 +31,17 @@ from megapg.layout.fit import DEFAULT_ORDER as DEFAULT_ORDER
 from megapg.layout.fit import EmbeddingRanks as EmbeddingRanks
 from megapg.layout.fit import default_embedding_ranks as default_embedding_ranks
 from megapg.layout.fit import default_position_embedding_ranks as default_position_embedding_ranks
+from megapg.layout.names import FIELDS as FIELDS
+from megapg.layout.names import Field as Field
+from megapg.layout.names import Fields as Fields
+from megapg.layout.names import GroupName as GroupName
 
 # field -> (grid, the axes its groups span). "instance" is the slow part of the expert grid's dp:
 # which replica of the distributed optimizer; the dense grid is sliced differently (intra_dp_cp).
 # The singleton families (no axes) and the twins of dp_cp, expt_dp and tp_ep_pp are Megatron-core
 # 0.19's GTP fields with weight rematerialisation off.
 _DENSE, _EXPERT = "dense", "expert"
-_SPANS: dict[str, tuple[str, tuple[str, ...]]] = {
+_SPANS: dict[GroupName, tuple[str, tuple[str, ...]]] = {
     "tp": (_DENSE, ("tp",)),
     "pp": (_DENSE, ("pp",)),
     "mp": (_DENSE, ("tp", "pp")),
@@ -62,10 +67,10 @@ _SPANS: dict[str, tuple[str, tuple[str, ...]]] = {
     "inter_dist_opt": (_EXPERT, ("instance",)),
     "intra_dist_opt": (_EXPERT, ("tp", "ep", "dp", "pp")),
 }
-_DERIVED = ("embd", "pos_embd", "intra_dp_cp")
+_DERIVED: tuple[Field, ...] = ("embd", "pos_embd", "intra_dp_cp")
 
-FIELDS: tuple[str, ...] = (*_SPANS, *_DERIVED, "hcp")
-"""Every field a collection can hold. ``hcp`` is a list of groups: its levels are ``hcp.0``, ..."""
+if {*_SPANS, *_DERIVED, "hcp"} != {*FIELDS}:
+    raise RuntimeError("a field has a name and no ranks, or the other way round")  # one vocabulary
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ class ParallelLayout(Sizes):
     # -- questions ---------------------------------------------------------------------------
 
     @cached_property
-    def families(self) -> tuple[str, ...]:
+    def families(self) -> tuple[GroupName, ...]:
         """Every name ``members`` and ``partition`` answer for in this layout."""
         spanned = [f for f in _SPANS if f != "inter_dist_opt" or self.optimizer_instances > 1]
         levels = range(len(self.hierarchical_cp))
@@ -120,8 +125,8 @@ class ParallelLayout(Sizes):
         return (
             *spanned,
             *_DERIVED,
-            *(f"hcp.{level}" for level in levels),
-            *(f"hybrid.{size}" for size in sizes),
+            *(cast("GroupName", f"hcp.{level}") for level in levels),
+            *(cast("GroupName", f"hybrid.{size}") for size in sizes),
         )
 
     @property
@@ -133,7 +138,7 @@ class ParallelLayout(Sizes):
             return ()
         return tuple(2**n for n in range(1, (self.dp * self.cp).bit_length() - 1))
 
-    def members(self, field: str, rank: int) -> tuple[int, ...]:
+    def members(self, field: GroupName, rank: int) -> tuple[int, ...]:
         """Global ranks of the group of ``field`` that ``rank`` is in, ascending.
 
         Costs O(group size). Empty where the rank is outside the family, which only the two
@@ -146,7 +151,7 @@ class ParallelLayout(Sizes):
         position = self._position(rank)
         return self._to_ranks(self._positions(self._known(field), position))
 
-    def partition(self, field: str) -> Iterator[tuple[int, ...]]:
+    def partition(self, field: GroupName) -> Iterator[tuple[int, ...]]:
         """Every group of ``field``, lazily, ordered by its lowest rank.
 
         Raises:
@@ -191,7 +196,7 @@ class ParallelLayout(Sizes):
     def _everyone(self) -> tuple[int, ...]:
         return tuple(self.ranks)
 
-    def _positions(self, field: str, at: int) -> Sequence[int]:
+    def _positions(self, field: GroupName, at: int) -> Sequence[int]:
         if field in _SPANS:
             grid, spanned = _SPANS[field]
             return (self._dense if grid == _DENSE else self._expert).through(at, spanned)
@@ -207,7 +212,7 @@ class ParallelLayout(Sizes):
             return whole[first : first + size]
         return _level(self._positions("cp", at), at, self.hierarchical_cp, int(field[4:]))
 
-    def _embedding(self, field: str, at: int) -> list[int]:
+    def _embedding(self, field: GroupName, at: int) -> list[int]:
         pipeline = self._positions("pp", at)
         chosen = self._chosen(field, self._to_ranks(pipeline))
         positions = sorted(self._position(rank) for rank in chosen)
@@ -225,7 +230,7 @@ class ParallelLayout(Sizes):
             )
         return chosen
 
-    def _groups(self, field: str) -> Iterator[tuple[int, ...]]:
+    def _groups(self, field: GroupName) -> Iterator[tuple[int, ...]]:
         if field in ("embd", "pos_embd"):
             chosen = (tuple(sorted(self._chosen(field, each))) for each in self._groups("pp"))
             groups = (group for group in chosen if group)
@@ -259,7 +264,7 @@ class ParallelLayout(Sizes):
             )
         return at
 
-    def _known(self, field: str) -> str:
+    def _known(self, field: GroupName) -> GroupName:
         if field in self.families:
             return field
         if field == "inter_dist_opt":
@@ -276,7 +281,7 @@ class ParallelLayout(Sizes):
             raise UnknownFieldError(f"{field}: the sizes of hybrid groups here are {sizes}.")
         raise UnknownFieldError(f"{field!r} is no field; the fields are {', '.join(FIELDS)}.")
 
-    def _describe_embedding(self, field: str) -> str:
+    def _describe_embedding(self, field: Field) -> str:
         choose = self._chooser(field)
         if choose in DEFAULT_CHOICES:
             return choose.__name__

@@ -20,6 +20,8 @@ from megapg.megatron.convert import (
     to_megatron,
 )
 from megapg.megatron.core import core_version, parallel_state_module
+from megapg.megatron.drop_in import destroy_model_parallel, initialize_model_parallel
+from megapg.megatron.from_args import session_from_args
 from megapg.megatron.publish import published
 from megapg.megatron.reading.global_groups import GlobalGroups
 from megapg.megatron.reading.groups_of import groups_of
@@ -45,12 +47,14 @@ __all__ = [
     "adopt",
     "compare_with_globals",
     "core_version",
+    "destroy_model_parallel",
     "forbid_global_reads",
     "from_megatron",
     "from_parallel_state",
     "getters",
     "globals_policy",
     "groups_of",
+    "initialize_model_parallel",
     "parallel_state",
     "published",
     "record_initialize",
@@ -58,12 +62,15 @@ __all__ = [
     "resolves",
     "schedule_collection",
     "session_arguments",
+    "session_from_args",
     "to_megatron",
     "trace_global_reads",
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    if name == "parallel_state":  # loaded on use: importing it takes seconds
-        return parallel_state_module()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # or any name would be there for a type checker
+
+    def __getattr__(name: str) -> ModuleType:
+        if name == "parallel_state":  # loaded on use: importing it takes seconds
+            return parallel_state_module()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 from megapg.communicators.options import CommunicatorOptions
 from megapg.communicators.plan import ALL_GATHER_FIELDS
 from megapg.errors import UnsupportedOptionError
+from megapg.layout import EmbeddingRanks, Field, Fields
 from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.tables import NCCL_NAMES, NCCL_NAMES_OF_ONE_INSTANCE
 from megapg.ownership.opening import LayoutSizes
@@ -21,8 +22,37 @@ class SessionArguments(LayoutSizes, total=False):
 
     collective_timeout: timedelta
     all_gather_groups: bool
-    gloo: Collection[str]
-    options: Mapping[str, CommunicatorOptions]
+    gloo: Fields
+    options: Mapping[Field, CommunicatorOptions]
+
+
+class MegatronArguments(TypedDict, total=False):
+    """The arguments of ``initialize_model_parallel``, of every core that runs on sessions."""
+
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    pipeline_model_parallel_comm_backend: str | None
+    use_sharp: bool
+    context_parallel_size: int
+    hierarchical_context_parallel_sizes: list[int] | None
+    hybrid_context_parallel: bool
+    expert_model_parallel_size: int
+    gtp_remat_size: int
+    expert_gtp_remat_size: int
+    num_distributed_optimizer_instances: int
+    expert_tensor_parallel_size: int | None
+    nccl_communicator_config_path: str | None
+    distributed_timeout_minutes: int
+    order: str
+    get_embedding_ranks: EmbeddingRanks | None
+    get_position_embedding_ranks: EmbeddingRanks | None
+    create_gloo_process_groups: bool
+    high_priority_stream_groups: list[str] | None
+    sharp_enabled_group: str | None
+    create_all_gather_group: bool | None
+    rank_offset: int
+    local_world_size: int | None
 
 
 # argument -> the session's name for the same thing.
@@ -60,7 +90,7 @@ _REFUSED = {
 }
 
 
-def session_arguments(**arguments: object) -> SessionArguments:
+def session_arguments(**arguments: Unpack[MegatronArguments]) -> SessionArguments:
     """The arguments of :func:`megapg.session` that do what ``initialize_model_parallel`` would.
 
     Takes that function's arguments by name, so moving over is
@@ -72,7 +102,7 @@ def session_arguments(**arguments: object) -> SessionArguments:
             that the installed Megatron-core does not have.
     """
     core_version()  # an older one can't run on injected groups
-    defaults = _defaults()
+    defaults = parameters_of_core()
     made: dict[str, object] = {}
     given: dict[str, Any] = {}
     for name, value in arguments.items():
@@ -138,7 +168,8 @@ def _options(
     }
 
 
-def _defaults() -> dict[str, Any]:
+def parameters_of_core() -> dict[str, Any]:
+    """The parameters of the installed core's ``initialize_model_parallel``, and their defaults."""
     initialise: Callable[..., None] = parallel_state_module().initialize_model_parallel
     parameters = inspect.signature(initialise).parameters
     return {name: parameter.default for name, parameter in parameters.items()}

@@ -78,7 +78,9 @@ def from_megatron(collection: MegatronCollection) -> ProcessGroupCollection:
     Raises:
         ForeignGroupError: a field holds something that is no live group of this rank.
     """
-    held = {field: vars(collection)[field] for field in FIELDS if field in vars(collection)}
+    held: dict[str, object] = {
+        field: vars(collection)[field] for field in FIELDS if field in vars(collection)
+    }
     return _borrow(held if any(value is not None for value in held.values()) else {})
 
 

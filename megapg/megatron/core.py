@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from megapg.errors import UnsupportedVersionError
-from megapg.megatron.tables import OLDEST_CORE
+from megapg.megatron.tables import OLDEST_CORE, OLDEST_READ
 
 if TYPE_CHECKING:
     from types import CodeType, ModuleType
@@ -29,10 +29,10 @@ class MegatronCollection(Protocol):
 
 
 def installed_version() -> tuple[int, int, int]:
-    """Version of the installed Megatron-core, whatever it is: ``(0, 12, 0)``.
+    """Version of the installed Megatron-core, for example ``(0, 12, 0)``.
 
     Raises:
-        UnsupportedVersionError: it is not installed.
+        UnsupportedVersionError: it is not installed, or older than 0.12.
     """
     try:
         package = importlib.import_module("megatron.core.package_info")
@@ -40,7 +40,14 @@ def installed_version() -> tuple[int, int, int]:
         raise UnsupportedVersionError(
             "this needs Megatron-core: pip install 'megapg[megatron]'."
         ) from error
-    return int(package.MAJOR), int(package.MINOR), int(package.PATCH)
+    version = int(package.MAJOR), int(package.MINOR), int(package.PATCH)
+    if version[:2] < OLDEST_READ:
+        raise UnsupportedVersionError(
+            f"Megatron-core {_dotted(version)} is older than any whose globals megapg can read; "
+            "0.12.0 is the oldest. pip install 'megatron-core>=0.16' brings one that sessions run "
+            "on; the codemod (megapg migrate) needs none at all."
+        )
+    return version
 
 
 def core_version() -> tuple[int, int, int]:
@@ -52,11 +59,15 @@ def core_version() -> tuple[int, int, int]:
     version = installed_version()
     if version[:2] < OLDEST_CORE:
         raise UnsupportedVersionError(
-            f"Megatron-core {'.'.join(map(str, version))} can't run on injected groups (its layers "
-            "read the globals unconditionally); 0.16.0 is the oldest that can. resolve() and the "
-            "helpers beside it work with this one too."
+            f"Megatron-core {_dotted(version)} can't run on injected groups (its layers read the "
+            "globals unconditionally); 0.16.0 is the oldest that can. pip install "
+            "'megatron-core>=0.16'; resolve() and the helpers beside it work with this one too."
         )
     return version
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def parallel_state_module() -> ModuleType:

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from megapg.collection import Lease, LeaseState, ProcessGroupCollection
 from megapg.errors import ForeignGroupError, PublishedError
+from megapg.layout import Field
+from megapg.megatron import missing
 from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.getters.memory import owners_buffer, shares_globals_buffer
 from megapg.megatron.tables import (
@@ -84,6 +86,9 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
     del pg
     try:
         yield passed.pop()
+    except AssertionError as error:  # what a getter of the core raises where there is no group
+        missing.explain(error, module, block.lease)
+        raise
     finally:
         publishing.close(block)
 
@@ -242,7 +247,7 @@ def _answers(pg: ProcessGroupCollection, before: dict[str, object]) -> dict[str,
         answers[name] = list(value) if isinstance(value, tuple) else value
     for name, field in RANK_GLOBALS.items():
         if groups.get(field) is not None:
-            answers[name] = _ranks(pg, field, before.get(name))
+            answers[name] = _ranks(pg, cast("Field", field), before.get(name))
     hybrid = [name for name in pg.extras if name.startswith("hybrid.")]
     answers[HYBRID_GROUPS] = {int(name.removeprefix("hybrid.")): groups[name] for name in hybrid}
     every = [group for field in pg.present() for group in pg._groups(field)]
@@ -258,7 +263,7 @@ def _answers(pg: ProcessGroupCollection, before: dict[str, object]) -> dict[str,
     return {name: value for name, value in answers.items() if name in before}
 
 
-def _ranks(pg: ProcessGroupCollection, field: str, before: object) -> list[int]:
+def _ranks(pg: ProcessGroupCollection, field: Field, before: object) -> list[int]:
     """As Megatron lists them: those with an embedding in the order in which they were chosen."""
     ranks = list(pg.ranks(field))
     if pg.layout is None:  # a group has forgotten the order, the globals may still have it

@@ -12,6 +12,9 @@ from megapg.upstream import mapping
 
 OLDEST_CORE = (0, 16)
 
+# The first version whose globals can be read: with resolve(), the getters, and what watches them.
+OLDEST_READ = (0, 12)
+
 # The first version whose pipelined schedule (pipeline_parallel/schedules.py) takes instances of the
 # core's own collection class only.
 SCHEDULE_TESTS_CLASS = (0, 17)

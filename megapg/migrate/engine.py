@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -11,16 +12,20 @@ from pathlib import Path
 from megapg.migrate.config import Config
 from megapg.migrate.decide.decisions import Decision, Passing
 from megapg.migrate.decide.rules import make_plan
-from megapg.migrate.edit.outside import names_taken
+from megapg.migrate.edit.outside import names_taken, patched_through
 from megapg.migrate.edit.rewrite import Writer
 from megapg.migrate.edit.runtimes import Runtimes
 from megapg.migrate.edit.soundness import verify
 from megapg.migrate.edit.style import Styles
 from megapg.migrate.find.index import Findings, Index, Progress, unseen
+from megapg.migrate.find.meaning import PARALLEL_STATE
 from megapg.migrate.find.sites import Site
 from megapg.migrate.migration import SHIMS, Edit, Left, Migration, Rewritten, Root, Served, applied
 from megapg.migrate.python.analysis import Analysis
 from megapg.migrate.python.source import Problem, Source
+from megapg.migrate.python.tree import is_test
+
+_GLOBALS = ".".join(PARALLEL_STATE)
 
 
 def migrate(
@@ -65,8 +70,9 @@ class _Attempt:
         self._requires: dict[Path, set[str]] = defaultdict(set)
         self._texts: dict[Decision, str] = {}
         self._not_written: list[Left] = []
+        self._redirected: set[Site] = set()
         self._write()
-        taken = names_taken(index, {path: each.released for path, each in self._writers.items()})
+        taken = self._taken()
         self._files = []
         for done, (path, writer) in enumerate(self._writers.items()):
             on_progress("rewriting", done, len(self._writers))
@@ -111,6 +117,33 @@ class _Attempt:
             if self._writer(at).pass_argument(passing) and at != where:
                 self._requires[at].add(self._looked(where)[0].name)
 
+    def _taken(self) -> dict[Path, set[str]]:
+        """The names that others take of each file. A test that patches one which goes patches what
+        is asked then, so that it hears what it heard.
+        """
+        released = {path: each.released for path, each in self._writers.items()}
+        taken = names_taken(self._index, released)
+        for located, through in patched_through(self._index):
+            going = [
+                path
+                for path, name in through.items()
+                if name in released.get(path, ())
+                and self._writers[path].drops(name, taken.get(path, ()))
+            ]
+            changeable = located.path not in self._frozen and not located.site.keep
+            if (
+                going
+                and changeable
+                and is_test(located.site.file)
+                and self._writer(located.path).patch_the_globals(located)
+            ):
+                self._redirected.add(located.site)
+                self._requires[located.path] |= {self._looked(path)[0].name for path in going}
+                continue
+            for path, name in through.items():
+                taken[path].add(name)
+        return taken
+
     def _rewritten(self, path: Path, edits: list[Edit]) -> Rewritten | None:
         if not edits:
             return None
@@ -143,9 +176,15 @@ class _Attempt:
             Problem(self._looked(path)[0].name, 0, f"{unsound}: {why}")
             for path, why in self._frozen.items()
         ]
+        left = [
+            replace(each, detail=f"patches {_GLOBALS} from now on", suggestion="")
+            if each.site in self._redirected
+            else each
+            for each in (*self._plan.left, *self._not_written)
+        ]
         return Migration(
             served=sorted(served, key=lambda each: _order(each.site)),
-            left=sorted([*self._plan.left, *self._not_written], key=lambda each: _order(each.site)),
+            left=sorted(left, key=lambda each: _order(each.site)),
             files=sorted(files, key=lambda file: file.file),
             roots=tuple(_roots(self._texts)),
             problems=(*findings.problems, *problems, *self._runtimes.problems),

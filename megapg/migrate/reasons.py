@@ -24,6 +24,13 @@ class Reason:
 
 _ALL = (
     Reason(
+        "fallback",
+        "serves where no collection was passed",
+        "The code has a collection in a variable, and this is its branch for where that is None. "
+        "The globals are what it means.",
+        "Nothing. Once every caller passes a collection the branch can go.",
+    ),
+    Reason(
         "lifecycle",
         "makes or ends the groups",
         "initialize_model_parallel(), destroy_model_parallel() and the functions that they call "
@@ -135,7 +142,8 @@ _ALL = (
         "patches a getter, in a test",
         "patch(), setattr() or a string names the getter. Code that was passed no collection still "
         "asks it, by its name in parallel_state, so most of these tests pass unchanged. Code that "
-        "was passed one does not, and nobody asks the name that another module imported.",
+        "was passed one does not. A string that names what another module imported is rewritten "
+        "where that import goes: nobody asks it any more.",
         "Run the test. Where it fails and the patch is of another module's name, patch the getter "
         "in megatron.core.parallel_state. Else pass a collection of fake groups of the size and "
         "rank that the patch pretends.",
@@ -212,6 +220,9 @@ UNSERVED = frozenset(
     | {"vp-stage", "encoder-decoder"}
 )
 """The codes of uses that are about something that no collection tells."""
+
+FALLBACK = "fallback"
+"""The code of uses that stand in for a collection where there is none."""
 
 CAUTIONS: Mapping[str, Reason] = {
     caution.code: caution

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from megapg import torch_private
 from megapg.collection import Lease, LeaseState, ProcessGroup, ProcessGroupCollection
 from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.plan import Communicator
@@ -70,7 +71,8 @@ class Closing(abc.ABC):
     @property
     def closed(self) -> bool:
         """Whether the groups have been closed."""
-        return self._state is LeaseState.CLOSED
+        # Of the class, which is there still when Python has taken the module down.
+        return self._state is type(self)._state
 
     @abc.abstractmethod
     def _release(
@@ -306,9 +308,9 @@ class Closing(abc.ABC):
         self._part(error)
         self._lease.wind_up(error, [])
         for _, group in self._made:
-            group.abort()
+            torch_private.call_off(group)
         if self._world.group is not None:
-            self._world.group.abort()
+            torch_private.call_off(self._world.group)
 
     def _end(self, state: LeaseState, since: str) -> None:
         """Nobody may use the groups from now on."""
@@ -322,7 +324,7 @@ class Closing(abc.ABC):
         try:
             communicators_of_torch.end(made, abort=abort)
         finally:
-            self._made = [pair for pair in made if communicators_of_torch.is_registered(pair[1])]
+            self._made = [pair for pair in made if torch_private.knows(pair[1])]
 
 
 def _interruption(errors: Iterable[BaseException]) -> BaseException | None:

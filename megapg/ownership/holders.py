@@ -9,8 +9,8 @@ from types import CellType, FrameType, FunctionType, ModuleType
 from typing import TypeAlias
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from megapg import torch_private
 from megapg.collection import ProcessGroupCollection
 from megapg.communicators.plan import Communicator
 
@@ -111,8 +111,7 @@ def holders(target: object, known: set[int]) -> Iterator[str]:
 def _tables() -> set[int]:
     """Ids of the containers in which torch registers groups."""
     # By type, since isinstance() asks the value, and one of torch's then warns of itself.
-    values = [*vars(c10d).values(), *vars(c10d._world).values()]
-    tables = [value for value in values if issubclass(type(value), (dict, list))]
+    tables = [value for value in torch_private.tables() if issubclass(type(value), (dict, list))]
     inner = [v for table in tables if isinstance(table, dict) for v in table.values()]
     return {id(table) for table in (*tables, *inner)}
 

@@ -20,8 +20,8 @@ from typing import Literal, Protocol, TypeAlias, cast, get_args
 import torch
 import torch.distributed as dist
 
+from megapg import torch_private
 from megapg.communicators.backends import rows_of
-from megapg.communicators.create import registered
 from megapg.communicators.plan import Communicator
 from megapg.errors import OffloadError, UnsupportedOffloadError
 from megapg.ownership.steps import Steps
@@ -227,7 +227,7 @@ def _parts(group: dist.ProcessGroup) -> Iterator[tuple[str, _Suspendable]]:
         device, _, name = spelled.partition(":")
         for row in rows_of(name):
             if row.holds_memory:
-                part = group._get_backend(torch.device(device))
+                part = torch_private.backend_on(group, torch.device(device))
                 if part not in seen and not row.unused(part):
                     seen.add(part)
                     yield row.name, cast("_Suspendable", part)
@@ -249,7 +249,7 @@ class Usage:
     def of(cls, groups: Groups) -> Usage:
         """What these take now."""
         free = torch.cuda.mem_get_info()[0] if _on_cuda() else None
-        return cls(len(groups), _held(groups), free, registered())
+        return cls(len(groups), _held(groups), free, len(torch_private.known_groups()))
 
 
 def report(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, cast
 
 import torch.distributed as dist
 
@@ -21,12 +21,13 @@ from megapg.communicators.plan import Recipe
 from megapg.communicators.world import World, create_world, current_world, fake_world, refuse
 from megapg.errors import SessionError
 from megapg.launch import Launch
-from megapg.layout import EmbeddingRanks, ParallelLayout
+from megapg.layout import EmbeddingRanks, Field, Fields, GroupName, ParallelLayout
 from megapg.ownership.closing import close_lost, open_owners
 from megapg.ownership.session import Session
 from megapg.ownership.validate import check_kinds, check_recipe, check_waits
 from megapg.rendezvous.rendezvous import Rendezvous
-from megapg.signals import listening
+from megapg.signals import NoSignals, Signals
+from megapg.torch_private import check_version
 
 _DEFAULT = "default"
 
@@ -54,12 +55,12 @@ def session(
     *,
     name: str = _DEFAULT,
     timeout: float = 60.0,
-    collective_timeout: timedelta | Mapping[str, timedelta] | None = None,
+    collective_timeout: timedelta | Mapping[GroupName, timedelta] | None = None,
     backend: str | None = None,
-    options: Mapping[str, CommunicatorOptions] | None = None,
-    dedicated: Collection[str] = (),
+    options: Mapping[Field, CommunicatorOptions] | None = None,
+    dedicated: Fields = (),
     all_gather_groups: bool = False,
-    gloo: Collection[str] = (),
+    gloo: Fields = (),
     warm_up: bool = False,
     handle_signals: bool = False,
     launch: Launch | None = None,
@@ -87,7 +88,9 @@ def session(
         options: field -> NCCL settings of its communicator.
         dedicated: fields that share their communicator with no other field.
         all_gather_groups: also make ``dp_cp_ag`` and ``expt_dp_ag``, twins of ``dp_cp`` and
-            ``expt_dp`` on communicators of their own, so that all-gathers overlap reductions.
+            ``expt_dp`` on communicators of their own, so that all-gathers overlap reductions. On
+            gloo, where there is no such overlap, twins are the same communicator under two names;
+            ``dedicated=("dp_cp_ag",)`` makes another one there too.
         gloo: fields that also get a companion on gloo, for objects and tensors on the CPU:
             ``gloo=("dp_cp",)`` makes ``groups.extras["gloo.dp_cp"]``.
         warm_up: open every communicator at once, in place of each at its first use; see
@@ -106,6 +109,7 @@ def session(
         **sizes: see :class:`~megapg.layout.ParallelLayout`.
 
     Raises:
+        UnsupportedVersionError: torch is older than 2.6.
         LaunchError: the environment does not say who this process is, or contradicts itself.
         LayoutError: the sizes do not fit WORLD.
         SessionError: a session of that name is open in this process; or ``handle_signals`` outside
@@ -114,22 +118,27 @@ def session(
             another layout (:class:`~megapg.errors.LayoutMismatchError`). Every rank that did come
             gets the error, and nothing stays open.
     """
+    check_version()
+    fields_options = cast("Mapping[str, CommunicatorOptions]", options or {})
+    waits = cast("timedelta | Mapping[str, timedelta] | None", collective_timeout)
     if not dist.is_available():
         raise SessionError(
             "this torch was built without torch.distributed, so there are no process groups."
         )
-    with contextlib.ExitStack() as until_open:
+    signals, world, opened = NoSignals(), None, None
+    try:
         with _telling_the_others(name, launch):
-            check_waits(timeout, collective_timeout)
+            check_waits(timeout, waits)
             _check_start(layout, sizes, launch, network)
             if backend is not None:
                 backend_for(backend)
-            signals = until_open.enter_context(listening(handle_signals))
+            if handle_signals:
+                signals = Signals()
         close_lost()
         if any(each.name == name for each in open_sessions()):
             gc.collect()  # it may have been dropped, in a circle of references
-        everywhere = collective_timeout if isinstance(collective_timeout, timedelta) else None
-        timeouts = collective_timeout if isinstance(collective_timeout, Mapping) else {}
+        everywhere = waits if isinstance(waits, timedelta) else None
+        timeouts = waits if isinstance(waits, Mapping) else {}
         make_world = partial(
             create_world,
             backend=backend,
@@ -144,8 +153,8 @@ def session(
                 world.backend = backend
         else:
             world = make_world()
-        try:
-            check_kinds(name, options or {}, dedicated, gloo, sizes, LayoutSizes.__annotations__)
+        with _telling_the_others_in(world, name):
+            check_kinds(name, fields_options, dedicated, gloo, sizes, LayoutSizes.__annotations__)
             if layout is None:
                 layout = ParallelLayout(
                     world_size=len(sizes.get("ranks") or range(world.size)), **sizes
@@ -153,38 +162,34 @@ def session(
             recipe = Recipe(
                 backend=world.backend,
                 lanes=backend_for(world.backend).lanes,
-                options=dict(options or {}),
+                options=dict(fields_options),
                 dedicated=frozenset(dedicated),
                 all_gather_groups=all_gather_groups,
                 gloo=frozenset(gloo),
                 timeouts=dict(timeouts),
             )
             check_recipe(recipe, world, layout)
-        except BaseException as error:
-            _decline(name, world, error)
-            world.close(abort=error, timeout=0)
-            raise
-        try:
-            opened = Session(
-                layout,
-                world,
-                recipe,
-                name=name,
-                timeout=timeout,
-                collective_timeout=everywhere or world.timeout,
-                make_world=make_world,
-                signals=signals,
-            )
-        except BaseException as error:
-            world.close(abort=error, timeout=0)
-            raise
+        opened = Session(
+            layout,
+            world,
+            recipe,
+            name=name,
+            timeout=timeout,
+            collective_timeout=everywhere or world.timeout,
+            make_world=make_world,
+            signals=signals,
+        )
         if warm_up:
-            try:
-                opened.warm_up()
-            except BaseException as error:
-                opened.__exit__(type(error), error, error.__traceback__)
-                raise
+            opened.warm_up()
         return opened
+    except BaseException as error:  # whatever was opened is nobody's yet
+        with contextlib.ExitStack() as all_of_it:
+            all_of_it.callback(signals.close)
+            if world is not None:
+                all_of_it.callback(world.close, abort=error, timeout=0)
+            if opened is not None:
+                opened.__exit__(type(error), error, error.__traceback__)
+        raise
 
 
 @contextlib.contextmanager
@@ -197,6 +202,16 @@ def _telling_the_others(name: str, launch: Launch | None) -> Iterator[None]:
             _decline(name, current_world(), error)
         else:
             refuse(error, launch)
+        raise
+
+
+@contextlib.contextmanager
+def _telling_the_others_in(world: World, name: object) -> Iterator[None]:
+    """Likewise, once there is a WORLD."""
+    try:
+        yield
+    except BaseException as error:
+        _decline(name, world, error)
         raise
 
 
@@ -238,12 +253,13 @@ def open_sessions() -> tuple[Session, ...]:
     return tuple(owner for owner in open_owners() if isinstance(owner, Session))
 
 
-def fake_session(layout: ParallelLayout, rank: int, *, gloo: Collection[str] = ()) -> Session:
+def fake_session(layout: ParallelLayout, rank: int, *, gloo: Fields = ()) -> Session:
     """A session on torch's fake backend: one process plays ``rank``, nothing is communicated.
 
     Raises:
         SessionError: torch.distributed is initialised already.
     """
+    check_version()
     world = fake_world(rank, max(layout.ranks) + 1)
     recipe = Recipe("fake", {}, {}, frozenset(), all_gather_groups=False, gloo=frozenset(gloo))
     try:

@@ -69,17 +69,24 @@ class Session(Owner):
         self.name, self.layout = name, layout
         self._make_world, self._recipe = make_world, recipe
         self._collective_timeout = collective_timeout
-        self._open()
-        self._opened()
+        try:
+            self._open()
+            self._opened()
+            self._log()
+        except BaseException as error:  # nobody has it yet, who could close it
+            self._close(error)
+            raise
+
+    def _log(self) -> None:
         logger.info("%s", self)
-        if world.rank == layout.ranks[0]:
+        if self._world.rank == self.layout.ranks[0]:
             logger.info(
                 "collectives time out after %s on this session's groups%s and after %s on WORLD; "
                 "start-up and close after megapg's own %g s",
-                collective_timeout,
-                "".join(f" ({field}: {each})" for field, each in recipe.timeouts.items()),
-                world.timeout,
-                timeout,
+                self._collective_timeout,
+                "".join(f" ({field}: {each})" for field, each in self._recipe.timeouts.items()),
+                self._world.timeout,
+                self._timeout,
             )
 
     def _open(self) -> None:
@@ -113,9 +120,11 @@ class Session(Owner):
             with store.until(time.monotonic() + timeout, self._title):
                 book.fill_in(world.rank)
         except BaseException as error:
-            communicators_of_torch.end(made.items(), abort=True)
-            if coordinator is not None:
-                coordinator.give_up(error, timeout=timeout)
+            try:
+                communicators_of_torch.end(made.items(), abort=True)
+            finally:
+                if coordinator is not None:
+                    coordinator.give_up(error, timeout=timeout)
             raise
         self.generation, self._coordinator, self._lease = generation, coordinator, lease
         self._made, self._state = list(made.items()), LeaseState.LIVE

@@ -44,7 +44,7 @@ def job_store(launch: Launch, timeout: float) -> Store:
         hosting = launch.rank == 0 and not launch.hosted
         try:
             opened = _connect(launch, hosting, deadline)
-        except (dist.DistError, TimeoutError) as error:
+        except (RuntimeError, TimeoutError) as error:  # older releases have no DistError for it
             doing = "host" if hosting else "reach"
             # Whether torch gives up first, and with which words, is a race: look for ourselves.
             reason = str(error).splitlines()[0] if hosting else _what_is_there(launch)

@@ -22,6 +22,7 @@ from typing import Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from megapg import torch_private
 from megapg.errors import RendezvousError
 from megapg.rendezvous.bounded import Call, Worker, keep_a_thread
 
@@ -104,7 +105,7 @@ class Store:
 
     def clone(self) -> Self:
         """Another connection to the same store. It is no view of less than this one."""
-        return type(self)(self._call(self._torch.clone), self.host)  # type: ignore[attr-defined]
+        return type(self)(self._call(torch_private.another_connection, self._torch), self.host)
 
     @contextlib.contextmanager
     def until(self, deadline: float, doing: str = "", *, least: float = LEAST) -> Iterator[None]:
@@ -219,6 +220,8 @@ class Store:
 
     def list_keys(self) -> list[str]:
         """All keys; none of a store that can't list them."""
+        if not torch_private.lists_keys(self._torch):
+            return []
         try:
             return self._call(self._torch.list_keys)
         except NotImplementedError:
@@ -310,17 +313,18 @@ class _Connection:
 
     def lend(self, work: Callable[[], _T], deadline: float, undo: Callable[[_T], object]) -> _T:
         call, worker = Call(work, undo), Worker("megapg lent store")
-        worker.begin(call)
         try:
-            if not call.wait(deadline - time.monotonic()):
-                raise _GivenUpError
-        except BaseException:  # Ctrl-C as well
+            worker.begin(call)
+            try:
+                if not call.wait(deadline - time.monotonic()):
+                    raise _GivenUpError
+            finally:
+                worker.dismiss()
+            return call.outcome()
+        except BaseException:  # Ctrl-C as well, whenever it comes: what was made is undone
             call.abandon()
             self._leave_behind(call)
             raise
-        finally:
-            worker.dismiss()
-        return call.outcome()
 
     def post(self, work: Callable[[], object]) -> None:
         call, worker = Call(work), Worker("megapg store")

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from megapg.megatron.core import core_version
+
 __all__ = ["megatron_on_cpu"]
 
 _CPU = torch.device("cpu")
@@ -51,8 +53,10 @@ def megatron_on_cpu() -> Iterator[None]:
     understood in the thread that entered, and in the backward passes it starts.
 
     Raises:
+        UnsupportedVersionError: Megatron-core is older than 0.16, or not installed.
         AttributeError: the installed Megatron-core or torch lacks a name the kit replaces.
     """
+    core_version()
     # Owners first: importing Megatron-core while patched would let it keep patched names.
     owners = [pkgutil.resolve_name(patch.owner) for patch in PATCHES]
     with contextlib.ExitStack() as undo:

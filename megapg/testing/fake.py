@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Unpack
 
 from megapg.collection import ProcessGroupCollection
-from megapg.layout import ParallelLayout
+from megapg.layout import Fields, ParallelLayout
 from megapg.ownership.opening import LayoutSizes, fake_session
 
 
@@ -17,7 +17,7 @@ def fake_collection(
     rank: int = 0,
     world_size: int = 0,
     *,
-    gloo: Collection[str] = (),
+    gloo: Fields = (),
     **sizes: Unpack[LayoutSizes],
 ) -> Iterator[ProcessGroupCollection]:
     """Play one rank of a layout: ``with fake_collection(tp=2, rank=1) as pg: ...``.

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-from megapg.communicators.create import is_registered
+from megapg import torch_private
 from megapg.megatron.adopting.variables import groups_in
 from megapg.megatron.core import globals_of_core, parallel_state_module
 
@@ -31,7 +30,7 @@ class Before:
     def now(cls) -> Before:
         """What there is at this moment."""
         variables = {name: (value, _content(value)) for name, value in _variables().items()}
-        return cls(variables, frozenset(c10d._world.pg_map), dist.is_initialized())
+        return cls(variables, frozenset(torch_private.known_groups()), dist.is_initialized())
 
 
 def put_back(before: Before) -> str:
@@ -43,9 +42,9 @@ def put_back(before: Before) -> str:
     """
     held = set(groups_in(_variables()))
     _restore(before)
-    new = [group for group in c10d._world.pg_map if group in held - before.groups]
+    new = [group for group in torch_private.known_groups() if group in held - before.groups]
     for group in reversed(new):
-        if is_registered(group):
+        if torch_private.knows(group):
             dist.destroy_process_group(group)
     left = [f"{len(new)} process groups in parallel_state"] if new else []
     if dist.is_initialized() and not before.world and "RANK" not in os.environ:

@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Iterator
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-from megapg.communicators.create import is_registered
+from megapg import torch_private
 from megapg.errors import StaleGroupError
 
 
@@ -22,19 +21,13 @@ def refuse_closed_groups() -> Iterator[None]:
     Raises:
         StaleGroupError: at the collective, naming the group's ranks as far as they are known.
     """
-    # Every collective of torch asks this one question about its group first.
-    ask = c10d._rank_not_in_group
 
-    def ask_and_check(group: dist.ProcessGroup | None) -> bool:
-        if isinstance(group, dist.ProcessGroup) and not is_registered(group):
+    def check(group: object) -> None:
+        if isinstance(group, dist.ProcessGroup) and not torch_private.knows(group):
             raise StaleGroupError(
                 f"a collective on a destroyed process group ({group.group_desc or 'no name'}, "
                 f"{group.size()} ranks). Use the groups inside their session."
             )
-        return ask(group)
 
-    c10d._rank_not_in_group = ask_and_check
-    try:
+    with torch_private.asked_before_collectives(check):
         yield
-    finally:
-        c10d._rank_not_in_group = ask

@@ -6,22 +6,37 @@ import textwrap
 import pytest
 from old_core import run_on_old_core
 
+import megapg
+from megapg.errors import UnsupportedVersionError
+from megapg.megatron import session_arguments
+from megapg.megatron.core import core_version, installed_version
+
 THERE = """
     import sys
 
     import pytest
+    import torch
 
+    import megapg
     from megapg.errors import UnsupportedVersionError
     from megapg.megatron import (
         core_version, parallel_state, published, session_arguments, to_megatron
     )
     from megapg.megatron.core import collection_class, installed_version
-    from megapg.testing import fake_collection
+    from megapg.testing import fake_collection, megatron_on_cpu
 
     assert installed_version() == (0, 12, 0), installed_version()
     assert parallel_state.get_tensor_model_parallel_rank
     with fake_collection(tp=2) as pg:
-        injected = (lambda: to_megatron(pg), lambda: published(pg).__enter__())
+        model = torch.nn.Linear(2, 2)
+        injected = (
+            lambda: to_megatron(pg),
+            lambda: published(pg).__enter__(),
+            lambda: megapg.seed_all(1, pg),
+            lambda: megapg.save_checkpoint("here", 1, model=model, pg_collection=pg),
+            lambda: megapg.load_checkpoint("here", model=model, pg_collection=pg),
+            lambda: megatron_on_cpu().__enter__(),
+        )
         for ask in (core_version, collection_class, session_arguments, *injected):
             try:
                 ask()
@@ -45,5 +60,12 @@ def test_the_view_and_the_helpers_hold_there_too(printed):
 
 
 def test_injection_is_refused_with_the_versions_that_can(printed):
-    assert printed.count("Megatron-core 0.12.0 can't run on injected groups") == 5
-    assert printed.count("0.16.0 is the oldest that can") == 5
+    assert printed.count("Megatron-core 0.12.0 can't run on injected groups") == 9
+    assert printed.count("0.16.0 is the oldest that can. pip install") == 9
+
+
+def test_a_core_older_than_any_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setattr("megatron.core.package_info.MINOR", 11)
+    for ask in (installed_version, core_version, session_arguments, megapg.from_parallel_state):
+        with pytest.raises(UnsupportedVersionError, match=r"0\.11\.\d+ is older.*0\.12\.0 is the"):
+            ask()

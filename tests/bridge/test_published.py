@@ -294,6 +294,34 @@ def test_a_gloo_companion_that_was_not_asked_for_is_not_initialised():
         assert sum(vars(parallel_state)[name] is not None for name in GLOO_GLOBALS) == 1
 
 
+def test_the_error_for_a_group_that_was_not_asked_for_names_the_argument_that_makes_it():
+    asked = {
+        "gloo=('intra_dp_cp',)": lambda: parallel_state.get_data_parallel_group_gloo(True, True),
+        "gloo=('dp_cp',)": lambda: parallel_state.get_data_parallel_group_gloo(True),
+        "gloo=('expt_dp',)": lambda: parallel_state.get_expert_data_parallel_group_gloo(),
+    }
+    for argument, ask in asked.items():
+        with pytest.raises(AssertionError) as raised:
+            ask_inside(ask)
+        (note,) = raised.value.__notes__
+        assert "session 'default' has no" in note
+        assert argument in note
+    # What is no getter's, or has another reason, is left as it is.
+    for ask in (fail_an_assertion, parallel_state.get_hierarchical_context_parallel_groups):
+        with pytest.raises(AssertionError) as raised:
+            ask_inside(ask)
+        assert not hasattr(raised.value, "__notes__")
+
+
+def fail_an_assertion():
+    raise AssertionError
+
+
+def ask_inside(ask):
+    with fake_world(0, 2), megapg.session() as session, published(session.groups):
+        ask()
+
+
 def test_the_list_of_groups_whose_timeouts_change_together(pg):
     with published(pg):
         listed = parallel_state._global_process_group_list

@@ -29,7 +29,7 @@ from megapg.errors import (
 from megapg.megatron import globals_policy
 from megapg.testing import megatron_on_cpu
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.torch]
 
 MOE = {"experts": 4, "sequence_parallel": True}
 VPP = {"pp": 2, "vpp": 2, "layers": 4}

@@ -45,13 +45,25 @@ TEXTS = {
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_mixes_carriers(text: str) -> None:
-    assert [each.where for each in mixed(ast.parse(_HEAD + text), (16,))] == TEXTS[text]
+    found = mixed({"a.py": ast.parse(_HEAD + text)}, (16,))
+    assert [each.where for _, each in found] == TEXTS[text]
+
+
+def test_what_a_class_is_made_of_asks_the_same_object() -> None:
+    base = "class Base:\n    def f(self):\n        return megapg.resolve(None).rank('tp')\n\n\n"
+    other = "class Other(B):\n    def g(self):\n        return megapg.groups_of(self, 'cp').cp\n"
+    klass = "from of.base import Base\n" + other.replace("cp", "tp").replace("(B)", "(Base)")
+    trees = {"of/base.py": base, "b.py": klass, "c.py": base.replace("Base", "B") + other}
+    found = mixed({file: ast.parse(_HEAD + text) for file, text in trees.items()}, (16,))
+    assert [(file, each.where) for file, each in found] == [("b.py", "class Other")]
+    trees["b.py"] = klass.replace("of.base", "megatron.core.base")  # another one of that name
+    assert not list(mixed({file: ast.parse(_HEAD + text) for file, text in trees.items()}, (16,)))
 
 
 @pytest.mark.parametrize("name", cases("alike"))
 def test_no_case_mixes_carriers(name: str) -> None:
-    for text in Case(cases("alike")[name]).after.values():
-        assert not list(mixed(ast.parse(text), (16,)))
+    after = Case(cases("alike")[name]).after
+    assert not list(mixed({file: ast.parse(text) for file, text in after.items()}, (16,)))
 
 
 @pytest.mark.parametrize(

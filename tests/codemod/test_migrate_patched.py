@@ -22,6 +22,7 @@ from megapg.testing import fake_collection, run_distributed
 
 pytestmark = pytest.mark.contract
 
+GLOBALS = "megatron.core.parallel_state"
 CODE = PROGRAMS["CODE"]
 
 TESTS = PROGRAMS["TESTS"]
@@ -72,18 +73,19 @@ def outcomes(root: Path) -> dict[str, str]:
 
 def test_migrated_code_hears_the_patches_of_its_tests(tmp_path: Path) -> None:
     found = migrated(tmp_path, CODE, TESTS)
-    assert (tmp_path / "test_it.py").read_text() == TESTS
+    # The names that a module has imported are asked by nobody any more, and gone: what patches them
+    # patches what is asked.
+    told = TESTS.replace("pkg.mod.parallel_state", f"{GLOBALS}")
+    told = told.replace('"pkg.mod.get_', f'"{GLOBALS}.get_')
+    assert (tmp_path / "test_it.py").read_text() == told
     assert {(each.site.file, each.reason) for each in found.left} == {("test_it.py", "patched")}
-    # The name that a module has imported is asked by nobody any more: it is said what to patch.
-    deaf = {each.site.text: each.suggestion for each in found.left if each.suggestion}
-    assert deaf == {
-        '"pkg.mod.get_context_parallel_rank"': (
-            'patch "megatron.core.parallel_state.get_context_parallel_rank"'
-        ),
-        '"pkg.mod.parallel_state"': 'patch "megatron.core.parallel_state"',
-    }
+    through = {each.site.text for each in found.left if each.site.text.startswith('"pkg.mod.')}
+    assert {each.site.text for each in found.left if each.detail} == through
+    assert not any(each.suggestion for each in found.left)
     code = (tmp_path / "pkg" / "mod.py").read_text()
-    assert "parallel_state." not in code
+    assert "parallel_state" not in code
+    again = migrate([tmp_path], Config(tmp_path, versions=(16,)))
+    assert not again.files
 
     names = {"test_by_name", "test_by_object", "test_without_mocks", "test_monkeypatch"}
     names |= {"test_decorated", "test_of_the_fixture", "test_the_whole_module"}
@@ -115,17 +117,25 @@ def mine(numbers):
     assert outcomes(tmp_path) == {"test_mine": "PASSED", "test_yours": "PASSED"}
 
 
-def test_a_patched_alias_is_told_of_and_its_import_stays(tmp_path: Path) -> None:
-    test = PROGRAMS["a patched alias is told of and its import stays"]
-    code = PROGRAMS["a patched alias is told of and its import stays, 2"]
+def test_a_patched_alias_is_redirected_where_it_goes_and_told_of_where_it_stays(
+    tmp_path: Path,
+) -> None:
+    found = migrated(tmp_path, PROGRAMS["patched aliases"], PROGRAMS["patched aliases, the test"])
+    advised = {each.site.text: each.suggestion for each in found.left if each.suggestion}
+    size = f'patch "{GLOBALS}.get_tensor_model_parallel_world_size"'
+    assert advised == {'"pkg.mod.size"': size}
+    assert "tp_rank" not in (tmp_path / "pkg" / "mod.py").read_text()
+    assert outcomes(tmp_path) == {"test_imported": "PASSED", "test_bound": "FAILED"}
+
+
+def test_a_patch_stays_where_something_else_takes_the_import(tmp_path: Path) -> None:
+    """Whoever reads the name hears the patch that he heard."""
+    code, test = PROGRAMS["patched aliases"], PROGRAMS["patched aliases, the test"]
+    write(tmp_path, {"pkg/other.py": "from pkg.mod import tp_rank\n"})
     found = migrated(tmp_path, code, test)
     advised = {each.site.text: each.suggestion for each in found.left if each.suggestion}
-    assert advised == {
-        '"pkg.mod.tp_rank"': 'patch "megatron.core.parallel_state.get_tensor_model_parallel_rank"',
-        '"pkg.mod.size"': (
-            'patch "megatron.core.parallel_state.get_tensor_model_parallel_world_size"'
-        ),
-    }
+    assert advised['"pkg.mod.tp_rank"'] == f'patch "{GLOBALS}.get_tensor_model_parallel_rank"'
+    assert (tmp_path / "test_it.py").read_text() == test
     assert " as tp_rank" in (tmp_path / "pkg" / "mod.py").read_text()
 
 

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import megapg
 from tools import figures
@@ -31,6 +33,7 @@ FLOORS = {
     "collection": (1, 0),
     "launch": (1, 0),
     "signals": (1, 0),
+    "torch_private": (1, 0),
     "rendezvous": (2, 1),
     "communicators": (3, 2),
     "ownership": (4, 3),
@@ -119,7 +122,8 @@ def said(imports: list[Import]) -> str:
 STORES = {
     "rendezvous/store.py": "the one place that calls them",
     "rendezvous/connect.py": "opens the store of a new WORLD",
-    "communicators/world.py": "finds the store of the caller's WORLD; a fake WORLD has one",
+    "communicators/world.py": "a fake WORLD has one",
+    "torch_private.py": "finds the store of the caller's WORLD",
     "communicators/addresses.py": "keeps what gloo writes in this process",
     "testing/_guard.py": "the parent of ranks, not a rank",
     "testing/distributed.py": "the parent of ranks, not a rank",
@@ -202,6 +206,65 @@ def test_the_scan_sees_every_way_to_import(
     file.parent.mkdir()
     file.write_text(source)
     assert expected in [found.name for found in imports_of(file)]
+
+
+# --- what is private to torch ---------------------------------------------------------------------
+
+# torch's own names for groups, backends and stores, as far as they are private.
+_HOLDERS = (distributed_c10d, dist.ProcessGroup, dist._Backend, dist.Store)
+PRIVATE = {name for holder in _HOLDERS for name in dir(holder) if re.match("_[a-z]", name)}
+PRIVATE -= {"_world"}  # of a module whose import is found; megapg's own owners have one as well
+
+
+def private_to_torch(source: str) -> set[str]:
+    """The names in a module that torch promises nobody."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        dotted = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names if _is_private(each.name)}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{each.name}" for each in node.names}
+            found |= set(filter(_is_private, names))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            found |= {str(getattr(each, "value", "")) for each in node.args[1:2]} & PRIVATE
+        elif isinstance(node, ast.Attribute) and not dotted.startswith(("self.", "cls.")):
+            found |= {node.attr} & PRIVATE or ({dotted} if _is_private(dotted) else set())
+    return found
+
+
+def _is_private(dotted: str) -> bool:
+    home, *names = dotted.split(".")
+    private = any(re.match("_[a-zA-Z]", each) or each == "distributed_c10d" for each in names)
+    return home in ("torch", "dist") and private
+
+
+def test_one_module_has_what_is_private_to_torch() -> None:
+    found = {
+        file.relative_to(PACKAGE).as_posix()
+        for file in files_of_megapg()
+        if private_to_torch(file.read_text(encoding="utf-8"))
+    }
+    assert found == {"torch_private.py"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.distributed import distributed_c10d as c10d",
+        "import torch.distributed.distributed_c10d",
+        "from torch._C._distributed_c10d import GroupName",
+        "from torch.testing._internal.distributed import fake_pg",
+        "def of(backend: dist._Backend) -> None: ...",
+        "torch.distributed.distributed_c10d._world.pg_map",
+        "group._get_backend(device)",
+        "from torch.distributed.checkpoint.filesystem import _StorageInfo",
+        "hasattr(group, '_get_backend')",
+    ],
+)
+def test_the_search_sees_what_is_private_to_torch(source: str) -> None:
+    assert private_to_torch(source)
+    assert not private_to_torch("dist.get_rank(group); self._get_backend(); torch.Generator")
 
 
 # --- rooms on a floor -----------------------------------------------------------------------------

@@ -282,10 +282,13 @@ def test_the_tests_on_the_page_pass_when_the_package_has_moved(
     imports = "from unittest.mock import patch\n\nfrom trainer.data import my_share\n\n\n"
     (tmp_path / "test_data.py").write_text(imports + patching)
     migration = migrate([tmp_path], Config(tmp_path, versions=(16,)))
-    assert [file.file for file in migration.files] == ["trainer/data.py"]
+    assert [file.file for file in migration.files] == ["test_data.py", "trainer/data.py"]
     assert not write_files(migration.files)
+    patching_now = (tmp_path / "test_data.py").read_text().removeprefix(imports)
+    becomes = patching.replace("trainer.data.mpu", "megatron.core.parallel_state")
+    assert "".join(patching_now.split()) == "".join(becomes.split())
     monkeypatch.syspath_prepend(tmp_path)
-    for test in (patching, playing):
+    for test in (patching_now, playing):
         names: dict[str, Any] = {"megapg": megapg}
         exec(imports + test, names)
         with megapg.megatron.globals_policy("silent"):

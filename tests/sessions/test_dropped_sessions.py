@@ -23,6 +23,8 @@ from megapg.collection import LeaseState
 from megapg.errors import RendezvousError, StaleGroupError, TeardownError
 from megapg.testing import run_distributed
 
+pytestmark = pytest.mark.torch
+
 SOON = 4.0
 
 

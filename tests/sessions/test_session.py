@@ -17,6 +17,7 @@ from ports import free_port
 from steps import Steps
 
 import megapg
+from megapg import torch_private
 from megapg.collection import LeaseState
 from megapg.errors import (
     LayoutMismatchError,
@@ -29,6 +30,12 @@ from megapg.layout import ParallelLayout
 from megapg.rendezvous import store as megapg_store
 from megapg.rendezvous.rendezvous import Rendezvous
 from megapg.testing import run_distributed
+
+pytestmark = pytest.mark.torch
+
+lists_keys = pytest.mark.skipif(
+    not torch_private.lists_keys(dist.HashStore()), reason="this torch's stores list no keys"
+)
 
 LAYOUTS = {
     1: [{}],
@@ -165,6 +172,7 @@ def however_the_ranks_find_each_other():
     return told_at_once, looked_up, detailed, eager
 
 
+@lists_keys
 @pytest.mark.smoke
 def test_addresses_are_told_in_one_message_or_looked_up():
     # Of four ranks with tp=2, each is in groups of 2, 2 and 4 ranks.
@@ -210,6 +218,7 @@ def addresses_late():
     return True
 
 
+@lists_keys
 def test_addresses_that_come_late_or_never():
     assert run_distributed(addresses_late, 2) == [True] * 2
 
@@ -483,6 +492,7 @@ def slow_first_use():
     return True
 
 
+@lists_keys
 def test_closing_early_does_not_pull_the_rug_from_slow_ranks():
     assert run_distributed(slow_first_use, 4) == [True] * 4
 

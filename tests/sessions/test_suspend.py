@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import megapg
+from megapg import torch_private
 from megapg.collection import LeaseState
 from megapg.communicators import create
 from megapg.errors import (
@@ -24,6 +25,8 @@ from megapg.errors import (
 )
 from megapg.ownership import offload
 from megapg.testing import run_distributed
+
+pytestmark = pytest.mark.torch
 
 
 def works(session):
@@ -413,6 +416,7 @@ def test_a_backend_that_can_is_suspended_in_place():
     ],
 )
 def test_whether_nccl_can_be_suspended_is_told_by_versions(monkeypatch, nccl, environment, reason):
+    monkeypatch.setattr(torch_private, "can_suspend", lambda: True)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl is not None)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
@@ -423,3 +427,5 @@ def test_whether_nccl_can_be_suspended_is_told_by_versions(monkeypatch, nccl, en
         assert reason in told
         assert bool(told) == bool(reason)
     assert offload.cannot_suspend(["gloo"]) == "gloo keeps no memory that could be suspended"
+    monkeypatch.setattr(torch_private, "can_suspend", lambda: False)
+    assert "can't suspend a communicator; 2.13 can" in offload.cannot_suspend(["nccl"])

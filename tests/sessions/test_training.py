@@ -17,13 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from resuming import distributed, sizes
+from resuming import distributed, sizes, training
 
 import megapg
 from megapg.demo import gpt
 from megapg.demo.job import GPTRun
 from megapg.megatron import parallel_state, published, trace_global_reads
 from megapg.testing import megatron_on_cpu
+
+pytestmark = pytest.mark.torch
 
 TEXT = Path(__file__).read_bytes()
 SHORT = GPTRun(steps=3, layers=2, hidden=32, seq_length=32, num_microbatches=2)
@@ -228,3 +230,23 @@ def test_two_models_in_one_process_train_as_in_two():
     for together, alone in distributed(two_models, 4):
         assert together == alone
         assert [len(set(losses)) for losses, _ in together] == [3, 3]
+
+
+def generate_then_train():
+    """A forward pass in inference mode, and a step; and the step of a job that never generates."""
+    run = replace(SHORT, tp=2, sequence_parallel=True)
+    losses = []
+    for generates in (True, False):
+        with training(run) as job:
+            if generates:
+                words = torch.arange(run.seq_length).unsqueeze(0)
+                with torch.inference_mode():
+                    job.chunks[0].eval()(words, words, None)
+                job.chunks[0].train()
+            losses.append(job.steps(0, 2))
+    return losses
+
+
+def test_who_generates_trains_on_as_if_nothing_had_been():
+    for generated, never in distributed(generate_then_train, 2):
+        assert generated == never

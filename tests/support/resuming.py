@@ -1,6 +1,7 @@
 """A training job that can stop at any step and go on, for the tests of checkpoints."""
 
 import hashlib
+import inspect
 import queue
 import warnings
 from contextlib import contextmanager
@@ -178,5 +179,6 @@ def whole_tensors(path):
         for key, entry in entries.items()
         if hasattr(entry, "size")
     }
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    alone = {"no_dist": True} if "no_dist" in inspect.signature(dcp.load).parameters else {}
+    dcp.load(state, storage_reader=reader, **alone)
     return state

@@ -378,6 +378,21 @@ def name(step, *, pg_collection):
     return f"step {step}{f'-{rank}' if step else ''}"
 """,
     ),
+    "fallback": Example(
+        """
+from megatron.core import mpu
+
+
+def replicas(pg_collection=None):
+    if pg_collection is None:
+        return mpu.get_data_parallel_world_size()
+    return pg_collection.dp.size()
+""",
+        """
+def replicas(pg_collection):
+    return pg_collection.dp.size()
+""",
+    ),
     "at-import": Example(
         """
 from megatron.core import mpu

@@ -86,9 +86,8 @@ def _reason_page(reason: Reason) -> str:
         reason.why,
         *_shown(EXAMPLES.get(reason.code)),
         "## What to do",
-        reason.instead,
+        f"{reason.instead} [All codes](README.md).",
         *(("## Names that always have it", ", ".join(map(_quoted, names))) if names else ()),
-        "[All codes](README.md)",
     )
 
 

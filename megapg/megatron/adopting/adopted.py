@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from megapg import torch_private
 from megapg.collection import (
     Lease,
     LeaseState,
@@ -39,7 +38,6 @@ from megapg.errors import (
 from megapg.megatron.adopting.creations import (
     Recording,
     creations,
-    timeout_of,
     unknown_of,
     why_not_anew,
 )
@@ -119,11 +117,13 @@ def adopt(record: Recording | None = None, *, timeout: float = 60.0) -> Adopted:
         timeout: seconds to wait for the other ranks, here and wherever they meet again.
 
     Raises:
+        UnsupportedVersionError: torch is older than 2.6, or Megatron-core is not installed.
         MissingGroupError: ``parallel_state`` holds no live group.
         SessionError: the groups have an owner: an earlier adoption, or a session.
         PublishedError: inside ``published()``, where the globals show the groups of a collection.
         RendezvousError: a rank did not come, or could not adopt; every rank that came hears which.
     """
+    torch_private.check_version()
     module = parallel_state_module()
     close_lost()
     world = current_world() if dist.is_initialized() else None
@@ -165,7 +165,6 @@ class Adopted(Owner):
         super().__init__(_OWNER, world, timeout, NoSignals())
         self.arguments = record.arguments
         self._module = module
-        self._within = weakref.ref(c10d._get_default_group())
         found = creations(module, held, record)
         self._made = [(creation.communicator, group) for group, creation in found.items()]
         self._creations = {creation.communicator: creation for creation in found.values()}
@@ -320,7 +319,9 @@ class Adopted(Owner):
         """Destroy the groups, and keep all that making them anew takes, but nothing of them."""
         for communicator, group in self._made:
             known = self._creations[communicator]
-            timeout = timeout_of(group) or known.timeout  # it may have been changed since
+            timeout = (
+                torch_private.timeout_of(group) or known.timeout
+            )  # it may have been changed since
             self._creations[communicator] = replace(known, timeout=timeout)
         self._globals.lift({group: communicator for communicator, group in self._made})
         del group
@@ -350,7 +351,8 @@ class Adopted(Owner):
                 )
                 self._made += made.items()
                 # By it, logs and flight recorders tell groups apart.
-                made[communicator]._set_group_desc(self._creations[communicator].description)
+                description = self._creations[communicator].description
+                torch_private.describe(made[communicator], description)
             if coordinator is not None:
                 telling = book.mine(self._world.rank)
                 coordinator.confirm(None, timeout=self._timeout, telling=telling)
@@ -369,7 +371,7 @@ class Adopted(Owner):
     def _part(self, error: BaseException | None) -> dict[int, str]:
         """Take leave of the other ranks, if we are together: rank -> what went wrong there."""
         coordinator = self._coordinator
-        if coordinator is None or self._in_its_world:
+        if coordinator is None or self._world.current:
             return super()._part(error)
         # All groups have ended, so there is nobody to wait for.
         self._coordinator = None
@@ -424,11 +426,6 @@ class Adopted(Owner):
 
     # -- its state ---------------------------------------------------------------------------
 
-    @property
-    def _in_its_world(self) -> bool:
-        world = self._within()
-        return world is not None and world is dist.group.WORLD
-
     def _expect(self, state: LeaseState, doing: str) -> None:
         if self._state is not state:
             what_now = {
@@ -438,7 +435,7 @@ class Adopted(Owner):
                 LeaseState.FAILED: "close(), and initialise anew",
             }[self._state]
             raise SessionError(f"{doing} needs {state.value} groups; {self!r}: {what_now}.")
-        if not self._in_its_world:
+        if not self._world.current:
             raise SessionError(f"{doing}: WORLD was destroyed, and {self!r} with it: close().")
 
 
@@ -451,7 +448,7 @@ def _leftovers(ours: Collection[ProcessGroup]) -> tuple[Leftover, ...]:
             ranks=tuple(dist.get_process_group_ranks(group)),
             backend=dist.get_backend_config(group),
         )
-        for group in c10d._world.pg_map
+        for group in torch_private.known_groups()
         if group not in ours
         and group is not dist.group.WORLD
         and not communicators_of_torch.session_of(group)
@@ -460,7 +457,7 @@ def _leftovers(ours: Collection[ProcessGroup]) -> tuple[Leftover, ...]:
 
 def _refuse_owned(module: ModuleType, held: Collection[ProcessGroup]) -> None:
     earlier = vars(module).get(_MARK)
-    if isinstance(earlier, Adopted) and earlier._in_its_world:
+    if isinstance(earlier, Adopted) and earlier._world.current:
         raise SessionError(f"adopt(): the groups have an owner, {earlier!r}. Close that one first.")
     owned = set(map(communicators_of_torch.session_of, held)) - {""}
     if owned:

@@ -20,6 +20,7 @@ from types import MappingProxyType, ModuleType
 
 import torch.distributed as dist
 
+from megapg import torch_private
 from megapg.communicators.backends import backend_for
 from megapg.communicators.options import CommunicatorOptions
 from megapg.communicators.plan import Communicator
@@ -170,18 +171,8 @@ def why_not_anew(world: World, made: Collection[Creation], allow_unknown: bool) 
     )
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """What collectives on ``group`` wait at present; None where its backend does not tell."""
-    timeouts = [
-        options._timeout
-        for device in group._device_types
-        if (options := getattr(group._get_backend(device), "options", None)) is not None
-    ]
-    return max(timeouts, default=None)
-
-
 def _creation(group: dist.ProcessGroup, names: Iterable[str], call: Call | None) -> Creation:
-    timeout = timeout_of(group)
+    timeout = torch_private.timeout_of(group)
     options = CommunicatorOptions()
     unknown: list[str] = []
     config = dist.get_backend_config(group)
@@ -191,12 +182,12 @@ def _creation(group: dist.ProcessGroup, names: Iterable[str], call: Call | None)
         timeout = given if isinstance(given, timedelta) else None
     if timeout is None and set(kinds.values()) != {"fake"}:
         unknown.append("timeout")
-    for device in group._device_types:
+    for device in torch_private.devices_of(group):
         match kinds.get(device.type):
             case "gloo" | "fake":
                 pass  # they have no options
             case "nccl":
-                options, unknowable = _nccl_options(group._get_backend(device), call)
+                options, unknowable = _nccl_options(torch_private.backend_on(group, device), call)
                 unknown += unknowable
             case _ if call is None or call.arguments.get("pg_options") is not None:
                 unknown.append("pg_options")
@@ -211,7 +202,7 @@ def _creation(group: dist.ProcessGroup, names: Iterable[str], call: Call | None)
 
 
 def _nccl_options(
-    backend: dist._Backend, call: Call | None
+    backend: torch_private.CommunicatorBackend, call: Call | None
 ) -> tuple[CommunicatorOptions, list[str]]:
     """What an NCCL communicator was asked for, and what of it can't be told or asked for again."""
     unknown = []

@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import cast
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from megapg import torch_private
 from megapg.collection import (
     OPTIONAL_FIELDS,
     Lease,
@@ -46,7 +46,7 @@ def groups_held(module: ModuleType) -> list[ProcessGroup]:
         return []
     of_this_cycle = set(groups_in(variables.get(GROUP_LIST)))  # empty in cores without the list
     held = {group for value in variables.values() for group in groups_in(value)}
-    live = [g for g in c10d._world.pg_map if g in held and g is not dist.group.WORLD]
+    live = [g for g in torch_private.known_groups() if g in held and g is not dist.group.WORLD]
     first = next((index for index, group in enumerate(live) if group in of_this_cycle), 0)
     return live[first:]
 

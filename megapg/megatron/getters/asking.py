@@ -9,6 +9,7 @@ from typing import TypeVar, cast, overload
 
 from megapg.collection import ProcessGroup, ProcessGroupCollection
 from megapg.errors import MissingGlobalGroupError, UnsupportedOptionError
+from megapg.layout import GroupName
 from megapg.megatron.reading.global_groups import (
     GlobalGroups,
     getter_at_hand,
@@ -21,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def asks(
-    name: str, *, refused_with: str = "", why: Callable[..., object] | None = None
+    name: str, *, refused_with: GroupName | None = None, why: Callable[..., object] | None = None
 ) -> Callable[[F], F]:
     """The function is the getter ``name`` where it is the globals that are asked.
 
@@ -63,17 +64,17 @@ def can_be_asked(name: str, arguments: Iterable[str] = ()) -> bool:
 
 
 @overload
-def present_group(pg: ProcessGroupCollection, field: str) -> ProcessGroup: ...
+def present_group(pg: ProcessGroupCollection, field: GroupName) -> ProcessGroup: ...
 
 
 @overload
 def present_group(
-    pg: ProcessGroupCollection, field: str, *, check_initialized: bool
+    pg: ProcessGroupCollection, field: GroupName, *, check_initialized: bool
 ) -> ProcessGroup | None: ...
 
 
 def present_group(
-    pg: ProcessGroupCollection, field: str, *, check_initialized: bool = True
+    pg: ProcessGroupCollection, field: GroupName, *, check_initialized: bool = True
 ) -> ProcessGroup | None:
     """For ``get_embedding_group()`` and whatever else fails where there is no group: never None,
     which torch would take for WORLD.
@@ -95,7 +96,7 @@ def present_group(
     return found
 
 
-def is_of_globals(pg: ProcessGroupCollection, field: str) -> bool:
+def is_of_globals(pg: ProcessGroupCollection, field: GroupName) -> bool:
     """Whether a group is the very one that the globals have; to find out is no read of them."""
     return getattr(pg, field, pg) is value_in_globals(field)
 
@@ -105,7 +106,7 @@ def is_the_globals_pipeline(pg: ProcessGroupCollection) -> bool:
     return isinstance(pg, GlobalGroups) or (pg.layout is None and is_of_globals(pg, "pp"))
 
 
-def refuse_remat(pg: ProcessGroupCollection, field: str) -> None:
+def refuse_remat(pg: ProcessGroupCollection, field: GroupName) -> None:
     """With weight rematerialisation on, 0.19's data parallel getters mean wider groups than dp."""
     # To find out is no read of the globals.
     view = isinstance(pg, GlobalGroups)

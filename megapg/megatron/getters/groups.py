@@ -7,6 +7,7 @@ from typing import cast, overload
 
 from megapg.collection import ProcessGroup, ProcessGroupCollection
 from megapg.errors import MissingGlobalGroupError, UnsupportedOptionError
+from megapg.layout import Field, GroupName
 from megapg.megatron.core import installed_version
 from megapg.megatron.getters.asking import (
     asks,
@@ -229,7 +230,7 @@ def has_separate_all_gather_group(pg: ProcessGroupCollection) -> bool:
     return getattr(pg, "dp_cp_ag", None) is not None
 
 
-def remat_rank(pg: ProcessGroupCollection, field: str) -> int:
+def remat_rank(pg: ProcessGroupCollection, field: GroupName) -> int:
     """For ``get_gtp_weight_remat_rank()`` and ``get_expert_gtp_weight_remat_rank()``, by ``field``
     ``gtp_remat`` or ``expt_gtp_remat``: 0 where weights are not rematerialised, so that there is
     no group.
@@ -240,7 +241,7 @@ def remat_rank(pg: ProcessGroupCollection, field: str) -> int:
     return pg.rank(field) if _counts_remat(pg, field, GETTERS[field].rank) else 0
 
 
-def remat_size(pg: ProcessGroupCollection, field: str) -> int:
+def remat_size(pg: ProcessGroupCollection, field: GroupName) -> int:
     """For ``get_gtp_weight_remat_world_size()`` and
     ``get_expert_gtp_weight_remat_world_size()``; see :func:`remat_rank`.
     """
@@ -253,7 +254,7 @@ def _counts_remat(pg: ProcessGroupCollection, field: str, getter: str) -> bool:
     return getattr(pg, field) is not None
 
 
-def gloo_group(pg: ProcessGroupCollection, field: str) -> ProcessGroup:
+def gloo_group(pg: ProcessGroupCollection, field: GroupName) -> ProcessGroup:
     """For ``get_data_parallel_group_gloo()`` and ``get_expert_data_parallel_group_gloo()``.
 
     Args:
@@ -266,7 +267,7 @@ def gloo_group(pg: ProcessGroupCollection, field: str) -> ProcessGroup:
         MissingGroupError: the session was not asked for it: ``session(gloo=("dp_cp",))``. It is
             never made here, for only one rank might be asking.
     """
-    name = f"gloo.{field}"
+    name = cast("GroupName", f"gloo.{field}")
     borrowed = not isinstance(pg, GlobalGroups) and pg.layout is None
     if borrowed and name not in pg.extras and is_of_globals(pg, field):
         pg = GlobalGroups()
@@ -292,7 +293,9 @@ def hybrid_group(pg: ProcessGroupCollection, size: int) -> ProcessGroup:
             return cast(ProcessGroup, pg.ask(getter, group_size=size))
         except KeyError:
             raise MissingHybridGroupError(str(pg._no_such(f"hybrid.{size}"))) from None
-    return _group(pg, "dp_cp") if size == pg.size("dp_cp") else _extra(pg, f"hybrid.{size}")
+    if size == pg.size("dp_cp"):
+        return _group(pg, "dp_cp")
+    return _extra(pg, cast("GroupName", f"hybrid.{size}"))
 
 
 @asks("get_all_ranks", refused_with="gtp_remat")
@@ -312,7 +315,7 @@ def all_ranks(pg: ProcessGroupCollection) -> str:
     return "_".join(map(str, ranks))
 
 
-def _data_field(with_context_parallel: bool, partial: bool) -> str:
+def _data_field(with_context_parallel: bool, partial: bool) -> Field:
     if partial and not with_context_parallel:
         raise UnsupportedOptionError(
             "partial_data_parallel: an optimizer instance's part of data parallelism includes "
@@ -321,7 +324,7 @@ def _data_field(with_context_parallel: bool, partial: bool) -> str:
     return "intra_dp_cp" if partial else "dp_cp" if with_context_parallel else "dp"
 
 
-def _expert_data_field(partial: bool) -> str:
+def _expert_data_field(partial: bool) -> Field:
     return "intra_expt_dp" if partial else "expt_dp"
 
 
@@ -330,6 +333,6 @@ def _group(pg: ProcessGroupCollection, field: str) -> ProcessGroup:
     return found
 
 
-def _extra(pg: ProcessGroupCollection, name: str) -> ProcessGroup:
+def _extra(pg: ProcessGroupCollection, name: GroupName) -> ProcessGroup:
     pg.ranks(name)  # knows what to say where there is none
     return pg.extras[name]

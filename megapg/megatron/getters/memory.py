@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol, cast
 
 import torch
@@ -61,6 +63,25 @@ def owners_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
     """The one that goes with the owner of these groups, made when it is first asked for."""
     buffer = pg.lease.scratch.get(MEMORY_BUFFER)
     if buffer is None:
-        made = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer()
+        core = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer
+        made = core()
+        # By a proxy: with a circle of references the memory would wait for the collector.
+        made.get_tensor = partial(_ordinary_tensor, partial(core.get_tensor, weakref.proxy(made)))
         buffer = pg.lease.scratch.setdefault(MEMORY_BUFFER, made)  # one, whoever came first
     return cast(MemoryBuffer, buffer)
+
+
+def _ordinary_tensor(
+    get_tensor: Callable[..., torch.Tensor],
+    tensor_shape: Sequence[int],
+    dtype: torch.dtype,
+    name: str,
+    mem_alloc_context: Callable[[], AbstractContextManager[object]] | None = None,
+) -> torch.Tensor:
+    """One that serves generating and training, whichever asks for it first.
+
+    What is allocated under ``inference_mode`` can't be part of a backward pass ever after. An
+    ordinary tensor may be written to in both modes.
+    """
+    with torch.inference_mode(False):
+        return get_tensor(tensor_shape, dtype, name, mem_alloc_context)

@@ -29,7 +29,7 @@ from megapg.errors import (
     UnknownFieldError,
     UnsupportedVersionError,
 )
-from megapg.layout import FIELDS
+from megapg.layout import FIELDS, GroupName
 from megapg.megatron.core import (
     globals_of_core,
     modules_at_hand,
@@ -101,7 +101,7 @@ class GlobalGroups(ProcessGroupCollection):
         hook.report(name)
         return value
 
-    def group(self, name: str) -> object:
+    def group(self, name: GroupName) -> object:
         """What the globals have for a field or an extra: for ``hcp`` a tuple; None where a field
         may be None and there is nothing.
 
@@ -115,7 +115,7 @@ class GlobalGroups(ProcessGroupCollection):
             raise self._missing(self._absent("GlobalGroups", [name]))
         raise self._no_such(name)
 
-    def rank(self, field: str) -> int:
+    def rank(self, field: GroupName) -> int:
         """This rank's index in the group of ``field``, as the getter of ``parallel_state`` has it.
 
         Of a rank in several pipelines, up to Megatron-core 0.13, its index in each (as of
@@ -127,15 +127,15 @@ class GlobalGroups(ProcessGroupCollection):
         """
         return cast(int, self._number(field, "rank"))
 
-    def size(self, field: str) -> int:
+    def size(self, field: GroupName) -> int:
         """Number of ranks in the group of ``field``, likewise."""
         return cast(int, self._number(field, "size"))
 
-    def ranks(self, field: str) -> tuple[int, ...]:
+    def ranks(self, field: GroupName) -> tuple[int, ...]:
         """Global ranks of the group of ``field``, in the group's order, likewise."""
         return tuple(cast(Sequence[int], self._number(field, "ranks")))
 
-    def holds(self, fields: Sequence[str]) -> bool:
+    def holds(self, fields: Sequence[GroupName]) -> bool:
         """True: the globals are asked for each when it is read."""
         return True
 
@@ -232,7 +232,7 @@ class GlobalGroups(ProcessGroupCollection):
             hook.report(HYBRID_GROUPS)
             group: object = self.extras.get(field)
         else:
-            group = self.group(name if name in FIELDS else field)
+            group = self.group(cast("GroupName", name if name in FIELDS else field))
         if isinstance(group, tuple) and level:
             group = group[int(level)]
         if not isinstance(group, dist.ProcessGroup):

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
 
-from megapg.collection import ProcessGroupCollection
+from megapg.collection import Groups, ProcessGroupCollection
 from megapg.errors import MegapgError
+from megapg.layout import GroupName
 from megapg.megatron.convert import as_collection
 from megapg.megatron.core import parameters_of
 from megapg.megatron.reading.global_groups import GlobalGroups
@@ -56,7 +57,7 @@ _LAYERS, _EXTENSIONS = "megatron.core.tensor_parallel.", "megatron.core.extensio
 _OF_LAYERS = ("_tp_group", "tp_group")
 
 
-def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
+def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
     """The collection that ``owner`` carries: a model, or what holds one.
 
     ``owner`` may be a model, a wrapper around one (``.module`` or ``.model``: data parallelism,
@@ -139,7 +140,7 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
 
 
 def _wanted(
-    kind: type, needs: tuple[str, ...], lacking: Sequence[str], caller: FrameType
+    kind: type, needs: tuple[GroupName, ...], lacking: Sequence[str], caller: FrameType
 ) -> Wanted:
     """What a model of class ``kind`` does not carry, and ``caller`` asks for.
 
@@ -154,7 +155,7 @@ def _wanted(
     return Wanted(_name(kind), needs, lack, _advice(kind), site, _home(site))
 
 
-def _carried(owner: object, needs: Sequence[str]) -> Iterator[object]:
+def _carried(owner: object, needs: Sequence[GroupName]) -> Iterator[object]:
     """What may be a collection, from the outside in, whatever is odd about ``owner``."""
     seen = {id(None)}
     quiet: set[type] = set()  # torch's modules that compute none: a model has many of few classes
@@ -192,7 +193,7 @@ def _carried(owner: object, needs: Sequence[str]) -> Iterator[object]:
         if kind in single:
             kept = _kept_singly(plain, single[kind], needs)
             if kept:
-                yield ProcessGroupCollection.from_groups(**kept)
+                yield ProcessGroupCollection.from_groups(**cast("Groups", kept))
         if submodules:
             waiting.extend(reversed(submodules.values()))
             telling = telling or not submodules.keys().isdisjoint(_TELLING)
@@ -202,7 +203,7 @@ def _carried(owner: object, needs: Sequence[str]) -> Iterator[object]:
         yield from _built_with(each, needs)
 
 
-def _built_with(module: object, needs: Sequence[str]) -> Iterator[object]:
+def _built_with(module: object, needs: Sequence[GroupName]) -> Iterator[object]:
     """What shows of the groups that a module without a collection was built with."""
     plain, submodules = _opened(module)
     config, _ = _opened(plain.get("config"))
@@ -212,7 +213,7 @@ def _built_with(module: object, needs: Sequence[str]) -> Iterator[object]:
     field = _field_of_layer(type(module), plain, config, group)
     own = {field: cast("dist.ProcessGroup", group)} if field else {}
     if field in needs:
-        yield ProcessGroupCollection.from_groups(**own)
+        yield ProcessGroupCollection.from_groups(**cast("Groups", own))
     for name in COLLECTION_NAMES:
         pg = as_collection(config.get(name))
         stands_in = isinstance(pg, GlobalGroups)  # to compare with it would be a read
@@ -284,7 +285,7 @@ def _single_groups(kind: type) -> Mapping[str, str]:
 
 
 def _kept_singly(
-    plain: Mapping[str, object], fields: Mapping[str, str], needs: Sequence[str]
+    plain: Mapping[str, object], fields: Mapping[str, str], needs: Sequence[GroupName]
 ) -> dict[str, dist.ProcessGroup]:
     """The needed fields for which an object with these attributes has a group."""
     return {

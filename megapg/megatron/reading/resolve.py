@@ -29,7 +29,7 @@ from megapg.errors import (
     UnsupportedOptionError,
 )
 from megapg.launch.environment import overridden
-from megapg.layout import FIELDS
+from megapg.layout import FIELDS, GroupName
 from megapg.megatron.convert import as_collection
 from megapg.megatron.core import MegatronCollection, parameters_of
 from megapg.megatron.reading.global_groups import GlobalGroups, initialised, put_there
@@ -50,7 +50,7 @@ POLICY_VARIABLE = "MEGAPG_GLOBALS"
 def resolve(
     pg_collection: ProcessGroupCollection | MegatronCollection | None,
     *,
-    needs: Sequence[str] = (),
+    needs: Sequence[GroupName] = (),
     owner: str | None = None,
 ) -> ProcessGroupCollection:
     """The collection to work with, at the top of a function that takes ``pg_collection=None``.
@@ -111,7 +111,7 @@ def require_groups(pg: ProcessGroupCollection) -> ProcessGroupCollection:
 
 
 def resolves(
-    *, needs: Sequence[str] = (), owner: str | None = None
+    *, needs: Sequence[GroupName] = (), owner: str | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """The decorator form of :func:`resolve`, for a function whose ``pg_collection`` is
     keyword-only: it always receives a collection.
@@ -248,7 +248,7 @@ def let_globals_serve(wanted: Wanted, policy: GlobalsPolicy) -> None:
         _warn(f"{lack}, so it takes them from megatron.core.parallel_state. {advice}.", caller)
 
 
-def check_names(needs: Sequence[str]) -> None:
+def check_names(needs: Sequence[GroupName]) -> None:
     """Raise an UnknownFieldError unless each is a field, or an extra such as ``gloo.dp``."""
     if isinstance(needs, str):
         raise UnknownFieldError(f"needs={needs!r}: give the fields in a tuple, ({needs!r},).")
@@ -285,7 +285,7 @@ class StandIn(GlobalGroups):
         return self._wanted.missing(text)
 
 
-def _fall_back(needs: Sequence[str], owner: str | None, frame: FrameType) -> GlobalGroups:
+def _fall_back(needs: Sequence[GroupName], owner: str | None, frame: FrameType) -> GlobalGroups:
     check_names(needs)
     policy = policy_now()
     serves = initialised()

@@ -1,24 +1,33 @@
-"""What has to be answered alike: where the globals have to serve a part of what a function, or a
-class, asks about one kind of group, they serve all of it.
+"""What has to be answered alike: one thing serves all that a function, or a class, asks about one
+kind of group. Where nothing can, the globals do.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from megapg.migrate.decide.decisions import Base, Plan
-from megapg.migrate.find.axes import axes_of
+from megapg.migrate.decide.decisions import GLOBALS, Base, Plan
+from megapg.migrate.decide.facts import Facts
+from megapg.migrate.decide.functions import PARAMETER
+from megapg.migrate.decide.references import References
+from megapg.migrate.decide.threads import is_usual_method
+from megapg.migrate.find.axes import asked_about, axes_of
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.find.index import Index
+from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.roles import has_another_role
 from megapg.migrate.find.sites import Kind
 from megapg.migrate.python.flow import is_ruled_out, statements_around
-from megapg.migrate.python.methods import self_of
+from megapg.migrate.python.methods import class_of, self_of
 from megapg.migrate.python.scopes import Scope, Use
-from megapg.migrate.reasons import UNSERVED
-from megapg.upstream.mapping import COLLECTION_NAMES
+from megapg.migrate.reasons import FALLBACK, UNSERVED
+from megapg.upstream.mapping import COLLECTION_NAMES, Takes
+
+# What a variable with a collection, or with a model, is called.
+_NAMES = (*COLLECTION_NAMES, *MODEL_NAMES)
 
 
 @dataclass(frozen=True)
@@ -26,64 +35,139 @@ class _Asking:
     """What a function asks somewhere."""
 
     unit: Scope  # the function
+    path: Path  # of its file
     axes: frozenset[str]  # about which kinds of groups
     base: Base | None  # of what; None of the globals, as the use is left
+    is_for_want: bool = False  # whether it asks the globals only because nothing was at hand
 
 
-def parted(plan: Plan, index: Index, tainted: Collection[Scope]) -> set[Scope]:
-    """The functions in which something is served otherwise than what has to be answered alike.
+def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: References) -> bool:
+    """Say in the facts which functions need another plan, since it serves something otherwise than
+    what has to be answered alike; whether there are any.
 
     Args:
         plan: what is to be done.
         index: the project.
-        tainted: the functions that make the groups or fake ranks: they mean these, and nothing
-            beside them does. Neither do those that ask about models of several roles.
+        facts: by which that was planned. The functions that make the groups or fake ranks mean
+            these, and nothing beside them does. Neither do those that ask about models of several
+            roles.
     """
     of_functions: dict[Scope, list[_Asking]] = defaultdict(list)
     of_classes: dict[Scope, list[_Asking]] = defaultdict(list)
+    paths: dict[Scope, Path] = {}
     for asking in _all(plan, index):
         unit = asking.unit
-        if unit in tainted or has_another_role(unit):
+        if unit in facts.tainted or has_another_role(unit):
             continue
         of_functions[unit].append(asking)
         counts = _is_of_globals(asking.base) or _is_of_self(asking)
         if counts and unit.parent is not None and unit.parent.kind == "class":
             of_classes[unit.parent].append(asking)
-    return {
-        asking.unit
-        for together in (*of_functions.values(), *of_classes.values())
-        for asking in _beside_the_globals(together)
-    }
+            paths[unit.parent] = asking.path
+    of_objects = [
+        [asking for each in line for asking in of_classes.get(each, ())]
+        for line in _lines(paths, index, references)
+    ]
+    wanting = {unit for together in of_objects for unit in _wanting(together)} - facts.of_self
+    facts.of_self |= wanting
+    if wanting:
+        return True
+    apart = {unit for unit, of in of_functions.items() if _is_apart(of)}
+    of_one = apart - facts.of_one - facts.parted.keys()
+    facts.of_one |= of_one
+    more = [(unit, axes) for of in of_objects for unit, axes in _beside_the_globals(of)]
+    for unit, of in of_functions.items():  # a function falls back as a whole
+        if unit in apart or any(_beside_the_globals(of)):
+            more.append((unit, frozenset[str]().union(*(each.axes for each in of))))
+    more = [(unit, axes) for unit, axes in more if unit not in of_one]
+    is_new = bool(of_one)
+    for unit, axes in more:
+        known = facts.parted.get(unit, frozenset())
+        facts.parted[unit] = known | axes
+        is_new |= not axes <= known
+    return is_new
 
 
-def _beside_the_globals(together: list[_Asking]) -> Iterator[_Asking]:
+def _lines(
+    paths: Mapping[Scope, Path], index: Index, references: References
+) -> Iterator[list[Scope]]:
+    """For each class that asks, or is made of one that does, the classes of which its objects have
+    methods.
+    """
+    waiting = list(paths.items())
+    for klass, path in waiting:  # grows
+        above = ancestry(klass, path, index.resolver)
+        yield [each for each in above if isinstance(each, Scope)]
+        below = references.made_of(klass.name, path)
+        waiting += [each for each in dict.fromkeys(below) if each not in waiting]
+
+
+def _wanting(together: list[_Asking]) -> Iterator[Scope]:
+    """The methods that can ask the object as well as the others of its methods do."""
+    if not any(map(_is_of_self, together)):
+        return
+    axes = frozenset[str]().union(*(each.axes for each in together if _is_of_self(each)))
+    bound = {each.unit for each in together if _is_of_globals(each.base) and not each.is_for_want}
+    for each in together:
+        can_ask = self_of(each.unit) and is_usual_method(each.unit) and not class_of(each.unit)
+        if can_ask and each.is_for_want and each.axes & axes and each.unit not in bound:
+            yield each.unit
+
+
+def _is_apart(together: Sequence[_Asking]) -> bool:
+    """Whether two objects are asked about one kind of group."""
+    asked = [(_of(each.base), each.axes) for each in together if not _is_of_globals(each.base)]
+    return any(
+        one != other and axes & others
+        for at, (one, axes) in enumerate(asked)
+        for other, others in asked[at + 1 :]
+    )
+
+
+def _of(base: Base | None) -> str:
+    """The variable that is asked."""
+    if base is None or base.passed_first:
+        return PARAMETER
+    return base.expression.partition(".")[0]
+
+
+def _beside_the_globals(together: list[_Asking]) -> Iterator[tuple[Scope, frozenset[str]]]:
+    """The functions that ask an object where the globals are asked about one kind of groups, and
+    about which kinds.
+    """
     globals_ = frozenset[str]().union(*(e.axes for e in together if _is_of_globals(e.base)))
     for asking in together:
         if asking.axes & globals_ and not _is_of_globals(asking.base):
-            yield asking
+            yield asking.unit, asking.axes
 
 
 def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
     for each in plan.decisions:
         unit = each.located.use.scope.unit
-        if unit is not None and not _stands_in(each.located.use, unit):
-            yield _Asking(unit, axes_of(each.located.site.name), each.base)
+        if unit is not None and not stands_in(each.located.use, _NAMES):
+            is_for_want = each.base is GLOBALS and each.answer.takes is not Takes.GLOBALS
+            axes = asked_about(each.located.site)
+            yield _Asking(unit, each.located.path, axes, each.base, is_for_want)
     for passing in plan.passing:
         unit = passing.reference.use.scope.unit
         if unit is not None:
             axes = frozenset[str]().union(*map(axes_of, passing.needs))
-            yield _Asking(unit, axes, passing.base)
-    left = {id(each.site) for each in plan.left if each.reason not in UNSERVED}
+            yield _Asking(unit, passing.reference.path, axes, passing.base)
+    left = {id(each.site) for each in plan.left if each.reason not in {*UNSERVED, FALLBACK}}
     for located in index.located:
         unit = located.use.scope.unit
         if id(located.site) in left and located.site.kind is Kind.CALL and unit is not None:
-            yield _Asking(unit, axes_of(located.site.name), None)
+            yield _Asking(unit, located.path, asked_about(located.site), None)
 
 
-def _stands_in(use: Use, unit: Scope) -> bool:
-    """Whether a use is for where there is no collection, or no model, in a variable for one."""
+def stands_in(use: Use, names: Collection[str]) -> bool:
+    """Whether a use is for where there is nothing in a variable of its function that has one of
+    some names.
+    """
+    unit = use.scope.unit
+    if unit is None or not (names := unit.bindings.keys() & {*names}):
+        return False
     around = statements_around(use.parents, unit.node)
-    names = unit.bindings.keys() & {*COLLECTION_NAMES, *MODEL_NAMES}
     return any(is_ruled_out(name, around, unit.node) for name in names)
 
 
@@ -92,5 +176,5 @@ def _is_of_globals(base: Base | None) -> bool:
 
 
 def _is_of_self(asking: _Asking) -> bool:
-    of = asking.base.expression.partition(".")[0] if asking.base is not None else ""
+    of = _of(asking.base)
     return bool(of) and of == self_of(asking.unit)

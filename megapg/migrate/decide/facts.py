@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from megapg.migrate.decide.decisions import Base, best
 from megapg.migrate.decide.references import References
 from megapg.migrate.find.index import Index, Located
-from megapg.migrate.find.sites import Kind, Site
-from megapg.migrate.python.methods import kept
+from megapg.migrate.find.sites import Carrier, Kind, Site
+from megapg.migrate.migration import How
+from megapg.migrate.python.methods import class_of, kept, self_of
 from megapg.migrate.python.scopes import Scope, Use
 
 # Writes that make a rank or size differ from what the groups say.
@@ -27,17 +29,32 @@ class Facts:
     Attributes:
         tainted: functions that only the globals can serve: they fake a rank or size, are called
             by one that does, or make the groups.
-        parted: functions that the globals serve as well, since they have to serve a part of what
-            is to be answered alike.
+        parted: functions that the globals serve as well, and the kinds of groups about which they
+            do, since nothing else can serve all that is to be answered alike.
+        of_one: functions that several models could serve. Their object does, or what is passed, and
+            no other model.
+        of_self: methods that nothing else serves than their object, as it does its other methods.
     """
 
     def __init__(self, index: Index, references: References) -> None:
         self._index, self._references = index, references
         self.tainted = self._reached_by_fakes() | self._owning
-        self.parted: set[Scope] = set()
+        self.parted: dict[Scope, frozenset[str]] = {}
+        self.of_one: set[Scope] = set()
+        self.of_self: set[Scope] = set()
+
+    def best(self, found: Sequence[Carrier], unit: Scope | None) -> Base | None:
+        """The first certain of the carriers that are found somewhere in a function."""
+        if unit in self.of_one:
+            is_method = self_of(unit) and class_of(unit) is None
+            others = ("local",) if is_method else ("local", "parameter", "attribute")
+            found = [e for e in found if e.kind == "collection" or e.origin not in others]
+        return best(found) or (
+            Base(How.MODEL, "groups_of", self_of(unit)) if unit in self.of_self else None
+        )
 
     def is_of_globals(self, unit: Scope | None) -> bool:
-        """Whether the globals serve all that a function asks."""
+        """Whether the globals serve what a function asks, or a part of it."""
         return unit in self.tainted or unit in self.parted
 
     def written_at(self, located: Located) -> Site | None:

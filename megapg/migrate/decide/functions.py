@@ -30,7 +30,7 @@ _TRANSPARENT = frozenset(
 _PLAIN_BASES = frozenset({"ABC", "object", "Generic"})
 _CLASS_DECORATORS = frozenset({"total_ordering", "final", "deprecated"})
 # What makes an attribute more than one.
-_SPECIAL = frozenset({PARAMETER, "__slots__", "__new__", "__setattr__"})
+_SPECIAL = frozenset({PARAMETER, "__slots__", "__setattr__"})
 # Functions that read the signature, or compile the source, of what they are passed.
 _INSPECTING = frozenset({"script", "jit_fuser", "signature", "getfullargspec", "get_type_hints"})
 
@@ -86,16 +86,11 @@ class Functions:
         """Whether the constructor of a class is called as it is written, with ``self`` alone."""
         for each in ancestry(klass, path, self._index.resolver):
             if isinstance(each, str):
-                last = each.rpartition(".")[2]
-                if last not in _PLAIN_BASES and (
-                    not is_torch_module(each) or last == "LightningModule"
-                ):
+                if each.rpartition(".")[2] not in _PLAIN_BASES and not is_torch_module(each):
                     return False
                 continue
             node = each.node
-            if not isinstance(node, ast.ClassDef):
-                return False
-            if any(k.arg != "metaclass" or last_name(k.value) != "ABCMeta" for k in node.keywords):
+            if not isinstance(node, ast.ClassDef) or not self._calls_as_written(each, path):
                 return False
             if not decorators(node) <= _CLASS_DECORATORS:
                 return False
@@ -104,6 +99,28 @@ class Functions:
         return not any(  # below it
             PARAMETER in each.bindings or PARAMETER in each.attributes
             for each, _ in self.references.made_of(klass.name, path)
+        )
+
+    def _calls_as_written(self, klass: Scope, path: Path) -> bool:
+        """Whether neither a metaclass nor ``__new__`` minds what the constructor is passed."""
+        keywords = getattr(klass.node, "keywords", ())
+        made_by = (
+            []
+            if klass.parent is None
+            else [
+                thing
+                for each in keywords
+                if last_name(each.value) != "ABCMeta"
+                for thing in self._index.resolver.expression(each.value, klass.parent, path)
+            ]
+        )
+        return (
+            all(each.arg == "metaclass" for each in keywords)
+            and all(
+                each.kind == "class" and each.scope and _only_makes(each.scope) for each in made_by
+            )
+            and all(_takes_anything(each.node) for each in klass.defined("__new__"))
+            and len(klass.defined("__new__")) == len(klass.bindings.get("__new__", ()))
         )
 
     def references_in_tests(self, function: Scope, path: Path) -> list[Reference]:
@@ -127,10 +144,40 @@ class Functions:
         )
 
 
+def _only_makes(metaclass: Scope) -> bool:
+    """Whether a metaclass of the project does nothing to the calls of its classes."""
+    bases = getattr(metaclass.node, "bases", ())
+    plain = {"type", "ABCMeta"}.issuperset(map(last_name, bases))
+    return plain and not {"__call__", "__getattribute__"} & metaclass.bindings.keys()
+
+
+def _takes_anything(function: ast.AST) -> bool:
+    arguments = function.args if isinstance(function, ast.FunctionDef) else None
+    return arguments is not None and None not in (arguments.vararg, arguments.kwarg)
+
+
 def _shows_attributes(klass: Scope) -> bool:
-    """Whether a class looks at its attributes all together."""
+    """Whether a class looks at its attributes all together, or saves what its constructor takes."""
+    one_by_one = {
+        id(each.value)
+        for each in klass.nodes
+        if isinstance(each, ast.Attribute | ast.Subscript)
+        and (each.attr == "get" if isinstance(each, ast.Attribute) else _is_read(each))
+    }
     return any(
-        (isinstance(each, ast.Attribute) and each.attr == "__dict__")
+        (isinstance(each, ast.Attribute) and each.attr == "__dict__" and id(each) not in one_by_one)
         or (isinstance(each, ast.Name) and each.id == "vars")
+        or _saves_arguments(each)
         for each in klass.nodes
     )
+
+
+def _is_read(node: ast.Subscript) -> bool:
+    return isinstance(node.ctx, ast.Load)
+
+
+def _saves_arguments(node: ast.AST) -> bool:
+    """Whether it is what saves all of a constructor's arguments, by Lightning."""
+    if not isinstance(node, ast.Call) or last_name(node.func) != "save_hyperparameters":
+        return False
+    return not any(isinstance(each, ast.Constant) for each in node.args)

@@ -12,21 +12,23 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megapg.migrate.decide.alike import parted
-from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Plan, Taking, best
+from megapg.migrate.decide.alike import have_answered_alike, stands_in
+from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Plan, Taking
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.noticed import stand_ins, with_what_is_unheard
 from megapg.migrate.decide.starts import starts
 from megapg.migrate.decide.threads import Threads
 from megapg.migrate.find import meaning
+from megapg.migrate.find.axes import asked_about
 from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.sites import Kind, Site
 from megapg.migrate.migration import How, Left
 from megapg.migrate.python.locate import is_shown, quote_in
 from megapg.migrate.python.methods import self_of
 from megapg.migrate.python.scopes import Scope
-from megapg.upstream.mapping import Refusal, Replacement, Takes
+from megapg.migrate.reasons import FALLBACK
+from megapg.upstream.mapping import COLLECTION_NAMES, Refusal, Replacement, Takes
 
 
 def make_plan(
@@ -52,10 +54,8 @@ def make_plan(
             on_progress(done, len(index.located))
             planner.look_at(located)
         plan = planner.plan()
-        more = parted(plan, index, facts.tainted) - facts.parted
-        if not more:
+        if not have_answered_alike(plan, index, facts, functions.references):
             return plan
-        facts.parted |= more
 
 
 # -- the rules -------------------------------------------------------------------------------------
@@ -105,6 +105,11 @@ def _left_as_assigned(
     return leave
 
 
+def _is_fallback(located: Located) -> bool:
+    use = located.use  # a function further in may run later
+    return use.scope is use.scope.unit and stands_in(use, COLLECTION_NAMES)
+
+
 def _does_not_fit(planner: _Planner, located: Located) -> bool:
     looked = planner.index.look(located.path)
     if not located.site.exact:
@@ -130,12 +135,18 @@ def _has_caution(planner: _Planner, located: Located) -> bool:
     return bool(getattr(located.site.answer, "caution", "")) and not planner.unsafe
 
 
+def _is_parted(planner: _Planner, located: Located) -> bool:
+    unit, asked = located.use.scope.unit, asked_about(located.site)
+    axes = planner.facts.parted.get(unit) if unit is not None else None
+    return axes is not None and (not asked or not axes.isdisjoint(asked))
+
+
 def _by_globals(planner: _Planner, located: Located) -> None:
     planner.decide(located, GLOBALS)
 
 
 def _by_what_there_is(planner: _Planner, located: Located) -> None:
-    base, unit = best(located.site.carriers), located.use.scope.unit
+    base, unit = planner.best(located), located.use.scope.unit
     is_guard = _takes(located) is Takes.OPTIONAL and planner.facts.makes_groups(unit, located.path)
     if base is None or base.optional or planner.facts.is_of_globals(unit) or is_guard:
         planner.optional.append(located)
@@ -144,11 +155,11 @@ def _by_what_there_is(planner: _Planner, located: Located) -> None:
 
 
 def _is_at_hand(planner: _Planner, located: Located) -> bool:
-    return best(located.site.carriers) is not None
+    return planner.best(located) is not None
 
 
 def _by_what_is_at_hand(planner: _Planner, located: Located) -> None:
-    base = best(located.site.carriers)
+    base = planner.best(located)
     assert base is not None  # that was asked
     if base.made_here:
         planner.of_locals.append((located, base))
@@ -192,6 +203,11 @@ RULES = (
     ),
     Rule(_READ_BACK, _is_read_back, _left_as_assigned(_READ_BACK, Facts.written_at)),
     Rule(
+        "its branch is the one for where the collection at hand is None: the globals are meant",
+        lambda planner, located: _is_fallback(located),
+        _left(FALLBACK),
+    ),
+    Rule(
         "it is in an f-string in which the replacement can't stand",
         _does_not_fit,
         _left("in-a-string"),
@@ -230,7 +246,7 @@ RULES = (
     ),
     Rule(
         "its function, or its class, asks the globals about the same kind of groups: they serve",
-        lambda planner, located: located.use.scope.unit in planner.facts.parted,
+        _is_parted,
         _by_globals,
     ),
     Rule(
@@ -279,6 +295,10 @@ class _Planner:
         self.optional: list[Located] = []
         self.of_self: list[tuple[Located, Scope]] = []
         self.of_locals: list[tuple[Located, Base]] = []
+
+    def best(self, located: Located) -> Base | None:
+        """What serves a use as it is, where anything does."""
+        return self.facts.best(located.site.carriers, located.use.scope.unit)
 
     def look_at(self, located: Located) -> None:
         """Decide about a use, as far as that depends on no other one."""

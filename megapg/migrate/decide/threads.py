@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megapg.errors import UnsupportedOptionError
-from megapg.migrate.decide.decisions import Base, best
+from megapg.migrate.decide.decisions import Base
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.references import Reference, calls_by_another_name
@@ -121,7 +121,7 @@ class Threads:
         """The constructor that can keep a collection for a method."""
         if method is None or method.parent is None or has_another_role(method):
             return None
-        if not self_of(method) or not _is_usual_method(method):
+        if not self_of(method) or not is_usual_method(method):
             return None
         for each in method.parent.defined("__init__"):
             if self.keeps(each, path) and self.may_take(each, path):
@@ -263,7 +263,8 @@ class Threads:
             unit = reference.use.scope.unit
             if self._facts.is_of_globals(unit):
                 continue
-            supply = best(carriers(reference.use, path, self._index.resolver))
+            found = carriers(reference.use, path, self._index.resolver)
+            supply = self._facts.best(found, unit)
             if supply is not None:
                 if call is not None or not _is_rebound(supply, reference.use.scope):
                     keeper = None  # what its object carries, it was passed: that comes first
@@ -363,6 +364,7 @@ def _hands_on(statement: ast.stmt, constructor: Scope) -> bool:
     return False
 
 
-def _is_usual_method(method: Scope) -> bool:
+def is_usual_method(method: Scope) -> bool:
+    """Whether a method is called with its object, when that has its attributes."""
     special = method.name.startswith("__") and method.name not in ("__call__", "__init__")
     return not special and not decorators(method.node) & {"classmethod", "staticmethod"}

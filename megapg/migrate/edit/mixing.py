@@ -8,8 +8,10 @@ Nothing here knows how the edits were planned: the new text is read, and what is
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.python.scopes import last_name, walk
@@ -45,27 +47,55 @@ class Mixed:
     other: Asking
 
 
-def mixed(tree: ast.Module, versions: Collection[int] = tuple(VERSIONS)) -> Iterator[Mixed]:
-    """The functions and classes of a file that ask two carriers about one kind of group.
+def mixed(
+    trees: Mapping[str, ast.Module], versions: Collection[int] = tuple(VERSIONS)
+) -> Iterator[tuple[str, Mixed]]:
+    """The functions and classes of a project that ask two carriers about one kind of group, with
+    their files. What a class is made of asks the same object.
 
     Args:
-        tree: the new text, parsed.
-        versions: of Megatron-core, that may run it.
+        trees: the new texts, parsed, by their files.
+        versions: of Megatron-core, that may run them.
     """
-    names = _Names(tree, versions)
-    for node in ast.walk(tree):
-        if isinstance(node, _Function):
-            yield from _apart(node.name, _Reading(node, names).asked())
-        elif isinstance(node, ast.ClassDef):
-            methods = [each for each in node.body if isinstance(each, _Function)]
+    of_files: dict[str, _Classes] = {}
+    everywhere = _Classes(list)
+    for file, tree in trees.items():
+        names, of_files[file] = _Names(tree, versions), _Classes(list)
+        for node in ast.walk(tree):
+            if isinstance(node, _Function):
+                yield from ((file, e) for e in _apart(node.name, _Reading(node, names).asked()))
+            elif isinstance(node, ast.ClassDef):
+                of_files[file][node.name].append((node, names, file))
+                everywhere[node.name].append((node, names, file))
+    for file, here in of_files.items():
+        for klass in (each for several in here.values() for each in several):
             asked = [
                 asking
-                for each in methods
-                if not _makes_groups(each)
+                for of, names, _ in _line(klass, here, everywhere)
+                for each in of.body
+                if isinstance(each, _Function) and not _makes_groups(each)
                 for asking in _Reading(each, names).asked()
                 if asking.carrier in ("self", GLOBALS)
             ]
-            yield from _apart(f"class {node.name}", asked)
+            yield from ((file, each) for each in _apart(f"class {klass[0].name}", asked))
+
+
+def _line(klass: _Class, here: _Classes, everywhere: _Classes) -> Iterator[_Class]:
+    """A class and what it is made of, as far as one class alone has the name, in its file or else
+    where that is imported from.
+    """
+    waiting = [klass]
+    for each in waiting:  # grows
+        yield each
+        for base in each[0].bases:
+            name, of = last_name(base), ast.unparse(base).partition(".")[0]
+            found = here.get(name) or [
+                one
+                for one in everywhere.get(name, ())
+                if each[1].homes.get(of, "?") in f"/{one[2]}"
+            ]
+            if len(found) == 1 and found[0] not in waiting:
+                waiting += found
 
 
 def lost_in(tree: ast.Module) -> Iterator[str]:
@@ -134,11 +164,17 @@ class _Names:
     def __init__(self, tree: ast.Module, versions: Collection[int]) -> None:
         self.megapg, self.getters, self.modules = set[str](), set[str](), set[str]()
         self.members: dict[str, str] = {}
+        self.homes: dict[str, str] = {}  # of what is imported: the folder, or file, that has it
         self._versions = versions
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 self.megapg |= {e.asname or e.name for e in node.names if e.name == "megapg"}
+                self.homes |= {
+                    e.asname or e.name: f"/{e.name}".replace(".", "/") for e in node.names
+                }
             elif isinstance(node, ast.ImportFrom):
+                home = "/".join(["", *filter(None, (node.module or "").split("."))])
+                self.homes |= {each.asname or each.name: home for each in node.names}
                 self._imported_from(node.module or "", node.names)
 
     def _imported_from(self, module: str, names: Sequence[ast.alias]) -> None:
@@ -161,6 +197,10 @@ class _Names:
         answers = [replacement(name, (), (each,)) for each in self._versions] if name else []
         served = [e for e in answers if not isinstance(e, Refusal) or e.reason not in UNSERVED]
         return name if served else ""
+
+
+_Class: TypeAlias = tuple[ast.ClassDef, _Names, str]
+_Classes = defaultdict[str, list[_Class]]
 
 
 class _Reading:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from megapg.migrate.find.index import Index
+from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.meaning import Things
 from megapg.migrate.find.sites import Kind
 from megapg.migrate.python.analysis import Analysis
@@ -15,8 +15,8 @@ from megapg.migrate.python.scopes import Imported, scopes
 
 
 def names_taken(index: Index, released: Mapping[Path, Collection[str]]) -> dict[Path, set[str]]:
-    """For each file the names that other files import or reach through it, ``*`` for all. A
-    patch in a test that goes through it is not heard any more, and does not count.
+    """For each file the names that other files import or reach through it, ``*`` for all. Those in
+    strings are apart: :func:`patched_through`.
 
     Args:
         index: the project.
@@ -33,14 +33,22 @@ def names_taken(index: Index, released: Mapping[Path, Collection[str]]) -> dict[
             for thing in things:
                 if thing.kind == "file" and thing.path is not None:
                     taken[thing.path].add(name)
-    for located in index.located:
-        is_string = located.site.kind is Kind.STRING and not index.modules.is_test(located.path)
-        if is_string and isinstance(located.node, ast.Constant):
-            parts = tuple(str(located.node.value).split("."))
-            for length in range(1, len(parts)):
-                for found in index.modules.ending(parts[:length]):
-                    taken[found].add(parts[length])
     return taken
+
+
+def patched_through(index: Index) -> Iterator[tuple[Located, dict[Path, str]]]:
+    """The strings that name something of the globals, as ``patch("pkg.mod.mpu")`` does, each with
+    the files through which it is reached, and the name that it has there.
+    """
+    for located in index.located:
+        if located.site.kind is Kind.STRING and isinstance(located.node, ast.Constant):
+            parts = tuple(str(located.node.value).split("."))
+            through = {
+                found: parts[length]
+                for length in range(1, len(parts))
+                for found in index.modules.ending(parts[:length])
+            }
+            yield located, through
 
 
 def _imported(

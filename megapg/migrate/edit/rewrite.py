@@ -16,6 +16,8 @@ from megapg.migrate.edit.lookups import look_ups
 from megapg.migrate.edit.relayout import relaid
 from megapg.migrate.edit.style import Style, quote_of
 from megapg.migrate.find.axes import axes_of
+from megapg.migrate.find.index import Located
+from megapg.migrate.find.meaning import PARALLEL_STATE
 from megapg.migrate.migration import Edit
 from megapg.migrate.python.analysis import Analysis
 from megapg.migrate.python.imports import MEGAPG, Imports, Runtime, names_of
@@ -53,6 +55,20 @@ class Writer:
     def released(self) -> set[str]:
         """The names that may have lost their last use."""
         return names_of(self._gone)
+
+    def drops(self, name: str, kept: Collection[str]) -> bool:
+        """Whether the module does not import a name any more that others take none of."""
+        return self._imports.drops(name, self._gone, kept)
+
+    def patch_the_globals(self, located: Located) -> bool:
+        """Have a string name what it patches where that is; False where it is not a plain one."""
+        begin, end = located.begin, located.end
+        quote, path = self._source.text[begin], getattr(located.node, "value", None)
+        if not isinstance(path, str) or self._source.text[begin:end] != f"{quote}{path}{quote}":
+            return False
+        new = ".".join(filter(None, [*PARALLEL_STATE, located.site.name]))
+        self._edits.append(Edit(begin, end, f"{quote}{new}{quote}", "site"))
+        return True
 
     def edits(self, kept: Collection[str]) -> list[Edit]:
         """All edits, in the order of the file.

@@ -41,6 +41,8 @@ def ancestry(
     for base in of.node.bases:
         if isinstance(base, ast.Subscript):  # Generic[T]
             base = base.value
+        if isinstance(base, ast.Name) and base.id == "object" and of.parent.find("object") is None:
+            continue
         for thing in resolver.expression(base, of.parent, path):
             if thing.kind == "class" and thing.scope is not None and thing.path is not None:
                 yield from ancestry(thing.scope, thing.path, resolver, seen | {id(of)})

@@ -175,6 +175,13 @@ class Imports:
             edits.append(self._addition(added))
         return edits
 
+    def drops(self, name: str, gone: Collection[Use], kept: Collection[str]) -> bool:
+        """Whether the import of a name goes with some uses."""
+        return any(
+            name in (names if names is not None else map(bound_name, statement.names))
+            for statement, names in self._unused(set(gone), kept)
+        )
+
     # -- in order ----------------------------------------------------------------------------
 
     def _has_order(self) -> bool:

@@ -248,7 +248,21 @@ class _Layout:
             self._split(opened, 0, count, indent, "")
         elif statement.optional is not None:
             self._with_optional(*statement.optional, count)
-        elif words[0] in ("assert", "with", "lambda", "del", "raise", "class", "match", "case"):
+        elif words[0] == "with":
+            self._with(count)
+        elif words[0] in ("assert", "lambda", "del", "raise", "class", "match", "case"):
+            raise Unsure
+        else:
+            self._right(0, count, indent, "")
+
+    def _with(self, count: int) -> None:
+        """Lay out the head of a statement with one manager, or with several in parentheses."""
+        indent, closed = self.statement.indent, self.statement.closed
+        if closed.get(1) == count - 2:
+            if len(indent) + len(self._joined(0, count)) <= self.width:
+                raise Unsure  # the parentheses may go
+            self._split(1, 0, count, indent, "")
+        elif any(self._text(each) == "," for each in self._flat(1, count)):
             raise Unsure
         else:
             self._right(0, count, indent, "")

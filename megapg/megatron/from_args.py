@@ -1,0 +1,83 @@
+"""A session by what ``megatron.training`` has parsed."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import cast
+
+import torch.distributed as dist
+
+from megapg.errors import LaunchError, UnsupportedOptionError
+from megapg.launch import detect
+from megapg.layout import EmbeddingRanks
+from megapg.megatron.arguments import (
+    MegatronArguments,
+    parameters_of_core,
+    session_arguments,
+)
+from megapg.ownership.opening import session
+from megapg.ownership.session import Session
+
+# parameter of initialize_model_parallel -> what the argument is called, by one core or another.
+_CALLED: Mapping[str, tuple[str, ...]] = {
+    "create_gloo_process_groups": ("use_gloo_process_groups", "enable_gloo_process_groups"),
+    "gtp_remat_size": ("gtp_weight_remat_size",),
+    "expert_gtp_remat_size": ("expert_gtp_weight_remat_size",),
+}
+
+
+def session_from_args(
+    args: Namespace,
+    *,
+    get_embedding_ranks: EmbeddingRanks | None = None,
+    get_position_embedding_ranks: EmbeddingRanks | None = None,
+) -> Session:
+    """The session that does for a training script what Megatron's initialisation would. ::
+
+        args = parse_and_validate_args()
+        with session_from_args(args, get_embedding_ranks=get_embedding_ranks) as session:
+            with megapg.published(session.groups) as pg:
+                pretrain(..., pg_collection=pg, skip_model_parallel_init=True)
+
+    Sizes, order, timeout, gloo companions and NCCL settings are those of the arguments. The groups
+    for overlapping all-gathers, too: ``pretrain`` makes none where it is passed a collection.
+
+    Args:
+        args: as Megatron's ``validate_args`` leaves them, of a fork's parser too.
+        get_embedding_ranks: what the script passes to ``pretrain``; models with untied embeddings
+            or multi-token prediction need theirs.
+        get_position_embedding_ranks: likewise.
+
+    Raises:
+        LaunchError: the arguments were parsed for another number of ranks than there are.
+        UnsupportedOptionError: an argument that a session can't honour, with the reason.
+        LayoutError, RendezvousError: as :func:`megapg.session`.
+    """
+    given = vars(args)
+    if "tensor_model_parallel_size" not in given:
+        raise UnsupportedOptionError(
+            "session_from_args(): these are not the arguments of megatron.training; they have no "
+            "tensor_model_parallel_size. megapg.session(**session_arguments(...)) takes sizes."
+        )
+    ranks = dist.get_world_size() if dist.is_initialized() else detect().world_size
+    if given.get("world_size", ranks) != ranks:
+        raise LaunchError(
+            f"session_from_args(): the arguments say world_size={args.world_size}, and there are "
+            f"{ranks} ranks. Megatron's parser takes it from WORLD_SIZE, which torchrun sets; "
+            "elsewhere parse inside of `with megapg.launch.detect().exported():`."
+        )
+    told: dict[str, object] = {
+        "get_embedding_ranks": get_embedding_ranks,
+        "get_position_embedding_ranks": get_position_embedding_ranks,
+        "order": "tp-cp-ep-pp-dp" if given.get("use_tp_pp_dp_mapping") else "tp-cp-ep-dp-pp",
+    }
+    for parameter in parameters_of_core():
+        for name in _CALLED.get(parameter, (parameter,)):
+            if name in given:
+                told[parameter] = given[name]
+    arguments = session_arguments(**cast("MegatronArguments", told))
+    if given.get("create_all_gather_group"):  # no parameter since 0.18
+        arguments["all_gather_groups"] = True
+    backend = None if dist.is_initialized() else given.get("distributed_backend")
+    return session(backend=backend, **arguments)

@@ -1,0 +1,33 @@
+"""What a session lacks where a getter of ``parallel_state`` says that there is no such group."""
+
+from __future__ import annotations
+
+import traceback
+from types import ModuleType
+
+from megapg.collection import Lease, LeaseState
+from megapg.communicators.plan import ALL_GATHER_FIELDS, COMPANION
+from megapg.megatron.tables import GETTERS
+
+
+def explain(error: AssertionError, module: ModuleType, lease: Lease) -> None:
+    """Add to Megatron's error which argument of ``session()`` makes the group that it misses."""
+    frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    if frame.f_globals is not vars(module) or lease.state is not LeaseState.LIVE:
+        return
+    asked = [
+        (len(getters.flags), field)
+        for field, getters in GETTERS.items()
+        if getters.group == frame.f_code.co_name
+        and all(frame.f_locals.get(name) == value for name, value in getters.flags.items())
+    ]
+    _, field = max(asked, default=(0, ""))
+    base = field.removeprefix(COMPANION)
+    if field.startswith(COMPANION):
+        error.add_note(
+            f"{lease.owner} has no gloo companion of {base}: open it with gloo=({base!r},), or "
+            "with what megapg.megatron.session_from_args(args) takes from Megatron's arguments; "
+            "--disable-gloo-process-groups does without."
+        )
+    elif field in ALL_GATHER_FIELDS:
+        error.add_note(f"{lease.owner} has no {field}: open it with all_gather_groups=True.")

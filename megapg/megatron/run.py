@@ -1,0 +1,132 @@
+"""Run a training script of Megatron's on groups of a session, with no line of it changed. ::
+
+    torchrun --nproc-per-node 8 -m megapg.megatron.run pretrain_gpt.py ...
+
+Under torchrun, ``srun``, ``mpirun`` or alone: what the launcher says is put into the variables that
+Megatron reads. The script parses its own arguments and initialises Megatron itself. Where that
+calls ``parallel_state.initialize_model_parallel`` it gets a session, of the very arguments that the
+call has (:func:`~megapg.megatron.drop_in.standing_in`). So a fork's own arguments and its choice of
+embedding ranks hold. The session closes when the script ends.
+
+At the end rank 0 says what the groups cost it. ``--on-globals`` before the script leaves it
+Megatron's own groups, and says the same of those.
+
+Exit codes: the script's; and 2, with one line on each rank, where it can't start: no such script,
+arguments that Megatron refuses, sizes that no layout has, a launcher that contradicts itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megapg import torch_private
+from megapg.errors import LaunchError, LayoutError, UnsupportedOptionError, UnsupportedVersionError
+from megapg.launch import detect
+from megapg.megatron.core import parallel_state_module
+from megapg.megatron.drop_in import standing_in
+
+_USAGE = "usage: python -m megapg.megatron.run [--on-globals] SCRIPT [arguments of the script]"
+_MAKES_GROUPS = "initialize_model_parallel"
+_CHECKS = ("megatron.training.arguments", "megatron.training.yaml_arguments")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the script ``arguments[0]`` with the arguments that follow."""
+    on_globals = list(arguments[:1]) == ["--on-globals"]
+    arguments = arguments[on_globals:]
+    if not arguments or arguments[0].startswith("-"):
+        _refuse(_USAGE)
+    script = Path(arguments[0])
+    if not script.is_file():
+        _refuse(f"there is no script {str(script)!r} in {os.getcwd()}. {_USAGE}")
+    try:
+        with detect().exported():
+            _run(script, arguments, on_globals)
+    except (LaunchError, LayoutError, UnsupportedOptionError, UnsupportedVersionError) as error:
+        _refuse(str(error))
+    except (AssertionError, ValueError) as error:
+        if refused := _refused_by_megatron(error):
+            _refuse(refused)
+        raise
+
+
+def _run(script: Path, arguments: Sequence[str], on_globals: bool) -> None:
+    # As `python SCRIPT` has it. The script may be what brings Megatron, so its place comes first.
+    sys.argv = list(arguments)
+    sys.path[0] = str(script.resolve().parent)
+
+    with contextlib.nullcontext() if on_globals else standing_in(), _accounted():
+        runpy.run_path(str(script), run_name="__main__")
+
+
+@contextlib.contextmanager
+def _accounted() -> Iterator[None]:
+    """Say on rank 0 how long making the groups took, and what this process has more since then."""
+    state = vars(parallel_state_module())
+    make = state[_MAKES_GROUPS]
+    said: list[str] = []
+
+    @functools.wraps(make)
+    def timed(*sizes: object, **options: object) -> object:
+        before, start = _held(), time.perf_counter()
+        made = make(*sizes, **options)
+        said[:] = [f"{time.perf_counter() - start:.2f} s", _more(before)]
+        at_the_end.append(before)
+        return made
+
+    at_the_end: list[Mapping[str, int]] = []
+    state[_MAKES_GROUPS] = timed
+    try:
+        yield
+        if said and os.environ["RANK"] == "0":
+            took, then = said
+            print(
+                f"megapg: {_MAKES_GROUPS} took {took} and added {then}; "
+                f"at the end of the script there are {_more(at_the_end[-1])} more than before it.",
+                file=sys.stderr,
+            )
+    finally:
+        state[_MAKES_GROUPS] = make
+
+
+def _held() -> Mapping[str, int]:
+    """What this process holds; the last two on Linux only."""
+    held = {"communicators": len(torch_private.known_groups())}
+    for what, folder in (("threads", "/proc/self/task"), ("descriptors", "/proc/self/fd")):
+        if os.path.isdir(folder):
+            held[what] = len(os.listdir(folder))
+    return held
+
+
+def _more(before: Mapping[str, int]) -> str:
+    return ", ".join(f"{count - before[what]} {what}" for what, count in _held().items())
+
+
+def _refused_by_megatron(error: BaseException) -> str:
+    """What Megatron's own checks of its arguments found wrong; empty if they raised no error."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    frame, line = frames[-1]
+    if frame.f_globals.get("__name__") not in _CHECKS:
+        return ""
+    # Some of its assertions say nothing, and then their own text must do.
+    source = traceback.extract_tb(error.__traceback__)[-1].line
+    return f"{str(error) or source} ({frame.f_globals['__name__']}, line {line})"
+
+
+def _refuse(message: str) -> NoReturn:
+    rank = os.environ.get("RANK")
+    print(f"error{f' on rank {rank}' if rank else ''}: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,296 @@
+"""What megapg takes from torch without a promise: names that are private, and what older releases
+that are supported lack. No other module does either.
+
+Each function says which public call would take its place. The contract tests hold each of them to
+what it says here, on the oldest and on the newest torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megapg.errors import UnsupportedVersionError
+
+OLDEST = (2, 6)
+"""The first torch on which sessions open."""
+
+# Public: none; torch names the class of its backends for C++ extensions only.
+CommunicatorBackend: TypeAlias = dist._Backend
+"""What stands behind a group on one kind of device: torch's NCCL, its gloo."""
+
+
+def check_version() -> None:
+    """Raise unless this torch is one on which groups can be made.
+
+    Raises:
+        UnsupportedVersionError: it is too old.
+    """
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if found is not None and tuple(map(int, found.groups())) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise UnsupportedVersionError(
+            f"torch {torch.__version__} is installed, and megapg needs {oldest} or newer to make "
+            f"process groups: pip install 'torch>={oldest}', or a container that has one."
+        )
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+
+def new_group(
+    ranks: Sequence[int],
+    rank: int,
+    *,
+    backend: str,
+    store: dist.Store,
+    name: str,
+    description: str,
+    timeout: timedelta,
+    options: dist.ProcessGroupNCCL.Options | None,
+) -> dist.ProcessGroup:
+    """Make a group by its members alone, under a name of its own.
+
+    Public: ``dist.new_group(use_local_synchronization=True)``, once the caller may name the group.
+    """
+    # A type of its own in newer releases; only a checker tells it from a string.
+    named = cast("Callable[[str], c10d.GroupName]", getattr(c10d, "GroupName", str))
+    made = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(rank),
+        list(ranks),
+        dist.Backend(backend),
+        store,
+        named(name),
+        backend_options=options,
+        timeout=timeout,
+        group_desc=description,
+    )
+    group = cast("dist.ProcessGroup", made[0])
+    c10d._world.pg_group_ranks[group] = {each: index for index, each in enumerate(ranks)}
+    return group
+
+
+def describe(group: dist.ProcessGroup, description: str) -> None:
+    """Say for logs and flight recorders what a group is for.
+
+    Public: ``dist.new_group(group_desc=...)``, which says it as it makes the group.
+    """
+    group._set_group_desc(description)
+
+
+def known_groups() -> list[dist.ProcessGroup]:
+    """The groups that torch knows in this process, WORLD among them, as they were made.
+
+    Public: none.
+    """
+    return list(c10d._world.pg_map)
+
+
+def knows(group: dist.ProcessGroup) -> bool:
+    """Whether torch still knows the group; a destroyed gloo group would answer as if it did.
+
+    Public: ``dist.get_process_group_ranks``, which raises; its cost grows with the group.
+    """
+    return group in c10d._world.pg_map
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Destroy a group.
+
+    Public: ``dist.destroy_process_group``, which leaves an empty list under the tag of the group.
+    """
+    with _tag_removed(group):
+        dist.destroy_process_group(group)
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Have torch forget a group without a wait for work under way; of WORLD, all groups.
+
+    Before 2.7 torch can't for gloo, and goes on knowing the group.
+
+    Public: ``ProcessGroup.abort()`` and then ``dist.destroy_process_group``.
+    """
+    if hasattr(group, "abort") or "nccl" in dist.get_backend_config(group):
+        with _tag_removed(group):
+            c10d._abort_process_group(group)
+
+
+@contextlib.contextmanager
+def _tag_removed(group: dist.ProcessGroup) -> Iterator[None]:
+    tag = c10d._world.pg_to_tag.get(group, "")
+    yield
+    if not c10d._world.tags_to_pg.get(tag):
+        c10d._world.tags_to_pg.pop(tag, None)
+
+
+def call_off(group: dist.ProcessGroup) -> None:
+    """Fail the work under way on a group, from any thread; torch goes on knowing it.
+
+    What is under way on gloo goes on until it times out all the same.
+
+    Public: ``ProcessGroup.abort()``, which 2.6 does not have.
+    """
+    getattr(group, "abort", lambda: vars(c10d)["_abort_backend"](group))()
+
+
+def tables() -> list[object]:
+    """The containers in which torch registers groups.
+
+    Public: none.
+    """
+    return [*vars(c10d).values(), *vars(c10d._world).values()]
+
+
+@contextlib.contextmanager
+def asked_before_collectives(check: Callable[[object], None]) -> Iterator[None]:
+    """While the block runs, ``check`` hears of the group of each collective, and may raise.
+
+    Public: none.
+    """
+    ask = c10d._rank_not_in_group  # every collective of torch asks this one question first
+
+    def check_and_ask(group: dist.ProcessGroup | None) -> bool:
+        check(group)
+        return ask(group)
+
+    c10d._rank_not_in_group = check_and_ask
+    try:
+        yield
+    finally:
+        c10d._rank_not_in_group = ask
+
+
+def register_fake_backend() -> None:
+    """Make torch's fake backend known, which has one process play a rank of many.
+
+    Public: none.
+    """
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (for what it registers)
+
+
+# -- backends --------------------------------------------------------------------------------------
+
+
+def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
+    """The kinds of devices that the group has a backend for.
+
+    Public: ``dist.get_backend_config``, as text.
+    """
+    return list(group._device_types)
+
+
+def backend_on(group: dist.ProcessGroup, device: torch.device) -> CommunicatorBackend:
+    """The backend of a group for a device.
+
+    Public: ``ProcessGroup.get_backend``, since 2.15.
+    """
+    return group._get_backend(device)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """What collectives on the group wait at present; None where no backend of it tells.
+
+    Public: none that asks; ``dist.get_pg_timeout`` has what was given.
+    """
+    every = [getattr(backend_on(group, each), "options", None) for each in devices_of(group)]
+    timeouts: list[timedelta] = [options._timeout for options in every if options is not None]
+    return max(timeouts, default=None)
+
+
+def default_timeout(backend: str) -> timedelta:
+    """What collectives wait where nobody has said.
+
+    Public: ``dist.default_pg_timeout``, which is not NCCL's.
+    """
+    return c10d._get_default_timeout(dist.Backend(backend))
+
+
+def never_connected(backend: object) -> bool:
+    """Whether an NCCL backend has no communicator yet; False where it does not tell.
+
+    Public: none.
+    """
+    initialized = getattr(backend, "_is_initialized", None)
+    return initialized is not None and not initialized()
+
+
+def can_suspend() -> bool:
+    """Whether torch can have a communicator give its memory back, which 2.13 began.
+
+    Public: none that asks.
+    """
+    return hasattr(dist._Backend, "suspend")
+
+
+def gloo_can_be_lazy() -> bool:
+    """Whether ``TORCH_GLOO_LAZY_INIT`` has gloo connect each pair of ranks when they first talk.
+
+    Public: none that asks; 2.6 does not know the variable.
+    """
+    return "lazy_init" in (dist.ProcessGroupGloo.create_device.__doc__ or "")
+
+
+# -- stores ----------------------------------------------------------------------------------------
+
+
+def default_store() -> dist.Store:
+    """The store behind WORLD.
+
+    Public: ``ProcessGroup.get_group_store``, in some releases since 2.13.
+    """
+    return c10d._get_default_store()
+
+
+def lists_keys(store: dist.Store) -> bool:
+    """Whether the store has ``list_keys``, which is public.
+
+    Public: the same, once it is there in every release that is supported.
+    """
+    return hasattr(store, "list_keys")
+
+
+def another_connection(store: dist.Store) -> dist.Store:
+    """One more connection to a store; the same where torch can't, which older releases can't.
+
+    Public: ``Store.clone``.
+    """
+    clone: Callable[[], dist.Store] | None = getattr(store, "clone", None)
+    return store if clone is None else clone()
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def transforms_of(place: StorageInfo) -> Sequence[str]:
+    """How the bytes of an entry were changed on their way to disk, compressed for example.
+
+    Public: none; releases before 2.7 change none.
+    """
+    found: Sequence[str] | None = getattr(place, "transform_descriptors", None)
+    return found or ()
+
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import filesystem
+
+    StorageInfo: TypeAlias = filesystem._StorageInfo
+else:
+
+    def __getattr__(name: str) -> object:
+        """``StorageInfo``: where in a checkpoint's files an entry is. Importing it takes a second.
+
+        Public: none, though every file of metadata names the class.
+        """
+        if name != "StorageInfo":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+        return _StorageInfo

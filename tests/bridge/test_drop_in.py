@@ -1,0 +1,282 @@
+"""Megatron's two functions with a session behind them, and a session by its parsed arguments."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from recording import fake_world, restored_parallel_state
+
+import megapg
+from megapg.errors import LaunchError, LayoutError, SessionError, UnsupportedOptionError
+from megapg.layout import ParallelLayout
+from megapg.megatron import drop_in, parallel_state
+from megapg.megatron.arguments import parameters_of_core
+from megapg.ownership.opening import open_sessions
+
+pytestmark = pytest.mark.contract
+
+initialize = megapg.megatron.initialize_model_parallel
+destroy = megapg.megatron.destroy_model_parallel
+
+
+@pytest.fixture
+def world():
+    """Eight ranks, of which this is the fourth; nothing may be left of what a test opens."""
+    state = dict(vars(parallel_state))
+    with fake_world(3, 8):
+        yield
+        assert not open_sessions()
+        assert groups() == 1
+    assert vars(parallel_state) == state
+
+
+def groups():
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+# -- initialize_model_parallel and destroy_model_parallel ------------------------------------------
+
+
+def test_it_takes_megatrons_arguments_and_ends_what_it_made(world):
+    for _ in range(2):
+        session = initialize(2, 2, 2, expert_model_parallel_size=2, distributed_timeout_minutes=7)
+        assert session.layout == ParallelLayout(world_size=8, tp=2, pp=2, vpp=2, ep=2)
+        assert set(session.describe()["collective_timeouts"].values()) == {7 * 60}
+        assert parallel_state.model_parallel_is_initialized()
+        assert parallel_state.get_tensor_model_parallel_group() is session.groups.tp
+        assert parallel_state.get_virtual_pipeline_model_parallel_world_size() == 2
+        assert parallel_state.get_data_parallel_group_gloo() is session.groups.extras["gloo.dp"]
+        destroy()
+        assert session.closed
+        assert groups() == 1
+        assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_gloo_companions_are_made_unless_megatron_would_make_none(world):
+    session = initialize(create_gloo_process_groups=False)
+    with pytest.raises(AssertionError):
+        parallel_state.get_data_parallel_group_gloo()
+    assert not session.groups.extras
+    destroy()
+
+
+def test_the_second_call_is_refused_and_names_the_way_out(world):
+    initialize(2)
+    with pytest.raises(SessionError, match=r"destroy_model_parallel\(\) first"):
+        initialize(4)
+    assert parallel_state.get_tensor_model_parallel_world_size() == 2
+    destroy()
+    initialize(4)
+    assert parallel_state.get_tensor_model_parallel_world_size() == 4
+    destroy()
+    destroy()
+
+
+def test_what_does_not_fit_leaves_nothing(world):
+    for arguments, error in (
+        ({"tensor_model_parallel_size": 3}, LayoutError),
+        ({"use_sharp": True}, UnsupportedOptionError),
+        ({"tensor_parallel_size": 2}, TypeError),
+    ):
+        with pytest.raises(error):
+            initialize(**arguments)
+        assert not open_sessions()
+        assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_groups_that_megatron_made_are_left_to_megatron(world):
+    with restored_parallel_state():
+        parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
+        theirs = groups()
+        destroy()
+        assert not parallel_state.model_parallel_is_initialized()
+        assert groups() == theirs  # as Megatron's own does, it forgets them
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def test_a_script_that_calls_megatrons_gets_a_session(world):
+    theirs = parallel_state.initialize_model_parallel
+    with drop_in.standing_in():
+        now = parallel_state.initialize_model_parallel
+        assert inspect.signature(now) == inspect.signature(theirs)
+        now(2)
+        (session,) = open_sessions()
+        parallel_state.destroy_model_parallel()
+        assert session.closed
+        parallel_state.initialize_model_parallel(4)
+        (session,) = open_sessions()
+    assert session.closed
+    assert parallel_state.initialize_model_parallel is theirs
+    with pytest.raises(ZeroDivisionError):
+        fail_as_a_script_may()
+    assert parallel_state.initialize_model_parallel is theirs
+
+
+def fail_as_a_script_may():
+    with drop_in.standing_in():
+        parallel_state.initialize_model_parallel(4)
+        raise ZeroDivisionError
+
+
+# -- session_from_args -----------------------------------------------------------------------------
+
+ARGS = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "world_size": 8,
+    "distributed_backend": "nccl",  # WORLD is there, and says otherwise
+    "distributed_timeout_minutes": 10,
+    "use_tp_pp_dp_mapping": False,
+}
+
+
+def test_a_session_has_what_the_arguments_say(world):
+    args = Namespace(**ARGS, virtual_pipeline_model_parallel_size=2, use_gloo_process_groups=True)
+    with megapg.megatron.session_from_args(args) as session:
+        assert session.layout == ParallelLayout(world_size=8, tp=2, pp=2, vpp=2)
+        assert set(session.describe()["collective_timeouts"].values()) == {600}
+        assert "gloo.intra_dp_cp" in session.groups.extras
+    plain = Namespace(**{**ARGS, "use_tp_pp_dp_mapping": True, "create_all_gather_group": True})
+    with megapg.megatron.session_from_args(
+        plain, get_embedding_ranks=lambda ranks: ranks[:1]
+    ) as session:
+        assert session.layout.order == "tp-cp-ep-pp-dp"
+        assert session.layout.members("embd", 0) == (0,)
+        assert "dp_cp_ag" in session.groups.present()
+        assert not session.groups.extras
+
+
+def test_every_parameter_of_this_core_can_be_an_argument(world):
+    """By its own name or by another, so that none is left out when a core adds one."""
+    unlike = {  # a value that a session sees, or refuses
+        "num_distributed_optimizer_instances": 2,
+        "high_priority_stream_groups": ["nonsense"],
+        "nccl_communicator_config_path": "/nonexistent",
+        "sharp_enabled_group": "dp",
+        "pipeline_model_parallel_comm_backend": "ucc",
+        "hierarchical_context_parallel_sizes": [2, 2],
+        "rank_offset": 1,
+    }
+    called = {"create_gloo_process_groups": "enable_gloo_process_groups"}
+    for parameter, default in parameters_of_core().items():
+        if parameter in ("order", "local_world_size") or parameter.startswith("get_"):
+            continue
+        value = unlike.get(parameter, True if default in (False, True, None) else default + 1)
+        if parameter.endswith("_size") and default in (1, None):
+            value = 4
+        args = Namespace(**{**ARGS, called.get(parameter, parameter): value})
+        if "gtp" in parameter:
+            args = Namespace(**ARGS, **{parameter.replace("gtp_", "gtp_weight_"): value})
+        assert differs(args), parameter
+
+
+def differs(args):
+    """Whether the arguments make other settings than the plain ones, or are refused."""
+    said = []
+    for each in (Namespace(**ARGS), args):
+        try:
+            with megapg.megatron.session_from_args(each) as session:
+                told = session.describe()
+                said.append([told[k] for k in ("layout", "collective_timeouts")])
+                said[-1].append(sorted(session.groups.extras))
+        except (UnsupportedOptionError, LayoutError):
+            said.append("refused")
+    return said[0] != said[1]
+
+
+def test_arguments_that_were_parsed_for_other_ranks_are_refused(world):
+    with pytest.raises(LaunchError, match="world_size=1, and there are 8 ranks"):
+        megapg.megatron.session_from_args(Namespace(**{**ARGS, "world_size": 1}))
+    with pytest.raises(UnsupportedOptionError, match="no tensor_model_parallel_size"):
+        megapg.megatron.session_from_args(Namespace(tp=2))
+
+
+# -- python -m megapg.megatron.run -----------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "migration_guide" / "pretrain.md").read_text()
+SIZE = "--tensor-model-parallel-size"
+SCRIPT = """
+import sys
+from megatron.core import mpu
+from megatron.core.parallel_state import destroy_model_parallel, get_tensor_model_parallel_rank
+import beside
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+mpu.initialize_model_parallel(tensor_model_parallel_size=int(sys.argv[2]))
+print(__name__, dist.get_world_size(), get_tensor_model_parallel_rank(), flush=True)
+if sys.argv[3:]:
+    destroy_model_parallel()
+    raise SystemExit(int(sys.argv[3]))
+"""
+COST = re.compile(
+    r"megapg: initialize_model_parallel took \S+ s and added (\d+) communicators, (\d+) th"
+)
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    (tmp_path / "beside.py").touch()
+    return str(tmp_path / "pretrain_gpt.py")
+
+
+def start(*words, environment=None):
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        env={**os.environ, "PYTHONWARNINGS": "ignore", **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_script_runs_as_it_is_and_its_exit_code_is_its_own(script):
+    alone = start("megapg.megatron.run", script, SIZE, "1", "3")
+    assert alone.returncode == 3, alone.stderr
+    assert alone.stdout == "__main__ 1 0\n"
+
+
+def test_the_command_of_the_guide_and_what_it_says_of_the_cost(script):
+    (command,) = re.findall(r"^\$ torchrun (.*) \.\.\.$", PAGE, re.M)
+    assert "`--on-globals` before the script" in PAGE
+    costs = []
+    for before in ("", "--on-globals "):
+        words = command.replace("node 8", "node 2").replace("pretrain_gpt.py", before + script)
+        ran = start("torch.distributed.run", "--standalone", *words.split())
+        assert ran.returncode == 0, ran.stderr
+        assert sorted(ran.stdout.splitlines()) == ["__main__ 2 0", "__main__ 2 1"]
+        assert "still open" not in ran.stderr
+        ((communicators, threads),) = COST.findall(ran.stderr)
+        costs.append((int(communicators), int(threads)))
+    ours, theirs = costs
+    assert ours[0] * 4 < theirs[0]
+    assert ours[1] * 4 < theirs[1]
+
+
+def test_what_can_not_start_is_said_in_a_line_with_exit_code_2(script):
+    for words, environment, said in (
+        ((), {}, "usage: python -m megapg.megatron.run [--on-globals] SCRIPT"),
+        (("nowhere.py",), {}, "there is no script 'nowhere.py'"),
+        ((script, SIZE, "2"), {}, "tp=2"),
+        ((script, SIZE, "1"), {"RANK": "1"}, "WORLD_SIZE"),
+    ):
+        ran = start("megapg.megatron.run", *words, environment=environment)
+        assert ran.returncode == 2, ran.stderr
+        (line,) = [each for each in ran.stderr.splitlines() if each.startswith("error")]
+        assert said in line
+        assert "Traceback" not in ran.stderr
+
+
+def test_the_import_of_the_guide(world):
+    (block,) = re.findall(r"```python\n(from megapg.*?)```", PAGE, re.S)
+    exec(block, {})

@@ -1,0 +1,191 @@
+"""Megatron's own ``pretrain``, as forks of it run it: on globals, and on a session, bit for bit."""
+
+import importlib.util
+import logging
+import re
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megapg.testing import run_distributed
+
+GUIDE = Path(__file__).parents[2] / "migration_guide" / "pretrain.md"
+
+pytestmark = [
+    pytest.mark.contract,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron.training") is None,
+        reason="this wheel of Megatron-core has no megatron.training",
+    ),
+]
+
+TP = {"tensor_model_parallel_size": 2}
+PP = {"pipeline_model_parallel_size": 2}
+VPP = {**PP, "num_virtual_stages_per_pipeline_rank": 2}
+EP = {"expert_model_parallel_size": 2, "num_experts": 4}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+SEQUENCE = {"sequence_parallel": True}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+
+# Context parallelism is not among them: the attention that has it needs a GPU.
+CASES = {
+    2: {
+        "tp2": {**TP, **SEQUENCE, **DISTRIBUTED},
+        "pp2 untied": {**PP, **UNTIED},
+        "pp2 vpp2 mtp": {**VPP, "mtp_num_layers": 1},
+        "ep2": {**EP, **DISTRIBUTED},
+        "dp2 without gloo": {"disable_gloo_process_groups": True},
+    },
+    4: {
+        "tp2 pp2 vpp2": {**TP, **VPP, **SEQUENCE},
+        "tp2 pp2 mtp untied": {**TP, **PP, **UNTIED, "mtp_num_layers": 1, **DISTRIBUTED},
+        "tp2 ep2": {**TP, **EP, **SEQUENCE, **DISTRIBUTED},
+        "tp2 expt_tp1": {**TP, **EP, **SEQUENCE, "expert_tensor_parallel_size": 1},
+        "pp2 dp2 order": {**PP, **DISTRIBUTED, "use_tp_pp_dp_mapping": True},
+        "instances": {**DISTRIBUTED, "num_distributed_optimizer_instances": 2},
+    },
+}
+SAVED = 2  # the step after which the runs that are resumed have saved
+# Without dropout: where there is no GPU, Megatron draws otherwise after a load, on globals too.
+RESUMED = {**TP, **DISTRIBUTED, "train_iters": 4, "hidden_dropout": 0, "attention_dropout": 0}
+
+
+def lines_of_the_guide():
+    """The lines that the guide shows in place of a call of ``pretrain``."""
+    (block,) = re.findall(r"```python\n( +session = .*?)```", GUIDE.read_text(), re.DOTALL)
+    return block
+
+
+def trained_every_way(cases, lines):
+    """Case -> way -> what this rank trained, how many groups there were for it and after it."""
+    warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+    logging.disable(logging.WARNING)
+    from pretraining import on_a_session, on_globals, run_by_megapg, words
+
+    ways = {
+        "globals": on_globals,
+        "run": run_by_megapg,
+        "session": partial(on_a_session, lines=lines),
+    }
+    found = {}
+    for name, case in cases.items():
+        seen = {way: train(words(**case)) for way, train in ways.items()}
+        found[name] = {way: (one.trained(), one.made, one.left) for way, one in seen.items()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def found():
+    """``found(world_size)``: of each rank, once for all tests."""
+    runs = {}
+
+    def ran(world_size):
+        if world_size not in runs:
+            runs[world_size] = in_ranks(
+                trained_every_way, world_size, CASES[world_size], lines_of_the_guide()
+            )
+        return runs[world_size]
+
+    return ran
+
+
+def in_ranks(function, world_size, *arguments):
+    return run_distributed(
+        partial(function, *arguments),
+        world_size,
+        deadline=400,
+        preload=("megapg.demo.gpt", "megatron.training.training"),
+        env={"PYTHONWARNINGS": "ignore"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name"),
+    [
+        pytest.param(size, name, id=name, marks=[pytest.mark.slow] if size > 2 else [])
+        for size, cases in CASES.items()
+        for name in cases
+    ],
+)
+def test_it_trains_the_same_on_a_session_and_leaves_nothing(found, world_size, name):
+    losses = []
+    for rank, told in enumerate(found(world_size)):
+        (on_globals, theirs, left), *ours = told[name].values()
+        assert len(on_globals["losses"]) == 3
+        assert on_globals["weights"]
+        losses += [each["lm loss"] for each in on_globals["losses"] if each]
+        for way, (trained, made, still_there) in zip(("run", "session"), ours, strict=True):
+            assert trained == on_globals, (rank, way)
+            assert made * 2 < theirs, (rank, way)
+            assert still_there == 0, (rank, way)
+        assert left > 10  # what the module's docstring of the drop-in says of Megatron's own
+    assert len(set(losses)) == 3
+
+
+def test_the_embedding_groups_are_those_that_the_script_chooses(found):
+    """And not Megatron's default, which is the first stage and the last."""
+    for name, expected in {"pp2 untied": [[0], None], "pp2 vpp2 mtp": [[0, 1], [0, 1]]}.items():
+        chosen = [rank[name]["session"][0]["embedding"] for rank in found(2)]
+        assert chosen == expected
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def saved_and_resumed(root):
+    """Each way trains and saves; then each goes on from what the other has saved."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    from pretraining import on_globals, run_by_megapg, words
+    from resuming import megatron_saves_alone
+
+    megatron_saves_alone()
+    ways = {"globals": on_globals, "run": run_by_megapg}
+    found = {}
+    for way, train in ways.items():
+        line = words(**RESUMED, save=root / way, save_interval=SAVED)
+        found[way] = train(line).trained()
+    for way, train in ways.items():
+        for other in ways.keys() - {way}:
+            line = words(**RESUMED, load=root / other, ckpt_step=SAVED)
+            found[f"{way} from {other}"] = train(line).trained()
+    return found
+
+
+def test_what_one_saves_the_other_resumes(tmp_path):
+    for told in in_ranks(saved_and_resumed, 2, tmp_path):
+        whole = told["globals"]
+        assert told["run"] == whole
+        assert len(whole["losses"]) == 4
+        for way in ("globals from run", "run from globals"):
+            assert told[way]["losses"] == whole["losses"][SAVED:]
+            assert told[way]["weights"] == whole["weights"]
+
+
+# -- a session that lacks a companion --------------------------------------------------------------
+
+
+def on_a_plain_session():
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    from pretraining import on_a_session, words
+
+    lines = (
+        "    with megapg.session(tp=2) as session, megapg.published(session.groups):\n"
+        "        pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)\n"
+    )
+    try:
+        on_a_session(words(**TP, **DISTRIBUTED), lines)
+    except AssertionError as error:
+        return str(error), error.__notes__
+    return None
+
+
+def test_a_session_without_gloo_companions_says_which_argument_makes_them():
+    for message, notes in in_ranks(on_a_plain_session, 2):
+        assert "is not initialized" in message
+        (note,) = [each for each in notes if "gloo companion" in each]
+        assert "no gloo companion of intra_dp_cp" in note
+        assert "gloo=('intra_dp_cp',)" in note

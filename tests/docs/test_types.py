@@ -1,0 +1,164 @@
+"""What a type checker tells the users of megapg: of each typo below, and of nothing else."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+WELL_TYPED = """
+    from datetime import timedelta
+    from functools import partial
+    from typing import cast
+
+    import torch
+    import torch.distributed as dist
+
+    import megapg
+    from megapg.layout import Field, GroupName, ParallelLayout
+    from megapg.megatron import globals_policy, resolves, session_arguments
+    from megapg.testing import fake_collection, run_distributed
+
+
+    @resolves(needs=("tp", "pp"))
+    def build(size: int, *, pg_collection: megapg.ProcessGroupCollection) -> torch.nn.Linear:
+        return torch.nn.Linear(size // pg_collection.size("tp"), size)
+
+
+    def total(model: torch.nn.Module, group: dist.ProcessGroup) -> int:
+        with megapg.session(
+            tp=2,
+            order="tp-cp-ep-dp-pp",
+            gloo=("dp_cp",),
+            dedicated=["pp"],
+            options={"tp": megapg.CommunicatorOptions(max_ctas=8)},
+            collective_timeout={"pp": timedelta(minutes=5), "hcp.0": timedelta(minutes=1)},
+        ) as session:
+            pg = session.groups
+            dist.all_reduce(torch.zeros(1), group=pg.tp)
+            fields: tuple[Field, ...] = ("tp", "dp_cp")
+            sizes = [pg.size(field) for field in (*fields, *pg.present())]
+            levels = [pg.rank(cast(GroupName, f"hcp.{level}")) for level in range(2)]
+            session.suspend("recreate")
+            session.resume()
+        layout = ParallelLayout(world_size=4, tp=2)
+        ranks = [layout.members(family, 0) for family in layout.families]
+        mine = megapg.ProcessGroupCollection.from_groups(tp=group, embd=None, hcp=[group])
+        arguments = session_arguments(tensor_model_parallel_size=2, context_parallel_size=1)
+        with megapg.session(**arguments), globals_policy("error"):
+            build(8, pg_collection=mine.require("tp"))
+        with fake_collection(tp=2, gloo=("dp",)) as fake:
+            levels.append(fake.rank("gloo.dp"))
+        assert run_distributed(partial(len, [1]), 2)
+        found = megapg.groups_of(model, "tp", "hybrid.2")
+        return sum(sizes) + sum(levels) + len(ranks) + len(found.ranks("hcp.1"))
+"""
+
+TYPOS = """
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    import megapg
+    from megapg import sesion  # wrong
+    from megapg.layout import ParallelLayout
+    from megapg.megatron import globals_policy, resolves, session_arguments
+    from megapg.megatron import sesion_arguments  # wrong
+    from megapg.testing import fake_collection, run_distribute  # wrong
+
+
+    @resolves(needs=("tp",))
+    def build(size: int, *, pg_collection: megapg.ProcessGroupCollection) -> int:
+        return size
+
+
+    @resolves(needs=("tpp",))  # wrong
+    def built(size: int, *, pg_collection: megapg.ProcessGroupCollection) -> int:
+        return size
+
+
+    def total(
+        model: torch.nn.Module, group: dist.ProcessGroup, pg: megapg.ProcessGroupCollection
+    ) -> None:
+        megapg.sesion(tp=2)  # wrong
+        megapg.session(tpp=2)  # wrong
+        megapg.session(tp="2")  # wrong
+        megapg.session(gloo="dp")  # wrong
+        megapg.session(gloo=("dpp",))  # wrong
+        megapg.session(dedicated=["ppp"])  # wrong
+        megapg.session(options={"tpp": megapg.CommunicatorOptions()})  # wrong
+        megapg.session(options={"tp": megapg.CommunicatorOptions(max_cta=8)})  # wrong
+        megapg.session(collective_timeout=600)  # wrong
+        megapg.session(collective_timeout={"ppp": timedelta(minutes=1)})  # wrong
+        pg.rank("tpp")  # wrong
+        pg.size("dp-cp")  # wrong
+        pg.ranks("gloo.dpp")  # wrong
+        pg.require("tp", "ppp")  # wrong
+        print(pg.tpp)  # wrong
+        pg.tp = group  # wrong
+        ParallelLayout(world_size=4, tp=2, pq=2)  # wrong
+        ParallelLayout(world_size=4).members("tpp", 0)  # wrong
+        megapg.ProcessGroupCollection.from_groups(tpp=group)  # wrong
+        megapg.ProcessGroupCollection.from_groups(tp=None)  # wrong
+        megapg.resolve(pg, needs=("tpp",))  # wrong
+        megapg.groups_of(model, "tpp")  # wrong
+        session_arguments(tensor_parallel_size=2)  # wrong
+        build(8)  # wrong
+        globals_policy("errors")  # wrong
+        megapg.session().suspend("recreated")  # wrong
+        print(megapg.session().group)  # wrong
+        fake_collection(tpp=2)  # wrong
+"""
+
+
+def mypy(file: Path) -> set[int]:
+    """The lines of a user's file that mypy --strict has an error in."""
+    # Users have megapg beside torch, and no settings of ours.
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", file.name]
+    cache = ROOT / ".mypy_cache" / "users"
+    told = subprocess.run(
+        [*command, f"--cache-dir={cache}"],
+        cwd=file.parent,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert not told.stderr, told.stderr
+    return {int(each) for each in re.findall(rf"^{file.name}:(\d+): error", told.stdout, re.M)}
+
+
+def pyright(file: Path) -> set[int]:
+    """Likewise."""
+    if (command := shutil.which("pyright")) is None:  # it takes node, which is not pip's to bring
+        pytest.skip("pyright is not installed")
+    told = subprocess.run(
+        [command, "--pythonpath", sys.executable, file.name],
+        cwd=file.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    ).stdout
+    return {int(each) for each in re.findall(rf"{file.name}:(\d+):\d+ - error", told)}
+
+
+@pytest.mark.parametrize("checker", [mypy, pyright])
+def test_every_typo_is_told_and_nothing_else(checker, tmp_path):
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text(textwrap.dedent(WELL_TYPED))
+    bad.write_text(textwrap.dedent(TYPOS))
+    lines = bad.read_text().splitlines()
+    wrong = {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
+    assert len(wrong) > 20
+    told = checker(bad)
+    assert [lines[number - 1] for number in sorted(wrong - told)] == []
+    assert [lines[number - 1] for number in sorted(told - wrong)] == []
+    assert checker(good) == set()

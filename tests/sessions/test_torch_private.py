@@ -1,0 +1,180 @@
+"""What megapg takes from torch without a promise does what is said of it, on this torch."""
+
+import ast
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import megapg
+from megapg import torch_private
+from megapg.errors import UnsupportedVersionError
+from megapg.layout import ParallelLayout
+from megapg.ownership.opening import fake_session
+from megapg.testing import fake_collection, run_distributed
+
+pytestmark = [pytest.mark.contract, pytest.mark.torch]
+
+CPU = torch.device("cpu")
+ABORTS = hasattr(dist.ProcessGroup, "abort")  # of any backend; else of NCCL's alone
+
+
+def made(name, seconds=30.0, store=None):
+    return torch_private.new_group(
+        (0, 1),
+        dist.get_rank(),
+        backend="gloo",
+        store=store or dist.PrefixStore(name, torch_private.default_store()),
+        name=f"megapg/{name}",
+        description=f"what {name} is for",
+        timeout=timedelta(seconds=seconds),
+        options=None,
+    )
+
+
+def tables():
+    """The sizes of torch's own tables of groups."""
+    return {
+        name: len(getattr(c10d._world, name))
+        for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_to_tag", "tags_to_pg")
+    }
+
+
+def of_two_ranks():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+    me, world, before = dist.get_rank(), dist.group.WORLD, tables()
+    count = c10d._world.group_count
+
+    group = made("first", seconds=17)
+    assert group.group_name == "megapg/first"
+    assert group.group_desc == "what first is for"
+    assert dist.get_process_group_ranks(group) == [0, 1]
+    assert dist.get_rank(group) == me
+    assert c10d._world.group_count == count  # torch did not count it, so members alone may make it
+    value = torch.tensor(me + 1)
+    dist.all_reduce(value, group=group)
+    assert value.item() == 3
+
+    assert torch_private.known_groups() == [world, group]
+    assert torch_private.knows(group)
+    assert torch_private.devices_of(group)
+    assert torch_private.timeout_of(group) in (timedelta(seconds=17), None)
+    assert torch_private.timeout_of(world) in (timedelta(seconds=40), None)
+    assert torch_private.default_timeout("gloo") == timedelta(minutes=30)
+    if dist.is_nccl_available():
+        assert torch_private.default_timeout("nccl") == timedelta(minutes=10)
+    assert isinstance(torch_private.backend_on(group, CPU), torch_private.CommunicatorBackend)
+    assert not torch_private.never_connected(torch_private.backend_on(group, CPU))
+    torch_private.describe(group, "another thing")
+    assert group.group_desc == "another thing"
+    registers = {id(table) for table in torch_private.tables()}
+    assert {id(c10d._world.pg_map), id(c10d._world.pg_names)} <= registers
+
+    heard = []
+    with torch_private.asked_before_collectives(heard.append):
+        dist.barrier(group=group)
+        dist.all_reduce(torch.zeros(1), group=group)
+    dist.barrier(group=group)
+    assert heard == [group] * 2
+
+    torch_private.destroy(group)
+    assert not torch_private.knows(group)
+    assert torch_private.known_groups() == [world]
+    assert tables() == before
+
+    # The name is free again, and so is what a group needs of the store.
+    again = made("first", store=dist.PrefixStore("again", torch_private.default_store()))
+    torch_private.abort(again)
+    assert torch_private.knows(again) is not ABORTS
+    if torch_private.knows(again):
+        torch_private.destroy(again)
+    assert tables() == before
+
+    called_off = made("called off")
+    torch_private.call_off(called_off)  # on gloo there is nothing more to see of it
+    assert torch_private.knows(called_off)
+    store, key = torch_private.default_store(), "said"
+    store.set(f"{key}/{me}", "here")
+    other = torch_private.another_connection(store)
+    assert other.get(f"{key}/{1 - me}") == b"here"
+    if torch_private.lists_keys(store):
+        assert f"{key}/{me}" in store.list_keys()
+    other.get("done") if me else store.set("done", "")
+    torch_private.abort(world)
+    assert torch_private.known_groups() == ([] if ABORTS else [world, called_off])
+    assert dist.is_initialized() is not ABORTS
+    return True
+
+
+def test_groups_and_stores():
+    assert run_distributed(of_two_ranks, 2) == [True] * 2
+
+
+def test_what_this_torch_can():
+    """Said of a release by release: the oldest can none of it, and 2.13 can all."""
+    can = {torch_private.can_suspend(), torch_private.lists_keys(dist.HashStore())}
+    if torch_version() < (2, 7):
+        assert can == {False}
+        assert not torch_private.gloo_can_be_lazy()
+    if torch_version() >= (2, 13):
+        assert can == {True}
+        assert torch_private.gloo_can_be_lazy()
+
+
+def torch_version():
+    return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def test_the_fake_backend():
+    torch_private.register_fake_backend()
+    with fake_collection(tp=2, pp=4, rank=5) as pg:
+        assert pg.ranks("tp") == (4, 5)
+
+
+def test_where_an_entry_of_a_checkpoint_is():
+    place = torch_private.StorageInfo("file", 3, 5)
+    assert (place.relative_path, place.offset, place.length) == ("file", 3, 5)
+    with pytest.raises(AttributeError, match="no attribute 'Storage'"):
+        _ = torch_private.Storage
+
+
+@pytest.mark.parametrize("open_one", ["session", "fake_session", "adopt"])
+def test_an_older_torch_is_refused(open_one, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
+    how = {
+        "session": lambda: megapg.session(tp=2),
+        "fake_session": lambda: fake_session(ParallelLayout(world_size=2), 0),
+        "adopt": lambda: megapg.megatron.adopt(None),
+    }
+    with pytest.raises(
+        UnsupportedVersionError, match=r"torch 2\.5\.1\+cu124 is installed.*needs 2\.6 or newer"
+    ):
+        how[open_one]()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("version", ["2.6.0a0+ecf3bae40a.nv25.01", "2.10.0", "3.0", "of my own"])
+def test_no_other_torch_is(version, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", version)
+    torch_private.check_version()
+
+
+def test_the_oldest_torch_is_the_one_that_is_asked_for():
+    asked = Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
+    assert f'"torch>={".".join(map(str, torch_private.OLDEST))}"' in asked
+
+
+def test_each_function_says_what_would_take_its_place():
+    tree = ast.parse(Path(torch_private.__file__).read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    silent = [
+        each.name
+        for each in functions
+        if "Public: " not in (ast.get_docstring(each) or "")
+        and each.name not in ("check_version", "check_and_ask", "_tag_removed")
+    ]
+    assert len(functions) > 15
+    assert not silent

@@ -1,0 +1,180 @@
+"""``megatron.training``'s own ``pretrain`` on a CPU, told what to train as a command line tells it.
+
+Everything runs inside a rank of ``run_distributed``.
+"""
+
+import contextlib
+import hashlib
+import io
+import random
+import runpy
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megapg.megatron import parallel_state
+from megapg.testing import megatron_on_cpu
+
+SCRIPT = Path(__file__).with_name("pretrain_gpt.py")
+
+LINE = """
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+    --max-position-embeddings 16 --position-embedding-type rope --no-rope-fusion
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 0.01 --min-lr 0.001
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 1,0,0 --num-workers 0
+    --eval-iters 0 --eval-interval 100 --log-interval 100 --ckpt-format torch_dist
+    --transformer-impl local --attention-backend unfused --distributed-backend gloo
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
+    --no-persist-layer-norm
+""".split()  # noqa: SIM905
+
+
+def words(**arguments):
+    """``tensor_model_parallel_size=2, sequence_parallel=True`` as typed."""
+    line = []
+    for name, value in arguments.items():
+        line += [f"--{name.replace('_', '-')}", *([] if value is True else [f"{value}"])]
+    return line
+
+
+@contextlib.contextmanager
+def told(line):
+    """The command line of a script."""
+    with mock.patch.object(sys, "argv", [str(SCRIPT), *LINE, *line]):
+        yield
+
+
+@contextlib.contextmanager
+def a_gpu_that_is_none():
+    """What ``megatron.training`` asks of a GPU beside what Megatron-core does; and no compiler."""
+    from megatron.core import rerun_state_machine
+    from megatron.training import initialize, training
+    from megatron_training import torchs_adam
+
+    load = training.load_checkpoint
+
+    def load_with_torchs_adam(model, optimizer, *args, **kwargs):
+        with torchs_adam(optimizer):
+            return load(model, optimizer, *args, **kwargs)
+
+    gpu = SimpleNamespace(major=10, minor=0, name="none")
+    start = partial(training.initialize_megatron, allow_no_cuda=True)
+    with (
+        megatron_on_cpu(),
+        mock.patch.object(torch.cuda, "device_count", return_value=1),
+        mock.patch.object(torch.cuda, "set_device"),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=gpu),
+        mock.patch.object(initialize, "_compile_dependencies", dist.barrier),
+        mock.patch.object(training, "initialize_megatron", start),
+        mock.patch.object(training, "load_checkpoint", load_with_torchs_adam),
+        mock.patch.object(training, "report_theoretical_memory"),
+        contextlib.redirect_stdout(io.StringIO()),  # hundreds of lines
+    ):
+        try:
+            yield
+        finally:
+            forget(training, rerun_state_machine)
+
+
+def forget(training, rerun_state_machine):
+    """What a process that trains once never has to forget."""
+    from megatron.training import global_vars
+
+    global_vars.destroy_global_vars()
+    training.destroy_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    parallel_state.destroy_model_parallel()
+
+
+class Seen:
+    """What a run trained, and on what."""
+
+    def __init__(self):
+        self.losses, self.weights, self.groups, self.embedding = [], {}, 0, None
+
+    def trained(self):
+        return {"losses": self.losses, "weights": self.weights, "embedding": self.embedding}
+
+
+@contextlib.contextmanager
+def watched():
+    """What ``pretrain`` does inside of the block, as a :class:`Seen`."""
+    from megatron.training import training
+
+    seen, step, build = Seen(), training.train_step, training.setup_model_and_optimizer
+    built = []
+
+    def train_step(*args, **kwargs):
+        found = step(*args, **kwargs)
+        seen.losses.append({name: float(value) for name, value in found[0].items()})
+        seen.groups = groups()
+        group = parallel_state._EMBEDDING_GROUP
+        seen.embedding = group and dist.get_process_group_ranks(group)
+        seen.weights = {
+            f"{index}.{name}": hashlib.sha256(p.detach().numpy().tobytes()).hexdigest()
+            for index, chunk in enumerate(built)
+            for name, p in chunk.named_parameters()
+        }
+        return found
+
+    def setup(*args, **kwargs):
+        found = build(*args, **kwargs)
+        built.extend(found[0])
+        return found
+
+    with (
+        mock.patch.object(training, "train_step", train_step),
+        mock.patch.object(training, "setup_model_and_optimizer", setup),
+    ):
+        yield seen
+    built.clear()
+
+
+@contextlib.contextmanager
+def run():
+    """What every run has: a WORLD, the same random streams at its start, and no trace after it."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    before = groups()
+    with a_gpu_that_is_none(), watched() as seen:
+        yield seen
+    seen.made, seen.left = seen.groups - before, groups() - before
+
+
+def groups():
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def on_globals(line, script=SCRIPT):
+    """The script as it is, on Megatron's own groups."""
+    with run() as seen, told(line):
+        runpy.run_path(str(script), run_name="__main__")
+    return seen
+
+
+def run_by_megapg(line, script=SCRIPT):
+    """The script as it is, by ``python -m megapg.megatron.run``."""
+    from megapg.megatron.run import main
+
+    with run() as seen, mock.patch.object(sys, "path", list(sys.path)), told(()):
+        main([str(script), *LINE, *line])
+    return seen
+
+
+def on_a_session(line, lines, script=SCRIPT):
+    """The script with ``lines`` where it calls ``pretrain``."""
+    head, _, _ = script.read_text().partition("    pretrain(\n")
+    with run() as seen, told(line):
+        exec(
+            compile(f"import megapg\n{head}{lines}", "changed.py", "exec"), {"__name__": "__main__"}
+        )
+    return seen

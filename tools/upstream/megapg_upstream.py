@@ -1,0 +1,85 @@
+"""A plugin of pytest for a rank of upstream's unit tests: where their groups come from.
+
+Upstream's tests get them from ``Utils`` in ``tests/unit_tests/test_utilities.py``, which calls
+``initialize_model_parallel``. On a session that call opens one and publishes it, and all else is as
+it was. Without a GPU both ways run on gloo and megapg's CPU kit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+
+import megapg
+from megapg.megatron import parallel_state, session_arguments
+from megapg.testing import megatron_on_cpu
+
+_FIRST = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+)
+
+
+class Groups:
+    """What stands in for ``Utils``' functions; of one process.
+
+    Args:
+        utils: upstream's class.
+    """
+
+    def __init__(self, utils: Any) -> None:
+        self._utils = utils
+        self._open = contextlib.ExitStack()
+
+    def initialize_distributed(self) -> None:
+        """As upstream's, on gloo."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        self._utils.inited = True
+
+    def initialize_model_parallel(self, *sizes: Any, **named: Any) -> None:
+        """As upstream's, on a session."""
+        self._open.close()
+        parallel_state.destroy_model_parallel()
+        self._utils.initialize_distributed()
+        named |= dict(zip(_FIRST, sizes, strict=False))
+        # Upstream's function makes these unless it is told not to, and its tests rely on that.
+        named.setdefault("create_gloo_process_groups", True)
+        session = self._open.enter_context(megapg.session(**session_arguments(**named)))
+        self._open.enter_context(megapg.published(session.groups))
+
+    def destroy_model_parallel(self) -> None:
+        """As upstream's."""
+        if self._utils.inited:
+            dist.barrier()
+            self._open.close()
+            parallel_state.destroy_model_parallel()
+            self._utils.inited = False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def upstreams_groups() -> Iterator[None]:
+    """Upstream's ``Utils`` does what this run is about."""
+    utils = importlib.import_module("tests.unit_tests.test_utilities").Utils
+    groups = Groups(utils)
+    with contextlib.ExitStack() as stack:
+        if not torch.cuda.is_available():
+            utils.initialize_distributed = staticmethod(groups.initialize_distributed)
+            stack.enter_context(megatron_on_cpu())
+            # Upstream compares it with numbers, also where there is none.
+            none = mock.patch("megatron.core.utils._te_version", Version("0"))
+            stack.enter_context(none)
+        if os.environ.get("MEGAPG_UPSTREAM_ON_A_SESSION"):
+            utils.initialize_model_parallel = staticmethod(groups.initialize_model_parallel)
+            utils.destroy_model_parallel = staticmethod(groups.destroy_model_parallel)
+        yield
