@@ -206,7 +206,7 @@ def test_arguments_that_were_parsed_for_other_ranks_are_refused(world):
 
 PAGE = (Path(__file__).parents[2] / "migration_guide" / "pretrain.md").read_text()
 SIZE = "--tensor-model-parallel-size"
-SCRIPT = """
+SCRIPT = r"""
 import sys
 from megatron.core import mpu
 from megatron.core.parallel_state import destroy_model_parallel, get_tensor_model_parallel_rank
