@@ -186,13 +186,15 @@ def _uneven_all_gather(old: Any) -> Any:
     return all_gather
 
 
-def _uneven_reduce_scatter(old: Any) -> Any:
-    """Sum and scatter pieces of unequal size as NCCL does, by a reduction each."""
+def _reduce_scatter(old: Any) -> Any:
+    """Sum and scatter pieces, of unequal sizes too, by a reduction each: gloo has nothing for it
+    in some releases of torch.
+    """
 
     def reduce_scatter(
         result: Any, pieces: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **kwargs: Any
     ) -> Any:
-        if kwargs or len({piece.shape for piece in pieces}) == 1:
+        if kwargs:
             return old(result, pieces, op, group, **kwargs)
         for target, piece in enumerate(pieces):
             summed = piece.clone()
@@ -253,7 +255,7 @@ PATCHES: tuple[_Patch, ...] = (
     # tensor_parallel/mappings.py: _gather_along_first_dim, _reduce_scatter_along_first_dim with
     # split sizes (alltoall dispatcher with expert tensor parallelism); gloo wants equal ones
     _Patch("torch.distributed", "all_gather", _uneven_all_gather),
-    _Patch("torch.distributed", "reduce_scatter", _uneven_reduce_scatter),
+    _Patch("torch.distributed", "reduce_scatter", _reduce_scatter),
     # transformer/torch_norm.py: "sequence parallel not supported by torch LayerNorm"
     _Patch(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm",

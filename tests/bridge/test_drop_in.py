@@ -28,12 +28,15 @@ destroy = megapg.megatron.destroy_model_parallel
 @pytest.fixture
 def world():
     """Eight ranks, of which this is the fourth; nothing may be left of what a test opens."""
-    state = dict(vars(parallel_state))
-    with fake_world(3, 8):
-        yield
-        assert not open_sessions()
-        assert groups() == 1
-    assert vars(parallel_state) == state
+    with restored_parallel_state():
+        # Megatron's list of all groups that it ever made ends with destroy().
+        parallel_state._global_process_group_list = None
+        state = dict(vars(parallel_state))
+        with fake_world(3, 8):
+            yield
+            assert not open_sessions()
+            assert groups() == 1
+        assert vars(parallel_state) == state
 
 
 def groups():
@@ -203,7 +206,7 @@ def test_arguments_that_were_parsed_for_other_ranks_are_refused(world):
 
 PAGE = (Path(__file__).parents[2] / "migration_guide" / "pretrain.md").read_text()
 SIZE = "--tensor-model-parallel-size"
-SCRIPT = """
+SCRIPT = r"""
 import sys
 from megatron.core import mpu
 from megatron.core.parallel_state import destroy_model_parallel, get_tensor_model_parallel_rank
@@ -212,7 +215,9 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 mpu.initialize_model_parallel(tensor_model_parallel_size=int(sys.argv[2]))
-print(__name__, dist.get_world_size(), get_tensor_model_parallel_rank(), flush=True)
+rank = get_tensor_model_parallel_rank()
+sys.stdout.write(f"{__name__} {dist.get_world_size()} {rank}\n")  # in one piece
+sys.stdout.flush()
 if sys.argv[3:]:
     destroy_model_parallel()
     raise SystemExit(int(sys.argv[3]))

@@ -38,7 +38,10 @@ from megapg.upstream.mapping import RANK_GLOBALS
 pytestmark = pytest.mark.contract
 
 # Two things tell the supported generations of Megatron-core apart here.
-HAS_GTP = "gtp_remat_size" in inspect.signature(parallel_state.initialize_model_parallel).parameters
+ARGUMENTS = inspect.signature(parallel_state.initialize_model_parallel).parameters
+HAS_GTP = "gtp_remat_size" in ARGUMENTS
+# Until 0.17 the groups for gathering are made with the others.
+TWINS = {"create_all_gather_group": True} if "create_all_gather_group" in ARGUMENTS else {}
 UPSTREAM_REFUSALS = (AssertionError, RuntimeError, KeyError, ValueError)
 
 # What upstream calls a group -> the field of megapg. Gloo twins have "_GLOO" in addition.
@@ -108,7 +111,6 @@ ONLY_WITH_GTP = {
     "expt_gtp_remat",
     "dp_cp_gtp_remat",
     "expt_dp_gtp_remat",
-    "expt_dp_ag",
     "tp_ep_pp_with_egtp_remat",
 }
 
@@ -228,8 +230,8 @@ def assert_equals_megatron(configuration: Configuration, rank: int) -> None:
     """Runs upstream as ``rank`` and holds every family, global and getter against the layout."""
     layout = configuration.layout()
     with recorded_megatron(rank, configuration.world_size) as recording:
-        configuration.initialize_megatron(**({} if HAS_GTP else {"create_all_gather_group": True}))
-        if HAS_GTP and stands_in_default_order(layout):
+        configuration.initialize_megatron(**TWINS)
+        if not TWINS and stands_in_default_order(layout):
             dense, expert = parallel_state.create_all_gather_groups(for_expert_parallelism=True)
             assert ranks_of(dense) == layout.members("dp_cp_ag", rank)
             experts = layout.members("expt_dp_ag", rank) if layout.ep > 1 else None
@@ -283,12 +285,10 @@ def families_without_creation(layout: ParallelLayout) -> set[str]:
     silent = set()
     if layout.optimizer_instances == 1:
         silent |= {"intra_dp_cp", "intra_expt_dp"}
-    if not HAS_GTP:
-        return silent | ONLY_WITH_GTP
-    silent |= {"dp_cp_gtp_remat", "expt_dp_gtp_remat"}
-    if not stands_in_default_order(layout):
+    silent |= {"dp_cp_gtp_remat", "expt_dp_gtp_remat"} if HAS_GTP else ONLY_WITH_GTP
+    if not TWINS and not stands_in_default_order(layout):
         silent |= {"dp_cp_ag", "expt_dp_ag"}
-    if layout.ep == 1:
+    if TWINS or layout.ep == 1:
         silent |= {"expt_dp_ag"}
     return silent
 

@@ -358,7 +358,9 @@ def test_what_is_open_when_python_ends_is_closed_too(tmp_path, warned):
         env=environment,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:3] == ["the script is over", "second is over", "first is over"]
+    # From torch 2.8 to 2.9 gloo prints lines of its own.
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert lines == ["the script is over", "second is over", "first is over"]
     for name in ("first", "second"):
         said = f"session '{name}' (generation 1) was still open when Python ended"
         assert f"{'ResourceWarning: ' if warned == 'always' else ''}{said}" in done.stderr

@@ -6,6 +6,7 @@ Everything runs inside a rank of ``run_distributed``.
 import contextlib
 import hashlib
 import io
+import os
 import random
 import runpy
 import sys
@@ -74,8 +75,12 @@ def a_gpu_that_is_none():
         mock.patch.object(training, "initialize_megatron", start),
         mock.patch.object(training, "load_checkpoint", load_with_torchs_adam),
         mock.patch.object(training, "report_theoretical_memory"),
+        mock.patch.dict(os.environ),
         contextlib.redirect_stdout(io.StringIO()),  # hundreds of lines
     ):
+        # What a model of another test has chosen; Megatron keeps that in the environment.
+        for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+            os.environ.pop(name, None)
         try:
             yield
         finally:

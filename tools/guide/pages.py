@@ -85,8 +85,7 @@ def _reason_page(reason: Reason) -> str:
         f"`{reason.code}`: {reason.title}",
         reason.why,
         *_shown(EXAMPLES.get(reason.code)),
-        "## What to do",
-        f"{reason.instead} [All codes](README.md).",
+        f"**What to do.** {reason.instead} [All codes](README.md).",
         *(("## Names that always have it", ", ".join(map(_quoted, names))) if names else ()),
     )
 
