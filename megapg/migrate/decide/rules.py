@@ -233,8 +233,7 @@ RULES = (
         _by_globals,
     ),
     Rule(
-        "it asks whether there are groups: what was passed serves, None included, or what is at "
-        "hand; else Megatron's call stays",
+        "it asks whether there are groups: what there is serves, None included",
         lambda planner, located: _takes(located) in (Takes.OPTIONAL, Takes.LAZY),
         _by_what_there_is,
     ),
@@ -345,7 +344,10 @@ class _Planner:
             instance = self_of(located.use.scope.unit)
             self.decide(located, Base(how(constructor), "groups_of", instance))
         for located in self.optional:
-            self._ask_whether(located, taking, how)
+            unit = located.use.scope.unit
+            given = PARAMETER if unit in taking else "None"
+            form = "plain" if _takes(located) is Takes.OPTIONAL else "groups_of"
+            self.decide(located, Base(how(unit), form, given, optional=True))
         needs = threads.needs(taking)
         for function in taking:
             self._take(function, needs[function], taking)
@@ -354,25 +356,6 @@ class _Planner:
         left = with_what_is_unheard(self.result.left, self.result.decisions)
         self.result.left[:] = list(left)
         return self.result
-
-    def _ask_whether(
-        self, located: Located, taking: Collection[Scope], how: Callable[[Scope | None], How]
-    ) -> None:
-        """Have what asks whether there are groups served by what will be at hand."""
-        unit, path = located.use.scope.unit, located.path
-        is_whether = _takes(located) is Takes.OPTIONAL
-        keeper = self.threads.keeper(unit, path)
-        if unit in taking:
-            base = Base(how(unit), "plain" if is_whether else "groups_of", PARAMETER, optional=True)
-        elif is_whether and keeper in taking:
-            base = Base(how(keeper), "groups_of", self_of(unit), optional=True)
-        elif is_whether and (self.best(located) is None or self.facts.makes_groups(unit, path)):
-            _left("lifecycle", "no collection is at hand: Megatron's call stays")(self, located)
-            return
-        else:
-            form = "plain" if is_whether else "groups_of"
-            base = Base(how(unit), form, "None", optional=True)
-        self.decide(located, base)
 
     def _take(self, function: Scope, needs: tuple[str, ...], taking: Collection[Scope]) -> None:
         """Have a function take the parameter, and its callers pass it."""

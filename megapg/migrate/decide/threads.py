@@ -108,7 +108,7 @@ class Threads:
         the parameter from now on.
         """
         method = located.use.scope.unit
-        constructor = self.keeper(method, located.path)
+        constructor = self._constructor(method, located.path)
         if constructor is None:
             constructor = self._kept_by_base(located.use, located.path)
         elif isinstance(located.site.answer, Replacement):
@@ -117,7 +117,7 @@ class Threads:
             self.wanting.setdefault(constructor, [])
         return constructor
 
-    def keeper(self, method: Scope | None, path: Path) -> Scope | None:
+    def _constructor(self, method: Scope | None, path: Path) -> Scope | None:
         """The constructor that can keep a collection for a method."""
         if method is None or method.parent is None or has_another_role(method):
             return None
@@ -150,7 +150,7 @@ class Threads:
         if not self._index.modules.sees(base[1], path):
             return None  # a class of the tests does not make one of the source keep something
         of_base = next(iter(base[0].defined("__init__")), None)
-        return self.keeper(of_base, base[1])
+        return self._constructor(of_base, base[1])
 
     def kept_behind(
         self, function: Scope, path: Path, taking: Collection[Scope]
@@ -269,12 +269,12 @@ class Threads:
                 if call is not None or not _is_rebound(supply, reference.use.scope):
                     keeper = None  # what its object carries, it was passed: that comes first
                     if class_of(unit) is not None and supply.expression == self_of(unit):
-                        keeper = self.keeper(unit, path)
+                        keeper = self._constructor(unit, path)
                     yield Edge(reference, supply, None, keeper)
             elif unit is not None and self.may_take(unit, path):
                 yield Edge(reference, Base(How.THREADED, "plain", PARAMETER), unit)
             elif unit is not None and (
-                constructor := self.keeper(unit, path)
+                constructor := self._constructor(unit, path)
                 or self._kept_by_base(reference.use, path)
             ):
                 yield Edge(reference, Base(How.THREADED, "groups_of", self_of(unit)), constructor)
