@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from megapg.migrate.config import Config
-from megapg.migrate.decide.decisions import Decision
+from megapg.migrate.decide.decisions import Decision, Passing
 from megapg.migrate.decide.rules import make_plan
 from megapg.migrate.edit.outside import names_taken, patched_through
 from megapg.migrate.edit.rewrite import Writer
@@ -95,6 +95,13 @@ class _Attempt:
         by_file: dict[Path, list[Decision]] = defaultdict(list)
         for decision in self._plan.decisions:
             by_file[decision.located.path].append(decision)
+        asking: dict[Path, list[Decision | Passing]] = defaultdict(list)
+        for path, decisions in by_file.items():
+            asking[path] += decisions
+        for passing in self._plan.passing:
+            asking[passing.reference.path].append(passing)
+        for path, places in asking.items():
+            self._writer(path).share(places)
         for path, decisions in by_file.items():
             texts = self._writer(path).serve(decisions)
             self._texts |= texts

@@ -261,7 +261,9 @@ RANK = mpu.get_data_parallel_rank()  # [at-import] | it is called at import, and
 def f():
     return mpu.get_data_parallel_rank()  # resolve(pg_collection) | its function can take
 def g(model):
-    return f(), mpu.get_data_parallel_rank()  # groups_of(model, "dp") | a collection or a model is
+    return mpu.get_data_parallel_rank()  # groups_of(model, "dp") | a collection or a model is
+def both(model):
+    return f() + g(model)
 def h():
     mpu.set_data_parallel_rank(1)  # [setter] | it has no replacement
     return mpu.get_tensor_model_parallel_rank()  # resolve(None) | its function fakes ranks

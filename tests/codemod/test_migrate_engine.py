@@ -349,12 +349,14 @@ CALLS = {
 def test_calls(tmp_path: Path, call: str) -> None:
     text = "\n\n\ndef f(a=1, b=2, *c{0}):\n    return {1}\n\n\ndef g(model, x):\n    return {2}\n"
     before = "from megatron.core import mpu" + text.format("", "mpu.TP_RANK()", call)
-    passed = 'pg_collection=megapg.groups_of(model, "tp")'
-    assert one(before, tmp_path) == "import megapg" + text.format(
+    looked_up, head = 'megapg.groups_of(model, "tp")', "def g(model, x):\n"
+    once = CALLS[call].count("ARG") > 1
+    after = "import megapg" + text.format(
         ", pg_collection=None",
         'megapg.resolve(pg_collection).rank("tp")',
-        CALLS[call].replace("ARG", passed),
+        CALLS[call].replace("ARG", f"pg_collection={'pg' if once else looked_up}"),
     )
+    assert one(before, tmp_path) == after.replace(head, head + f"    pg = {looked_up}\n" * once)
 
 
 _TEXT = PROGRAMS["_TEXT"]

@@ -27,6 +27,7 @@ class Base:
     optional: bool = False  # whether what is at hand may be None
     made_here: bool = False  # whether it is a model that a variable of the function holds
     passed_first: bool = False  # whether what was passed to the function comes before it
+    of_a_part: bool = False  # whether it may be a part of a model, which carries what it uses
 
 
 GLOBALS = Base(How.RESOLVED, "resolve", "None")
@@ -85,7 +86,8 @@ def best(found: Sequence[Carrier]) -> Base | None:
         return None
     if carrier.kind == "model":
         made_here = carrier.origin == "local"
-        return Base(How.MODEL, "groups_of", carrier.expression, made_here=made_here)
+        part, model = carrier.is_part, carrier.expression
+        return Base(How.MODEL, "groups_of", model, made_here=made_here, of_a_part=part)
     if carrier.may_be_none:
         return Base(How.RESOLVED, "of_collection", carrier.expression, optional=True)
     if carrier.origin == "attribute":

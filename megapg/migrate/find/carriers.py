@@ -110,7 +110,7 @@ class _Search:
         if not any(each.certain and each.kind == "model" for each in found):
             annotated = list(self._by_annotation())
             if len(annotated) == 1:  # of several the one that is meant can't be told
-                yield Carrier("model", annotated[0], "parameter")
+                yield Carrier("model", annotated[0], "parameter", is_part=True)
 
     def _gives_way(self, one: Carrier, other: Carrier) -> bool:
         except_for = self._giving_way.get(one.expression)
@@ -231,7 +231,8 @@ class _Search:
                 isinstance(default, ast.Constant) and default.value is None and len(bindings) == 1
             )
             certain = self._is_still_one(name, bindings, scope, kind)
-            yield Carrier(kind, name, "parameter", may_be_none, certain)
+            is_part = name in _OF_ALL_MODULES
+            yield Carrier(kind, name, "parameter", may_be_none, certain, is_part)
             return
         known = all(isinstance(each, Alias | Opaque) for each in bindings)
         held = Holding(name, is_nothing).at(around, scope.node)
@@ -325,7 +326,8 @@ class _Search:
                 certain = certain and is_sure
             if given and not set_up:
                 self._giving_way[name] = frozenset()  # what it was given is the parameter here
-            yield Carrier("model", name, "attribute", False, certain)
+            is_part = not any(each.endswith("Model") for each in outside)
+            yield Carrier("model", name, "attribute", False, certain, is_part)
         elif any(has_a_model(each) for each in ancestors):
             self._giving_way[name] = frozenset()
             yield Carrier("model", name, "attribute", False, (made or given) and is_sure)

@@ -31,6 +31,7 @@ class Carrier:
     origin: str  # ``parameter``, ``local`` or ``attribute``
     may_be_none: bool = False  # it is a parameter that is None by default
     certain: bool = True  # it is there whenever the site runs, and holds what its name says
+    is_part: bool = False  # it may be a part of a model
 
 
 @dataclass(frozen=True)

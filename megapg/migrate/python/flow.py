@@ -13,9 +13,9 @@ from enum import IntEnum
 from megapg.migrate.python.scopes import Parents, Use, last_name, walk
 
 _OWN_SCOPE = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
-_LOOP = ast.For | ast.AsyncFor | ast.While
+LOOP = ast.For | ast.AsyncFor | ast.While
 _WITH = ast.With | ast.AsyncWith
-_TRY = ast.Try | ast.TryStar
+TRY = ast.Try | ast.TryStar
 # Contexts that end with the error of their body; others may swallow it.
 _NO_SUPPRESSORS = frozenset(
     {"no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "autocast", "device"}
@@ -75,7 +75,7 @@ def runs_before(statement: ast.stmt, around: Sequence[ast.stmt], function: ast.A
         block, at = _block_of(outer, each) or ([], 0)
         before = _position(block, statement)
         if before is not None and before < at:
-            return not isinstance(statement, _LOOP)
+            return not isinstance(statement, LOOP)
         if each is statement:  # a loop's or with's variable, in its body
             return isinstance(each, ast.For | ast.AsyncFor | _WITH)
         outer = each
@@ -167,13 +167,13 @@ class Holding:
 
     def _on_entering(self, outer: ast.AST, block: list[ast.stmt], held: Held) -> Held:
         """What it holds at the beginning of one of the blocks of a statement."""
-        if isinstance(outer, _LOOP):
+        if isinstance(outer, LOOP):
             if self.name in _bound_by(outer) and block is outer.body:
                 return Held.SOMETHING
             return min(held, self._after_all(outer.body, held))  # it may have run before
         if isinstance(outer, _WITH) and self.name in _bound_by(outer):
             return Held.SOMETHING
-        if isinstance(outer, _TRY) and block is not outer.body:
+        if isinstance(outer, TRY) and block is not outer.body:
             after = self._after_all(outer.body, held)
             # Behind the whole body comes only what stands under its else.
             return after if block is outer.orelse else min(held, after)
@@ -192,7 +192,7 @@ class Holding:
             return Held.NOTHING if self.is_nothing(value) else Held.SOMETHING
         if isinstance(statement, ast.If):
             return self._either([statement.body, statement.orelse], held)
-        if isinstance(statement, _LOOP):
+        if isinstance(statement, LOOP):
             if held and any(self._fills(inner) for inner in statement.body):
                 return Held.SOMETHING
             return min(held, self._after_all(statement.body, held))
@@ -200,7 +200,7 @@ class Holding:
             held = Held.SOMETHING if self.name in _bound_by(statement) else held
             after = self._after_all(statement.body, held)
             return after if _lets_errors_pass(statement) else min(held, after)
-        if isinstance(statement, _TRY):
+        if isinstance(statement, TRY):
             whole = self._after_all([*statement.body, *statement.orelse], held)
             handlers = [handler.body for handler in statement.handlers]
             failed = self._either(handlers, min(held, whole))
@@ -392,22 +392,6 @@ def first_read(function: ast.AST, uses: Sequence[Use]) -> ast.stmt | None:
     return statement if certainly_reads(statement, own) else None
 
 
-def before_all(chains: Mapping[int, Sequence[ast.stmt]], function: ast.AST) -> ast.stmt | None:
-    """The statement, in no loop, before which something can be looked up for several expressions,
-    or for one in a loop; None where one of them is in a ``try`` which that statement is not in.
-    """
-    found = common_block(chains, function)
-    if found is None:
-        return None
-    chain = chains[found.runs[0][1][0]]
-    loops = (i for i, each in enumerate(chain) if isinstance(each, _LOOP))
-    depth = min(found.depth, next(loops, found.depth))
-    if len(chains) == 1 and not isinstance(chain[depth], _LOOP):
-        return None
-    tried = any(isinstance(each, _TRY) for one in chains.values() for each in one[depth:])
-    return None if tried else chain[depth]
-
-
 def is_made_on_each_way(first: ast.stmt, uses: Sequence[Use], function: ast.AST) -> bool:
     """Whether from a statement on one of some uses is made, whichever branches are taken."""
     block = next(
@@ -446,19 +430,19 @@ def certainly_reads(statement: ast.stmt, uses: Iterable[Use]) -> bool:
     return any(is_certain(use.node, use.parents, statement) for use in uses)
 
 
-def by_block(chains: Mapping[int, Sequence[ast.stmt]], common: Common) -> list[list[int]]:
-    """The expressions of the first of the statements by the block of it that they are in; those
-    in none are left out.
+def within(statement: ast.stmt, inner: ast.stmt) -> int:
+    """In which of its blocks a statement has another one: that block's identity."""
+    found = _block_of(statement, inner)
+    return id(found[0]) if found is not None else 0
 
-    Args:
-        chains: as of :func:`common_block`.
-        common: what that found.
-    """
-    statement, inside = common.runs[0]
-    split: dict[int, list[int]] = {}
-    for i in inside:
-        inner = chains[i][common.depth + 1 : common.depth + 2]
-        found = _block_of(statement, inner[0]) if inner else None
-        if found is not None:
-            split.setdefault(id(found[0]), []).append(i)
-    return list(split.values())
+
+def is_repeated(node: ast.AST, parents: Parents) -> bool:
+    """Whether an expression is evaluated again within its statement."""
+    inner = node
+    for outer in parents:
+        if isinstance(outer, _Comprehension):
+            return True
+        if isinstance(outer, ast.stmt):
+            return isinstance(outer, ast.While) and inner is outer.test
+        inner = outer
+    return False

@@ -1,0 +1,228 @@
+"""One look-up for the places of a function that ask for the same collection: before which statement
+it stands, and who has its result.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megapg.migrate.decide.decisions import Base, Decision, Passing
+from megapg.migrate.find.models import gives_a_model
+from megapg.migrate.python.flow import (
+    LOOP,
+    TRY,
+    binding_statements,
+    common_block,
+    first_read,
+    is_made_on_each_way,
+    is_repeated,
+    runs_before,
+    statements_around,
+    statements_in,
+    within,
+)
+from megapg.migrate.python.scopes import Instance, Opaque, Scope
+from megapg.upstream.mapping import Takes
+
+# What each model is built with. Who has a pipeline's group has those of its embeddings, be they
+# None; the others are left out of a collection where a model has no use for them.
+_OF_EACH_MODEL = frozenset({"tp", "pp", "mp", "cp", "dp", "dp_cp", "embd", "pos_embd"})
+
+
+@dataclass(frozen=True, eq=False)
+class LookUp:
+    """A variable that is to have a collection."""
+
+    before: ast.stmt  # where it is bound
+    needs: tuple[str, ...]  # the fields that are asked for
+    members: tuple[Decision | Passing, ...]  # who reads it
+    is_read: bool  # whether that is done on each way from there on
+
+
+def look_ups(
+    asking: Sequence[Decision | Passing], is_free: Callable[[ast.stmt], bool]
+) -> Iterator[tuple[Scope, Base, list[LookUp]]]:
+    """The look-ups that several places of a function share, or that one in a loop has before it:
+    for each function and expression those that may have one variable.
+
+    Args:
+        asking: all that ask for a collection, in one file.
+        is_free: whether a statement can be put before another one.
+    """
+    groups: dict[tuple[Scope, str, str, bool], list[_Place]] = {}
+    for each in asking:
+        place = _Place(each)
+        function = place.use.scope.enclosing("function", "class", "module")
+        if function is not None and function.kind == "function" and place.is_looked_up:
+            key = (function, place.base.form, place.base.expression, place.base.passed_first)
+            groups.setdefault(key, []).append(place)
+    for (function, *_), places in sorted(groups.items(), key=lambda each: -len(each[1])):
+        for together in _of_one_collection(function, places):
+            found = list(_Function(function, is_free).look_ups(together))
+            if found:
+                yield function, together[0].base, found
+
+
+class _Place:
+    """A place that asks for a collection."""
+
+    def __init__(self, what: Decision | Passing) -> None:
+        self.what, self.base = what, what.base
+        if isinstance(what, Decision):
+            self.use, self.needs = what.located.use, what.answer.needs
+            at_once = what.answer.takes is not Takes.LAZY
+        else:
+            self.use, self.needs, at_once = what.reference.use, what.needs, True
+        self.is_looked_up = at_once and self.base.form != "plain"
+
+    def around(self, function: ast.AST) -> list[ast.stmt]:
+        """The statements of a function around it, from the outside in."""
+        return statements_around(self.use.parents, function)
+
+
+def _of_one_collection(function: Scope, places: Sequence[_Place]) -> Iterator[list[_Place]]:
+    """The places that one collection serves. What a model carries has to have all fields that are
+    asked for; so it is not asked, for those who may not come to it, for what it may lack.
+    """
+    first = first_read(function.node, [each.use for each in places])
+    needed: set[str] = set()
+    if first is not None:
+        chains = [each.around(function.node) for each in places]
+        depth = next(chain.index(first) for chain in chains if first in chain) + 1
+        inner = {id(each) for each, it in zip(places, chains, strict=True) if len(it) > depth}
+        needed = {need for each in places if id(each) not in inner for need in each.needs}
+    groups: dict[frozenset[str], list[_Place]] = {}
+    for each in places:
+        lacking = {*each.needs} - needed
+        if not each.base.of_a_part or first is not None:
+            lacking -= _OF_EACH_MODEL
+        special = frozenset(lacking) if each.base.form == "groups_of" else frozenset()
+        groups.setdefault(special, []).append(each)
+    main = groups.pop(frozenset(), [])
+    if main:
+        yield main
+    rest = [each for some in groups.values() for each in some]
+    if main and first_read(function.node, [each.use for each in rest]) is not None:
+        yield from _of_one_collection(function, rest)
+    else:
+        yield from sorted(groups.values(), key=lambda each: -len(each))
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A function in which look-ups are to be put."""
+
+    scope: Scope
+    is_free: Callable[[ast.stmt], bool]
+
+    @cached_property
+    def node(self) -> ast.AST:
+        """The function's node."""
+        return self.scope.node
+
+    def look_ups(self, places: Sequence[_Place]) -> Iterator[LookUp]:
+        """The look-ups of places that one collection serves."""
+        chains = {i: each.around(self.node) for i, each in enumerate(places)}
+        waiting: list[tuple[Sequence[int], ast.AST, int]] = [([*chains], self.node, 0)]
+        while waiting:
+            some, outer, depth = waiting.pop()
+            # An error of a look-up belongs to the try that a read is in.
+            free = [i for i in some if not any(isinstance(e, TRY) for e in chains[i][depth:])]
+            before = self._before({i: chains[i] for i in free}, places, outer, depth)
+            if before is not None:
+                rest = [i for i in some if i not in free]
+                free += [i for i in rest if runs_before(before, chains[i], self.node)]
+                members = [places[i] for i in sorted(free)]
+                needs = {need for each in members for need in each.needs}
+                uses = [each.use for each in members]
+                is_read = is_made_on_each_way(before, uses, self.node)
+                what = tuple(each.what for each in members)
+                yield LookUp(before, tuple(sorted(needs)), what, is_read)
+                some = [i for i in rest if i not in free]
+            parts: dict[tuple[ast.stmt, int], list[int]] = {}
+            for i in some:
+                if len(chains[i]) > depth + 1:
+                    statement, inner = chains[i][depth : depth + 2]
+                    parts.setdefault((statement, within(statement, inner)), []).append(i)
+            waiting += [(part, statement, depth + 1) for (statement, _), part in parts.items()]
+
+    def _before(
+        self,
+        chains: Mapping[int, Sequence[ast.stmt]],
+        places: Sequence[_Place],
+        outer: ast.AST,
+        depth: int,
+    ) -> ast.stmt | None:
+        """The statement before which a look-up serves some places; None where there is none, or the
+        look-up is better made at the one place.
+        """
+        common = common_block(chains, outer, depth)
+        if common is None:
+            return None
+        chain: Sequence[ast.stmt] = chains[common.runs[0][1][0]]
+        some = [places[i] for i in chains]
+        loops = [i for i in range(depth, common.depth) if isinstance(chain[i], LOOP)]
+        # Before the outermost loop; where that can't be, as near as can be, for several of them.
+        places_for_it = [*loops, *range(common.depth, depth - 1, -1)]
+        if len(some) == 1:
+            again = is_repeated(some[0].use.node, some[0].use.parents)
+            places_for_it = loops + [common.depth] * again
+        for i in places_for_it:
+            *_, before = around = chain[: i + 1]
+            if self._fits(around, common.runs[-1][0], some):
+                return before
+        return None
+
+    def _fits(self, around: Sequence[ast.stmt], last: ast.stmt, some: Sequence[_Place]) -> bool:
+        """Whether what is looked up before a statement is what some places would look up."""
+        before, expression = around[-1], some[0].base.expression
+        own = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        if isinstance(before, own) or not self.is_free(before):
+            return False
+        if not _is_bound(expression, around, self.scope):
+            return False
+        uses = [each.use for each in some]
+        sure = first_read(self.node, uses) is before
+        return sure or not self._may_get_a_model(expression, before, last)
+
+    def _may_get_a_model(self, instance: str, first: ast.stmt, last: ast.stmt) -> bool:
+        """Whether an object that is to be asked may be given a model in between."""
+        klass = self.scope.parent
+        if instance not in self.scope.instances or klass is None:
+            return False
+        return any(
+            gives_a_model(each, self.scope, [klass], 0)
+            for each in statements_in(self.node)
+            if first.lineno <= each.lineno <= (last.end_lineno or last.lineno)
+        )
+
+
+def _is_bound(expression: str, around: Sequence[ast.stmt], function: Scope) -> bool:
+    """Whether what a look-up starts from is there when the last of some statements begins, and
+    nothing else takes its name from there on.
+    """
+    name, _, attribute = expression.partition(".")
+    bindings, before = function.bindings.get(name, ()), around[-1]
+    if any(each.line > before.lineno for each in bindings) or _is_written(attribute, function):
+        return False
+    if not bindings or isinstance(bindings[0], Instance):
+        return True
+    if isinstance(bindings[0], Opaque) and bindings[0].parameter:
+        return True
+    return any(
+        statement is not before and runs_before(statement, around, function.node)
+        for statement in binding_statements(function.node, name)
+    )
+
+
+def _is_written(attribute: str, function: Scope) -> bool:
+    """Whether a function writes an attribute of that name, or what a property gives by it."""
+    return any(
+        isinstance(each, ast.Attribute)
+        and not isinstance(each.ctx, ast.Load)
+        and each.attr.lstrip("_") == attribute
+        for each in function.nodes
+    )
