@@ -24,6 +24,8 @@ TEXTS = {
     "    return mpu.get_data_parallel_rank(), megapg.resolve(pg_collection).dp\n": ["f"],
     "class A:\n    @staticmethod\n    def f():\n        return megapg.resolve(None).rank('ep')\n"
     "    def g(self):\n        return megapg.groups_of(self, 'ep').ep\n": ["class A"],
+    "class A:\n    def f(self):\n        return megapg.resolve(None).rank('ep')\n"
+    "    def g(self):\n        return self.pg_collection.ep.size()\n": ["class A"],
     # One carrier, or several that are about several kinds, or that are one.
     "def f(model):\n    pg = megapg.groups_of(model, 'tp')\n"
     "    return pg.rank('tp'), megapg.groups_of(model, 'tp').tp\n": [],

@@ -28,6 +28,7 @@ class Base:
     made_here: bool = False  # whether it is a model that a variable of the function holds
     passed_first: bool = False  # whether what was passed to the function comes before it
     of_a_part: bool = False  # whether it may be a part of a model, which carries what it uses
+    reads: tuple[str, ...] = ()  # of an object: what its constructor reads of its collection
 
 
 GLOBALS = Base(How.RESOLVED, "resolve", "None")
@@ -40,6 +41,13 @@ class Decision:
     located: Located
     answer: Replacement
     base: Base
+
+    @property
+    def as_read(self) -> str:
+        """The group, as the constructor of its object reads it; empty where it does not."""
+        if self.base.form != "groups_of" or self.answer.asks not in ("group", "rank", "size"):
+            return ""
+        return next((e for e in self.base.reads if e.endswith(f".{self.answer.field}")), "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +62,7 @@ class Passing:
 
 @dataclass(frozen=True, eq=False)
 class Taking:
-    """A function that gets the parameter."""
+    """A function that gets the parameter; or a constructor that has it, and gets to keep it."""
 
     function: Scope  # its scope
     path: Path  # of its file
@@ -62,6 +70,7 @@ class Taking:
     # The statements behind which it is kept: those of bases keep what they are passed, which is not
     # that.
     behind: tuple[ast.stmt, ...] = ()
+    is_new: bool = True  # whether it does not have the parameter yet
 
 
 @dataclass
@@ -87,10 +96,18 @@ def best(found: Sequence[Carrier]) -> Base | None:
     if carrier.kind == "model":
         made_here = carrier.origin == "local"
         part, model = carrier.is_part, carrier.expression
-        return Base(How.MODEL, "groups_of", model, made_here=made_here, of_a_part=part)
+        return Base(
+            How.MODEL,
+            "groups_of",
+            model,
+            made_here=made_here,
+            of_a_part=part,
+            reads=carrier.reads,
+        )
     if carrier.may_be_none:
         return Base(How.RESOLVED, "of_collection", carrier.expression, optional=True)
     if carrier.origin == "attribute":
         # It may have some of the fields only; groups_of() of its owner looks further then.
-        return Base(How.COLLECTION, "groups_of", carrier.expression.rpartition(".")[0])
+        owner = carrier.expression.rpartition(".")[0]
+        return Base(How.COLLECTION, "groups_of", owner, reads=carrier.reads)
     return Base(How.COLLECTION, "of_collection", carrier.expression)

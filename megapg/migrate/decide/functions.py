@@ -16,7 +16,15 @@ from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import Thing
 from megapg.migrate.find.models import ancestry, is_of_core, is_torch_module
 from megapg.migrate.python.insert import add_behind, add_statement
-from megapg.migrate.python.methods import body_of, decorators, kept, kept_behind, mentions
+from megapg.migrate.python.methods import (
+    body_of,
+    class_of,
+    decorators,
+    kept,
+    kept_behind,
+    mentions,
+    parameters,
+)
 from megapg.migrate.python.scopes import Scope, last_name
 
 PARAMETER = "pg_collection"
@@ -28,9 +36,13 @@ _TRANSPARENT = frozenset(
 )
 # What a class may be made of for its constructor to be an ordinary function.
 _PLAIN_BASES = frozenset({"ABC", "object", "Generic"})
+# Bases outside of a project whose constructors put no collection on an object.
+_KEEPING_NONE = _PLAIN_BASES | {"MegatronModule", "Module"}
 _CLASS_DECORATORS = frozenset({"total_ordering", "final", "deprecated"})
 # What makes an attribute more than one.
 _SPECIAL = frozenset({PARAMETER, "__slots__", "__setattr__"})
+# Names by which a constructor reads the parameter, be it with all others.
+_ALL_TAKEN = frozenset({PARAMETER, "locals", "vars"})
 # Functions that read the signature, or compile the source, of what they are passed.
 _INSPECTING = frozenset({"script", "jit_fuser", "signature", "getfullargspec", "get_type_hints"})
 
@@ -80,6 +92,35 @@ class Functions:
             and isinstance(parent := each.use.parents.node, ast.Call)
             and last_name(parent.func) in _INSPECTING
             for each in self.references.of(function, path)
+        )
+
+    @kept
+    def drops(self, constructor: Scope, path: Path) -> bool:
+        """Whether a constructor takes a collection and does nothing with it, where neither its
+        bases nor classes made of it keep one: what its methods find on ``self`` is the globals.
+        """
+        klass, looked = class_of(constructor), self._index.look(path)
+        named = {each.arg for each in parameters(constructor.node)}
+        if klass is None or looked is None or PARAMETER not in named:
+            return False
+        if any(isinstance(e, ast.Name) and e.id in _ALL_TAKEN for e in constructor.nodes):
+            return False
+        for each in ancestry(klass, path, self._index.resolver):
+            if isinstance(each, str):
+                if each.rpartition(".")[2] not in _KEEPING_NONE:
+                    return False
+            elif (
+                _SPECIAL & {*each.bindings, *each.attributes}
+                or _shows_attributes(each)
+                or (each is not klass and "__init__" in each.bindings)
+            ):
+                return False
+        behind = kept_behind(constructor)
+        if behind is None or any(add_behind(looked[0], each, "") is None for each in behind):
+            return False
+        return not any(  # below it
+            PARAMETER in each.bindings or PARAMETER in each.attributes
+            for each, _ in self.references.made_of(klass.name, path)
         )
 
     def _is_plain(self, klass: Scope, path: Path) -> bool:

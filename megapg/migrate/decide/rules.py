@@ -25,7 +25,7 @@ from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.sites import Kind, Site
 from megapg.migrate.migration import How, Left
 from megapg.migrate.python.locate import is_shown, quote_in
-from megapg.migrate.python.methods import self_of
+from megapg.migrate.python.methods import kept_behind, self_of
 from megapg.migrate.python.scopes import Scope
 from megapg.migrate.reasons import FALLBACK
 from megapg.upstream.mapping import COLLECTION_NAMES, Refusal, Replacement, Takes
@@ -167,6 +167,7 @@ def _by_what_is_at_hand(planner: _Planner, located: Located) -> None:
     planner.decide(located, base)
     if base.how is How.MODEL and base.expression == self_of(located.use.scope.unit):
         planner.threads.held_by_self(located)  # the constructor may take what it looks for
+        planner.threads.complete(located)
 
 
 def _may_be_passed(planner: _Planner, located: Located) -> bool:
@@ -351,6 +352,9 @@ class _Planner:
         needs = threads.needs(taking)
         for function in taking:
             self._take(function, needs[function], taking)
+        for function, path in threads.completed.items():
+            behind = tuple(kept_behind(function) or ())
+            self.result.taking.append(Taking(function, path, True, behind, is_new=False))
         of_self = [constructor for _, constructor in self.of_self]
         self.result.starts = starts(self.index, self.functions, threads, taking, of_self)
         left = with_what_is_unheard(self.result.left, self.result.decisions)

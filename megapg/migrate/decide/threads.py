@@ -75,6 +75,7 @@ class Threads:
         wanting: the functions that want the parameter, with the uses that it is to serve.
         paths: the files of the functions that may take it.
         edges: who calls each of them, once :meth:`thread` has run.
+        completed: the constructors that take a collection, and are to keep it, and their files.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Threads:
         self.wanting: dict[Scope, list[Located]] = {}
         self.paths: dict[Scope, Path] = {}
         self.edges: dict[Scope, list[Edge]] = {}
+        self.completed: dict[Scope, Path] = {}
         self._of_methods: dict[Scope, set[str]] = {}
 
     def may_take(self, function: Scope, path: Path) -> bool:
@@ -116,6 +118,14 @@ class Threads:
         if constructor is not None:
             self.wanting.setdefault(constructor, [])
         return constructor
+
+    def complete(self, located: Located) -> None:
+        """Have the constructor keep the collection that it takes, where a method asks ``self``."""
+        method, path = located.use.scope.unit, located.path
+        klass = method.parent if method is not None else None
+        for each in klass.defined("__init__") if klass is not None else ():
+            if path not in self._frozen and self._functions.drops(each, path):
+                self.completed[each] = path
 
     def _constructor(self, method: Scope | None, path: Path) -> Scope | None:
         """The constructor that can keep a collection for a method."""

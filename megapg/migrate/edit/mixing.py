@@ -17,7 +17,7 @@ from megapg.migrate.find.axes import axes_of
 from megapg.migrate.python.scopes import last_name, walk
 from megapg.migrate.reasons import UNSERVED
 from megapg.upstream.expressions import known, replacement
-from megapg.upstream.mapping import Refusal
+from megapg.upstream.mapping import COLLECTION_NAMES, Refusal
 from megapg.upstream.signatures import VERSIONS
 
 PASSED, GLOBALS = "pg_collection", "the globals"
@@ -280,6 +280,8 @@ class _Reading:
             return self._holds.get(node.id, "")
         if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
             return next(filter(None, map(self._carrier, node.values)), "")
+        if isinstance(node, ast.Attribute) and node.attr in COLLECTION_NAMES:
+            return self._model(node.value)
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             return ""
         if last_name(node.func.value) not in self._names.megapg or not node.args:

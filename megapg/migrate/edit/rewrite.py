@@ -83,10 +83,15 @@ class Writer:
     # -- parameters and arguments --------------------------------------------------------------
 
     def give_parameter(self, taking: Taking) -> bool:
-        """Add the parameter to a function; False where its text is too odd for that."""
+        """Add the parameter to a function, and keep it; False where its text is too odd for
+        that.
+        """
         node = taking.function.node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             return False
+        if not taking.is_new:
+            self._edits += (edits := self._keep(taking, node))
+            return bool(edits)
         declared = f"{PARAMETER}=None"
         if _is_annotated(node):
             kind = f"{self._imports.megapg()}.ProcessGroupCollection | None"
@@ -108,8 +113,8 @@ class Writer:
         statement = f"{instance}.{PARAMETER} = {PARAMETER}"
         first = add_statement(self._source, body[0], statement)
         behind = [add_behind(self._source, each, statement) for each in taking.behind]
-        if behind and all(map(operator.is_, taking.behind, body)):
-            edits = behind[-1:]  # nothing else runs before that one
+        if behind and (not taking.is_new or all(map(operator.is_, taking.behind, body))):
+            edits = behind[-1:]  # nothing that asks for it runs before that one
         else:
             edits = [first, *behind]
         return [each for each in edits if each is not None]
@@ -156,6 +161,9 @@ class Writer:
 
     def _text(self, decision: Decision) -> str | None:
         located, answer, base = decision.located, decision.answer, decision.base
+        if decision.as_read:
+            asked = "" if answer.asks == "group" else f".{answer.asks}()"
+            return f"{base.expression}.{decision.as_read}{asked}"
         pg = self._shared.get(decision) or self._collection(base, answer.needs)
         getters = self._imports.getters() if answer.needs_getters else ""
         text = answer.write(pg, getters)

@@ -32,7 +32,12 @@ from megapg.migrate.python.flow import (
     statements_around,
     statements_in,
 )
-from megapg.migrate.python.methods import first_parameter, is_class_method, parameters
+from megapg.migrate.python.methods import (
+    first_parameter,
+    is_class_method,
+    is_self,
+    parameters,
+)
 from megapg.migrate.python.scopes import (
     Alias,
     Binding,
@@ -305,6 +310,7 @@ class _Search:
         of_core = any(map(is_of_core, outside))
         is_sure = not has_another_role(method)
         made = method_name != "__init__"
+        reads = tuple(sorted(_read_in_constructors(ancestors))) if made else ()
         given = not made and self._may_have_a_model(method, ancestors)
         if any(map(is_strategy, outside)):
             # There model is a property, and None until there is one; groups_of() asks no such.
@@ -317,7 +323,7 @@ class _Search:
             sure = made and attribute not in MODEL_ATTRIBUTES
             sure = sure and (is_sure or kind != "model")
             certain = sure and assigned_at_first(attribute, ancestors)
-            yield Carrier(kind, f"{name}.{attribute}", "attribute", False, certain)
+            yield Carrier(kind, f"{name}.{attribute}", "attribute", False, certain, reads=reads)
         if is_module:
             set_up = of_core and self._is_set_up(method)
             certain = made or set_up or given
@@ -327,7 +333,7 @@ class _Search:
             if given and not set_up:
                 self._giving_way[name] = frozenset()  # what it was given is the parameter here
             is_part = not any(each.endswith("Model") for each in outside)
-            yield Carrier("model", name, "attribute", False, certain, is_part)
+            yield Carrier("model", name, "attribute", False, certain, is_part, reads)
         elif any(has_a_model(each) for each in ancestors):
             self._giving_way[name] = frozenset()
             yield Carrier("model", name, "attribute", False, (made or given) and is_sure)
@@ -355,6 +361,20 @@ class _Search:
                 for each in (statement, *statements_in(statement))
             )
         )
+
+
+def _read_in_constructors(classes: Iterable[Scope]) -> set[str]:
+    """What constructors read of the collection that their object keeps: attribute and field."""
+    return {
+        f"{node.value.attr}.{node.attr}"
+        for klass in classes
+        for constructor in klass.defined("__init__")
+        for node in constructor.nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Attribute)
+        and node.value.attr in COLLECTION_NAMES
+        and is_self(node.value.value, constructor)
+    }
 
 
 def _is_as_written(klass: Scope) -> bool:

@@ -32,6 +32,8 @@ class Carrier:
     may_be_none: bool = False  # it is a parameter that is None by default
     certain: bool = True  # it is there whenever the site runs, and holds what its name says
     is_part: bool = False  # it may be a part of a model
+    # What its constructor reads of the collection that it keeps, as in ``self.pg_collection.cp``.
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
