@@ -268,7 +268,7 @@ def h():
     mpu.set_data_parallel_rank(1)  # [setter] | it has no replacement
     return mpu.get_tensor_model_parallel_rank()  # resolve(None) | its function fakes ranks
 def ready():
-    return mpu.is_initialized()  # is_initialized(None) | it asks whether there are groups
+    return mpu.is_initialized()  # [lifecycle] | it asks whether there are groups
 def maybe():
     return mpu.get_embedding_group(False)  # [may-be-none] | the replacement may behave differently
 class Kept:

@@ -13,15 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megapg.migrate.decide.alike import have_answered_alike, stands_in
-from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Plan, Taking
+from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Plan, Taking, best
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.noticed import stand_ins, with_what_is_unheard
 from megapg.migrate.decide.starts import starts
 from megapg.migrate.decide.threads import Threads
-from megapg.migrate.find import meaning
 from megapg.migrate.find.axes import asked_about
 from megapg.migrate.find.index import Index, Located
+from megapg.migrate.find.meaning import GLOBALS as GLOBAL_MODULE
+from megapg.migrate.find.meaning import PARALLEL_STATE
 from megapg.migrate.find.sites import Kind, Site
 from megapg.migrate.migration import How, Left
 from megapg.migrate.python.locate import is_shown, quote_in
@@ -234,7 +235,8 @@ RULES = (
         _by_globals,
     ),
     Rule(
-        "it asks whether there are groups: what there is serves, None included",
+        "it asks whether there are groups: what was passed serves, None included, or what is at "
+        "hand; else Megatron's call stays",
         lambda planner, located: _takes(located) in (Takes.OPTIONAL, Takes.LAZY),
         _by_what_there_is,
     ),
@@ -345,10 +347,7 @@ class _Planner:
             instance = self_of(located.use.scope.unit)
             self.decide(located, Base(how(constructor), "groups_of", instance))
         for located in self.optional:
-            unit = located.use.scope.unit
-            given = PARAMETER if unit in taking else "None"
-            form = "plain" if _takes(located) is Takes.OPTIONAL else "groups_of"
-            self.decide(located, Base(how(unit), form, given, optional=True))
+            self._ask_whether(located, taking, how)
         needs = threads.needs(taking)
         for function in taking:
             self._take(function, needs[function], taking)
@@ -360,6 +359,29 @@ class _Planner:
         left = with_what_is_unheard(self.result.left, self.result.decisions)
         self.result.left[:] = list(left)
         return self.result
+
+    def _ask_whether(
+        self, located: Located, taking: Collection[Scope], how: Callable[[Scope | None], How]
+    ) -> None:
+        """Have what asks whether there are groups served by what will be at hand."""
+        unit, path = located.use.scope.unit, located.path
+        is_whether = _takes(located) is Takes.OPTIONAL
+        keeper = self.threads.keeper(unit, path)
+        if unit in taking:
+            base = Base(how(unit), "plain" if is_whether else "groups_of", PARAMETER, optional=True)
+        elif is_whether and keeper in taking:
+            base = Base(how(keeper), "groups_of", self_of(unit), optional=True)
+        elif (
+            is_whether
+            and not _is_in_core(path)
+            and (best(located.site.carriers) is None or self.facts.makes_groups(unit, path))
+        ):
+            _left("lifecycle", "no collection is at hand: Megatron's call stays")(self, located)
+            return
+        else:
+            form = "plain" if is_whether else "groups_of"
+            base = Base(how(unit), form, "None", optional=True)
+        self.decide(located, base)
 
     def _take(self, function: Scope, needs: tuple[str, ...], taking: Collection[Scope]) -> None:
         """Have a function take the parameter, and its callers pass it."""
@@ -379,6 +401,11 @@ class _Planner:
             self.result.passing.append(Passing(edge.reference, path, supply, needs))
 
 
+def _is_in_core(path: Path) -> bool:
+    """Whether a file is one of a Megatron-core: an import that stays there may close a circle."""
+    return any(path.parts[i : i + 2] == PARALLEL_STATE[:2] for i in range(len(path.parts)))
+
+
 def _heard_as(located: Located, index: Index) -> str:
     """What to patch in place of a name that a module of the project imported: what is written
     asks the globals, and never that name. Empty where a patch is heard as it is.
@@ -391,6 +418,6 @@ def _heard_as(located: Located, index: Index) -> str:
         owners = index.resolver.expression(node.args[0], located.use.scope, located.path)
     else:
         return ""
-    if meaning.GLOBALS in owners or not any(each.kind == "file" for each in owners):
+    if GLOBAL_MODULE in owners or not any(each.kind == "file" for each in owners):
         return ""
-    return f'patch "{".".join(filter(None, [*meaning.PARALLEL_STATE, site.name]))}"'
+    return f'patch "{".".join(filter(None, [*PARALLEL_STATE, site.name]))}"'

@@ -110,7 +110,7 @@ class Threads:
         the parameter from now on.
         """
         method = located.use.scope.unit
-        constructor = self._constructor(method, located.path)
+        constructor = self.keeper(method, located.path)
         if constructor is None:
             constructor = self._kept_by_base(located.use, located.path)
         elif isinstance(located.site.answer, Replacement):
@@ -127,7 +127,7 @@ class Threads:
             if path not in self._frozen and self._functions.drops(each, path):
                 self.completed[each] = path
 
-    def _constructor(self, method: Scope | None, path: Path) -> Scope | None:
+    def keeper(self, method: Scope | None, path: Path) -> Scope | None:
         """The constructor that can keep a collection for a method."""
         if method is None or method.parent is None or has_another_role(method):
             return None
@@ -160,7 +160,7 @@ class Threads:
         if not self._index.modules.sees(base[1], path):
             return None  # a class of the tests does not make one of the source keep something
         of_base = next(iter(base[0].defined("__init__")), None)
-        return self._constructor(of_base, base[1])
+        return self.keeper(of_base, base[1])
 
     def kept_behind(
         self, function: Scope, path: Path, taking: Collection[Scope]
@@ -279,13 +279,12 @@ class Threads:
                 if call is not None or not _is_rebound(supply, reference.use.scope):
                     keeper = None  # what its object carries, it was passed: that comes first
                     if class_of(unit) is not None and supply.expression == self_of(unit):
-                        keeper = self._constructor(unit, path)
+                        keeper = self.keeper(unit, path)
                     yield Edge(reference, supply, None, keeper)
             elif unit is not None and self.may_take(unit, path):
                 yield Edge(reference, Base(How.THREADED, "plain", PARAMETER), unit)
             elif unit is not None and (
-                constructor := self._constructor(unit, path)
-                or self._kept_by_base(reference.use, path)
+                constructor := self.keeper(unit, path) or self._kept_by_base(reference.use, path)
             ):
                 yield Edge(reference, Base(How.THREADED, "groups_of", self_of(unit)), constructor)
 
