@@ -295,7 +295,9 @@ SIGNATURES = {
     "def f(\n    a,\n    b,\n):": "def f(\n    a,\n    b,\n    *,\n    pg_collection=None,\n):",
     "def f(\n    a,\n    b\n):": "def f(\n    a,\n    b,\n    *,\n    pg_collection=None\n):",
     "def f(\n    a, b\n):": "def f(\n    a, b,\n    *,\n    pg_collection=None\n):",
-    "def f(a,\n      b):": "def f(a,\n      b, *, pg_collection=None):",
+    "def f(a,\n      b):": "def f(a,\n      b,\n      *,\n      pg_collection=None):",
+    "def f(a,\n      b, c):": "def f(a,\n      b, c, *, pg_collection=None):",
+    "def f(\n        a=(1, 2)):": "def f(\n        a=(1, 2),\n        *,\n        pg_collection=None):",
     "def f(\n    a,  # first\n    b,  # second\n):": (
         "def f(\n    a,  # first\n    b,  # second\n    *,\n    pg_collection=None,\n):"
     ),
@@ -339,7 +341,9 @@ CALLS = {
     "f(\n        1,\n        2,\n    )": "f(\n        1,\n        2,\n        ARG,\n    )",
     "f(\n        1,\n        2\n    )": "f(\n        1,\n        2,\n        ARG\n    )",
     "f(\n        1, 2\n    )": "f(\n        1, 2,\n        ARG\n    )",
-    "f(1,\n      2)": "f(1,\n      2, ARG)",
+    "f(1,\n      2)": "f(1,\n      2,\n      ARG)",
+    "f(1,\n      2, 3)": "f(1,\n      2, 3, ARG)",
+    "f(1,\n      b=g(2,\n          3))": "f(1,\n      b=g(2,\n          3),\n      ARG)",
     "f(\n        1,  # one\n    )": "f(\n        1,  # one\n        ARG,\n    )",
     "f(\n        1  # one\n    )": "f(\n        1,  # one\n        ARG\n    )",
 }

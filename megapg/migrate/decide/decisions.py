@@ -71,6 +71,7 @@ class Taking:
     # that.
     behind: tuple[ast.stmt, ...] = ()
     is_new: bool = True  # whether it does not have the parameter yet
+    at_first: bool = True  # whether it is kept before all else as well
 
 
 @dataclass

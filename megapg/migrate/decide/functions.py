@@ -39,6 +39,7 @@ _PLAIN_BASES = frozenset({"ABC", "object", "Generic"})
 # Bases outside of a project whose constructors put no collection on an object.
 _KEEPING_NONE = _PLAIN_BASES | {"MegatronModule", "Module"}
 _CLASS_DECORATORS = frozenset({"total_ordering", "final", "deprecated"})
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 # What makes an attribute more than one.
 _SPECIAL = frozenset({PARAMETER, "__slots__", "__setattr__"})
 # Names by which a constructor reads the parameter, be it with all others.
@@ -62,7 +63,7 @@ class Functions:
         anything that looks at the signature, noticing.
         """
         node, outer = function.node, function.parent
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or outer is None:
+        if not isinstance(node, _Function) or outer is None:
             return False
         if node.args.kwarg is not None or not decorators(node) <= _TRANSPARENT:
             return False
@@ -93,6 +94,35 @@ class Functions:
             and last_name(parent.func) in _INSPECTING
             for each in self.references.of(function, path)
         )
+
+    @kept
+    def set_up_by(self, constructor: Scope, path: Path) -> tuple[ast.stmt, ...]:
+        """The calls of the constructors of torch's modules, behind which a constructor is to keep
+        something: attributes come after them. None where another base, or the constructor itself
+        before that, may ask for it.
+        """
+        klass, looked = class_of(constructor), self._index.look(path)
+        if klass is None or looked is None or not isinstance(constructor.node, _Function):
+            return ()
+        above = list(ancestry(klass, path, self._index.resolver))[1:]
+        outside = {each.rpartition(".")[2] for each in above if isinstance(each, str)}
+        if not outside <= _KEEPING_NONE or outside <= _PLAIN_BASES:
+            return ()
+        if any(isinstance(each, Scope) and "__init__" in each.bindings for each in above):
+            return ()
+        calls, body = kept_behind(constructor) or (), constructor.node.body
+        if not calls or any(
+            each not in body or add_behind(looked[0], each, "") is None for each in calls
+        ):
+            return ()
+        before = body[: body.index(calls[-1])]
+        asks = any(
+            isinstance(node, ast.Name) and node.id in constructor.instances
+            for each in before
+            if each not in calls
+            for node in ast.walk(each)
+        )
+        return () if asks else tuple(calls)
 
     @kept
     def drops(self, constructor: Scope, path: Path) -> bool:

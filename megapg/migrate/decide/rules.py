@@ -142,6 +142,17 @@ def _is_parted(planner: _Planner, located: Located) -> bool:
     return axes is not None and (not asked or not axes.isdisjoint(asked))
 
 
+def _tests_what_it_made(planner: _Planner, located: Located) -> bool:
+    unit, path = located.use.scope.unit, located.path
+    if unit is None or not planner.index.modules.is_test(path):
+        return False
+    if planner.best(located) is not None and not _is_parted(planner, located):
+        return False
+    klass = unit.parent if unit.parent is not None and unit.parent.kind == "class" else None
+    beside = klass.defined("setup_method") + klass.defined("setUp") if klass else []
+    return any(planner.facts.makes_groups(each, path) for each in (unit, *beside))
+
+
 def _by_globals(planner: _Planner, located: Located) -> None:
     planner.decide(located, GLOBALS)
 
@@ -228,6 +239,11 @@ RULES = (
         "the replacement may behave differently where groups are missing",
         _has_caution,
         _left("", "--unsafe rewrites it"),
+    ),
+    Rule(
+        "it is a test that has the groups made, and has nothing else at hand: it means these",
+        lambda planner, located: _tests_what_it_made(planner, located),
+        _left("lifecycle", "a test of the groups that it has Megatron make"),
     ),
     Rule(
         "it asks for state of the job that no group tells: the globals serve",
@@ -353,7 +369,7 @@ class _Planner:
             self._take(function, needs[function], taking)
         for function, path in threads.completed.items():
             behind = tuple(kept_behind(function) or ())
-            self.result.taking.append(Taking(function, path, True, behind, is_new=False))
+            self.result.taking.append(Taking(function, path, True, behind, False, at_first=False))
         of_self = [constructor for _, constructor in self.of_self]
         self.result.starts = starts(self.index, self.functions, threads, taking, of_self)
         left = with_what_is_unheard(self.result.left, self.result.decisions)
@@ -387,7 +403,8 @@ class _Planner:
         """Have a function take the parameter, and its callers pass it."""
         threads, path = self.threads, self.threads.paths[function]
         keeps, behind = threads.keeps(function, path), threads.kept_behind(function, path, taking)
-        taken = Taking(function, path, keeps, behind)
+        of_torch = self.functions.set_up_by(function, path) if keeps and not behind else ()
+        taken = Taking(function, path, keeps, behind or of_torch, at_first=not of_torch)
         self.result.taking.append(taken)
         edges = [
             e for e in threads.edges.get(function, ()) if e.caller is None or e.caller in taking

@@ -182,7 +182,7 @@ class _Function:
         own = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
         if isinstance(before, own) or not self.is_free(before):
             return False
-        if not _is_bound(expression, around, self.scope):
+        if not _is_bound(expression, around, last, self.scope):
             return False
         uses = [each.use for each in some]
         sure = first_read(self.node, uses) is before
@@ -200,13 +200,18 @@ class _Function:
         )
 
 
-def _is_bound(expression: str, around: Sequence[ast.stmt], function: Scope) -> bool:
+def _is_bound(expression: str, around: Sequence[ast.stmt], last: ast.stmt, function: Scope) -> bool:
     """Whether what a look-up starts from is there when the last of some statements begins, and
-    nothing else takes its name from there on.
+    nothing else takes its name from there to the end of another one.
     """
     name, _, attribute = expression.partition(".")
     bindings, before = function.bindings.get(name, ()), around[-1]
-    if any(each.line > before.lineno for each in bindings) or _is_written(attribute, function):
+    end = max(each.end_lineno or each.lineno for each in (before, last))
+    if any(before.lineno < each.line <= end for each in bindings):
+        return False
+    if any(each.line == before.lineno for each in bindings) and last is not before:
+        return False
+    if _is_written(attribute, function):
         return False
     if not bindings or isinstance(bindings[0], Instance):
         return True

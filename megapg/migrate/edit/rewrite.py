@@ -113,7 +113,7 @@ class Writer:
         statement = f"{instance}.{PARAMETER} = {PARAMETER}"
         first = add_statement(self._source, body[0], statement)
         behind = [add_behind(self._source, each, statement) for each in taking.behind]
-        if behind and (not taking.is_new or all(map(operator.is_, taking.behind, body))):
+        if behind and (not taking.at_first or all(map(operator.is_, taking.behind, body))):
             edits = behind[-1:]  # nothing that asks for it runs before that one
         else:
             edits = [first, *behind]

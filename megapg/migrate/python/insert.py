@@ -22,10 +22,11 @@ _PASSED_OVER = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE})
 
 @dataclass(frozen=True)
 class _List:
-    """What is between two parentheses: where it begins and ends, and its last token."""
+    """What is between two parentheses: where it begins and ends, its last item and token."""
 
     opened: int
     closed: int
+    item: int  # where the last item begins
     last: str
     start: int
     stop: int
@@ -110,6 +111,11 @@ def _append(source: Source, begin: int, items: list[str], what: str) -> list[Edi
         return [Edit(stop, stop, ", ".join(items), what)]
     has_comma = found.last == ","
     if "\n" not in text[stop : found.closed] and "\r" not in text[stop : found.closed]:
+        own = _indent_of_own_line(source, found)
+        if own and not has_comma:
+            return [
+                Edit(stop, stop, "".join(f",{newline_of(source)}{own}{e}" for e in items), what)
+            ]
         joint = " " if has_comma else ", "
         return [Edit(stop, stop, joint + ", ".join(items), what)]
     newline = newline_of(source)
@@ -121,6 +127,13 @@ def _append(source: Source, begin: int, items: list[str], what: str) -> list[Edi
     if text[stop:end_of_line].strip():  # a comment, which stays with its line
         return [Edit(stop, stop, ",", what), Edit(end_of_line, end_of_line, lines, what)]
     return [Edit(stop, stop, "," + lines, what)]
+
+
+def _indent_of_own_line(source: Source, found: _List) -> str:
+    """The indentation of the last item, where it begins a line behind that of the parenthesis."""
+    begin = max(at for at in source.line_starts if at <= found.item)
+    indent = source.text[begin : found.item]
+    return indent if begin > found.opened and not indent.strip(" \t\f") else ""
 
 
 def _indent(source: Source, found: _List) -> str:
@@ -139,8 +152,8 @@ def _indent(source: Source, found: _List) -> str:
 
 def _parenthesised(text: str, begin: int) -> _List | None:
     """The first pair of parentheses from an index on: of a signature, or of a call."""
-    opened, depth, in_strings = -1, 0, 0
-    last = ("", -1, -1)
+    opened, depth, in_strings, comma_at = -1, 0, 0, -1
+    item, last = -1, ("", -1, -1)
     for token, start, stop in tokens(text, begin):
         name = tokenize.tok_name[token.type]
         in_strings += name.endswith("STRING_START") - name.endswith("STRING_END")
@@ -152,7 +165,11 @@ def _parenthesised(text: str, begin: int) -> _List | None:
             if token.string == "(" and depth == 1:  # deeper: among the parameters of types
                 opened, last = stop, (token.string, start, stop)
         elif depth == 0:
-            return _List(opened, start, *last)
+            return _List(opened, start, item, *last)
         else:
+            if last[1] < opened or (last[0] == "," and comma_at == last[1]):
+                item = start
+            if token.string == "," and depth == 1:
+                comma_at = start
             last = (token.string, start, stop)
     return None
