@@ -10,7 +10,8 @@ from test_migrate_engine import Case
 
 from megapg.migrate.edit.mixing import lost_in, mixed
 
-_HEAD = "import megapg\nfrom megapg.megatron import getters\nfrom megatron.core import mpu\n\n\n"
+_HEAD = "import megapg\nfrom megapg.megatron import getters\nfrom megatron.core import mpu\n"
+_HEAD += "from megatron.core import tensor_parallel\n\n\n"
 # A text, and what it mixes.
 TEXTS = {
     "def f(model):\n    if megapg.resolve(None).rank('tp'):\n"
@@ -26,6 +27,8 @@ TEXTS = {
     "    def g(self):\n        return megapg.groups_of(self, 'ep').ep\n": ["class A"],
     "class A:\n    def f(self):\n        return megapg.resolve(None).rank('ep')\n"
     "    def g(self):\n        return self.pg_collection.ep.size()\n": ["class A"],
+    "def f(model, x):\n    if megapg.groups_of(model, 'tp').size('tp') > 1:\n"
+    "        return tensor_parallel.scatter_to_sequence_parallel_region(x)\n": ["f"],
     # One carrier, or several that are about several kinds, or that are one.
     "def f(model):\n    pg = megapg.groups_of(model, 'tp')\n"
     "    return pg.rank('tp'), megapg.groups_of(model, 'tp').tp\n": [],

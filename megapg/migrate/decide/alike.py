@@ -14,7 +14,7 @@ from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER
 from megapg.migrate.decide.references import References
 from megapg.migrate.decide.threads import is_usual_method
-from megapg.migrate.find.axes import asked_about, axes_of
+from megapg.migrate.find.axes import asked_about, axes_of, takes_group
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.models import ancestry
@@ -55,7 +55,9 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
     of_functions: dict[Scope, list[_Asking]] = defaultdict(list)
     of_classes: dict[Scope, list[_Asking]] = defaultdict(list)
     paths: dict[Scope, Path] = {}
-    for asking in _all(plan, index):
+    asked = list(_all(plan, index))
+    asked += _by_core(asked, plan, index, facts)
+    for asking in asked:
         unit = asking.unit
         if unit in facts.tainted or has_another_role(unit):
             continue
@@ -86,6 +88,21 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
         facts.parted[unit] = known | axes
         is_new |= not axes <= known
     return is_new
+
+
+def _by_core(asked: Sequence[_Asking], plan: Plan, index: Index, facts: Facts) -> Iterator[_Asking]:
+    """What Megatron-core asks the globals about, in the functions that ask something and beside
+    them. Beside them it does not count where no version of it could be passed a group.
+    """
+    passed = {id(each.reference.use) for each in plan.passing}
+    asking = {each.unit: each.path for each in asked if "tp" in each.axes}
+    beside = {each: path for unit, path in asking.items() for each in facts.beside(unit, path)}
+    for unit, path in (beside | asking).items():
+        left = [use for use in facts.without_a_group(unit, path) if id(use) not in passed]
+        if unit not in asking:
+            left = [each for each in left if takes_group(each.parents.node, index.config.versions)]
+        if left:
+            yield _Asking(unit, path, frozenset({"tp"}), None)
 
 
 def _lines(

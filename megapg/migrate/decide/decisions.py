@@ -30,6 +30,12 @@ class Base:
     of_a_part: bool = False  # whether it may be a part of a model, which carries what it uses
     reads: tuple[str, ...] = ()  # of an object: what its constructor reads of its collection
 
+    def as_read(self, field: str) -> str:
+        """A group, as the constructor of the object reads it; empty where it does not."""
+        of = self.reads if self.form == "groups_of" else ()
+        found = next((each for each in of if each.endswith(f".{field}")), "")
+        return found and f"{self.expression}.{found}"
+
 
 GLOBALS = Base(How.RESOLVED, "resolve", "None")
 
@@ -45,19 +51,26 @@ class Decision:
     @property
     def as_read(self) -> str:
         """The group, as the constructor of its object reads it; empty where it does not."""
-        if self.base.form != "groups_of" or self.answer.asks not in ("group", "rank", "size"):
-            return ""
-        return next((e for e in self.base.reads if e.endswith(f".{self.answer.field}")), "")
+        plain = self.answer.asks in ("group", "rank", "size")
+        return self.base.as_read(self.answer.field) if plain else ""
 
 
 @dataclass(frozen=True, eq=False)
 class Passing:
-    """A call that is given the collection, or a function that is called by another name."""
+    """A call that is given the collection, or a group of it to a function of Megatron-core; or a
+    function that is called by another name.
+    """
 
     reference: Reference  # the call, or the function
     path: Path  # of the file of the function that is called
     base: Base  # what it is given
     needs: tuple[str, ...]  # the fields that are read behind it
+    group: str = ""  # the parameter, where it is given the one group that it needs
+
+    @property
+    def as_read(self) -> str:
+        """The group, as the constructor of its object reads it; empty where it does not."""
+        return self.base.as_read(self.needs[0]) if self.group else ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megapg.migrate.decide.decisions import Base, best
 from megapg.migrate.decide.references import References
+from megapg.migrate.find.axes import group_argument
 from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.sites import Carrier, Kind, Site
 from megapg.migrate.migration import How
@@ -161,6 +162,27 @@ class Facts:
             if isinstance(parent, ast.Call) and parent.func is use.node:
                 found[use.scope.unit].append(use)
         return found
+
+    @kept
+    def without_a_group(self, unit: Scope, path: Path) -> Sequence[Use]:
+        """The calls of a function by which Megatron-core communicates on the tensor parallel group
+        of the globals, since they pass none.
+        """
+        return [
+            use
+            for use in self._calls_in(path).get(unit, ())
+            if group_argument(use.parents.node)
+            and any(
+                each.kind == "name" and each.name.startswith("megatron.core.")
+                for each in self._index.resolver.expression(use.node, use.scope, path)
+            )
+        ]
+
+    def beside(self, unit: Scope, path: Path) -> list[Scope]:
+        """A function; of a method all of its class that call something: these ask one object."""
+        if unit.parent is None or unit.parent.kind != "class":
+            return [unit]
+        return [each for each in self._calls_in(path) if each and each.parent is unit.parent]
 
     @kept
     def _called_by(self, unit: Scope, path: Path) -> Sequence[tuple[Scope, Path]]:

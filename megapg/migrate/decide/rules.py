@@ -17,16 +17,18 @@ from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Pl
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.noticed import stand_ins, with_what_is_unheard
+from megapg.migrate.decide.references import Reference
 from megapg.migrate.decide.starts import starts
-from megapg.migrate.decide.threads import Threads
-from megapg.migrate.find.axes import asked_about
+from megapg.migrate.decide.threads import Threads, is_usual_method
+from megapg.migrate.find.axes import asked_about, group_argument, takes_group
+from megapg.migrate.find.carriers import carriers
 from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.meaning import GLOBALS as GLOBAL_MODULE
 from megapg.migrate.find.meaning import PARALLEL_STATE
 from megapg.migrate.find.sites import Kind, Site
 from megapg.migrate.migration import How, Left
 from megapg.migrate.python.locate import is_shown, quote_in
-from megapg.migrate.python.methods import kept_behind, self_of
+from megapg.migrate.python.methods import class_of, kept_behind, self_of
 from megapg.migrate.python.scopes import Scope
 from megapg.migrate.reasons import FALLBACK
 from megapg.upstream.mapping import COLLECTION_NAMES, Refusal, Replacement, Takes
@@ -367,6 +369,7 @@ class _Planner:
         needs = threads.needs(taking)
         for function in taking:
             self._take(function, needs[function], taking)
+        self._pass_groups(taking, how)
         for function, path in threads.completed.items():
             behind = tuple(kept_behind(function) or ())
             self.result.taking.append(Taking(function, path, True, behind, False, at_first=False))
@@ -398,6 +401,33 @@ class _Planner:
             form = "plain" if is_whether else "groups_of"
             base = Base(how(unit), form, "None", optional=True)
         self.decide(located, base)
+
+    def _pass_groups(self, taking: Collection[Scope], how: Callable[[Scope | None], How]) -> None:
+        """Have what serves a function serve its calls of Megatron-core that pass no group, too."""
+        served: dict[Scope, tuple[Path, Base]] = {}
+        for each in self.result.decisions:
+            unit, path, base = each.located.use.scope.unit, each.located.path, each.base
+            if unit is None or base == GLOBALS or "tp" not in asked_about(each.located.site):
+                continue
+            served.setdefault(unit, (path, base))
+            for method in self.facts.beside(unit, path) if base.expression == self_of(unit) else ():
+                if is_usual_method(method) and class_of(method) is None:
+                    of_self = replace(base, expression=self_of(method))
+                    served.setdefault(method, (path, of_self))
+        for unit, (path, base) in served.items():
+            for use in self.facts.without_a_group(unit, path):
+                call, argument = use.parents.node, group_argument(use.parents.node)
+                found = self.facts.best(carriers(use, path, self.index.resolver), unit)
+                if found is None and unit in taking:
+                    found = Base(how(unit), "resolve", PARAMETER)
+                elif found is None and base.expression == self_of(unit):
+                    found = base
+                if found is None or argument is None or not isinstance(call, ast.Call):
+                    continue
+                if takes_group(call, self.index.config.versions):
+                    at = Reference(path, use, call, call.func)
+                    passing = Passing(at, path, found, ("tp",), argument.name)
+                    self.result.passing.append(passing)
 
     def _take(self, function: Scope, needs: tuple[str, ...], taking: Collection[Scope]) -> None:
         """Have a function take the parameter, and its callers pass it."""

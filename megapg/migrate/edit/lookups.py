@@ -73,10 +73,10 @@ class _Place:
         self.what, self.base = what, what.base
         if isinstance(what, Decision):
             self.use, self.needs = what.located.use, what.answer.needs
-            at_once = what.answer.takes is not Takes.LAZY and not what.as_read
+            at_once = what.answer.takes is not Takes.LAZY
         else:
             self.use, self.needs, at_once = what.reference.use, what.needs, True
-        self.is_looked_up = at_once and self.base.form != "plain"
+        self.is_looked_up = at_once and self.base.form != "plain" and not what.as_read
 
     def around(self, function: ast.AST) -> list[ast.stmt]:
         """The statements of a function around it, from the outside in."""

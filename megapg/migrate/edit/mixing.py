@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from megapg.migrate.find.axes import axes_of
+from megapg.migrate.find.axes import axes_of, group_argument, takes_group
 from megapg.migrate.python.scopes import last_name, walk
 from megapg.migrate.reasons import UNSERVED
 from megapg.upstream.expressions import known, replacement
@@ -36,6 +36,7 @@ class Asking:
     carrier: str  # of what: one of the two above, or an expression
     what: str  # a field, or a getter
     line: int  # where
+    can_be_passed: bool = True  # else it is Megatron-core that asks, and takes no group there
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,10 @@ def mixed(
     """
     of_files: dict[str, _Classes] = {}
     everywhere = _Classes(list)
+    # A core in the project is code like the other.
+    has_core = any("megatron/core/tensor_parallel" in file for file in trees)
     for file, tree in trees.items():
-        names, of_files[file] = _Names(tree, versions), _Classes(list)
+        names, of_files[file] = _Names(tree, versions, has_core), _Classes(list)
         for node in ast.walk(tree):
             if isinstance(node, _Function):
                 yield from ((file, e) for e in _apart(node.name, _Reading(node, names).asked()))
@@ -75,7 +78,7 @@ def mixed(
                 for each in of.body
                 if isinstance(each, _Function) and not _makes_groups(each)
                 for asking in _Reading(each, names).asked()
-                if asking.carrier in ("self", GLOBALS)
+                if asking.carrier in ("self", GLOBALS) and asking.can_be_passed
             ]
             yield from ((file, each) for each in _apart(f"class {klass[0].name}", asked))
 
@@ -161,11 +164,11 @@ def _apart(where: str, asked: Sequence[Asking]) -> Iterator[Mixed]:
 class _Names:
     """What the imports of a file are called in it."""
 
-    def __init__(self, tree: ast.Module, versions: Collection[int]) -> None:
+    def __init__(self, tree: ast.Module, versions: Collection[int], has_core: bool) -> None:
         self.megapg, self.getters, self.modules = set[str](), set[str](), set[str]()
         self.members: dict[str, str] = {}
         self.homes: dict[str, str] = {}  # of what is imported: the folder, or file, that has it
-        self._versions = versions
+        self.versions, self._has_core = versions, has_core
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 self.megapg |= {e.asname or e.name for e in node.names if e.name == "megapg"}
@@ -189,12 +192,19 @@ class _Names:
             elif module.endswith(("parallel_state", "mpu")) and known(each.name):
                 self.members[bound] = each.name
 
+    def is_of_core(self, called: ast.expr) -> bool:
+        """Whether what is called is imported from Megatron-core."""
+        while isinstance(called, ast.Attribute):
+            called = called.value
+        home = self.homes.get(called.id, "") if isinstance(called, ast.Name) else ""
+        return home.startswith("/megatron/core") and not self._has_core
+
     def left(self, called: ast.expr) -> str:
         """The getter of Megatron's that is called, and that something could serve."""
         name = self.members.get(called.id, "") if isinstance(called, ast.Name) else ""
         if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
             name = called.attr if called.value.id in self.modules else ""
-        answers = [replacement(name, (), (each,)) for each in self._versions] if name else []
+        answers = [replacement(name, (), (each,)) for each in self.versions] if name else []
         served = [e for e in answers if not isinstance(e, Refusal) or e.reason not in UNSERVED]
         return name if served else ""
 
@@ -262,6 +272,8 @@ class _Reading:
             return
         if name := self._names.left(node.func):
             yield Asking(GLOBALS, name, line)
+        if group_argument(node) and self._names.is_of_core(node.func):
+            yield Asking(GLOBALS, "tp", line, takes_group(node, self._names.versions))
         first = node.args[0] if node.args else None
         if isinstance(node.func, ast.Attribute) and first is not None:
             carrier = self._carrier(node.func.value)

@@ -122,8 +122,13 @@ class Writer:
     def pass_argument(self, passing: Passing) -> bool:
         """Pass the collection in a call; False where its text is too odd for that."""
         call = passing.reference.call
-        written = self._shared.get(passing) or self._collection(passing.base, passing.needs)
+        written = self._shared.get(passing, "")
+        if not written and not passing.as_read:
+            written = self._collection(passing.base, passing.needs)
         argument = self._in_quotes(f"{PARAMETER}={written}")
+        if passing.group:
+            group = passing.as_read or self._in_quotes(f"{written}.{passing.needs[0]}")
+            argument = f"{passing.group}={group}"
         if call is None:  # it is called by another name
             begin, end = self._source.extent(passing.reference.node)
             bound = f"{self._source.text[begin:end]}, {argument}"
@@ -162,8 +167,7 @@ class Writer:
     def _text(self, decision: Decision) -> str | None:
         located, answer, base = decision.located, decision.answer, decision.base
         if decision.as_read:
-            asked = "" if answer.asks == "group" else f".{answer.asks}()"
-            return f"{base.expression}.{decision.as_read}{asked}"
+            return decision.as_read + ("" if answer.asks == "group" else f".{answer.asks}()")
         pg = self._shared.get(decision) or self._collection(base, answer.needs)
         getters = self._imports.getters() if answer.needs_getters else ""
         text = answer.write(pg, getters)

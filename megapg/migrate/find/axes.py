@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Collection
 
 from megapg.migrate.find.sites import Site
-from megapg.upstream.mapping import Replacement
+from megapg.migrate.python.scopes import last_name
+from megapg.upstream.mapping import (
+    GROUP_PARAMETERS,
+    TAKING_A_GROUP,
+    GroupArgument,
+    Replacement,
+)
 
 # What asks for state of the job is answered alike wherever it is asked.
 _OF_THE_JOB = re.compile(r"initiali[sz]e|virtual|split_rank")
@@ -31,3 +39,21 @@ def axes_of(name: str) -> frozenset[str]:
         return frozenset()
     found = frozenset(axis for axis, words in _AXES.items() if words.search(name))
     return found - {"tp", "dp"} if "ep" in found else found
+
+
+def group_argument(node: ast.AST | None) -> GroupArgument | None:
+    """How the group would be passed to what takes the globals' tensor parallel group, where a call
+    passes none; None of any other node.
+    """
+    if not isinstance(node, ast.Call):
+        return None
+    found = TAKING_A_GROUP.get(last_name(node.func))
+    named = {each.arg for each in node.keywords}
+    passes = {None, "group", *GROUP_PARAMETERS} & named
+    return None if found is None or passes or len(node.args) > found.after else found
+
+
+def takes_group(node: ast.AST | None, versions: Collection[int]) -> bool:
+    """Whether a call that passes no group could pass one in all of some versions."""
+    found = group_argument(node)
+    return found is not None and all(each >= found.since for each in versions)
