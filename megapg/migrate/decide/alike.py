@@ -14,7 +14,7 @@ from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER
 from megapg.migrate.decide.references import References
 from megapg.migrate.decide.threads import is_usual_method
-from megapg.migrate.find.axes import asked_about, axes_of, takes_group
+from megapg.migrate.find.axes import AXES, asked_about, axes_of, is_argument, takes_group
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.models import ancestry
@@ -57,9 +57,10 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
     paths: dict[Scope, Path] = {}
     asked = list(_all(plan, index))
     asked += _by_core(asked, plan, index, facts)
+    handing = {each.unit for each in asked if each.base is None and each.axes == AXES}
     for asking in asked:
         unit = asking.unit
-        if unit in facts.tainted or has_another_role(unit):
+        if unit in facts.tainted or (has_another_role(unit) and unit not in handing):
             continue
         of_functions[unit].append(asking)
         counts = _is_of_globals(asking.base) or _is_of_self(asking)
@@ -173,8 +174,11 @@ def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
     left = {id(each.site) for each in plan.left if each.reason not in {*UNSERVED, FALLBACK}}
     for located in index.located:
         unit = located.use.scope.unit
-        if id(located.site) in left and located.site.kind is Kind.CALL and unit is not None:
-            yield _Asking(unit, located.path, asked_about(located.site), None)
+        if id(located.site) in left and unit is not None:
+            if located.site.kind is Kind.CALL:
+                yield _Asking(unit, located.path, asked_about(located.site), None)
+            elif located.site.kind is Kind.MODULE and is_argument(located.node, unit.node):
+                yield _Asking(unit, located.path, AXES, None)
 
 
 def stands_in(use: Use, names: Collection[str]) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from megapg.migrate.find.axes import axes_of, group_argument, takes_group
+from megapg.migrate.find.axes import AXES, axes_of, group_argument, takes_group
 from megapg.migrate.python.scopes import last_name, walk
 from megapg.migrate.reasons import UNSERVED
 from megapg.upstream.expressions import known, replacement
@@ -272,6 +272,9 @@ class _Reading:
             return
         if name := self._names.left(node.func):
             yield Asking(GLOBALS, name, line)
+        given = (*node.args, *(keyword.value for keyword in node.keywords))
+        if any(isinstance(e, ast.Name) and e.id in self._names.modules for e in given):
+            yield from (Asking(GLOBALS, axis, line) for axis in sorted(AXES))  # whatever it reads
         if group_argument(node) and self._names.is_of_core(node.func):
             yield Asking(GLOBALS, "tp", line, takes_group(node, self._names.versions))
         first = node.args[0] if node.args else None

@@ -24,6 +24,8 @@ _WORDS = {
     "cp": "cp|context",
     "ep": "ep|expt|expert",
 }
+AXES = frozenset(_WORDS)
+"""All kinds."""
 _AXES = {axis: re.compile(rf"(?:\A|_)(?:{words})(?:_|\Z)") for axis, words in _WORDS.items()}
 
 
@@ -57,3 +59,12 @@ def takes_group(node: ast.AST | None, versions: Collection[int]) -> bool:
     """Whether a call that passes no group could pass one in all of some versions."""
     found = group_argument(node)
     return found is not None and all(each >= found.since for each in versions)
+
+
+def is_argument(node: ast.AST, function: ast.AST) -> bool:
+    """Whether a function hands something on to what it calls."""
+    return any(
+        node in (*each.args, *(keyword.value for keyword in each.keywords))
+        for each in ast.walk(function)
+        if isinstance(each, ast.Call)
+    )
