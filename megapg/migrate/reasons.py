@@ -35,8 +35,8 @@ _ALL = (
         "makes or ends the groups",
         "initialize_model_parallel(), destroy_model_parallel() and the functions that they call "
         "own the groups. A collection is a value and makes none. Where none is at hand, whether "
-        "there are groups is asked of Megatron, too; so are the groups that a test has Megatron "
-        "make.",
+        "there are groups is asked of Megatron, too; so are the groups that a function, or a test, "
+        "has it make.",
         "Open a session where the program starts (with megapg.session(tp=..., pp=...) as session) "
         "and pass session.groups on. The session ends what it made.",
     ),

@@ -321,7 +321,7 @@ def test_explain_looks_into_the_file_that_it_is_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"), [("check", "3 uses left"), ("migrate", "2 can be rewritten in 1 file")]
+    ("command", "said"), [("check", "3 uses left"), ("migrate", "1 can be rewritten in 1 file")]
 )
 def test_it_runs_where_torch_is_not_installed(project: Path, command: str, said: str) -> None:
     code = (

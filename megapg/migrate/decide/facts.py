@@ -39,7 +39,7 @@ class Facts:
 
     def __init__(self, index: Index, references: References) -> None:
         self._index, self._references = index, references
-        self.tainted = self._reached_by_fakes() | self._owning
+        self.tainted = self._reached_by_fakes() | self.owning
         self.parted: dict[Scope, frozenset[str]] = {}
         self.of_one: set[Scope] = set()
         self.of_self: set[Scope] = set()
@@ -86,7 +86,7 @@ class Facts:
         return found
 
     @cached_property
-    def _owning(self) -> set[Scope]:
+    def owning(self) -> set[Scope]:
         """Functions that make or end the groups themselves: what they read is what they made, and
         a model that they have may carry groups of before.
         """
@@ -102,9 +102,9 @@ class Facts:
         """Whether a function calls one that makes the groups, be it by way of others. Whether there
         are any it asks of the globals then: it makes them where they have none.
         """
-        found = {unit: path} if unit is not None and self._owning else {}
+        found = {unit: path} if unit is not None and self.owning else {}
         for _ in range(_DEEPEST):
-            if not self._owning.isdisjoint(found):
+            if not self.owning.isdisjoint(found):
                 return True
             for each, at in list(found.items()):
                 found.update(self._called_by(each, at))

@@ -259,8 +259,12 @@ RULES = (
         _by_what_there_is,
     ),
     Rule(
-        "its function fakes ranks or makes the groups, or is called by one that does: "
-        "the globals serve",
+        "its function has the groups made, or ended: it means these",
+        lambda planner, located: located.use.scope.unit in planner.facts.owning,
+        _left("lifecycle", "about the groups that its function makes or ends"),
+    ),
+    Rule(
+        "its function fakes ranks, or is called by one that does: the globals serve",
         lambda planner, located: located.use.scope.unit in planner.facts.tainted,
         _by_globals,
     ),
