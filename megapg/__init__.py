@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megapg.checkpoint.load import LoadedCheckpoint, load_checkpoint
     from megapg.checkpoint.save import save_checkpoint
     from megapg.collection import Lease, LeaseState, ProcessGroup, ProcessGroupCollection
+    from megapg.collection.mesh import from_mesh
     from megapg.communicators.health import HealthReport
     from megapg.communicators.options import CommunicatorOptions
     from megapg.communicators.warm_up import WarmUpReport
@@ -66,6 +67,7 @@ _HOMES = {
     "capture_rng_state": "megapg.rng",
     "fork_rng": "megapg.rng",
     "from_megatron": "megapg.megatron",
+    "from_mesh": "megapg.collection.mesh",
     "from_parallel_state": "megapg.megatron",
     "groups_of": "megapg.megatron",
     "latest": "megapg.checkpoint.directory",
@@ -108,6 +110,7 @@ __all__ = [
     "capture_rng_state",
     "fork_rng",
     "from_megatron",
+    "from_mesh",
     "from_parallel_state",
     "groups_of",
     "latest",

@@ -37,6 +37,9 @@ from megapg.errors import (
 )
 from megapg.layout import FIELDS, Field, GroupName, ParallelLayout
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 OPTIONAL_FIELDS = frozenset(
     {"embd", "pos_embd", "hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag"}
     | {"gtp_remat", "expt_gtp_remat"}
@@ -390,6 +393,29 @@ class ProcessGroupCollection:
             return self._witness is None or dist.get_global_rank(self._witness, 0) >= 0
         except (KeyError, ValueError, RuntimeError):
             return False
+
+    def mesh(self, *fields: Field, device_type: str = "") -> DeviceMesh:
+        """These groups as a mesh for FSDP2, DTensor, torchtitan or DCP; no group is made.
+
+        ``pg.mesh("dp_cp", "tp")["tp"].get_group() is pg.tp``. A slice has the group of its field,
+        and so has a slice that is flattened, or asked for by the field's name: ``mesh["dp_cp"]`` of
+        ``pg.mesh("dp", "cp", "tp")``. What would need a group that is not there is refused. The
+        mesh ends with the groups; it is another one than any other session's.
+
+        Args:
+            *fields: its dimensions, the outermost first, in any order in which they form a grid.
+            device_type: of the tensors; unless given ``cuda`` where the groups use NCCL, else
+                ``cpu``.
+
+        Raises:
+            MissingGroupError: a field has no group here.
+            StaleGroupError: the owner closed or suspended the groups.
+            LayoutError: the fields form no grid, with the reason.
+            UnsupportedVersionError: this torch's meshes make groups of their own.
+        """
+        from megapg.collection.mesh import mesh_of
+
+        return mesh_of(self, fields, device_type)
 
     @property
     def extras(self) -> Mapping[str, ProcessGroup]:

@@ -29,11 +29,11 @@ FLOORS = {
     "errors": (0, -1),
     "layout": (0, -1),
     "upstream": (0, 0),  # its tables name the fields of a layout
+    "torch_private": (0, -1),
     "migrate": (1, 0),  # runs where torch is not installed
     "collection": (1, 0),
     "launch": (1, 0),
     "signals": (1, 0),
-    "torch_private": (1, 0),
     "rendezvous": (2, 1),
     "communicators": (3, 2),
     "ownership": (4, 3),

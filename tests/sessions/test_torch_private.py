@@ -169,12 +169,13 @@ def test_the_oldest_torch_is_the_one_that_is_asked_for():
 
 def test_each_function_says_what_would_take_its_place():
     tree = ast.parse(Path(torch_private.__file__).read_text())
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    # A class is what the function that makes its objects says.
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     silent = [
         each.name
         for each in functions
         if "Public: " not in (ast.get_docstring(each) or "")
-        and each.name not in ("check_version", "check_and_ask", "_tag_removed")
+        and each.name not in ("check_version", "_named", "_tag_removed")
     ]
     assert len(functions) > 15
     assert not silent

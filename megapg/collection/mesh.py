@@ -1,0 +1,198 @@
+"""A collection as torch's DeviceMesh, and the other way round: no group is made for either.
+
+``pg.mesh("dp_cp", "tp")`` is for what takes a mesh (FSDP2, DTensor, torchtitan, DCP), and
+:func:`from_mesh` for what takes a collection. A mesh lives as long as the groups: torch looks them
+up by name at each use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megapg import torch_private
+from megapg.collection import Lease, ProcessGroupCollection
+from megapg.collection.membership import ProcessGroup, membership
+from megapg.errors import ForeignGroupError, LayoutError, MissingGroupError
+from megapg.layout import DEFAULT_ORDER, Field, ParallelLayout
+
+_MESHES = "meshes"  # in a lease's scratch
+# What a layout's dense grid is made of; a mesh has no more.
+_AXES: tuple[Field, ...] = ("tp", "cp", "dp", "pp")
+
+
+# -- out -------------------------------------------------------------------------------------------
+
+
+def mesh_of(pg: ProcessGroupCollection, fields: Sequence[Field], device_type: str) -> DeviceMesh:
+    """See :meth:`megapg.ProcessGroupCollection.mesh`."""
+    pg.require(*fields, owner="mesh()")
+    ranks, shape = _grid(pg, fields)
+    groups = {str(field): _group(pg, field) for field in fields}
+    device_type = device_type or _device_type(groups[fields[0]])
+    made = pg.lease.scratch.setdefault(_MESHES, None) or _Meshes(pg)
+    assert isinstance(made, _Meshes)  # nobody else has that name
+    pg.lease.scratch[_MESHES] = made
+    key = (*fields, device_type)
+    if key not in made.meshes:
+        shaped = torch.tensor(ranks).view(shape)
+        made.meshes[key] = torch_private.mesh_over(groups, shaped, device_type, _held(pg), pg.lease)
+    return made.meshes[key]
+
+
+class _Meshes:
+    """The meshes over the groups of one owner. torch finds a group by its name: those that an owner
+    makes anew are found by the old names as well, as long as a mesh may know these.
+    """
+
+    def __init__(self, pg: ProcessGroupCollection) -> None:
+        self.meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        self._fields = {group.group_name: field for field, group in _held(pg).items()}
+        self._listen(pg)
+
+    def _listen(self, pg: ProcessGroupCollection) -> None:
+        pg.lease.at_end.append(self._end)
+        pg.lease.at_succession.append(self._follow)
+
+    def _end(self) -> None:
+        torch_private.forget_placements()
+        for mesh in self.meshes.values():
+            torch_private.forget_groups(mesh)
+        for name in self._fields:
+            torch_private.drop_name(name)
+
+    def _follow(self, successor: ProcessGroupCollection) -> None:
+        held = _held(successor)
+        for name, field in self._fields.items():
+            torch_private.add_name(name, held[field])
+        self._listen(successor)
+
+
+def _held(pg: ProcessGroupCollection) -> dict[str, ProcessGroup]:
+    held = vars(pg)
+    return {str(f): held[f] for f in pg.present() if isinstance(held[f], ProcessGroup)}
+
+
+def _group(pg: ProcessGroupCollection, field: Field) -> ProcessGroup:
+    group = getattr(pg, field)
+    if not isinstance(group, ProcessGroup):
+        raise MissingGroupError(f"mesh(): {field} is {group!r} on this rank, and no group.")
+    return group
+
+
+def _device_type(group: ProcessGroup) -> str:
+    on_gpus = any(name in dist.get_backend_config(group) for name in ("nccl", "cuda:torchcomms"))
+    return "cuda" if on_gpus else "cpu"
+
+
+def _grid(pg: ProcessGroupCollection, fields: Sequence[Field]) -> tuple[list[int], list[int]]:
+    """The ranks of the mesh, the last dimension varying fastest, and its shape."""
+    if not fields or len(set(fields)) < len(fields):
+        raise LayoutError(f"mesh({', '.join(fields)}): name each dimension, once.")
+    layout = pg.layout
+    if layout is None and len(fields) > 1:
+        raise LayoutError(
+            f"mesh({', '.join(fields)}): these groups were made elsewhere, and of those that this "
+            "rank is not in nothing is known. Take the mesh from a session, or one field at a time."
+        )
+
+    def members(field: Field, rank: int) -> tuple[int, ...]:
+        return pg.ranks(field) if layout is None else layout.members(field, rank)
+
+    ranks, shape = [dist.get_rank()], [pg.size(field) for field in fields]
+    for field in fields:
+        ranks = [each for rank in ranks for each in members(field, rank)]
+    if len(ranks) != math.prod(shape) or len(set(ranks)) < len(ranks):
+        raise _no_grid(fields, "a rank would be in it more than once")
+    for dim, field in enumerate(fields):
+        stride, size = math.prod(shape[dim + 1 :]), shape[dim]
+        for first in (at for at in range(len(ranks)) if at // stride % size == 0):
+            line, group = (
+                ranks[first : first + stride * size : stride],
+                members(field, ranks[first]),
+            )
+            if tuple(line) != group:
+                raise _no_grid(fields, f"{list(group)}, a group of {field}, is no line of it")
+    return ranks, shape
+
+
+def _no_grid(fields: Sequence[Field], why: str) -> LayoutError:
+    return LayoutError(
+        f"mesh({', '.join(fields)}): these fields form no grid: {why}. Each has to be independent "
+        "of the others, as dp_cp, tp and pp are, or expt_dp, ep and expt_tp."
+    )
+
+
+# -- in --------------------------------------------------------------------------------------------
+
+
+def from_mesh(mesh: DeviceMesh, **dimensions: str) -> ProcessGroupCollection:
+    """A collection of the groups that a mesh has: borrowed, never closed by megapg.
+
+    Args:
+        mesh: torch's, or torchtitan's ``parallel_dims.world_mesh``.
+        **dimensions: field -> the name of the mesh's dimension, for example ``dp="dp_shard"``. A
+            dimension that was flattened has a name as well, as ``dp_cp="dp_cp"``. Fields that are
+            not named are absent.
+
+    Returns:
+        A collection with the layout that ``tp``, ``cp``, ``dp`` and ``pp`` imply.
+
+    Raises:
+        UnknownFieldError: a name that is no field.
+        ForeignGroupError: the mesh has no such dimension, or its groups have ended.
+        LayoutError: the sizes do not make up the mesh, or the groups are not those of the layout.
+    """
+    groups = {cast("Field", field): _of(mesh, name) for field, name in dimensions.items()}
+    collection = ProcessGroupCollection.from_groups(**groups)  # type: ignore[arg-type]
+    members = {str(field): membership(field, group) for field, group in groups.items()}
+    layout = _implied(mesh, collection)
+    lease = Lease(owner="groups passed to from_mesh()")
+    return ProcessGroupCollection(vars(collection), members, lease, layout)
+
+
+def _of(mesh: DeviceMesh, name: str) -> ProcessGroup:
+    try:
+        return mesh.get_group(name)
+    except (KeyError, RuntimeError, ValueError) as error:
+        names = ", ".join(mesh.mesh_dim_names or ()) or "no names"
+        raise ForeignGroupError(
+            f"from_mesh(): the mesh gives no live group for {name!r}; its dimensions are {names}. "
+            "If it has ended with its session, take a new one: pg.mesh(...)."
+        ) from error
+
+
+def _implied(mesh: DeviceMesh, pg: ProcessGroupCollection) -> ParallelLayout:
+    ranks, present = sorted(mesh.mesh.flatten().tolist()), pg.present()
+    sizes = {axis: pg.size(axis) for axis in _AXES if axis in present}
+    if math.prod(sizes.values()) != len(ranks):
+        raise LayoutError(
+            f"from_mesh(): {' x '.join(f'{k}={v}' for k, v in sizes.items()) or 'no axis'} is not "
+            f"{len(ranks)}, the ranks of the mesh. Give tp, cp, dp and pp each the name of a "
+            "dimension, as far as they are larger than 1; several dimensions are one once they are "
+            "flattened."
+        )
+    strides = {axis: (each := pg.ranks(axis))[1] - each[0] for axis in sizes if sizes[axis] > 1}
+    order: list[str] = [axis for axis, _ in sorted(strides.items(), key=lambda each: each[1])]
+    order += [axis for axis in DEFAULT_ORDER.split("-") if axis not in order]
+    layout = ParallelLayout(
+        world_size=len(ranks),
+        tp=sizes.get("tp", 1),
+        cp=sizes.get("cp", 1),
+        pp=sizes.get("pp", 1),
+        order="-".join(order),
+        ranks=ranks,
+    )
+    for field in present:
+        expected = layout.members(field, dist.get_rank())
+        if expected != pg.ranks(field):
+            raise LayoutError(
+                f"from_mesh(): {field} has the ranks {list(pg.ranks(field))} here, and in the "
+                f"layout of the other fields, with order={layout.order!r}, {list(expected)}."
+            )
+    return layout
