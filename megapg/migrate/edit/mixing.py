@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from megapg.migrate.find.axes import AXES, axes_of, group_argument, takes_group
+from megapg.migrate.find.axes import AXES, axes_of, group_argument
 from megapg.migrate.python.scopes import last_name, walk
 from megapg.migrate.reasons import UNSERVED
 from megapg.upstream.expressions import known, replacement
@@ -36,7 +36,7 @@ class Asking:
     carrier: str  # of what: one of the two above, or an expression
     what: str  # a field, or a getter
     line: int  # where
-    can_be_passed: bool = True  # else it is Megatron-core that asks, and takes no group there
+    by_core: bool = False  # whether it is Megatron-core that asks, since it is passed no group
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def mixed(
                 for each in of.body
                 if isinstance(each, _Function) and not _makes_groups(each)
                 for asking in _Reading(each, names).asked()
-                if asking.carrier in ("self", GLOBALS) and asking.can_be_passed
+                if asking.carrier in ("self", GLOBALS) and not asking.by_core
             ]
             yield from ((file, each) for each in _apart(f"class {klass[0].name}", asked))
 
@@ -168,7 +168,7 @@ class _Names:
         self.megapg, self.getters, self.modules = set[str](), set[str](), set[str]()
         self.members: dict[str, str] = {}
         self.homes: dict[str, str] = {}  # of what is imported: the folder, or file, that has it
-        self.versions, self._has_core = versions, has_core
+        self._versions, self._has_core = versions, has_core
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 self.megapg |= {e.asname or e.name for e in node.names if e.name == "megapg"}
@@ -204,7 +204,7 @@ class _Names:
         name = self.members.get(called.id, "") if isinstance(called, ast.Name) else ""
         if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
             name = called.attr if called.value.id in self.modules else ""
-        answers = [replacement(name, (), (each,)) for each in self.versions] if name else []
+        answers = [replacement(name, (), (each,)) for each in self._versions] if name else []
         served = [e for e in answers if not isinstance(e, Refusal) or e.reason not in UNSERVED]
         return name if served else ""
 
@@ -216,11 +216,17 @@ _Classes = defaultdict[str, list[_Class]]
 class _Reading:
     """What one function asks, without the functions in it that have a model of their own."""
 
-    def __init__(self, function: _Function, names: _Names) -> None:
+    def __init__(self, function: _Function, names: _Names, around: _Reading | None = None) -> None:
         self._function, self._names = function, names
-        self._holds: dict[str, str] = {}  # variable -> the carrier of which it is a collection
-        self._comes_of: dict[str, str] = {}  # variable -> the carrier of which it is a model
-        self._nodes = list(walk(function))
+        # Variables -> the carrier of which each is a collection; or a model.
+        self._holds: dict[str, str] = dict(around._holds) if around else {}
+        self._comes_of: dict[str, str] = dict(around._comes_of) if around else {}
+        every = list(walk(function))
+        inner = [each for each in every if isinstance(each, _Function) and each is not function]
+        inside = {id(each) for one in inner for each in walk(one)} - {id(one) for one in inner}
+        self._nodes = [each for each in every if id(each) not in inside]
+        nested = {id(each) for one in inner for each in walk(one) if each is not one}
+        self._inner = [each for each in inner if id(each) not in nested]
         self._of_others = {
             each.arg
             for node in self._nodes
@@ -246,6 +252,7 @@ class _Reading:
             elif isinstance(node, ast.For):
                 self._bind(node.target, node.iter)
         found = [asking for node in self._nodes for asking in self._of(node)]
+        found += [e for each in self._inner for e in _Reading(each, self._names, self).asked()]
         if self._says_none:  # what the globals answer where nothing was passed is what it means
             found = [each for each in found if each.carrier != GLOBALS]
         own = [each for each in found if each.carrier not in self._of_others]
@@ -276,7 +283,7 @@ class _Reading:
         if any(isinstance(e, ast.Name) and e.id in self._names.modules for e in given):
             yield from (Asking(GLOBALS, axis, line) for axis in sorted(AXES))  # whatever it reads
         if group_argument(node) and self._names.is_of_core(node.func):
-            yield Asking(GLOBALS, "tp", line, takes_group(node, self._names.versions))
+            yield Asking(GLOBALS, "tp", line, by_core=True)
         first = node.args[0] if node.args else None
         if isinstance(node.func, ast.Attribute) and first is not None:
             carrier = self._carrier(node.func.value)
