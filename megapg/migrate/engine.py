@@ -12,7 +12,7 @@ from pathlib import Path
 from megapg.migrate.config import Config
 from megapg.migrate.decide.decisions import Decision, Passing
 from megapg.migrate.decide.rules import make_plan
-from megapg.migrate.edit.outside import names_taken, patched_through
+from megapg.migrate.edit.outside import imported_through, names_taken, patched_through
 from megapg.migrate.edit.rewrite import Writer
 from megapg.migrate.edit.runtimes import Runtimes
 from megapg.migrate.edit.soundness import verify
@@ -122,8 +122,16 @@ class _Attempt:
         is asked then, so that it hears what it heard.
         """
         released = {path: each.released for path, each in self._writers.items()}
-        taken = names_taken(self._index, released)
-        for located, through in patched_through(self._index):
+        moving = list(imported_through(self._index, released))
+        taken = names_taken(self._index, released, {each[1] for each in moving})
+        for path, imported, name, source in moving:
+            kept = taken.get(source, ())
+            drops = path not in self._frozen and self._writers[source].drops(imported.member, kept)
+            if drops and self._writer(path).import_the_globals(imported, name):
+                self._requires[path].add(self._looked(source)[0].name)
+            else:
+                taken[source].add(imported.member)
+        for located, patched, through in patched_through(self._index):
             going = [
                 path
                 for path, name in through.items()
@@ -135,7 +143,7 @@ class _Attempt:
                 going
                 and changeable
                 and is_test(located.site.file)
-                and self._writer(located.path).patch_the_globals(located)
+                and self._writer(located.path).patch_the_globals(patched, located.site.name)
             ):
                 self._redirected.add(located.site)
                 self._requires[located.path] |= {self._looked(path)[0].name for path in going}

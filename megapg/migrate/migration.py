@@ -55,6 +55,9 @@ class Noticed:
     instead: str  # what to write there
 
 
+EXCUSE = "  # noqa: F401"
+
+
 @dataclass(frozen=True)
 class Edit:
     """One change of a file: ``text[start:stop]`` becomes ``new``."""
@@ -63,8 +66,8 @@ class Edit:
     stop: int  # index behind the last one
     new: str  # what is there instead
     # ``site``, which may be of a function that ``functools.partial`` of it replaces; ``parameter``,
-    # ``argument``, ``statement`` or ``import``; ``layout`` for what is between tokens; ``text`` for
-    # that of a file that is ours.
+    # ``argument``, ``statement`` or ``import``; ``layout`` for what is between tokens; ``excuse``
+    # for a comment to the linter; ``text`` for that of a file that is ours.
     what: str
 
 

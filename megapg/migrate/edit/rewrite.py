@@ -16,7 +16,6 @@ from megapg.migrate.edit.lookups import look_ups
 from megapg.migrate.edit.relayout import relaid
 from megapg.migrate.edit.style import Style, quote_of
 from megapg.migrate.find.axes import axes_of
-from megapg.migrate.find.index import Located
 from megapg.migrate.find.meaning import PARALLEL_STATE
 from megapg.migrate.migration import Edit
 from megapg.migrate.python.analysis import Analysis
@@ -24,7 +23,7 @@ from megapg.migrate.python.imports import MEGAPG, Imports, Runtime, names_of
 from megapg.migrate.python.insert import add_argument, add_behind, add_parameter, add_statement
 from megapg.migrate.python.locate import quote_in
 from megapg.migrate.python.methods import body_of, first_parameter, parameters
-from megapg.migrate.python.scopes import Scope, Use
+from megapg.migrate.python.scopes import Imported, Scope, Use
 from megapg.migrate.python.source import Source
 
 # What a collection is called that several reads of a function share; the first that is free.
@@ -45,7 +44,9 @@ class Writer:
         self, source: Source, analysis: Analysis, style: Style, runtime: Runtime = MEGAPG
     ) -> None:
         self._source, self._analysis = source, analysis
-        self._imports = Imports(source, analysis, style.order, style.is_sorted, runtime)
+        self._imports = Imports(
+            source, analysis, style.order, style.is_sorted, style.is_linted, runtime
+        )
         self._style = style
         self._edits: list[Edit] = []
         self._gone: set[Use] = set()
@@ -60,15 +61,27 @@ class Writer:
         """Whether the module does not import a name any more that others take none of."""
         return self._imports.drops(name, self._gone, kept)
 
-    def patch_the_globals(self, located: Located) -> bool:
-        """Have a string name what it patches where that is; False where it is not a plain one."""
-        begin, end = located.begin, located.end
-        quote, path = self._source.text[begin], getattr(located.node, "value", None)
-        if not isinstance(path, str) or self._source.text[begin:end] != f"{quote}{path}{quote}":
-            return False
-        new = ".".join(filter(None, [*PARALLEL_STATE, located.site.name]))
-        self._edits.append(Edit(begin, end, f"{quote}{new}{quote}", "site"))
+    def patch_the_globals(self, patched: ast.expr, name: str) -> bool:
+        """Have a test name what it patches where that is; False where it is no plain string."""
+        begin, end = self._source.extent(patched)
+        if isinstance(patched, ast.Attribute):
+            new = self._imports.module(*PARALLEL_STATE)
+        else:
+            quote, path = self._source.text[begin], getattr(patched, "value", None)
+            if self._source.text[begin:end] != f"{quote}{path}{quote}":
+                return False
+            new = f"{quote}{'.'.join(filter(None, [*PARALLEL_STATE, name]))}{quote}"
+        self._edits.append(Edit(begin, end, new, "site"))
         return True
+
+    def import_the_globals(self, imported: Imported, name: str) -> bool:
+        """Have an import at the top of a test get the globals from where they are; False where it
+        has to stay.
+        """
+        *package, module = PARALLEL_STATE
+        renamed = f" as {name}" if name != module else ""
+        new = f"from {'.'.join(package)} import {module}{renamed}"
+        return self._imports.replace(imported, name, new)
 
     def edits(self, kept: Collection[str]) -> list[Edit]:
         """All edits, in the order of the file.

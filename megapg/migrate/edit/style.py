@@ -68,6 +68,7 @@ class Style:
     order: Order  # of imports
     is_sorted: bool = False  # whether the project sorts them
     is_formatted: bool = False  # whether there are settings of a formatter
+    is_linted: bool = False  # whether there are settings of a linter
     line_length: int | None = None  # of the formatter, or else the linter; None where nothing says
     quote: str = ""  # that is asked for; empty where nothing says
     magic_comma: bool = True  # whether a comma at the end keeps a line each
@@ -114,6 +115,7 @@ class Styles:
             order,
             is_sorted=sorts or isort is not None,
             is_formatted=black is not None or ruff is not None,
+            is_linted=flake8 is not None or ruff is not None,
             line_length=next((_number(t, key, n) for t, key, n in lengths if t is not None), None),
             quote={"single": "'", "double": '"'}.get(inline or quotes, normalized),
             magic_comma=not any(

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from megapg.migrate.migration import Edit
+from megapg.migrate.migration import EXCUSE, Edit
 from megapg.migrate.python.methods import is_docstring, parameters
 from megapg.migrate.python.source import Source
 
@@ -45,6 +45,7 @@ _LEAVING = (
 
 # What may be between two tokens whatever they mean: the trees are compared all the same.
 _BETWEEN = re.compile(r"[\s(),]*")
+_IMPORT = re.compile(r"\s*(from|import)\s")
 NEWLINE = re.compile(r"\r\n|\r|\n")
 
 
@@ -132,11 +133,23 @@ class TakingBack(_Walk):
     def all_undone(self) -> None:
         """Raise where an edit is not one that could be taken back."""
         for number, edit in reversed([*enumerate(self._edits)]):
+            if self._is_excuse(edit):
+                continue
             if self._is_comma_of_next(number) or self._is_layout(number):
                 self._undone.add(number)
             if number not in self._undone:
                 raise Unsound(f"{self._line(number)}: not the {edit.what} that the edit says")
             self._comments_stay(number)
+
+    def _is_excuse(self, edit: Edit) -> bool:
+        """Whether an edit adds the comment for the linter, and nothing else, behind an import."""
+        line = NEWLINE.split(self._old.text[: edit.start])[-1]
+        rest = self._old.text[edit.start :].lstrip(" \t\f")[:1]
+        return (
+            (edit.what, edit.new, edit.stop) == ("excuse", EXCUSE, edit.start)
+            and rest in ("", "\r", "\n")
+            and bool(_IMPORT.match(line))
+        )
 
     def _is_layout(self, number: int) -> bool:
         """Whether an edit changes nothing but what the trees do not have."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
-from megapg.migrate.migration import Edit
+from megapg.migrate.migration import EXCUSE, Edit
 from megapg.migrate.python.analysis import Analysis
 from megapg.migrate.python.flow import blocks, statements_in
 from megapg.migrate.python.insert import newline_of
@@ -21,6 +21,8 @@ from megapg.migrate.python.source import Source
 
 _DELIBERATE = re.compile(r"#\s*(?:noqa|megapg:\s*keep|isort:|pylint:)")
 _Import: TypeAlias = ast.Import | ast.ImportFrom
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+_NOTICING_IMPORTS = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
 
 
 class Origin(NamedTuple):
@@ -52,9 +54,12 @@ class Imports:
     analysis: Analysis  # its scopes
     order: Order  # how its imports are sorted, if they are
     is_sorted: bool = False  # whether the project says so
+    is_linted: bool = False  # whether it has a linter that tells of imports for nothing
     runtime: Runtime = MEGAPG  # what it calls
     # The import statements that its new text needs.
     wanted: dict[str, None] = field(default_factory=dict)
+    # The names that it gets from elsewhere, each with the line of its import.
+    _replaced: set[tuple[int, str]] = field(default_factory=set)
 
     def megapg(self) -> str:
         """The name of what resolves; there is an import of it from now on."""
@@ -69,6 +74,12 @@ class Imports:
         if self._is_imported("partial", (("functools",), "partial")):
             return "partial"
         return self._name("functools", (("functools",), ""), "import functools") + ".partial"
+
+    def module(self, *parts: str) -> str:
+        """The name of a module of a package, likewise."""
+        *package, name = parts
+        statement = f"from {'.'.join(package)} import {name}"
+        return self._name(name, (tuple(package), name), statement)
 
     def _name(self, name: str, bound_to: tuple[tuple[str, ...], str], statement: str) -> str:
         called, needed = self._new_name(name, bound_to, statement)
@@ -151,9 +162,10 @@ class Imports:
             kept: names that others take from this module.
         """
         removed = list(self._unused(set(gone), kept))
+        excused = list(self._excused(set(gone), kept)) if self.is_linted else []
         # `import x` before `from x import`, as sorters of imports have it.
         wanted = sorted(self.wanted, key=lambda each: (each.startswith("from "), each))
-        edits: list[Edit] = []
+        edits: list[Edit] = excused
         for statement, names in removed:
             if names is not None:
                 edits += self._without(statement, names)
@@ -174,6 +186,21 @@ class Imports:
         if added:
             edits.append(self._addition(added))
         return edits
+
+    def replace(self, imported: Imported, name: str, statement: str) -> bool:
+        """Have a statement at the top import a name in place of the one that does; False where
+        that one has to stay.
+        """
+        self._replaced.add((imported.line, name))
+        going = any(
+            each in self._leading() and each.lineno == imported.line
+            for each, _ in self._unused(set(), ())
+        )
+        if going:
+            self.wanted[statement] = None
+        else:
+            self._replaced.discard((imported.line, name))
+        return going
 
     def drops(self, name: str, gone: Collection[Use], kept: Collection[str]) -> bool:
         """Whether the import of a name goes with some uses."""
@@ -264,7 +291,16 @@ class Imports:
             lead = "" if source.text[:at].endswith(("\n", "\r")) else newline
         elif after is not None or body:
             at = source.line_starts[first_line(after or body[0]) - 1]
-        return Edit(at, at, f"{lead}{new}{newline}", "import")
+        behind = body[1:] if after is not None else body
+        if leading or not behind:
+            return Edit(at, at, f"{lead}{new}{newline}", "import")
+        # The first import of a file stands alone, as formatters have it.
+        lead += newline if after is not None else ""
+        text = source.text[at:]
+        blank = text[: len(text) - len(text.lstrip())].count(newline)
+        wanted = 2 if isinstance(behind[0], _FUNCTION | ast.ClassDef) else 1
+        rest = newline * max(0, wanted - blank)
+        return Edit(at, at, f"{lead}{new}{newline}{rest}", "import")
 
     def _end(self, statement: ast.stmt) -> int:
         return self.source.index(statement.end_lineno or 0, statement.end_col_offset or 0)
@@ -290,7 +326,8 @@ class Imports:
         """Statements with the names to take out of each; None for all of them."""
         if self.source.path.stem == "__init__" or "*" in kept:
             return
-        unused = set(self._unused_names(gone, kept))
+        idle = self._idle(gone, kept)
+        unused = {(at[0].line, name) for name, at in idle if len(at) == 1} | self._replaced
         for statement in _plain_imports(self.source.tree):
             names = list(map(bound_name, statement.names))
             out = [name for name in names if (statement.lineno, name) in unused]
@@ -311,7 +348,22 @@ class Imports:
         emptied = [block for block in blocks if all(each in statements for each in block)]
         return [each for each in statements if not any(each in block for block in emptied)]
 
-    def _unused_names(self, gone: set[Use], kept: Collection[str]) -> Iterator[tuple[int, str]]:
+    def _excused(self, gone: set[Use], kept: Collection[str]) -> Iterator[Edit]:
+        """A comment for the linter at imports that fail where something is not there, and that is
+        all that they are for now.
+        """
+        idle = {(each.line, name) for name, at in self._idle(gone, kept) for each in at}
+        plain = set(_plain_imports(self.source.tree))
+        for each in walk(self.source.tree):
+            if isinstance(each, ast.Import | ast.ImportFrom) and each not in plain:
+                end = self._end(each)
+                alone = not self.source.text[end : self._end_of_line(each)].strip()
+                here = {(each.lineno, bound_name(name)) for name in each.names}
+                if alone and each.lineno == each.end_lineno and not here.isdisjoint(idle):
+                    yield Edit(end, end, EXCUSE, "excuse")
+
+    def _idle(self, gone: set[Use], kept: Collection[str]) -> Iterator[tuple[str, list[Imported]]]:
+        """The names that lose their last use and nothing else needs, with their imports."""
         names = names_of(gone)
         left: set[tuple[int, str]] = set()
         went: set[tuple[int, str]] = set()
@@ -328,8 +380,8 @@ class Imports:
                     continue
                 if scope is self.analysis.module and (name in kept or self._exported(name)):
                     continue
-                if len(bindings) == 1 and isinstance(bindings[0], Imported):
-                    yield bindings[0].line, name
+                if isinstance(bindings[0], Imported):
+                    yield name, [each for each in bindings if isinstance(each, Imported)]
 
     def _exported(self, name: str) -> bool:
         if "__all__" not in self.analysis.module.bindings:
@@ -366,22 +418,38 @@ def names_of(uses: Iterable[Use]) -> set[str]:
     return {use.root for use in uses if use.root}
 
 
-def _plain_imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
+def _plain_imports(tree: ast.Module) -> Iterator[_Import]:
     """Imports that run whenever what is around them does, with other statements beside them."""
-    waiting: list[ast.AST] = [tree]
+    waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
     while waiting:
-        outer = waiting.pop()
+        outer, in_function = waiting.pop()
         for block in blocks(outer):
             for statement in block:
-                if isinstance(statement, ast.Import | ast.ImportFrom):
-                    if not all(isinstance(each, ast.Import | ast.ImportFrom) for each in block):
+                if isinstance(statement, _Import):
+                    if not all(isinstance(each, _Import) for each in block):
                         yield statement
                 elif not isinstance(statement, ast.Try | ast.If):
-                    waiting.append(statement)
+                    waiting.append((statement, in_function or isinstance(statement, _FUNCTION)))
+                elif in_function and not _notices_imports(statement):
+                    waiting.append((statement, True))
                 else:
-                    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-                    waiting += [e for e in statements_in(statement) if isinstance(e, kinds)]
+                    inner = list(statements_in(statement))
+                    waiting += [(e, True) for e in inner if isinstance(e, _FUNCTION)]
+                    waiting += [(e, False) for e in inner if isinstance(e, ast.ClassDef)]
                     yield from _as_good_without(statement)
+
+
+def _notices_imports(statement: ast.Try | ast.If) -> bool:
+    """Whether it does something else where an import in it fails."""
+    return isinstance(statement, ast.Try) and any(
+        each.type is None
+        or any(
+            last_name(node) in _NOTICING_IMPORTS
+            for node in ast.walk(each.type)
+            if isinstance(node, ast.expr)
+        )
+        for each in statement.handlers
+    )
 
 
 def _as_good_without(statement: ast.Try | ast.If) -> Iterator[ast.Import | ast.ImportFrom]:
