@@ -143,13 +143,12 @@ class TakingBack(_Walk):
 
     def _is_excuse(self, edit: Edit) -> bool:
         """Whether an edit adds the comment for the linter, and nothing else, behind an import."""
-        line = NEWLINE.split(self._old.text[: edit.start])[-1]
-        rest = self._old.text[edit.start :].lstrip(" \t\f")[:1]
-        return (
-            (edit.what, edit.new, edit.stop) == ("excuse", EXCUSE, edit.start)
-            and rest in ("", "\r", "\n")
-            and bool(_IMPORT.match(line))
-        )
+        if (edit.what, edit.new, edit.stop) != ("excuse", EXCUSE, edit.start):
+            return False
+        line = bisect_right(self._old.line_starts, edit.start)
+        before, behind = self._old.line_starts[line - 1], self._old.text[edit.start :]
+        of_import = _IMPORT.match(self._old.text[before : edit.start])
+        return of_import is not None and behind.lstrip(" \t\f")[:1] in ("", "\r", "\n")
 
     def _is_layout(self, number: int) -> bool:
         """Whether an edit changes nothing but what the trees do not have."""

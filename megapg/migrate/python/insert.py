@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import tokenize
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from megapg.migrate.migration import Edit
@@ -131,7 +132,7 @@ def _append(source: Source, begin: int, items: list[str], what: str) -> list[Edi
 
 def _indent_of_own_line(source: Source, found: _List) -> str:
     """The indentation of the last item, where it begins a line behind that of the parenthesis."""
-    begin = max(at for at in source.line_starts if at <= found.item)
+    begin = source.line_starts[bisect_right(source.line_starts, found.item) - 1]
     indent = source.text[begin : found.item]
     return indent if begin > found.opened and not indent.strip(" \t\f") else ""
 
