@@ -1,0 +1,281 @@
+"""Any number of ranks in one process: megapg's real rendezvous code against a store that counts.
+
+Each rank is a greenlet, with a clock of its own. The one store serves one call at a time, in the
+order in which calls reach it; each has a cost. Ranks meet through the store alone, so one runs on
+until it calls the store before another one would. Sleeping moves its clock and takes no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Self, cast
+from unittest import mock
+
+import torch.distributed as dist
+from greenlet import getcurrent, greenlet
+
+from megapg.rendezvous import (
+    coordinator,
+    gathering,
+    hello,
+    joint_work,
+    parting,
+    rendezvous,
+    store,
+)
+from megapg.rendezvous.store import Host, Store
+
+_TIMED = (coordinator, gathering, joint_work, parting, rendezvous, store)
+_SPREAD = 1.0
+"""Within how many seconds the ranks begin with a phase."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a call to the store takes. Seconds.
+
+    Attributes:
+        way: to the store and back, over the network and through the client.
+        call: of the process that hosts the store, for each call, and likewise the rest.
+        key: for each key that the call names.
+        byte: for each byte of values and of keys, both ways.
+    """
+
+    way: float = 60e-6
+    call: float = 8e-6
+    key: float = 0.4e-6
+    byte: float = 0.5e-9
+
+
+@dataclass
+class Tally:
+    """What one rank asked of the store in a phase.
+
+    Attributes:
+        calls: that changed something or heard something: those that found nothing are ``polls``.
+        writes: those of the calls that change something.
+        keys: that calls and polls named.
+        bytes: of keys and values, both ways.
+        depth: the longest chain of calls of which each had to wait for the one before it, on this
+            rank or on another, and that ends here.
+        ended: when it had done its part, from the first rank's begin. Seconds.
+    """
+
+    calls: int = 0
+    polls: int = 0
+    writes: int = 0
+    keys: int = 0
+    bytes: int = 0
+    depth: int = 0
+    ended: float = 0.0
+
+    def count(self, keys: int, size: int, *, found: bool, writes: bool) -> None:
+        """Count a call."""
+        self.calls += found
+        self.polls += not found
+        self.writes += writes
+        self.keys += keys
+        self.bytes += size
+
+
+@dataclass
+class Phase:
+    """What all ranks asked of the store in a phase.
+
+    Attributes:
+        ranks: by rank.
+        busy: how long the store had to work for it. Seconds.
+    """
+
+    ranks: list[Tally]
+    busy: float = 0.0
+
+    def most(self, quantity: str, ranks: slice = slice(None)) -> float:
+        """Of a quantity, the most that any of the ranks has."""
+        return max(getattr(each, quantity) for each in self.ranks[ranks])
+
+    def total(self, quantity: str) -> float:
+        """Of a quantity, what all have together."""
+        return sum(getattr(each, quantity) for each in self.ranks)
+
+
+@dataclass
+class Rank:
+    """A simulated rank: its own clock, and what it has asked for in this phase."""
+
+    rank: int
+    at: float = 0.0
+    tally: Tally = field(default_factory=Tally)
+    run: greenlet | None = None
+
+
+class Simulation:
+    """Ranks, and the store that they share."""
+
+    def __init__(self, size: int, costs: Costs | None = None) -> None:
+        self.size, self.costs = size, costs or Costs()
+        self.values: dict[str, bytes] = {}
+        self._depths: dict[str, int] = {}
+        self._arriving: list[tuple[float, int, Rank]] = []
+        self._free = self._busy = 0.0
+        self._current = Rank(0)
+        self._ranks = [Rank(rank) for rank in range(size)]
+        self._numbers = iter(range(2**62))
+
+    def store(self) -> Store:
+        """A connection; each rank must have its own."""
+        return _Store(cast("dist.Store", _Keys(self)), Host("the simulated store", here=True))
+
+    def phase(self, part: Callable[[int], object]) -> Phase:
+        """Have every rank do its part, from moments close to each other, until all are done."""
+        begun, order = max(rank.at for rank in self._ranks), random.Random(self.size)
+        self._depths.clear()
+        self._busy, hub = 0.0, getcurrent()
+        for rank in self._ranks:
+            rank.at, rank.tally = begun + order.uniform(0.0, _SPREAD), Tally()
+            rank.run = greenlet(part, hub)
+            self._await(rank)
+        with _clock(self):
+            while self._arriving:
+                self._current = heapq.heappop(self._arriving)[2]
+                run = self._current.run
+                assert run is not None
+                run.switch(*() if run else (self._current.rank,))
+        for rank in self._ranks:
+            rank.tally.ended, rank.run = rank.at - begun, None
+        return Phase([rank.tally for rank in self._ranks], self._busy)
+
+    def _await(self, rank: Rank) -> None:
+        heapq.heappush(self._arriving, (rank.at, next(self._numbers), rank))
+
+    # -- for the rank that is running ----------------------------------------------------------
+
+    def monotonic(self) -> float:
+        """Its clock. Seconds."""
+        return self._current.at
+
+    def sleep(self, seconds: float) -> None:
+        """Move its clock on."""
+        self._current.at += seconds
+
+    def reach(self) -> None:
+        """Let those run whose calls reach the store before one that this rank makes now."""
+        mine = self._current
+        mine.at += self.costs.way / 2
+        if self._arriving and self._arriving[0][0] < mine.at:
+            self._await(mine)
+            getcurrent().parent.switch()
+
+    def served(
+        self, reads: Sequence[str], writes: Sequence[str], size: int, *, found: bool = True
+    ) -> None:
+        """Count a call, and move the clock on to when its answer is there."""
+        mine, costs = self._current, self.costs
+        named = len({*reads, *writes}) or 1
+        size += sum(map(len, reads or writes))
+        mine.tally.count(named, size, found=found, writes=bool(writes))
+        if found:
+            heard = max((self._depths.get(key, 0) for key in reads), default=0)
+            mine.tally.depth = max(mine.tally.depth, heard) + 1
+            self._depths.update(dict.fromkeys(writes, mine.tally.depth))
+        taken = costs.call + costs.key * named + costs.byte * size
+        self._busy += taken
+        self._free = max(self._free, mine.at) + taken
+        mine.at = self._free + costs.way / 2
+
+
+class _Store(Store):
+    def view(self, prefix: str) -> Self:
+        keys = cast("_Keys", self._torch)
+        return self.beside(cast("dist.Store", keys.inside(prefix)))
+
+
+class _Keys:
+    """torch's end of a connection, as megapg calls it."""
+
+    def __init__(self, simulation: Simulation, prefix: str = "") -> None:
+        self._simulation, self._prefix = simulation, prefix
+
+    def inside(self, prefix: str) -> _Keys:
+        """The keys that begin with a prefix."""
+        return _Keys(self._simulation, f"{self._prefix}{prefix}/")
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.multi_set([key], [value])
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        known = self._reached(keys)
+        stored = [value.encode() if isinstance(value, str) else value for value in values]
+        self._simulation.values.update(zip(known, stored, strict=True))
+        self._simulation.served((), known, sum(map(len, stored)))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        (known,) = self._reached([key])
+        values = self._simulation.values
+        held = values.get(known)
+        writes = held == expected.encode() if held is not None else not expected
+        if writes:
+            values[known] = held = desired.encode()
+        answer = expected.encode() if held is None else held
+        size = len(expected) + len(desired) + len(answer)
+        writing = [known] if writes else []
+        self._simulation.served([known], writing, size, found=held is not None)
+        return answer
+
+    def check(self, keys: Sequence[str]) -> bool:
+        known = self._reached(keys)
+        found = all(key in self._simulation.values for key in known)
+        self._simulation.served(known, (), 0, found=found)
+        return found
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        known = self._reached(keys)
+        values = [self._simulation.values[key] for key in known]
+        self._simulation.served(known, (), sum(map(len, values)))
+        return values
+
+    def add(self, key: str, amount: int) -> int:
+        (known,) = self._reached([key])
+        values = self._simulation.values
+        total = int(values.get(known, b"0")) + amount
+        values[known] = str(total).encode()
+        self._simulation.served([known], [known] if amount else [], len(values[known]))
+        return total
+
+    def delete_key(self, key: str) -> bool:
+        (known,) = self._reached([key])
+        there = self._simulation.values.pop(known, None) is not None
+        self._simulation.served((), [known], 0)
+        return there
+
+    def list_keys(self) -> list[str]:
+        self._reached(())
+        keys = [key for key in self._simulation.values if key.startswith(self._prefix)]
+        self._simulation.served((), (), sum(map(len, keys)))
+        return [key.removeprefix(self._prefix) for key in keys]
+
+    def _reached(self, keys: Sequence[str]) -> list[str]:
+        self._simulation.reach()
+        return [self._prefix + key for key in keys]
+
+
+@contextlib.contextmanager
+def _clock(simulation: Simulation) -> Iterator[None]:
+    """The rendezvous lives on the clock of the rank that runs."""
+    clock = SimpleNamespace(monotonic=simulation.monotonic, sleep=simulation.sleep)
+    process = SimpleNamespace(create_time=float)
+    with contextlib.ExitStack() as patches:
+        for module in _TIMED:
+            patches.enter_context(mock.patch.object(module, "time", clock))
+        # Who asks for the age of this process waits for the file system.
+        psutil = SimpleNamespace(Process=lambda: process)
+        patches.enter_context(mock.patch.object(hello, "psutil", psutil))
+        yield
