@@ -51,8 +51,8 @@ class Gathering:
             hopeless: whether nothing more will come.
             leader_only: a follower that gives up blames the leader, and asks about nobody else.
         """
-        everyone, outcome = [f"{folder}/{rank}" for rank in self._ranks], f"{folder}/all"
-        awaited = everyone if self._leading else [outcome]
+        outcome = f"{folder}/all"
+        awaited = [f"{folder}/{r}" for r in self._ranks] if self._leading else [outcome]
         here = False
 
         def here_or_hopeless() -> bool:
@@ -94,16 +94,12 @@ class Gathering:
 
     def _answers(self, prefix: str, silence: str) -> dict[int, str]:
         """rank -> what it said went wrong, or ``silence`` where it said nothing at all."""
-        keys = [f"{prefix}/{rank}" for rank in self._ranks]
-        if self._store.check(keys):
-            said = [text.decode() for text in self._store.multi_get(keys)]
-        else:
-            found = [self._store.peek(key) for key in keys]
-            said = [silence if text is None else text.decode() for text in found]
+        found = self._store.peeks([f"{prefix}/{rank}" for rank in self._ranks])
+        said = [silence if text is None else text.decode() for text in found]
         return {rank: text for rank, text in zip(self._ranks, said, strict=True) if text}
 
     def _read_problems(self, key: str) -> dict[int, str]:
-        return {int(rank): text for rank, text in json.loads(self._store.get(key)).items()}
+        return _by_rank(self._store.get(key))
 
     def _settle(self, key: str, word: Mapping[int, str]) -> dict[int, str]:
         """Say it for everyone, unless somebody has already; what was said, the same on all ranks.
@@ -111,11 +107,31 @@ class Gathering:
         The leader says how things stand, and a follower that gives up waiting for it says so in the
         same place: either all go on, or none does.
         """
-        said = self._store.compare_set(key, "", json.dumps(word))
-        return {int(rank): text for rank, text in json.loads(said).items()}
+        return _by_rank(self._store.compare_set(key, "", _by_word(word)))
 
     def _forget(self, folders: Collection[str]) -> None:
         """Delete the keys inside these folders, those that communicators left there included."""
         for key in self._store.list_keys():
             if key.partition("/")[0] in folders:
                 self._store.delete_key(key)
+
+
+def _by_word(said: Mapping[int, str]) -> str:
+    """Each word once, with the ranks that said it, as first and last of those in a row.
+
+    Every rank reads it, and mostly all have said the same.
+    """
+    words: dict[str, list[list[int]]] = {}
+    for rank in sorted(said):
+        rows = words.setdefault(said[rank], [])
+        if rows and rows[-1][1] == rank - 1:
+            rows[-1][1] = rank
+        else:
+            rows.append([rank, rank])
+    return json.dumps(words)
+
+
+def _by_rank(text: bytes) -> dict[int, str]:
+    words: dict[str, list[list[int]]] = json.loads(text)
+    rows = [(first, last, word) for word, rows in words.items() for first, last in rows]
+    return {rank: word for first, last, word in sorted(rows) for rank in range(first, last + 1)}

@@ -93,11 +93,9 @@ class Hellos:
 
     def of_all(self, ranks: Sequence[int]) -> dict[int, Hello | None]:
         """What these ranks last said."""
-        keys = [f"hello/{rank}" for rank in ranks]
-        if not self._store.check(keys):  # some were never here
-            return {rank: self.of(rank) for rank in ranks}
-        said = self._store.multi_get(keys)
-        return {rank: Hello(**json.loads(text)) for rank, text in zip(ranks, said, strict=True)}
+        said = self._store.peeks([f"hello/{rank}" for rank in ranks])
+        hellos = (None if text is None else Hello(**json.loads(text)) for text in said)
+        return dict(zip(ranks, hellos, strict=True))
 
     def begin(self, state: str, before: Hello | None, **changes: object) -> None:
         """Begin another attempt, after what this rank had said before."""

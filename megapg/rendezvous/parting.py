@@ -106,7 +106,7 @@ class Parting(Gathering):
                 if self._leading or not large:
                     found = self._hear_all(bye, deadline, silent_too=wait > 0)
                     if large:
-                        self._store.set(f"{bye}/news", json.dumps(found))
+                        self._settle(f"{bye}/news", found)
                 elif self._until(lambda: self._store.check([f"{bye}/news"]), deadline + wait):
                     found = self._read_problems(f"{bye}/news")
                 else:

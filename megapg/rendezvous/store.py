@@ -38,6 +38,12 @@ _INTERRUPTED = 1.0
 _NOTHING = "nothing"
 
 
+def batches(all_of_them: Sequence[_T]) -> list[list[_T]]:
+    """In parts that one call to a store is for: as many as each is long, or parts of 64."""
+    size = max(64, math.isqrt(len(all_of_them)))
+    return [list(all_of_them[at : at + size]) for at in range(0, len(all_of_them), size)]
+
+
 class StoreError(RendezvousError):
     """The store does not answer, or is gone.
 
@@ -184,15 +190,22 @@ class Store:
         self._call(self._torch.set, key, value)
 
     def multi_set(self, values: Mapping[str, str | bytes]) -> None:
-        """Write several keys in one round trip."""
-        if values:
-            several = self._torch.multi_set  # type: ignore[attr-defined]
-            self._call(several, list(values), list(values.values()))
+        """Write several keys in one round trip; very many in a few."""
+        several = self._torch.multi_set  # type: ignore[attr-defined]
+        for keys in batches(list(values)):
+            self._call(several, keys, [values[key] for key in keys])
 
     def peek(self, key: str) -> bytes | None:
         """What the key holds, None if nothing: one round trip, where check and get are three."""
         found = self.compare_set(key, _NOTHING, _NOTHING)
         return None if found == _NOTHING.encode() else found
+
+    def peeks(self, keys: Sequence[str]) -> list[bytes | None]:
+        """What each of the keys holds, None if nothing; one by one only where some are missing."""
+        found: list[bytes | None] = []
+        for each in batches(keys):
+            found += self.multi_get(each) if self.check(each) else map(self.peek, each)
+        return found
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Write if the key holds ``expected``, or nothing and that is empty; what it then holds."""
@@ -200,7 +213,7 @@ class Store:
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all of them are there."""
-        return self._call(self._torch.check, list(keys))
+        return all(self._call(self._torch.check, each) for each in batches(keys))
 
     def get(self, key: str) -> bytes:
         """What a key holds that is there."""
@@ -208,7 +221,8 @@ class Store:
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """What keys hold that are all there."""
-        return self._call(self._torch.multi_get, list(keys))
+        parts = (self._call(self._torch.multi_get, each) for each in batches(keys))
+        return [value for part in parts for value in part]
 
     def add(self, key: str, amount: int) -> int:
         """Count."""
