@@ -36,12 +36,12 @@ class Steps:
 
     def __init__(self, layout: ParallelLayout, costs: Costs | None = None) -> None:
         self.simulation = Simulation(len(layout.ranks), costs)
-        everyone = layout.ranks
+        self._layout, everyone = layout, layout.ranks
         recipe = Recipe("nccl", BACKENDS["nccl"].lanes, {}, frozenset(), all_gather_groups=False)
         self._settings = settings(layout, recipe, timedelta(minutes=10))
-        stores = [self.simulation.store() for _ in everyone]
+        stores = self._stores = [self.simulation.store() for _ in everyone]
         self._worlds = [Rendezvous(s, "WORLD", rank, everyone) for rank, s in enumerate(stores)]
-        self._sessions = [Coordinator(s, "default", r, everyone) for r, s in enumerate(stores)]
+        self._sessions: dict[int, Coordinator] = {}
         self._teams = [
             JointWork(s, "checkpoint save", r, everyone, timeout=_TIMEOUT)
             for r, s in enumerate(stores)
@@ -67,7 +67,9 @@ class Steps:
         self._open(rank)
 
     def _open(self, rank: int) -> None:
-        session = self._sessions[rank]
+        everyone = self._layout.ranks
+        session = Coordinator(self._stores[rank], "default", rank, everyone)
+        self._sessions[rank] = session
         session.meet(self._settings, timeout=_TIMEOUT)
         session.confirm(None, timeout=_TIMEOUT)
 

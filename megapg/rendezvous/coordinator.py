@@ -47,17 +47,21 @@ class Coordinator(Rendezvous):
                 they are named on every rank that came. Or the store is gone.
         """
         folder = f"{self._mine.namespace}/turn {self._turn}"
-        before = f"{self._mine.namespace}/turn {self._turn - 1}"
+        before = f"{self._mine.namespace}/turn {self._turn - 1}" if self._turn else ""
         self._turn += 1
         deadline = time.monotonic() + timeout
         with self._until_then(deadline):
             self._store.set(f"{folder}/{self._rank}", json.dumps([topic, said]))
             heard = self._gather(folder, deadline, hopeless=self._hopeless())
-            if self._leading and len(heard) == len(self._ranks):
-                for rank in (*self._ranks, "all"):  # everyone has heard what was said before
-                    self._store.delete_key(f"{before}/{rank}")
+            self._said.add(f"{folder}/{self._rank}")
+            if before and len(heard) == len(self._ranks):  # all have heard what was said before
+                self._store.delete_key(f"{before}/{self._rank}")
+                self._said.discard(f"{before}/{self._rank}")
+                if self._leading:
+                    self._store.delete_key(f"{before}/all")
             self._check(topic, heard, timeout)
-        return {rank: json.loads(text)[1] for rank, text in heard.items()}
+        words = {text: json.loads(text)[1] for text in set(heard.values())}
+        return {rank: words[text] for rank, text in heard.items()}
 
     # -- between two exchanges: words that nobody waits for ------------------------------------
 
@@ -95,7 +99,7 @@ class Coordinator(Rendezvous):
 
     def _hopeless(self) -> Callable[[], bool]:
         """Whether somebody whom this rank waits for has left, asked now and then."""
-        awaited = self._ranks if self._leading else self._ranks[:1]
+        whose = "any" if self._leading else self._ranks[0]
         look_again = time.monotonic() + _LOOK
 
         def one_has_left() -> bool:
@@ -103,18 +107,16 @@ class Coordinator(Rendezvous):
             if time.monotonic() < look_again:
                 return False
             look_again = time.monotonic() + _LOOK
-            return any(
-                self._store.peek(f"{self._mine.namespace}/bye/{rank}") is not None
-                for rank in awaited
-            )
+            return self._store.peek(f"{self._mine.namespace}/bye/{whose}") is not None
 
         return one_has_left
 
     def _check(self, topic: str, heard: Mapping[int, str], timeout: float) -> None:
+        topics = {text: json.loads(text)[0] for text in set(heard.values())}
         others = {
-            rank: f" came for {theirs}"
-            for rank, word in heard.items()
-            if (theirs := json.loads(word)[0]) != topic
+            rank: f" came for {topics[text]}"
+            for rank, text in heard.items()
+            if topics[text] != topic
         }
         absent = [rank for rank in self._ranks if rank not in heard]
         left = self._left(absent)

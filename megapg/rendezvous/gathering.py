@@ -29,6 +29,7 @@ class Gathering:
     def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int]) -> None:
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
         self._leading = rank == ranks[0]
+        self._said: set[str] = set()  # keys of this rank's that nobody needs in the end
 
     def _gather(
         self,
@@ -109,6 +110,11 @@ class Gathering:
         """
         return _by_rank(self._store.compare_set(key, "", _by_word(word)))
 
+    def _take_back(self) -> None:
+        """Delete what this rank said: the leader of a large job can't for all."""
+        while self._said:
+            self._store.delete_key(self._said.pop())
+
     def _forget(self, folders: Collection[str]) -> None:
         """Delete the keys inside these folders, those that communicators left there included."""
         for key in self._store.list_keys():
@@ -133,5 +139,7 @@ def _by_word(said: Mapping[int, str]) -> str:
 
 def _by_rank(text: bytes) -> dict[int, str]:
     words: dict[str, list[list[int]]] = json.loads(text)
-    rows = [(first, last, word) for word, rows in words.items() for first, last in rows]
-    return {rank: word for first, last, word in sorted(rows) for rank in range(first, last + 1)}
+    said: dict[int, str] = {}
+    for first, last, word in sorted((*row, word) for word, rows in words.items() for row in rows):
+        said |= dict.fromkeys(range(first, last + 1), word)
+    return said

@@ -18,8 +18,9 @@ from megapg.rendezvous.store import Store, StoreError
 
 # How long the store stays up after a failure, at the exit of the process that hosts it. Seconds.
 STAY = 6.0
-# How many processes found that another one is the same rank: then the leader looks at all of them.
-TWINS = "twins"
+# How often a rank that had come has gone, or another process has come as that rank: when that
+# changes the leader looks at all of them.
+CHANGES = "changes"
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Hellos:
         """Give this attempt up."""
         with contextlib.suppress(StoreError):  # the store may be what failed
             self.say(state=state, generation=self.mine.generation - 1, why=brief(error))
+            self._store.add(CHANGES, 1)
             # This process may exit next, and the store with it, before the others have heard.
             self._store.stay(self._nobody_waits, STAY)
 
@@ -141,7 +143,7 @@ class Hellos:
             # The attempt that the others are in: whoever came second counted the first one's.
             attempt = min(self.mine.attempt or other.attempt, other.attempt)
             self.say(state="declined", attempt=attempt, why=brief(error))
-            self._store.add(TWINS, 1)
+            self._store.add(CHANGES, 1)
         return error
 
     def has_declined(self, hello: Hello | None) -> bool:

@@ -22,10 +22,12 @@ from typing import Self
 from megapg.errors import MegapgError, RendezvousError
 from megapg.rendezvous.problems import brief, culprits, told
 from megapg.rendezvous.rendezvous import Rendezvous
-from megapg.rendezvous.store import Store, StoreError
+from megapg.rendezvous.store import Store, StoreError, batches
 
 # TCPStore refuses values of 8 MiB and more. Bytes.
 _PIECE = 4 * 2**20
+# Up to which size a message is one value, so that the leader takes those of many ranks at once.
+_SMALL = 2**16
 # How often a rank says that it is getting on, and looks at the others, at most. Seconds.
 _BEAT = 1.0
 _LOOK = 0.25
@@ -180,7 +182,7 @@ class JointWork(Rendezvous):
         """
         with self._asking():
             if not self._leading:
-                _put(self._store, self._key(topic, self._rank), message)
+                self._said |= _put(self._store, self._key(topic, self._rank), message)
                 self._bound = final
                 return {}
             waiting = [rank for rank in self._ranks if rank != self._rank]
@@ -188,10 +190,15 @@ class JointWork(Rendezvous):
 
             def all_here() -> bool:
                 nonlocal waiting
-                for rank in waiting:
-                    if not self._store.check([self._key(topic, rank)]):
+                for some in batches(waiting):
+                    keys = [self._key(topic, rank) for rank in some]
+                    while keys and not self._store.check(keys):
+                        keys = keys[: len(keys) // 2]  # of those the first ones, perhaps
+                    values = self._store.multi_get(keys)
+                    for rank, key, value in zip(some, keys, values, strict=False):
+                        arrived[rank] = _whole(self._store, key, value)
+                    if len(keys) < len(some):
                         break  # asked again soon; the others meanwhile say nothing new
-                    arrived[rank] = _take(self._store, self._key(topic, rank))
                 waiting = [rank for rank in waiting if rank not in arrived]
                 return not waiting
 
@@ -211,7 +218,7 @@ class JointWork(Rendezvous):
                 _put(self._store, key, message)
                 return message
             self._wait(lambda: self._store.check([key]), lambda: self._ranks[:1])
-            return _take(self._store, key)
+            return _whole(self._store, key, self._store.get(key))
 
     def agree(self, topic: str, *, wait: bool = True) -> None:
         """Go on only when every rank has come this far.
@@ -228,6 +235,8 @@ class JointWork(Rendezvous):
             self.collect(topic, b"")
             if wait:
                 self.announce(f"{topic}, all of us")
+                with self._asking():
+                    self._take_back()
             return
         self._unsettled.append(topic)
         while wait and self._unsettled:
@@ -252,11 +261,14 @@ class JointWork(Rendezvous):
             self._raise_alarm(error)
             return
         with contextlib.suppress(StoreError), self._asking():
-            self._store.set(self._key("end", self._rank), "")
+            if self._bound and not self._leading:  # the leader has gone on from all that was said
+                self._said.add(self._key("beat", self._rank))
+                self._take_back()
+            key, everyone = self._key("end", "count"), b"%d" % len(self._ranks)
+            self._store.add(key, 1)
             if self._leading:  # nobody reads the keys any more
-                ends = [self._key("end", rank) for rank in self._ranks]
                 deadline = time.monotonic() + min(self._timeout, _TIDY)
-                if self._until(lambda: self._store.check(ends), deadline):
+                if self._until(lambda: self._store.peek(key) == everyone, deadline):
                     self._forget([self._space])
 
     def _raise_alarm(self, error: BaseException) -> None:
@@ -366,13 +378,20 @@ class _Pulse:
         return [rank for rank in others if now - self._heard[rank][1] > self._work._timeout]
 
 
-def _put(store: Store, key: str, message: bytes) -> None:
-    pieces = math.ceil(len(message) / _PIECE)
-    for number in range(pieces):
-        store.set(f"{key}/{number}", message[number * _PIECE : (number + 1) * _PIECE])
-    store.set(key, str(pieces))  # last: whoever sees it finds the rest
+def _put(store: Store, key: str, message: bytes) -> set[str]:
+    """Write a message, or how many pieces it has and those; the keys."""
+    if len(message) <= _SMALL:
+        store.set(key, b"=" + message)
+        return {key}
+    pieces = [f"{key}/{number}" for number in range(math.ceil(len(message) / _PIECE))]
+    for number, piece in enumerate(pieces):
+        store.set(piece, message[number * _PIECE : (number + 1) * _PIECE])
+    store.set(key, str(len(pieces)))  # last: whoever sees it finds the rest
+    return {key, *pieces}
 
 
-def _take(store: Store, key: str) -> bytes:
-    pieces = range(int(store.get(key)))
-    return b"".join(store.get(f"{key}/{number}") for number in pieces)
+def _whole(store: Store, key: str, value: bytes) -> bytes:
+    """The message, of which the key holds this value."""
+    if value.startswith(b"="):
+        return value[1:]
+    return b"".join(store.get(f"{key}/{number}") for number in range(int(value)))

@@ -13,7 +13,7 @@ from megapg.rendezvous.problems import THE_STORE, brief
 from megapg.rendezvous.store import Store, StoreError
 
 # From how many ranks on it is too much for the store if every rank asks about every other.
-_LARGE = 64
+LARGE = 64
 
 
 class Parting(Gathering):
@@ -57,12 +57,14 @@ class Parting(Gathering):
                 words = {f"hello/{self._rank}": json.dumps(vars(self._mine))}
                 if problem is not None:
                     words[f"{self._mine.namespace}/bye/{self._rank}"] = brief(problem)
+                    words[f"{self._mine.namespace}/bye/any"] = ""
                 self._store.post(words)
             return self._lost(error)
 
     def _take_leave(self, problem: BaseException | None, deadline: float) -> dict[int, str]:
         bye = f"{self._mine.namespace}/bye"
-        self._store.set(f"{bye}/{self._rank}", "" if problem is None else brief(problem))
+        word = "" if problem is None else brief(problem)
+        self._store.multi_set({f"{bye}/{self._rank}": word, f"{bye}/any": ""})
         if problem is not None:
             problems = {self._rank: brief(problem)}
             if self._leading:  # with what it has heard so far, which may be the cause
@@ -73,15 +75,20 @@ class Parting(Gathering):
             if not self._leading:
                 # Before the leader may go, and the store with it. The leader tidies up.
                 tidied = {} if problems else {"namespace": "", "leftover": []}
+                if not problems:
+                    self._said.add(f"{bye}/{self._rank}")
+                    self._take_back()
                 self._hellos.say(state="closed", **tidied)
-                self._store.set(f"{bye}/heard/{self._rank}", "")
+                self._store.add(f"{bye}/heard", 1)
                 return problems
             # Whoever hosts the store may exit next: not before the others have heard. Where
             # something is wrong some may still be at work: their keys stay for the next meeting.
-            heard = [f"{bye}/heard/{rank}" for rank in self._ranks[1:]]
-            if not problems and (
-                not heard or self._until(lambda: self._store.check(heard), deadline + GRACE)
+            others = len(self._ranks) - 1
+            if not problems and self._until(
+                lambda: not others or self._store.peek(f"{bye}/heard") == b"%d" % others,
+                deadline + GRACE,
             ):
+                self._said.clear()
                 self._forget([self._mine.namespace, "verdict"])
                 self._hellos.say(namespace="")
         self._hellos.say(state="closed")
@@ -100,7 +107,7 @@ class Parting(Gathering):
         """
         bye = f"{self._mine.namespace}/bye"
         deadline = time.monotonic() + wait
-        large = len(self._ranks) > _LARGE
+        large = len(self._ranks) > LARGE
         try:
             with self._until_then(deadline):
                 if self._leading or not large:

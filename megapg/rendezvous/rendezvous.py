@@ -26,10 +26,10 @@ from dataclasses import dataclass, replace
 
 from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
 from megapg.rendezvous.gathering import GRACE, PAUSE
-from megapg.rendezvous.hello import STAY, TWINS, Hello, runs_here
-from megapg.rendezvous.parting import Parting
+from megapg.rendezvous.hello import CHANGES, STAY, Hello, runs_here
+from megapg.rendezvous.parting import LARGE, Parting
 from megapg.rendezvous.problems import brief, told
-from megapg.rendezvous.store import Store, StoreError
+from megapg.rendezvous.store import Store, StoreError, batches
 from megapg.rendezvous.waiting import WaitingList
 
 # How often a rank that waits looks whether the others are where they should be. Seconds.
@@ -161,6 +161,7 @@ class Rendezvous(Parting):
                     f"{here}/{key}": value for key, value in (telling or {}).items()
                 }
                 message[f"{here}/ready/{self._rank}"] = "" if problem is None else brief(problem)
+                self._said |= message.keys()
                 self._store.multi_set(message)
                 problems = self._gather(f"{here}/ready", deadline, "did not confirm in time")
                 if problems and problem is None:
@@ -198,6 +199,7 @@ class Rendezvous(Parting):
             before = self._hellos.of(self._rank)
             if before is None or before.state != "live":  # an open session's hello stays
                 self._hellos.begin("declined", before, why=brief(error))
+                self._store.add(CHANGES, 1)
                 # This process may exit next, and the store with it.
                 self._store.stay(self._hellos.all_have_given_up, STAY)
 
@@ -212,6 +214,8 @@ class Rendezvous(Parting):
             raise self._hellos.refuse_twin(before)
         last = before.generation if before else 0
         self._hellos.begin("arrived", before, generation=max(at_least, last + 1), settings=settings)
+        if before and before.state == "arrived":  # and died: the leader may know that one only
+            self._store.add(CHANGES, 1)
         return before
 
     def _lead(self, before: Hello | None, deadline: float) -> _Verdict:
@@ -252,8 +256,9 @@ class Rendezvous(Parting):
         """
         hellos: dict[int, Hello | None] = dict.fromkeys(self._ranks)
         elsewhere: dict[int, str] = {}
-        twins: bytes | None = None
+        changes: bytes | None = None
         waiting = list(self._ranks)
+        large, blocks = len(self._ranks) > LARGE, batches(self._ranks)
 
         def look(ranks: Sequence[int]) -> list[int]:
             for rank, hello in self._hellos.of_all(ranks).items():
@@ -263,13 +268,30 @@ class Rendezvous(Parting):
                     hellos[rank] = replace(hello, state="left")
             return [r for r in ranks if (h := hellos[r]) is None or h.state != "arrived"]
 
+        def changed() -> bool:
+            nonlocal changes
+            return changes != (changes := self._store.peek(CHANGES))
+
+        def look_block_by_block() -> list[int]:
+            if changed():
+                blocks[:] = batches(self._ranks)
+                return look(self._ranks)
+            while blocks:
+                here = self._store.check([f"hello/{rank}" for rank in blocks[0]])
+                if not here or look(blocks[0]):
+                    break
+                blocks.pop(0)
+            return [rank for block in blocks for rank in block]
+
         def all_here_or_hopeless() -> bool:
-            nonlocal waiting, elsewhere, twins
-            # Whoever came first may have given up by the time that the last one comes.
-            waiting = look(waiting) or look(self._ranks)
+            nonlocal waiting, elsewhere
+            if large:
+                waiting = look_block_by_block()
+            else:  # whoever came first may have given up by the time that the last one comes
+                waiting = look(waiting) or look(self._ranks)
             if waiting:
                 elsewhere = self._look_around(waiting)
-                if twins != (twins := self._store.peek(TWINS)):
+                if not large and changed():
                     waiting = look(self._ranks)
             return (
                 not waiting
@@ -277,7 +299,8 @@ class Rendezvous(Parting):
                 or any(self._hellos.has_declined(hellos[rank]) for rank in waiting)
             )
 
-        self._until(all_here_or_hopeless, deadline)
+        if not self._until(all_here_or_hopeless, deadline) and large:
+            look(self._ranks)
         return hellos, elsewhere
 
     def _follow(self, deadline: float) -> _Verdict:
@@ -307,6 +330,7 @@ class Rendezvous(Parting):
             problem = self._hellos.absence(missing, hellos)
             self._hellos.catch_up(hellos.values())
             raise RendezvousError(problem, missing)
+        self._said.add(key)
         return _Verdict(**json.loads(answer))
 
     def _look_around(self, awaited: Sequence[int]) -> dict[int, str]:
