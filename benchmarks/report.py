@@ -16,6 +16,7 @@ from benchmarks import behaviour as behaviours
 from benchmarks import checkpoint as checkpoints
 from benchmarks import layout as layouts
 from benchmarks import migrate_report
+from benchmarks import scale as scales
 from benchmarks.access import Reading
 from benchmarks.behaviour import Behaviour
 from benchmarks.bridge import Cost
@@ -71,6 +72,8 @@ class Report:
             found.append(_costs("The bridge to the globals", self.costs, _BRIDGE))
         if self.starts:
             found.append(_costs("Ranks that have Megatron-core", self.starts, _STARTS))
+        if self.scale is not None:
+            found += scales.tables(self.scale)
         if self.standings:
             found += [make(self.standings) for make in (_checkpoint_verdicts, _checkpoint_times)]
         if self.outcomes:

@@ -7,24 +7,34 @@ same (:func:`real`).
 
 from __future__ import annotations
 
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
+from unittest import mock
 
+import megapg
 from benchmarks.simulated import Costs, Phase, Simulation, Tally
+from benchmarks.table import Table
+from megapg.communicators.addresses import AddressBook
 from megapg.communicators.backends import BACKENDS
-from megapg.communicators.plan import Recipe
-from megapg.layout import ParallelLayout
+from megapg.communicators.plan import Recipe, communicators, created_fields
+from megapg.layout import GroupName, ParallelLayout
 from megapg.ownership import offload
 from megapg.ownership.validate import settings
 from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.joint_work import JointWork
 from megapg.rendezvous.rendezvous import Rendezvous
+from megapg.rendezvous.store import Store
+from megapg.testing import run_distributed
 
-WORLDS = (1_024, 16_384, 131_072)
+_WRITES = ("set", "multi_set", "add", "delete_key")
 _TIMEOUT = 36_000.0  # nobody gives up: how long it takes is what is asked
+
+
+def _recipe(backend: str) -> Recipe:
+    return Recipe(backend, BACKENDS[backend].lanes, {}, frozenset(), all_gather_groups=False)
 
 
 class Steps:
@@ -32,13 +42,17 @@ class Steps:
 
     Args:
         layout: of the session, which spans the world.
+        backend: on gloo the ranks tell each other the addresses of their communicators, too.
+        costs: of calls to the store.
     """
 
-    def __init__(self, layout: ParallelLayout, costs: Costs | None = None) -> None:
+    def __init__(
+        self, layout: ParallelLayout, backend: str = "nccl", costs: Costs | None = None
+    ) -> None:
         self.simulation = Simulation(len(layout.ranks), costs)
         self._layout, everyone = layout, layout.ranks
-        recipe = Recipe("nccl", BACKENDS["nccl"].lanes, {}, frozenset(), all_gather_groups=False)
-        self._settings = settings(layout, recipe, timedelta(minutes=10))
+        self._recipe = _recipe(backend)
+        self._settings = settings(layout, self._recipe, timedelta(minutes=10))
         stores = self._stores = [self.simulation.store() for _ in everyone]
         self._worlds = [Rendezvous(s, "WORLD", rank, everyone) for rank, s in enumerate(stores)]
         self._sessions: dict[int, Coordinator] = {}
@@ -47,22 +61,25 @@ class Steps:
             for r, s in enumerate(stores)
         ]
 
-    def phases(self) -> Iterator[tuple[str, Phase]]:
-        """Name and outcome of each, in the order in which a job would do them."""
-        for name, part in (
-            ("start-up", self._start),
-            ("suspend()", self._suspend),
-            ("resume()", self._resume),
-            ("suspend(how='recreate')", self._let_go),
-            ("resume() after it", self._make_anew),
-            ("checkpoint, begin to end", self._save),
-            ("close()", self._close),
-        ):
-            yield name, self.simulation.phase(part)
+    def phases(self, *names: str) -> Iterator[tuple[str, Phase]]:
+        """Name and outcome of these, or of all, in the order in which a job would do them."""
+        parts = {
+            "start-up": self._start,
+            "suspend()": self._suspend,
+            "resume()": self._resume,
+            "suspend(how='recreate')": self._let_go,
+            "resume() after it": self._make_anew,
+            "save_checkpoint()": self._save,
+            "close()": self._close,
+        }
+        for name in names or parts:
+            yield name, self.simulation.phase(parts[name])
 
     def _start(self, rank: int) -> None:
         world = self._worlds[rank]
-        world.meet({"backend": "gloo", "network": "left alone"}, timeout=_TIMEOUT)
+        world.meet(
+            {"backend": self._recipe.backend, "network": "left alone"}, timeout=_TIMEOUT
+        )
         world.confirm(None, timeout=_TIMEOUT)
         self._open(rank)
 
@@ -70,8 +87,13 @@ class Steps:
         everyone = self._layout.ranks
         session = Coordinator(self._stores[rank], "default", rank, everyone)
         self._sessions[rank] = session
-        session.meet(self._settings, timeout=_TIMEOUT)
-        session.confirm(None, timeout=_TIMEOUT)
+        shared = session.meet(self._settings, timeout=_TIMEOUT).store
+        book = AddressBook(shared, timedelta(minutes=10))
+        if self._recipe.backend == "gloo":
+            for communicator in communicators(self._layout, self._recipe, rank):
+                book.store_for(communicator)
+        session.confirm(None, timeout=_TIMEOUT, telling=book.mine(rank))
+        book.fill_in(rank)
 
     def _exchange(self, rank: int, *topics: str) -> None:
         for topic in topics:
@@ -109,3 +131,229 @@ class Steps:
     def _close(self, rank: int) -> None:
         self._sessions[rank].part(None, timeout=_TIMEOUT)
         self._worlds[rank].part(None, timeout=_TIMEOUT)
+
+
+# -- real ranks ------------------------------------------------------------------------------------
+
+PHASES = ("start-up", "suspend(how='recreate')", "resume() after it", "close()")
+"""Those that real ranks on gloo go through, too."""
+
+
+def real(world_size: int) -> dict[str, list[Tally]]:
+    """Phase -> what each of so many real ranks on gloo asked of the store."""
+    by_rank = run_distributed(
+        _real_phases, world_size, deadline=60 + 5 * world_size, preload=["benchmarks.scale"]
+    )
+    return {name: [each[at] for each in by_rank] for at, name in enumerate(PHASES)}
+
+
+def _real_phases() -> list[Tally]:
+    """In a rank: what megapg asks of the store. What torch asks by itself is not in there."""
+    tallies = [Tally() for _ in PHASES]
+    asked, tally = Store._call, tallies[0]
+
+    def counted(store: Store, call: Callable[..., object], *arguments: object) -> object:
+        answer = asked(store, call, *arguments)
+        name = call.__name__
+        keys = arguments[0] if arguments else ()
+        writes = name in _WRITES and (name != "add" or arguments[1] != 0)
+        found = answer is not False and answer != b"nothing"
+        if name == "compare_set":
+            writes = arguments[1] != arguments[2] and answer == str(arguments[2]).encode()
+        named = 1 if isinstance(keys, str) else len(cast("Sequence[str]", keys))
+        tally.count(named, 0, found=found or name == "delete_key", writes=writes)
+        return answer
+
+    with mock.patch.object(Store, "_call", counted):
+        session = megapg.session(name="default", timeout=120)
+        tally = tallies[1]
+        session.suspend("recreate")
+        tally = tallies[2]
+        session.resume()
+        tally = tallies[3]
+        session.close()
+    return tallies
+
+
+# -- what came out ---------------------------------------------------------------------------------
+
+# World size -> phases that are simulated: what all say in an exchange all have in hand afterwards,
+# which in one process is the square of the world.
+SIMULATED: Mapping[int, tuple[str, ...]] = {
+    64: (),
+    1_024: (),
+    16_384: ("start-up", "suspend()", "resume()", "save_checkpoint()", "close()"),
+    131_072: ("start-up", "save_checkpoint()", "close()"),
+}
+QUICK = (64, 1_024)
+REAL = 64
+LAYOUTS = (("tp=8 pp=8", {"tp": 8, "pp": 8}), ("tp=8 pp=8 ep=8", {"tp": 8, "pp": 8, "ep": 8}))
+
+
+@dataclass
+class Findings:
+    """What one run found.
+
+    Attributes:
+        simulated: world size -> phase -> what it took.
+        real: how many real ranks there were, and what each asked for in each phase.
+        played: the same phases of as many simulated ones.
+    """
+
+    simulated: dict[int, dict[str, Phase]]
+    real: tuple[int, dict[str, list[Tally]]]
+    played: dict[str, Phase]
+
+
+def run(*, quick: bool = False) -> Iterator[Findings | None]:
+    """Simulate, and count real ranks; None after each step, and then what was found."""
+    simulated: dict[int, dict[str, Phase]] = {}
+    for size in QUICK if quick else SIMULATED:
+        simulated[size] = {}
+        steps = Steps(layout_of(size))
+        for name, phase in steps.phases(*SIMULATED[size]):
+            simulated[size][name] = phase
+            yield None
+    size = 8 if quick else REAL
+    played = dict(Steps(ParallelLayout(world_size=size), "gloo").phases(*PHASES))
+    yield Findings(simulated, (size, real(size)), played)
+
+
+def steps(*, quick: bool = False) -> int:
+    """How often :func:`run` yields."""
+    return 1 + sum(len(SIMULATED[size] or range(7)) for size in (QUICK if quick else SIMULATED))
+
+
+def layout_of(size: int) -> ParallelLayout:
+    """The layout that is simulated."""
+    return ParallelLayout(world_size=size, tp=8, pp=8)
+
+
+def same(real: Sequence[Tally], played: Phase, phase: str) -> bool:
+    """Whether real ranks wrote as often as simulated ones, each of them.
+
+    How often a rank reads depends on who is late. At the end the leader deletes what torch left in
+    the store, too.
+    """
+    first = 1 if phase in ("close()", "suspend(how='recreate')") else 0
+    ours = [each.writes for each in played.ranks[first:]]
+    return ours == [each.writes for each in real[first:]]
+
+
+def tables(findings: Findings) -> list[Table]:
+    """As tables."""
+    return [_calls(findings), _checked(findings), _groups()]
+
+
+def _calls(findings: Findings) -> Table:
+    rows = []
+    for size, phases in findings.simulated.items():
+        for name, phase in phases.items():
+            leader, others = phase.ranks[0], slice(1, None)
+            rows.append(
+                (
+                    f"{size:,}: {name}",
+                    f"{phase.most('calls', others):,.0f}",
+                    f"{leader.calls:,}",
+                    f"{leader.calls / math.sqrt(size):.1f}",
+                    f"{leader.keys:,}",
+                    f"{phase.most('bytes', others) / 1e3:,.1f}",
+                    f"{leader.bytes / 1e6:,.2f}",
+                    f"{phase.total('bytes') / 1e6:,.1f}",
+                    f"{phase.most('depth'):,.0f}",
+                    f"{phase.busy:,.1f}",
+                    f"{phase.most('ended'):,.1f}",
+                )
+            )
+    costs = Costs()
+    return Table(
+        "Many ranks: what they ask of the store, simulated",
+        (
+            "ranks: phase",
+            "calls, a rank",
+            "the leader's",
+            "by the root of the world",
+            "its keys",
+            "kB, a rank",
+            "MB, the leader",
+            "MB, all",
+            "depth",
+            "store at work, s",
+            "over after, s",
+        ),
+        tuple(rows),
+        (
+            "The rendezvous of every rank runs as it is, against a store in memory that serves one "
+            "call at a time. Calls are those that wrote or heard something; a rank that waits "
+            "asks in vain meanwhile, which is in the bytes and the seconds. A rank: the most of any "
+            "but the leader. Everybody talks to the store alone: each rank writes its own keys and "
+            "reads the leader's word; the leader, the first rank, reads all ranks', up to the "
+            "root of the world with one call. Depth: the longest chain of calls of which each "
+            "needs the one before it. Seconds are of a clock that goes by the costs of the calls: "
+            f"{costs.way * 1e6:.0f} us there and back, and for the store {costs.call * 1e6:.0f} us "
+            f"a call, {costs.key * 1e6:.1f} us a key and {costs.byte * 1e9:.1f} ns a byte; what the "
+            "ranks compute costs nothing. All begin within a second. tp=8 pp=8, NCCL; what torch "
+            "asks of the store by itself is not in here. Exchanges (suspend, resume) are "
+            "not simulated at 131,072: each rank has all ranks' words in hand afterwards.",
+        ),
+    )
+
+
+def _checked(findings: Findings) -> Table:
+    size, found = findings.real
+    rows = tuple(
+        (
+            f"{size} ranks: {name}",
+            _spread(each.writes for each in ranks[1:]),
+            _spread(each.writes for each in findings.played[name].ranks[1:]),
+            "the same on every rank" if same(ranks, findings.played[name], name) else "DIFFERENT",
+            _spread(each.calls for each in ranks[1:]),
+            _spread(each.calls for each in findings.played[name].ranks[1:]),
+            f"{ranks[0].calls} / {findings.played[name].ranks[0].calls}",
+        )
+        for name, ranks in found.items()
+    )
+    return Table(
+        "The same counted on real ranks",
+        ("", "writes, real", "simulated", "", "calls, real", "simulated", "the leader's, both"),
+        rows,
+        (
+            "Real processes on gloo, with all of a session. How often a rank reads depends on who "
+            "is late; how often it writes does not. As the groups end, the leader also deletes "
+            "what torch has left in the store; its writes are not compared there.",
+        ),
+    )
+
+
+def _spread(numbers: Iterable[int]) -> str:
+    found = sorted(numbers)
+    return str(found[0]) if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
+
+
+def _groups() -> Table:
+    rows = []
+    for size in (1_024, 16_384, 131_072):
+        for name, sizes in LAYOUTS:
+            made = group_calls(ParallelLayout(world_size=size, **sizes))
+            rows.append((f"{size:,} ranks, {name}", *(f"{each:,}" for each in made)))
+    return Table(
+        "Calls that make groups, a rank, on NCCL",
+        ("", "fields", "bound to a device", "with split_group", "not bound"),
+        tuple(rows),
+        (
+            "On a WORLD that is bound to a device (`init_process_group(device_id=...)`) torch's "
+            "new_group splits every group of every rank from WORLD, and all ranks call it for all "
+            "of them. torch 2.13's split_group takes all groups of a family with one call; it is "
+            "not used yet. On any other WORLD, those that megapg makes among them, a rank calls for "
+            "the groups that it is in. Of the first rank, which is in the most.",
+        ),
+    )
+
+
+def group_calls(layout: ParallelLayout) -> tuple[int, int, int, int]:
+    """Fields of a layout; calls of the first rank: bound to a device, split by family, not bound."""
+    recipe = _recipe("nccl")
+    mine = communicators(layout, recipe, layout.ranks[0])
+    families = [cast("GroupName", each.fields[0]) for each in mine]
+    everyone = sum(1 for family in families for _ in layout.partition(family))
+    return len(created_fields(layout, recipe)), everyone, len(families), len(mine)

@@ -8,6 +8,7 @@ until it calls the store before another one would. Sleeping moves its clock and 
 from __future__ import annotations
 
 import contextlib
+import gc
 import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -140,12 +141,14 @@ class Simulation:
             rank.at, rank.tally = begun + order.uniform(0.0, _SPREAD), Tally()
             rank.run = greenlet(part, hub)
             self._await(rank)
+        gc.disable()  # it would look at all that the ranks hold again and again
         with _clock(self):
             while self._arriving:
                 self._current = heapq.heappop(self._arriving)[2]
                 run = self._current.run
                 assert run is not None
                 run.switch(*() if run else (self._current.rank,))
+        gc.enable()
         for rank in self._ranks:
             rank.tally.ended, rank.run = rank.at - begun, None
         return Phase([rank.tally for rank in self._ranks], self._busy)
@@ -182,7 +185,8 @@ class Simulation:
         if found:
             heard = max((self._depths.get(key, 0) for key in reads), default=0)
             mine.tally.depth = max(mine.tally.depth, heard) + 1
-            self._depths.update(dict.fromkeys(writes, mine.tally.depth))
+            for key in writes:
+                self._depths[key] = max(mine.tally.depth, self._depths.get(key, 0))
         taken = costs.call + costs.key * named + costs.byte * size
         self._busy += taken
         self._free = max(self._free, mine.at) + taken
@@ -247,7 +251,9 @@ class _Keys:
         values = self._simulation.values
         total = int(values.get(known, b"0")) + amount
         values[known] = str(total).encode()
-        self._simulation.served([known], [known] if amount else [], len(values[known]))
+        # Who adds waits for nobody that added before.
+        reads, writes = ([], [known]) if amount else ([known], [])
+        self._simulation.served(reads, writes, len(values[known]))
         return total
 
     def delete_key(self, key: str) -> bool:

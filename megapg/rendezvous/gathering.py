@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from megapg.rendezvous.store import Store
+from megapg.rendezvous.store import Store, batches
 
 # How long beyond its deadline a rank waits for the leader's word: the leader knows more, so its
 # error is the better one. Seconds.
@@ -54,11 +54,13 @@ class Gathering:
         """
         outcome = f"{folder}/all"
         awaited = [f"{folder}/{r}" for r in self._ranks] if self._leading else [outcome]
-        here = False
+        missing, here = batches(awaited), False
 
         def here_or_hopeless() -> bool:
             nonlocal here
-            here = self._store.check(awaited)
+            while missing and self._store.check(missing[0]):
+                missing.pop(0)
+            here = not missing
             return here or hopeless()
 
         self._until(here_or_hopeless, deadline if self._leading else deadline + GRACE)
