@@ -39,6 +39,7 @@ class Part(enum.StrEnum):
     BRIDGE = "bridge"
     STARTING = "starting"
     CHECKPOINT = "checkpoint"
+    SCALE = "scale"
     MIGRATE = "migrate"
 
 
@@ -101,6 +102,9 @@ def main(
     `dist_checkpointing` called directly and against torch's distributed checkpoints. It writes to
     the directory for temporary files (`TMPDIR`).
 
+    **scale** runs the rendezvous of up to 131,072 simulated ranks, and counts what each asks of the
+    store; 64 real ones show that it counts right.
+
     **migrate** runs `megapg migrate` on published code: how much it serves, whether it is right,
     its CPU time against LibCST, and its choices against those that NVIDIA made by hand. The
     wheels are downloaded to `.corpora` once (33 MB). `python -m benchmarks.migrate --sample 100`
@@ -141,6 +145,8 @@ def main(
             _starting(report, progress)
         if Part.CHECKPOINT in parts:
             _checkpoint(report, quick, progress)
+        if Part.SCALE in parts:
+            _scale(report, quick, progress)
         if Part.MIGRATE in parts:
             _migrate(report, quick, progress)
     for table in report.tables():
@@ -220,6 +226,15 @@ def _checkpoint(report: Report, quick: bool, progress: Progress) -> None:
     for size, task in zip(worlds, tasks, strict=True):
         advanced = partial(_advance, progress, task)
         report.standings.append(checkpoint.run(size, repeats, advanced, quick=quick))
+
+
+def _scale(report: Report, quick: bool, progress: Progress) -> None:
+    from benchmarks import scale
+
+    task = progress.add_task("scale", total=scale.steps(quick=quick))
+    for found in scale.run(quick=quick):
+        report.scale = found
+        progress.advance(task)
 
 
 def _migrate(report: Report, quick: bool, progress: Progress) -> None:

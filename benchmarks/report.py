@@ -58,6 +58,7 @@ class Report:
     races: list[Race] = field(default_factory=list)
     score: Score | None = None
     behaviour: Behaviour | None = None
+    scale: scales.Findings | None = None
 
     def tables(self) -> list[Table]:
         """The findings, creation first."""

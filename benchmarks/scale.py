@@ -1,4 +1,4 @@
-"""What ranks ask of the store at start-up, suspend, resume, a save and close: up to 131,072 of them.
+"""What up to 131,072 ranks ask of the store at start-up, suspend, resume, a save and close.
 
 :mod:`benchmarks.simulated` runs every rank's rendezvous. What a session calls of it, and in which
 order, is written down in :class:`Steps`; real ranks on gloo show that it is so, as they count the
@@ -77,9 +77,7 @@ class Steps:
 
     def _start(self, rank: int) -> None:
         world = self._worlds[rank]
-        world.meet(
-            {"backend": self._recipe.backend, "network": "left alone"}, timeout=_TIMEOUT
-        )
+        world.meet({"backend": self._recipe.backend, "network": "left alone"}, timeout=_TIMEOUT)
         world.confirm(None, timeout=_TIMEOUT)
         self._open(rank)
 
@@ -160,6 +158,8 @@ def _real_phases() -> list[Tally]:
         found = answer is not False and answer != b"nothing"
         if name == "compare_set":
             writes = arguments[1] != arguments[2] and answer == str(arguments[2]).encode()
+        if isinstance(keys, str) and keys.isdecimal():  # on the list of ranks that have to wait
+            writes = False
         named = 1 if isinstance(keys, str) else len(cast("Sequence[str]", keys))
         tally.count(named, 0, found=found or name == "delete_key", writes=writes)
         return answer
@@ -285,13 +285,15 @@ def _calls(findings: Findings) -> Table:
         (
             "The rendezvous of every rank runs as it is, against a store in memory that serves one "
             "call at a time. Calls are those that wrote or heard something; a rank that waits "
-            "asks in vain meanwhile, which is in the bytes and the seconds. A rank: the most of any "
+            "asks in vain meanwhile, which is in the bytes and the seconds. A rank: the most of "
+            "any "
             "but the leader. Everybody talks to the store alone: each rank writes its own keys and "
             "reads the leader's word; the leader, the first rank, reads all ranks', up to the "
             "root of the world with one call. Depth: the longest chain of calls of which each "
             "needs the one before it. Seconds are of a clock that goes by the costs of the calls: "
             f"{costs.way * 1e6:.0f} us there and back, and for the store {costs.call * 1e6:.0f} us "
-            f"a call, {costs.key * 1e6:.1f} us a key and {costs.byte * 1e9:.1f} ns a byte; what the "
+            f"a call, {costs.key * 1e6:.1f} us a key and {costs.byte * 1e9:.1f} ns a byte; what "
+            "the "
             "ranks compute costs nothing. All begin within a second. tp=8 pp=8, NCCL; what torch "
             "asks of the store by itself is not in here. Exchanges (suspend, resume) are "
             "not simulated at 131,072: each rank has all ranks' words in hand afterwards.",
@@ -344,14 +346,16 @@ def _groups() -> Table:
             "On a WORLD that is bound to a device (`init_process_group(device_id=...)`) torch's "
             "new_group splits every group of every rank from WORLD, and all ranks call it for all "
             "of them. torch 2.13's split_group takes all groups of a family with one call; it is "
-            "not used yet. On any other WORLD, those that megapg makes among them, a rank calls for "
+            "not used yet. On any other WORLD, those that megapg makes among them, a rank calls "
+            "for "
             "the groups that it is in. Of the first rank, which is in the most.",
         ),
     )
 
 
 def group_calls(layout: ParallelLayout) -> tuple[int, int, int, int]:
-    """Fields of a layout; calls of the first rank: bound to a device, split by family, not bound."""
+    """Fields of a layout; calls of the first rank: bound to a device, split by family, not "
+    "bound."""
     recipe = _recipe("nccl")
     mine = communicators(layout, recipe, layout.ranks[0])
     families = [cast("GroupName", each.fields[0]) for each in mine]

@@ -59,7 +59,8 @@ class Tally:
 
     Attributes:
         calls: that changed something or heard something: those that found nothing are ``polls``.
-        writes: those of the calls that change something.
+        writes: those of the calls that change something, but for the list of ranks that have to
+            wait: who is on it depends on who is late.
         keys: that calls and polls named.
         bytes: of keys and values, both ways.
         depth: the longest chain of calls of which each had to wait for the one before it, on this
@@ -181,7 +182,8 @@ class Simulation:
         mine, costs = self._current, self.costs
         named = len({*reads, *writes}) or 1
         size += sum(map(len, reads or writes))
-        mine.tally.count(named, size, found=found, writes=bool(writes))
+        late = any("megapg waiting/" in key for key in writes)
+        mine.tally.count(named, size, found=found, writes=bool(writes) and not late)
         if found:
             heard = max((self._depths.get(key, 0) for key in reads), default=0)
             mine.tally.depth = max(mine.tally.depth, heard) + 1

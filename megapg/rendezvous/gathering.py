@@ -141,7 +141,5 @@ def _by_word(said: Mapping[int, str]) -> str:
 
 def _by_rank(text: bytes) -> dict[int, str]:
     words: dict[str, list[list[int]]] = json.loads(text)
-    said: dict[int, str] = {}
-    for first, last, word in sorted((*row, word) for word, rows in words.items() for row in rows):
-        said |= dict.fromkeys(range(first, last + 1), word)
-    return said
+    rows = sorted((row, word) for word, each in words.items() for row in each)
+    return {rank: word for (first, last), word in rows for rank in range(first, last + 1)}

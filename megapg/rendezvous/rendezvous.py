@@ -285,10 +285,8 @@ class Rendezvous(Parting):
 
         def all_here_or_hopeless() -> bool:
             nonlocal waiting, elsewhere
-            if large:
-                waiting = look_block_by_block()
-            else:  # whoever came first may have given up by the time that the last one comes
-                waiting = look(waiting) or look(self._ranks)
+            # Whoever came first may have given up by the time that the last one comes.
+            waiting = look_block_by_block() if large else look(waiting) or look(self._ranks)
             if waiting:
                 elsewhere = self._look_around(waiting)
                 if not large and changed():
