@@ -288,7 +288,7 @@ def _calls(findings: Findings) -> Table:
             "asks in vain meanwhile, which is in the bytes and the seconds. A rank: the most of "
             "any "
             "but the leader. Everybody talks to the store alone: each rank writes its own keys and "
-            "reads the leader's word; the leader, the first rank, reads all ranks', up to the "
+            "reads the leader's word; the leader, the first rank, reads all ranks', 512 "
             "root of the world with one call. Depth: the longest chain of calls of which each "
             "needs the one before it. Seconds are of a clock that goes by the costs of the calls: "
             f"{costs.way * 1e6:.0f} us there and back, and for the store {costs.call * 1e6:.0f} us "

@@ -31,6 +31,8 @@ from megapg.megatron.reading.resolve import require_groups, resolve
 DATA_STREAM = "data-parallel-rng"
 TENSOR_STREAM = "model-parallel-rng"
 EXPERT_STREAM = "expert-parallel-rng"
+SHARD_STREAM = "gtp-remat-rng"
+EXPERT_SHARD_STREAM = "egtp-remat-rng"
 
 _MAX_SEED = 2**32 - 1  # NumPy's
 
@@ -137,8 +139,8 @@ def seed_all(
         data_parallel_random_init: seed data-parallel ranks differently.
 
     Raises:
-        UnsupportedOptionError: the seed is out of range, the tracker is made for CUDA graphs and
-            CUDA is not available, or the groups have GTP weight rematerialisation.
+        UnsupportedOptionError: the seed is out of range, or the tracker is made for CUDA graphs
+            and CUDA is not available.
         StaleGroupError, MissingGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
     dp = ("dp",) if data_parallel_random_init else ()
@@ -185,7 +187,7 @@ def seeded_rng_state(
     """What :func:`seed_all` would leave behind on this rank, with no stream touched.
 
     Raises:
-        UnsupportedOptionError: the seed is out of range, or the groups have GTP.
+        UnsupportedOptionError: the seed is out of range.
     """
     return _seeded(_seeds(seed, pg, data_parallel_random_init))
 
@@ -312,24 +314,41 @@ def _refuse_graphs_on_cpu(owner: str) -> None:
 
 def _seeds(seed: int, pg: ProcessGroupCollection, data_parallel_random_init: bool) -> _Seeds:
     """Stream -> seed. The data stream's is also that of all streams outside of the tracker."""
-    gtp: tuple[Field, ...] = ("gtp_remat", "expt_gtp_remat")
-    if any(pg.size(name) > 1 for name in gtp if getattr(pg, name, None) is not None):
-        raise UnsupportedOptionError(
-            "seed_all: these groups have GTP weight rematerialisation, whose streams megapg does "
-            "not seed. Use Megatron's model_parallel_cuda_manual_seed."
-        )
     mine = seed + 100 * pg.rank("pp")
     if data_parallel_random_init:
-        mine += 10 * pg.rank("dp")
+        mine += 10 * _data_rank(pg)
     if seed <= 0 or mine > _MAX_SEED:
         raise UnsupportedOptionError(
             f"seed_all: seed={seed} makes {mine} on this rank; both must be from 1 to {_MAX_SEED}."
         )
-    return {
+    seeds = {
         DATA_STREAM: mine,
         TENSOR_STREAM: mine + 2718 + pg.rank("tp"),
         EXPERT_STREAM: mine + 1024 + 100 * pg.rank("ep") + pg.rank("expt_tp"),
     }
+    # Where weights are sharded their ranks draw initial values of their own, too.
+    if _shards(pg, "gtp_remat"):
+        seeds[SHARD_STREAM] = seeds[TENSOR_STREAM] + 65536 * (1 + pg.rank("gtp_remat"))
+    if _shards(pg, "expt_gtp_remat"):
+        of_shard = 32768 + 65536 * (1 + pg.rank("expt_gtp_remat"))
+        seeds[EXPERT_SHARD_STREAM] = seeds[EXPERT_STREAM] + of_shard
+    return seeds
+
+
+def _data_rank(pg: ProcessGroupCollection) -> int:
+    """This rank among those with batches of their own."""
+    if not _shards(pg, "gtp_remat"):
+        return pg.rank("dp")
+    if pg.size("cp") > 1:
+        raise UnsupportedOptionError(
+            "seed_all: data_parallel_random_init with gtp_remat and cp: no field has the ranks of "
+            "dp and gtp_remat without those of cp. Leave one of the three out."
+        )
+    return pg.rank("dp_cp_gtp_remat")
+
+
+def _shards(pg: ProcessGroupCollection, field: Field) -> bool:
+    return getattr(pg, field, None) is not None and pg.size(field) > 1
 
 
 def _seeded(seeds: _Seeds) -> RngState:

@@ -38,34 +38,34 @@ from megapg.layout.names import GroupName as GroupName
 
 # field -> (grid, the axes its groups span). "instance" is the slow part of the expert grid's dp:
 # which replica of the distributed optimizer; the dense grid is sliced differently (intra_dp_cp).
-# The singleton families (no axes) and the twins of dp_cp, expt_dp and tp_ep_pp are Megatron-core
-# 0.19's GTP fields with weight rematerialisation off.
+# "gtp" is the axis of either grid over which Megatron-core 0.19 shards weights (GTP): its ranks
+# have batches of their own, as those of dp have.
 _DENSE, _EXPERT = "dense", "expert"
 _SPANS: dict[GroupName, tuple[str, tuple[str, ...]]] = {
     "tp": (_DENSE, ("tp",)),
     "pp": (_DENSE, ("pp",)),
-    "mp": (_DENSE, ("tp", "pp")),
+    "mp": (_DENSE, ("tp", "gtp", "pp")),
     "cp": (_DENSE, ("cp",)),
     "tp_cp": (_DENSE, ("tp", "cp")),
     "dp": (_DENSE, ("dp",)),
     "dp_cp": (_DENSE, ("dp", "cp")),
     "dp_cp_ag": (_DENSE, ("dp", "cp")),
-    "dp_cp_gtp_remat": (_DENSE, ("dp", "cp")),
-    "tp_dp": (_DENSE, ("tp", "dp")),
-    "tp_dp_cp": (_DENSE, ("tp", "dp", "cp")),
-    "gtp_remat": (_DENSE, ()),
+    "dp_cp_gtp_remat": (_DENSE, ("gtp", "dp", "cp")),
+    "tp_dp": (_DENSE, ("tp", "gtp", "dp")),
+    "tp_dp_cp": (_DENSE, ("tp", "gtp", "dp", "cp")),
+    "gtp_remat": (_DENSE, ("gtp",)),
     "ep": (_EXPERT, ("ep",)),
     "expt_tp": (_EXPERT, ("tp",)),
     "tp_ep": (_EXPERT, ("tp", "ep")),
     "tp_ep_pp": (_EXPERT, ("tp", "ep", "pp")),
-    "tp_ep_pp_with_egtp_remat": (_EXPERT, ("tp", "ep", "pp")),
+    "tp_ep_pp_with_egtp_remat": (_EXPERT, ("tp", "ep", "gtp", "pp")),
     "expt_dp": (_EXPERT, ("dp", "instance")),
     "expt_dp_ag": (_EXPERT, ("dp", "instance")),
-    "expt_dp_gtp_remat": (_EXPERT, ("dp", "instance")),
-    "expt_gtp_remat": (_EXPERT, ()),
+    "expt_dp_gtp_remat": (_EXPERT, ("gtp", "dp", "instance")),
+    "expt_gtp_remat": (_EXPERT, ("gtp",)),
     "intra_expt_dp": (_EXPERT, ("dp",)),
     "inter_dist_opt": (_EXPERT, ("instance",)),
-    "intra_dist_opt": (_EXPERT, ("tp", "ep", "dp", "pp")),
+    "intra_dist_opt": (_EXPERT, ("tp", "ep", "gtp", "dp", "pp")),
 }
 _DERIVED: tuple[Field, ...] = ("embd", "pos_embd", "intra_dp_cp")
 
@@ -84,6 +84,8 @@ class Coordinates:
     expt_tp: int
     ep: int
     expt_dp: int
+    gtp_remat: int = 0
+    expt_gtp_remat: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,11 @@ class ParallelLayout(Sizes):
         cp: context parallel size.
         ep: expert parallel size; experts spread over the ranks of tp, cp and dp.
         expt_tp: tensor parallel size inside an expert; ``tp`` unless given.
+        gtp_remat: over how many ranks each weight of the dense layers is sharded, to be gathered
+            as it is used (Megatron-core 0.19's generalised tensor parallelism, which trains with
+            Transformer Engine on GPUs). These ranks are next to those of ``tp``; each has batches
+            of its own, and ``dp`` counts the ranks with the same weights.
+        expt_gtp_remat: the same for the experts' weights, next to the ranks of ``ep``.
         order: axes from fastest to slowest varying rank, for example ``"tp-cp-ep-dp-pp"``.
         optimizer_instances: replicas of the distributed optimizer across data parallelism.
         hierarchical_cp: sizes of the levels of context parallelism, innermost first; their
@@ -177,6 +184,8 @@ class ParallelLayout(Sizes):
             ep=expert.coordinate("ep", at),
             expt_dp=expert.coordinate("dp", at)
             + expert.coordinate("instance", at) * (self.expt_dp // self.optimizer_instances),
+            gtp_remat=dense.coordinate("gtp", at),
+            expt_gtp_remat=expert.coordinate("gtp", at),
         )
 
     def describe(self) -> dict[str, str]:

@@ -30,6 +30,10 @@ def default_position_embedding_ranks(pipeline: list[int]) -> list[int]:
     return pipeline[:1]
 
 
+_FACTORS = (
+    *("tp", "pp", "cp", "ep", "expt_tp"),
+    *("gtp_remat", "expt_gtp_remat", "optimizer_instances"),
+)
 DEFAULT_CHOICES = (default_embedding_ranks, default_position_embedding_ranks)
 
 
@@ -43,6 +47,8 @@ class Sizes:
     cp: int = 1
     ep: int = 1
     expt_tp: int = 0
+    gtp_remat: int = 1
+    expt_gtp_remat: int = 1
     order: str = DEFAULT_ORDER
     optimizer_instances: int = 1
     hierarchical_cp: tuple[int, ...] = ()
@@ -63,38 +69,41 @@ class Sizes:
 
     @property
     def dp(self) -> int:
-        """Data parallel size of the dense grid."""
-        return self.world_size // (self.tp * self.pp * self.cp)
+        """Data parallel size of the dense grid: how many hold the same weights."""
+        return self.world_size // (self.tp * self.gtp_remat * self.pp * self.cp)
 
     @property
     def expt_dp(self) -> int:
-        """Data parallel size of the expert grid."""
-        return self.world_size // (self.expt_tp * self.ep * self.pp)
+        """Data parallel size of the expert grid, likewise."""
+        return self.world_size // (self.expt_tp * self.ep * self.expt_gtp_remat * self.pp)
 
     @cached_property
     def _dense(self) -> Grid:
-        return self._grid(tp=self.tp, cp=self.cp, ep=1, dp=self.dp, instance=1, pp=self.pp)
+        sizes = {"tp": self.tp, "gtp": self.gtp_remat, "cp": self.cp, "ep": 1, "dp": self.dp}
+        return self._grid("tp", instance=1, pp=self.pp, **sizes)
 
     @cached_property
     def _expert(self) -> Grid:
         instances = self.optimizer_instances
         slice_ = self.expt_dp // instances
-        return self._grid(
-            tp=self.expt_tp, cp=1, ep=self.ep, dp=slice_, instance=instances, pp=self.pp
-        )
+        sizes = {"tp": self.expt_tp, "gtp": self.expt_gtp_remat, "cp": 1, "ep": self.ep}
+        return self._grid("ep", dp=slice_, instance=instances, pp=self.pp, **sizes)
 
-    def _grid(self, **sizes: int) -> Grid:
-        axes = tuple(self.order.split("-"))
-        axes += tuple(axis for axis in AXES if axis not in axes)  # only size 1 may be left out
+    def _grid(self, before_gtp: str, **sizes: int) -> Grid:
+        """A grid in which weights are sharded over the ranks next to those of an axis: Megatron
+        has the axis gtp in no order that a user gives.
+        """
+        named = self.order.split("-")
+        anchor = before_gtp if before_gtp in named else "tp"
+        at = named.index(anchor) + 1 if anchor in named else 0
+        axes = [*named[:at], "gtp", *named[at:]]
+        axes += [axis for axis in AXES if axis not in axes]  # only size 1 may be left out
         at = axes.index("dp") + 1
-        axes = (*axes[:at], "instance", *axes[at:])
-        return Grid(axes, tuple(sizes[axis] for axis in axes))
+        axes[at:at] = ["instance"]
+        return Grid(tuple(axes), tuple(sizes[axis] for axis in axes))
 
     def _check_sizes(self) -> None:
-        sizes = {
-            name: getattr(self, name)
-            for name in ("world_size", "tp", "pp", "cp", "ep", "expt_tp", "optimizer_instances")
-        }
+        sizes = {name: getattr(self, name) for name in ("world_size", *_FACTORS)}
         sizes |= {f"hierarchical_cp[{i}]": level for i, level in enumerate(self.hierarchical_cp)}
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -106,6 +115,12 @@ class Sizes:
             raise LayoutError(
                 f"vpp={self.vpp} with pp={self.pp}: a virtual pipeline is a whole number of model "
                 "chunks per rank and needs pp > 1."
+            )
+        if self.optimizer_instances > 1 and self.gtp_remat * self.expt_gtp_remat > 1:
+            raise LayoutError(
+                f"gtp_remat={self.gtp_remat}, expt_gtp_remat={self.expt_gtp_remat} with "
+                f"optimizer_instances={self.optimizer_instances}: Megatron-core shards weights "
+                "only where the optimizer has one instance."
             )
         if self.hybrid_cp and self.dp * self.cp % 2:
             raise LayoutError(
@@ -122,13 +137,14 @@ class Sizes:
     def _misfit(self) -> str | None:
         """The first division that leaves a remainder, spelled out; None where all fit."""
         world, instances = self.world_size, self.optimizer_instances
-        dense, expert = self.tp * self.pp * self.cp, self.expt_tp * self.ep * self.pp
-        dp_cp = world // (self.tp * self.pp) if world >= dense else 0
+        dense = self._product("tp", "gtp_remat", "pp", "cp")
+        expert = self._product("expt_tp", "ep", "expt_gtp_remat", "pp")
+        dp_cp = world // dense[1] * self.cp if world >= dense[1] else 0
         divisions = (
-            ("world_size", world, f"tp={self.tp} x pp={self.pp} x cp={self.cp}", dense),
-            ("world_size", world, f"expt_tp={self.expt_tp} x ep={self.ep} x pp={self.pp}", expert),
+            ("world_size", world, *dense),
+            ("world_size", world, *expert),
             ("dp x cp", dp_cp, "optimizer_instances", instances),
-            ("expt_dp", world // expert, "optimizer_instances", instances),
+            ("expt_dp", world // expert[1], "optimizer_instances", instances),
         )
         for whole_name, whole, part_name, part in divisions:
             if whole < 1 or whole % part:
@@ -138,15 +154,24 @@ class Sizes:
                 )
         return None
 
+    def _product(self, *names: str) -> tuple[str, int]:
+        """Sizes multiplied, as text, in which weight rematerialisation is left out unless used; and
+        the product.
+        """
+        sizes = {name: getattr(self, name) for name in names}
+        shown = [f"{k}={n}" for k, n in sizes.items() if n > 1 or "remat" not in k]
+        return " x ".join(shown), math.prod(sizes.values())
+
     def _suggest(self) -> str:
         """The nearest layouts that fit: other world sizes first, then one other size each."""
         instances = self.optimizer_instances
-        dense = self.tp * self.pp * math.lcm(self.cp, instances)
-        unit = math.lcm(dense, self.expt_tp * self.ep * self.pp * instances)
+        dense = self.tp * self.gtp_remat * self.pp * math.lcm(self.cp, instances)
+        expert = self.expt_tp * self.ep * self.expt_gtp_remat * self.pp * instances
+        unit = math.lcm(dense, expert)
         below = self.world_size // unit * unit
         worlds = [{"world_size": size} for size in (below, below + unit) if size]
         changes = [change for change in worlds if self._fits(change)]
-        for name in ("tp", "pp", "cp", "ep", "expt_tp", "optimizer_instances"):
+        for name in _FACTORS:
             size = getattr(self, name)
             nearest = sorted(_divisors(self.world_size), key=lambda n: (abs(n - size), n))
             for other in nearest[:4]:

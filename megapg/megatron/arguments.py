@@ -63,6 +63,8 @@ _RENAMED = {
     "context_parallel_size": "cp",
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "expt_tp",
+    "gtp_remat_size": "gtp_remat",
+    "expert_gtp_remat_size": "expt_gtp_remat",
     "num_distributed_optimizer_instances": "optimizer_instances",
     "order": "order",
     "get_embedding_ranks": "embedding_ranks",
@@ -71,8 +73,7 @@ _RENAMED = {
     "hybrid_context_parallel": "hybrid_cp",
 }
 
-# What Megatron makes gloo twins of.
-_GLOO_FIELDS = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
+_GLOO_FIELDS: Fields = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
 
 # argument -> why a value other than its default is refused.
 _REFUSED = {
@@ -85,8 +86,6 @@ _REFUSED = {
         "NCCL_COLLNET_ENABLE=1; set that variable around the first collective on session.groups.dp"
     ),
     "sharp_enabled_group": "see use_sharp",
-    "gtp_remat_size": "generalised tensor parallelism is not supported yet",
-    "expert_gtp_remat_size": "generalised tensor parallelism is not supported yet",
 }
 
 
@@ -111,7 +110,7 @@ def session_arguments(**arguments: Unpack[MegatronArguments]) -> SessionArgument
                 f"{name} is no argument of the installed core's initialize_model_parallel."
             )
         if name == "create_gloo_process_groups" and value:
-            made["gloo"] = _GLOO_FIELDS
+            made["gloo"] = _gloo_fields(arguments)
         if value == defaults[name]:
             continue
         if name in _REFUSED:
@@ -141,6 +140,14 @@ def session_arguments(**arguments: Unpack[MegatronArguments]) -> SessionArgument
     if options := _options(settings, made):
         made["options"] = options
     return cast(SessionArguments, made)
+
+
+def _gloo_fields(arguments: MegatronArguments) -> Fields:
+    """What Megatron makes gloo twins of: of no group whose ranks shard weights."""
+    if arguments.get("gtp_remat_size", 1) > 1:
+        return ()
+    of_experts = arguments.get("expert_gtp_remat_size", 1) == 1
+    return tuple(field for field in _GLOO_FIELDS if of_experts or "expt" not in field)
 
 
 def _options(

@@ -19,20 +19,20 @@ from types import FunctionType
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from megapg.collection import Lease, LeaseState, ProcessGroupCollection
-from megapg.errors import ForeignGroupError, PublishedError
+from megapg.errors import ForeignGroupError, PublishedError, UnsupportedOptionError
 from megapg.layout import Field
 from megapg.megatron import missing
 from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.getters.memory import owners_buffer, shares_globals_buffer
 from megapg.megatron.tables import (
     GLOO_GLOBALS,
-    GROUP_GLOBALS,
     GROUP_LIST,
     HYBRID_GROUPS,
     MEMORY_BUFFER,
     OWNERS_CALLS,
     VIRTUAL_PIPELINE_RANK,
     VIRTUAL_PIPELINE_SIZE,
+    group_globals,
 )
 from megapg.upstream.mapping import RANK_GLOBALS
 
@@ -69,6 +69,8 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
         ForeignGroupError: ``pg`` is no collection of megapg's.
         StaleGroupError: the session behind ``pg`` has ended.
         PublishedError: another thread is inside such a block.
+        UnsupportedOptionError: weights are sharded (``gtp_remat``), and this core has no such
+            groups; or it has, and context parallelism as well.
     """
     if not isinstance(pg, ProcessGroupCollection):
         raise ForeignGroupError(
@@ -78,6 +80,7 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
     core_version()  # an older one has globals that nobody has held against a layout's groups
     pg.require(owner="published()")
     module = parallel_state_module()
+    _check_globals_for(pg, module)
     # setdefault, as two threads may come at once and one of them must find the other.
     publishing: _Publishing = vars(module).setdefault(_MARK, _Publishing(module, pg.lease.owner))
     block = publishing.open(pg)
@@ -91,6 +94,23 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
         raise
     finally:
         publishing.close(block)
+
+
+def _check_globals_for(pg: ProcessGroupCollection, module: ModuleType) -> None:
+    layout = pg.layout
+    if layout is None or layout.gtp_remat == layout.expt_gtp_remat == 1:
+        return
+    sizes = f"gtp_remat={layout.gtp_remat}, expt_gtp_remat={layout.expt_gtp_remat}"
+    if not hasattr(module, "get_gtp_weight_remat_group"):
+        raise UnsupportedOptionError(
+            f"published(): {sizes}, and this Megatron-core shards no weights; 0.19 is the first."
+        )
+    if "" in group_globals(layout).values():
+        raise UnsupportedOptionError(
+            f"published(): {sizes} with cp={layout.cp}: Megatron's globals hold the ranks of dp "
+            "and gtp_remat as one group then, which no field of a collection does. Pass the "
+            "collection to the model instead."
+        )
 
 
 def is_published(module: ModuleType) -> bool:
@@ -242,7 +262,7 @@ def _answers(pg: ProcessGroupCollection, before: dict[str, object]) -> dict[str,
     # Everything not named below must not answer: the _MPU_ overrides, the symmetric buffer, ...
     answers: dict[str, object] = dict.fromkeys(before)
     groups = {**vars(pg), **pg.extras}
-    for name, field in {**GROUP_GLOBALS, **GLOO_GLOBALS}.items():
+    for name, field in {**group_globals(pg.layout), **GLOO_GLOBALS}.items():
         value = groups.get(field)
         answers[name] = list(value) if isinstance(value, tuple) else value
     for name, field in RANK_GLOBALS.items():

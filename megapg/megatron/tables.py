@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megapg.layout import ParallelLayout
 from megapg.upstream import mapping
 
 OLDEST_CORE = (0, 16)
@@ -31,6 +32,29 @@ GROUP_GLOBALS: Mapping[str, str] = {
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "intra_dp_cp",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "intra_expt_dp",
 }
+
+# What the last three hold where 0.19 shards weights over more than one rank of the grid. Of the
+# first one no field has the ranks where there is context parallelism as well.
+_WITH_REMAT: Mapping[str, tuple[str, str]] = {
+    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": ("gtp_remat", "dp_cp_gtp_remat"),
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": ("gtp_remat", "dp_cp_gtp_remat"),
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": (
+        "expt_gtp_remat",
+        "expt_dp_gtp_remat",
+    ),
+}
+
+
+def group_globals(layout: ParallelLayout | None) -> Mapping[str, str]:
+    """:data:`GROUP_GLOBALS` for the groups of a layout; for a global that no field holds ``""``."""
+    found = dict(GROUP_GLOBALS)
+    for name, (size, wider) in _WITH_REMAT.items():
+        if layout is not None and getattr(layout, size) > 1:
+            found[name] = wider
+    if layout is not None and layout.gtp_remat > 1 and layout.cp > 1:
+        found["_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"] = ""
+    return found
+
 
 # Those that every initialisation sets, and destroy_model_parallel() resets in every version.
 ALWAYS_SET: Mapping[str, str] = {

@@ -40,6 +40,8 @@ class LayoutSizes(TypedDict, total=False):
     cp: int
     ep: int
     expt_tp: int
+    gtp_remat: int
+    expt_gtp_remat: int
     order: str
     optimizer_instances: int
     hierarchical_cp: tuple[int, ...]

@@ -191,13 +191,9 @@ class JointWork(Rendezvous):
             def all_here() -> bool:
                 nonlocal waiting
                 for some in batches(waiting):
-                    keys = [self._key(topic, rank) for rank in some]
-                    while keys and not self._store.check(keys):
-                        keys = keys[: len(keys) // 2]  # of those the first ones, perhaps
-                    values = self._store.multi_get(keys)
-                    for rank, key, value in zip(some, keys, values, strict=False):
-                        arrived[rank] = _whole(self._store, key, value)
-                    if len(keys) < len(some):
+                    found = _first_of(self._store, [self._key(topic, rank) for rank in some])
+                    arrived.update(zip(some, found, strict=False))
+                    if len(found) < len(some):
                         break  # asked again soon; the others meanwhile say nothing new
                 waiting = [rank for rank in waiting if rank not in arrived]
                 return not waiting
@@ -388,6 +384,14 @@ def _put(store: Store, key: str, message: bytes) -> set[str]:
         store.set(piece, message[number * _PIECE : (number + 1) * _PIECE])
     store.set(key, str(len(pieces)))  # last: whoever sees it finds the rest
     return {key, *pieces}
+
+
+def _first_of(store: Store, keys: Sequence[str]) -> list[bytes]:
+    """The messages of these keys, up to one that is not there yet, or less."""
+    while keys and not store.check(keys):
+        keys = keys[: len(keys) // 2]
+    values = store.multi_get(keys)
+    return [_whole(store, key, value) for key, value in zip(keys, values, strict=True)]
 
 
 def _whole(store: Store, key: str, value: bytes) -> bytes:

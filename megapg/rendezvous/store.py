@@ -39,8 +39,8 @@ _NOTHING = "nothing"
 
 
 def batches(all_of_them: Sequence[_T]) -> list[list[_T]]:
-    """In parts that one call to a store is for: as many as each is long, or parts of 64."""
-    size = max(64, math.isqrt(len(all_of_them)))
+    """In parts that one call to a store is for: of 512, or as many as each is long."""
+    size = max(512, math.isqrt(len(all_of_them)))
     return [list(all_of_them[at : at + size]) for at in range(0, len(all_of_them), size)]
 
 

@@ -54,6 +54,8 @@ FIELD_OF_DESCRIPTION = {
     "DATA_PARALLEL_GROUP": "dp",
     "DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
     "DATA_PARALLEL_GROUP_WITH_CP_AG": "dp_cp_ag",
+    "DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "dp_cp_gtp_remat",
+    "EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "expt_dp_gtp_remat",
     "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
     "TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp",
     "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
@@ -73,6 +75,10 @@ FIELD_OF_DESCRIPTION = {
     "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
     **{f"HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L{i}": f"hcp.{i}" for i in range(8)},
 }
+
+# With rematerialisation on, the data parallel ranks and those that shard their weights: no field of
+# upstream's own collection holds them, unless there is no context parallelism.
+WITHOUT_FIELD = "DATA_PARALLEL_GROUP_WITH_GTP_REMAT"
 
 NO_FAMILY = {"_HYBRID_DP_CP_GROUPS"}  # groups of many sizes, made by another feature
 
@@ -180,6 +186,10 @@ def orders(draw: st.DrawFn, dense: Mapping[str, int], expert: Mapping[str, int])
     return order[:-2] + "pp" if axes[-1] == "pp" else order
 
 
+def orders_with_gtp() -> st.SearchStrategy[str]:
+    return st.permutations(AXES[:-1]).map(lambda axes: "-".join((*axes, "pp")))
+
+
 WORLD_SIZES = st.sampled_from(
     (*range(1, 25), 8, 8, 12, 12, 16, 16, 16, 16, 18, 20, 24, 24, 24, 24, 24, 32, 36, 48)
 )
@@ -189,13 +199,19 @@ WORLD_SIZES = st.sampled_from(
 def valid_configurations(draw: st.DrawFn) -> Configuration:
     """The sizes are drawn as factors of the world, so nothing has to be thrown away."""
     world_size = draw(WORLD_SIZES)
-    pp, tp, cp, dp = draw(factorisations_of(world_size, 4))
+    pp, tp, cp, whole_dp = draw(factorisations_of(world_size, 4))
+    # The ranks that shard weights are taken from those that would hold the same ones.
+    remats = HAS_GTP and draw(st.integers(0, 3)) == 0
+    gtp = draw(divisors_of(whole_dp)) if remats else 1
+    dp = whole_dp // gtp
     # Only with equal data parallelism may pp stand elsewhere than last, so let that be frequent.
     if draw(st.booleans()):
-        expt_dp = dp
+        expt_dp = whole_dp
         expt_tp, ep = draw(factorisations_of(tp * cp, 2))
     else:
         expt_tp, ep, expt_dp = draw(factorisations_of(world_size // pp, 3))
+    egtp = draw(divisors_of(expt_dp)) if remats else 1
+    expt_dp = world_size // pp // expt_tp // ep // egtp
     dense = {"tp": tp, "cp": cp, "ep": 1, "dp": dp, "pp": pp}
     expert = {"tp": expt_tp, "cp": 1, "ep": ep, "dp": expt_dp, "pp": pp}
     levels = draw(st.sampled_from((0, 1, 2, 2, 3)))
@@ -207,12 +223,14 @@ def valid_configurations(draw: st.DrawFn) -> Configuration:
         cp=cp,
         ep=ep,
         expt_tp=None if expt_tp == tp and draw(st.booleans()) else expt_tp,
-        order=draw(orders(dense, expert)),
-        optimizer_instances=draw(divisors_of(math.gcd(dp * cp, expt_dp))),
+        order=draw(orders(dense, expert)) if gtp == egtp == 1 else draw(orders_with_gtp()),
+        optimizer_instances=draw(divisors_of(math.gcd(dp * cp, expt_dp))) if not remats else 1,
         hierarchical_cp=draw(factorisations_of(cp, levels)) if levels else (),
         embedding_ranks=draw(embeddings),
         position_embedding_ranks=draw(embeddings),
         vpp=draw(st.one_of(st.none(), st.integers(1, 4))) if pp > 1 else None,
+        gtp_remat=gtp,
+        expt_gtp_remat=egtp,
     )
 
 
@@ -251,6 +269,9 @@ def assert_rank_agrees(layout: ParallelLayout, rank: int) -> None:
 def stands_in_default_order(layout: ParallelLayout) -> bool:
     # Upstream's create_all_gather_groups() has the default order written into it: with another
     # one its groups are not those of dp_cp. megapg's are, so there is nothing to compare then.
+    # Where weights are sharded it counts those ranks twice, and asks for ranks that are not there.
+    if layout.gtp_remat > 1 or layout.expt_gtp_remat > 1:
+        return False
     sizes = {
         "tp": max(layout.tp, layout.expt_tp),
         "cp": layout.cp,
@@ -267,7 +288,7 @@ def family_of(description: str) -> str:
 
 
 def families_of(recording: Recording) -> set[str]:
-    return {family_of(description) for description in recording}
+    return {family_of(description) for description in recording if description != WITHOUT_FIELD}
 
 
 def assert_recorded_families_agree(
@@ -275,6 +296,9 @@ def assert_recorded_families_agree(
 ) -> dict[str, list[tuple[int, ...]]]:
     partitions = {family: list(layout.partition(family)) for family in layout.families}
     for description, groups in recording.items():
+        if description == WITHOUT_FIELD:
+            assert layout.cp > 1 or partitions["dp_cp_gtp_remat"] == sorted(groups)
+            continue
         # As lists, so that nothing comes twice and megapg's are ordered by lowest rank.
         assert partitions[family_of(description)] == sorted(groups), description
     return partitions
@@ -285,7 +309,12 @@ def families_without_creation(layout: ParallelLayout) -> set[str]:
     silent = set()
     if layout.optimizer_instances == 1:
         silent |= {"intra_dp_cp", "intra_expt_dp"}
-    silent |= {"dp_cp_gtp_remat", "expt_dp_gtp_remat"} if HAS_GTP else ONLY_WITH_GTP
+    if not HAS_GTP:
+        silent |= ONLY_WITH_GTP
+    if layout.gtp_remat == 1:
+        silent |= {"dp_cp_gtp_remat"}
+    if layout.expt_gtp_remat == 1:
+        silent |= {"expt_dp_gtp_remat"}
     if not TWINS and not stands_in_default_order(layout):
         silent |= {"dp_cp_ag", "expt_dp_ag"}
     if TWINS or layout.ep == 1:
@@ -295,17 +324,27 @@ def families_without_creation(layout: ParallelLayout) -> set[str]:
 
 def assert_globals_hold(layout: ParallelLayout, rank: int) -> None:
     state = vars(parallel_state)
-    for name, field in GROUP_GLOBALS.items():
+    for name, field in tables.group_globals(layout).items():
+        if name not in HERE or not field:
+            continue
         assert ranks_of(state[name]) == expected(layout, field, rank), name
-        if f"{name}_GLOO" in state:
+        if f"{name}_GLOO" in state and has_twin(layout, name):
             assert ranks_of(state[f"{name}_GLOO"]) == expected(layout, field, rank), f"{name}_GLOO"
     for name, field in RANKS_GLOBALS.items():
         held = state[name]
         assert (held and tuple(sorted(held))) == expected(layout, field, rank), name
 
 
+def has_twin(layout: ParallelLayout, name: str) -> bool:
+    """Whether upstream makes gloo twins, where it is asked to: not where weights are sharded."""
+    of_experts = "expert" in name.lower()
+    return layout.gtp_remat == 1 and not (of_experts and layout.expt_gtp_remat > 1)
+
+
 def assert_getters_give(layout: ParallelLayout, rank: int) -> None:
     for field, getter, arguments in GETTERS:
+        if "gloo" in getter and not has_twin(layout, getter):
+            continue
         group = getattr(parallel_state, getter)(**arguments)
         assert ranks_of(group) == expected(layout, field, rank), f"{getter}({arguments})"
 
@@ -341,7 +380,9 @@ def assert_numbers_agree(layout: ParallelLayout, rank: int) -> None:
         "is_rank_in_position_embedding_group": rank in layout.members("pos_embd", rank),
     }
     for getter, number in numbers.items():
-        assert getattr(parallel_state, getter)() == number, getter
+        ask = getattr(parallel_state, getter)
+        counts_replicas = "with_gtp_remat" in inspect.signature(ask).parameters
+        assert ask(**{"with_gtp_remat": False} if counts_replicas else {}) == number, getter
 
 
 def expected(layout: ParallelLayout, field: str, rank: int) -> object:
@@ -390,6 +431,8 @@ def features_of(configuration: Configuration) -> dict[str, bool]:
         "an axis left out": len(axes) < len(AXES),
         "upper case": configuration.order != layout.order,
         "a large world": layout.world_size > 24,
+        "sharded weights": layout.gtp_remat > 1 or not HAS_GTP,
+        "sharded weights of experts": layout.expt_gtp_remat > 1 or not HAS_GTP,
     }
 
 
@@ -494,6 +537,7 @@ def changed_configurations(draw: st.DrawFn) -> Configuration:
         st.sampled_from(
             [
                 *("world_size", "tp", "pp", "cp", "ep", "expt_tp", "optimizer_instances", "vpp"),
+                *(("gtp_remat", "expt_gtp_remat") if HAS_GTP else ()),
                 *("hierarchical_cp", "shuffled", "shuffled", "axis left out", "unknown axis"),
             ]
         )

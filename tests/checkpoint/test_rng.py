@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from resuming import distributed
@@ -14,7 +15,6 @@ from streams import draw, plain
 
 import megapg
 from megapg import rng
-from megapg.collection import ProcessGroupCollection
 from megapg.errors import (
     CheckpointMismatchError,
     NoCollectionError,
@@ -59,7 +59,7 @@ def on_real_ranks(sizes):
         pg = session.groups
         for random_init in (False, True):
             with published(pg):
-                dp_rank = pg.rank("dp") if random_init else 0
+                dp_rank = parallel_state.get_data_parallel_rank() if random_init else 0
                 seed_as_megatron(1234, dp_rank, pg.rank("pp"))
             theirs = now()
             for generator in (random, np.random):
@@ -189,14 +189,25 @@ def test_without_a_collection_the_globals_must_serve(call):
         call()
 
 
-def test_groups_with_weight_rematerialisation_are_not_seeded():
-    with fake_collection(world_size=2) as whole:
-        fields = {name: getattr(whole, name) for name in ("tp", "pp", "ep", "expt_tp")}
-        pg = ProcessGroupCollection.from_groups(**fields, gtp_remat=whole.dp)
-        before = now()
-        with pytest.raises(UnsupportedOptionError, match="GTP"):
+@pytest.mark.skipif(
+    not hasattr(parallel_state, "get_gtp_weight_remat_group"), reason="this core shards no weights"
+)
+def test_ranks_that_shard_weights_are_seeded_as_megatron_seeds_them():
+    sizes = {"tp": 2, "gtp_remat": 2, "expt_gtp_remat": 2}
+    assert distributed(partial(on_real_ranks, sizes), 8)  # which compares
+
+
+def test_ranks_that_shard_weights_draw_values_of_their_own():
+    for rank in range(2):
+        with fake_collection(world_size=2, gtp_remat=2, expt_gtp_remat=2, rank=rank) as pg:
             seed_all(1, pg)
-        assert now() == before
+        found = get_cuda_rng_tracker().seeds_
+        assert {1 + 2718 + 65536 * (1 + rank), 1 + 1024 + 32768 + 65536 * (1 + rank)} < found
+    with (
+        fake_collection(world_size=4, gtp_remat=2, cp=2) as pg,
+        pytest.raises(UnsupportedOptionError, match="Leave one of the three out"),
+    ):
+        seed_all(1, pg, data_parallel_random_init=True)
 
 
 # -- what is checked before a stream is touched ------------------------------------------------

@@ -526,6 +526,8 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "cp": {"cp": 1},
     "ep": {"ep": 4},
     "expt_tp": {"expt_tp": 1},
+    "gtp_remat": {"gtp_remat": 2},
+    "expt_gtp_remat": {"expt_gtp_remat": 2},
     "order": {"order": "cp-tp-ep-dp-pp"},
     "optimizer_instances": {"optimizer_instances": 2},
     "hierarchical_cp": {"hierarchical_cp": (2,)},

@@ -42,6 +42,8 @@ class Configuration:
     position_embedding_ranks: EmbeddingRanks | None = None
     vpp: int | None = None
     hybrid_cp: bool = False
+    gtp_remat: int = 1
+    expt_gtp_remat: int = 1
 
     def layout(self, **more: Any) -> ParallelLayout:
         given_values = {k: v for k, v in vars(self).items() if v is not None}
@@ -50,6 +52,10 @@ class Configuration:
     def initialize_megatron(self, **more: Any) -> None:
         if self.hybrid_cp:  # which not every core has
             more["hybrid_context_parallel"] = True
+        if self.gtp_remat > 1:
+            more["gtp_remat_size"] = self.gtp_remat
+        if self.expt_gtp_remat > 1:
+            more["expert_gtp_remat_size"] = self.expt_gtp_remat
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,

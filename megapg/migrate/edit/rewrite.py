@@ -19,12 +19,13 @@ from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.meaning import PARALLEL_STATE
 from megapg.migrate.migration import Edit
 from megapg.migrate.python.analysis import Analysis
-from megapg.migrate.python.imports import MEGAPG, Imports, Runtime, names_of
+from megapg.migrate.python.imports import MEGAPG, Imports, Runtime
 from megapg.migrate.python.insert import add_argument, add_behind, add_parameter, add_statement
 from megapg.migrate.python.locate import quote_in
 from megapg.migrate.python.methods import body_of, first_parameter, parameters
 from megapg.migrate.python.scopes import Imported, Scope, Use
 from megapg.migrate.python.source import Source
+from megapg.migrate.python.unused import names_of
 
 # What a collection is called that several reads of a function share; the first that is free.
 _LOCAL_NAMES = ("pg", "groups", "pg_", "groups_")

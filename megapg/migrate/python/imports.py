@@ -5,24 +5,21 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from megapg.migrate.migration import EXCUSE, Edit
+from megapg.migrate.migration import Edit
 from megapg.migrate.python.analysis import Analysis
-from megapg.migrate.python.flow import blocks, statements_in
 from megapg.migrate.python.insert import newline_of
 from megapg.migrate.python.methods import first_line, is_docstring, kept
-from megapg.migrate.python.scopes import Imported, Use, bound_name, last_name, scopes, walk
+from megapg.migrate.python.scopes import Imported, Use, bound_name, walk
 from megapg.migrate.python.sorting import Order, Placed, placed
 from megapg.migrate.python.source import Source
+from megapg.migrate.python.unused import Import, Unused
 
-_DELIBERATE = re.compile(r"#\s*(?:noqa|megapg:\s*keep|isort:|pylint:)")
-_Import: TypeAlias = ast.Import | ast.ImportFrom
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
-_NOTICING_IMPORTS = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
 
 
 class Origin(NamedTuple):
@@ -58,8 +55,6 @@ class Imports:
     runtime: Runtime = MEGAPG  # what it calls
     # The import statements that its new text needs.
     wanted: dict[str, None] = field(default_factory=dict)
-    # The names that it gets from elsewhere, each with the line of its import.
-    _replaced: set[tuple[int, str]] = field(default_factory=set)
 
     def megapg(self) -> str:
         """The name of what resolves; there is an import of it from now on."""
@@ -74,6 +69,10 @@ class Imports:
         if self._is_imported("partial", (("functools",), "partial")):
             return "partial"
         return self._name("functools", (("functools",), ""), "import functools") + ".partial"
+
+    @cached_property
+    def _unused(self) -> Unused:
+        return Unused(self.source, self.analysis)
 
     def module(self, *parts: str) -> str:
         """The name of a module of a package, likewise."""
@@ -161,18 +160,20 @@ class Imports:
             gone: the uses that are not in the new text.
             kept: names that others take from this module.
         """
-        removed = list(self._unused(set(gone), kept))
-        excused = list(self._excused(set(gone), kept)) if self.is_linted else []
+        removed = list(self._unused.statements(set(gone), kept))
+        excused = list(self._unused.excused(set(gone), kept)) if self.is_linted else []
         # `import x` before `from x import`, as sorters of imports have it.
         wanted = sorted(self.wanted, key=lambda each: (each.startswith("from "), each))
         edits: list[Edit] = excused
         for statement, names in removed:
             if names is not None:
-                edits += self._without(statement, names)
-        whole = self._leaving_no_block_empty([each for each, names in removed if names is None])
+                edits += self._unused.without(statement, names)
+        whole = self._unused.leaving_no_block_empty(
+            [each for each, names in removed if names is None]
+        )
         if self._has_order():
             leading = self._leading()
-            new = [each for each in ast.parse("\n".join(wanted)).body if isinstance(each, _Import)]
+            new = [each for each in ast.parse("\n".join(wanted)).body if isinstance(each, Import)]
             for stretch in placed(leading, [e for e in whole if e in leading], new, self.order):
                 edits += self._stretch(stretch)
             edits += [self._removal(each, "") for each in whole if each not in leading]
@@ -191,22 +192,22 @@ class Imports:
         """Have a statement at the top import a name in place of the one that does; False where
         that one has to stay.
         """
-        self._replaced.add((imported.line, name))
+        self._unused.replaced.add((imported.line, name))
         going = any(
             each in self._leading() and each.lineno == imported.line
-            for each, _ in self._unused(set(), ())
+            for each, _ in self._unused.statements(set(), ())
         )
         if going:
             self.wanted[statement] = None
         else:
-            self._replaced.discard((imported.line, name))
+            self._unused.replaced.discard((imported.line, name))
         return going
 
     def drops(self, name: str, gone: Collection[Use], kept: Collection[str]) -> bool:
         """Whether the import of a name goes with some uses."""
         return any(
             name in (names if names is not None else map(bound_name, statement.names))
-            for statement, names in self._unused(set(gone), kept)
+            for statement, names in self._unused.statements(set(gone), kept)
         )
 
     # -- in order ----------------------------------------------------------------------------
@@ -214,16 +215,16 @@ class Imports:
     def _has_order(self) -> bool:
         """Whether the imports at the top are to be in order, each with its lines for itself."""
         leading = self._leading()
-        texts = [self.source.text[slice(*self._lines(each))] for each in leading]
+        texts = [self.source.text[slice(*self.source.lines(each))] for each in leading]
         alone = not any(";" in text for text in texts)
         return bool(leading) and alone and (self.is_sorted or self.order.is_shown_by(leading))
 
     def _stretch(self, at: Placed) -> list[Edit]:
         """The edits between two imports that stay."""
         newline, text = newline_of(self.source), self.source.text
-        lines = list(map(self._lines, at.gone))
-        start = self._lines(at.before)[1] if at.before else 0
-        stop = self._lines(at.behind)[0] if at.behind else 0
+        lines = list(map(self.source.lines, at.gone))
+        start = self.source.lines(at.before)[1] if at.before else 0
+        stop = self.source.lines(at.behind)[0] if at.behind else 0
         begin = start if at.before else lines[0][0] if lines else stop
         end = stop if at.behind else lines[-1][1] if lines else start
         apart = self.order.blank_lines
@@ -265,7 +266,7 @@ class Imports:
         return self.source.line_starts[line - 1]
 
     def _removal(self, statement: ast.stmt, put: str) -> Edit:
-        begin, end = self._lines(statement)
+        begin, end = self.source.lines(statement)
         return Edit(begin, end if put else self._with_blank_line(begin, end), put, "import")
 
     # -- adding ------------------------------------------------------------------------------
@@ -286,8 +287,8 @@ class Imports:
         after = leading[-1] if leading else None
         if after is None and body and is_docstring(body[0]):
             after = body[0]
-        at, lead = self._end_of_line(after) if after is not None else len(source.text), ""
-        if after is not None and ";" not in source.text[self._end(after) : at]:
+        at, lead = self.source.end_of_line(after) if after is not None else len(source.text), ""
+        if after is not None and ";" not in source.text[self.source.end(after) : at]:
             lead = "" if source.text[:at].endswith(("\n", "\r")) else newline
         elif after is not None or body:
             at = source.line_starts[first_line(after or body[0]) - 1]
@@ -302,167 +303,8 @@ class Imports:
         rest = newline * max(0, wanted - blank)
         return Edit(at, at, f"{lead}{new}{newline}{rest}", "import")
 
-    def _end(self, statement: ast.stmt) -> int:
-        return self.source.index(statement.end_lineno or 0, statement.end_col_offset or 0)
-
-    def _end_of_line(self, statement: ast.stmt | ast.alias) -> int:
-        starts, line = self.source.line_starts, statement.end_lineno or 0
-        return starts[line] if line < len(starts) else len(self.source.text)
-
-    def _lines(self, statement: ast.stmt) -> tuple[int, int]:
-        return self.source.line_starts[statement.lineno - 1], self._end_of_line(statement)
-
     def _with_blank_line(self, begin: int, end: int) -> int:
         """The end of what is removed: with the blank line behind an import that opens a block."""
         before, rest = self.source.text[:begin].rstrip(), self.source.text[end:]
         blank = re.match(r"[ \t]*(?:\r\n|\r|\n)", rest)
         return end + blank.end() if blank and before.endswith(":") else end
-
-    # -- removing ----------------------------------------------------------------------------
-
-    def _unused(
-        self, gone: set[Use], kept: Collection[str]
-    ) -> Iterator[tuple[ast.Import | ast.ImportFrom, list[str] | None]]:
-        """Statements with the names to take out of each; None for all of them."""
-        if self.source.path.stem == "__init__" or "*" in kept:
-            return
-        idle = self._idle(gone, kept)
-        unused = {(at[0].line, name) for name, at in idle if len(at) == 1} | self._replaced
-        for statement in _plain_imports(self.source.tree):
-            names = list(map(bound_name, statement.names))
-            out = [name for name in names if (statement.lineno, name) in unused]
-            begin, end = self._lines(statement)
-            if not out or _DELIBERATE.search(self.source.text[begin:end]):
-                continue
-            if len(out) < len(names):
-                yield statement, out
-                continue
-            start = self.source.index(statement.lineno, statement.col_offset)
-            alone = not self.source.text[begin:start].strip(" \t\f")
-            if alone and ";" not in self.source.text[self._end(statement) : end]:
-                yield statement, None  # with its comment
-
-    def _leaving_no_block_empty(self, statements: list[_Import]) -> list[_Import]:
-        """Those of some imports that can go, where no block goes with them."""
-        blocks = [each.body for each in walk(self.source.tree) if isinstance(each, ast.If)]
-        emptied = [block for block in blocks if all(each in statements for each in block)]
-        return [each for each in statements if not any(each in block for block in emptied)]
-
-    def _excused(self, gone: set[Use], kept: Collection[str]) -> Iterator[Edit]:
-        """A comment for the linter at imports that fail where something is not there, and that is
-        all that they are for now.
-        """
-        idle = {(each.line, name) for name, at in self._idle(gone, kept) for each in at}
-        plain = set(_plain_imports(self.source.tree))
-        for each in walk(self.source.tree):
-            if isinstance(each, ast.Import | ast.ImportFrom) and each not in plain:
-                end = self._end(each)
-                alone = not self.source.text[end : self._end_of_line(each)].strip()
-                here = {(each.lineno, bound_name(name)) for name in each.names}
-                if alone and each.lineno == each.end_lineno and not here.isdisjoint(idle):
-                    yield Edit(end, end, EXCUSE, "excuse")
-
-    def _idle(self, gone: set[Use], kept: Collection[str]) -> Iterator[tuple[str, list[Imported]]]:
-        """The names that lose their last use and nothing else needs, with their imports."""
-        names = names_of(gone)
-        left: set[tuple[int, str]] = set()
-        went: set[tuple[int, str]] = set()
-        for use in self.analysis.uses:
-            if use.root in names and (found := use.scope.find(use.root)):
-                (went if use in gone else left).add((id(found[0]), use.root))
-        deleted = self.analysis.deleted
-        for scope in scopes(self.analysis.module):
-            for name, bindings in scope.bindings.items():
-                key = (id(scope), name)
-                if key in left or key not in went or name in deleted:
-                    continue
-                if scope.kind == "class":  # it is an attribute as well
-                    continue
-                if scope is self.analysis.module and (name in kept or self._exported(name)):
-                    continue
-                if isinstance(bindings[0], Imported):
-                    yield name, [each for each in bindings if isinstance(each, Imported)]
-
-    def _exported(self, name: str) -> bool:
-        if "__all__" not in self.analysis.module.bindings:
-            return False
-        return re.search(rf"[\"']{re.escape(name)}[\"']", self.source.text) is not None
-
-    def _without(self, statement: ast.Import | ast.ImportFrom, out: list[str]) -> Iterator[Edit]:
-        """Edits that take some names out of an import and leave others."""
-        names = statement.names
-        places = [
-            (
-                self.source.index(each.lineno, each.col_offset),
-                self.source.index(each.end_lineno or 0, each.end_col_offset or 0),
-            )
-            for each in names
-        ]
-        stays = [bound_name(each) not in out for each in names]
-        last = max(i for i, here in enumerate(stays) if here)
-        for i, here in enumerate(stays):
-            if not here and i < last:
-                yield Edit(places[i][0], places[i + 1][0], "", "import")
-        if last < len(names) - 1:
-            begin, end = places[last][1], places[-1][1]
-            lines = self._end_of_line(names[last]), self._end_of_line(names[-1])
-            rest = self.source.text[end : lines[1]]
-            own = names[last].lineno < names[last + 1].lineno  # a line each, with its comment
-            if own and re.fullmatch(r",\s*(#.*)?\s*", rest):
-                begin, end = lines
-            yield Edit(begin, end, "", "import")
-
-
-def names_of(uses: Iterable[Use]) -> set[str]:
-    """The names with which some uses begin."""
-    return {use.root for use in uses if use.root}
-
-
-def _plain_imports(tree: ast.Module) -> Iterator[_Import]:
-    """Imports that run whenever what is around them does, with other statements beside them."""
-    waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
-    while waiting:
-        outer, in_function = waiting.pop()
-        for block in blocks(outer):
-            for statement in block:
-                if isinstance(statement, _Import):
-                    if not all(isinstance(each, _Import) for each in block):
-                        yield statement
-                elif not isinstance(statement, ast.Try | ast.If):
-                    waiting.append((statement, in_function or isinstance(statement, _FUNCTION)))
-                elif in_function and not _notices_imports(statement):
-                    waiting.append((statement, True))
-                else:
-                    inner = list(statements_in(statement))
-                    waiting += [(e, True) for e in inner if isinstance(e, _FUNCTION)]
-                    waiting += [(e, False) for e in inner if isinstance(e, ast.ClassDef)]
-                    yield from _as_good_without(statement)
-
-
-def _notices_imports(statement: ast.Try | ast.If) -> bool:
-    """Whether it does something else where an import in it fails."""
-    return isinstance(statement, ast.Try) and any(
-        each.type is None
-        or any(
-            last_name(node) in _NOTICING_IMPORTS
-            for node in ast.walk(each.type)
-            if isinstance(node, ast.expr)
-        )
-        for each in statement.handlers
-    )
-
-
-def _as_good_without(statement: ast.Try | ast.If) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Imports for a type checker, beside others; and those that are tried together with another one
-    of the same package, which fails where they do.
-    """
-    imports = [each for each in statement.body if isinstance(each, ast.Import | ast.ImportFrom)]
-    if isinstance(statement, ast.If):
-        if last_name(statement.test) == "TYPE_CHECKING":
-            yield from imports
-        return
-    for each in imports:
-        if isinstance(each, ast.ImportFrom) and each.module and not each.level:
-            beside = [e for e in imports if isinstance(e, ast.ImportFrom) and e is not each]
-            if any(f"{e.module}.".startswith(f"{each.module}.") and not e.level for e in beside):
-                yield each

@@ -107,6 +107,19 @@ class Source:
         end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or 0
         return self.index(node.lineno, node.col_offset), self.index(end_line, end_column)
 
+    def end(self, node: ast.stmt) -> int:
+        """The index behind a statement."""
+        return self.index(node.end_lineno or 0, node.end_col_offset or 0)
+
+    def end_of_line(self, node: ast.stmt | ast.alias) -> int:
+        """The index behind the line in which something ends, and its newline."""
+        starts, line = self.line_starts, node.end_lineno or 0
+        return starts[line] if line < len(starts) else len(self.text)
+
+    def lines(self, node: ast.stmt) -> tuple[int, int]:
+        """Where the lines of a statement begin and end."""
+        return self.line_starts[node.lineno - 1], self.end_of_line(node)
+
     def span(self, begin: int, end: int) -> Span:
         """The piece of the file that is ``text[begin:end]``."""
         (line, column, start), (end_line, end_column, stop) = map(self._place, (begin, end))

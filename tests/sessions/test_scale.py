@@ -1,0 +1,28 @@
+"""What many ranks ask of the store: simulated ranks, which are the real code, and real ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+pytest.importorskip("greenlet")
+
+from benchmarks.scale import PHASES, Steps, layout_of, real, same
+
+from megapg.layout import ParallelLayout
+
+
+def test_simulated_ranks_write_as_often_as_real_ones() -> None:
+    played = dict(Steps(ParallelLayout(world_size=4), "gloo").phases(*PHASES))
+    found = real(4)
+    assert found.keys() == played.keys()
+    for phase, tallies in found.items():
+        assert same(tallies, played[phase], phase), phase
+
+
+def test_nobody_asks_more_often_than_the_root_of_a_large_world() -> None:
+    size = 1_024
+    for name, phase in Steps(layout_of(size)).phases("start-up", "suspend()", "close()"):
+        assert phase.most("calls", slice(1, None)) <= 32, name
+        assert phase.ranks[0].calls <= 2 * math.sqrt(size), name
