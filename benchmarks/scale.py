@@ -289,7 +289,7 @@ def _calls(findings: Findings) -> Table:
             "any "
             "but the leader. Everybody talks to the store alone: each rank writes its own keys and "
             "reads the leader's word; the leader, the first rank, reads all ranks', 512 "
-            "root of the world with one call. Depth: the longest chain of calls of which each "
+            "with one call. Depth: the longest chain of calls of which each "
             "needs the one before it. Seconds are of a clock that goes by the costs of the calls: "
             f"{costs.way * 1e6:.0f} us there and back, and for the store {costs.call * 1e6:.0f} us "
             f"a call, {costs.key * 1e6:.1f} us a key and {costs.byte * 1e9:.1f} ns a byte; what "

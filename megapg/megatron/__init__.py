@@ -22,6 +22,7 @@ from megapg.megatron.convert import (
 from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.drop_in import destroy_model_parallel, initialize_model_parallel
 from megapg.megatron.from_args import session_from_args
+from megapg.megatron.grids import from_grid, to_grid
 from megapg.megatron.publish import published
 from megapg.megatron.reading.global_groups import GlobalGroups
 from megapg.megatron.reading.groups_of import groups_of
@@ -49,6 +50,7 @@ __all__ = [
     "core_version",
     "destroy_model_parallel",
     "forbid_global_reads",
+    "from_grid",
     "from_megatron",
     "from_parallel_state",
     "getters",
@@ -63,6 +65,7 @@ __all__ = [
     "schedule_collection",
     "session_arguments",
     "session_from_args",
+    "to_grid",
     "to_megatron",
     "trace_global_reads",
 ]

@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("greenlet")
 
 from benchmarks.scale import PHASES, Steps, layout_of, real, same
-
 from megapg.layout import ParallelLayout
 
 

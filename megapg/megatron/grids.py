@@ -1,0 +1,196 @@
+"""Collections from and to Megatron-core's ``HyperCommGrid``; no group is made for either.
+
+Megatron-Bridge and Megatron-core's inference describe a job as two grids, one of the dense layers
+and one of the experts, and have each make the groups that are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch.distributed as dist
+
+from megapg.collection import Lease, ProcessGroupCollection
+from megapg.collection.membership import ProcessGroup, membership
+from megapg.errors import LayoutError
+from megapg.layout import DEFAULT_ORDER, Field, ParallelLayout
+from megapg.megatron.core import core_version
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup as TorchGroup
+
+# field -> the dimensions over which a grid makes it.
+_DENSE: Mapping[Field, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "mp": ("tp", "pp"),
+    "tp_cp": ("tp", "cp"),
+    "dp_cp": ("dp", "cp"),
+    "tp_dp": ("tp", "dp"),
+    "tp_dp_cp": ("tp", "dp", "cp"),
+}
+_EXPERT: Mapping[Field, tuple[str, ...]] = {
+    "ep": ("ep",),
+    "expt_tp": ("tp",),
+    "expt_dp": ("dp",),
+    "tp_ep": ("tp", "ep"),
+    "tp_ep_pp": ("tp", "ep", "pp"),
+    "intra_dist_opt": ("tp", "ep", "dp", "pp"),
+}
+
+
+class Grid(Protocol):
+    """What is asked of a ``HyperCommGrid``."""
+
+    shape: list[int]
+    dim_names: list[str]
+    rank_offset: int
+
+    def get_pg(self, dims: str | list[str]) -> TorchGroup:
+        """The group of this rank over some dimensions; a KeyError where none was made."""
+        ...
+
+
+def from_grid(dense: Grid, expert: Grid | None = None) -> ProcessGroupCollection:
+    """A collection of the groups that grids have made: borrowed, never closed by megapg.
+
+    Args:
+        dense: has dimensions among ``tp``, ``cp``, ``dp`` and ``pp``.
+        expert: of the experts, over the same ranks, with dimensions among ``tp``, ``ep``, ``dp``
+            and ``pp``.
+
+    Returns:
+        A collection with the layout that both imply. A field for which nobody called ``create_pg``
+        is absent; a dimension that a grid lacks has the size 1.
+
+    Raises:
+        LayoutError: a dimension of another name, larger than 1; or grids that fit no layout
+            together.
+        ForeignGroupError: a group has ended.
+    """
+    layout = _implied(dense, expert)
+    groups: dict[str, ProcessGroup] = {}
+    for grid, fields in ((dense, _DENSE), (expert, _EXPERT)):
+        if grid is not None:
+            groups |= _made(grid, fields)
+    members = {field: membership(cast("Field", field), group) for field, group in groups.items()}
+    for field, each in members.items():
+        expected = layout.members(cast("Field", field), dist.get_rank())
+        if each.ranks != expected:
+            raise LayoutError(
+                f"from_grid(): {field} has the ranks {list(each.ranks)} here, and in the layout of "
+                f"both grids, with order={layout.order!r}, {list(expected)}."
+            )
+    return ProcessGroupCollection(groups, members, Lease(owner="groups of from_grid()"), layout)
+
+
+def to_grid(pg: ProcessGroupCollection) -> tuple[Grid, Grid]:
+    """The two grids of a session, dense and expert, that hold its groups.
+
+    Their ``create_pg`` raises for what is there already. Their ``destroy`` would end groups that
+    belong to the session: leave that to :meth:`megapg.Session.close`.
+
+    Raises:
+        LayoutError: the groups have no layout, or one on ranks that do not follow each other:
+            a grid has an offset and no list of ranks.
+        StaleGroupError: the session has ended.
+    """
+    pg.require(owner="to_grid()")
+    layout = pg.layout
+    if layout is None or not isinstance(layout.ranks, range) or layout.ranks.step != 1:
+        ranks = "no layout" if layout is None else f"the ranks {list(layout.ranks)}"
+        raise LayoutError(
+            f"to_grid(): these groups have {ranks}; a grid is over ranks that follow each other, "
+            "of a session."
+        )
+    if layout.optimizer_instances > 1 or layout.gtp_remat * layout.expt_gtp_remat > 1:
+        raise LayoutError(
+            "to_grid(): grids have no axis for optimizer_instances, gtp_remat and expt_gtp_remat."
+        )
+    order = [*layout.order.split("-")]
+    order += [axis for axis in DEFAULT_ORDER.split("-") if axis not in order]
+    sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
+    of_experts = {"tp": layout.expt_tp, "ep": layout.ep, "dp": layout.expt_dp, "pp": layout.pp}
+    return (
+        _grid(pg, [axis for axis in order if axis != "ep"], sizes, _DENSE),
+        _grid(pg, [axis for axis in order if axis != "cp"], of_experts, _EXPERT),
+    )
+
+
+def _grid(
+    pg: ProcessGroupCollection,
+    names: list[str],
+    sizes: Mapping[str, int],
+    fields: Mapping[Field, tuple[str, ...]],
+) -> Grid:
+    core_version()
+    from megatron.core.hyper_comm_grid import HyperCommGrid
+
+    assert pg.layout is not None
+    first = pg.layout.ranks[0]
+    made: Any = HyperCommGrid([sizes[name] for name in names], names, rank_offset=first)
+    for field, dims in fields.items():
+        group = vars(pg).get(field)
+        if isinstance(group, ProcessGroup):
+            made._pgs["-".join(name for name in reversed(names) if name in dims)] = group
+    return cast("Grid", made)
+
+
+def _made(
+    grid: Grid, fields: Mapping[Field, tuple[str, ...]]
+) -> Iterator[tuple[str, ProcessGroup]]:
+    for field, dims in fields.items():
+        there = [name for name in grid.dim_names if name in dims]
+        try:
+            group = grid.get_pg(there) if there else None
+        except KeyError:
+            continue
+        if isinstance(group, ProcessGroup):
+            yield field, group
+
+
+def _implied(dense: Grid, expert: Grid | None) -> ParallelLayout:
+    size = math.prod(dense.shape)
+    sizes = _sizes(dense, ("tp", "cp", "dp", "pp"), "dense")
+    order = [name for name in dense.dim_names if name in sizes]
+    others = {"tp": sizes.get("tp", 1)}
+    if expert is not None:
+        others = _sizes(expert, ("tp", "ep", "dp", "pp"), "expert")
+        if (math.prod(expert.shape), expert.rank_offset) != (size, dense.rank_offset):
+            raise LayoutError(
+                f"from_grid(): the expert grid is over {math.prod(expert.shape)} ranks from rank "
+                f"{expert.rank_offset}, the dense one over {size} from {dense.rank_offset}; both "
+                "describe the same ranks."
+            )
+        named = [name for name in expert.dim_names if name in others]
+        if "ep" in named:
+            behind = [name for name in named[named.index("ep") + 1 :] if name in order]
+            order.insert(order.index(behind[0]) if behind else len(order), "ep")
+    usual = DEFAULT_ORDER.split("-")
+    as_usual = order == [axis for axis in usual if axis in order]
+    order = usual if as_usual else [*order, *(axis for axis in usual if axis not in order)]
+    return ParallelLayout(
+        world_size=size,
+        tp=sizes.get("tp", 1),
+        cp=sizes.get("cp", 1),
+        pp=sizes.get("pp", 1),
+        ep=others.get("ep", 1),
+        expt_tp=others.get("tp", 1),
+        order="-".join(order),
+        ranks=range(dense.rank_offset, dense.rank_offset + size),
+    )
+
+
+def _sizes(grid: Grid, axes: Sequence[str], which: str) -> dict[str, int]:
+    found = dict(zip(grid.dim_names, map(int, grid.shape), strict=True))
+    unknown = [f"{name}={size}" for name, size in found.items() if name not in axes and size > 1]
+    if unknown:
+        raise LayoutError(
+            f"from_grid(): the {which} grid has {', '.join(unknown)}; its dimensions are "
+            f"{', '.join(axes)}."
+        )
+    return {name: size for name, size in found.items() if name in axes}
