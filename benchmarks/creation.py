@@ -35,13 +35,13 @@ from benchmarks.probe import CallCounter, Holdings, own_every_page
 from megapg.testing.distributed import Ranks
 
 SHAPES = (Shape(tp=2, pp=2, ep=1), Shape(tp=2, pp=2, ep=2))
-USE = "create + use"
-STAGES = ("create", USE, "... + all pairs")
+CREATE, USE = "create", "create + use"
+STAGES = (CREATE, USE, "... + all pairs")
 """Moments on a trial's clock. *use* is a one-element all_reduce on every field; *all pairs* is an
 all_to_all after it, which makes even a lazily connected group connect everybody with everybody."""
 
-TARGETS = {16: 0.4, 32: 0.3}
-"""World size -> most that the session may cost of initialize_model_parallel, create + use."""
+TARGETS = {16: 0.25, 32: 0.25, 64: 0.25}
+"""World size -> most that the session may cost of initialize_model_parallel, creation alone."""
 
 _WARM_UP = -1
 _TRIAL_S = 90.0  # torch's own waits in a trial; a trial takes seconds
@@ -327,17 +327,17 @@ class Contest:
     def floor(self) -> float:
         """What ``ratio(USE)`` would be if creating cost nothing and using cost what peers pay."""
         peer = self.of(BASELINE)
-        return 1 - peer.seconds("create") / peer.seconds(USE)
+        return 1 - peer.seconds(CREATE) / peer.seconds(USE)
 
     @property
     def target(self) -> float | None:
-        """Most that ``ratio(USE)`` may be; None where nothing was promised."""
+        """Most that ``ratio(CREATE)`` may be; None where nothing was promised."""
         return TARGETS.get(self.world_size)
 
     @property
     def met(self) -> bool:
         """Whether the target is met; also where there is none."""
-        return self.target is None or self.ratio(USE) <= self.target
+        return self.target is None or self.ratio(CREATE) <= self.target
 
 
 def contests(trials: Sequence[Trial]) -> list[Contest]:

@@ -393,6 +393,10 @@ class _Mesh(DeviceMesh):
         )
 
 
+FINDING_NEW_GROUPS: tuple[type, ...] = (_Mesh,)
+"""Classes whose instances know groups by name, and find those that are made anew."""
+
+
 def mesh_over(
     groups: Mapping[str, dist.ProcessGroup],
     ranks: torch.Tensor,

@@ -66,8 +66,9 @@ def rebind(objects: Sequence[object], replacements: Replacements) -> Rebound:
     entered, and so what only they hold is found ``elsewhere``.
 
     Values worked out from a group stay as they are: rank and size do not change when a session
-    re-creates its groups. What torch or a library made of an old group (a DeviceMesh, torch's own
-    DDP and FSDP, a CUDA graph), and strings that name one, are told of and left.
+    re-creates its groups. What torch or a library made of an old group (a DeviceMesh that is
+    not of ``pg.mesh()``, torch's own DDP, a CUDA graph), and strings that name one, are told of and
+    left. FSDP2 asks the group that it holds, so that it gets the new one.
 
     Call it on every rank, between steps: nothing of ``objects`` may be in use. It costs time in
     proportion to the number of objects, and a look through the whole process where an old group

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megapg import torch_private
 from megapg.collection import Lease, ProcessGroupCollection
 from megapg.communicators.plan import Communicator
 from megapg.ownership.rebind.paths import ATTRIBUTE, ITEM, KEY, PART
@@ -33,6 +34,7 @@ _OURS = f"{__name__.partition('.')[0]}."
 _CLOSED = (
     *(type, types.ModuleType, logging.Filterer, logging.Manager),
     *(ProcessGroupCollection, Lease, Replacements),
+    *torch_private.FINDING_NEW_GROUPS,
 )
 # The packages of what owns groups, and of what that is made of; each is found by a class in it.
 _CLOSED_HOMES = tuple(
@@ -41,7 +43,9 @@ _CLOSED_HOMES = tuple(
 
 # Where the classes live whose instances keep more than the reference: what they made of the group.
 _MADE_OF_GROUPS = ("torch.distributed.", "torch.nn.parallel.", "deep_ep.")
-# Of those, what torch mixes into the classes of others' modules; it keeps its own objects apart.
+# Of those, what asks the group itself each time.
+_ASKING_THE_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_common."
+# And what torch mixes into the classes of others' modules; it keeps its own objects apart.
 _MIXED_IN = ("torch.distributed.fsdp.", "torch.distributed.fsdp._fully_shard._fsdp_init.")
 
 CONTAINERS = (dict, list, set, deque)
@@ -58,6 +62,7 @@ class Shape:
     slots: tuple[types.MemberDescriptorType, ...]
     closed: bool
     sealed: str  # why neither an instance nor the containers in it can be changed
+    opened: bool  # whether it can, whatever holds it
     frozen: str  # why its attributes can't
 
 
@@ -76,7 +81,10 @@ def shape_of(kind: type) -> Shape:
         if isinstance(value, types.MemberDescriptorType)
     )
     sealed = frozen = ""
-    if any(home.startswith(_MADE_OF_GROUPS) and home not in _MIXED_IN for home in homes):
+    opened = homes[0] == _ASKING_THE_GROUP
+    if not opened and any(
+        home.startswith(_MADE_OF_GROUPS) and home not in _MIXED_IN for home in homes
+    ):
         sealed = (
             f"{kind.__module__}.{kind.__qualname__} keeps what it made of the group; make it anew"
         )
@@ -86,7 +94,7 @@ def shape_of(kind: type) -> Shape:
             f"{kind.__qualname__} is a frozen dataclass; make it anew with dataclasses.replace()"
         )
     closed = issubclass(kind, _CLOSED) or any(home.startswith(_CLOSED_HOMES) for home in homes)
-    return Shape(namespace, slots, closed, sealed, frozen)
+    return Shape(namespace, slots, closed, sealed, opened, frozen)
 
 
 def is_rebuilt(value: object) -> bool:

@@ -85,7 +85,7 @@ class Walk:
         shape = self._shape_of(type(node))
         if shape.closed:
             return
-        sealed = sealed or shape.sealed
+        sealed = "" if shape.opened else sealed or shape.sealed
         visit = self._visitor_of(type(node), shape)
         if visit is not None:
             visit(self, path, node, sealed)
