@@ -1,6 +1,19 @@
 """Work done by autograd's own threads, as a GPU's backward does it."""
 
+import threading
+
 import torch
+
+
+def started_by_python() -> set[int]:
+    """The threads of Python's own. Whoever asks in another one which it is enters that in Python's
+    list as a stand-in, and the engine uses its threads again.
+    """
+    return {
+        thread.ident
+        for thread in threading.enumerate()
+        if not isinstance(thread, threading._DummyThread)
+    }
 
 
 class Nested(torch.autograd.Function):
