@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -32,18 +33,32 @@ CommunicatorBackend: TypeAlias = dist._Backend
 
 
 def check_version() -> None:
-    """Raise unless this torch is one on which groups can be made.
+    """Raise unless this torch is one on which groups can be made as they were asked for.
 
     Raises:
-        UnsupportedVersionError: it is too old.
+        UnsupportedVersionError: it is too old, or torchcomms was asked for and is not there.
     """
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if found is not None and tuple(map(int, found.groups())) < OLDEST:
+    if _torchcomms_wanted() and not _torchcomms_there():
+        raise UnsupportedVersionError(
+            "TORCH_DISTRIBUTED_USE_TORCHCOMMS asks for torchcomms, which this torch can't import "
+            "(the package index has but an empty one), and torch would silently go on without. "
+            "Install it, or unset the variable; whatever it holds but 0 means yes to torch."
+        )
+    if _version() < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise UnsupportedVersionError(
             f"torch {torch.__version__} is installed, and megapg needs {oldest} or newer to make "
             f"process groups: pip install 'torch>={oldest}', or a container that has one."
         )
+
+
+def _version() -> tuple[float, ...]:
+    """Of this torch, as far as it tells; else that of none yet.
+
+    Public: ``torch.__version__``, as text.
+    """
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    return tuple(map(int, found.groups())) if found is not None else (math.inf,)
 
 
 # -- groups ----------------------------------------------------------------------------------------
@@ -78,6 +93,124 @@ def new_group(
     group = cast("dist.ProcessGroup", made[0])
     c10d._world.pg_group_ranks[group] = {each: index for index, each in enumerate(ranks)}
     return group
+
+
+def can_split() -> bool:
+    """Whether one call of every rank splits a family of groups from WORLD, under names of ours.
+
+    Public: ``dist.split_group``, once the caller may name the group: it counts the groups of this
+    process to name one, so that ranks which are in different families name it differently.
+    """
+    made = getattr(dist.ProcessGroup, "split_group", None)
+    return made is not None and "device_types" in (made.__doc__ or "")
+
+
+def split_world(
+    ranks: Sequence[int],
+    rank: int,
+    *,
+    backend: str,
+    name: str,
+    description: str,
+    timeout: timedelta,
+    options: dist.ProcessGroupNCCL.Options | None,
+) -> dist.ProcessGroup | None:
+    """Split a group from WORLD's own communicator. Every rank of WORLD calls it, at the same time.
+
+    Args:
+        ranks: of the group that this rank is in; where it is in none, of any that others make.
+
+    Returns:
+        The group; None where this rank is in none.
+
+    Public: as of :func:`can_split`.
+    """
+    world = cast("dist.ProcessGroup", dist.group.WORLD)
+    devices = _devices_with(world, backend)
+    if on_torchcomms() and rank not in ranks:  # its split takes nobody who is not a member
+        for device in devices:
+            _torchcomm(world, device).split([], name)
+        return None
+    if options is None and "nccl" in backend and not on_torchcomms():
+        options = dist.ProcessGroupNCCL.Options()  # not WORLD's
+    group: dist.ProcessGroup | None = world.split_group(
+        list(ranks),
+        timeout=timeout,
+        opts=options,
+        group_name=_named(name),
+        group_desc=description,
+        device_types=devices,
+    )
+    if rank not in ranks or group is None:
+        return None
+    group.bound_device_id = world.bound_device_id
+    for device in devices:
+        if on_torchcomms():
+            c10d._world.comms.append(_torchcomm(group, device))
+        elif _version() < (2, 15):  # from then on they begin at 0 by themselves
+            backend_on(group, device)._set_sequence_number_for_group()
+    c10d._register_pg_in_world(
+        group,
+        backend_name=dist.Backend(backend),
+        store=group.get_group_store(),
+        group_name=_named(name),
+        backend_config=str(c10d.BackendConfig(dist.Backend(backend))),
+        rank_mapping={each: index for index, each in enumerate(ranks)},
+    )
+    return group
+
+
+class _TorchComm(Protocol):
+    def split(self, ranks: Sequence[int], name: str) -> object: ...
+
+
+class _Wrapper(Protocol):
+    def get_comm(self) -> _TorchComm: ...
+
+
+def _torchcomm(group: dist.ProcessGroup, device: torch.device) -> _TorchComm:
+    """The communicator behind a group on torchcomms.
+
+    Public: none.
+    """
+    wrapper = cast("_Wrapper", backend_on(group, device))
+    return wrapper.get_comm()
+
+
+def _devices_with(group: dist.ProcessGroup, backend: str) -> list[torch.device]:
+    """The devices on which a group has what a backend string names, such as ``"nccl"``; one of
+    those that share it: torch would split it once for each, twice under one name.
+
+    Public: ``dist.split_group`` with ``backend=``.
+    """
+    named = {part.rpartition(":")[2] for part in backend.split(",")}
+    kinds = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    devices = [each for each in devices_of(group) if kinds.get(each.type) in named]
+    return list({backend_on(group, each): each for each in devices}.values())
+
+
+def on_torchcomms() -> bool:
+    """Whether torch makes its communicators with torchcomms.
+
+    Public: none that asks.
+    """
+    return _torchcomms_wanted() and _torchcomms_there()
+
+
+def _torchcomms_wanted() -> bool:
+    """As torch reads its variable: whatever it holds but 0 means yes, ``False`` included.
+
+    Public: ``torch.distributed.config.use_torchcomms``, which older releases lack.
+    """
+    return bool(getattr(getattr(dist, "config", None), "use_torchcomms", False))
+
+
+def _torchcomms_there() -> bool:
+    """Whether torch could import it.
+
+    Public: none.
+    """
+    return bool(vars(c10d).get("_TORCHCOMM_AVAILABLE"))
 
 
 def _named(name: str) -> c10d.GroupName:
@@ -208,7 +341,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     Public: none that asks; ``dist.get_pg_timeout`` has what was given.
     """
     every = [getattr(backend_on(group, each), "options", None) for each in devices_of(group)]
-    timeouts: list[timedelta] = [options._timeout for options in every if options is not None]
+    timeouts = [each for options in every if (each := getattr(options, "_timeout", None))]
     return max(timeouts, default=None)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 from megapg.communicators.options import CommunicatorOptions
 from megapg.errors import UnsupportedOptionError
@@ -45,6 +46,9 @@ class Backend:
         name: as torch.distributed spells it.
         lanes: field -> lane; fields on different lanes never share a communicator.
         options: turns megapg's options into torch's; raises where the backend has none.
+        split: when all ranks of WORLD make a family of groups in one call, split from WORLD's own
+            communicator: where WORLD is bound to a device, or always; otherwise the members of a
+            group make it.
         creation_environment: set, unless the user has set it, while communicators are made.
         can_be_lazy: whether this torch heeds that, and they connect at first use.
         alone: the backend has no peers to meet (torch's fake backend).
@@ -56,6 +60,7 @@ class Backend:
     name: str
     options: Callable[[str, CommunicatorOptions], dist.ProcessGroupNCCL.Options | None]
     lanes: Mapping[str, str] = field(default_factory=dict)
+    split: Literal["never", "on a bound WORLD", "always"] = "never"
     creation_environment: Mapping[str, str] = field(default_factory=dict)
     can_be_lazy: Callable[[], bool] = lambda: False
     alone: bool = False
@@ -77,6 +82,15 @@ def _no_options(where: str, options: CommunicatorOptions) -> None:
         raise UnsupportedOptionError(
             f"{where}: {names} are NCCL settings, and this backend is not NCCL. Leave the options "
             "out here, or choose backend='nccl'."
+        )
+
+
+def _no_options_on_torchcomms(where: str, options: CommunicatorOptions) -> None:
+    if given := options.given():
+        names = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise UnsupportedOptionError(
+            f"{where}: {names}; torch passes no options on to torchcomms. Leave them out, or unset "
+            "TORCH_DISTRIBUTED_USE_TORCHCOMMS."
         )
 
 
@@ -135,18 +149,31 @@ def _gloo_can_be_lazy() -> bool:
     return torch_private.gloo_can_be_lazy()
 
 
+_NCCL = Backend(
+    "nccl",
+    _nccl_options,
+    lanes=_NCCL_LANES,
+    split="on a bound WORLD",
+    holds_memory=True,
+    cannot_suspend=_nccl_cannot_suspend,
+    unused=_nccl_unused,
+)
+# Whatever torch's own backend is called, while TORCH_DISTRIBUTED_USE_TORCHCOMMS is set.
+_TORCHCOMMS = Backend(
+    "torchcomms",
+    _no_options_on_torchcomms,
+    lanes=_NCCL_LANES,
+    split="always",
+    cannot_suspend=lambda: "torchcomms has no call that suspends a communicator",
+)
+_FAKE = Backend("fake", _no_options, alone=True)
+
 # A mixed device map behaves as the first of these that is in it.
 BACKENDS: Mapping[str, Backend] = {
     row.name: row
     for row in (
-        Backend(
-            "nccl",
-            _nccl_options,
-            lanes=_NCCL_LANES,
-            holds_memory=True,
-            cannot_suspend=_nccl_cannot_suspend,
-            unused=_nccl_unused,
-        ),
+        _NCCL,
+        replace(_NCCL, name="nccl2"),  # torch's newer NCCL, in releases that still name it apart
         # Connecting every pair at once is most of what a gloo group costs; lazily, a pair connects
         # when it first talks.
         Backend(
@@ -155,7 +182,8 @@ BACKENDS: Mapping[str, Backend] = {
             creation_environment={"TORCH_GLOO_LAZY_INIT": "1"},
             can_be_lazy=_gloo_can_be_lazy,
         ),
-        Backend("fake", _no_options, alone=True),
+        _TORCHCOMMS,
+        _FAKE,
     )
 }
 
@@ -165,7 +193,8 @@ def rows_of(spelling: str) -> list[Backend]:
     once, in the table's order; none for what the table does not know.
     """
     named = {part.rpartition(":")[2] for part in spelling.lower().split(",")}
-    return [row for row in BACKENDS.values() if row.name in named]
+    rows = [row for row in BACKENDS.values() if row.name in named - {_TORCHCOMMS.name}]
+    return [_TORCHCOMMS] if _on_torchcomms() and rows not in ([], [_FAKE]) else rows
 
 
 def backend_for(spelling: str) -> Backend:
@@ -176,8 +205,17 @@ def backend_for(spelling: str) -> Backend:
     """
     rows = rows_of(spelling)
     if not rows:
+        known = [name for name in BACKENDS if name != _TORCHCOMMS.name]
         raise UnsupportedOptionError(
-            f"backend={spelling!r} is not one of {', '.join(BACKENDS)}, alone or as in "
+            f"backend={spelling!r} is not one of {', '.join(known)}, alone or as in "
             "'cpu:gloo,cuda:nccl'."
         )
     return rows[0]
+
+
+def _on_torchcomms() -> bool:
+    if "torchcomms" not in sys.modules:  # torch imports it where it is installed
+        return False
+    from megapg import torch_private
+
+    return torch_private.on_torchcomms()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from functools import partial
 
 import torch.distributed as dist
 
 from megapg import torch_private
 from megapg.communicators.backends import backend_for
-from megapg.communicators.plan import Communicator
+from megapg.communicators.plan import Communicator, Family
 from megapg.communicators.world import World, scoped_environment
 from megapg.errors import TeardownError
 
@@ -21,13 +20,13 @@ def make(
     world: World,
     wanted: Iterable[Communicator],
     *,
-    everyone: Callable[[], Iterable[Communicator]] | None = None,
+    of_all: Callable[[], Iterable[Family]] = tuple,
     store_for: Callable[[Communicator], dist.Store],
     prefix: str,
     timeout: timedelta,
     within: float,
 ) -> dict[Communicator, dist.ProcessGroup]:
-    """Make this rank's communicators; only their members take part.
+    """Make this rank's communicators; only their members take part, or all ranks together.
 
     torch's ``new_group`` wants every rank of WORLD to call it for every group, because it counts
     groups to name them: hundreds of calls where a rank is in ten. Its way around that
@@ -37,8 +36,8 @@ def make(
     Args:
         world: the WORLD the ranks are counted in.
         wanted: the communicators this rank is in.
-        everyone: those of all ranks, in one order; for a WORLD that is bound to a device: torch
-            then splits every group from WORLD's own communicator, which takes all of its ranks.
+        of_all: those of all ranks, for the backends of :attr:`World.splits`: a family takes one
+            call of every rank.
         store_for: where the members of a communicator find each other.
         prefix: makes the names unique in torch's registry, as :func:`prefix_of` gives it.
         timeout: of collectives on the communicators that have none of their own.
@@ -61,39 +60,57 @@ def make(
                 options=_options(communicator),
             )
 
-    def together(communicator: Communicator) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(
-            list(communicator.ranks),
-            timeout=communicator.timeout or timeout,
+    def split(family: Family) -> dist.ProcessGroup | None:
+        communicator = family.of(world.rank) or next(family.members)
+        return torch_private.split_world(
+            communicator.ranks,
+            world.rank,
             backend=communicator.backend,
-            pg_options=_options(communicator),
-            group_desc=_description(prefix, communicator),
+            name=f"{prefix}/{communicator.label}",
+            description=_description(prefix, communicator),
+            timeout=communicator.timeout or timeout,
+            options=_options(communicator),
         )
-        return group
 
-    making = partial(_make, world, wanted, apart)
-    if world.device_bound and everyone is not None:
-        making = partial(_make, world, everyone(), together)
+    def together(family: Family) -> dist.ProcessGroup | None:
+        mine: dist.ProcessGroup | None = None
+        for communicator in family.members:
+            group = dist.new_group(
+                list(communicator.ranks),
+                timeout=communicator.timeout or timeout,
+                backend=communicator.backend,
+                pg_options=_options(communicator),
+                group_desc=_description(prefix, communicator),
+            )
+            mine = group if world.rank in communicator.ranks else mine
+        return mine
+
+    def one_by_one() -> Iterator[tuple[Communicator, dist.ProcessGroup]]:
+        wanted_here = list(wanted)
+        if any(world.splits(each.backend) for each in wanted_here):
+            by_all = split if torch_private.can_split() else together
+            for family in of_all():
+                if world.splits(family.backend):
+                    group, mine = by_all(family), family.of(world.rank)
+                    if group is not None and mine is not None:
+                        yield mine, group
+        for communicator in wanted_here:
+            if not world.splits(communicator.backend):
+                yield communicator, apart(communicator)
+
+    def making() -> dict[Communicator, dist.ProcessGroup]:
+        made: dict[Communicator, dist.ProcessGroup] = {}
+        try:
+            for communicator, group in one_by_one():
+                made[communicator] = group
+        except BaseException:
+            _abort(made)
+            raise
+        return made
+
     if backend_for(world.backend).alone:
         return making()
     return world.store.lend(making, within, f"making process groups ({prefix})", undo=_abort)
-
-
-def _make(
-    world: World,
-    wanted: Iterable[Communicator],
-    make_one: Callable[[Communicator], dist.ProcessGroup],
-) -> dict[Communicator, dist.ProcessGroup]:
-    made: dict[Communicator, dist.ProcessGroup] = {}
-    try:
-        for communicator in wanted:
-            group = make_one(communicator)
-            if world.rank in communicator.ranks:
-                made[communicator] = group
-    except BaseException:
-        _abort(made)
-        raise
-    return made
 
 
 def _options(communicator: Communicator) -> dist.ProcessGroupNCCL.Options | None:

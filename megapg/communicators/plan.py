@@ -20,7 +20,7 @@ COMPANION = "gloo."
 """What the names of gloo companions begin with: ``gloo.dp`` has the ranks of ``dp``."""
 
 
-_Key: TypeAlias = tuple[tuple[int, ...], str, CommunicatorOptions, str, timedelta | None]
+_Kind: TypeAlias = tuple[str, CommunicatorOptions, str, timedelta | None]
 
 
 @dataclass(frozen=True)
@@ -94,33 +94,69 @@ def communicators(layout: ParallelLayout, recipe: Recipe, rank: int) -> list[Com
 
     All its ranks find the same fields for a communicator, since each family is a partition.
     """
-    shared: dict[_Key, list[str]] = {}
+    shared: dict[tuple[tuple[int, ...], _Kind], list[str]] = {}
     for field in created_fields(layout, recipe):
-        family = cast("GroupName", field.removeprefix(COMPANION))
-        if ranks := layout.members(family, rank):
-            lane, options, timeout = recipe.lane(field), recipe.option(field), recipe.timeout(field)
-            if len(ranks) == 1 and not lane.startswith(_DEDICATED):
-                lane, options, timeout = (
-                    "alone",
-                    CommunicatorOptions(),
-                    None,
-                )  # nothing is ever sent
-            key = (ranks, lane, options, recipe.backend_of(field), timeout)
-            shared.setdefault(key, []).append(field)
+        if ranks := layout.members(_family(field), rank):
+            kind = _kind(recipe, field, alone=len(ranks) == 1)
+            shared.setdefault((ranks, kind), []).append(field)
     return [
         Communicator(tuple(fields), ranks, options, backend, timeout)
-        for (ranks, _, options, backend, timeout), fields in shared.items()
+        for (ranks, (_, options, backend, timeout)), fields in shared.items()
     ]
 
 
-def every_communicator(layout: ParallelLayout, recipe: Recipe) -> Iterator[Communicator]:
-    """The communicators of all ranks, each once, in one order that every rank derives alike."""
-    seen: set[Communicator] = set()
-    for rank in layout.ranks:
-        for communicator in communicators(layout, recipe, rank):
-            if communicator not in seen:
-                seen.add(communicator)
-                yield communicator
+def _family(field: str) -> GroupName:
+    return cast("GroupName", field.removeprefix(COMPANION))
+
+
+def _kind(recipe: Recipe, field: str, *, alone: bool) -> _Kind:
+    """What fields of the same ranks must have in common to share a communicator."""
+    lane, backend = recipe.lane(field), recipe.backend_of(field)
+    if alone and not lane.startswith(_DEDICATED):
+        return "alone", CommunicatorOptions(), backend, None  # nothing is ever sent
+    return lane, recipe.option(field), backend, recipe.timeout(field)
+
+
+@dataclass(frozen=True)
+class Family:
+    """The communicators of all ranks that serve the same fields; no rank is in two of them.
+
+    Attributes:
+        groups: the global ranks of each.
+    """
+
+    fields: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
+    options: CommunicatorOptions
+    backend: str
+    timeout: timedelta | None
+
+    def of(self, rank: int) -> Communicator | None:
+        """The one that a rank is in."""
+        return next((each for each in self.members if rank in each.ranks), None)
+
+    @property
+    def members(self) -> Iterator[Communicator]:
+        """All of them, in one order."""
+        for ranks in self.groups:
+            yield Communicator(self.fields, ranks, self.options, self.backend, self.timeout)
+
+
+def families(layout: ParallelLayout, recipe: Recipe) -> list[Family]:
+    """Every communicator of the layout, for a backend on which all ranks make them together.
+
+    All ranks find the same families in the same order. Fields share one where they have the same
+    groups on every rank, not on this one alone.
+    """
+    shared: dict[tuple[tuple[tuple[int, ...], ...], _Kind], list[str]] = {}
+    for field in created_fields(layout, recipe):
+        groups = tuple(layout.partition(_family(field)))
+        kind = _kind(recipe, field, alone=all(len(ranks) == 1 for ranks in groups))
+        shared.setdefault((groups, kind), []).append(field)
+    return [
+        Family(tuple(fields), groups, options, backend, timeout)
+        for (groups, (_, options, backend, timeout)), fields in shared.items()
+    ]
 
 
 def by_field(wanted: Collection[Communicator]) -> dict[str, Communicator]:

@@ -99,10 +99,11 @@ class World:
                 "alone as long as one is open or suspended."
             )
 
-    @property
-    def device_bound(self) -> bool:
-        """Whether WORLD is tied to one device: then torch splits every group from it, together."""
-        return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
+    def splits(self, backend: str) -> bool:
+        """Whether all ranks make the groups of this backend together, split from WORLD's own."""
+        split = backend_for(backend).split
+        bound = dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
+        return split == "always" or (split == "on a bound WORLD" and bound)
 
     def close(self, *, abort: BaseException | None, timeout: float) -> dict[int, str]:
         """Destroy WORLD if it is ours; leave it alone if it is not.
@@ -190,9 +191,18 @@ def create_world(
         RendezvousError: a rank did not come, the port is taken, the store can't be reached, or the
             ranks' accelerators can't talk to each other.
     """
+    launch = launch or detect()
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     row = backend_for(chosen)
-    launch = launch or detect()
+    environment = dict(row.creation_environment)
+    bound = row.split == "always"  # then the groups are split from WORLD's communicator
+    if bound:
+        # torchcomms looks for what mpirun and srun say before it heeds anybody else.
+        environment |= {
+            "TORCHCOMM_RANK": str(launch.rank),
+            "TORCHCOMM_SIZE": str(launch.world_size),
+        }
+        chosen = "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen
     store = job_store(launch, timeout)
     rendezvous = Rendezvous(store, "WORLD", launch.rank, range(launch.world_size), launch.hosts)
     interfaces = None if network is None else _interfaces(network, chosen, rendezvous)
@@ -211,7 +221,7 @@ def create_world(
             torch.cuda.set_device(device)  # before init: NCCL takes the current device
         hook, before = sys.excepthook, dist.group.WORLD
         try:
-            with scoped_environment(row.creation_environment):
+            with scoped_environment(environment):
                 agreement.store.lend(
                     lambda: dist.init_process_group(
                         chosen,
@@ -219,6 +229,7 @@ def create_world(
                         rank=launch.rank,
                         world_size=launch.world_size,
                         timeout=collective_timeout,
+                        device_id=device if bound else None,
                     ),
                     timeout,
                     "making WORLD",

@@ -25,7 +25,7 @@ from megapg.communicators.plan import (
     Communicator,
     Recipe,
     communicators,
-    every_communicator,
+    families,
 )
 from megapg.communicators.world import World
 from megapg.errors import SessionError
@@ -107,7 +107,7 @@ class Session(Owner):
             made = communicators_of_torch.make(
                 world,
                 communicators(self.layout, self._recipe, world.rank),
-                everyone=partial(every_communicator, self.layout, self._recipe),
+                of_all=partial(families, self.layout, self._recipe),
                 store_for=book.store_for,
                 prefix=communicators_of_torch.prefix_of(self.name, generation),
                 timeout=self._collective_timeout,

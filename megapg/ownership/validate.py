@@ -97,11 +97,11 @@ def check_recipe(recipe: Recipe, world: World, layout: ParallelLayout) -> None:
             f"rank {world.rank} is not in the layout's ranks {list(layout.ranks)}; only those "
             "ranks open this session."
         )
-    if world.device_bound and len(layout.ranks) != world.size:
+    if world.splits(recipe.backend) and len(layout.ranks) != world.size:
         raise UnsupportedOptionError(
-            "ranks=: WORLD is bound to a device (init_process_group(device_id=...)), so torch "
-            "splits groups from it with all of its ranks. Initialise WORLD without device_id to "
-            "open a session on some of them."
+            "ranks=: WORLD is bound to a device (init_process_group(device_id=...)) or on "
+            "torchcomms, so groups are split from it by all of its ranks. Initialise WORLD without "
+            "either to open a session on some of them."
         )
 
 

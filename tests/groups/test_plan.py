@@ -1,8 +1,10 @@
 """Which fields share a communicator: rule 4, on backends that need no such hardware to plan for."""
 
+import pytest
+
 from megapg.communicators.backends import BACKENDS
 from megapg.communicators.options import CommunicatorOptions
-from megapg.communicators.plan import Recipe, communicators, every_communicator
+from megapg.communicators.plan import Recipe, communicators, families
 from megapg.layout import ParallelLayout
 
 
@@ -48,14 +50,26 @@ def test_dedicated_and_options_reach_the_levels_of_hcp():
     assert [c.fields for c in made if c.options == fast] == [("hcp.0",)]
 
 
-def test_every_rank_lists_all_communicators_in_one_order():
-    """For backends that want all ranks of WORLD to make each group together."""
-    layout = ParallelLayout(world_size=8, tp=2, pp=2, ep=2)
-    everyone = list(every_communicator(layout, recipe("nccl")))
-    assert len(everyone) == len(set(everyone)) == len({c.label for c in everyone})
-    for rank in range(8):
-        mine = [c for c in everyone if rank in c.ranks]
-        assert set(mine) == set(communicators(layout, recipe("nccl"), rank))
+@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "pp": 4}, {"cp": 8}])
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_family_is_what_all_ranks_make_in_one_call(sizes, backend):
+    """For backends on which groups are split from WORLD."""
+    layout = ParallelLayout(world_size=16, **sizes)
+    made = families(layout, recipe(backend))
+    assert len(made) <= len(layout.families)
+    assert len({each.label for family in made for each in family.members}) == sum(
+        len(family.groups) for family in made
+    )
+    for family in made:
+        ranks = [rank for each in family.members for rank in each.ranks]
+        assert len(ranks) == len(set(ranks))
+    for rank in range(16):
+        mine = [one for family in made if (one := family.of(rank)) is not None]
+        held = {field: one.ranks for one in mine for field in one.fields}
+        # The same groups as where members make them; only fewer may share.
+        alone = communicators(layout, recipe(backend), rank)
+        assert held == {field: one.ranks for one in alone for field in one.fields}
+        assert len(mine) >= len(alone)
 
 
 def test_a_gloo_companion_is_another_communicator_only_where_the_backend_is_another():

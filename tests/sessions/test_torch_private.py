@@ -109,6 +109,48 @@ def of_two_ranks():
     return True
 
 
+def of_four_ranks():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+    me, before = dist.get_rank(), tables()
+    for round_ in ("first", "again"):  # names that torch counts would come back, with old addresses
+        halves = ((0, 1), (2, 3))[me // 2]
+        groups = {ranks: split(ranks, f"{round_} {ranks}") for ranks in (halves, (1, 2))}
+        assert (groups[1, 2] is None) is (me in (0, 3))
+        for ranks, group in groups.items():
+            if group is None:
+                continue
+            assert group.group_name == f"megapg/{round_} {ranks}"
+            assert dist.get_process_group_ranks(group) == list(ranks)
+            assert dist.get_backend(group) == "gloo"
+            assert torch_private.timeout_of(group) == timedelta(seconds=17)
+            value = torch.tensor(me)
+            dist.all_reduce(value, group=group)
+            assert value.item() == sum(ranks)
+        dist.barrier()
+        for group in filter(None, groups.values()):
+            torch_private.destroy(group)
+        assert tables() == before
+    dist.barrier()
+    return True
+
+
+def split(ranks, name):
+    return torch_private.split_world(
+        ranks,
+        dist.get_rank(),
+        backend="gloo",
+        name=f"megapg/{name}",
+        description="a half",
+        timeout=timedelta(seconds=17),
+        options=None,
+    )
+
+
+@pytest.mark.skipif(not torch_private.can_split(), reason="this torch can't split under a name")
+def test_groups_that_are_split_from_world_by_all_ranks_together():
+    assert run_distributed(of_four_ranks, 4) == [True] * 4
+
+
 def test_groups_and_stores():
     assert run_distributed(of_two_ranks, 2) == [True] * 2
 

@@ -147,7 +147,7 @@ def unknown_of(made: Iterable[Creation]) -> dict[str, tuple[str, ...]]:
 
 def why_not_anew(world: World, made: Collection[Creation], allow_unknown: bool) -> str:
     """Why the groups can't be made anew; empty if they can."""
-    if world.device_bound:
+    if any(world.splits(known.communicator.backend) for known in made):
         return "WORLD is bound to a device, where groups can only be split from it"
     for known in made:
         try:
