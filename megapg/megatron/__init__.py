@@ -27,6 +27,7 @@ from megapg.megatron.publish import published
 from megapg.megatron.reading.global_groups import GlobalGroups
 from megapg.megatron.reading.groups_of import groups_of
 from megapg.megatron.reading.resolve import globals_policy, resolve, resolves
+from megapg.megatron.resharding import for_resharding
 from megapg.megatron.watching.forbid import forbid_global_reads
 from megapg.megatron.watching.trace import GlobalRead, Trace, trace_global_reads
 
@@ -49,6 +50,7 @@ __all__ = [
     "compare_with_globals",
     "core_version",
     "destroy_model_parallel",
+    "for_resharding",
     "forbid_global_reads",
     "from_grid",
     "from_megatron",

@@ -1,0 +1,236 @@
+"""Weights go from the model of one session to that of another by Megatron-core's own resharding."""
+
+import contextlib
+import io
+import runpy
+import shutil
+import zlib
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.resharding import refit, swap_model_weights
+from megatron.core.transformer import TransformerConfig
+
+import megapg
+from megapg import torch_private
+from megapg.errors import UnsupportedOptionError
+from megapg.layout import ParallelLayout
+from megapg.megatron import (
+    core_version,
+    for_resharding,
+    forbid_global_reads,
+    parallel_state,
+)
+from megapg.testing import megatron_on_cpu, refuse_closed_groups, run_distributed
+
+pytestmark = pytest.mark.contract
+
+LAYERS, EXPERTS = 2, 4
+EXAMPLE = Path(__file__).parents[1] / "support" / "refit.py"  # as the guide shows it
+since_0_19 = pytest.mark.skipif(core_version() < (0, 19), reason="0.19 brought it")
+
+
+def build(pg, experts=None, biases=False):
+    stage, stages = pg.rank("pp"), pg.size("pp")
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=32,
+        num_attention_heads=4,
+        gated_linear_unit=True,  # split over tp in two halves each
+        add_bias_linear=biases or experts is None,
+        num_moe_experts=experts,
+        pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=pg.size("tp"),
+        pipeline_model_parallel_size=stages,
+        expert_model_parallel_size=pg.size("ep"),
+        expert_tensor_parallel_size=pg.size("expt_tp"),
+    )
+    ends = {"pre_process": stage == 0, "post_process": stage == stages - 1}
+    spec = get_gpt_layer_local_spec(num_experts=experts)
+    megapg.seed_all(1, pg)
+    return GPTModel(config, spec, 256, 16, pg_collection=pg, **ends).cuda()
+
+
+def fill(model, pg, mark):
+    """Other values in every shard of every parameter, the same in every replica."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            of_expert = ".experts." in name
+            shard = [name, mark, pg.rank("pp")]
+            if getattr(parameter, "tensor_model_parallel", False):
+                shard.append(pg.rank("expt_tp" if of_expert else "tp"))
+            if of_expert:
+                shard.append(pg.rank("ep"))
+            seed = zlib.crc32(repr(shard).encode())
+            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            parameter.copy_(values)
+
+
+def save(folder, model, pg):
+    megapg.save_checkpoint(folder, 1, model=model, pg_collection=pg)
+
+
+def differing(model, reference, folder, pg):
+    """The parameters that are not, bit for bit, what a checkpoint brings to ``reference``."""
+    megapg.load_checkpoint(folder, model=reference, pg_collection=pg, weights_only=True)
+    pairs = zip(model.named_parameters(), reference.named_parameters(), strict=True)
+    return [name for (name, mine), (_, theirs) in pairs if not torch.equal(mine, theirs)]
+
+
+def through_checkpoint(folder, trained, train, served, rollout, **kind):
+    """:func:`differing` between two sessions over the same ranks."""
+    save(folder, trained, train.groups)
+    different = differing(served, build(rollout.groups, **kind), folder, rollout.groups)
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+    dist.barrier()
+    return different
+
+
+@contextlib.contextmanager
+def two_sessions(source, target):
+    with (
+        megatron_on_cpu(),
+        megapg.session(name="train", **source) as train,
+        megapg.session(name="rollout", **target) as rollout,
+    ):
+        yield train, rollout
+
+
+def swapped(source, target, experts, folder):
+    with two_sessions(source, target) as (train, rollout):
+        trained, served = build(train.groups, experts), build(rollout.groups, experts)
+        compare = partial(through_checkpoint, folder, trained, train, served, rollout)
+        many = len(torch_private.known_groups())
+        passed = for_resharding(trained), for_resharding(served)
+        assert (passed == (trained, served)) == (experts is None)
+        for mark in (1, 2):
+            fill(trained, train.groups, mark)
+            with forbid_global_reads(), refuse_closed_groups():
+                swap_model_weights(*passed, "nccl")
+            assert compare(experts=experts) == []
+            if mark == 1:  # the memory was lent, the groups are others, and the plan is kept
+                rollout.suspend("recreate")
+                rollout.resume()
+                assert not rollout.rebind(served).left
+        assert len(torch_private.known_groups()) == many
+        assert not parallel_state.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "experts"),
+    [
+        ({"tp": 2}, {"pp": 2}, None),
+        ({"pp": 2}, {"tp": 2}, None),
+        ({"ep": 2}, {"tp": 2}, EXPERTS),
+        ({"tp": 2}, {"ep": 2}, EXPERTS),
+    ],
+    ids=["tp-pp", "pp-tp", "ep-tp", "tp-ep"],
+)
+def test_weights_reach_another_layout(source, target, experts, tmp_path):
+    run_distributed(partial(swapped, source, target, experts, tmp_path / "saved"), 2)
+
+
+def unnumbered(folder):
+    with two_sessions({"tp": 2}, {"ep": 2}) as (train, rollout):
+        trained, served = build(train.groups, EXPERTS), build(rollout.groups, EXPERTS)
+        fill(trained, train.groups, 1)
+        swap_model_weights(trained, served, "nccl")
+        return through_checkpoint(folder, trained, train, served, rollout, experts=EXPERTS)
+
+
+def test_without_their_numbers_experts_are_mistaken_for_each_other(tmp_path):
+    first, second = run_distributed(partial(unnumbered, tmp_path / "saved"), 2)
+    assert first == []
+    # Where upstream numbers them itself, for_resharding has nothing to do any more.
+    assert second == [
+        f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc{part}.weight"
+        for layer in range(LAYERS)
+        for expert in range(EXPERTS // 2)
+        for part in (1, 2)
+    ]
+
+
+def biased():
+    with two_sessions({"ep": 2}, {}) as (train, rollout):
+        with pytest.raises(UnsupportedOptionError, match=r"local_experts\.0\.linear_fc2\.bias"):
+            for_resharding(build(train.groups, EXPERTS, biases=True))
+        for_resharding(build(rollout.groups, EXPERTS, biases=True))  # all on every rank
+
+
+def test_biases_of_experts_are_refused():
+    run_distributed(biased, 2)
+
+
+def apart(folder):
+    dist.init_process_group("gloo")
+    trains = dist.get_rank() < 2
+    layout = (
+        ParallelLayout(world_size=2, tp=2, ranks=range(2))
+        if trains
+        else ParallelLayout(world_size=2, pp=2, ranks=range(2, 4))
+    )
+    with (
+        megatron_on_cpu(),
+        megapg.session(layout, name="train" if trains else "rollout") as session,
+    ):
+        pg = session.groups
+        model = build(pg)
+        fill(model, pg, "train" if trains else "rollout")
+        with forbid_global_reads():
+            swap_model_weights(model if trains else None, None if trains else model, "nccl")
+        if trains:
+            save(folder, model, pg)
+        dist.barrier()
+        assert trains or differing(model, build(pg), folder, pg) == []
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@since_0_19
+def test_weights_reach_a_session_on_other_ranks(tmp_path):
+    run_distributed(partial(apart, tmp_path / "saved"), 4)
+
+
+def of_equal_sizes(folder):
+    with (
+        megatron_on_cpu(),
+        megapg.session(pp=2, name="train") as train,
+        megapg.session(tp=2, name="near") as near,
+        megapg.session(tp=2, order="dp-tp-cp-ep-pp", name="far") as far,
+    ):
+        trained = build(train.groups)
+        fill(trained, train.groups, 1)
+        different = []
+        for session, forget in ((near, False), (far, False), (far, True)):
+            if forget:
+                refit.clear_plan_cache()
+            served = build(session.groups)
+            swap_model_weights(trained, served, "nccl")
+            different.append(len(through_checkpoint(folder, trained, train, served, session)) > 0)
+        return different
+
+
+@since_0_19
+def test_a_plan_is_kept_by_sizes_and_the_ranks_may_be_others(tmp_path):
+    ranks = run_distributed(partial(of_equal_sizes, tmp_path / "saved"), 4)
+    right, other, again = zip(*ranks, strict=True)
+    assert not any(right)
+    assert any(other)  # or the guide need no longer say so
+    assert not any(again)
+
+
+def as_script():
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return said.getvalue()
+
+
+def test_the_example_of_the_guide():
+    said = [f"rank {rank} serves stage {rank}\n" for rank in range(2)]
+    assert run_distributed(as_script, 2) == said
