@@ -1,12 +1,9 @@
 """Weights go from the model of one session to that of another by Megatron-core's own resharding."""
 
 import contextlib
-import io
-import runpy
 import shutil
 import zlib
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +28,6 @@ from megapg.testing import megatron_on_cpu, refuse_closed_groups, run_distribute
 pytestmark = pytest.mark.contract
 
 LAYERS, EXPERTS = 2, 4
-EXAMPLE = Path(__file__).parents[1] / "support" / "refit.py"  # as the guide shows it
 since_0_19 = pytest.mark.skipif(core_version() < (0, 19), reason="0.19 brought it")
 
 
@@ -223,14 +219,3 @@ def test_a_plan_is_kept_by_sizes_and_the_ranks_may_be_others(tmp_path):
     assert not any(right)
     assert any(other)  # or the guide need no longer say so
     assert not any(again)
-
-
-def as_script():
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return said.getvalue()
-
-
-def test_the_example_of_the_guide():
-    said = [f"rank {rank} serves stage {rank}\n" for rank in range(2)]
-    assert run_distributed(as_script, 2) == said

@@ -57,7 +57,7 @@ def as_script(script):
 
 
 def test_there_are_as_many_examples_as_tests_here():
-    assert (len(BLOCKS), len(BLOCKS_OF_SESSIONS)) == (5, 2)
+    assert (len(BLOCKS), len(BLOCKS_OF_SESSIONS)) == (5, 3)
 
 
 @pytest.mark.contract
@@ -111,8 +111,14 @@ def test_the_example_of_suspending(tmp_path):
 
 
 @pytest.mark.contract
-def test_the_example_of_groups_of_megatrons(tmp_path):
+def test_the_example_of_weights_from_one_session_to_another(tmp_path):
     said = on_two_ranks(tmp_path, BLOCKS_OF_SESSIONS[1])
+    assert sorted(re.findall(r"rank (\d) serves stage (\d)", said)) == [("0", "0"), ("1", "1")]
+
+
+@pytest.mark.contract
+def test_the_example_of_groups_of_megatrons(tmp_path):
+    said = on_two_ranks(tmp_path, BLOCKS_OF_SESSIONS[2])
     assert said.count("tp (0, 1)") == 6
     assert sorted(re.findall(r"generation (\d) closed", said)) == ["1", "1", "2", "2", "3", "3"]
 

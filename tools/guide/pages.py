@@ -363,7 +363,7 @@ def _history(name: str, form: _Form) -> _History:
 
 
 def _page(title: str, *blocks: str) -> str:
-    return "\n\n".join((_WRITTEN_BY, f"# {title}", *blocks)) + "\n"
+    return "\n\n".join((f"# {title} {_WRITTEN_BY}", *blocks)) + "\n"
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
