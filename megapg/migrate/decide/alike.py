@@ -56,7 +56,7 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
     of_classes: dict[Scope, list[_Asking]] = defaultdict(list)
     paths: dict[Scope, Path] = {}
     asked = list(_all(plan, index))
-    asked += _by_core(asked, plan, index, facts)
+    asked += [*_by_core(asked, plan, index, facts), *_by_autograd(asked, plan, facts)]
     handing = {each.unit for each in asked if each.base is None and each.axes == AXES}
     for asking in asked:
         unit = asking.unit
@@ -104,6 +104,28 @@ def _by_core(asked: Sequence[_Asking], plan: Plan, index: Index, facts: Facts) -
             left = [each for each in left if takes_group(each.parents.node, index.config.versions)]
         if left:
             yield _Asking(unit, path, frozenset({"tp"}), None)
+
+
+def _by_autograd(asked: Sequence[_Asking], plan: Plan, facts: Facts) -> Iterator[_Asking]:
+    """What the functions that ask something have asked by the autograd functions that they apply,
+    of the globals.
+    """
+    by_unit: dict[Scope, list[_Asking]] = defaultdict(list)
+    for each in asked:
+        by_unit[each.unit].append(each)
+    taking = {each.function for each in plan.taking}
+    for unit, path in {each.unit: each.path for each in asked}.items():
+        reached = facts.asked_by_autograd(unit, path)
+        axes = frozenset[str]().union(
+            *(
+                each.axes
+                for one in reached
+                for each in by_unit.get(one, ())
+                if one in taking or _is_of_globals(each.base)
+            )
+        )
+        if axes:
+            yield _Asking(unit, path, axes, None)
 
 
 def _lines(

@@ -12,9 +12,10 @@ from megapg.migrate.decide.decisions import Base, best
 from megapg.migrate.decide.references import References
 from megapg.migrate.find.axes import group_argument
 from megapg.migrate.find.index import Index, Located
+from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.sites import Carrier, Kind, Site
 from megapg.migrate.migration import How
-from megapg.migrate.python.methods import class_of, kept, self_of
+from megapg.migrate.python.methods import class_of, kept, left_out, self_of
 from megapg.migrate.python.scopes import Scope, Use
 
 # Writes that make a rank or size differ from what the groups say.
@@ -44,8 +45,9 @@ class Facts:
         self.of_one: set[Scope] = set()
         self.of_self: set[Scope] = set()
 
-    def best(self, found: Sequence[Carrier], unit: Scope | None) -> Base | None:
+    def best(self, found: Sequence[Carrier], unit: Scope | None, path: Path) -> Base | None:
         """The first certain of the carriers that are found somewhere in a function."""
+        found = [each for each in found if not self._is_left_out(each, unit, path)]
         if unit in self.of_one:
             is_method = self_of(unit) and class_of(unit) is None
             others = ("local",) if is_method else ("local", "parameter", "attribute")
@@ -53,6 +55,18 @@ class Facts:
         return best(found) or (
             Base(How.MODEL, "groups_of", self_of(unit)) if unit in self.of_self else None
         )
+
+    def _is_left_out(self, carrier: Carrier, unit: Scope | None, path: Path) -> bool:
+        """Whether it is a parameter for a model that some caller leaves None."""
+        if unit is None or carrier.kind != "model" or not carrier.may_be_none:
+            return False
+        return carrier.expression in self._left_out(unit, path)
+
+    @kept
+    def _left_out(self, unit: Scope, path: Path) -> frozenset[str]:
+        """The parameters of a function that a call of it does not pass."""
+        calls = [each.call for each in self._references.of(unit, path) if each.call is not None]
+        return frozenset[str]().union(*(left_out(unit, call) for call in calls))
 
     def is_of_globals(self, unit: Scope | None) -> bool:
         """Whether the globals serve what a function asks, or a part of it."""
@@ -177,6 +191,26 @@ class Facts:
                 for each in self._index.resolver.expression(use.node, use.scope, path)
             )
         ]
+
+    @kept
+    def asked_by_autograd(self, unit: Scope, path: Path) -> Mapping[Scope, Path]:
+        """The methods of the autograd functions that a function applies, and the functions that
+        these call in turn: nobody passes a group to any of them.
+        """
+        found: dict[Scope, Path] = {}
+        for use in self._calls_in(path).get(unit, ()):
+            if not isinstance(use.node, ast.Attribute) or use.node.attr != "apply":
+                continue
+            for thing in self._index.resolver.expression(use.node.value, use.scope, path):
+                if thing.kind == "class" and thing.scope is not None and thing.path is not None:
+                    above = ancestry(thing.scope, thing.path, self._index.resolver)
+                    if any(isinstance(e, str) and e.endswith("autograd.Function") for e in above):
+                        of = (thing.scope.defined(name) for name in ("forward", "backward"))
+                        found.update((each, thing.path) for some in of for each in some)
+        for _ in range(_DEEPEST):
+            for each, at in list(found.items()):
+                found.update(self._called_by(each, at))
+        return found
 
     def beside(self, unit: Scope, path: Path) -> list[Scope]:
         """A function; of a method all of its class that call something: these ask one object."""

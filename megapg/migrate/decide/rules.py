@@ -322,7 +322,7 @@ class _Planner:
 
     def best(self, located: Located) -> Base | None:
         """What serves a use as it is, where anything does."""
-        return self.facts.best(located.site.carriers, located.use.scope.unit)
+        return self.facts.best(located.site.carriers, located.use.scope.unit, located.path)
 
     def look_at(self, located: Located) -> None:
         """Decide about a use, as far as that depends on no other one."""
@@ -421,7 +421,7 @@ class _Planner:
         for unit, (path, base) in served.items():
             for use in self.facts.without_a_group(unit, path):
                 call, argument = use.parents.node, group_argument(use.parents.node)
-                found = self.facts.best(carriers(use, path, self.index.resolver), unit)
+                found = self.facts.best(carriers(use, path, self.index.resolver), unit, path)
                 if found is None and unit in taking:
                     found = Base(how(unit), "resolve", PARAMETER)
                 elif found is None and base.expression == self_of(unit):

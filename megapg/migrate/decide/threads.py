@@ -274,7 +274,7 @@ class Threads:
             if self._facts.is_of_globals(unit):
                 continue
             found = carriers(reference.use, path, self._index.resolver)
-            supply = self._facts.best(found, unit)
+            supply = self._facts.best(found, unit, reference.path)
             if supply is not None:
                 if call is not None or not _is_rebound(supply, reference.use.scope):
                     keeper = None  # what its object carries, it was passed: that comes first

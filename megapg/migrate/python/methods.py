@@ -45,6 +45,17 @@ def first_parameter(function: ast.AST) -> str:
     return positional[0].arg if positional else ""
 
 
+def left_out(function: Scope, call: ast.Call) -> frozenset[str]:
+    """The parameters that a call of a function does not pass, as far as it shows what it passes."""
+    shows = not any(isinstance(each, ast.Starred) for each in call.args)
+    shows = shows and all(each.arg is not None for each in call.keywords)
+    if not shows or last_name(call.func) == "partial":
+        return frozenset()
+    names = [each.arg for each in parameters(function.node)]
+    by_position = names[1 if self_of(function) else 0 :][: len(call.args)]
+    return frozenset(names) - {*by_position, *(each.arg for each in call.keywords)}
+
+
 def decorators(node: ast.AST) -> set[str]:
     """The last names of a function's or class's decorators, called or not."""
     given = getattr(node, "decorator_list", ())
