@@ -39,6 +39,7 @@ class Part(enum.StrEnum):
     BRIDGE = "bridge"
     STARTING = "starting"
     CHECKPOINT = "checkpoint"
+    BACKENDS = "backends"
     SCALE = "scale"
     MIGRATE = "migrate"
 
@@ -102,6 +103,8 @@ def main(
     `dist_checkpointing` called directly and against torch's distributed checkpoints. It writes to
     the directory for temporary files (`TMPDIR`).
 
+    **backends** lists what megapg does with each backend, and what that costs a rank of 1,024.
+
     **scale** runs the rendezvous of up to 131,072 simulated ranks, and counts what each asks of the
     store; 64 real ones show that it counts right.
 
@@ -145,6 +148,8 @@ def main(
             _starting(report, progress)
         if Part.CHECKPOINT in parts:
             _checkpoint(report, quick, progress)
+        if Part.BACKENDS in parts:
+            report.backends = True
         if Part.SCALE in parts:
             _scale(report, quick, progress)
         if Part.MIGRATE in parts:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 
 import megapg
+from benchmarks import backends, migrate_report
 from benchmarks import behaviour as behaviours
 from benchmarks import checkpoint as checkpoints
 from benchmarks import layout as layouts
-from benchmarks import migrate_report
 from benchmarks import scale as scales
 from benchmarks.access import Reading
 from benchmarks.behaviour import Behaviour
@@ -58,6 +58,7 @@ class Report:
     races: list[Race] = field(default_factory=list)
     score: Score | None = None
     behaviour: Behaviour | None = None
+    backends: bool = False
     scale: scales.Findings | None = None
 
     def tables(self) -> list[Table]:
@@ -73,6 +74,8 @@ class Report:
             found.append(_costs("The bridge to the globals", self.costs, _BRIDGE))
         if self.starts:
             found.append(_costs("Ranks that have Megatron-core", self.starts, _STARTS))
+        if self.backends:
+            found.append(backends.table())
         if self.scale is not None:
             found += scales.tables(self.scale)
         if self.standings:

@@ -147,14 +147,14 @@ def unknown_of(made: Iterable[Creation]) -> dict[str, tuple[str, ...]]:
 
 def why_not_anew(world: World, made: Collection[Creation], allow_unknown: bool) -> str:
     """Why the groups can't be made anew; empty if they can."""
-    if any(world.splits(known.communicator.backend) for known in made):
-        return "WORLD is bound to a device, where groups can only be split from it"
     for known in made:
         try:
             row = backend_for(known.communicator.backend)
             row.options(known.served, known.communicator.options)
         except UnsupportedOptionError as error:
             return str(error)
+        if world.splits(known.communicator.backend):
+            return "WORLD is bound to a device, where groups can only be split from it"
     if allow_unknown or not (unknown := unknown_of(made)):
         return ""
     whose: dict[str, list[str]] = {}

@@ -1,0 +1,85 @@
+"""What megapg does with each backend, and what that costs a rank of a large job: a table.
+
+It says what the code decides, on this machine's torch; nothing is timed, and no group is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from benchmarks.table import Table
+from megapg.communicators.backends import BACKENDS, Backend
+from megapg.communicators.options import CommunicatorOptions
+from megapg.communicators.plan import Recipe, communicators, families
+from megapg.errors import UnsupportedOptionError
+from megapg.layout import ParallelLayout
+
+_LAYOUT = ParallelLayout(world_size=1024, tp=8, cp=2, pp=8, ep=8)
+# A value that each option takes.
+_VALUES = {"is_high_priority_stream": True, "net_name": "IB"}
+_ON_WORLDS = {
+    "never": (("", False),),
+    "on a bound WORLD": ((", WORLD not bound to a device", False), (", WORLD bound to one", True)),
+    "always": (("", True),),
+}
+
+
+def table() -> Table:
+    """One row for each backend, and for each kind of WORLD that it does otherwise on."""
+    rows = [
+        (f"{row.name}{where}", *_made(row, split), _suspended(row), _options(row))
+        for row in BACKENDS.values()
+        for where, split in _ON_WORLDS[row.split]
+    ]
+    everyone = sum(len(family.groups) for family in families(_LAYOUT, _recipe(BACKENDS["nccl"])))
+    return Table(
+        "What is done with each backend",
+        (
+            "backend",
+            "who makes a family of groups",
+            "calls of a rank",
+            "its communicators",
+            "suspended",
+            "options",
+        ),
+        tuple(rows),
+        (
+            f"Calls and communicators are those of rank 0 of {_LAYOUT.world_size:,} (tp=8 cp=2 "
+            f"pp=8 ep=8); new_group for every communicator of every rank would be {everyone:,} "
+            f"calls. The layout has {len(_LAYOUT.families)} families, of which some share.",
+            "All are aborted by torch's abort, each rank its own, the last one made first. None is "
+            "shrunk: the ranks of a session are those of its layout. Suspended says why a "
+            "communicator can't be; its groups are re-created then.",
+        ),
+    )
+
+
+def _recipe(row: Backend) -> Recipe:
+    return Recipe(row.name, row.lanes, {}, frozenset(), all_gather_groups=False)
+
+
+def _made(row: Backend, split: bool) -> tuple[str, str, str]:
+    recipe = _recipe(row)
+    if split:
+        mine = families(_LAYOUT, recipe)
+        held = [each for each in mine if each.of(0) is not None]
+        return "all ranks, split from WORLD", str(len(mine)), str(len(held))
+    wanted = communicators(_LAYOUT, recipe, 0)
+    who = "nobody else is there" if row.alone else "its members"
+    who += ", and pairs connect at first use" if row.connects_lazily else ""
+    return who, str(len(wanted)), str(len(wanted))
+
+
+def _suspended(row: Backend) -> str:
+    return row.cannot_suspend() or "in place"
+
+
+def _options(row: Backend) -> str:
+    taken, why = [], ""
+    for each in fields(CommunicatorOptions):
+        try:
+            row.options("", CommunicatorOptions(**{each.name: _VALUES.get(each.name, 1)}))
+            taken.append(each.name)
+        except UnsupportedOptionError as error:
+            why = str(error).partition("; ")[2] or str(error).removeprefix(": ")
+    return ", ".join(taken) or f"refused: {why.partition('. ')[0]}"
