@@ -23,6 +23,7 @@ from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.drop_in import destroy_model_parallel, initialize_model_parallel
 from megapg.megatron.from_args import session_from_args
 from megapg.megatron.grids import from_grid, to_grid
+from megapg.megatron.modules import from_modules, to_modules
 from megapg.megatron.publish import published
 from megapg.megatron.reading.global_groups import GlobalGroups
 from megapg.megatron.reading.groups_of import groups_of
@@ -54,6 +55,7 @@ __all__ = [
     "forbid_global_reads",
     "from_grid",
     "from_megatron",
+    "from_modules",
     "from_parallel_state",
     "getters",
     "globals_policy",
@@ -69,6 +71,7 @@ __all__ = [
     "session_from_args",
     "to_grid",
     "to_megatron",
+    "to_modules",
     "trace_global_reads",
 ]
 

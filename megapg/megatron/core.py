@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from megapg.errors import UnsupportedVersionError
@@ -12,6 +12,8 @@ from megapg.megatron.tables import OLDEST_CORE, OLDEST_READ
 
 if TYPE_CHECKING:
     from types import CodeType, ModuleType
+
+    from megapg.collection import ProcessGroupCollection
 
 _PACKAGE = "megatron.core"
 _NAMES = ("parallel_state", "mpu")  # of one module; the second is an alias
@@ -26,6 +28,20 @@ class MegatronCollection(Protocol):
     """Megatron-core's own ``ProcessGroupCollection``: mutable, tested by class in places."""
 
     __dict__: dict[str, object]
+
+
+class ModuleCollections(Protocol):
+    """Megatron-core's ``MultiModuleProcessGroupCollection``: a collection for each module."""
+
+    def __init__(
+        self,
+        module_pgs: dict[str, ProcessGroupCollection],
+        language_model_module_name: str | None = None,
+    ) -> None: ...
+
+    def items(self) -> ItemsView[str, MegatronCollection | ProcessGroupCollection]:
+        """The modules that this rank is in, by name."""
+        ...
 
 
 def installed_version() -> tuple[int, int, int]:
@@ -122,6 +138,23 @@ def collection_class() -> type[MegatronCollection]:
     core_version()
     module = importlib.import_module(_COLLECTIONS)
     found: type[MegatronCollection] = module.ProcessGroupCollection
+    return found
+
+
+def module_collections_class() -> type[ModuleCollections]:
+    """Megatron-core's own class for the collections of several modules.
+
+    Raises:
+        UnsupportedVersionError: the installed one has none.
+    """
+    version = core_version()
+    module = importlib.import_module(_COLLECTIONS)
+    if not hasattr(module, "MultiModuleProcessGroupCollection"):
+        raise UnsupportedVersionError(
+            f"Megatron-core {_dotted(version)} has no pipelines of several modules; 0.17.0 is the "
+            "oldest that has. pip install 'megatron-core>=0.17'."
+        )
+    found: type[ModuleCollections] = module.MultiModuleProcessGroupCollection
     return found
 
 

@@ -88,19 +88,24 @@ def from_grid(dense: Grid, expert: Grid | None = None) -> ProcessGroupCollection
     return ProcessGroupCollection(groups, members, Lease(owner="groups of from_grid()"), layout)
 
 
-def to_grid(pg: ProcessGroupCollection) -> tuple[Grid, Grid]:
+def to_grid(pg: ProcessGroupCollection | ParallelLayout) -> tuple[Grid, Grid]:
     """The two grids of a session, dense and expert, that hold its groups.
 
     Their ``create_pg`` raises for what is there already. Their ``destroy`` would end groups that
     belong to the session: leave that to :meth:`megapg.Session.close`.
+
+    Args:
+        pg: the session's groups; or its layout, on ranks outside. A grid of that has no groups.
 
     Raises:
         LayoutError: the groups have no layout, or one on ranks that do not follow each other:
             a grid has an offset and no list of ranks.
         StaleGroupError: the session has ended.
     """
-    pg.require(owner="to_grid()")
-    layout = pg.layout
+    if isinstance(pg, ParallelLayout):
+        layout: ParallelLayout | None = pg
+    else:
+        layout = pg.require(owner="to_grid()").layout
     if layout is None or not isinstance(layout.ranks, range) or layout.ranks.step != 1:
         ranks = "no layout" if layout is None else f"the ranks {list(layout.ranks)}"
         raise LayoutError(
@@ -116,13 +121,14 @@ def to_grid(pg: ProcessGroupCollection) -> tuple[Grid, Grid]:
     sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
     of_experts = {"tp": layout.expt_tp, "ep": layout.ep, "dp": layout.expt_dp, "pp": layout.pp}
     return (
-        _grid(pg, [axis for axis in order if axis != "ep"], sizes, _DENSE),
-        _grid(pg, [axis for axis in order if axis != "cp"], of_experts, _EXPERT),
+        _grid(pg, layout.ranks[0], [axis for axis in order if axis != "ep"], sizes, _DENSE),
+        _grid(pg, layout.ranks[0], [axis for axis in order if axis != "cp"], of_experts, _EXPERT),
     )
 
 
 def _grid(
-    pg: ProcessGroupCollection,
+    pg: ProcessGroupCollection | ParallelLayout,
+    first: int,
     names: list[str],
     sizes: Mapping[str, int],
     fields: Mapping[Field, tuple[str, ...]],
@@ -130,11 +136,10 @@ def _grid(
     core_version()
     from megatron.core.hyper_comm_grid import HyperCommGrid
 
-    assert pg.layout is not None
-    first = pg.layout.ranks[0]
     made: Any = HyperCommGrid([sizes[name] for name in names], names, rank_offset=first)
+    held = vars(pg) if isinstance(pg, ProcessGroupCollection) else {}
     for field, dims in fields.items():
-        group = vars(pg).get(field)
+        group = held.get(field)
         if isinstance(group, ProcessGroup):
             made._pgs["-".join(name for name in reversed(names) if name in dims)] = group
     return cast("Grid", made)

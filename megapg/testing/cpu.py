@@ -220,6 +220,16 @@ def _backward_inside_the_mode(old: Any) -> Any:
     return run
 
 
+class _GlooForNccl:
+    """Stands in for ``torch.distributed`` in a module that asks for NCCL by name."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(dist, name)
+        if name.startswith("new_"):
+            return lambda *args, backend: found(*args, backend="gloo")
+        return found
+
+
 _RANDOM = "megatron.core.tensor_parallel.random"
 _MOE = "megatron.core.transformer.moe"
 
@@ -256,6 +266,8 @@ PATCHES: tuple[_Patch, ...] = (
     # split sizes (alltoall dispatcher with expert tensor parallelism); gloo wants equal ones
     _Patch("torch.distributed", "all_gather", _uneven_all_gather),
     _Patch("torch.distributed", "reduce_scatter", _reduce_scatter),
+    # bridge_communicator.py: new_group(..., backend='nccl'), between modules of one pipeline
+    _Patch("megatron.core.pipeline_parallel.bridge_communicator", "dist", _always(_GlooForNccl())),
     # transformer/torch_norm.py: "sequence parallel not supported by torch LayerNorm"
     _Patch(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm",
