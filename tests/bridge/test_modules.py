@@ -1,4 +1,4 @@
-"""Pipelines of several modules, each with a layout of its own: Megatron-core's collection of them."""
+"""Pipelines of several modules, a layout each: Megatron-core's collection of their groups."""
 
 import contextlib
 from functools import partial
@@ -14,7 +14,7 @@ import megapg
 from megapg import torch_private
 from megapg.errors import LayoutError, StaleGroupError, UnsupportedVersionError
 from megapg.layout import ParallelLayout
-from megapg.megatron import from_grid, from_modules, to_grid, to_modules
+from megapg.megatron import from_modules, to_grid, to_modules
 from megapg.testing import fake_collection, megatron_on_cpu, run_distributed
 
 THERE = hasattr(process_groups_config, "MultiModuleProcessGroupCollection")

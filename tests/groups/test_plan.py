@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks import backends
 from megapg.communicators.backends import BACKENDS
 from megapg.communicators.options import CommunicatorOptions
 from megapg.communicators.plan import Recipe, communicators, families
@@ -89,3 +90,13 @@ def test_a_gloo_companion_is_another_communicator_only_where_the_backend_is_anot
     )
     fake = communicators(layout, recipe("fake", gloo=asked), 0)
     assert {c.backend for c in fake} == {"fake"}
+
+
+def test_the_table_of_backends_has_a_row_for_each_way_to_make_groups():
+    rows = {row[0]: row[1:] for row in backends.table().rows}
+    assert {name.partition(",")[0] for name in rows} == {*BACKENDS}
+    assert rows["gloo"][-2:] == ("it keeps no memory of a device", "none")
+    bound, lazy = (rows[f"nccl, WORLD {how}"] for how in ("bound to one", "not bound to a device"))
+    assert (bound[0], lazy[0]) == ("all ranks, split from WORLD", "its members")
+    assert int(bound[1]) <= 26  # calls of a rank: at most the families
+    assert int(bound[1]) == int(bound[2])
