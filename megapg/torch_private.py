@@ -12,6 +12,7 @@ import itertools
 import math
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
@@ -92,7 +93,26 @@ def new_group(
     )
     group = cast("dist.ProcessGroup", made[0])
     c10d._world.pg_group_ranks[group] = {each: index for index, each in enumerate(ranks)}
+    part_in_peace(group)
     return group
+
+
+def part_in_peace(group: dist.ProcessGroup) -> None:
+    """Before torch 2.8, have a gloo group's threads end once Python has let go of the group.
+
+    Python drops a group with its lock held. A gloo backend that goes with it waits for its threads,
+    which wait for Python's lock where they drop a tensor. One that Python has by itself goes later,
+    and without the lock.
+
+    Public: none.
+    """
+    if _version() < (2, 8):
+        gloo = [backend_on(group, device) for device in _devices_with(group, "gloo")]
+        weakref.finalize(group, _nothing, gloo).atexit = False
+
+
+def _nothing(_: object) -> None:
+    pass
 
 
 def can_split() -> bool:
@@ -247,6 +267,7 @@ def destroy(group: dist.ProcessGroup) -> None:
 
     Public: ``dist.destroy_process_group``, which leaves an empty list under the tag of the group.
     """
+    part_in_peace(group)
     with _tag_removed(group):
         dist.destroy_process_group(group)
 
@@ -258,6 +279,7 @@ def abort(group: dist.ProcessGroup) -> None:
 
     Public: ``ProcessGroup.abort()`` and then ``dist.destroy_process_group``.
     """
+    part_in_peace(group)
     if hasattr(group, "abort") or "nccl" in dist.get_backend_config(group):
         with _tag_removed(group):
             c10d._abort_process_group(group)

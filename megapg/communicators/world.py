@@ -239,6 +239,8 @@ def create_world(
             made = dist.group.WORLD if before is None else None
         hooked = sys.excepthook
         world = current_world(agreement.store)
+        if made is not None:
+            torch_private.part_in_peace(made)
         # Backends read keys under the store's own timeout, and may first do so much later.
         store.torch.set_timeout(world.timeout)
         if device is not None:

@@ -191,9 +191,6 @@ def software(facts: Facts) -> Iterator[Finding]:
     elif facts.version("torch") < (2, 6):
         what = f"torch {facts.versions['torch']} is older than megapg works with."
         yield Finding("torch", Level.ERROR, what, "Install torch 2.8 or newer.")
-    elif facts.version("torch") < (2, 8):
-        what = f"gloo of torch {facts.versions['torch']} at times hangs as it closes a group."
-        yield Finding("torch", Level.WARNING, what, "Install torch 2.8 or newer.")
     core = facts.version("Megatron-core")
     if core and core < (0, 16):
         yield Finding(

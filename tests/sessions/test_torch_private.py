@@ -155,6 +155,24 @@ def test_groups_and_stores():
     assert run_distributed(of_two_ranks, 2) == [True] * 2
 
 
+def ends_right_after_collectives():
+    """The threads of a group drop what it worked on as the group goes."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+    torch_private.part_in_peace(dist.group.WORLD)
+    for round_ in range(60):
+        names = [f"{round_} {each}" for each in "abc"]
+        groups = [made(name) for name in names]
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+        while groups:
+            torch_private.destroy(groups.pop())
+    return True
+
+
+def test_a_group_that_goes_right_after_a_collective_does_not_hang():
+    assert run_distributed(ends_right_after_collectives, 2) == [True] * 2
+
+
 def test_what_this_torch_can():
     """Said of a release by release: the oldest can none of it, and 2.13 can all."""
     can = {torch_private.can_suspend(), torch_private.lists_keys(dist.HashStore())}
@@ -217,7 +235,7 @@ def test_each_function_says_what_would_take_its_place():
         each.name
         for each in functions
         if "Public: " not in (ast.get_docstring(each) or "")
-        and each.name not in ("check_version", "_named", "_tag_removed")
+        and each.name not in ("check_version", "_named", "_nothing", "_tag_removed")
     ]
     assert len(functions) > 15
     assert not silent

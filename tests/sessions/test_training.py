@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from resuming import distributed, sizes, training
 
 import megapg
+from megapg import torch_private
 from megapg.demo import gpt
 from megapg.demo.job import GPTRun
 from megapg.megatron import parallel_state, published, trace_global_reads
@@ -80,6 +81,9 @@ def on_globals(run, name):
     with megatron_on_cpu():
         yield
     parallel_state.destroy_model_parallel()
+    for group in torch_private.known_groups():  # torch 2.6 hangs at times without
+        torch_private.part_in_peace(group)
+    del group
     dist.destroy_process_group()
 
 
