@@ -716,7 +716,7 @@ def test_a_missing_group_is_never_the_world(tmp_path: Path) -> None:
 def test_without_groups_there_is_an_error_and_no_size_of_one(tmp_path: Path) -> None:
     before, after = executed(tmp_path, READS_A_GROUP)
     assert after["guarded"]() == "nothing"  # type: ignore[operator]
-    with pytest.raises(AssertionError, match="carries no collection"):
+    with pytest.raises(AssertionError, match="without pg_collection"):
         after["f"]()  # type: ignore[operator]
     assert after["size"]() == before["size"]() == 0  # type: ignore[operator]  # as the getter has it
 

@@ -20,8 +20,8 @@ class Base:
     """An expression for a collection."""
 
     how: How  # from what it serves
-    # ``resolve`` of the expression; ``groups_of`` it, with the fields that are read, or
-    # ``of_collection``, without, for a collection has them or not; the expression ``plain``.
+    # ``resolve`` of the expression, a collection or None; ``groups_of`` it, which carries one, with
+    # the fields that are read; the expression ``plain``.
     form: str
     expression: str  # what is at hand
     optional: bool = False  # whether what is at hand may be None
@@ -119,9 +119,9 @@ def best(found: Sequence[Carrier]) -> Base | None:
             reads=carrier.reads,
         )
     if carrier.may_be_none:
-        return Base(How.RESOLVED, "of_collection", carrier.expression, optional=True)
+        return Base(How.RESOLVED, "resolve", carrier.expression, optional=True)
     if carrier.origin == "attribute":
         # It may have some of the fields only; groups_of() of its owner looks further then.
         owner = carrier.expression.rpartition(".")[0]
         return Base(How.COLLECTION, "groups_of", owner, reads=carrier.reads)
-    return Base(How.COLLECTION, "of_collection", carrier.expression)
+    return Base(How.COLLECTION, "resolve", carrier.expression)

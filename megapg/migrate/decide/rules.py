@@ -391,7 +391,7 @@ class _Planner:
         is_whether = _takes(located) is Takes.OPTIONAL
         keeper = self.threads.keeper(unit, path)
         if unit in taking:
-            base = Base(how(unit), "plain" if is_whether else "groups_of", PARAMETER, optional=True)
+            base = Base(how(unit), "plain" if is_whether else "resolve", PARAMETER, optional=True)
         elif is_whether and keeper in taking:
             base = Base(how(keeper), "groups_of", self_of(unit), optional=True)
         elif (
@@ -402,7 +402,7 @@ class _Planner:
             _left("lifecycle", "no collection is at hand: Megatron's call stays")(self, located)
             return
         else:
-            form = "plain" if is_whether else "groups_of"
+            form = "plain" if is_whether else "resolve"
             base = Base(how(unit), form, "None", optional=True)
         self.decide(located, base)
 

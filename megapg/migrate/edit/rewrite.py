@@ -7,7 +7,6 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 from megapg.migrate.decide.decisions import Base, Decision, Passing, Taking
@@ -203,9 +202,8 @@ class Writer:
         if base.form == "plain":
             return base.expression
         fields = "".join(f', "{name}"' for name in needs) if base.form == "groups_of" else ""
-        function = "resolve" if base.form == "resolve" else "groups_of"
         passed = f"{PARAMETER} or " if base.passed_first else ""
-        return f"{passed}{self._imports.megapg()}.{function}({base.expression}{fields})"
+        return f"{passed}{self._imports.megapg()}.{base.form}({base.expression}{fields})"
 
     # -- one look-up for several places --------------------------------------------------------
 
@@ -220,10 +218,7 @@ class Writer:
                 continue
             taken[function].add(name)
             for each in found:
-                # resolve() turns to the globals, and groups_of() where something is read.
-                of = base if each.is_read else replace(base, form="groups_of")
-                needs = each.needs if base.form == "groups_of" else ()
-                looked_up = self._in_quotes(f"{name} = {self._collection(of, needs)}")
+                looked_up = self._in_quotes(f"{name} = {self._collection(base, each.needs)}")
                 edit = add_statement(self._source, each.before, looked_up)
                 if edit is not None:
                     self._edits.append(edit)
