@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megapg.migrate.decide.decisions import GLOBALS, Base, Plan
@@ -22,7 +22,7 @@ from megapg.migrate.find.roles import has_another_role
 from megapg.migrate.find.sites import Kind
 from megapg.migrate.python.flow import is_ruled_out, statements_around
 from megapg.migrate.python.methods import class_of, self_of
-from megapg.migrate.python.scopes import Scope, Use
+from megapg.migrate.python.scopes import Alias, Scope, Use
 from megapg.migrate.reasons import FALLBACK, UNSERVED
 from megapg.upstream.mapping import COLLECTION_NAMES, Takes
 
@@ -49,8 +49,7 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
         plan: what is to be done.
         index: the project.
         facts: by which that was planned. The functions that make the groups or fake ranks mean
-            these, and nothing beside them does. Neither do those that ask about models of several
-            roles.
+            these, and nothing beside them does.
     """
     of_functions: dict[Scope, list[_Asking]] = defaultdict(list)
     of_classes: dict[Scope, list[_Asking]] = defaultdict(list)
@@ -60,9 +59,15 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
     handing = {each.unit for each in asked if each.base is None and each.axes == AXES}
     for asking in asked:
         unit = asking.unit
-        if unit in facts.tainted or (has_another_role(unit) and unit not in handing):
+        if unit in facts.tainted:
             continue
-        of_functions[unit].append(asking)
+        if has_another_role(unit) and unit not in handing:
+            # It may ask each of its models. Where it asks the globals, its class does.
+            if not _is_of_globals(asking.base):
+                continue
+            asking = replace(asking, is_for_want=False)
+        else:
+            of_functions[unit].append(asking)
         counts = _is_of_globals(asking.base) or _is_of_self(asking)
         if counts and unit.parent is not None and unit.parent.kind == "class":
             of_classes[unit.parent].append(asking)
@@ -76,7 +81,8 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
     if wanting:
         return True
     apart = {unit for unit, of in of_functions.items() if _is_apart(of)}
-    of_one = apart - facts.of_one - facts.parted.keys()
+    several = {unit for unit, of in of_functions.items() if _asks_a_variable_too(unit, of)}
+    of_one = (apart | several) - facts.of_one - facts.parted.keys()
     facts.of_one |= of_one
     more = [(unit, axes) for of in of_objects for unit, axes in _beside_the_globals(of)]
     for unit, of in of_functions.items():  # a function falls back as a whole
@@ -162,6 +168,15 @@ def _is_apart(together: Sequence[_Asking]) -> bool:
         for at, (one, axes) in enumerate(asked)
         for other, others in asked[at + 1 :]
     )
+
+
+def _asks_a_variable_too(unit: Scope, together: Sequence[_Asking]) -> bool:
+    """Whether a method asks its object, and elsewhere what a variable of it holds."""
+    asked = {_of(each.base) for each in together if each.base is not None}
+    variables = {
+        each for each in asked if any(isinstance(b, Alias) for b in unit.bindings.get(each, ()))
+    }
+    return self_of(unit) in asked and bool(variables)
 
 
 def _of(base: Base | None) -> str:

@@ -49,9 +49,10 @@ class Facts:
         """The first certain of the carriers that are found somewhere in a function."""
         found = [each for each in found if not self._is_left_out(each, unit, path)]
         if unit in self.of_one:
-            is_method = self_of(unit) and class_of(unit) is None
-            others = ("local",) if is_method else ("local", "parameter", "attribute")
-            found = [e for e in found if e.kind == "collection" or e.origin not in others]
+            if self_of(unit) and class_of(unit) is None:
+                found = [each for each in found if each.origin not in ("local", "inner")]
+            else:
+                found = [each for each in found if each.kind == "collection"]
         return best(found) or (
             Base(How.MODEL, "groups_of", self_of(unit)) if unit in self.of_self else None
         )
@@ -186,11 +187,19 @@ class Facts:
             use
             for use in self._calls_in(path).get(unit, ())
             if group_argument(use.parents.node)
-            and any(
-                each.kind == "name" and each.name.startswith("megatron.core.")
-                for each in self._index.resolver.expression(use.node, use.scope, path)
+            and (
+                self.is_of_globals_module(use, path)  # as the older ones had it
+                or any(
+                    each.kind == "name" and each.name.startswith("megatron.core.")
+                    for each in self._index.resolver.expression(use.node, use.scope, path)
+                )
             )
         ]
+
+    def is_of_globals_module(self, use: Use, path: Path) -> bool:
+        """Whether what is used is taken from ``parallel_state``."""
+        found = self._index.resolver.expression(use.node, use.scope, path)
+        return any(each.kind == "member" for each in found)
 
     @kept
     def asked_by_autograd(self, unit: Scope, path: Path) -> Mapping[Scope, Path]:

@@ -428,7 +428,9 @@ class _Planner:
                     found = base
                 if found is None or argument is None or not isinstance(call, ast.Call):
                     continue
-                if takes_group(call, self.index.config.versions):
+                if takes_group(call, self.index.config.versions) and (
+                    not self.facts.is_of_globals_module(use, path)
+                ):
                     at = Reference(path, use, call, call.func)
                     passing = Passing(at, path, found, ("tp",), argument.name)
                     self.result.passing.append(passing)

@@ -5,8 +5,8 @@ it stands, and who has its result.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megapg.migrate.decide.decisions import Base, Decision, Passing
@@ -57,11 +57,49 @@ def look_ups(
         if function is not None and function.kind == "function" and place.is_looked_up:
             key = (function, place.base.form, place.base.expression, place.base.passed_first)
             groups.setdefault(key, []).append(place)
-    for (function, *_), places in sorted(groups.items(), key=lambda each: -len(each[1])):
-        for together in _of_one_collection(function, places):
-            found = list(_Function(function, is_free).look_ups(together))
+    served: set[Decision | Passing] = set()
+    # The outermost first: what was passed, and looked up there, serves the functions in it, too.
+    order = sorted(groups.items(), key=lambda each: (_depth(each[0][0]), -len(each[1])))
+    for (function, *of), places in order:
+        rest = [each for each in places if each.what not in served]
+        inner = [
+            each
+            for (other, *same), several in order
+            if same == of and _means_the_same(other, function, places[0].base)
+            for each in several
+        ]
+        for together in _of_one_collection(function, rest) if rest else ():
+            found = [
+                replace(each, members=(*each.members, *_behind(each.before, inner, function)))
+                for each in _Function(function, is_free).look_ups(together)
+            ]
+            served |= {each for look_up in found for each in look_up.members}
             if found:
                 yield function, together[0].base, found
+
+
+def _depth(function: Scope) -> int:
+    return len([*function.chain()])
+
+
+def _means_the_same(function: Scope, outer: Scope, base: Base) -> bool:
+    """Whether a function in another one can use what that has looked up of what it was passed."""
+    name, each = base.expression, function
+    while each is not outer and each.parent is not None and not each.given_to:
+        if each.kind == "class" or name in each.bindings:
+            return False
+        each = each.parent
+    return base.form == "resolve" and function is not outer and each is outer
+
+
+def _behind(
+    before: ast.stmt, places: Iterable[_Place], function: Scope
+) -> Iterator[Decision | Passing]:
+    """Of some places those that are only come to when a statement of a function has begun."""
+    for each in places:
+        around = each.around(function.node)
+        if before in around or runs_before(before, around, function.node):
+            yield each.what
 
 
 class _Place:

@@ -6,7 +6,7 @@ import ast
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
 from megapg.migrate.decide.decisions import Base, Decision, Passing, Taking
@@ -218,6 +218,8 @@ class Writer:
                 continue
             taken[function].add(name)
             for each in found:
+                for scope in _further_in(function, each.members):
+                    taken[scope].add(name)  # it reads that of the function around
                 looked_up = self._in_quotes(f"{name} = {self._collection(base, each.needs)}")
                 edit = add_statement(self._source, each.before, looked_up)
                 if edit is not None:
@@ -265,3 +267,12 @@ def _inside_others(decisions: Sequence[Decision]) -> dict[Decision, list[Decisio
             found.setdefault(outer, []).append(each)
         around.append(each)
     return {outer: sorted(inner, key=lambda d: order[d]) for outer, inner in found.items()}
+
+
+def _further_in(function: Scope, members: Iterable[Decision | Passing]) -> Iterator[Scope]:
+    """The scopes in a function around some places in it."""
+    for each in members:
+        scope = (each.located if isinstance(each, Decision) else each.reference).use.scope
+        while scope is not function and scope.parent is not None:
+            yield scope
+            scope = scope.parent

@@ -237,7 +237,8 @@ class _Search:
             )
             certain = self._is_still_one(name, bindings, scope, kind)
             is_part = name in _OF_ALL_MODULES
-            yield Carrier(kind, name, "parameter", may_be_none, certain, is_part)
+            origin = "parameter" if scope is self._use.scope.unit else "inner"
+            yield Carrier(kind, name, origin, may_be_none, certain, is_part)
             return
         known = all(isinstance(each, Alias | Opaque) for each in bindings)
         held = Holding(name, is_nothing).at(around, scope.node)

@@ -28,7 +28,7 @@ class Carrier:
 
     kind: str  # ``collection``, or ``model``, which may carry one
     expression: str  # what to write to get at it
-    origin: str  # ``parameter``, ``local`` or ``attribute``
+    origin: str  # ``parameter``, ``inner`` of a function further in, ``local`` or ``attribute``
     may_be_none: bool = False  # it is a parameter that is None by default
     certain: bool = True  # it is there whenever the site runs, and holds what its name says
     is_part: bool = False  # it may be a part of a model
