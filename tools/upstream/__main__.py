@@ -19,6 +19,7 @@ from typing import Annotated
 from xml.etree import ElementTree
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -124,7 +125,7 @@ def main(
         )
         raise typer.Exit(2)
     found = compare(checkout, files, ranks, minutes, jobs)
-    table = Table("file", "passed on globals", "passed on sessions")
+    table = Table("file", "passed on globals", "passed on sessions", box=box.MARKDOWN)
     for file, (on_globals, on_sessions) in found.items():
         if on_globals or on_sessions:
             table.add_row(
