@@ -190,7 +190,7 @@ def software(facts: Facts) -> Iterator[Finding]:
         yield Finding("torch", Level.ERROR, what, remedy)
     elif facts.version("torch") < (2, 6):
         what = f"torch {facts.versions['torch']} is older than megapg works with."
-        yield Finding("torch", Level.ERROR, what, "Install torch 2.8 or newer.")
+        yield Finding("torch", Level.ERROR, what, "Install torch 2.6 or newer.")
     core = facts.version("Megatron-core")
     if core and core < (0, 16):
         yield Finding(

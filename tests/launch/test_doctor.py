@@ -80,7 +80,6 @@ def test_nothing_looks_wrong_where_nothing_is(facts: Facts) -> None:
         (replace(BARE, launch_problem="RANK without WORLD_SIZE"), "launch", "error"),
         (replace(BARE, versions={}, torch_problem="is not installed"), "torch", "error"),
         (replace(BARE, versions={**VERSIONS, "torch": "2.5.1+cu121"}), "torch", "error"),
-        (replace(BARE, versions={**VERSIONS, "torch": "2.7.1"}), "torch", "warning"),
         (
             replace(BARE, versions={**VERSIONS, "Megatron-core": "0.12.0"}),
             "megatron_core",
