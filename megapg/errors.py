@@ -103,7 +103,7 @@ class RendezvousError(MegapgError, RuntimeError):
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.missing = tuple(missing)
+        self.missing = tuple(sorted(missing))
 
 
 class LayoutMismatchError(RendezvousError):

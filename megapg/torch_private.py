@@ -125,6 +125,15 @@ def can_split() -> bool:
     return made is not None and "device_types" in (made.__doc__ or "")
 
 
+def splits_in_order() -> bool:
+    """Whether the groups of :func:`split_world` have their ranks in the order given; torch before
+    2.15 sorts them, and of torchcomms nothing is promised.
+
+    Public: none that asks.
+    """
+    return can_split() and not on_torchcomms() and _version() >= (2, 15)
+
+
 def split_world(
     ranks: Sequence[int],
     rank: int,

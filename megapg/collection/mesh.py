@@ -168,7 +168,7 @@ def _of(mesh: DeviceMesh, name: str) -> ProcessGroup:
 
 
 def _implied(mesh: DeviceMesh, pg: ProcessGroupCollection) -> ParallelLayout:
-    ranks, present = sorted(mesh.mesh.flatten().tolist()), pg.present()
+    ranks, present = _in_order(mesh.mesh), pg.present()
     sizes = {axis: pg.size(axis) for axis in _AXES if axis in present}
     if math.prod(sizes.values()) != len(ranks):
         raise LayoutError(
@@ -177,7 +177,11 @@ def _implied(mesh: DeviceMesh, pg: ProcessGroupCollection) -> ParallelLayout:
             "dimension, as far as they are larger than 1; several dimensions are one once they are "
             "flattened."
         )
-    strides = {axis: (each := pg.ranks(axis))[1] - each[0] for axis in sizes if sizes[axis] > 1}
+    strides = {
+        axis: ranks.index((each := pg.ranks(axis))[1]) - ranks.index(each[0])
+        for axis in sizes
+        if sizes[axis] > 1
+    }
     order: list[str] = [axis for axis, _ in sorted(strides.items(), key=lambda each: each[1])]
     order += [axis for axis in DEFAULT_ORDER.split("-") if axis not in order]
     layout = ParallelLayout(
@@ -196,3 +200,15 @@ def _implied(mesh: DeviceMesh, pg: ProcessGroupCollection) -> ParallelLayout:
                 f"layout of the other fields, with order={layout.order!r}, {list(expected)}."
             )
     return layout
+
+
+def _in_order(ranks: torch.Tensor) -> list[int]:
+    """The ranks of a mesh as a layout has them: ascending, whatever the order of the dimensions,
+    where there is such an order; else as the mesh has them.
+    """
+    as_it_is: list[int] = ranks.flatten().tolist()
+    last = [int(ranks.select(dim, -1).flatten()[0]) for dim in range(ranks.dim())]
+    outermost_first = sorted(range(ranks.dim()), key=lambda dim: -last[dim])
+    ascending = sorted(as_it_is)
+    turned = ranks.permute(outermost_first).flatten().tolist()
+    return ascending if turned == ascending else as_it_is

@@ -61,7 +61,7 @@ class Communicator:
 
     Attributes:
         fields: the fields that share it, in the collection's order.
-        ranks: its global ranks, ascending.
+        ranks: its global ranks, in the layout's order.
         options: what the backend is asked for.
         backend: as torch names it.
         timeout: of its collectives, where that is not the session's.

@@ -9,7 +9,8 @@ Everything is answered in closed form for one rank: ``members(field, rank)`` cos
 group, not of the world, so a layout of 131,072 ranks is as cheap to ask as one of 8.
 
 The rank order equals what ``megatron.core.parallel_state.initialize_model_parallel`` makes; the
-tests hold it to that, family by family. Within a group the ranks ascend, as torch sorts them.
+tests hold it to that, family by family. Within a group the ranks are in the order of
+``ranks``, which ascend unless they were given otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import hashlib
 import json
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import cast
@@ -113,8 +114,10 @@ class ParallelLayout(Sizes):
         vpp: virtual pipeline size, the model chunks a rank holds; needs ``pp`` > 1.
         hybrid_cp: also form the groups by size of hybrid context parallelism, ``hybrid.2``,
             ``hybrid.4``, ...: neighbours within data x context parallelism.
-        ranks: the global ranks the layout lives on, ascending, for a model that has only part of
-            the job, for example ``range(4, 8)``. All ranks from 0 unless given.
+        ranks: the global ranks the layout lives on, for a model that has only part of the job, for
+            example ``range(4, 8)``. In any order, for machines whose ranks are not numbered as they
+            are wired: of ``[3, 1, 0, 2]`` rank 3 has the first place, and every group has its
+            members in this order. All ranks from 0 unless given.
 
     Raises:
         LayoutError: the values do not fit together; the message does the arithmetic and names
@@ -146,7 +149,7 @@ class ParallelLayout(Sizes):
         return tuple(2**n for n in range(1, (self.dp * self.cp).bit_length() - 1))
 
     def members(self, field: GroupName, rank: int) -> tuple[int, ...]:
-        """Global ranks of the group of ``field`` that ``rank`` is in, ascending.
+        """Global ranks of the group of ``field`` that ``rank`` is in, in the layout's order.
 
         Costs O(group size). Empty where the rank is outside the family, which only the two
         embedding fields allow.
@@ -159,7 +162,7 @@ class ParallelLayout(Sizes):
         return self._to_ranks(self._positions(self._known(field), position))
 
     def partition(self, field: GroupName) -> Iterator[tuple[int, ...]]:
-        """Every group of ``field``, lazily, ordered by its lowest rank.
+        """Every group of ``field``, lazily, in the layout's order of their first ranks.
 
         Raises:
             UnknownFieldError: as ``members``.
@@ -224,7 +227,7 @@ class ParallelLayout(Sizes):
     def _embedding(self, field: GroupName, at: int) -> list[int]:
         pipeline = self._positions("pp", at)
         chosen = self._chosen(field, self._to_ranks(pipeline))
-        positions = sorted(self._position(rank) for rank in chosen)
+        positions = [self._position(rank) for rank in chosen]
         return positions if at in positions else []
 
     def _chooser(self, field: str) -> EmbeddingRanks:
@@ -237,14 +240,16 @@ class ParallelLayout(Sizes):
                 f"{field}: the callable chose the ranks {chosen} for the pipeline "
                 f"{list(pipeline)}; choose distinct ranks of that pipeline."
             )
-        return chosen
+        return [rank for rank in pipeline if rank in chosen]
 
     def _groups(self, field: GroupName) -> Iterator[tuple[int, ...]]:
         if field in ("embd", "pos_embd"):
-            chosen = (tuple(sorted(self._chosen(field, each))) for each in self._groups("pp"))
-            groups = (group for group in chosen if group)
-            # A callable may choose stages whose ranks come in another order than the pipelines.
-            yield from groups if self._chooser(field) in DEFAULT_CHOICES else sorted(groups)
+            chosen = (tuple(self._chosen(field, each)) for each in self._groups("pp"))
+            groups: Iterable[tuple[int, ...]] = (group for group in chosen if group)
+            if self._chooser(field) not in DEFAULT_CHOICES:
+                # It may choose stages whose ranks come in another order than the pipelines.
+                groups = sorted(groups, key=lambda group: self._position(group[0]))
+            yield from groups
             return
         if field in _SPANS:
             grid, spanned = _SPANS[field]
@@ -266,12 +271,18 @@ class ParallelLayout(Sizes):
         return tuple(self.ranks[p] for p in positions)
 
     def _position(self, rank: int) -> int:
-        at = bisect.bisect_left(self.ranks, rank)
-        if at == self.world_size or self.ranks[at] != rank:
+        at = bisect.bisect_left(self.ranks, rank)  # finds it where they ascend
+        if at < self.world_size and self.ranks[at] == rank:
+            return at
+        if rank not in self._places:
             raise LayoutError(
                 f"rank {rank} is not in this layout, which has the ranks {text_of(self.ranks)}."
             )
-        return at
+        return self._places[rank]
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
 
     def _known(self, field: GroupName) -> GroupName:
         if field in self.families:

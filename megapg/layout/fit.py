@@ -230,17 +230,15 @@ class Sizes:
             )
 
     def _check_ranks(self) -> None:
-        ascending = isinstance(self.ranks, range) and self.ranks.step > 0
-        if len(self.ranks) != self.world_size or (len(self.ranks) and self.ranks[0] < 0):
+        ranks = self.ranks
+        ends = (ranks[:1], ranks[-1:]) if isinstance(ranks, range) else (ranks,)
+        if len(ranks) != self.world_size or any(rank < 0 for end in ends for rank in end):
             raise LayoutError(
                 f"ranks={text_of(self.ranks)} are {len(self.ranks)} ranks, but "
                 f"world_size={self.world_size}; give one global rank (from 0) for each."
             )
-        if not ascending and any(a >= b for a, b in zip(self.ranks, self.ranks[1:], strict=False)):
-            raise LayoutError(
-                f"ranks={text_of(self.ranks)}: give them in ascending order without repetition; "
-                "torch sorts the ranks of a group, so another order could not be kept."
-            )
+        if not isinstance(ranks, range) and len(set(ranks)) < len(ranks):
+            raise LayoutError(f"ranks={text_of(ranks)}: give each rank once.")
 
 
 def _one_form(ranks: Sequence[int]) -> Sequence[int]:
@@ -250,7 +248,7 @@ def _one_form(ranks: Sequence[int]) -> Sequence[int]:
     except TypeError:
         raise LayoutError(f"ranks={ranks!r}: ranks are whole numbers from 0.") from None
     step = given[1] - given[0] if len(given) > 1 else 1
-    if step < 1:
+    if step == 0:
         return given
     even = range(given[0], given[0] + step * len(given), step)
     return even if given == even or given == tuple(even) else given

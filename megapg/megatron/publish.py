@@ -287,7 +287,7 @@ def _ranks(pg: ProcessGroupCollection, field: Field, before: object) -> list[int
     """As Megatron lists them: those with an embedding in the order in which they were chosen."""
     ranks = list(pg.ranks(field))
     if pg.layout is None:  # a group has forgotten the order, the globals may still have it
-        return [*before] if isinstance(before, list) and sorted(before) == ranks else ranks
+        return [*before] if isinstance(before, list) and sorted(before) == sorted(ranks) else ranks
     if field == "embd":
         return list(pg.layout.embedding_ranks(list(pg.ranks("pp"))))
     if field == "pos_embd":

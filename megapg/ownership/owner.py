@@ -70,7 +70,7 @@ class Owner(Closing):
     @property
     @abc.abstractmethod
     def _ranks(self) -> Sequence[int]:
-        """The global ranks that have these groups, ascending."""
+        """The global ranks that have these groups, in the layout's order."""
 
     @abc.abstractmethod
     def _cannot(self) -> dict[How, str]:

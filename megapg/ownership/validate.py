@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping
 from datetime import timedelta
 
+import torch
+
+from megapg import torch_private
 from megapg.communicators.backends import backend_for
 from megapg.communicators.options import CommunicatorOptions
 from megapg.communicators.plan import ALL_GATHER_FIELDS, COMPANION, Recipe, created_fields
@@ -97,11 +101,22 @@ def check_recipe(recipe: Recipe, world: World, layout: ParallelLayout) -> None:
             f"rank {world.rank} is not in the layout's ranks {list(layout.ranks)}; only those "
             "ranks open this session."
         )
-    if world.splits(recipe.backend) and len(layout.ranks) != world.size:
+    if not world.splits(recipe.backend):
+        return
+    if len(layout.ranks) != world.size:
         raise UnsupportedOptionError(
             "ranks=: WORLD is bound to a device (init_process_group(device_id=...)) or on "
             "torchcomms, so groups are split from it by all of its ranks. Initialise WORLD without "
             "either to open a session on some of them."
+        )
+    ascending = all(a < b for a, b in itertools.pairwise(layout.ranks))
+    if not ascending and not torch_private.splits_in_order():
+        raise UnsupportedOptionError(
+            f"ranks={list(layout.ranks)}: WORLD is bound to a device "
+            "(init_process_group(device_id=...)) or on torchcomms, so groups are split from it, "
+            f"and torch {torch.__version__} sorts the ranks of such groups; 2.15 without "
+            "torchcomms keeps their order. Install that, initialise WORLD without either, or give "
+            "the ranks in ascending order."
         )
 
 

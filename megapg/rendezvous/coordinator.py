@@ -67,7 +67,7 @@ class Coordinator(Rendezvous):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Everyone, ascending."""
+        """Everyone, in the order that was given."""
         return self._ranks
 
     def post(self, topic: str, text: str, *, within: float = SOON) -> None:

@@ -23,7 +23,7 @@ class Gathering:
         store: where they meet, which nobody else uses.
         name: of their meeting, for messages.
         rank: this rank.
-        ranks: all of them, ascending.
+        ranks: all of them, in the same order on each.
     """
 
     def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int]) -> None:

@@ -78,7 +78,7 @@ class Rendezvous(Parting):
         store: shared by all the ranks.
         name: what the meeting is called, for the keys and the messages.
         rank: this rank.
-        ranks: everyone expected, ascending; the first one leads.
+        ranks: everyone expected, in the same order on all of them; the first one leads.
         hosts: rank -> the host it runs on, for the messages; empty where nobody knows.
     """
 

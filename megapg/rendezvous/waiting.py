@@ -90,7 +90,8 @@ class WaitingList:
 
 def _text(entry: Entry) -> str:
     first, last = entry.ranks[0], entry.ranks[-1]
-    ranks = [first, last] if len(entry.ranks) == last - first + 1 else list(entry.ranks)
+    in_a_row = entry.ranks == range(first, last + 1)
+    ranks = [first, last] if in_a_row else list(entry.ranks)
     return json.dumps([entry.name, entry.nonce, len(entry.ranks), ranks])
 
 

@@ -127,6 +127,10 @@ def of_four_ranks():
             dist.all_reduce(value, group=group)
             assert value.item() == sum(ranks)
         dist.barrier()
+        in_order = split((3, 1, 0, 2), f"{round_} in order")
+        place = (2, 1, 3, 0)[me] if torch_private.splits_in_order() else me  # else torch sorts
+        assert in_order.rank() == place
+        groups[3, 1, 0, 2] = in_order
         for group in filter(None, groups.values()):
             torch_private.destroy(group)
         assert tables() == before

@@ -52,6 +52,8 @@ def test_a_session_of_four_ranks_splits_every_family_from_world_once():
     assert of_first["refused"].startswith(
         "tp: max_ctas=8; torch passes no options on to torchcomms."
     )
+    assert of_first["out of order"].startswith("ranks=[3, 1, 0, 2]: WORLD is bound to a device")
+    assert "or give the ranks in ascending order" in of_first["out of order"]
 
 
 def test_torchcomms_that_is_not_there_is_an_error(monkeypatch):

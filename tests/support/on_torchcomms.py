@@ -35,12 +35,22 @@ with megapg.session(tp=2, pp=2, name="first") as session:
         raise AssertionError("options were dropped")
     except UnsupportedOptionError as error:
         refused = str(error)
+    try:
+        megapg.session(ranks=[3, 1, 0, 2], tp=2, pp=2, name="order")
+        raise AssertionError("the order was dropped")
+    except UnsupportedOptionError as error:
+        out_of_order = str(error)
     again = megapg.session(tp=2, name="again")
     value = torch.ones(1)
     dist.all_reduce(value, group=again.groups.dp)
     assert value.item() == 2
     again.close()
     if rank == 0:
-        said = {"families": len(made), "mine": len(mine) - mine.count(None), "refused": refused}
+        said = {
+            "families": len(made),
+            "mine": len(mine) - mine.count(None),
+            "refused": refused,
+            "out of order": out_of_order,
+        }
         sys.stdout.write(json.dumps(said) + "\n")
 assert not dist.is_initialized()
