@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import runpy
 import sys
@@ -41,6 +42,9 @@ _CHECKS = ("megatron.training.arguments", "megatron.training.yaml_arguments")
 
 def main(arguments: Sequence[str]) -> None:
     """Run the script ``arguments[0]`` with the arguments that follow."""
+    if list(arguments[:1]) in (["-h"], ["--help"]):
+        print(_USAGE, inspect.cleandoc(__doc__ or ""), sep="\n\n")
+        return
     on_globals = list(arguments[:1]) == ["--on-globals"]
     arguments = arguments[on_globals:]
     if not arguments or arguments[0].startswith("-"):

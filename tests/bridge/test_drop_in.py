@@ -280,6 +280,10 @@ def test_what_can_not_start_is_said_in_a_line_with_exit_code_2(script):
         (line,) = [each for each in ran.stderr.splitlines() if each.startswith("error")]
         assert said in line
         assert "Traceback" not in ran.stderr
+    asked = start("megapg.megatron.run", "--help")
+    assert asked.returncode == 0
+    assert asked.stdout.startswith("usage: python -m megapg.megatron.run [--on-globals] SCRIPT")
+    assert "Exit codes" in asked.stdout
 
 
 def test_the_import_of_the_guide(world):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -271,15 +272,26 @@ class Imports:
 
     # -- adding ------------------------------------------------------------------------------
 
+    @kept
     def _leading(self) -> list[ast.stmt]:
-        """The imports with which the module begins."""
-        found: list[ast.stmt] = []
+        """The first imports in a row that are of more than the standard library; where there are
+        none, those with which the module begins. What is between the two may be there to run before
+        anything heavy is imported.
+        """
+        rows: list[list[ast.stmt]] = [[]]
         for index, statement in enumerate(self.source.tree.body):
             if isinstance(statement, ast.Import | ast.ImportFrom):
-                found.append(statement)
+                rows[-1].append(statement)
             elif not (index == 0 and is_docstring(statement)):
-                break
-        return found
+                rows.append([])
+        return next((each for each in rows if any(map(self._is_of_others, each))), rows[0])
+
+    def _is_of_others(self, statement: ast.stmt) -> bool:
+        modules = statement.names if isinstance(statement, ast.Import) else ()
+        named = {each.name for each in modules}
+        if isinstance(statement, ast.ImportFrom):
+            named = {"." * statement.level + (statement.module or "")}
+        return not all(each.partition(".")[0] in sys.stdlib_module_names for each in named)
 
     def _addition(self, new: str) -> Edit:
         source, newline = self.source, newline_of(self.source)
