@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import TypedDict, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -131,7 +131,39 @@ def _no_grid(fields: Sequence[Field], why: str) -> LayoutError:
 # -- in --------------------------------------------------------------------------------------------
 
 
-def from_mesh(mesh: DeviceMesh, **dimensions: str) -> ProcessGroupCollection:
+class Dimensions(TypedDict, total=False):
+    """Names of a mesh's dimensions by field, as :func:`from_mesh` takes them."""
+
+    tp: str
+    pp: str
+    mp: str
+    embd: str
+    pos_embd: str
+    cp: str
+    tp_cp: str
+    ep: str
+    expt_tp: str
+    tp_ep: str
+    tp_ep_pp: str
+    tp_ep_pp_with_egtp_remat: str
+    tp_dp: str
+    tp_dp_cp: str
+    dp: str
+    dp_cp: str
+    dp_cp_ag: str
+    dp_cp_gtp_remat: str
+    gtp_remat: str
+    expt_gtp_remat: str
+    expt_dp: str
+    expt_dp_ag: str
+    expt_dp_gtp_remat: str
+    intra_dp_cp: str
+    intra_expt_dp: str
+    inter_dist_opt: str
+    intra_dist_opt: str
+
+
+def from_mesh(mesh: DeviceMesh, **dimensions: Unpack[Dimensions]) -> ProcessGroupCollection:
     """A collection of the groups that a mesh has: borrowed, never closed by megapg.
 
     Args:
@@ -148,7 +180,8 @@ def from_mesh(mesh: DeviceMesh, **dimensions: str) -> ProcessGroupCollection:
         ForeignGroupError: the mesh has no such dimension, or its groups have ended.
         LayoutError: the sizes do not make up the mesh, or the groups are not those of the layout.
     """
-    groups = {cast("Field", field): _of(mesh, name) for field, name in dimensions.items()}
+    names = cast("dict[Field, str]", dimensions)
+    groups = {field: _of(mesh, name) for field, name in names.items()}
     collection = ProcessGroupCollection.from_groups(**groups)  # type: ignore[arg-type]
     members = {str(field): membership(field, group) for field, group in groups.items()}
     layout = _implied(mesh, collection)

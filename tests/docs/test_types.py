@@ -57,6 +57,7 @@ WELL_TYPED = """
             levels.append(fake.rank("gloo.dp"))
         assert run_distributed(partial(len, [1]), 2)
         found = megapg.groups_of(model, "tp", "hybrid.2")
+        megapg.from_mesh(pg.mesh("dp_cp", "tp"), tp="tp", dp="dp_cp")
         return sum(sizes) + sum(levels) + len(ranks) + len(found.ranks("hcp.1"))
 """
 
@@ -107,6 +108,8 @@ TYPOS = """
         ParallelLayout(world_size=4).members("tpp", 0)  # wrong
         megapg.ProcessGroupCollection.from_groups(tpp=group)  # wrong
         megapg.ProcessGroupCollection.from_groups(tp=None)  # wrong
+        megapg.from_mesh(pg.mesh("tp"), tpp="tp")  # wrong
+        megapg.from_mesh(pg.mesh("tp"), tp=group)  # wrong
         megapg.resolve(pg, needs=("tpp",))  # wrong
         megapg.groups_of(model, "tpp")  # wrong
         session_arguments(tensor_parallel_size=2)  # wrong
