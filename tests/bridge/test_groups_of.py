@@ -859,10 +859,17 @@ def test_errors_of_megapg_in_a_property_come_through():
     class Model(nn.Module):
         @property
         def pg_collection(self):
+            return resolve(object())
+
+    class Standing(nn.Module):
+        @property
+        def pg_collection(self):
             return resolve(None)
 
-    with globals_policy("error"), pytest.raises(NoCollectionError, match=r"pg_collection needs"):
+    with pytest.raises(ForeignGroupError, match=r"pg_collection: pg_collection is <object"):
         groups_of(Model(), "tp")
+    with globals_policy("error"), pytest.raises(NoCollectionError, match=r"pg_collection needs"):
+        groups_of(Standing(), "tp").rank("tp")
 
 
 # -- who wants to know -----------------------------------------------------------------------------

@@ -85,8 +85,8 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
 
     Where nothing is found, or ``owner`` is None, the answer is a :class:`GlobalGroups`, as
     :func:`resolve` gives it: with a :class:`~megapg.errors.GlobalGroupsWarning` once per place,
-    and as ``MEGAPG_GLOBALS`` allows. Unlike there, all that waits until a field is read, its rank
-    or its size, and is then said of the place that called this: the call can stand in front of the
+    and as ``MEGAPG_GLOBALS`` allows. As there, all that waits until a field is read, its rank or
+    its size, and is then said of the place that called this: the call can stand in front of the
     test whether the globals are initialised, and be an argument of what may not need it. Where
     nothing is read nothing has happened. One that is carried, the outermost, is passed on instead,
     and tells of the place that first asked for it.

@@ -56,12 +56,12 @@ def resolve(
     """The collection to work with, at the top of a function that takes ``pg_collection=None``.
 
     What was passed is checked and returned. Where nothing was, the answer is a
-    :class:`GlobalGroups`: it asks Megatron's own getters, each when its value is asked for, with a
-    :class:`~megapg.errors.GlobalGroupsWarning` once per place that called the function so. The
-    environment variable ``MEGAPG_GLOBALS`` (``warn``, ``error`` or ``silent``) decides about that,
-    and :func:`globals_policy` for a block. While the globals are not initialised, all that waits
-    until a getter answers all the same: one that a test has replaced, for example. The zeros that
-    Megatron's own give in a process without torch.distributed are nobody's answer.
+    :class:`GlobalGroups`: it asks Megatron's own getters, each when its value is asked for, and at
+    the first of them there is a :class:`~megapg.errors.GlobalGroupsWarning`, once per place that
+    called the function so. The environment variable ``MEGAPG_GLOBALS`` (``warn``, ``error`` or
+    ``silent``) decides about that, and :func:`globals_policy` for a block. Where nothing is read,
+    or the globals are not initialised and nobody has replaced what answers, nothing is said. The
+    zeros that Megatron's own give in a process without torch.distributed are nobody's answer.
 
     Args:
         pg_collection: what the function was passed. Megatron-core's own collection is taken too.
@@ -70,8 +70,6 @@ def resolve(
         owner: the function's name, for messages; found out unless given.
 
     Raises:
-        NoCollectionError: nothing was passed, and the globals, which are initialised, are not
-            allowed.
         MissingGroupError: the collection passed lacks a field of ``needs``.
         StaleGroupError: the session behind it has closed or suspended its groups.
         ForeignGroupError: its groups were destroyed or are of another process, or what was passed
@@ -82,8 +80,8 @@ def resolve(
         NoGlobalGroupsError: the getter fails with an AssertionError, as the globals are not
             initialised. The error is an ``AssertionError`` as well, and a ``MissingGroupError``.
         MissingGlobalGroupError: they are initialised without that group.
-        NoCollectionError: the getter answers all the same, somebody has set or replaced what it
-            asks, and the globals are not allowed.
+        NoCollectionError: the globals are initialised, or somebody has set or replaced what the
+            getter asks, and they are not allowed.
     """
     if pg_collection is None:
         return _fall_back(needs, owner, sys._getframe(1))
@@ -287,9 +285,7 @@ class StandIn(GlobalGroups):
 
 def _fall_back(needs: Sequence[GroupName], owner: str | None, frame: FrameType) -> GlobalGroups:
     check_names(needs)
-    policy = policy_now()
-    serves = initialised()
-    if serves and policy == "silent" and hook.active() is None:
+    if policy_now() == "silent" and initialised() and hook.active() is None:
         return GlobalGroups()  # without a word that nobody reads
     takes_it = owner is not None or "pg_collection" in parameters_of(frame.f_code)
     owner = owner or _name(frame)
@@ -302,10 +298,7 @@ def _fall_back(needs: Sequence[GroupName], owner: str | None, frame: FrameType) 
         caller=Place.of(_call_site(frame)),
         module=_home(frame),
     )
-    if not serves:
-        return StandIn(wanted)
-    let_globals_serve(wanted, policy)
-    return GlobalGroups()
+    return StandIn(wanted)
 
 
 def _advice(frame: FrameType, owner: str, *, takes_it: bool) -> str:

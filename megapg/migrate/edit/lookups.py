@@ -17,7 +17,6 @@ from megapg.migrate.python.flow import (
     binding_statements,
     common_block,
     first_read,
-    is_made_on_each_way,
     is_repeated,
     runs_before,
     statements_around,
@@ -39,7 +38,6 @@ class LookUp:
     before: ast.stmt  # where it is bound
     needs: tuple[str, ...]  # the fields that are asked for
     members: tuple[Decision | Passing, ...]  # who reads it
-    is_read: bool  # whether that is done on each way from there on
 
 
 def look_ups(
@@ -175,10 +173,8 @@ class _Function:
                 free += [i for i in rest if runs_before(before, chains[i], self.node)]
                 members = [places[i] for i in sorted(free)]
                 needs = {need for each in members for need in each.needs}
-                uses = [each.use for each in members]
-                is_read = is_made_on_each_way(before, uses, self.node)
                 what = tuple(each.what for each in members)
-                yield LookUp(before, tuple(sorted(needs)), what, is_read)
+                yield LookUp(before, tuple(sorted(needs)), what)
                 some = [i for i in rest if i not in free]
             parts: dict[tuple[ast.stmt, int], list[int]] = {}
             for i in some:

@@ -7,7 +7,6 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 from megapg.migrate.decide.decisions import Base, Decision, Passing, Taking
@@ -221,10 +220,7 @@ class Writer:
             for each in found:
                 for scope in _further_in(function, each.members):
                     taken[scope].add(name)  # it reads that of the function around
-                # resolve() turns to the globals at once, and groups_of() where something is read.
-                of = base if each.is_read else replace(base, form="groups_of")
-                needs = each.needs if base.form == "groups_of" else ()
-                looked_up = self._in_quotes(f"{name} = {self._collection(of, needs)}")
+                looked_up = self._in_quotes(f"{name} = {self._collection(base, each.needs)}")
                 edit = add_statement(self._source, each.before, looked_up)
                 if edit is not None:
                     self._edits.append(edit)

@@ -21,8 +21,6 @@ _NO_SUPPRESSORS = frozenset(
     {"no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "autocast", "device"}
     | {"nullcontext", "open", "init_empty_weights"}
 )
-# More branches than that are not followed.
-_MOST_WAYS = 50
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
@@ -390,35 +388,6 @@ def first_read(function: ast.AST, uses: Sequence[Use]) -> ast.stmt | None:
     statement, inside = found.runs[0]
     own = [uses[i] for i in inside if len(chains[i]) == found.depth + 1]
     return statement if certainly_reads(statement, own) else None
-
-
-def is_made_on_each_way(first: ast.stmt, uses: Sequence[Use], function: ast.AST) -> bool:
-    """Whether from a statement on one of some uses is made, whichever branches are taken."""
-    block = next(
-        (each for outer in walk(function) for each in blocks(outer) if first in each), None
-    )
-    own: dict[ast.stmt, list[Use]] = {}
-    for use in uses:
-        own.setdefault(statements_around(use.parents, function)[-1], []).append(use)
-    waiting = [block[block.index(first) :] if block is not None else []]
-    while waiting:
-        way = waiting.pop()
-        if not way or len(waiting) > _MOST_WAYS:
-            return False
-        statement, rest = way[0], way[1:]
-        if certainly_reads(statement, own.get(statement, ())):
-            continue
-        if isinstance(statement, ast.If):
-            waiting += [[*statement.body, *rest], [*statement.orelse, *rest]]
-        elif any(map(_ends_a_way, walk(statement))):
-            return False
-        else:
-            waiting.append(rest)
-    return True
-
-
-def _ends_a_way(node: ast.AST) -> bool:
-    return isinstance(node, ast.Return | ast.Raise | ast.Break | ast.Continue | ast.Yield)
 
 
 def certainly_reads(statement: ast.stmt, uses: Iterable[Use]) -> bool:
