@@ -29,16 +29,25 @@ _AXES: tuple[Field, ...] = ("tp", "cp", "dp", "pp")
 # -- out -------------------------------------------------------------------------------------------
 
 
-def mesh_of(pg: ProcessGroupCollection, fields: Sequence[Field], device_type: str) -> DeviceMesh:
-    """See :meth:`megapg.ProcessGroupCollection.mesh`."""
+def mesh_of(
+    pg: ProcessGroupCollection,
+    fields: Sequence[Field],
+    device_type: str = "",
+    names: Sequence[str] = (),
+) -> DeviceMesh:
+    """See :meth:`megapg.ProcessGroupCollection.mesh`. ``names``: of the dimensions, the fields'
+    unless given.
+    """
     pg.require(*fields, owner="mesh()")
     ranks, shape = _grid(pg, fields)
-    groups = {str(field): _group(pg, field) for field in fields}
-    device_type = device_type or _device_type(groups[fields[0]])
+    groups = {
+        str(name): _group(pg, field) for name, field in zip(names or fields, fields, strict=True)
+    }
+    device_type = device_type or _device_type(next(iter(groups.values())))
     made = pg.lease.scratch.setdefault(_MESHES, None) or _Meshes(pg)
     assert isinstance(made, _Meshes)  # nobody else has that name
     pg.lease.scratch[_MESHES] = made
-    key = (*fields, device_type)
+    key = (*fields, *groups, device_type)
     if key not in made.meshes:
         shaped = torch.tensor(ranks).view(shape)
         made.meshes[key] = torch_private.mesh_over(groups, shaped, device_type, _held(pg), pg.lease)

@@ -22,6 +22,7 @@ from megapg.megatron.convert import (
 from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.drop_in import destroy_model_parallel, initialize_model_parallel
 from megapg.megatron.from_args import session_from_args
+from megapg.megatron.fsdp import fsdp_adapter, fsdp_index
 from megapg.megatron.grids import from_grid, to_grid
 from megapg.megatron.modules import from_modules, to_modules
 from megapg.megatron.publish import published
@@ -57,6 +58,8 @@ __all__ = [
     "from_megatron",
     "from_modules",
     "from_parallel_state",
+    "fsdp_adapter",
+    "fsdp_index",
     "getters",
     "globals_policy",
     "groups_of",

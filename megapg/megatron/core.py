@@ -158,6 +158,22 @@ def module_collections_class() -> type[ModuleCollections]:
     return found
 
 
+def fsdp_module() -> ModuleType:
+    """Megatron-core's adapter to Megatron-FSDP, from which all of that can be reached.
+
+    Raises:
+        UnsupportedVersionError: Megatron-FSDP can't be imported here.
+    """
+    version = core_version()
+    module = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+    if not module.HAVE_MEGATRON_FSDP:
+        reason = module.IMPORT_MEGATRON_FSDP_ERROR
+        raise UnsupportedVersionError(
+            f"Megatron-FSDP of Megatron-core {_dotted(version)} can't be imported: {reason}."
+        ) from reason
+    return module
+
+
 def collection_fields() -> Mapping[str, object]:
     """Field names that the installed core's collection declares."""
     declared: Mapping[str, object] = vars(collection_class())["__dataclass_fields__"]

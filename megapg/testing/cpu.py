@@ -311,10 +311,17 @@ def _type_name(tensor: torch.Tensor, *dtype: Any, **kwargs: Any) -> Any:
     return name
 
 
+def _device(*args: Any, **kwargs: Any) -> Any:
+    """``torch.device()``; of ``f"cuda:{torch.cuda.current_device()}"`` (mcore_fsdp_adapter.py,
+    megatron_fsdp.py) the CPU, which is the current device in here.
+    """
+    return torch.device(*("cpu" if each == "cuda:cpu" else each for each in args), **kwargs)
+
+
 _SPECIAL: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.cuda: lambda tensor, *args, **kwargs: tensor,  # language_module.py, optimizer.py
     torch.Tensor.type: _type_name,
-    torch.device: torch.device,  # moe/token_dispatcher.py; translated when a tensor is made
+    torch.device: _device,  # moe/token_dispatcher.py; translated when a tensor is made
 }
 
 
