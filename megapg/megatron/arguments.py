@@ -83,7 +83,8 @@ _REFUSED = {
     ),
     "use_sharp": (
         "NCCL gives SHARP to one communicator only, the first that is used while "
-        "NCCL_COLLNET_ENABLE=1; set that variable around the first collective on session.groups.dp"
+        "NCCL_COLLNET_ENABLE=1; leave it out, and set that variable around the first collective on "
+        "session.groups.dp"
     ),
     "sharp_enabled_group": "see use_sharp",
 }

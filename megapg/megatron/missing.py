@@ -25,9 +25,10 @@ def explain(error: AssertionError, module: ModuleType, lease: Lease) -> None:
     base = field.removeprefix(COMPANION)
     if field.startswith(COMPANION):
         error.add_note(
-            f"{lease.owner} has no gloo companion of {base}: open it with gloo=({base!r},), or "
-            "with what megapg.megatron.session_from_args(args) takes from Megatron's arguments; "
-            "--disable-gloo-process-groups does without."
+            f"{lease.owner} has no gloo companion of {base}: open it with what "
+            "megapg.megatron.session_from_args(args) takes from Megatron's arguments, or with "
+            f"gloo=({base!r},), to which it may ask for more; --disable-gloo-process-groups does "
+            "without."
         )
     elif field in ALL_GATHER_FIELDS:
         error.add_note(f"{lease.owner} has no {field}: open it with all_gather_groups=True.")

@@ -47,8 +47,10 @@ def main(arguments: Sequence[str]) -> None:
         return
     on_globals = list(arguments[:1]) == ["--on-globals"]
     arguments = arguments[on_globals:]
-    if not arguments or arguments[0].startswith("-"):
+    if not arguments:
         _refuse(_USAGE)
+    if arguments[0].startswith("-"):
+        _refuse(f"there is no option {arguments[0]!r}. {_USAGE}")
     script = Path(arguments[0])
     if not script.is_file():
         _refuse(f"there is no script {str(script)!r} in {os.getcwd()}. {_USAGE}")
@@ -89,17 +91,23 @@ def _accounted() -> Iterator[None]:
 
     at_the_end: list[Mapping[str, int]] = []
     state[_MAKES_GROUPS] = timed
+    finished = False
     try:
-        yield
-        if said and os.environ["RANK"] == "0":
+        try:
+            yield
+        except SystemExit as end:  # as Megatron's --exit-interval has it
+            finished = not end.code
+            raise
+        finished = True
+    finally:
+        state[_MAKES_GROUPS] = make
+        if finished and said and os.environ["RANK"] == "0":
             took, then = said
             print(
                 f"megapg: {_MAKES_GROUPS} took {took} and added {then}; "
                 f"at the end of the script there are {_more(at_the_end[-1])} more than before it.",
                 file=sys.stderr,
             )
-    finally:
-        state[_MAKES_GROUPS] = make
 
 
 def _held() -> Mapping[str, int]:

@@ -161,7 +161,8 @@ OWNERS_CALLS: Mapping[str, str] = {
     ),
     "destroy_": (
         "Leave the call out: session.close() ends the groups, and leaving the block takes the rest "
-        "down. What was initialised outside of the block is destroyed outside of it."
+        "down. What was initialised outside of the block is destroyed outside of it. Of groups of "
+        "megapg.megatron.initialize_model_parallel() call megapg.megatron.destroy_model_parallel()."
     ),
 }
 

@@ -249,6 +249,10 @@ def test_a_script_runs_as_it_is_and_its_exit_code_is_its_own(script):
     alone = start("megapg.megatron.run", script, SIZE, "1", "3")
     assert alone.returncode == 3, alone.stderr
     assert alone.stdout == "__main__ 1 0\n"
+    assert not COST.search(alone.stderr)
+    ended = start("megapg.megatron.run", script, SIZE, "1", "0")  # as --exit-interval does it
+    assert ended.returncode == 0, ended.stderr
+    assert COST.search(ended.stderr)
 
 
 def test_the_command_of_the_guide_and_what_it_says_of_the_cost(script):
@@ -272,6 +276,7 @@ def test_what_can_not_start_is_said_in_a_line_with_exit_code_2(script):
     for words, environment, said in (
         ((), {}, "usage: python -m megapg.megatron.run [--on-globals] SCRIPT"),
         (("nowhere.py",), {}, "there is no script 'nowhere.py'"),
+        (("--on-global", script), {}, "there is no option '--on-global'. usage: "),
         ((script, SIZE, "2"), {}, "tp=2"),
         ((script, SIZE, "1"), {"RANK": "1"}, "WORLD_SIZE"),
     ):

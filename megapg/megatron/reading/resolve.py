@@ -302,6 +302,11 @@ def _fall_back(needs: Sequence[GroupName], owner: str | None, frame: FrameType) 
 
 
 def _advice(frame: FrameType, owner: str, *, takes_it: bool) -> str:
+    # Megatron's own source is no place to write at.
+    if takes_it and _home(_call_site(frame)).startswith("megatron."):
+        return (
+            f"Where you hand {owner} over, bind it: functools.partial({owner}, pg_collection=$pg)"
+        )
     if takes_it:
         return f"Write {owner}(..., pg_collection=$pg) there"
     if "pg_collection" in frame.f_code.co_freevars:  # of the function around
