@@ -433,8 +433,7 @@ _ADVICE |= dict.fromkeys(
     (errno.EACCES, errno.EPERM), "Give this user the right to write there, or save elsewhere."
 )
 _ADVICE |= dict.fromkeys(
-    (errno.ENOTDIR, errno.EEXIST),
-    "There is a file where a directory must be: give another name.",
+    (errno.ENOTDIR, errno.EEXIST), "There is a file where a directory must be: give another name."
 )
 _ADVICE[errno.EROFS] = "Mount it for writing, or save elsewhere."
 _ADVICE[0] = "Save elsewhere if that persists; no checkpoint that was there is harmed."

@@ -30,13 +30,7 @@ from megapg.checkpoint.directory import (
     iteration_of,
 )
 from megapg.checkpoint.entries import Entries, check_places, inside, seals_of
-from megapg.checkpoint.files import (
-    LARGEST_JSON,
-    LARGEST_PICKLE,
-    broken,
-    parse_json,
-    read_small,
-)
+from megapg.checkpoint.files import LARGEST_JSON, LARGEST_PICKLE, broken, parse_json, read_small
 from megapg.checkpoint.manifest import Manifest, read_manifest
 from megapg.checkpoint.safe_metadata import parse_metadata
 from megapg.checkpoint.safe_torch import load_safely

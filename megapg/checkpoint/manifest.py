@@ -15,13 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megapg.checkpoint.files import (
-    broken,
-    open_regular,
-    read_json,
-    read_small,
-    sync_directory,
-)
+from megapg.checkpoint.files import broken, open_regular, read_json, read_small, sync_directory
 
 MANIFEST_FILE = "integrity.json"
 

@@ -238,9 +238,7 @@ def wanted_state(
 
 
 def _can_be_cut(
-    leaves: Sequence[Any],
-    parameters: pieces.Parameters,
-    metadata: Mapping[str, object],
+    leaves: Sequence[Any], parameters: pieces.Parameters, metadata: Mapping[str, object]
 ) -> bool:
     return (
         metadata.get(FORM) == "fully_reshardable"

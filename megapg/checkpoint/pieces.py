@@ -202,9 +202,7 @@ def _states(leaf: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: state.detach().float() for name, state in states.items() if name != _NO_TENSOR}
 
 
-def _tensors(
-    place: ShardedTensor | ShardedTensorFactory,
-) -> list[tuple[ShardedTensor, int]] | None:
+def _tensors(place: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTensor, int]] | None:
     """The tensors that a parameter becomes on disk, each with where it begins in the parameter.
 
     None where they are no views of it.

@@ -365,10 +365,7 @@ def _table(*names: str, right: Sequence[int] = ()) -> Table:
         # Names of tensors are long, and a half name is none: they wrap, and nothing else does.
         wraps = name in ("tensor", "object", "state", "saved by")
         table.add_column(
-            name,
-            justify="right" if number in right else "left",
-            overflow="fold",
-            no_wrap=not wraps,
+            name, justify="right" if number in right else "left", overflow="fold", no_wrap=not wraps
         )
     return table
 

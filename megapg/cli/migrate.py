@@ -45,14 +45,7 @@ from megapg.migrate.python.source import Problem
 from megapg.migrate.python.tree import is_notebook
 from megapg.migrate.reasons import explain as explanation
 from megapg.migrate.report.diff import base_of, unified
-from megapg.migrate.report.outcome import (
-    Entry,
-    Report,
-    count,
-    of_findings,
-    of_migration,
-    versions,
-)
+from megapg.migrate.report.outcome import Entry, Report, count, of_findings, of_migration, versions
 from megapg.migrate.report.together import together
 
 _STDOUT = Path("-")
@@ -69,7 +62,7 @@ _FromCore = Annotated[
     str | None,
     typer.Option(
         help="The Megatron-core that the code runs on: 0.16, or 0.12-0.16 where it runs on "
-        "several. Without it, from-core in \\[tool.megapg], else what the project pins.",
+        "several. Without it, from-core in \\[tool.megapg], else what the project pins."
     ),
 ]
 _Wrapper = Annotated[
@@ -163,7 +156,7 @@ def migrate(
         typer.Option(
             help="What the rewritten files import: megapg, or vendored: a module process_groups.py "
             "of their own package, which is written, too. vendored:NAME gives it another name. "
-            "Without it, runtime in \\[tool.megapg], else megapg.",
+            "Without it, runtime in \\[tool.megapg], else megapg."
         ),
     ] = None,
     unsafe: Annotated[
@@ -491,11 +484,7 @@ def _progress(command: str) -> Iterator[Progress]:
             nonlocal step
             begins, step = doing != step, doing  # each step is drawn once, however short it is
             bar.update(
-                task,
-                description=f"{command}: {doing}",
-                completed=done,
-                total=total,
-                refresh=begins,
+                task, description=f"{command}: {doing}", completed=done, total=total, refresh=begins
             )
 
         yield advance

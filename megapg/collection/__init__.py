@@ -29,12 +29,7 @@ from megapg.collection.membership import Membership as Membership
 from megapg.collection.membership import ProcessGroup as ProcessGroup
 from megapg.collection.membership import check_registered
 from megapg.collection.membership import membership as membership
-from megapg.errors import (
-    ForeignGroupError,
-    MissingGroupError,
-    StaleGroupError,
-    UnknownFieldError,
-)
+from megapg.errors import ForeignGroupError, MissingGroupError, StaleGroupError, UnknownFieldError
 from megapg.layout import FIELDS, Field, GroupName, ParallelLayout
 
 if TYPE_CHECKING:

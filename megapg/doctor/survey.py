@@ -19,13 +19,7 @@ from pathlib import Path
 import megapg
 from megapg.errors import LaunchError
 from megapg.launch import Launch, detect
-from megapg.launch.network import (
-    Interface,
-    RdmaPort,
-    choose_network,
-    interfaces,
-    rdma_ports,
-)
+from megapg.launch.network import Interface, RdmaPort, choose_network, interfaces, rdma_ports
 
 Version = tuple[int, ...]
 

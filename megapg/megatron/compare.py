@@ -22,11 +22,7 @@ from megapg.layout import FIELDS
 from megapg.megatron.core import BRIDGE, parallel_state_module, parameters_of
 from megapg.megatron.reading.global_groups import GlobalGroups
 from megapg.megatron.tables import HYBRID_GROUPS
-from megapg.megatron.watching.advice import (
-    COLLECTION_PARAMETER,
-    EXPERT_FLAG,
-    TP_GROUP_OF_EXPERTS,
-)
+from megapg.megatron.watching.advice import COLLECTION_PARAMETER, EXPERT_FLAG, TP_GROUP_OF_EXPERTS
 from megapg.megatron.watching.forbid import is_below
 from megapg.megatron.watching.hook import Resolved, listening
 from megapg.megatron.watching.trace import empty_table

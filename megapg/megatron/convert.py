@@ -54,9 +54,7 @@ def to_megatron(pg: ProcessGroupCollection) -> MegatronCollection:
     return collection_class()(**values)
 
 
-def schedule_collection(
-    pg: ProcessGroupCollection,
-) -> ProcessGroupCollection | MegatronCollection:
+def schedule_collection(pg: ProcessGroupCollection) -> ProcessGroupCollection | MegatronCollection:
     """``pg`` in the form that the installed core's pipeline schedules take as ``pg_collection``.
 
     That is ``pg`` itself where they don't test its class, else :func:`to_megatron` of it.

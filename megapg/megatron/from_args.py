@@ -11,11 +11,7 @@ import torch.distributed as dist
 from megapg.errors import LaunchError, UnsupportedOptionError
 from megapg.launch import detect
 from megapg.layout import EmbeddingRanks
-from megapg.megatron.arguments import (
-    MegatronArguments,
-    parameters_of_core,
-    session_arguments,
-)
+from megapg.megatron.arguments import MegatronArguments, parameters_of_core, session_arguments
 from megapg.ownership.opening import session
 from megapg.ownership.session import Session
 

@@ -11,22 +11,13 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
-from megapg.collection import (
-    Lease,
-    LeaseState,
-    ProcessGroup,
-)
+from megapg.collection import Lease, LeaseState, ProcessGroup
 from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.addresses import AddressBook
 from megapg.communicators.assemble import assemble
 from megapg.communicators.backends import backend_for
 from megapg.communicators.options import CommunicatorOptions
-from megapg.communicators.plan import (
-    Communicator,
-    Recipe,
-    communicators,
-    families,
-)
+from megapg.communicators.plan import Communicator, Recipe, communicators, families
 from megapg.communicators.world import World
 from megapg.errors import SessionError
 from megapg.layout import ParallelLayout

@@ -83,12 +83,7 @@ class Rendezvous(Parting):
     """
 
     def __init__(
-        self,
-        store: Store,
-        name: str,
-        rank: int,
-        ranks: Sequence[int],
-        hosts: Sequence[str] = (),
+        self, store: Store, name: str, rank: int, ranks: Sequence[int], hosts: Sequence[str] = ()
     ) -> None:
         super().__init__(store.view(f"megapg/{name}"), name, rank, ranks, hosts)
         self._shared = store
@@ -128,9 +123,7 @@ class Rendezvous(Parting):
             finally:
                 self._waiting.leave()
         self._hellos.mine = replace(
-            self._mine,
-            namespace=verdict.namespace,
-            generation=verdict.generation,
+            self._mine, namespace=verdict.namespace, generation=verdict.generation
         )
         return Agreement(self._store.view(verdict.namespace), verdict.generation)
 

@@ -126,12 +126,7 @@ class Store:
             yield
 
     def lend(
-        self,
-        work: Callable[[], _T],
-        seconds: float,
-        doing: str,
-        *,
-        undo: Callable[[_T], object],
+        self, work: Callable[[], _T], seconds: float, doing: str, *, undo: Callable[[_T], object]
     ) -> _T:
         """Have torch do something in which it talks to this store, or to peers, by itself.
 

@@ -14,11 +14,7 @@ from megapg.ownership.opening import LayoutSizes, fake_session
 
 @contextlib.contextmanager
 def fake_collection(
-    rank: int = 0,
-    world_size: int = 0,
-    *,
-    gloo: Fields = (),
-    **sizes: Unpack[LayoutSizes],
+    rank: int = 0, world_size: int = 0, *, gloo: Fields = (), **sizes: Unpack[LayoutSizes]
 ) -> Iterator[ProcessGroupCollection]:
     """Play one rank of a layout: ``with fake_collection(tp=2, rank=1) as pg: ...``.
 

@@ -127,9 +127,7 @@ def test_the_cores_own_presence_rules_accept_a_collection(pg):
 
     config = type("Config", (), {"context_parallel_size": 1})()
     ddp_config = type(
-        "DDP",
-        (),
-        {"num_distributed_optimizer_instances": 1, "use_distributed_optimizer": True},
+        "DDP", (), {"num_distributed_optimizer_instances": 1, "use_distributed_optimizer": True}
     )()
     chunk = Chunk()
     chunk.ddp_config, chunk.config = ddp_config, config
@@ -311,10 +309,7 @@ def test_fields_that_share_a_group_in_megatron_share_its_nccl_options(tmp_path):
 def test_no_nccl_options_for_a_group_that_is_not_made(tmp_path):
     text = "hcp: {max_ctas: 1}\ndp: {max_ctas: 2}\n"
     assert options_for(tmp_path, text) == {"dp": 2}
-    hierarchical = {
-        "context_parallel_size": 4,
-        "hierarchical_context_parallel_sizes": [2, 2],
-    }
+    hierarchical = {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]}
     assert options_for(tmp_path, text, **hierarchical) == {"hcp": 1, "dp": 2}
     if (
         "create_all_gather_group"

@@ -597,8 +597,7 @@ def test_only_megapg_refuses_the_gtp_axis_it_does_not_have() -> None:
 
 
 EMBEDDING_FIELDS = pytest.mark.parametrize(
-    ("field", "argument"),
-    [("embd", "embedding_ranks"), ("pos_embd", "position_embedding_ranks")],
+    ("field", "argument"), [("embd", "embedding_ranks"), ("pos_embd", "position_embedding_ranks")]
 )
 
 

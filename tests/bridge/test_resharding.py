@@ -17,12 +17,7 @@ import megapg
 from megapg import torch_private
 from megapg.errors import UnsupportedOptionError
 from megapg.layout import ParallelLayout
-from megapg.megatron import (
-    core_version,
-    for_resharding,
-    forbid_global_reads,
-    parallel_state,
-)
+from megapg.megatron import core_version, for_resharding, forbid_global_reads, parallel_state
 from megapg.testing import megatron_on_cpu, refuse_closed_groups, run_distributed
 
 pytestmark = pytest.mark.contract

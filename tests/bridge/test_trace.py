@@ -277,19 +277,8 @@ def test_table_and_json(pg):
     Console(file=shown, width=200).print(trace.table())
     lines = shown.getvalue().replace("│", " ").splitlines()
     first, second = [line.split() for line in lines if f"{__name__}:" in line]
-    assert first[2:] == [
-        "get_tensor_model_parallel_rank",
-        'pg.rank("tp")',
-        "mine",
-        "2",
-    ]
-    assert second[1:] == [
-        "read_private",
-        "_TENSOR_MODEL_PARALLEL_GROUP",
-        "pg.tp",
-        "mine",
-        "1",
-    ]
+    assert first[2:] == ["get_tensor_model_parallel_rank", 'pg.rank("tp")', "mine", "2"]
+    assert second[1:] == ["read_private", "_TENSOR_MODEL_PARALLEL_GROUP", "pg.tp", "mine", "1"]
 
 
 # -- what to write instead -------------------------------------------------------------------

@@ -323,11 +323,7 @@ def test_hybrid_dp_cp_groups(ask, cp):
     [
         (1, [[r] for r in RANKS], [[r] for r in RANKS]),
         (2, [[r % 4, r % 4 + 4] for r in RANKS], [[0], [1], [2], [3]] + [None] * 4),
-        (
-            4,
-            [[0, 6], [1, 7], None, None, None, None, [0, 6], [1, 7]],
-            [[0], [1]] + [None] * 6,
-        ),
+        (4, [[0, 6], [1, 7], None, None, None, None, [0, 6], [1, 7]], [[0], [1]] + [None] * 6),
     ],
 )
 def test_embedding_ranks_are_upstreams_default(pp, embedding, position):

@@ -206,11 +206,7 @@ SURROUNDINGS: list[dict[str, Any]] = [
 
 
 @settings(max_examples=400, deadline=None)
-@given(
-    st.integers(1, 40),
-    st.tuples(*[st.integers(1, 6)] * 6),
-    st.sampled_from(SURROUNDINGS),
-)
+@given(st.integers(1, 40), st.tuples(*[st.integers(1, 6)] * 6), st.sampled_from(SURROUNDINGS))
 def test_every_suggestion_fits(
     world_size: int, sizes: tuple[int, ...], surroundings: dict[str, Any]
 ) -> None:

@@ -151,11 +151,7 @@ def test_nothing_looks_wrong_where_nothing_is(facts: Facts) -> None:
             "cuda_device_max_connections",
             "warning",
         ),
-        (
-            replace(CLUSTER, environment={}, launch=Launch()),
-            "cuda_device_max_connections",
-            "note",
-        ),
+        (replace(CLUSTER, environment={}, launch=Launch()), "cuda_device_max_connections", "note"),
         (replace(CLUSTER, locked_memory=8 * 2**20), "locked_memory", "warning"),
         (replace(CLUSTER, shared_memory=64 * 2**20), "shared_memory", "warning"),
     ],
@@ -538,9 +534,7 @@ def test_alone_it_looks_at_this_machine() -> None:
 
 def test_the_verdict_comes_first() -> None:
     code, out = doctor_here(
-        TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
-        NCCL_CUMEM_ENABLE="0",
-        GLOO_SOCKET_IFNAME="^lo",
+        TORCH_NCCL_ASYNC_ERROR_HANDLING="0", NCCL_CUMEM_ENABLE="0", GLOO_SOCKET_IFNAME="^lo"
     )
     lines = out.splitlines()
     assert (code, lines[0], lines[1]) == (

@@ -235,7 +235,7 @@ def test_a_jobs_world_is_left_alone(run, monkeypatch):
             def test_uses_it():
                 assert dist.is_initialized()
                 dist.destroy_process_group()
-        """,
+        """
     )
     result.assert_outcomes(passed=2)
 

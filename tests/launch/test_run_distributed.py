@@ -225,10 +225,7 @@ def test_function_of_a_main_script(tmp_path: Path, mark: str) -> None:
         """,
     )
     out, _ = script.communicate(timeout=60)
-    assert (script.returncode, out) == (
-        0,
-        "[Point(x=5), Point(x=5)]\n[[Point(x=6), Point(x=6)]]\n",
-    )
+    assert (script.returncode, out) == (0, "[Point(x=5), Point(x=5)]\n[[Point(x=6), Point(x=6)]]\n")
 
 
 @either_way

@@ -23,12 +23,7 @@ import megapg
 from megapg import signals
 from megapg.checkpoint.background import CheckpointSave, Saves
 from megapg.collection import LeaseState
-from megapg.errors import (
-    CheckpointSaveError,
-    RankFailedError,
-    RendezvousError,
-    SessionError,
-)
+from megapg.errors import CheckpointSaveError, RankFailedError, RendezvousError, SessionError
 from megapg.rendezvous.rendezvous import Rendezvous
 from megapg.signals import SignalExit
 from megapg.testing import distributed, run_distributed

@@ -11,12 +11,7 @@ from steps import Steps
 
 import megapg
 from megapg.collection import LeaseState
-from megapg.errors import (
-    OffloadError,
-    RendezvousError,
-    SessionError,
-    UnsupportedOffloadError,
-)
+from megapg.errors import OffloadError, RendezvousError, SessionError, UnsupportedOffloadError
 from megapg.testing import run_distributed
 
 PATIENT, HURRIED = 60.0, 5.0

@@ -18,11 +18,7 @@ import megapg
 from megapg import torch_private
 from megapg.collection import LeaseState
 from megapg.communicators import create
-from megapg.errors import (
-    SessionError,
-    StaleGroupError,
-    UnsupportedOffloadError,
-)
+from megapg.errors import SessionError, StaleGroupError, UnsupportedOffloadError
 from megapg.ownership import offload
 from megapg.testing import run_distributed
 

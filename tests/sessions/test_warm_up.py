@@ -91,9 +91,7 @@ def test_no_rank_waits_in_a_circle(sizes, backend):
         rank: [
             step.communicator
             for step in warming._steps(
-                [(each, None) for each in communicators(layout, recipe, rank)],
-                rank,
-                unbatched=True,
+                [(each, None) for each in communicators(layout, recipe, rank)], rank, unbatched=True
             )
         ]
         for rank in layout.ranks
@@ -287,7 +285,7 @@ def trained(runs):
                     SHORT, tp=2, ep=2, experts=4, sequence_parallel=True, dispatcher="alltoall"
                 ),
             ],
-        ),
+        )
     ],
 )
 def test_a_training_step_opens_nothing_more(world_size, runs):

@@ -19,28 +19,14 @@ from types import ModuleType
 import torch.distributed as dist
 
 from megapg import torch_private
-from megapg.collection import (
-    Lease,
-    LeaseState,
-    ProcessGroup,
-)
+from megapg.collection import Lease, LeaseState, ProcessGroup
 from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.addresses import AddressBook
 from megapg.communicators.backends import backend_for
 from megapg.communicators.plan import Communicator
 from megapg.communicators.world import World, current_world
-from megapg.errors import (
-    MissingGroupError,
-    PublishedError,
-    SessionError,
-    UnsupportedOffloadError,
-)
-from megapg.megatron.adopting.creations import (
-    Recording,
-    creations,
-    unknown_of,
-    why_not_anew,
-)
+from megapg.errors import MissingGroupError, PublishedError, SessionError, UnsupportedOffloadError
+from megapg.megatron.adopting.creations import Recording, creations, unknown_of, why_not_anew
 from megapg.megatron.adopting.variables import NAME, Globals, collection, groups_held
 from megapg.megatron.core import installed_version, parallel_state_module
 from megapg.ownership import offload
@@ -148,13 +134,7 @@ class Adopted(Owner):
         generation: how often groups were adopted or made anew in this job.
     """
 
-    def __init__(
-        self,
-        module: ModuleType,
-        world: World,
-        record: Recording,
-        timeout: float,
-    ) -> None:
+    def __init__(self, module: ModuleType, world: World, record: Recording, timeout: float) -> None:
         self._globals = Globals(module)
         if published := self._globals.published():
             raise PublishedError(f"adopt() {published}.")

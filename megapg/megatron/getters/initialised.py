@@ -8,11 +8,7 @@ from megapg.megatron.core import MegatronCollection, modules_at_hand
 from megapg.megatron.getters.asking import can_be_asked
 from megapg.megatron.reading.global_groups import GlobalGroups
 
-__all__ = [
-    "is_initialized",
-    "is_unitialized",
-    "model_parallel_is_initialized",
-]
+__all__ = ["is_initialized", "is_unitialized", "model_parallel_is_initialized"]
 
 
 def is_initialized(pg_collection: ProcessGroupCollection | MegatronCollection | None) -> bool:
@@ -25,9 +21,7 @@ def is_initialized(pg_collection: ProcessGroupCollection | MegatronCollection | 
     return _has(pg_collection, "is_initialized")
 
 
-def is_unitialized(
-    pg_collection: ProcessGroupCollection | MegatronCollection | None,
-) -> bool:
+def is_unitialized(pg_collection: ProcessGroupCollection | MegatronCollection | None) -> bool:
     """For ``is_unitialized()``, which there is up to 0.16: the opposite of
     :func:`is_initialized`, asked of the same.
     """

@@ -16,12 +16,7 @@ from megapg.megatron.getters.asking import is_of_globals, view_of
 from megapg.megatron.reading.global_groups import GlobalGroups
 from megapg.megatron.tables import MEMORY_BUFFER
 
-__all__ = [
-    "MemoryBuffer",
-    "memory_buffer",
-    "owners_buffer",
-    "shares_globals_buffer",
-]
+__all__ = ["MemoryBuffer", "memory_buffer", "owners_buffer", "shares_globals_buffer"]
 
 
 class MemoryBuffer(Protocol):

@@ -20,13 +20,7 @@ from megapg.layout import GroupName
 from megapg.megatron.convert import as_collection
 from megapg.megatron.core import parameters_of
 from megapg.megatron.reading.global_groups import GlobalGroups
-from megapg.megatron.reading.resolve import (
-    Place,
-    StandIn,
-    Wanted,
-    check_names,
-    resolve,
-)
+from megapg.megatron.reading.resolve import Place, StandIn, Wanted, check_names, resolve
 from megapg.megatron.watching import hook
 from megapg.upstream.mapping import COLLECTION_NAMES, MODEL_ATTRIBUTES
 

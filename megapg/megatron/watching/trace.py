@@ -134,10 +134,7 @@ class _Recorder:
     """Listens for one trace. What a site is gets worked out once; after that it is counted."""
 
     def __init__(
-        self,
-        trace: Trace,
-        known: Mapping[str, ProcessGroupCollection],
-        state: Mapping[str, object],
+        self, trace: Trace, known: Mapping[str, ProcessGroupCollection], state: Mapping[str, object]
     ) -> None:
         self._trace, self._state = trace, state
         # Enough to tell collections apart: two layouts that share all three share the rest.
