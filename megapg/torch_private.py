@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -189,21 +189,12 @@ def split_world(
     return group
 
 
-class _TorchComm(Protocol):
-    def split(self, ranks: Sequence[int], name: str) -> object: ...
-
-
-class _Wrapper(Protocol):
-    def get_comm(self) -> _TorchComm: ...
-
-
-def _torchcomm(group: dist.ProcessGroup, device: torch.device) -> _TorchComm:
+def _torchcomm(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The communicator behind a group on torchcomms.
 
     Public: none.
     """
-    wrapper = cast("_Wrapper", backend_on(group, device))
-    return wrapper.get_comm()
+    return cast("Any", backend_on(group, device)).get_comm()
 
 
 def _devices_with(group: dist.ProcessGroup, backend: str) -> list[torch.device]:
@@ -634,13 +625,3 @@ def forget_placements() -> None:
     debug = sys.modules.get("torch.distributed.tensor.debug")
     if debug is not None:
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
-
-
-def remembered_placements() -> int:
-    """How many entries DTensor holds on to, as far as Python knows them.
-
-    Public: none.
-    """
-    debug = sys.modules.get("torch.distributed.tensor.debug")
-    count: int = debug._get_python_sharding_prop_cache_info().currsize if debug else 0
-    return count

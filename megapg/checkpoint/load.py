@@ -389,7 +389,7 @@ def _unexpected(
     keys = [key for key in saved if _is_looked_for(key, with_optimizer)]
     stamp = zlib.crc32(repr(keys).encode()).to_bytes(4, "big")
     mine = np.packbits([key in loading.wanted for key in keys]).tobytes()
-    reports = team.collect("fits", stamp + mine)
+    reports, said = team.collect("fits", stamp + mine), b""
     if team.leading:
         if {report[:4] for report in reports.values()} != {stamp}:
             raise BrokenCheckpointError(
@@ -405,8 +405,8 @@ def _unexpected(
             more = f" and {len(left) - 4} more" if len(left) > 4 else ""
             named = ", ".join(left[:4]) + more
             logger.warning("%s has what no rank has a place for: %s", contents.path, named)
-        return tuple(json.loads(team.announce("unexpected", json.dumps(left).encode())))
-    return tuple(json.loads(team.announce("unexpected")))
+        said = json.dumps(left).encode()
+    return tuple(json.loads(team.announce("unexpected", said)))
 
 
 def _is_looked_for(key: str, with_optimizer: bool) -> bool:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from megapg.communicators.options import CommunicatorOptions
@@ -76,22 +77,15 @@ class Backend:
         return asked and self.can_be_lazy()
 
 
-def _no_options(where: str, options: CommunicatorOptions) -> None:
+def _no_options(
+    where: str,
+    options: CommunicatorOptions,
+    why: str = " are NCCL settings, and this backend is not NCCL. Leave the options out here, or "
+    "choose backend='nccl'.",
+) -> None:
     if given := options.given():
         names = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise UnsupportedOptionError(
-            f"{where}: {names} are NCCL settings, and this backend is not NCCL. Leave the options "
-            "out here, or choose backend='nccl'."
-        )
-
-
-def _no_options_on_torchcomms(where: str, options: CommunicatorOptions) -> None:
-    if given := options.given():
-        names = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise UnsupportedOptionError(
-            f"{where}: {names}; torch passes no options on to torchcomms. Leave them out, or unset "
-            "TORCH_DISTRIBUTED_USE_TORCHCOMMS."
-        )
+        raise UnsupportedOptionError(f"{where}: {names}{why}")
 
 
 def _nccl_options(where: str, options: CommunicatorOptions) -> dist.ProcessGroupNCCL.Options | None:
@@ -161,7 +155,11 @@ _NCCL = Backend(
 # Whatever torch's own backend is called, while TORCH_DISTRIBUTED_USE_TORCHCOMMS is set.
 _TORCHCOMMS = Backend(
     "torchcomms",
-    _no_options_on_torchcomms,
+    partial(
+        _no_options,
+        why="; torch passes no options on to torchcomms. Leave them out, or unset "
+        "TORCH_DISTRIBUTED_USE_TORCHCOMMS.",
+    ),
     lanes=_NCCL_LANES,
     split="always",
     cannot_suspend=lambda: "torchcomms has no call that suspends a communicator",

@@ -161,12 +161,6 @@ def session_of(group: dist.ProcessGroup) -> str:
     return prefix.removeprefix(_OURS) if prefix.startswith(_OURS) else ""
 
 
-def sessions_in_torch() -> list[str]:
-    """Names of the sessions with groups that torch knows, in this process."""
-    owners = sorted(set(map(session_of, torch_private.known_groups())) - {""})
-    return [owner.rpartition("/")[0] for owner in owners]
-
-
 def bystanders(ours: Iterable[dist.ProcessGroup]) -> list[str]:
     """Descriptions of the groups that torch knows besides WORLD and ``ours``."""
     known = {id(dist.group.WORLD), *map(id, ours)}

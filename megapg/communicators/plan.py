@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -157,6 +157,11 @@ def families(layout: ParallelLayout, recipe: Recipe) -> list[Family]:
         Family(tuple(fields), groups, options, backend, timeout)
         for (groups, (_, options, backend, timeout)), fields in shared.items()
     ]
+
+
+def shortened(fields: Sequence[str]) -> str:
+    """Fields for people: the first three."""
+    return "+".join(fields[:3]) + ("+..." if len(fields) > 3 else "")
 
 
 def by_field(wanted: Collection[Communicator]) -> dict[str, Communicator]:

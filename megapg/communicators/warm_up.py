@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megapg.communicators.backends import rows_of
 from megapg.communicators.options import CommunicatorOptions
-from megapg.communicators.plan import Communicator
+from megapg.communicators.plan import Communicator, shortened
 from megapg.communicators.watch import (
     CALLED_OFF,
     THE_END,
@@ -100,7 +100,7 @@ class WarmUpReport:
         ]
         rows = [
             (
-                _short(each.fields),
+                shortened(each.fields),
                 f"ranks {_listed(each.ranks)}",
                 each.backend,
                 f"{each.seconds:.3f} s",
@@ -223,7 +223,7 @@ class _Step:
     @property
     def place(self) -> Place:
         fields, ranks = self.communicator.fields, self.communicator.ranks
-        return Place(fields, ranks[0], f"{_short(fields)} of ranks {_listed(ranks)}", ranks)
+        return Place(fields, ranks[0], f"{shortened(fields)} of ranks {_listed(ranks)}", ranks)
 
 
 _Event: TypeAlias = _Step | Opened | BaseException | None
@@ -371,10 +371,6 @@ def _begun(
         for work in works:  # those of gloo are not done before somebody waits for them
             if work is not None:
                 work.wait(timeout)
-
-
-def _short(fields: Sequence[str]) -> str:
-    return "+".join(fields[:3]) + ("+..." if len(fields) > 3 else "")
 
 
 def _listed(ranks: Sequence[int]) -> str:

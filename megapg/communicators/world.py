@@ -25,6 +25,7 @@ from megapg import torch_private
 from megapg.communicators.backends import backend_for
 from megapg.errors import LaunchError, RendezvousError, SessionError
 from megapg.launch import Launch, Network, choose_network, detect
+from megapg.launch.environment import overridden
 from megapg.rendezvous.bounded import bounded
 from megapg.rendezvous.connect import job_store
 from megapg.rendezvous.rendezvous import Rendezvous
@@ -294,13 +295,8 @@ def fake_world(rank: int, size: int) -> World:
 @contextlib.contextmanager
 def scoped_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables that are not set, and take them back at the end."""
-    added = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
+    with overridden({n: value for n, value in variables.items() if n not in os.environ}):
         yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
 
 
 def _device(launch: Launch) -> torch.device:

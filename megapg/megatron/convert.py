@@ -11,6 +11,7 @@ from megapg.collection import OPTIONAL_FIELDS, ProcessGroupCollection
 from megapg.errors import MissingGroupError
 from megapg.layout import FIELDS
 from megapg.megatron.core import (
+    COLLECTIONS,
     MegatronCollection,
     collection_class,
     collection_fields,
@@ -21,14 +22,9 @@ from megapg.megatron.tables import GROUP_GLOBALS, SCHEDULE_TESTS_CLASS
 from megapg.megatron.watching import hook
 
 # Before 0.15 the core had several classes, each with some of the fields, by the same names.
-_HOME = "megatron.core.process_groups_config"
 _CLASSES = frozenset(
-    {
-        "ProcessGroupCollection",
-        "ModelCommProcessGroups",
-        "GradCommProcessGroups",
-        "GradFinalizeProcessGroups",
-    }
+    {"ProcessGroupCollection", "ModelCommProcessGroups"}
+    | {"GradCommProcessGroups", "GradFinalizeProcessGroups"}
 )
 
 _KEPT_AS = "_megapg_adapted"
@@ -149,6 +145,6 @@ def converted(core: MegatronCollection) -> ProcessGroupCollection:
 
 def _is_of_core(value: object) -> TypeGuard[MegatronCollection]:
     for each in type(value).__mro__:
-        if each.__module__ == _HOME and each.__name__ in _CLASSES:
+        if each.__module__ == COLLECTIONS and each.__name__ in _CLASSES:
             return True
     return False

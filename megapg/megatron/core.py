@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _PACKAGE = "megatron.core"
 _NAMES = ("parallel_state", "mpu")  # of one module; the second is an alias
 _GLOBALS, _ALIAS = (f"{_PACKAGE}.{name}" for name in _NAMES)
-_COLLECTIONS = "megatron.core.process_groups_config"
+COLLECTIONS = "megatron.core.process_groups_config"
 
 BRIDGE = __name__.rpartition(".")[0]
 """The package of everything that stands between a collection and the globals."""
@@ -136,7 +136,7 @@ def _is_real(module: ModuleType) -> bool:
 def collection_class() -> type[MegatronCollection]:
     """Megatron-core's own collection class."""
     core_version()
-    module = importlib.import_module(_COLLECTIONS)
+    module = importlib.import_module(COLLECTIONS)
     found: type[MegatronCollection] = module.ProcessGroupCollection
     return found
 
@@ -148,7 +148,7 @@ def module_collections_class() -> type[ModuleCollections]:
         UnsupportedVersionError: the installed one has none.
     """
     version = core_version()
-    module = importlib.import_module(_COLLECTIONS)
+    module = importlib.import_module(COLLECTIONS)
     if not hasattr(module, "MultiModuleProcessGroupCollection"):
         raise UnsupportedVersionError(
             f"Megatron-core {_dotted(version)} has no pipelines of several modules; 0.17.0 is the "

@@ -169,11 +169,8 @@ OWNERS_CALLS: Mapping[str, str] = {
 # Name of a communicator in Megatron's NCCL configuration file -> the fields that it configures:
 # also those that are the same ranks while rematerialisation is off, so that they go on sharing it.
 NCCL_NAMES: Mapping[str, tuple[str, ...]] = {
-    **{
-        name: (name,)
-        for name in ("tp", "pp", "mp", "cp", "tp_cp", "tp_dp", "tp_dp_cp", "embd", "pos_embd")
-    },
-    **{name: (name,) for name in ("dp", "hcp", "intra_dp_cp", "ep")},
+    **{name: (name,) for name in ("tp", "pp", "mp", "cp", "tp_cp", "tp_dp", "tp_dp_cp", "embd")},
+    **{name: (name,) for name in ("pos_embd", "dp", "hcp", "intra_dp_cp", "ep")},
     "dp_cp": ("dp_cp", "dp_cp_ag", "dp_cp_gtp_remat"),
     "ep_tp": ("expt_tp",),
     "tp_ep_mp": ("tp_ep",),

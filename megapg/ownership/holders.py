@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megapg import torch_private
 from megapg.collection import ProcessGroupCollection
-from megapg.communicators.plan import Communicator
+from megapg.communicators.plan import Communicator, shortened
 
 Handle: TypeAlias = dist.ProcessGroup | ProcessGroupCollection
 HandleRef: TypeAlias = weakref.ref[dist.ProcessGroup] | weakref.ref[ProcessGroupCollection]
@@ -77,8 +77,7 @@ class References:
         for communicator, known in self._groups:
             group = known()
             if group is not None:
-                fields = communicator.fields
-                name = "+".join(fields[:3]) + ("+..." if len(fields) > 3 else "")
+                name = shortened(communicator.fields)
                 found += [f"{name}: {line}" for line in holders(group, own)]
         for collection in collections:
             found += [f"the collection: {line}" for line in holders(collection, own)]

@@ -124,7 +124,6 @@ def bounded(
     deadline: float,
     *,
     name: str,
-    undo: Callable[[_T], object] | None = None,
     at_exit: float = 0.0,
 ) -> _T:
     """Make a call that may never come back.
@@ -133,7 +132,6 @@ def bounded(
         work: the call.
         deadline: when to give it up, on the clock of ``time.monotonic``.
         name: of its thread.
-        undo: called, in that thread, with what ``work`` returned after it had been given up.
         at_exit: seconds for which the exit of the process waits for one that was given up and will
             soon be over: whatever comes back from C++ while the interpreter finalises ends it with
             SIGABRT (Python before 3.14).
@@ -141,7 +139,7 @@ def bounded(
     Raises:
         TimeoutError: it is not back by the deadline.
     """
-    call, worker = Call(work, undo), Worker(name)
+    call, worker = Call(work), Worker(name)
     worker.begin(call)
     try:
         if not call.wait(deadline - time.monotonic()):

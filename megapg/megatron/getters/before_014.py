@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import cast, overload
 
 from megapg.collection import ProcessGroup, ProcessGroupCollection
-from megapg.megatron.core import installed_version
 from megapg.megatron.getters.asking import (
     asks,
     can_be_asked,
@@ -38,9 +37,6 @@ _SPLIT_RANK = "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK"
 _DECODER_START = "_PIPELINE_MODEL_PARALLEL_DECODER_START"
 
 _INTER_PARTIAL = "_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"  # up to 0.12
-
-# The first version in which, where nothing is split, the first stage alone is the encoder's.
-_ENCODER_IS_FIRST_STAGE = (0, 10)
 
 
 @asks("get_pipeline_model_parallel_group")
@@ -121,7 +117,7 @@ def is_inside_encoder(pg: ProcessGroupCollection, rank: int | None = None) -> bo
     if stage is None:
         return True
     if start is None:
-        return stage == 0 or installed_version() < _ENCODER_IS_FIRST_STAGE
+        return stage == 0
     return stage < start
 
 

@@ -24,24 +24,18 @@ class Replacements:
         self,
         old: weakref.ref[ProcessGroup] | weakref.ref[ProcessGroupCollection],
         new: ProcessGroup | ProcessGroupCollection,
-        *,
-        name: str = "",
     ) -> None:
         """One more pair. Where the old object is gone already there is nothing to replace.
 
         Args:
             old: a weak reference to what is to be replaced.
             new: what takes its place, of the same kind.
-            name: torch's name of the old group (``group.group_name``), to find strings that
-                still name it; found out unless given, if the group is still there.
         """
         target = old()
         if target is not None:
             self._by_id[id(target)] = (old, new)
             if isinstance(target, dist.ProcessGroup):
-                name = name or target.group_name
-        if name:
-            self._names.add(name)
+                self._names.add(target.group_name)
 
     def __bool__(self) -> bool:
         """Whether there is anything to look for."""

@@ -8,6 +8,7 @@ import types
 import torch.distributed as dist
 
 from megapg.collection import ProcessGroupCollection
+from megapg.communicators.plan import shortened
 from megapg.ownership.holders import holders
 from megapg.ownership.rebind.successors import Replacements
 
@@ -52,5 +53,4 @@ def survivors(
 def _label(old: object) -> str:
     if not isinstance(old, dist.ProcessGroup):
         return "the collection"
-    fields = str(old.group_desc).rpartition(": ")[2].split("+")
-    return "+".join(fields[:3]) + ("+..." if len(fields) > 3 else "")
+    return shortened(str(old.group_desc).rpartition(": ")[2].split("+"))
