@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from megatron.core import ModelParallelConfig
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from tensor_parallel_mlp import WIDTH, Parallel, part_of, plain
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -16,50 +15,7 @@ pytestmark = [
         not hasattr(DeviceMesh, "_create_flatten_mesh"), reason="this torch's meshes make groups"
     ),
 ]
-STEPS, SAMPLES, WIDTH, HIDDEN = 3, 4, 8, 16
-
-
-def plain():
-    torch.manual_seed(1)
-    return torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, HIDDEN), torch.nn.GELU(), torch.nn.Linear(HIDDEN, WIDTH)
-    )
-
-
-class Parallel(torch.nn.Module):
-    """The same weights, split over tp."""
-
-    def __init__(self, pg):
-        super().__init__()
-        config = ModelParallelConfig(tensor_model_parallel_size=pg.size("tp"))
-        common = {
-            "config": config,
-            "init_method": torch.nn.init.zeros_,
-            "bias": True,
-            "skip_bias_add": False,
-            "tp_group": pg.tp,
-        }
-        self.up = ColumnParallelLinear(WIDTH, HIDDEN, gather_output=False, **common)
-        self.down = RowParallelLinear(HIDDEN, WIDTH, input_is_parallel=True, **common)
-        with torch.no_grad():
-            for mine, whole in zip(self.parameters(), part_of(plain(), pg), strict=True):
-                mine.copy_(whole)
-
-    def forward(self, values):
-        hidden, _ = self.up(values)
-        return self.down(torch.nn.functional.gelu(hidden))[0]
-
-
-def part_of(model, pg):
-    """This rank's part of each weight, as Megatron splits them."""
-    up, up_bias, down, down_bias = model.parameters()
-    size, rank = pg.size("tp"), pg.rank("tp")
-    return [
-        up.chunk(size)[rank],
-        up_bias.chunk(size)[rank],
-        down.chunk(size, dim=1)[rank],
-        down_bias,
-    ]
+STEPS, SAMPLES = 3, 4
 
 
 def train(model, replica=0, replicas=1):

@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter as upstreams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
+from tensor_parallel_mlp import WIDTH, Parallel, plain
 from torch.distributed.device_mesh import DeviceMesh
 
 import megapg
@@ -156,44 +157,7 @@ def test_meshes_are_upstreams_and_those_of_the_layout_where_upstream_has_none():
 
 # -- training --------------------------------------------------------------------------------------
 
-STEPS, SAMPLES, WIDTH, HIDDEN = 3, 8, 8, 16
-
-
-def plain():
-    torch.manual_seed(1)
-    return torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, HIDDEN), torch.nn.GELU(), torch.nn.Linear(HIDDEN, WIDTH)
-    )
-
-
-class Parallel(torch.nn.Module):
-    """The same weights, split over tp."""
-
-    def __init__(self, pg, config):
-        super().__init__()
-        common = {
-            "config": config,
-            "init_method": torch.nn.init.zeros_,
-            "bias": True,
-            "skip_bias_add": False,
-            "tp_group": pg.tp,
-        }
-        self.up = ColumnParallelLinear(WIDTH, HIDDEN, gather_output=False, **common)
-        self.down = RowParallelLinear(HIDDEN, WIDTH, input_is_parallel=True, **common)
-        up, up_bias, down, down_bias = plain().parameters()
-        size, rank = pg.size("tp"), pg.rank("tp")
-        parts = (
-            *(each.chunk(size)[rank] for each in (up, up_bias)),
-            down.chunk(size, dim=1)[rank],
-            down_bias,
-        )
-        with torch.no_grad():
-            for mine, whole in zip(self.parameters(), parts, strict=True):
-                mine.copy_(whole)
-
-    def forward(self, values):
-        hidden, _ = self.up(values)
-        return self.down(torch.nn.functional.gelu(hidden))[0]
+STEPS, SAMPLES = 3, 8
 
 
 def batch(step):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import ModelParallelConfig, process_groups_config
 from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from tensor_parallel_mlp import linears
 
 import megapg
 from megapg import torch_private
@@ -132,15 +132,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self, seed, config, pg):
         super().__init__()
-        common = {
-            "config": config,
-            "init_method": torch.nn.init.zeros_,
-            "bias": True,
-            "skip_bias_add": False,
-            "tp_group": pg.tp,
-        }
-        self.up = ColumnParallelLinear(WIDTH, 2 * WIDTH, gather_output=False, **common)
-        self.down = RowParallelLinear(2 * WIDTH, WIDTH, input_is_parallel=True, **common)
+        self.up, self.down = linears(pg, config, WIDTH, 2 * WIDTH)
         generator = torch.Generator().manual_seed(seed)
         draw = partial(torch.randn, generator=generator, dtype=torch.float64)
         whole_ones = [draw(2 * WIDTH, WIDTH), draw(2 * WIDTH), draw(WIDTH, 2 * WIDTH), draw(WIDTH)]
