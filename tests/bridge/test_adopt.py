@@ -11,7 +11,6 @@ import warnings
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import dozing
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from recording import fake_world
+from stepwise import TEXT, build, distributed, step, weights
 from torch.distributed import distributed_c10d as c10d
 
 import megapg
@@ -38,20 +38,13 @@ from megapg.megatron import adopt, parallel_state, published, record_initialize
 from megapg.megatron.adopting import creations as creations_of_core
 from megapg.megatron.adopting.creations import Call
 from megapg.megatron.adopting.variables import groups_held
-from megapg.testing import megatron_on_cpu, run_distributed
+from megapg.testing import megatron_on_cpu
 
 pytestmark = pytest.mark.contract
 
-TEXT = Path(__file__).read_bytes()
 RUN = GPTRun(tp=2, pp=2, layers=4, hidden=32, seq_length=32, num_microbatches=2, steps=2)
 
-on_four = partial(
-    run_distributed,
-    world_size=4,
-    deadline=200,
-    preload=("megapg.demo.gpt", "megapg.megatron"),
-    env={"PYTHONWARNINGS": "ignore"},
-)
+on_four = partial(distributed, world_size=4, deadline=200)
 
 initialise = parallel_state.initialize_model_parallel  # bound early, as users bind it
 alone = partial(initialise, create_gloo_process_groups=False)  # gloo would wait for the others
@@ -192,28 +185,12 @@ def test_six_cycles_leave_nothing_in_torch_in_the_globals_and_in_the_process():
 
 def steps_of(run, owner):
     """A GPT's training on the globals, cut into its steps; whoever drives may suspend between."""
-    from megapg.demo import gpt
-
-    pp_group, dp_group = gpt._pipeline_and_data_groups(None)
-    gpt._seed(run.seed + 100 * pp_group.rank(), None)
-    chunks = gpt._build_chunks(run, None, pp_group)
-    optimizer = gpt._build_optimizer(run, chunks, None)
-    del pp_group, dp_group
-    for step in range(run.steps):
-        pp_group, dp_group = gpt._pipeline_and_data_groups(None)
-        forward_backward = gpt._schedule(run, chunks, None)
-        chunks[0].zero_grad_buffer()
-        optimizer.zero_grad()
-        reported = forward_backward(data_iterator=gpt._batches(run, TEXT, step, dp_group))
-        optimizer.step()
-        yield gpt._mean_over_job(reported, pp_group, dp_group).hex()
-        del pp_group, dp_group, forward_backward
+    job = build(run)
+    for number in range(run.steps):
+        yield step(run, number, job).hex()
         if owner is not None:
-            yield owner.rebind(chunks, optimizer)
-    chunks[0].start_param_sync(force_sync=True)
-    weights = gpt._digest(chunks)
-    gpt._let_go(chunks)
-    yield weights
+            yield owner.rebind(*job[:2])
+    yield weights(job)
 
 
 def train_through_suspensions():

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from engine_threads import Nested, started_by_python
 from rich.console import Console
+from stepwise import distributed
 
 import megapg
 from megapg.collection import ProcessGroupCollection
@@ -24,7 +25,7 @@ from megapg.megatron import parallel_state, published, to_megatron
 from megapg.megatron.compare import compare_with_globals
 from megapg.megatron.reading.resolve import globals_policy, resolve
 from megapg.megatron.tables import GROUP_GLOBALS
-from megapg.testing import fake_collection, megatron_on_cpu, run_distributed
+from megapg.testing import fake_collection, megatron_on_cpu
 
 pytestmark = pytest.mark.contract
 
@@ -298,13 +299,7 @@ def training_compared():
 def test_training_agrees_with_its_own_groups_and_not_with_another_layouts():
     """The silent wrong grid of the README is no longer silent."""
     for rank, ((compared, own), (_, other)) in enumerate(
-        run_distributed(
-            training_compared,
-            2,
-            deadline=200,
-            preload=("megapg.demo.gpt",),
-            env={"PYTHONWARNINGS": "ignore"},
-        )
+        distributed(training_compared, 2, deadline=200)
     ):
         assert own == ()
         assert compared > 100

@@ -18,6 +18,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from resuming import whole_tensors
+from stepwise import distributed
 from streams import draw
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -26,7 +27,7 @@ import megapg
 from megapg.checkpoint.verify import verify
 from megapg.demo.job import GPTRun
 from megapg.errors import RankFailedError, RngStateWarning
-from megapg.testing import megatron_on_cpu, run_distributed
+from megapg.testing import megatron_on_cpu
 
 pytestmark = pytest.mark.contract
 
@@ -208,12 +209,8 @@ def ran(tmp_path_factory):
 
     def run(world_size):
         root = tmp_path_factory.mktemp(f"world{world_size}")
-        return root, run_distributed(
-            partial(save_and_load_each_others, root, JOBS[world_size]),
-            world_size,
-            deadline=280,
-            preload=("megapg.demo.gpt",),
-            env={"PYTHONWARNINGS": "ignore"},
+        return root, distributed(
+            partial(save_and_load_each_others, root, JOBS[world_size]), world_size
         )
 
     def once(world_size):

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from stepwise import build, step, weights
+from stepwise import build, distributed, step, weights
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -104,13 +104,7 @@ def both(runs):
 
 @pytest.mark.contract
 def test_a_model_trains_on_with_new_groups_bit_for_bit():
-    everyone = run_distributed(
-        partial(both, [DENSE, EXPERTS]),
-        4,
-        deadline=280,
-        preload=("megapg.demo.gpt",),
-        env={"PYTHONWARNINGS": "ignore"},
-    )
+    everyone = distributed(partial(both, [DENSE, EXPERTS]), 4)
     for compared in everyone:
         for expected, after_resumes, (*moved_on, rebound, held, again, survivors) in compared:
             losses, digest = expected

@@ -8,11 +8,11 @@ from functools import partial
 import psutil
 import pytest
 import torch.distributed as dist
-from stepwise import build, step, weights
+from stepwise import build, distributed, step, weights
 
 import megapg
 from megapg.demo.job import GPTRun
-from megapg.testing import megatron_on_cpu, run_distributed
+from megapg.testing import megatron_on_cpu
 
 TINY = {"hidden": 16, "heads": 2, "seq_length": 16, "micro_batch_size": 1, "num_microbatches": 2}
 
@@ -69,13 +69,7 @@ def both(run):
 )
 def test_a_gpt_trains_on_through_many_cycles_bit_for_bit(world_size, cycles):
     run = replace(RUNS[world_size], steps=cycles)
-    everyone = run_distributed(
-        partial(both, run),
-        world_size,
-        deadline=280,
-        preload=("megapg.demo.gpt",),
-        env={"PYTHONWARNINGS": "ignore"},
-    )
+    everyone = distributed(partial(both, run), world_size)
     for rank, (steady, (losses, digest, rebound, seen)) in enumerate(everyone):
         assert (losses, digest) == steady
         assert len(set(losses)) == run.steps  # it learns something in every step

@@ -11,13 +11,13 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from resuming import distributed, sizes, training
+from stepwise import TEXT, build, step, weights
 
 import megapg
 from megapg import torch_private
@@ -28,7 +28,6 @@ from megapg.testing import megatron_on_cpu
 
 pytestmark = pytest.mark.torch
 
-TEXT = Path(__file__).read_bytes()
 SHORT = GPTRun(steps=3, layers=2, hidden=32, seq_length=32, num_microbatches=2)
 EXPERTS = {"experts": 4, "ep": 2}
 WIDE = replace(SHORT, tp=2, pp=2, steps=2, recompute=True)
@@ -185,22 +184,11 @@ class RandomStreams:
 
 def steps_of(run):
     """``megapg.demo.gpt.train`` on the globals, cut into its steps; at last its weights."""
-    pp_group, dp_group = gpt._pipeline_and_data_groups(None)
-    gpt._seed(run.seed + 100 * pp_group.rank(), None)
-    chunks = gpt._build_chunks(run, None, pp_group)
-    optimizer = gpt._build_optimizer(run, chunks, None)
-    forward_backward = gpt._schedule(run, chunks, None)
+    job = build(run)
     yield None
-    for step in range(run.steps):
-        chunks[0].zero_grad_buffer()
-        optimizer.zero_grad()
-        reported = forward_backward(data_iterator=gpt._batches(run, TEXT, step, dp_group))
-        optimizer.step()
-        yield gpt._mean_over_job(reported, pp_group, dp_group)
-    chunks[0].start_param_sync(force_sync=True)
-    weights = gpt._digest(chunks)
-    gpt._let_go(chunks)
-    yield weights
+    for number in range(run.steps):
+        yield step(run, number, job)
+    yield weights(job)
 
 
 def two_models():

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from at_once import at_once
 from steps import Steps
+from stepwise import TEXT, distributed
 
 import megapg
 from megapg.collection import LeaseState
@@ -40,7 +41,6 @@ from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.store import Store, StoreError, host_of
 from megapg.testing import megatron_on_cpu, run_distributed
 
-TEXT = Path(__file__).read_bytes()
 SHORT = GPTRun(steps=2, layers=4, hidden=32, seq_length=32, num_microbatches=2)
 SOON = 10.0
 COLLECTIVE = timedelta(seconds=3)
@@ -289,13 +289,7 @@ def trained(runs):
     ],
 )
 def test_a_training_step_opens_nothing_more(world_size, runs):
-    everyone = run_distributed(
-        partial(trained, runs),
-        world_size,
-        deadline=280,
-        preload=("megapg.demo.gpt",),
-        env={"PYTHONWARNINGS": "ignore"},
-    )
+    everyone = distributed(partial(trained, runs), world_size)
     for came in everyone:
         assert came[1:] == [0] * len(runs)
     assert all(came[0] for came in everyone)  # or nothing was measured

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from stepwise import distributed
 
 from megapg.checkpoint.manifest import sum_of, write_manifest
-from megapg.testing import megatron_on_cpu, run_distributed
+from megapg.testing import megatron_on_cpu
 
 ARGS = {
     "world_size": 2,
@@ -83,13 +84,7 @@ def by_megatron(iteration: int = 5, **options: object) -> Path:
     root = scratch() / "-".join(["megatron", str(iteration), *options])
     path = root / f"iter_{iteration:07d}"
     path.mkdir(parents=True)
-    run_distributed(
-        partial(save_with_megatron, path, iteration, **options),
-        2,
-        deadline=120,
-        preload=("megapg.demo.gpt",),
-        env={"PYTHONWARNINGS": "ignore"},
-    )
+    distributed(partial(save_with_megatron, path, iteration, **options), 2, deadline=120)
     (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return root
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import stepwise
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -16,16 +17,14 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 import megapg
 from megapg.demo import gpt
 from megapg.demo.job import GPTRun
-from megapg.testing import megatron_on_cpu, run_distributed
+from megapg.testing import megatron_on_cpu
 
 TEXT = Path(__file__).read_bytes()
 RUN = GPTRun(layers=2, hidden=32, seq_length=32, num_microbatches=2, steps=0)
 
 distributed = partial(
-    run_distributed,
-    deadline=280,
+    stepwise.distributed,
     preload=("megapg.demo.gpt", "megapg.checkpoint.save", "megapg.checkpoint.load"),
-    env={"PYTHONWARNINGS": "ignore"},
 )
 
 

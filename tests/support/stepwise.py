@@ -1,38 +1,56 @@
 """The demo's GPT, one training step at a time: something may happen to the groups in between."""
 
+import contextlib
+from functools import partial
 from pathlib import Path
 
 from megapg.megatron import published
+from megapg.testing import run_distributed
 
 TEXT = Path(__file__).read_bytes()
 
+distributed = partial(
+    run_distributed,
+    deadline=280,
+    preload=("megapg.demo.gpt",),
+    env={"PYTHONWARNINGS": "ignore"},
+)
+"""On ranks that train."""
 
-def build(run, pg):
+
+def build(run, pg=None):
+    """Chunks, optimizer and schedule; on Megatron's globals where there is no collection."""
     from megapg.demo import gpt
 
-    gpt._seed(run.seed + 100 * pg.rank("pp"), pg)
-    chunks = gpt._build_chunks(run, pg, pg.pp)
+    pp_group, _ = gpt._pipeline_and_data_groups(pg)
+    gpt._seed(run.seed + 100 * pp_group.rank(), pg)
+    chunks = gpt._build_chunks(run, pg, pp_group)
     optimizer = gpt._build_optimizer(run, chunks, pg)
     return chunks, optimizer, gpt._schedule(run, chunks, pg)
 
 
-def step(run, number, job, pg):
+def step(run, number, job, pg=None):
     from megapg.demo import gpt
 
     chunks, optimizer, forward_backward = job
-    with published(pg):
+    pp_group, dp_group = gpt._pipeline_and_data_groups(pg)
+    with showing(pg):
         chunks[0].zero_grad_buffer()
         optimizer.zero_grad()
-        reported = forward_backward(data_iterator=gpt._batches(run, TEXT, number, pg.dp))
+        reported = forward_backward(data_iterator=gpt._batches(run, TEXT, number, dp_group))
         optimizer.step()
-        return gpt._mean_over_job(reported, pg.pp, pg.dp)
+        return gpt._mean_over_job(reported, pp_group, dp_group)
 
 
-def weights(job, pg):
+def weights(job, pg=None):
     from megapg.demo import gpt
 
-    with published(pg):
+    with showing(pg):
         job[0][0].start_param_sync(force_sync=True)
     digest = gpt._digest(job[0])
     gpt._let_go(job[0])
     return digest
+
+
+def showing(pg):
+    return contextlib.nullcontext() if pg is None else published(pg)
