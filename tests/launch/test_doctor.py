@@ -61,12 +61,43 @@ CLUSTER = replace(
 )
 
 
+CUMEM_OFF = replace(
+    CLUSTER, offload={"suspend": "NCCL_CUMEM_ENABLE=0 takes the memory management away"}
+)
+NO_GPU = replace(BARE, offload={"suspend": "there is no NVIDIA GPU here"})
+
+
 def having(facts: Facts, **environment: str) -> Facts:
     return replace(facts, environment={**facts.environment, **environment})
 
 
+def running(versions: Mapping[str, str]) -> Facts:
+    return replace(BARE, versions=versions)
+
+
 def found(facts: Facts) -> list[tuple[str, str]]:
     return [(finding.check, finding.level.value) for finding in examine(facts)]
+
+
+# One variable that is set, and how bad that is.
+SET = (
+    (BARE, "NCCL_SOCKET_IFNAME", "ib", "error"),
+    (BARE, "GLOO_SOCKET_IFNAME", "^lo", "error"),
+    (BARE, "GLOO_SOCKET_IFNAME", "=eth0", "error"),
+    (BARE, "TORCH_DISTRIBUTED_USE_TORCHCOMMS", "False", "error"),
+    (BARE, "TORCH_DISTRIBUTED_USE_TORCHCOMMS", "1", "warning"),
+    (BARE, "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "warning"),
+    (BARE, "NCCL_ASYNC_ERROR_HANDLING", "0", "warning"),
+    (BARE, "TORCH_NCCL_BLOCKING_WAIT", "true", "warning"),
+    (CUMEM_OFF, "NCCL_CUMEM_ENABLE", "0", "warning"),
+    (NO_GPU, "NCCL_CUMEM_ENABLE", "0", "note"),
+    (CLUSTER, "NCCL_IB_DISABLE", "1", "warning"),
+    (CLUSTER, "NCCL_P2P_DISABLE", "1", "warning"),
+    (CLUSTER, "NCCL_DEBUG", "INFO", "note"),
+    (CLUSTER, "CUDA_LAUNCH_BLOCKING", "1", "warning"),
+    (BARE, "TORCH_DISTRIBUTED_DEBUG", "detail", "warning"),
+    (CLUSTER, "CUDA_DEVICE_MAX_CONNECTIONS", "8", "warning"),
+)
 
 
 @pytest.mark.parametrize("facts", [BARE, CLUSTER], ids=["no job", "cluster"])
@@ -79,17 +110,9 @@ def test_nothing_looks_wrong_where_nothing_is(facts: Facts) -> None:
     [
         (replace(BARE, launch_problem="RANK without WORLD_SIZE"), "launch", "error"),
         (replace(BARE, versions={}, torch_problem="is not installed"), "torch", "error"),
-        (replace(BARE, versions={**VERSIONS, "torch": "2.5.1+cu121"}), "torch", "error"),
-        (
-            replace(BARE, versions={**VERSIONS, "Megatron-core": "0.12.0"}),
-            "megatron_core",
-            "warning",
-        ),
-        (
-            replace(BARE, versions={n: v for n, v in VERSIONS.items() if n != "einops"}),
-            "einops",
-            "warning",
-        ),
+        (running({**VERSIONS, "torch": "2.5.1+cu121"}), "torch", "error"),
+        (running({**VERSIONS, "Megatron-core": "0.12.0"}), "megatron_core", "warning"),
+        (running({n: v for n, v in VERSIONS.items() if n != "einops"}), "einops", "warning"),
         (replace(BARE, device_problem="can't be used: no driver"), "devices", "error"),
         (replace(BARE, driver="535.104.05"), "devices", "warning"),
         (having(replace(BARE, driver="535"), CUDA_VISIBLE_DEVICES=""), "devices", "warning"),
@@ -100,55 +123,13 @@ def test_nothing_looks_wrong_where_nothing_is(facts: Facts) -> None:
             "nccl",
             "error",
         ),
-        (having(BARE, NCCL_SOCKET_IFNAME="ib"), "nccl_socket_ifname", "error"),
-        (having(BARE, GLOO_SOCKET_IFNAME="^lo"), "gloo_socket_ifname", "error"),
-        (having(BARE, GLOO_SOCKET_IFNAME="=eth0"), "gloo_socket_ifname", "error"),
-        (
-            having(BARE, TORCH_DISTRIBUTED_USE_TORCHCOMMS="False"),
-            "torch_distributed_use_torchcomms",
-            "error",
+        *(
+            (having(facts, **{name: value}), name.lower(), level)
+            for facts, name, value, level in SET
         ),
-        (
-            having(BARE, TORCH_DISTRIBUTED_USE_TORCHCOMMS="1"),
-            "torch_distributed_use_torchcomms",
-            "warning",
-        ),
-        (
-            having(BARE, TORCH_NCCL_ASYNC_ERROR_HANDLING="0"),
-            "torch_nccl_async_error_handling",
-            "warning",
-        ),
-        (having(BARE, NCCL_ASYNC_ERROR_HANDLING="0"), "nccl_async_error_handling", "warning"),
         (
             having(BARE, TORCH_NCCL_ASYNC_ERROR_HANDLING="1", TORCH_FR_BUFFER_SIZE="2000"),
             "torch_nccl_async_error_handling",
-            "warning",
-        ),
-        (having(BARE, TORCH_NCCL_BLOCKING_WAIT="true"), "torch_nccl_blocking_wait", "warning"),
-        (
-            replace(
-                having(CLUSTER, NCCL_CUMEM_ENABLE="0"),
-                offload={"suspend": "NCCL_CUMEM_ENABLE=0 takes the memory management away"},
-            ),
-            "nccl_cumem_enable",
-            "warning",
-        ),
-        (
-            replace(
-                having(BARE, NCCL_CUMEM_ENABLE="0"),
-                offload={"suspend": "there is no NVIDIA GPU here"},
-            ),
-            "nccl_cumem_enable",
-            "note",
-        ),
-        (having(CLUSTER, NCCL_IB_DISABLE="1"), "nccl_ib_disable", "warning"),
-        (having(CLUSTER, NCCL_P2P_DISABLE="1"), "nccl_p2p_disable", "warning"),
-        (having(CLUSTER, NCCL_DEBUG="INFO"), "nccl_debug", "note"),
-        (having(CLUSTER, CUDA_LAUNCH_BLOCKING="1"), "cuda_launch_blocking", "warning"),
-        (having(BARE, TORCH_DISTRIBUTED_DEBUG="detail"), "torch_distributed_debug", "warning"),
-        (
-            having(CLUSTER, CUDA_DEVICE_MAX_CONNECTIONS="8"),
-            "cuda_device_max_connections",
             "warning",
         ),
         (replace(CLUSTER, environment={}, launch=Launch()), "cuda_device_max_connections", "note"),
