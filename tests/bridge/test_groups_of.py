@@ -315,15 +315,6 @@ def test_the_outermost_that_holds_all_comes_first(pg):
         assert groups_of(outer, "tp") is pg  # the first submodule
 
 
-def test_what_is_wrapped_comes_before_other_submodules(pg):
-    outer = nn.Module()
-    outer.first, outer.module = nn.Module(), nn.Module()
-    outer.first.pg_collection = ProcessGroupCollection.from_groups(tp=pg.tp)
-    outer.module.pg_collection = pg
-    with no_globals():
-        assert groups_of(outer, "tp") is pg
-
-
 def test_each_module_of_a_class_is_asked(pg):
     class Computed(nn.Module):
         def __init__(self, held):
