@@ -262,6 +262,7 @@ def load_checkpoint(
                 team.agree("loaded")
             logger.info("loaded %s in %.1f s", path, time.monotonic() - started)
             args = common.get("args")
+            operations = common.get("num_floating_point_operations_so_far", 0)
             return LoadedCheckpoint(
                 path=path,
                 iteration=0 if release else contents.iteration or 0,
@@ -270,8 +271,8 @@ def load_checkpoint(
                 extra={
                     k: v for k, v in contents.common.items() if k not in KNOWN and not is_model(k)
                 },
-                num_floating_point_operations=_number(
-                    common, "num_floating_point_operations_so_far"
+                num_floating_point_operations=(
+                    operations if isinstance(operations, int | float) else 0
                 ),
                 missing=tuple(sorted(loading.missing)),
                 unexpected=unexpected,
@@ -289,20 +290,17 @@ def _again_if_replaced(choice: Choice, team: JointWork) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
+        known: Iterable[str] = [brief(error)]
+        if isinstance(others := error.__cause__, OthersFailedError):
+            known = others.problems.values()
         # All ranks have to go the same way, whichever of these they ran into.
-        asking = team.leading or are_of_the_checkpoint(_known(error))
+        asking = team.leading or are_of_the_checkpoint(known)
         if not asking or not team.verdict(choice.is_worth_another):
             raise
     except BaseException:
         if team.leading:
             team.verdict(lambda troubles: False)
         raise
-
-
-def _known(error: CheckpointError) -> Iterable[str]:
-    """What this rank knows of the troubles."""
-    others = error.__cause__
-    return others.problems.values() if isinstance(others, OthersFailedError) else [brief(error)]
 
 
 def _verify(path: Path, team: JointWork) -> None:
@@ -413,11 +411,6 @@ def _is_looked_for(key: str, with_optimizer: bool) -> bool:
     if KEY in key or key.partition("/")[0] in (*KNOWN, RANK_EXTRA, _RERUN):
         return False
     return with_optimizer or not _OF_OPTIMIZER.match(key)
-
-
-def _number(state: Mapping[str, object], name: str) -> float:
-    found = state.get(name, 0)
-    return found if isinstance(found, int | float) else 0
 
 
 @contextlib.contextmanager

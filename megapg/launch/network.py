@@ -350,11 +350,10 @@ def _drawback(interface: Interface, already: Mapping[str, tuple[str, str]]) -> s
     return ""
 
 
-def _gloo_takes(setting: str, name: str) -> bool:
-    return name in setting.split(",")
-
-
-_TAKES = {NCCL_NAMES: nccl_takes, GLOO_NAMES: _gloo_takes}
+_TAKES: Mapping[str, Callable[[str, str], bool]] = {
+    NCCL_NAMES: nccl_takes,
+    GLOO_NAMES: lambda setting, name: name in setting.split(","),
+}
 
 
 def _named(name: str, found: Mapping[str, Interface]) -> Interface:

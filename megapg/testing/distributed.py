@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import process
 from multiprocessing.connection import Connection, Pipe
-from types import TracebackType
 from typing import IO, Generic, TypeVar
 
 from torch.distributed import TCPStore
@@ -161,12 +160,7 @@ class Ranks(Generic[T]):
             self._cleanup = self._cleanup.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._cleanup.close()
 
     def done(self, timeout: float | None = 0.0) -> bool:

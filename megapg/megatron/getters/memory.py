@@ -67,11 +67,7 @@ def owners_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
 
 
 def _ordinary_tensor(
-    get_tensor: Callable[..., torch.Tensor],
-    tensor_shape: Sequence[int],
-    dtype: torch.dtype,
-    name: str,
-    mem_alloc_context: Callable[[], AbstractContextManager[object]] | None = None,
+    get_tensor: Callable[..., torch.Tensor], *args: object, **kwargs: object
 ) -> torch.Tensor:
     """One that serves generating and training, whichever asks for it first.
 
@@ -79,4 +75,4 @@ def _ordinary_tensor(
     ordinary tensor may be written to in both modes.
     """
     with torch.inference_mode(False):
-        return get_tensor(tensor_shape, dtype, name, mem_alloc_context)
+        return get_tensor(*args, **kwargs)
