@@ -26,7 +26,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -42,9 +42,12 @@ from megapg.migrate.engine import migrate
 from megapg.migrate.migration import SHIMS, How, Migration, Rewritten, Served
 from megapg.migrate.python.source import Problem, Source, parse
 from megapg.migrate.python.tree import is_test
+from megapg.migrate.reasons import FALLBACK, UNSERVED
 
 AUTOMATIC_TARGET = 0.92
 SHIMLESS_TARGET = 0.60
+# What no collection tells; and what stands in for one where there is none.
+_UNANSWERABLE = UNSERVED | {FALLBACK}
 _CONTEXT = 8  # lines around what a sample shows
 
 app = typer.Typer(add_completion=False)
@@ -57,6 +60,7 @@ class Uses:
     served: Counter[How]
     left: Counter[str]
     roots: int
+    whys: Counter[str] = field(default_factory=Counter)  # of those that may end at the globals
 
     @property
     def total(self) -> int:
@@ -66,6 +70,12 @@ class Uses:
     def automatic(self) -> float:
         """The share that is rewritten."""
         return self.served.total() / (self.total or 1)
+
+    @property
+    def answerable(self) -> float:
+        """The share that is rewritten of what a collection could answer at all."""
+        never = sum(count for reason, count in self.left.items() if reason in _UNANSWERABLE)
+        return self.served.total() / ((self.total - never) or 1)
 
     @property
     def shimless(self) -> float:
@@ -86,6 +96,7 @@ class Uses:
             sum((each.served for each in several), Counter()),
             sum((each.left for each in several), Counter()),
             sum(each.roots for each in several),
+            sum((each.whys for each in several), Counter()),
         )
 
 
@@ -172,6 +183,7 @@ def _uses(found: Migration, counted: Callable[[str], bool]) -> Uses:
         Counter(each.how for each in found.served if counted(each.site.file)),
         Counter(each.reason for each in found.left if counted(each.site.file)),
         sum(counted(root.file) for root in found.roots),
+        Counter(each.why for each in found.served if each.why and counted(each.site.file)),
     )
 
 

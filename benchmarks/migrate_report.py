@@ -15,7 +15,7 @@ from megapg.migrate.migration import How
 
 def corpora_tables(outcomes: Sequence[Outcome]) -> list[Table]:
     """What is served, what is left and why, and whether it is right."""
-    return [make(outcomes) for make in (_verdicts, _served, _left, _checks)]
+    return [make(outcomes) for make in (_verdicts, _served, _roots, _left, _checks)]
 
 
 def score_tables(score: Score) -> list[Table]:
@@ -68,6 +68,7 @@ def _verdicts(outcomes: Sequence[Outcome]) -> Table:
             _share(
                 f"of {every.total:,} uses in source: rewritten", every.automatic, AUTOMATIC_TARGET
             ),
+            ("of those that a collection could answer", _percent(every.answerable), "-", "-"),
             _share("of them all: rewritten, and not by resolve()", every.shimless, SHIMLESS_TARGET),
             (
                 "the same without those that ask a model",
@@ -81,7 +82,9 @@ def _verdicts(outcomes: Sequence[Outcome]) -> Table:
             _none("functions and classes that mix carriers", sum(len(e.mixed) for e in outcomes)),
         ),
         (
-            "Rewritten is what is written without --unsafe. Tests are left out: what lies in a "
+            "Rewritten is what is written without --unsafe. A collection could answer all but what "
+            "makes, ends or fakes groups, what this core does not have, or keep in a group, "
+            "and the branch for where there is no collection. Tests are left out: what lies in a "
             "folder named tests, test_*.py and conftest.py. A use counts as not by resolve() where "
             "neither it nor a function that hands the collection to it turns to the globals when "
             f"nothing is passed. {_percent(by_model)} ask a model: groups_of(model) answers with "
@@ -133,6 +136,19 @@ def _served(outcomes: Sequence[Outcome]) -> Table:
             "passed, else the globals. Roots are the functions that turn to the globals then. "
             "As of: the Megatron-core that a tree is read as being written for.",
         ),
+    )
+
+
+def _roots(outcomes: Sequence[Outcome]) -> Table:
+    every = Uses.together([each.source for each in outcomes])
+    return Table(
+        "Uses that may end at the globals, by why nobody passes a collection",
+        ("", *(each.corpus.wheel.project for each in outcomes), "all"),
+        tuple(
+            (why, *(f"{each.source.whys[why]:,}" for each in outcomes), f"{count:,}")
+            for why, count in sorted(every.whys.items(), key=lambda row: (-row[1], row[0]))
+        ),
+        ('"It" is the function that asks, or the last of those that call it.',),
     )
 
 

@@ -292,6 +292,8 @@ def _explain_line(
             for rule in RULES[:number]:
                 out.print(Text(f"  no   {rule.says}", style="dim"))
             out.print(Text(f"  yes  {RULES[number].says}"))
+        if use.why:
+            out.print(Text(f"  where its callers end: {use.why}"))
 
 
 # --- what both commands do ------------------------------------------------------------------------

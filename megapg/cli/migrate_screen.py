@@ -102,10 +102,10 @@ def show_roots(out: Console, report: Report) -> None:
     if len(roots) > _ROWS:
         title += f" ({_ROWS} of {len(roots)}; all with --json)"
     rows = [
-        (f"{root.file}: {root.function or 'module level'}", root.serves, ", ".join(root.fields))
+        (f"{root.file}: {root.function or 'module level'}", root.serves, root.why)
         for root in roots[:_ROWS]
     ]
-    _table(out, title, ("function", "uses", "fields"), rows)
+    _table(out, title, ("function", "uses", "where its callers end"), rows)
 
 
 def show_starts(out: Console, report: Report) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from megapg.migrate.edit.style import Styles
 from megapg.migrate.find.index import Findings, Index, Progress, unseen
 from megapg.migrate.find.meaning import PARALLEL_STATE
 from megapg.migrate.find.sites import Site
-from megapg.migrate.migration import SHIMS, Edit, Left, Migration, Rewritten, Root, Served, applied
+from megapg.migrate.migration import Edit, Left, Migration, Rewritten, Root, Served, Why, applied
 from megapg.migrate.python.analysis import Analysis
 from megapg.migrate.python.source import Problem, Source
 from megapg.migrate.python.tree import is_test
@@ -175,7 +175,9 @@ class _Attempt:
     def migration(self, findings: Findings) -> Migration:
         """The result, with what the index found."""
         served = [
-            Served(decision.located.site, decision.base.how, text)
+            Served(
+                decision.located.site, decision.base.how, text, self._plan.whys.get(decision, "")
+            )
             for decision, text in self._texts.items()
         ]
         files = self._runtimes.with_modules(self._files)
@@ -194,7 +196,7 @@ class _Attempt:
             served=sorted(served, key=lambda each: _order(each.site)),
             left=sorted(left, key=lambda each: _order(each.site)),
             files=sorted(files, key=lambda file: file.file),
-            roots=tuple(_roots(self._texts)),
+            roots=tuple(_roots(self._texts, self._plan.whys)),
             problems=(*findings.problems, *problems, *self._runtimes.problems),
             findings=findings,
             starts=self._plan.starts,
@@ -207,13 +209,14 @@ def _order(site: Site) -> tuple[str, int]:
     return site.file, site.span.start
 
 
-def _roots(decisions: Iterable[Decision]) -> Iterator[Root]:
+def _roots(decisions: Iterable[Decision], whys: Mapping[Decision, Why]) -> Iterator[Root]:
     """The functions that turn to the globals."""
-    needs: dict[tuple[str, str], list[tuple[str, ...]]] = defaultdict(list)
+    of: dict[tuple[str, str], list[Decision]] = defaultdict(list)
     for decision in decisions:
-        if decision.base.how in SHIMS:
+        if decision in whys:
             unit = decision.located.use.scope.unit
-            key = decision.located.site.file, unit.qualname if unit else ""
-            needs[key].append(decision.answer.needs)
-    for (file, function), each in sorted(needs.items()):
-        yield Root(file, function, tuple(sorted({*chain(*each)})), len(each))
+            of[decision.located.site.file, unit.qualname if unit else ""].append(decision)
+    for (file, function), each in sorted(of.items()):
+        needs = sorted({*chain(*(decision.answer.needs for decision in each))})
+        [(why, _)] = Counter(whys[decision] for decision in each).most_common(1)
+        yield Root(file, function, tuple(needs), len(each), why)

@@ -26,6 +26,46 @@ SHIMS = frozenset({How.RESOLVED})
 """Those that may end at the globals because nobody passed anything."""
 
 
+class Why(StrEnum):
+    """Why a use may end at the globals: what is so of its function, or of the last of those that
+    call it, where nobody passes a collection.
+    """
+
+    # About who calls it.
+    UNCALLED = "nobody calls it"
+    HANDED_ON = "handed on as a value"
+    MODULE_LEVEL = "asked or called at module level"
+    UNSEEN = "who calls it can't be told"
+    HAS_GROUPS = "called with a group, or with **kwargs"
+    TOO_FAR = "too many calls from who has one"
+    MAY_BE_NONE = "passed what may be None"
+    # About its signature.
+    LAMBDA = "a lambda"
+    INSIDE = "made in a function, for a class"
+    ANY_KEYWORD = "takes **kwargs"
+    DECORATED = "decorated"
+    BY_A_RUNNER = "called by a test runner"
+    SEVERAL = "defined several times"
+    NAMED_SO = "has a pg_collection of its own"
+    REPLACED = "may be replaced at run time"
+    INSPECTED = "its signature is looked at"
+    # About its class.
+    METHOD = "a method without an object"
+    NO_CONSTRUCTOR = "its class has no constructor"
+    NO_PLACE = "its class can't keep a collection"
+    AUTOGRAD = "of an autograd function"
+    BASE_OUTSIDE = "its class has a base of another project"
+    METACLASS = "its class has a metaclass or __new__"
+    CLASS_DECORATED = "its class is decorated"
+    OWN_ATTRIBUTE = "its class keeps or shows attributes itself"
+    OTHER_ROLES = "its class has models of several roles"
+    # About the globals.
+    MAKES_GROUPS = "has the groups made"
+    FAKES = "fakes ranks, or is called by what does"
+    ALIKE = "to be answered alike with what asks them"
+    OF_THE_JOB = "asks for state of the job"
+
+
 @dataclass(frozen=True)
 class Served:
     """A use that is rewritten."""
@@ -33,6 +73,7 @@ class Served:
     site: Site  # what is there before the migration
     how: How  # from what it is served
     text: str  # what is written in place of ``site.text``
+    why: str = ""  # it may turn to the globals, as :class:`Why` says; empty where it never does
 
 
 @dataclass(frozen=True)
@@ -122,6 +163,7 @@ class Root:
     function: str  # qualified name of the function; empty at module level
     fields: tuple[str, ...]  # what it needs
     serves: int  # how many of its own uses end there
+    why: str  # nobody did, as :class:`Why` says: for most of these
 
 
 @dataclass(frozen=True)

@@ -103,9 +103,12 @@ def test_what_is_a_test(file: str, expected: bool) -> None:
 
 def test_shares_count_what_is_left_and_leave_shims_out() -> None:
     one = Uses(Counter({How.COLLECTION: 3, How.RESOLVED: 4}), Counter({"setter": 1}), roots=2)
+    one = replace(one, whys=Counter({"decorated": 4}))
     other = Uses(Counter({How.MODEL: 2}), Counter(), roots=0)
     both = Uses.together([one, other])
     assert (both.total, both.roots) == (10, 2)
+    assert both.whys == {"decorated": 4}
+    assert (both.automatic, both.answerable) == (0.9, 1)
     assert both.automatic == pytest.approx(0.9)
     assert both.shimless == pytest.approx(0.5)
     assert both.shimless_or_model == pytest.approx(0.3)
@@ -120,6 +123,7 @@ def test_tables_say_what_is_missed() -> None:
     verdicts = {row[0]: row[-1] for row in tables[0].rows}
     assert list(verdicts.values()) == [
         "MISSED",  # 66.7 % of 92 %
+        "-",  # all that a collection could answer
         "met",  # 66.7 % of 60 %
         "-",
         "MISSED",  # one file can't be undone

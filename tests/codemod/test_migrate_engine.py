@@ -147,7 +147,7 @@ def one(before: str, root: Path, **config: object) -> str:
 TOPICS = (
     *("best_first", "threaded", "fakes", "values", "of_classes", "looked_up", "whose", "shared"),
     *("imports", "at_that_time", "nested", "traps", "tricky", "found", "seen", "asked_of_the_same"),
-    *("settings", "beside_tests", "alike"),
+    *("settings", "beside_tests", "alike", "roots"),
 )
 
 

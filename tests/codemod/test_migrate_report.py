@@ -29,7 +29,7 @@ from megapg.cli.migrate import app
 from megapg.migrate.config import load_config
 from megapg.migrate.engine import migrate
 from megapg.migrate.find.index import find_sites
-from megapg.migrate.migration import Edit, How, Left, Migration, Rewritten, Root, Served
+from megapg.migrate.migration import Edit, How, Left, Migration, Rewritten, Root, Served, Why
 from megapg.migrate.python.source import Problem, Source, parse
 from megapg.migrate.report import as_json, sarif
 from megapg.migrate.report.diff import base_of, unified
@@ -75,10 +75,10 @@ def migration(root: Path) -> Migration:
             text = site.replacement.replace("pg", "megapg.resolve(None)")
             start = source.line_starts[site.span.line - 1] + site.span.column - 1
             edits.append(Edit(start, start + len(site.text), text, "site"))
-            served.append(Served(site, How.RESOLVED, text))
+            served.append(Served(site, How.RESOLVED, text, Why.UNCALLED))
         each = rewritten(root / name, edits, source.encoding)
         files.append(Rewritten(name, each.path, each.before, each.after, each.text, each.edits))
-    roots = [Root(name, "first", ("tp",), 3) for name in ("p/a.py",)]
+    roots = [Root(name, "first", ("tp",), 3, Why.UNCALLED) for name in ("p/a.py",)]
     return Migration(served, left, files, roots, findings.problems, findings)
 
 
@@ -347,8 +347,16 @@ def test_json(project: Path) -> None:
         data = (project / site["file"]).read_bytes()
         assert data[site["start"] : site["stop"]].decode() == site["text"]
     assert found["roots"] == [
-        {"file": "p/a.py", "function": "first", "fields": ["tp"], "serves": 3}
+        {
+            "file": "p/a.py",
+            "function": "first",
+            "fields": ["tp"],
+            "serves": 3,
+            "why": "nobody calls it",
+        }
     ]
+    assert first["why"] == "nobody calls it"
+    assert second["why"] is None
     # The edits are all that is needed to do it elsewhere.
     for change, file in zip(found["changes"], report.files, strict=True):
         assert change["file"] == file.file

@@ -10,7 +10,7 @@ from pathlib import Path
 from megapg.migrate.decide.references import Reference
 from megapg.migrate.find.index import Located
 from megapg.migrate.find.sites import Carrier, Site
-from megapg.migrate.migration import How, Left, Noticed, Start
+from megapg.migrate.migration import How, Left, Noticed, Start, Why
 from megapg.migrate.python.scopes import Scope
 from megapg.upstream.mapping import Replacement
 
@@ -100,6 +100,7 @@ class Plan:
     starts: list[Start] = field(default_factory=list)
     noticed: list[Noticed] = field(default_factory=list)
     decided_by: list[tuple[Site, int]] = field(default_factory=list)
+    whys: dict[Decision, Why] = field(default_factory=dict)  # of those that may end at the globals
 
 
 def best(found: Sequence[Carrier]) -> Base | None:

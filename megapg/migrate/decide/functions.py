@@ -15,6 +15,7 @@ from megapg.migrate.decide.replaced import Replaced
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import Thing
 from megapg.migrate.find.models import ancestry, is_of_core, is_torch_module
+from megapg.migrate.migration import Why
 from megapg.migrate.python.insert import add_behind, add_statement
 from megapg.migrate.python.methods import (
     body_of,
@@ -57,43 +58,52 @@ class Functions:
         self.references = References(index)
         self._references_of_tests = References(index, in_tests=True)
 
-    @kept
     def can_take(self, function: Scope, path: Path) -> bool:
         """Whether a keyword-only parameter with a default can be added without a caller, or
         anything that looks at the signature, noticing.
         """
+        return self.in_the_way(function, path) is None
+
+    @kept
+    def in_the_way(self, function: Scope, path: Path) -> Why | None:
+        """Why a function can't be given the parameter; None where it can."""
         node, outer = function.node, function.parent
         if not isinstance(node, _Function) or outer is None:
-            return False
-        if node.args.kwarg is not None or not decorators(node) <= _TRANSPARENT:
-            return False
+            return Why.LAMBDA
+        if node.args.kwarg is not None:
+            return Why.ANY_KEYWORD
+        if not decorators(node) <= _TRANSPARENT:
+            return Why.DECORATED
         if node.name.startswith("test") or Path(path).suffix == ".pyi":
-            return False
+            return Why.BY_A_RUNNER
         if outer.kind == "class":
-            if node.name != "__init__" or not self._is_plain(outer, path):
-                return False
+            if node.name != "__init__":
+                return Why.METHOD
+            if (odd := self.oddity(outer, path)) is not None:
+                return odd
             body, looked = body_of(node), self._index.look(path)
             if looked is None or not body or add_statement(looked[0], body[0], "") is None:
-                return False  # there is no place to keep it
+                return Why.NO_PLACE
             above = list(ancestry(outer, path, self._index.resolver))[1:]
             behind = kept_behind(function) if any(isinstance(e, Scope) for e in above) else ()
             if behind is None or any(add_behind(looked[0], each, "") is None for each in behind):
-                return False  # nor one behind what may put something else in its place
+                return Why.NO_PLACE  # behind what may put something else in its place
         elif outer.kind != "module":
-            return False
+            return Why.INSIDE
         if len(outer.bindings.get(node.name, ())) != 1:
-            return False
+            return Why.SEVERAL
         if mentions(function, PARAMETER):
-            return False
+            return Why.NAMED_SO
         called = outer if outer.kind == "class" else function
         if self._replaced.may_be(Thing(called.kind, path=path, scope=called)):
-            return False
-        return not any(
+            return Why.REPLACED
+        is_inspected = any(
             each.call is None
             and isinstance(parent := each.use.parents.node, ast.Call)
             and last_name(parent.func) in _INSPECTING
             for each in self.references.of(function, path)
         )
+        return Why.INSPECTED if is_inspected else None
 
     @kept
     def set_up_by(self, constructor: Scope, path: Path) -> tuple[ast.stmt, ...]:
@@ -153,24 +163,27 @@ class Functions:
             for each, _ in self.references.made_of(klass.name, path)
         )
 
-    def _is_plain(self, klass: Scope, path: Path) -> bool:
-        """Whether the constructor of a class is called as it is written, with ``self`` alone."""
+    def oddity(self, klass: Scope, path: Path) -> Why | None:
+        """Why the constructor of a class is not called as it is written, with ``self`` alone."""
         for each in ancestry(klass, path, self._index.resolver):
             if isinstance(each, str):
+                if each.rpartition(".")[2] == "Function" and "autograd" in each:
+                    return Why.AUTOGRAD
                 if each.rpartition(".")[2] not in _PLAIN_BASES and not is_torch_module(each):
-                    return False
+                    return Why.BASE_OUTSIDE
                 continue
             node = each.node
             if not isinstance(node, ast.ClassDef) or not self._calls_as_written(each, path):
-                return False
+                return Why.METACLASS
             if not decorators(node) <= _CLASS_DECORATORS:
-                return False
+                return Why.CLASS_DECORATED
             if _SPECIAL & {*each.bindings, *each.attributes} or _shows_attributes(each):
-                return False
-        return not any(  # below it
+                return Why.OWN_ATTRIBUTE
+        below = any(
             PARAMETER in each.bindings or PARAMETER in each.attributes
             for each, _ in self.references.made_of(klass.name, path)
         )
+        return Why.OWN_ATTRIBUTE if below else None
 
     def _calls_as_written(self, klass: Scope, path: Path) -> bool:
         """Whether neither a metaclass nor ``__new__`` minds what the constructor is passed."""

@@ -12,10 +12,20 @@ from typing import TypeAlias
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import Thing
 from megapg.migrate.find.models import ancestry
-from megapg.migrate.python.methods import class_of, is_super, kept, mentions
-from megapg.migrate.python.scopes import Imported, Scope, Use, last_name, scopes
+from megapg.migrate.python.methods import (
+    class_of,
+    decorators,
+    is_super,
+    kept,
+    mentions,
+    parameters,
+)
+from megapg.migrate.python.scopes import Defined, Imported, Scope, Use, last_name, scopes
 
 _ASKING = re.compile(rb"getattr|attrgetter")
+# What asks whether something is of a class, and what classes have that makes nothing of them.
+_ASKING_A_CLASS = frozenset({"isinstance", "issubclass"})
+_OF_CLASSES = frozenset({"__name__", "__qualname__", "__module__", "__doc__"})
 
 _Named: TypeAlias = tuple[Use, ast.expr, ast.AST]
 """A use, the expression of it that ends in a name, and what is directly around that."""
@@ -90,8 +100,9 @@ class References:
             named: list[str | Scope] = [*sorted(names), *classes]
             for each in named:
                 for use, node, parent in self._names(file).get(each, ()):
-                    is_base = isinstance(parent, ast.ClassDef) and node in parent.bases
-                    if not is_base and self._stands_for(node, use, file, wanted, classes, function):
+                    if klass is not None and _makes_none(node, parent, use, classes):
+                        continue
+                    if self._stands_for(node, use, file, wanted, classes, function):
                         yield Reference(file, use, _call_of(node, parent), node)
 
     def _files_naming(self, words: set[str], wanted: Collection[Thing], path: Path) -> list[Path]:
@@ -310,6 +321,48 @@ def _is_constructor_of_super(node: ast.expr, use: Use) -> bool:
         and node.attr == "__init__"
         and is_super(node.value, use.scope.enclosing("function"))
     )
+
+
+def _makes_none(node: ast.expr, parent: ast.AST, use: Use, classes: Collection[Scope]) -> bool:
+    """Whether nothing is made of a class where it is named: it is a base, says what is expected, or
+    is asked for what all its objects share.
+    """
+    if isinstance(parent, ast.ClassDef):
+        return node in parent.bases
+    if isinstance(parent, ast.Attribute):
+        bound = [each for klass in classes for each in klass.bindings.get(parent.attr, ())]
+        inner = [each.scope for each in bound if isinstance(each, Defined)]
+        shared = bool(inner) and len(inner) == len(bound)
+        return parent.attr in _OF_CLASSES or (shared and not any(map(_knows_its_class, inner)))
+    if node is not use.node:
+        return False
+    inside: ast.AST = node
+    for outer in use.parents:
+        match outer:
+            case ast.Tuple() | ast.List() | ast.Subscript() | ast.BinOp():
+                inside = outer
+            case ast.Call(ast.Name("super")):
+                return len(outer.args) == 2 and inside is outer.args[0]
+            case ast.Call():
+                return last_name(outer.func) in _ASKING_A_CLASS and inside in outer.args[1:]
+            case ast.ExceptHandler():
+                return inside is outer.type
+            case ast.FunctionDef(args=arguments) | ast.AsyncFunctionDef(args=arguments):
+                given = [*parameters(outer), arguments.vararg, arguments.kwarg]
+                annotated = [each.annotation for each in given if each is not None]
+                return any(inside is each for each in (*annotated, outer.returns))
+            case ast.AnnAssign():
+                return inside is outer.annotation and use.scope.kind == "function"
+            case _:
+                return isinstance(outer, ast.Compare)
+    return False
+
+
+def _knows_its_class(inner: Scope) -> bool:
+    """Whether what a class has may make an object of it: its constructor, or a method of it."""
+    if inner.kind != "function":
+        return False
+    return inner.name.startswith("__") or not decorators(inner.node) <= {"staticmethod"}
 
 
 def _call_of(node: ast.expr, parent: ast.AST) -> ast.Call | None:

@@ -18,6 +18,7 @@ from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.noticed import stand_ins, with_what_is_unheard
 from megapg.migrate.decide.references import Reference
+from megapg.migrate.decide.roots import Roots
 from megapg.migrate.decide.starts import starts
 from megapg.migrate.decide.threads import Threads, is_usual_method
 from megapg.migrate.find.axes import asked_about, group_argument, takes_group
@@ -379,6 +380,9 @@ class _Planner:
             self.result.taking.append(Taking(function, path, True, behind, False, at_first=False))
         of_self = [constructor for _, constructor in self.of_self]
         self.result.starts = starts(self.index, self.functions, threads, taking, of_self)
+        roots = Roots(self.functions, self.facts, threads, taking, fed)
+        whys = ((each, roots.why(each)) for each in self.result.decisions)
+        self.result.whys = {each: why for each, why in whys if why is not None}
         left = with_what_is_unheard(self.result.left, self.result.decisions)
         self.result.left[:] = list(left)
         return self.result

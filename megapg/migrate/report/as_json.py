@@ -55,6 +55,7 @@ def _described(entry: Entry) -> dict[str, object]:
         "detail": entry.note if entry.reason else "",
         "caution": site.answer.caution if isinstance(site.answer, Replacement) else "",
         "suggestion": entry.suggestion,
+        "why": entry.why or None,
         "carriers": [
             {name: getattr(each, name) for name in ("kind", "expression", "origin", "may_be_none")}
             for each in site.carriers

@@ -38,6 +38,7 @@ class Entry:
     reason: str = ""  # code of why nothing serves; empty where something does
     note: str = ""  # what is special about this one; may be empty
     suggestion: str = ""  # what to write by hand; may be empty
+    why: str = ""  # it may turn to the globals, as Why says; empty where it never does
 
     @property
     def left(self) -> bool:
@@ -132,7 +133,7 @@ def _found(site: Site) -> Entry:
 def _served(served: Served, problem: Problem | None) -> Entry:
     if problem is not None:
         return Entry(served.site, LEFT, reason=_UNWRITTEN, note=problem.message)
-    return Entry(served.site, served.how, instead=served.text)
+    return Entry(served.site, served.how, instead=served.text, why=served.why)
 
 
 def _left(left: Left) -> Entry:

@@ -1,0 +1,122 @@
+"""Why functions turn to the globals: the end of the way on which a collection would have come."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from megapg.migrate.decide.decisions import Decision
+from megapg.migrate.decide.facts import Facts
+from megapg.migrate.decide.functions import PARAMETER, Functions
+from megapg.migrate.decide.references import Reference, calls_by_another_name
+from megapg.migrate.decide.threads import Threads, is_usual_method
+from megapg.migrate.find.roles import has_another_role
+from megapg.migrate.migration import SHIMS, Why
+from megapg.migrate.python.methods import self_of
+from megapg.migrate.python.scopes import Scope
+from megapg.upstream.mapping import Takes
+
+
+class Roots:
+    """Answers why a use may end at the globals.
+
+    Args:
+        functions: of the project.
+        facts: of the same.
+        threads: once :meth:`Threads.thread` has run.
+        taking: the functions that get the parameter.
+        fed: those of them to which every caller passes a collection.
+    """
+
+    def __init__(
+        self,
+        functions: Functions,
+        facts: Facts,
+        threads: Threads,
+        taking: Collection[Scope],
+        fed: Collection[Scope],
+    ) -> None:
+        self._functions, self._facts, self._threads = functions, facts, threads
+        self._taking, self._fed = taking, fed
+        self._known: dict[Scope, Why] = {}
+
+    def why(self, decision: Decision) -> Why | None:
+        """Why what a use asks may be the globals; None where it never is."""
+        base, located = decision.base, decision.located
+        unit, path = located.use.scope.unit, located.path
+        if base.how not in SHIMS:
+            return None
+        if decision.answer.takes is Takes.GLOBALS:
+            return Why.OF_THE_JOB
+        if unit is None:
+            return Why.MODULE_LEVEL
+        if unit in self._facts.tainted:
+            return Why.MAKES_GROUPS if unit in self._facts.owning else Why.FAKES
+        if base.expression == "None":
+            return Why.ALIKE if unit in self._facts.parted else self._of(unit, path)
+        if base.expression == PARAMETER and unit not in self._taking:
+            return Why.MAY_BE_NONE
+        return self._of(unit, path)
+
+    def _of(self, unit: Scope, path: Path) -> Why:
+        """Why a function, or the object of a method, has no collection of a caller."""
+        if unit not in self._known:
+            self._known[unit] = Why.UNSEEN  # for one that calls itself
+            self._known[unit] = self._find(unit, path)
+        return self._known[unit]
+
+    def _find(self, unit: Scope, path: Path) -> Why:
+        if unit in self._threads.edges:
+            return self._of_callers(unit, path)
+        hindrance = self._functions.in_the_way(unit, path)
+        if hindrance is None:
+            return Why.MAKES_GROUPS if self._facts.makes_groups(unit, path) else Why.TOO_FAR
+        klass = unit.parent
+        if hindrance not in (Why.METHOD, Why.ANY_KEYWORD, Why.DECORATED) or klass is None:
+            return hindrance
+        if klass.kind != "class" or unit.name == "__init__":
+            return hindrance
+        if has_another_role(unit):
+            return Why.OTHER_ROLES
+        if not self_of(unit) or not is_usual_method(unit):
+            odd = self._functions.oddity(klass, path)
+            return Why.AUTOGRAD if odd is Why.AUTOGRAD else Why.METHOD
+        constructor = next(iter(klass.defined("__init__")), None)
+        if constructor is None:
+            return self._functions.oddity(klass, path) or Why.NO_CONSTRUCTOR
+        if self._functions.is_of_core(klass, path):
+            return Why.BASE_OUTSIDE
+        return self._of(constructor, path)
+
+    def _of_callers(self, function: Scope, path: Path) -> Why:
+        """Why a function that takes the parameter is passed none by some caller."""
+        known = self._functions.references.of(function, path)
+        if not known:
+            return Why.UNCALLED
+        edges = {id(each.reference): each for each in self._threads.edges[function]}
+        of_callers = Why.UNSEEN
+        for reference in known:
+            edge = edges.get(id(reference))
+            if edge is None:
+                return self._bare(reference)
+            if edge.supply.optional:
+                of_callers = Why.MAY_BE_NONE
+            elif edge.caller is not None and edge.caller not in self._fed:
+                found = self._of(edge.caller, self._threads.paths[edge.caller])
+                of_callers = found if of_callers is Why.UNSEEN else of_callers
+        return of_callers
+
+    def _bare(self, reference: Reference) -> Why:
+        """Why a place that names a function passes nothing to it."""
+        unit, path = reference.use.scope.unit, reference.path
+        if reference.call is None and not calls_by_another_name(reference):
+            return Why.HANDED_ON
+        if unit is None:
+            return Why.MODULE_LEVEL
+        if self._facts.is_of_globals(unit):
+            if unit in self._facts.parted:
+                return Why.ALIKE
+            return Why.MAKES_GROUPS if unit in self._facts.owning else Why.FAKES
+        if self._functions.in_the_way(unit, path) is None:
+            return Why.HAS_GROUPS
+        return self._of(unit, path)
