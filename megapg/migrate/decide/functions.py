@@ -1,7 +1,8 @@
 """The functions of a project that can be given a parameter.
 
-A parameter is only ever added to free functions and to constructors: a method has ``self``, and
-what else overrides it, or calls it through an object, can't be seen.
+A parameter is only ever added to free functions, to constructors, and to static methods whose name
+nothing else has: a method has ``self``, and what else overrides it, or calls it through an object,
+can't be seen.
 """
 
 from __future__ import annotations
@@ -72,11 +73,15 @@ class Functions:
             return Why.LAMBDA
         if node.args.kwarg is not None:
             return Why.ANY_KEYWORD
-        if not decorators(node) <= _TRANSPARENT:
+        is_static = outer.kind == "class" and decorators(node) == {"staticmethod"}
+        if not is_static and not decorators(node) <= _TRANSPARENT:
             return Why.DECORATED
         if node.name.startswith("test") or Path(path).suffix == ".pyi":
             return Why.BY_A_RUNNER
-        if outer.kind == "class":
+        if is_static:
+            if not self._is_called_as_written(function, path):
+                return Why.METHOD
+        elif outer.kind == "class":
             if node.name != "__init__":
                 return Why.METHOD
             if (odd := self.oddity(outer, path)) is not None:
@@ -94,7 +99,7 @@ class Functions:
             return Why.SEVERAL
         if mentions(function, PARAMETER):
             return Why.NAMED_SO
-        called = outer if outer.kind == "class" else function
+        called = class_of(function) or function
         if self._replaced.may_be(Thing(called.kind, path=path, scope=called)):
             return Why.REPLACED
         is_inspected = any(
@@ -184,6 +189,18 @@ class Functions:
             for each, _ in self.references.made_of(klass.name, path)
         )
         return Why.OWN_ATTRIBUTE if below else None
+
+    def _is_called_as_written(self, method: Scope, path: Path) -> bool:
+        """Whether a static method is called, by its own name alone, and not by what made its class
+        up: a base of another project may call what it knows by name.
+        """
+        klass, name = method.parent, method.name
+        if klass is None or name.startswith("__"):
+            return False
+        made_up = self.oddity(klass, path) in (Why.AUTOGRAD, Why.BASE_OUTSIDE)
+        if made_up and not name.startswith("_"):
+            return False
+        return self.references.is_told(method, path) and bool(self.references.of(method, path))
 
     def _calls_as_written(self, klass: Scope, path: Path) -> bool:
         """Whether neither a metaclass nor ``__new__`` minds what the constructor is passed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from megapg.migrate.find.index import Index
-from megapg.migrate.find.meaning import Thing
+from megapg.migrate.find.meaning import UNKNOWN, Thing
 from megapg.migrate.find.models import ancestry
 from megapg.migrate.python.methods import (
     class_of,
@@ -26,6 +26,9 @@ _ASKING = re.compile(rb"getattr|attrgetter")
 # What asks whether something is of a class, and what classes have that makes nothing of them.
 _ASKING_A_CLASS = frozenset({"isinstance", "issubclass"})
 _OF_CLASSES = frozenset({"__name__", "__qualname__", "__module__", "__doc__"})
+
+# Kinds of things that are known not to be a method.
+_TOLD = frozenset({"function", "class", "member", "file"})
 
 _Named: TypeAlias = tuple[Use, ast.expr, ast.AST]
 """A use, the expression of it that ends in a name, and what is directly around that."""
@@ -73,6 +76,17 @@ class References:
         :meth:`of`.
         """
         return function not in self._blind
+
+    @kept
+    def is_told(self, method: Scope, path: Path) -> bool:
+        """Whether a method that needs no object is told from others by its name alone."""
+        return not any(
+            each.kind == "class"
+            and each is not method.parent
+            and (method.name in each.bindings or method.name in each.attributes)
+            for file in self._mentioning(method.name, path)
+            for each in self._scopes_of(file)
+        )
 
     def _find(self, function: Scope, path: Path) -> Iterator[Reference]:
         klass = class_of(function)
@@ -248,6 +262,9 @@ class References:
         things = self._index.resolver.expression(node, use.scope, path)
         if len(things) == 1 and things <= wanted:
             return True
+        is_method = not classes and function.parent is not None and function.parent.kind == "class"
+        if is_method and not all(each.kind in _TOLD for each in things or {UNKNOWN}):
+            self._blind.add(function)  # some object may have it
         if any(_may_be(each, thing) for each in wanted for thing in things):
             self._blind.add(function)
         return False

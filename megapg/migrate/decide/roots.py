@@ -14,7 +14,7 @@ from megapg.migrate.find.roles import has_another_role
 from megapg.migrate.migration import SHIMS, Why
 from megapg.migrate.python.methods import self_of
 from megapg.migrate.python.scopes import Scope
-from megapg.upstream.mapping import Takes
+from megapg.upstream.mapping import GROUP_PARAMETERS, Takes
 
 
 class Roots:
@@ -117,6 +117,7 @@ class Roots:
             if unit in self._facts.parted:
                 return Why.ALIKE
             return Why.MAKES_GROUPS if unit in self._facts.owning else Why.FAKES
-        if self._functions.in_the_way(unit, path) is None:
+        keywords = {each.arg for each in reference.call.keywords} if reference.call else set()
+        if keywords & {None, PARAMETER, *GROUP_PARAMETERS}:
             return Why.HAS_GROUPS
         return self._of(unit, path)

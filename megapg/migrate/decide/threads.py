@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from megapg.errors import UnsupportedOptionError
@@ -88,6 +89,7 @@ class Threads:
         self.edges: dict[Scope, list[Edge]] = {}
         self.completed: dict[Scope, Path] = {}
         self._of_methods: dict[Scope, set[str]] = {}
+        self._needed: dict[Scope, set[str]] = {}  # in a function and behind it, as far as is known
 
     def may_take(self, function: Scope, path: Path) -> bool:
         """Whether a function can be given the parameter."""
@@ -226,6 +228,8 @@ class Threads:
             self.edges[function] = list(self._callers(function, found))
             for edge in self.edges[function]:
                 caller, depth = edge.caller or edge.keeper, reached[function] + 1
+                if caller is not None:
+                    self._needed.setdefault(caller, set()).update(self._needs_of(function))
                 if caller is not None and caller not in reached and depth <= _DEEPEST:
                     reached[caller] = depth
                     waiting.append(caller)
@@ -246,6 +250,12 @@ class Threads:
             }
         return {function: None for function in reached if function in useful}
 
+    def _needs_of(self, function: Scope) -> set[str]:
+        """The fields that are read in a function and behind it, as far as that is known yet."""
+        answers = (each.site.answer for each in self.wanting.get(function, ()))
+        own = {need for each in answers if isinstance(each, Replacement) for need in each.needs}
+        return own | self._of_methods.get(function, set()) | self._needed.get(function, set())
+
     def _has_its_own(self, function: Scope) -> bool:
         """Whether a function takes groups as it is, turns to the globals where it was passed none
         only, and nobody in the project who calls it so has a collection.
@@ -262,8 +272,11 @@ class Threads:
             if not calls or path in self._frozen:
                 continue
             keywords = [keyword.arg for each in calls for keyword in each.keywords]
-            # Who passes a group passes what is needed: a collection would be looked up in vain.
-            if any(k is None or k == PARAMETER or k in GROUP_PARAMETERS for k in keywords):
+            if any(k is None or k == PARAMETER for k in keywords):
+                continue
+            # It is looked up in vain where the group that is passed is all that is needed.
+            groups = [GROUP_PARAMETERS[k] for k in keywords if k and k in GROUP_PARAMETERS]
+            if groups and self._needs_of(function) <= {*chain(*groups)}:
                 continue
             if any(isinstance(each, ast.JoinedStr) for each in reference.use.parents):
                 continue
