@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 from quick import is_quick
@@ -19,11 +18,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _preloaded() -> Iterator[None]:
-    """What most ranks import, once for all runs."""
-    with preloaded("pytest", "psutil", "torch.distributed", "megapg.megatron", "megapg.demo.gpt"):
-        yield
+def pytest_configure(config: pytest.Config) -> None:
+    """Import what most ranks need once for all runs, and for all workers of xdist."""
+    if not hasattr(config, "workerinput"):
+        modules = ("pytest", "psutil", "torch.distributed", "megapg.megatron", "megapg.demo.gpt")
+        interpreter = preloaded(*modules, "settled")
+        interpreter.__enter__()
+        config.add_cleanup(lambda: interpreter.__exit__(None, None, None))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,6 +1,7 @@
 """A real Megatron-core GPT trains on through many cycles of suspend() and resume()."""
 
 import gc
+import time
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -20,8 +21,12 @@ TINY = {"hidden": 16, "heads": 2, "seq_length": 16, "micro_batch_size": 1, "num_
 RUNS = {4: GPTRun(pp=4, layers=4, **TINY), 8: GPTRun(tp=2, pp=2, layers=2, **TINY)}
 
 
-def usage(me):
+def usage(me, first=None):
+    """Once there are as few threads as at first; what is ending takes a moment."""
     gc.collect()
+    until = time.monotonic() + 10
+    while first and me.num_threads() > first["threads"] and time.monotonic() < until:
+        time.sleep(0.05)
     return {
         "groups": len(dist.distributed_c10d._world.pg_map),
         "names": len(dist.distributed_c10d._world.pg_names),
@@ -53,7 +58,7 @@ def with_breaks(run):
             session.resume()
             assert report.how == "recreate"
             if number % 10 == 4:
-                seen.append(usage(me))
+                seen.append(usage(me, seen[0] if seen else None))
         return losses, weights(job, session.groups), rebound, seen
 
 
