@@ -48,9 +48,9 @@ def on_a_session(
     run: GPTRun, text: bytes, progress: Path, checkpoints: Checkpoints | None = None
 ) -> RankReport:
     """Train on groups from a session; Megatron's forced reads are answered from it, and listed."""
+    train = _trainer()
     with megapg.session(name="warm-up"):  # opens the connection that outlives sessions by design
         pass
-    train = _trainer()
     before = _usage()
     with megatron_on_cpu(), megapg.session(**_sizes(run), collective_timeout=TIMEOUT) as session:
         pg = session.groups
@@ -94,6 +94,7 @@ def _trainer() -> Callable[..., TrainingResult]:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     from megapg.demo.gpt import train
 
+    gc.freeze()  # all that stays: to look through it takes longer than a small training does
     return train
 
 
