@@ -1,11 +1,15 @@
 """Megatron's two functions with a session behind them, and a session by its parsed arguments."""
 
+import contextlib
 import inspect
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,7 @@ from megapg.layout import ParallelLayout
 from megapg.megatron import drop_in, parallel_state
 from megapg.megatron.arguments import parameters_of_core
 from megapg.ownership.opening import open_sessions
+from megapg.testing import run_distributed
 
 pytestmark = pytest.mark.contract
 
@@ -255,17 +260,30 @@ def test_a_script_runs_as_it_is_and_its_exit_code_is_its_own(script):
     assert COST.search(ended.stderr)
 
 
+def as_module(name, words):
+    """``python -m`` in a rank: what it printed, and what it said beside."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        contextlib.redirect_stderr(io.StringIO()) as said,
+    ):
+        sys.argv = [name, *words]
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    return printed.getvalue(), said.getvalue()
+
+
 def test_the_command_of_the_guide_and_what_it_says_of_the_cost(script):
-    (command,) = re.findall(r"^\$ torchrun (.*) \.\.\.$", PAGE, re.M)
+    """On ranks as torchrun starts them; test_launchers.py has torchrun itself."""
+    command = r"^\$ torchrun --nproc-per-node 8 -m (\S+) (.*) \.\.\.$"
+    ((module, words),) = re.findall(command, PAGE, re.M)
     assert "`--on-globals` before the script" in PAGE
     costs = []
-    for before in ("", "--on-globals "):
-        words = command.replace("node 8", "node 2").replace("pretrain_gpt.py", before + script)
-        ran = start("torch.distributed.run", "--standalone", *words.split())
-        assert ran.returncode == 0, ran.stderr
-        assert sorted(ran.stdout.splitlines()) == ["__main__ 2 0", "__main__ 2 1"]
-        assert "still open" not in ran.stderr
-        ((communicators, threads),) = COST.findall(ran.stderr)
+    for before in ((), ("--on-globals",)):
+        arguments = [*before, *words.replace("pretrain_gpt.py", script).split()]
+        ran = run_distributed(partial(as_module, module, arguments), 2, deadline=100)
+        assert [printed for printed, _ in ran] == ["__main__ 2 0\n", "__main__ 2 1\n"]
+        told = "".join(said for _, said in ran)
+        assert "still open" not in told
+        ((communicators, threads),) = COST.findall(told)
         costs.append((int(communicators), int(threads)))
     ours, theirs = costs
     assert ours[0] * 4 < theirs[0]

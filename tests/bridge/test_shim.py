@@ -9,6 +9,7 @@ on Megatron-core 0.12 as well: see test_old_core.py.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import re
@@ -70,6 +71,7 @@ def asking():
     return served()
 
 
+@functools.cache
 def served() -> list[Question]:
     """Every call of a getter, and what is written for it."""
     return [question for question in questions() if question.name in READERS]

@@ -22,24 +22,6 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 SESSIONS = (ROOT / "migration_guide" / "sessions.md").read_text()
 BLOCKS_OF_SESSIONS = re.findall(r"```python\n(.*?)```", SESSIONS, re.S)
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
-def run(tmp_path, source, *launcher):
-    script = tmp_path / "example.py"
-    script.write_text(source)
-    done = subprocess.run(
-        [*(launcher or [sys.executable]), str(script)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        cwd=tmp_path,
-        # Written in one piece at the end: the ranks share a pipe.
-        env={**os.environ, "PYTHONUNBUFFERED": ""},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def on_two_ranks(tmp_path, source):
@@ -62,9 +44,9 @@ def test_there_are_as_many_examples_as_tests_here():
 
 @pytest.mark.contract
 def test_the_training_example(tmp_path):
-    # Two ranks write to one pipe: what they say may stand in one line, in either order.
+    """On ranks as torchrun starts them; test_launchers.py has torchrun itself."""
     said = re.findall(
-        r"rank (\d) of tp group \(0, 1\): loss (\d\.\d{4})", run(tmp_path, BLOCKS[0], *TORCHRUN)
+        r"rank (\d) of tp group \(0, 1\): loss (\d\.\d{4})", on_two_ranks(tmp_path, BLOCKS[0])
     )
     assert sorted(rank for rank, _ in said) == ["0", "1"]
     assert len({loss for _, loss in said}) == 1
@@ -142,7 +124,11 @@ def test_unit_test_example(tmp_path, monkeypatch):
 
 
 def test_real_ranks_example(tmp_path):
-    run(tmp_path, BLOCKS[4])
+    (tmp_path / "example.py").write_text(BLOCKS[4])
+    done = subprocess.run(
+        [sys.executable, "example.py"], capture_output=True, text=True, timeout=200, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_the_commands_and_the_error_are_real():
