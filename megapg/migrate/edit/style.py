@@ -212,7 +212,16 @@ def _of_isort(table: _Table, root: Path) -> Order:
         mixed=within,
         between_kinds=_number(table, "lines-between-types", 0),
         case_sensitive=_is_set(table, "case-sensitive"),
+        joined=_joined(table),
     )
+
+
+def _joined(table: _Table) -> int:
+    """The width up to which isort has the names of an import on one line, without parentheses."""
+    is_black = table.get("profile") == "black"
+    hangs = str(table.get("multi-line-output", "")).upper() in ("3", "VERTICAL_HANGING_INDENT")
+    stays = _is_set(table, "split-on-trailing-comma") or _is_set(table, "force-grid-wrap")
+    return 0 if stays or not (is_black or hangs) else _number(table, "line-length", 88)
 
 
 def _of_ruff(table: _Table, ruff: _Table, root: Path) -> Order:

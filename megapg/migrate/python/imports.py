@@ -168,7 +168,7 @@ class Imports:
         edits: list[Edit] = excused
         for statement, names in removed:
             if names is not None:
-                edits += self._unused.without(statement, names)
+                edits += self._unused.without(statement, names, self.order.joined)
         whole = self._unused.leaving_no_block_empty(
             [each for each, names in removed if names is None]
         )

@@ -204,6 +204,9 @@ def _expression(found: Sequence[Token], pairs: dict[int, int]) -> tuple[int, int
     if first == "return" and last > 1:
         return 1, last
     flat = list(_at_depth(found, pairs, 0, last))
+    if first == "assert":
+        behind = [i for i in flat if found[i].text == ","]
+        return (1, behind[0]) if behind else None
     if first == "for":
         behind = [i for i in flat if found[i].text == "in"]
         return (behind[0] + 1, last - 1) if behind else None
@@ -246,6 +249,8 @@ class _Layout:
             opened = next(i for i in statement.closed if statement.kept[i].text == "(")
             opened = min(i for i in statement.closed)
             self._split(opened, 0, count, indent, "")
+        elif words[0] == "assert" and statement.optional is not None:
+            self._assert(*statement.optional, count)
         elif statement.optional is not None:
             self._with_optional(*statement.optional, count)
         elif words[0] == "with":
@@ -254,6 +259,15 @@ class _Layout:
             raise Unsure
         else:
             self._right(0, count, indent, "")
+
+    def _assert(self, begin: int, end: int, count: int) -> None:
+        """Lay out what is asserted in parentheses, on one line, as it is where that was so."""
+        indent = self.statement.indent
+        deeper = indent + _INDENT
+        if not self._fits(begin, end, deeper) or not self._fits(end, count, indent + ")"):
+            raise Unsure
+        self.gaps[begin] = f" ({self.newline}{deeper}"
+        self.gaps[end] = f"{self.newline}{indent})"
 
     def _with(self, count: int) -> None:
         """Lay out the head of a statement with one manager, or with several in parentheses."""

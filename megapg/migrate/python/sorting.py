@@ -28,6 +28,7 @@ class Order:
     mixed: bool = False  # both kinds together, by the module alone
     between_kinds: int = 0  # blank lines
     case_sensitive: bool = False
+    joined: int = 0  # the width up to which the names of an import are on one line; 0 as they are
 
     def section(self, module: str) -> int:
         """The place of a module's section; a relative one begins with a dot."""

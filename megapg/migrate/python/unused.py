@@ -17,6 +17,7 @@ from megapg.migrate.python.source import Source
 _DELIBERATE = re.compile(r"#\s*(?:noqa|megapg:\s*keep|isort:|pylint:)")
 Import: TypeAlias = ast.Import | ast.ImportFrom
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+_FOR_TYPES = "TYPE_CHECKING"
 _NOTICING_IMPORTS = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
 
 
@@ -33,11 +34,15 @@ class Unused:
         self, gone: set[Use], kept: Collection[str]
     ) -> Iterator[tuple[ast.Import | ast.ImportFrom, list[str] | None]]:
         """Statements with the names to take out of each; None for all of them."""
-        if self.source.path.stem == "__init__" or "*" in kept:
+        if "*" in kept:
             return
-        idle = self._idle(gone, kept)
-        unused = {(at[0].line, name) for name, at in idle if len(at) == 1} | self.replaced
-        for statement in _plain_imports(self.source.tree):
+        plain = list(self._plain(gone))
+        lines = {each.lineno for each in plain}
+        unused = set(self.replaced)
+        for name, at in self._idle(gone, kept):
+            if lines.issuperset(each.line for each in at):
+                unused |= {(each.line, name) for each in at}
+        for statement in plain:
             names = list(map(bound_name, statement.names))
             out = [name for name in names if (statement.lineno, name) in unused]
             begin, end = self.source.lines(statement)
@@ -62,7 +67,7 @@ class Unused:
         all that they are for now.
         """
         idle = {(each.line, name) for name, at in self._idle(gone, kept) for each in at}
-        plain = set(_plain_imports(self.source.tree))
+        plain = set(self._plain(gone))
         for each in walk(self.source.tree):
             if isinstance(each, ast.Import | ast.ImportFrom) and each not in plain:
                 end = self.source.end(each)
@@ -70,6 +75,26 @@ class Unused:
                 here = {(each.lineno, bound_name(name)) for name in each.names}
                 if alone and each.lineno == each.end_lineno and not here.isdisjoint(idle):
                     yield Edit(end, end, EXCUSE, "excuse")
+
+    def _plain(self, gone: set[Use]) -> Iterator[Import]:
+        """Imports that nothing would miss, in any order."""
+        yield from _plain_imports(self.source.tree)
+        for each in walk(self.source.tree):
+            if isinstance(each, ast.Try) and all(map(_catches_all, each.handlers)):
+                last = each.body[-1].end_lineno or 0
+                for statement in each.body[:-1]:
+                    names = list(map(bound_name, getattr(statement, "names", ())))
+                    if isinstance(statement, Import) and all(
+                        statement.lineno < use.node.lineno <= last
+                        for use in gone
+                        if use.root in names and self._is_bound_by(use, statement)
+                    ):
+                        yield statement  # what is written fails in the same place
+
+    def _is_bound_by(self, use: Use, statement: Import) -> bool:
+        found = use.scope.find(use.root or "")
+        bound = found[1] if found else ()
+        return any(isinstance(e, Imported) and e.line == statement.lineno for e in bound)
 
     def _idle(self, gone: set[Use], kept: Collection[str]) -> Iterator[tuple[str, list[Imported]]]:
         """The names that lose their last use and nothing else needs, with their imports."""
@@ -97,9 +122,18 @@ class Unused:
             return False
         return re.search(rf"[\"']{re.escape(name)}[\"']", self.source.text) is not None
 
-    def without(self, statement: ast.Import | ast.ImportFrom, out: list[str]) -> Iterator[Edit]:
-        """Edits that take some names out of an import and leave others."""
+    def without(self, statement: Import, out: list[str], width: int) -> Iterator[Edit]:
+        """Edits that take some names out of an import and leave others; on one line of some width
+        if they fit, where that is not 0.
+        """
         names = statement.names
+        text = self.source.text[slice(*self.source.extent(statement))]
+        if width and "\n" in text and "(" in text and "#" not in text:
+            left = [each for each in names if bound_name(each) not in out]
+            line = text[: text.index("(")] + ", ".join(map(ast.unparse, left))
+            if statement.col_offset + len(line) <= width:
+                yield Edit(*self.source.extent(statement), line, "import")
+                return
         places = [
             (
                 self.source.index(each.lineno, each.col_offset),
@@ -141,6 +175,8 @@ def _plain_imports(tree: ast.Module) -> Iterator[Import]:
                     waiting.append((statement, in_function or isinstance(statement, _FUNCTION)))
                 elif in_function and not _notices_imports(statement):
                     waiting.append((statement, True))
+                elif isinstance(statement, ast.If) and last_name(statement.test) != _FOR_TYPES:
+                    waiting.append((statement, False))
                 else:
                     inner = list(statements_in(statement))
                     waiting += [(e, True) for e in inner if isinstance(e, _FUNCTION)]
@@ -161,13 +197,17 @@ def _notices_imports(statement: ast.Try | ast.If) -> bool:
     )
 
 
+def _catches_all(handler: ast.ExceptHandler) -> bool:
+    return handler.type is None or last_name(handler.type) in ("Exception", "BaseException")
+
+
 def _as_good_without(statement: ast.Try | ast.If) -> Iterator[ast.Import | ast.ImportFrom]:
     """Imports for a type checker, beside others; and those that are tried together with another one
     of the same package, which fails where they do.
     """
     imports = [each for each in statement.body if isinstance(each, ast.Import | ast.ImportFrom)]
     if isinstance(statement, ast.If):
-        if last_name(statement.test) == "TYPE_CHECKING":
+        if last_name(statement.test) == _FOR_TYPES:
             yield from imports
         return
     for each in imports:
