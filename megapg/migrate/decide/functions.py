@@ -20,6 +20,7 @@ from megapg.migrate.migration import Why
 from megapg.migrate.python.insert import add_behind, add_statement
 from megapg.migrate.python.methods import (
     body_of,
+    calls_of_bases,
     class_of,
     decorators,
     kept,
@@ -114,7 +115,7 @@ class Functions:
     def set_up_by(self, constructor: Scope, path: Path) -> tuple[ast.stmt, ...]:
         """The calls of the constructors of torch's modules, behind which a constructor is to keep
         something: attributes come after them. None where another base, or the constructor itself
-        before that, may ask for it.
+        before that, may ask for it; a base that only fills attributes does not.
         """
         klass, looked = class_of(constructor), self._index.look(path)
         if klass is None or looked is None or not isinstance(constructor.node, _Function):
@@ -123,7 +124,8 @@ class Functions:
         outside = {each.rpartition(".")[2] for each in above if isinstance(each, str)}
         if not outside <= _KEEPING_NONE or outside <= _PLAIN_BASES:
             return ()
-        if any(isinstance(each, Scope) and "__init__" in each.bindings for each in above):
+        inherited = [e for a in above if isinstance(a, Scope) for e in a.defined("__init__")]
+        if not all(map(_only_fills, inherited)):
             return ()
         calls, body = kept_behind(constructor) or (), constructor.node.body
         if not calls or any(
@@ -282,3 +284,18 @@ def _saves_arguments(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call) or last_name(node.func) != "save_hyperparameters":
         return False
     return not any(isinstance(each, ast.Constant) for each in node.args)
+
+
+def _only_fills(constructor: Scope) -> bool:
+    """Whether all that a constructor does with its object is to give it attributes."""
+    filled = {
+        id(each.value)
+        for each in constructor.nodes
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+    }
+    for call in calls_of_bases(constructor.node):
+        filled |= set(map(id, (*call.args[:1], *ast.walk(call.func))))
+    return not any(
+        isinstance(each, ast.Name) and each.id in constructor.instances and id(each) not in filled
+        for each in constructor.nodes
+    )

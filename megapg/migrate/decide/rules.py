@@ -442,8 +442,10 @@ class _Planner:
     def _take(self, function: Scope, needs: tuple[str, ...], taking: Collection[Scope]) -> None:
         """Have a function take the parameter, and its callers pass it."""
         threads, path = self.threads, self.threads.paths[function]
-        keeps, behind = threads.keeps(function, path), threads.kept_behind(function, path, taking)
-        of_torch = self.functions.set_up_by(function, path) if keeps and not behind else ()
+        keeps = threads.keeps(function, path) and not threads.is_kept_above(function, path, taking)
+        behind = threads.kept_behind(function, path, taking)
+        is_first = keeps and not threads.above(function, path, taking)
+        of_torch = self.functions.set_up_by(function, path) if is_first else ()
         taken = Taking(function, path, keeps, behind or of_torch, at_first=not of_torch)
         self.result.taking.append(taken)
         edges = [
@@ -460,7 +462,11 @@ class _Planner:
 
 def _is_in_core(path: Path) -> bool:
     """Whether a file is one of a Megatron-core: an import that stays there may close a circle."""
-    return any(path.parts[i : i + 2] == PARALLEL_STATE[:2] for i in range(len(path.parts)))
+    return any(
+        path.parts[i : i + 2] == PARALLEL_STATE[:2]
+        and not Path(*path.parts[:i], "__init__.py").exists()  # else another package's part
+        for i in range(len(path.parts))
+    )
 
 
 def _heard_as(located: Located, index: Index) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,6 +21,7 @@ from megapg.migrate.migration import How
 from megapg.migrate.python.flow import is_ruled_out, runs_before, statements_around
 from megapg.migrate.python.insert import add_argument
 from megapg.migrate.python.methods import (
+    body_of,
     calls_of_bases,
     class_of,
     decorators,
@@ -170,27 +171,58 @@ class Threads:
         """The calls behind which a constructor has to keep what it was passed; none where all of
         them pass it on, or there is no other constructor that keeps something.
         """
-        klass = class_of(function)
-        if klass is None or not self.keeps(function, path):
+        if not self.keeps(function, path):
             return ()
-        others = [
-            each
-            for above in ancestry(klass, path, self._index.resolver)
-            if isinstance(above, Scope) and above is not klass
-            for each in above.defined("__init__")
-            if each in taking
-        ]
-        same = (PARAMETER, self_of(function))
+        others = self.above(function, path, taking)
         passed = {
             id(edge.reference.call)
-            for other in others
-            for edge in self.edges.get(other, ())
-            if edge.is_passed_first(taking)
-            or (edge.supply.expression in same and (edge.caller is None or edge.caller in taking))
+            for edge in self._to_bases(others, function, taking)
+            if edge.is_passed_first(taking) or edge.caller is None or edge.caller in taking
         }
         if not others or all(id(call) in passed for call in calls_of_bases(function.node)):
             return ()
         return tuple(kept_behind(function) or ())
+
+    def is_kept_above(self, function: Scope, path: Path, taking: Collection[Scope]) -> bool:
+        """Whether the first that a constructor does is to pass what it was passed to that of its
+        base, which keeps it.
+        """
+        node = function.node
+        if not isinstance(node, ast.FunctionDef):
+            return False
+        others, calls = self.above(function, path, taking), calls_of_bases(node)
+        passed = [
+            edge.reference.call
+            for edge in self._to_bases(others[:1], function, taking)
+            if edge.supply.expression == PARAMETER and not edge.is_passed_first(taking)
+        ]
+        first = body_of(node)[0]
+        of_base = [each for each in others[:1] if self.keeps(each, self.paths[each])]
+        is_alone = len(calls) == 1 and any(each is calls[0] for each in passed)
+        return (
+            bool(of_base) and is_alone and isinstance(first, ast.Expr) and first.value is calls[0]
+        )
+
+    def above(self, function: Scope, path: Path, taking: Collection[Scope]) -> list[Scope]:
+        """The constructors of the bases of a constructor's class that take the parameter."""
+        klass = class_of(function)
+        return [
+            each
+            for above in (ancestry(klass, path, self._index.resolver) if klass else ())
+            if isinstance(above, Scope) and above is not klass
+            for each in above.defined("__init__")
+            if each in taking
+        ]
+
+    def _to_bases(
+        self, others: Iterable[Scope], function: Scope, taking: Collection[Scope]
+    ) -> Iterator[Edge]:
+        """The calls of some constructors that pass what a constructor was passed, if anything."""
+        same = (PARAMETER, self_of(function))
+        for other in others:
+            for edge in self.edges.get(other, ()):
+                if edge.is_passed_first(taking) or edge.supply.expression in same:
+                    yield edge
 
     # -- who passes it -----------------------------------------------------------------------
 

@@ -31,6 +31,9 @@ from megapg.upstream.mapping import Takes
 _OF_EACH_MODEL = frozenset({"tp", "pp", "mp", "cp", "dp", "dp_cp", "embd", "pos_embd"})
 
 
+_OWN = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef  # with a scope of its own
+
+
 @dataclass(frozen=True, eq=False)
 class LookUp:
     """A variable that is to have a collection."""
@@ -68,10 +71,11 @@ def look_ups(
             if same == of and _means_the_same(other, function, places[0].base)
             for each in several
         ]
+        looking = _Function(function, is_free)
         for together in _of_one_collection(function, rest) if rest else ():
             found = [
                 replace(each, members=(*each.members, *_behind(each.before, inner, function)))
-                for each in _Function(function, is_free).look_ups(together)
+                for each in looking.with_functions(inner, together)
             ]
             served |= {each for look_up in found for each in look_up.members}
             if found:
@@ -159,6 +163,50 @@ class _Function:
         """The function's node."""
         return self.scope.node
 
+    def with_functions(self, inner: Sequence[_Place], places: Sequence[_Place]) -> Iterator[LookUp]:
+        """The look-ups of places that one collection serves: before the first of the functions in
+        this one that can use it, too, where such a function comes before them.
+        """
+        found = list(self.look_ups(places))
+        if not found and len(places) == 1:
+            found = list(self._with_one(inner, places[0]))
+        for each in found:
+            first = self._first_function(inner, places, each)
+            yield each if first is None else replace(each, before=first)
+
+    def _with_one(self, inner: Sequence[_Place], place: _Place) -> Iterator[LookUp]:
+        """The look-up that one place shares with functions in this one, if any."""
+        around = place.around(self.node)
+        if not inner or any(isinstance(each, TRY) for each in around):
+            return
+        at, looked_up = around[-1], LookUp(around[-1], tuple(place.needs), (place.what,))
+        begins = (
+            self.is_free(at) and not isinstance(at, _OWN) and any(_behind(at, inner, self.scope))
+        )
+        if begins or self._first_function(inner, [place], looked_up) is not None:
+            yield looked_up
+
+    def _first_function(
+        self, inner: Sequence[_Place], places: Sequence[_Place], found: LookUp
+    ) -> ast.stmt | None:
+        """The first of the functions with some places in them that is before a look-up."""
+        if not inner or not self._is_passed(inner[0].base.expression):
+            return None
+        chains = [each.around(self.node) for each in places]
+        around = next(chain for chain in chains if found.before in chain)
+        around = around[: around.index(found.before) + 1]
+        functions = {
+            next(each for each in place.around(self.node) if isinstance(each, _OWN))
+            for place in inner
+        }
+        before = (e for e in functions if runs_before(e, around, self.node) and self.is_free(e))
+        return min(before, key=lambda each: each.lineno, default=None)
+
+    def _is_passed(self, name: str) -> bool:
+        """Whether a name is nothing else than a parameter of the function, or a constant."""
+        bindings = self.scope.bindings.get(name, ())
+        return all(isinstance(each, Opaque) and each.parameter for each in bindings)
+
     def look_ups(self, places: Sequence[_Place]) -> Iterator[LookUp]:
         """The look-ups of places that one collection serves."""
         chains = {i: each.around(self.node) for i, each in enumerate(places)}
@@ -213,8 +261,7 @@ class _Function:
     def _fits(self, around: Sequence[ast.stmt], last: ast.stmt, some: Sequence[_Place]) -> bool:
         """Whether what is looked up before a statement is what some places would look up."""
         before, expression = around[-1], some[0].base.expression
-        own = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-        if isinstance(before, own) or not self.is_free(before):
+        if isinstance(before, _OWN) or not self.is_free(before):
             return False
         if not _is_bound(expression, around, last, self.scope):
             return False

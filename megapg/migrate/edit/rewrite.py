@@ -18,8 +18,15 @@ from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.meaning import PARALLEL_STATE
 from megapg.migrate.migration import Edit
 from megapg.migrate.python.analysis import Analysis
+from megapg.migrate.python.flow import blocks
 from megapg.migrate.python.imports import MEGAPG, Imports, Runtime
-from megapg.migrate.python.insert import add_argument, add_behind, add_parameter, add_statement
+from megapg.migrate.python.insert import (
+    add_argument,
+    add_behind,
+    add_parameter,
+    add_statement,
+    newline_of,
+)
 from megapg.migrate.python.locate import quote_in
 from megapg.migrate.python.methods import body_of, first_parameter, parameters
 from megapg.migrate.python.scopes import Imported, Scope, Use
@@ -27,7 +34,8 @@ from megapg.migrate.python.source import Source
 from megapg.migrate.python.unused import names_of
 
 # What a collection is called that several reads of a function share; the first that is free.
-_LOCAL_NAMES = ("pg", "groups", "pg_", "groups_")
+_LOCAL_NAMES = ("pg", "groups", "process_groups", "pg_")
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Writer:
@@ -100,7 +108,7 @@ class Writer:
         that.
         """
         node = taking.function.node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if not isinstance(node, _FUNCTION):
             return False
         if not taking.is_new:
             self._edits += (edits := self._keep(taking, node))
@@ -124,7 +132,7 @@ class Writer:
         if not instance or not body:
             return []
         statement = f"{instance}.{PARAMETER} = {PARAMETER}"
-        first = add_statement(self._source, body[0], statement)
+        first = add_statement(self._source, body[0], statement, over_comment=True)
         behind = [add_behind(self._source, each, statement) for each in taking.behind]
         if behind and (not taking.at_first or all(map(operator.is_, taking.behind, body))):
             edits = behind[-1:]  # nothing that asks for it runs before that one
@@ -221,7 +229,10 @@ class Writer:
                 for scope in _further_in(function, each.members):
                     taken[scope].add(name)  # it reads that of the function around
                 looked_up = self._in_quotes(f"{name} = {self._collection(base, each.needs)}")
-                edit = add_statement(self._source, each.before, looked_up)
+                if isinstance(each.before, _FUNCTION):
+                    looked_up += newline_of(self._source)  # and a blank line before that
+                is_compound = any(blocks(each.before))  # the comment above it is about that
+                edit = add_statement(self._source, each.before, looked_up, over_comment=is_compound)
                 if edit is not None:
                     self._edits.append(edit)
                     self._shared |= dict.fromkeys(each.members, name)

@@ -61,9 +61,17 @@ def add_argument(source: Source, call: ast.Call, argument: str) -> list[Edit]:
     return _append(source, end, [argument], "argument")
 
 
-def add_statement(source: Source, before: ast.stmt, statement: str) -> Edit | None:
+def add_statement(
+    source: Source, before: ast.stmt, statement: str, *, over_comment: bool = False
+) -> Edit | None:
     """The edit that puts a statement on a line of its own before another one; None where that
     does not begin its line.
+
+    Args:
+        source: the file.
+        before: the other one.
+        statement: what is put there.
+        over_comment: whether the comment above the other one is about that alone.
     """
     first = first_line(before)
     begin = source.line_starts[first - 1]
@@ -76,7 +84,14 @@ def add_statement(source: Source, before: ast.stmt, statement: str) -> Edit | No
         return None
     if begin and source.text[:begin].rstrip("\r\n").endswith("\\"):
         return None
+    while over_comment and first > 1 and _is_comment(source, first - 1, indent):
+        first -= 1
+    begin = source.line_starts[first - 1]
     return Edit(begin, begin, f"{indent}{statement}{newline_of(source)}", "statement")
+
+
+def _is_comment(source: Source, line: int, indent: str) -> bool:
+    return source.line_text(line).startswith(f"{indent}#") and line not in source.lines_of_strings
 
 
 def add_behind(source: Source, statement: ast.stmt, added: str) -> Edit | None:

@@ -75,6 +75,16 @@ class Source:
             at += len(self._encoded(self.text[begin:end]))
         return starts
 
+    @cached_property
+    def lines_of_strings(self) -> frozenset[int]:
+        """The numbers of the lines that strings of several lines are in."""
+        return frozenset(
+            line
+            for each in ast.walk(self.tree)
+            if isinstance(each, ast.Constant | ast.JoinedStr) and each.end_lineno != each.lineno
+            for line in range(each.lineno, (each.end_lineno or each.lineno) + 1)
+        )
+
     def _encoded(self, text: str) -> bytes:
         return text.encode(self.encoding)
 
