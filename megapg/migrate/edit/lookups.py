@@ -5,7 +5,7 @@ it stands, and who has its result.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from megapg.migrate.python.flow import (
     binding_statements,
     common_block,
     first_read,
+    is_certain,
     is_repeated,
     runs_before,
     statements_around,
@@ -72,10 +73,11 @@ def look_ups(
             for each in several
         ]
         looking = _Function(function, is_free)
-        for together in _of_one_collection(function, rest) if rest else ():
+        for together in _of_one_collection(function, rest):
+            at_any_time = inner if together[0].base.form == "resolve" else []
             found = [
-                replace(each, members=(*each.members, *_behind(each.before, inner, function)))
-                for each in looking.with_functions(inner, together)
+                _shared_with(each, inner, function)
+                for each in looking.with_functions(at_any_time, together)
             ]
             served |= {each for look_up in found for each in look_up.members}
             if found:
@@ -87,13 +89,27 @@ def _depth(function: Scope) -> int:
 
 
 def _means_the_same(function: Scope, outer: Scope, base: Base) -> bool:
-    """Whether a function in another one can use what that has looked up of what it was passed."""
+    """Whether a function in another one can use what that has looked up of what it was passed: a
+    collection, or nothing; or a model, where it is that one all along.
+    """
     name, each = base.expression, function
+    bound = outer.bindings.get(name, ())
+    if base.form != "resolve" and [getattr(each, "parameter", False) for each in bound] != [True]:
+        return False
     while each is not outer and each.parent is not None and not each.given_to:
         if each.kind == "class" or name in each.bindings:
             return False
         each = each.parent
-    return base.form == "resolve" and function is not outer and each is outer
+    return function is not outer and each is outer
+
+
+def _shared_with(look_up: LookUp, inner: Sequence[_Place], function: Scope) -> LookUp:
+    """A look-up with the functions further in that it serves as well."""
+    serving = [each for each in inner if each.is_served_by(look_up.needs)]
+    found = list(_behind(look_up.before, serving, function))
+    needs = {need for each in serving if each.what in found for need in each.needs}
+    needed = tuple(sorted({*look_up.needs, *needs}))
+    return replace(look_up, needs=needed, members=(*look_up.members, *found))
 
 
 def _behind(
@@ -113,10 +129,21 @@ class _Place:
         self.what, self.base = what, what.base
         if isinstance(what, Decision):
             self.use, self.needs = what.located.use, what.answer.needs
-            at_once = what.answer.takes is not Takes.LAZY
+            is_lazy = what.answer.takes is Takes.LAZY
         else:
-            self.use, self.needs, at_once = what.reference.use, what.needs, True
-        self.is_looked_up = at_once and self.base.form != "plain" and not what.as_read
+            self.use, self.needs, is_lazy = what.reference.use, what.needs, False
+        self.is_looked_up = self.base.form != "plain" and not what.as_read
+        # What carries it may lack what it asks for.
+        self.is_apart = is_lazy and self.base.form == "groups_of"
+
+    def is_served_by(self, fields: Collection[str]) -> bool:
+        """Whether what has some fields has all that it asks for."""
+        if self.base.form == "resolve":
+            return True
+        lacking = {*self.needs} - {*fields}
+        return not self.is_apart and not lacking - (
+            set() if self.base.of_a_part else _OF_EACH_MODEL
+        )
 
     def around(self, function: ast.AST) -> list[ast.stmt]:
         """The statements of a function around it, from the outside in."""
@@ -127,6 +154,14 @@ def _of_one_collection(function: Scope, places: Sequence[_Place]) -> Iterator[li
     """The places that one collection serves. What a model carries has to have all fields that are
     asked for; so it is not asked, for those who may not come to it, for what it may lack.
     """
+    apart: dict[tuple[str, ...], list[_Place]] = {}
+    for each in places:
+        if each.is_apart:
+            apart.setdefault(tuple(each.needs), []).append(each)
+    yield from apart.values()
+    places = [each for each in places if not each.is_apart]
+    if not places:
+        return
     first = first_read(function.node, [each.use for each in places])
     needed: set[str] = set()
     if first is not None:
@@ -148,7 +183,41 @@ def _of_one_collection(function: Scope, places: Sequence[_Place]) -> Iterator[li
     if main and first_read(function.node, [each.use for each in rest]) is not None:
         yield from _of_one_collection(function, rest)
     else:
-        yield from sorted(groups.values(), key=lambda each: -len(each))
+        yield from sorted(_merged(function, groups.values()), key=lambda each: -len(each))
+
+
+def _merged(function: Scope, groups: Iterable[list[_Place]]) -> list[list[_Place]]:
+    """Some groups of places, those as one of which each certainly asks, in one block."""
+    found: list[list[list[_Place]]] = []
+    for group in groups:
+        for others in found:
+            if _are_read_together(function, [*others, group]):
+                others.append(group)
+                break
+        else:
+            found.append([group])
+    return [[place for group in each for place in group] for each in found]
+
+
+def _are_read_together(function: Scope, groups: Sequence[Sequence[_Place]]) -> bool:
+    places = [place for group in groups for place in group]
+    chains = {i: each.around(function.node) for i, each in enumerate(places)}
+    common = common_block(chains, function.node)
+    if common is None:
+        return False
+    certain = {
+        id(place)
+        for place, chain in zip(places, chains.values(), strict=True)
+        if len(chain) == common.depth + 1
+        and is_certain(place.use.node, place.use.parents, chain[-1])
+    }
+    statements = [each for each, _ in common.runs]
+    lines = range(statements[0].lineno, statements[-1].lineno)
+    leaves = any(
+        isinstance(each, ast.Return | ast.Raise | ast.Break | ast.Continue) and each.lineno in lines
+        for each in statements_in(common.outer)
+    )
+    return not leaves and all(any(id(place) in certain for place in each) for each in groups)
 
 
 @dataclass(frozen=True)
