@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -82,9 +82,9 @@ class Unused:
         for each in walk(self.source.tree):
             if isinstance(each, ast.Try) and all(map(_catches_all, each.handlers)):
                 last = each.body[-1].end_lineno or 0
-                for statement in each.body[:-1]:
-                    names = list(map(bound_name, getattr(statement, "names", ())))
-                    if isinstance(statement, Import) and all(
+                for statement in _imports_within(each.body):
+                    names = list(map(bound_name, statement.names))
+                    if all(
                         statement.lineno < use.node.lineno <= last
                         for use in gone
                         if use.root in names and self._is_bound_by(use, statement)
@@ -199,6 +199,15 @@ def _notices_imports(statement: ast.Try | ast.If) -> bool:
 
 def _catches_all(handler: ast.ExceptHandler) -> bool:
     return handler.type is None or last_name(handler.type) in ("Exception", "BaseException")
+
+
+def _imports_within(block: Sequence[ast.stmt]) -> Iterator[Import]:
+    """The imports in a block, and in those in it that no error leaves, with others behind them."""
+    yield from (each for each in block[:-1] if isinstance(each, Import))
+    for each in block:
+        if not isinstance(each, _FUNCTION | ast.ClassDef | ast.Try):
+            for inner in blocks(each):
+                yield from _imports_within(inner)
 
 
 def _as_good_without(statement: ast.Try | ast.If) -> Iterator[ast.Import | ast.ImportFrom]:
