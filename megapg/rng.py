@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointMismatchError, UnsupportedOptionError
-from megapg.layout import Field
+from megapg.layout import Field, ParallelLayout
 from megapg.megatron.core import MegatronCollection, core_version, installed_version
 from megapg.megatron.reading.resolve import require_groups, resolve
 
@@ -58,8 +58,9 @@ def capture_rng_state(
 ) -> list[RngState]:
     """The random streams of this rank as Megatron's list of records.
 
-    It has one record; with ``data_parallel_random_init`` one of each rank of the dp group, in the
-    group's order, and then every rank of the group must call this. Streams of a tracker made for
+    It has one record; with ``data_parallel_random_init`` one of each rank of the dp group (where
+    weights are sharded, gtp_remat, of the ranks with batches of their own), in the group's order,
+    and then every rank of the group must call this. Streams of a tracker made for
     CUDA graphs become tensors. Mirrors ``get_rng_state`` of ``megatron/training/checkpointing.py``.
 
     Args:
@@ -73,10 +74,11 @@ def capture_rng_state(
     needs: tuple[Field, ...] = ("dp",) if data_parallel_random_init else ()
     pg = require_groups(resolve(pg_collection, needs=needs, owner="capture_rng_state"))
     record = _captured()
-    if not data_parallel_random_init or pg.size("dp") == 1:
+    seeded_apart = _seeded_apart(pg, "capture_rng_state") if data_parallel_random_init else "dp"
+    if not data_parallel_random_init or pg.size(seeded_apart) == 1:
         return [record]
-    records = [record] * pg.size("dp")
-    dist.all_gather_object(records, record, group=pg.dp)
+    records = [record] * pg.size(seeded_apart)
+    dist.all_gather_object(records, record, group=getattr(pg, seeded_apart))
     return records
 
 
@@ -103,15 +105,16 @@ def restore_rng_state(
     """
     needs: tuple[Field, ...] = ("dp",) if data_parallel_random_init else ()
     pg = require_groups(resolve(pg_collection, needs=needs, owner="restore_rng_state"))
-    expected = pg.size("dp") if data_parallel_random_init else 1
+    seeded_apart = _seeded_apart(pg, "restore_rng_state") if data_parallel_random_init else "dp"
+    expected = pg.size(seeded_apart) if data_parallel_random_init else 1
     if len(records) != expected:
-        why = f"dp={expected} with" if data_parallel_random_init else "without"
+        why = f"{seeded_apart}={expected} with" if data_parallel_random_init else "without"
         raise CheckpointMismatchError(
             f"restore_rng_state: {len(records)} records where there should be {expected} ({why} "
             "data_parallel_random_init). Pass the list that capture_rng_state() returned, with "
             "the same data_parallel_random_init and dp size."
         )
-    mine = pg.rank("dp") if data_parallel_random_init else 0
+    mine = pg.rank(seeded_apart) if data_parallel_random_init else 0
     _put_back(checked(records[mine], "restore_rng_state"))
 
 
@@ -179,6 +182,14 @@ def fork_rng() -> Iterator[None]:
 
 
 # -- for the checkpoint ------------------------------------------------------------------------
+
+
+def replicas(pg: ProcessGroupCollection | ParallelLayout) -> Field:
+    """The field of all replicas of a pipeline and tensor rank: ``dp_cp``, and where weights are
+    sharded (gtp_remat), the ranks that share them out as well.
+    """
+    sharded = pg.gtp_remat > 1 if isinstance(pg, ParallelLayout) else _shards(pg, "gtp_remat")
+    return "dp_cp_gtp_remat" if sharded else "dp_cp"
 
 
 def seeded_rng_state(
@@ -316,7 +327,7 @@ def _seeds(seed: int, pg: ProcessGroupCollection, data_parallel_random_init: boo
     """Stream -> seed. The data stream's is also that of all streams outside of the tracker."""
     mine = seed + 100 * pg.rank("pp")
     if data_parallel_random_init:
-        mine += 10 * _data_rank(pg)
+        mine += 10 * pg.rank(_seeded_apart(pg, "seed_all"))
     if seed <= 0 or mine > _MAX_SEED:
         raise UnsupportedOptionError(
             f"seed_all: seed={seed} makes {mine} on this rank; both must be from 1 to {_MAX_SEED}."
@@ -335,16 +346,16 @@ def _seeds(seed: int, pg: ProcessGroupCollection, data_parallel_random_init: boo
     return seeds
 
 
-def _data_rank(pg: ProcessGroupCollection) -> int:
-    """This rank among those with batches of their own."""
+def _seeded_apart(pg: ProcessGroupCollection, owner: str) -> Field:
+    """The field whose ranks ``data_parallel_random_init`` seeds differently."""
     if not _shards(pg, "gtp_remat"):
-        return pg.rank("dp")
+        return "dp"
     if pg.size("cp") > 1:
         raise UnsupportedOptionError(
-            "seed_all: data_parallel_random_init with gtp_remat and cp: no field has the ranks of "
+            f"{owner}: data_parallel_random_init with gtp_remat and cp: no field has the ranks of "
             "dp and gtp_remat without those of cp. Leave one of the three out."
         )
-    return pg.rank("dp_cp_gtp_remat")
+    return "dp_cp_gtp_remat"
 
 
 def _shards(pg: ProcessGroupCollection, field: Field) -> bool:

@@ -277,7 +277,10 @@ def _about(path: Path) -> Mapping[str, object]:
 
 # --- the saved layout -----------------------------------------------------------------------------
 
-_SIZES = ("world_size", "tp", "pp", "cp", "ep", "expt_tp", "optimizer_instances")
+_SIZES = (
+    *("world_size", "tp", "pp", "cp", "ep", "expt_tp", "gtp_remat", "expt_gtp_remat"),
+    "optimizer_instances",
+)
 
 
 def _layout(record: Mapping[str, object]) -> ParallelLayout | None:
@@ -318,6 +321,8 @@ def _layout_from_args(args: object) -> ParallelLayout | None:
             "cp": get("context_parallel_size"),
             "ep": get("expert_model_parallel_size"),
             "expt_tp": get("expert_tensor_parallel_size"),
+            "gtp_remat": get("gtp_weight_remat_size"),
+            "expt_gtp_remat": get("expert_gtp_weight_remat_size"),
             "optimizer_instances": get("num_distributed_optimizer_instances"),
             "order": "tp-cp-ep-pp-dp" if get("use_tp_pp_dp_mapping") else DEFAULT_ORDER,
             "vpp": get("virtual_pipeline_model_parallel_size"),

@@ -48,6 +48,7 @@ from megapg.checkpoint.planning import Item
 from megapg.checkpoint.reshard import FORM, OptimizerSharding
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointError, UnsupportedOptionError
+from megapg.rng import replicas
 
 # -- save and load ---------------------------------------------------------------------------------
 
@@ -83,7 +84,7 @@ def with_groups(
     differs from the plain one in how state is gathered at a save, over gloo groups that an
     optimizer on explicit groups doesn't have; on disk they are the same, and so they are here.
     """
-    live = {**(metadata or {}), "dp_cp_group": pg_collection.dp_cp}
+    live = {**(metadata or {}), "dp_cp_group": getattr(pg_collection, replicas(pg_collection))}
     if live.get("distrib_optim_fully_reshardable_mem_efficient"):
         live["distrib_optim_fully_reshardable_mem_efficient"] = False
     return live

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -21,10 +21,27 @@ from megapg.checkpoint.rng_layouts import AXES, KEY, Kind, Read, RngLayout
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import RngStateWarning, UnsupportedOptionError
 from megapg.layout import Field, ParallelLayout
-from megapg.rng import EXPERT_STREAM, RngState, checked, same_device, seeded_rng_state, stream
+from megapg.rng import (
+    EXPERT_SHARD_STREAM,
+    EXPERT_STREAM,
+    SHARD_STREAM,
+    RngState,
+    checked,
+    replicas,
+    same_device,
+    seeded_rng_state,
+    stream,
+)
 
 NEEDS: tuple[Field, ...] = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp")
-"""Fields of a collection that this module reads."""
+"""Fields of a collection that this module reads, beside those of sharded weights (gtp_remat)."""
+
+_OWN: Mapping[str, tuple[str, tuple[Field, ...]]] = {
+    EXPERT_STREAM: ("the experts", ("ep", "expt_tp")),
+    SHARD_STREAM: ("the part of the weights", ("tp", "gtp_remat")),
+    EXPERT_SHARD_STREAM: ("the part of the experts' weights", ("ep", "expt_tp", "expt_gtp_remat")),
+}
+"""Streams that differ between replicas of a pipeline and tensor rank: by what, along which axes."""
 
 
 # -- writing -----------------------------------------------------------------------------------
@@ -43,14 +60,8 @@ def entries(
     and the check of its ``save`` (``validate_access_integrity``) does not.
 
     Raises:
-        UnsupportedOptionError: a layout that is not written, or groups with GTP, whose ranks have
-            no place in any layout.
+        UnsupportedOptionError: a layout that is not written.
     """
-    if getattr(pg, "gtp_remat", None) is not None and pg.size("gtp_remat") > 1:
-        raise UnsupportedOptionError(
-            "random streams of groups with GTP weight rematerialisation can't be saved: the "
-            "formats have no place for its ranks. Save without them."
-        )
     shape, place = _sizes(pg), _place(pg)
     made = []
     for layout in layouts:
@@ -122,7 +133,8 @@ def record_for_this_rank(
     * There is one record for all data-parallel replicas, and the save noted that they drew
       differently: every stream is fresh, but on the first of them, which wrote it.
     * The record was taken on a rank with other experts: ``expert-parallel-rng`` is fresh, equal on
-      the ranks that share experts, and all others are exact.
+      the ranks that share experts, and all others are exact. So it is with the streams of sharded
+      weights (GTP) and another part of the weights, or none.
 
     Nothing live is touched, and the record is known to fit the generators and the tracker here.
 
@@ -180,7 +192,7 @@ class _Search:
         if replica and self._alike is False and full is None:
             return self._afresh(
                 f"{layout.key} has the record of the first data-parallel rank alone, and this one, "
-                f"dp_cp rank {self._place[2]}, drew differently"
+                f"{replicas(pg)} rank {self._place[2]}, drew differently"
             )
         records = layout.read(self._read, self._place)
         index = self._index(len(records))
@@ -192,23 +204,53 @@ class _Search:
         record = records[index]
         if isinstance(record, Mapping) and not same_device(record):
             return self._afresh(f"{layout.key} was saved on another kind of device")
+        lacking = self._lacking(record)
+        if isinstance(record, Mapping) and lacking:
+            record = {**record, "rng_tracker_states": {**_streams(record), **lacking}}
         mine = checked(record, layout.key)
-        streams = mine["rng_tracker_states"]
-        tp = self._tp_with_my_experts(index, len(records))
-        if EXPERT_STREAM not in streams or tp == pg.rank("tp"):
+        streams, lost = mine["rng_tracker_states"], [*lacking]
+        for name in [name for name in _OWN if name in streams and name not in lacking]:
+            tp = self._tp_with_my(_OWN[name][1], index, len(records))
+            if tp is None:
+                streams[name] = self._fresh()["rng_tracker_states"][name]
+                lost.append(name)
+            elif tp != pg.rank("tp"):
+                pp, _, number = self._place
+                theirs = checked(layout.read(self._read, (pp, tp, number))[index], layout.key)
+                streams[name] = theirs["rng_tracker_states"][name]
+        if not lost:
             return mine, RngReport(True, self._exact())
-        if tp is not None:
-            pp, _, dp_cp = self._place
-            theirs = checked(layout.read(self._read, (pp, tp, dp_cp))[index], layout.key)
-            streams[EXPERT_STREAM] = theirs["rng_tracker_states"][EXPERT_STREAM]
-            return mine, RngReport(True, self._exact())
-        streams[EXPERT_STREAM] = self._fresh()["rng_tracker_states"][EXPERT_STREAM]
+        names = " and ".join(lost)
         reason = (
-            f"{layout.key} has no record from a rank with the experts of this one (ep rank "
-            f"{pg.rank('ep')}, expt_tp rank {pg.rank('expt_tp')}), as only one of each pp and tp "
-            f"rank was saved; {EXPERT_STREAM} starts afresh, every other stream is exact"
+            f"{layout.key} {self._why(lost, lacking)}; {names} "
+            f"{'starts' if len(lost) == 1 else 'start'} afresh, every other stream is exact"
         )
         return mine, RngReport(False, reason)
+
+    def _why(self, lost: Sequence[str], lacking: Collection[str]) -> str:
+        """Why these streams are lost, some of them as the checkpoint lacks them."""
+        whys = ["was saved by a run that sharded no weights"] if lacking else []
+        others = [name for name in lost if name not in lacking]
+        if others:
+            what = " and ".join(_OWN[name][0] for name in others)
+            axes = dict.fromkeys(axis for name in others for axis in _OWN[name][1])
+            place = ", ".join(f"{axis} rank {_rank(self._pg, axis)}" for axis in axes)
+            whys.append(
+                f"has no record from a rank with {what} of this one ({place}), as only one of each "
+                "pp and tp rank was saved"
+            )
+        return " and ".join(whys)
+
+    def _lacking(self, record: object) -> dict[str, torch.Tensor]:
+        """Fresh streams of sharded weights, where a run without them has saved."""
+        if not isinstance(record, Mapping) or not isinstance(_streams(record), Mapping):
+            return {}
+        fresh = self._fresh()["rng_tracker_states"]
+        return {
+            name: fresh[name]
+            for name in (SHARD_STREAM, EXPERT_SHARD_STREAM)
+            if name in fresh and name not in _streams(record)
+        }
 
     def _exact(self) -> str:
         if self._layout.kind == "per_rank":
@@ -226,8 +268,9 @@ class _Search:
         then = dict(zip(AXES, layout.sizes, strict=False))
         now = dict(zip(AXES, _sizes(pg), strict=True))
         if saved is not None and _fits(layout, saved):
-            then |= {"ep": saved.ep, "expt_tp": saved.expt_tp}
-            now |= {"ep": pg.size("ep"), "expt_tp": pg.size("expt_tp")}
+            more: tuple[Field, ...] = ("ep", "expt_tp", "gtp_remat", "expt_gtp_remat")
+            then |= {axis: getattr(saved, axis) for axis in more}
+            now |= {axis: _size(pg, axis) for axis in more}
         return ", ".join(
             f"{axis} {then[axis]} -> {now[axis]}" for axis in then if then[axis] != now[axis]
         )
@@ -240,30 +283,35 @@ class _Search:
             return 0
         if saved is not None and (saved.dp, saved.dp * saved.cp) != (dp, dp_cp):
             return None
+        if replicas(pg) != "dp_cp":
+            return self._place[2] if count == pg.size(replicas(pg)) and dp == dp_cp else None
         if count == dp:
             return pg.rank("dp")
         # Megatron-Bridge's list: as that of another dp, where nobody knows the cp.
         return pg.rank("dp_cp") if count == dp_cp and saved is not None else None
 
-    def _tp_with_my_experts(self, index: int, count: int) -> int | None:
-        """The tp rank whose records were taken on ranks with this rank's experts; ours if possible.
+    def _tp_with_my(self, axes: Sequence[Field], index: int, count: int) -> int | None:
+        """The tp rank whose records were taken on ranks that are where this one is along the axes;
+        ours if possible.
 
         Experts are not cut along the dense grid's axes: the record that this rank takes its other
         streams from may be of other experts, and that of another tp rank of the same.
         """
         layout, pg = self._layout, self._pg
-        pp, tp, dp_cp = self._place
+        pp, tp, number = self._place
         known = (
             grid for grid in (self._saved, pg.layout) if grid is not None and _fits(layout, grid)
         )
         grid = next(known, None)
         if grid is None:  # borrowed groups
-            alike = pg.size("ep") == 1 and pg.size("expt_tp") == layout.sizes[1]
+            whole = all(_size(pg, axis) == 1 for axis in ("ep", "gtp_remat", "expt_gtp_remat"))
+            alike = whole and pg.size("expt_tp") == layout.sizes[1]
             return tp if alike or layout.kind == "per_rank" else None
-        mine = pg.rank("ep"), pg.rank("expt_tp")
+        mine = tuple(_rank(pg, axis) for axis in axes)
         for other in sorted(range(layout.sizes[1]), key=lambda each: each != tp):
-            ranks = _taken_on(layout, grid, (pp, other, dp_cp), index, count)
-            if {(at.ep, at.expt_tp) for at in map(grid.coordinates, ranks)} == {mine}:
+            ranks = _taken_on(layout, grid, (pp, other, number), index, count)
+            places = map(grid.coordinates, ranks)
+            if {tuple(getattr(at, axis) for axis in axes) for at in places} == {mine}:
                 return other
         return None
 
@@ -291,21 +339,37 @@ class _Search:
 
 def _fits(layout: RngLayout, grid: ParallelLayout) -> bool:
     """A checkpoint of several modules names one layout, which need not be that of this one."""
-    return (grid.pp, grid.tp, grid.dp * grid.cp)[: len(layout.sizes)] == layout.sizes
+    sizes = (grid.pp, grid.tp, grid.dp * grid.cp * grid.gtp_remat)
+    return sizes[: len(layout.sizes)] == layout.sizes
 
 
 def _taken_on(
     layout: RngLayout, grid: ParallelLayout, at: tuple[int, int, int], index: int, count: int
 ) -> Sequence[int]:
     """Global ranks of the saving run that a record can be from."""
-    rank = grid.ranks[0]
+    rank, all_replicas = grid.ranks[0], replicas(grid)
     place = at if layout.kind == "per_rank" else (*at[:2], 0)
-    for axis, coordinate in zip(AXES, place, strict=True):
+    for axis, coordinate in zip((*AXES[:2], all_replicas), place, strict=True):
         rank = grid.members(axis, rank)[coordinate]
-    writers = grid.members("dp_cp", rank) if layout.kind == "fsdp_dtensor" else (rank,)
+    writers = grid.members(all_replicas, rank) if layout.kind == "fsdp_dtensor" else (rank,)
     if count == 1:
         return writers
-    return [grid.members("dp" if count == grid.dp else "dp_cp", each)[index] for each in writers]
+    listed = "dp" if count == grid.dp and all_replicas == "dp_cp" else all_replicas
+    return [grid.members(listed, each)[index] for each in writers]
+
+
+def _streams(record: Mapping[str, object]) -> Mapping[str, object]:
+    """Those of the tracker; as they are, where they are no mapping."""
+    return cast("Mapping[str, object]", record.get("rng_tracker_states"))
+
+
+def _size(pg: ProcessGroupCollection, axis: Field) -> int:
+    """Along an axis; 1 where the collection has none such."""
+    return 1 if getattr(pg, axis, None) is None else pg.size(axis)
+
+
+def _rank(pg: ProcessGroupCollection, axis: Field) -> int:
+    return 0 if getattr(pg, axis, None) is None else pg.rank(axis)
 
 
 def _digest(records: Sequence[object]) -> bytes:
@@ -313,7 +377,8 @@ def _digest(records: Sequence[object]) -> bytes:
     for record in records:
         if isinstance(record, Mapping):
             streams = dict(record.get("rng_tracker_states") or {})
-            streams.pop(EXPERT_STREAM, None)
+            for own in _OWN:
+                streams.pop(own, None)
             record = {**record, "rng_tracker_states": streams}
         for piece in _bytes(record):
             content.update(piece)
@@ -342,8 +407,8 @@ def _bytes(value: object) -> Iterable[bytes]:
 
 
 def _sizes(pg: ProcessGroupCollection) -> tuple[int, int, int]:
-    return pg.size("pp"), pg.size("tp"), pg.size("dp_cp")
+    return pg.size("pp"), pg.size("tp"), pg.size(replicas(pg))
 
 
 def _place(pg: ProcessGroupCollection) -> tuple[int, int, int]:
-    return pg.rank("pp"), pg.rank("tp"), pg.rank("dp_cp")
+    return pg.rank("pp"), pg.rank("tp"), pg.rank(replicas(pg))

@@ -67,7 +67,7 @@ from megapg.layout import ParallelLayout
 from megapg.megatron.core import MegatronCollection, core_version
 from megapg.megatron.reading.resolve import require_groups, resolve
 from megapg.rendezvous.joint_work import CancelledError, JointWork, OthersFailedError
-from megapg.rng import capture_rng_state
+from megapg.rng import capture_rng_state, replicas
 from megapg.torch_private import StorageInfo
 
 logger = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ def save_checkpoint(
             state["rank_extra"] = ShardedObject(RANK_EXTRA, rank_extra, (ranks,), (number,))
         team.agree("state")
         with exchanging("names of tensors", team):
-            items, common = plan_save(state, pg.dp_cp if fully_parallel else None)
+            items, common = plan_save(state, getattr(pg, replicas(pg)) if fully_parallel else None)
         items += weights.items + pieces
         memory = None
         if asynchronous:

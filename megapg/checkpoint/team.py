@@ -26,7 +26,10 @@ from megapg.rendezvous.store import StoreError
 _TIMEOUT = 300.0
 """Seconds of silence after which a rank is given up, with groups that no session owns."""
 
-_SIZES = ("world_size", "tp", "pp", "cp", "ep", "expt_tp", "vpp", "order", "optimizer_instances")
+_SIZES = (
+    *("world_size", "tp", "pp", "cp", "ep", "expt_tp", "gtp_remat", "expt_gtp_remat"),
+    *("vpp", "order", "optimizer_instances"),
+)
 
 # The orders that Megatron has: its default, and that of --use-tp-pp-dp-mapping.
 _ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")

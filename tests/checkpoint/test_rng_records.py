@@ -27,10 +27,14 @@ from megapg.errors import (
     UnsupportedOptionError,
 )
 from megapg.layout import ParallelLayout
+from megapg.megatron import parallel_state
 from megapg.rng import (
+    EXPERT_SHARD_STREAM,
     EXPERT_STREAM,
+    SHARD_STREAM,
     TENSOR_STREAM,
     capture_rng_state,
+    replicas,
     restore_rng_state,
     seed_all,
     seeded_rng_state,
@@ -224,12 +228,24 @@ LAYOUTS = [
     ParallelLayout(world_size=8, tp=2, pp=2, ep=2, expt_tp=1, order="tp-cp-ep-pp-dp"),
     ParallelLayout(world_size=8, tp=2, cp=2, ep=2, order="ep-dp-tp-cp-pp"),
     ParallelLayout(world_size=4, tp=2, ep=2, ranks=(2, 3, 8, 9)),
+    ParallelLayout(world_size=8, tp=2, gtp_remat=2),
+    ParallelLayout(world_size=8, tp=2, gtp_remat=4, ep=2, expt_gtp_remat=2),
+    ParallelLayout(world_size=8, pp=2, ep=2, expt_gtp_remat=2),
 ]
+OWN = {
+    EXPERT_STREAM: ("pp", "ep", "expt_tp"),
+    SHARD_STREAM: ("pp", "tp", "gtp_remat"),
+    EXPERT_SHARD_STREAM: ("pp", "ep", "expt_tp", "expt_gtp_remat"),
+}
 
 
 def sizes_of(layout):
-    names = ("tp", "pp", "cp", "ep", "expt_tp", "order", "ranks")
+    names = ("tp", "pp", "cp", "ep", "expt_tp", "order", "ranks", "gtp_remat", "expt_gtp_remat")
     return {name: getattr(layout, name) for name in names}
+
+
+def seeded_apart(layout):
+    return "dp" if layout.gtp_remat == 1 else "dp_cp_gtp_remat"
 
 
 class Run:
@@ -242,7 +258,7 @@ class Run:
         self.entries = {}
         for rank in layout.ranks:
             with self.playing(rank) as pg:
-                own = [self.records[each] for each in pg.ranks("dp")]
+                own = [self.records[each] for each in pg.ranks(seeded_apart(self.layout))]
                 mine = own if random_init else [self.records[rank]]
                 for entry in entries(mine, pg):
                     if entry.replica_id == 0:
@@ -288,25 +304,53 @@ def test_a_stream_is_restored_on_the_rank_that_had_it_or_is_nobodys(layout, rand
             assert {r: streams_of(record) for r, (record, _) in found.items()} == had
 
         found = loaded(run, layout, run.only(2), known)
-        experts = {}
+        shared = {}
         for rank, (record, report) in found.items():
-            streams, mine = streams_of(record), dict(had[rank])
-            expert, own = streams.pop(EXPERT_STREAM), mine.pop(EXPERT_STREAM)
-            assert streams == mine
-            assert report.exact is (expert == own)
-            assert report.exact or expert not in everything
-            at = layout.coordinates(rank)
-            shared = (at.pp, at.ep, at.expt_tp, at.dp if random_init else 0)
-            experts.setdefault(shared, set()).add(expert)
-            writer = layout.members("dp_cp", rank)[0]
-            there = layout.coordinates(
-                layout.members("dp", writer)[at.dp] if random_init else writer
-            )
-            if (there.ep, there.expt_tp) == (at.ep, at.expt_tp):
-                assert report.exact
-        assert all(len(each) == 1 for each in experts.values())
-        if layout.ep == 1 and layout.expt_tp == layout.tp:
+            streams, mine, at = streams_of(record), had[rank], layout.coordinates(rank)
+            assert streams.keys() == mine.keys()
+            others = layout.members(seeded_apart(layout), rank)
+            number = others.index(rank) if random_init else 0
+            writer = layout.members(replicas(layout), rank)[0]
+            if random_init:
+                writer = layout.members(seeded_apart(layout), writer)[number]
+            there = layout.coordinates(writer)
+            for name, state in streams.items():
+                axes = OWN.get(name, ())
+                place = tuple(getattr(at, axis) for axis in axes)
+                if name not in OWN or place == tuple(getattr(there, axis) for axis in axes):
+                    assert state == mine[name], name
+                if name in OWN:
+                    assert (state == mine[name]) or state not in everything
+                    shared.setdefault((name, place, number), set()).add(state)
+            assert report.exact is (streams == mine)
+            for name in OWN.keys() & streams.keys():
+                assert (name in report.reason) is (streams[name] != mine[name])
+        assert all(len(each) == 1 for each in shared.values())
+        if layout.ep == layout.gtp_remat == 1 and layout.expt_tp == layout.tp:
             assert all(report.exact for _, report in found.values())
+
+
+def test_sharded_weights_get_fresh_streams_of_a_run_without_them():
+    layout = ParallelLayout(world_size=8, tp=2, gtp_remat=2)
+    run = Run(ParallelLayout(world_size=8, tp=2))
+    for known in (True, False):
+        found = loaded(run, layout, [*run.entries], known)
+        shards = {}
+        for rank, (record, report) in found.items():
+            assert not report.exact
+            streams, mine = streams_of(record), streams_of(run.records[rank])
+            at = layout.coordinates(rank)
+            shards.setdefault((at.tp, at.gtp_remat), set()).add(streams.pop(SHARD_STREAM))
+            if known:
+                assert "gtp_remat 1 -> 2" in report.reason
+            else:  # of Megatron's: it has as many replicas, and may be of this layout
+                assert report.reason == (
+                    "rng_state was saved by a run that sharded no weights; gtp-remat-rng starts "
+                    "afresh, every other stream is exact"
+                )
+                assert streams == mine
+        assert [len(each) for each in shards.values()] == [1] * 4
+        assert len(set.union(*shards.values())) == 4
 
 
 def test_experts_of_the_last_ranks_start_afresh_and_the_reason_says_whose():
@@ -579,7 +623,26 @@ def test_entries_have_megatrons_keys_and_replicas():
         ]
         with pytest.raises(UnsupportedOptionError, match="'fsdp_dtensor' can't be written"):
             entries([], pg, ("fsdp_dtensor",))
-        fields = {f: getattr(pg, f) for f in ("tp", "pp", "dp_cp")}
-        gtp = ProcessGroupCollection.from_groups(**fields, gtp_remat=pg.dp)
-        with pytest.raises(UnsupportedOptionError, match="GTP"):
-            entries([], gtp)
+
+
+@pytest.mark.skipif(
+    not hasattr(parallel_state, "get_gtp_weight_remat_group"), reason="this core shards no weights"
+)
+def test_ranks_that_shard_weights_have_the_place_that_megatron_gives_them():
+    assert distributed(placed, 8)
+
+
+def placed():
+    warnings.simplefilter("ignore")
+    with megatron_on_cpu(), megapg.session(tp=2, gtp_remat=2, timeout=60) as session:
+        pg = session.groups
+        with megapg.published(pg):
+            replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+            of_all = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        per_rank, older = entries([], pg)
+        assert (per_rank.global_shape, per_rank.global_offset) == (
+            (1, 2, of_all),
+            (0, pg.rank("tp"), replica),
+        )
+        assert (older.global_shape, older.replica_id) == ((1, 2), replica)
+    return True
