@@ -44,6 +44,8 @@ TARGETS = {16: 0.25, 32: 0.25, 64: 0.25}
 """World size -> most that the session may cost of initialize_model_parallel, creation alone."""
 
 _WARM_UP = -1
+_OWN_PAGES = 32
+"""More ranks than so many would not fit: there each contestant pays for having been forked."""
 _TRIAL_S = 90.0  # torch's own waits in a trial; a trial takes seconds
 
 
@@ -194,9 +196,10 @@ def _report(work: Callable[[], RankTrial], writer: int) -> NoReturn:
 
 
 def _trial(plan: Plan, index: int) -> RankTrial:
-    own_every_page()
     contestant = CONTESTANTS[plan.contestant]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size <= _OWN_PAGES:
+        own_every_page()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     waiting = timedelta(seconds=_TRIAL_S)
     shared = dist.TCPStore(address, port, is_master=False, timeout=waiting)

@@ -5,13 +5,15 @@
 With one GPU every communicator has one rank; with more, those of a layout over all of them are
 tried too. Each way of suspending runs in processes of its own: create, use, suspend, resume, use,
 and then cycle by cycle, with what is free on the device looked at in between. It takes the torch
-that this Python has, and nothing else but megapg and its dependencies. Exit status 1: a sum was
-wrong or memory drifted. 2: there is no GPU.
+that this Python has, and nothing else but megapg and its dependencies. Where torchcomms can be
+imported, a session on it is used as well. Exit status 1: a sum was wrong or memory drifted. 2:
+there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 import time
@@ -111,6 +113,21 @@ def live(way: How, backend: str, cycles: int) -> Life:
     )
 
 
+def on_torchcomms() -> bool:
+    """On every rank: whether sums are right over groups that torchcomms makes."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with megapg.session(tp=2 if int(os.environ["WORLD_SIZE"]) % 2 == 0 else 1) as session:
+        return _use(session, torch.ones(1, device=device))
+
+
+def _torchcomms_there() -> bool:
+    """The package index has one of that name that is empty."""
+    try:
+        return importlib.util.find_spec("torchcomms._comms") is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def _use(session: megapg.Session, value: torch.Tensor) -> bool:
     right = True
     for field in _USED:
@@ -208,6 +225,12 @@ def main() -> int:
             lives.append((way, run_distributed(work, world_size, deadline=600.0)))
             fine = fine and _ok(lives[-1][1])
         print(table(world_size, lives, options.cycles).markdown(), end="\n\n")
+        sums = "not there"
+        if _torchcomms_there():
+            wanted = {"TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1"}
+            right = all(run_distributed(on_torchcomms, world_size, deadline=600.0, env=wanted))
+            sums, fine = "sums are right" if right else "sums are WRONG", fine and right
+        print(f"{world_size} ranks on torchcomms: {sums}", end="\n\n")
     return 0 if fine else 1
 
 

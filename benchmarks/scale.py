@@ -186,7 +186,7 @@ SIMULATED: Mapping[int, tuple[str, ...]] = {
     131_072: ("start-up", "save_checkpoint()", "close()"),
 }
 QUICK = (64, 1_024)
-REAL = 64
+REAL = (64, 128)
 LAYOUTS = (("tp=8 pp=8", {"tp": 8, "pp": 8}), ("tp=8 pp=8 ep=8", {"tp": 8, "pp": 8, "ep": 8}))
 
 
@@ -196,13 +196,13 @@ class Findings:
 
     Attributes:
         simulated: world size -> phase -> what it took.
-        real: how many real ranks there were, and what each asked for in each phase.
-        played: the same phases of as many simulated ones.
+        real: how many real ranks there were -> phase -> what each asked for.
+        played: the same of as many simulated ones.
     """
 
     simulated: dict[int, dict[str, Phase]]
-    real: tuple[int, dict[str, list[Tally]]]
-    played: dict[str, Phase]
+    real: dict[int, dict[str, list[Tally]]]
+    played: dict[int, dict[str, Phase]]
 
 
 def run(*, quick: bool = False) -> Iterator[Findings | None]:
@@ -214,9 +214,15 @@ def run(*, quick: bool = False) -> Iterator[Findings | None]:
         for name, phase in steps.phases(*SIMULATED[size]):
             simulated[size][name] = phase
             yield None
-    size = 8 if quick else REAL
-    played = dict(Steps(ParallelLayout(world_size=size), "gloo").phases(*PHASES))
-    yield Findings(simulated, (size, real(size)), played)
+    sizes = (8,) if quick else REAL
+    yield Findings(
+        simulated,
+        {size: real(size) for size in sizes},
+        {
+            size: dict(Steps(ParallelLayout(world_size=size), "gloo").phases(*PHASES))
+            for size in sizes
+        },
+    )
 
 
 def steps(*, quick: bool = False) -> int:
@@ -302,18 +308,19 @@ def _calls(findings: Findings) -> Table:
 
 
 def _checked(findings: Findings) -> Table:
-    size, found = findings.real
     rows = tuple(
         (
             f"{size} ranks: {name}",
             _spread(each.writes for each in ranks[1:]),
-            _spread(each.writes for each in findings.played[name].ranks[1:]),
-            "the same on every rank" if same(ranks, findings.played[name], name) else "DIFFERENT",
+            _spread(each.writes for each in played.ranks[1:]),
+            "the same on every rank" if same(ranks, played, name) else "DIFFERENT",
             _spread(each.calls for each in ranks[1:]),
-            _spread(each.calls for each in findings.played[name].ranks[1:]),
-            f"{ranks[0].calls} / {findings.played[name].ranks[0].calls}",
+            _spread(each.calls for each in played.ranks[1:]),
+            f"{ranks[0].calls} / {played.ranks[0].calls}",
         )
+        for size, found in findings.real.items()
         for name, ranks in found.items()
+        for played in [findings.played[size][name]]
     )
     return Table(
         "The same counted on real ranks",
@@ -345,10 +352,8 @@ def _groups() -> Table:
         (
             "On a WORLD that is bound to a device (`init_process_group(device_id=...)`) torch's "
             "new_group splits every group of every rank from WORLD, and all ranks call it for all "
-            "of them. torch 2.13's split_group takes all groups of a family with one call; it is "
-            "not used yet. On any other WORLD, those that megapg makes among them, a rank calls "
-            "for "
-            "the groups that it is in. Of the first rank, which is in the most.",
+            "of them. A session makes one call a family (torch 2.13 or newer). On any other WORLD "
+            "a rank calls for the groups that it is in. Of the first rank, which is in the most.",
         ),
     )
 

@@ -15,7 +15,8 @@ from ports import free_port
 import megapg
 from megapg.errors import UnsupportedVersionError
 
-SUPPORT = Path(__file__).parents[1] / "support"
+ROOT = Path(__file__).parents[2]
+SUPPORT = ROOT / "tests" / "support"
 of_2_13 = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason="the stand-in knows what torch 2.13 asks"
 )
@@ -23,7 +24,7 @@ of_2_13 = pytest.mark.skipif(
 
 def environment(**more):
     ours = {"TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1", "OMP_NUM_THREADS": "1", **more}
-    paths = [str(SUPPORT / "torchcomms_stub"), str(SUPPORT.parents[1])]
+    paths = [str(SUPPORT / "torchcomms_stub"), str(ROOT)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **ours}
 
 
@@ -54,6 +55,24 @@ def test_a_session_of_four_ranks_splits_every_family_from_world_once():
     )
     assert of_first["out of order"].startswith("ranks=[3, 1, 0, 2]: WORLD is bound to a device")
     assert "or give the ranks in ascending order" in of_first["out of order"]
+
+
+@of_2_13
+def test_the_run_on_gpus_tries_it_where_it_is_there():
+    asked = [sys.executable, "-m", "benchmarks.gpu", "--on-gloo", "2", "--cycles", "1"]
+    variables = environment()
+    del variables["TORCH_DISTRIBUTED_USE_TORCHCOMMS"]
+    for path, said in ((variables["PYTHONPATH"], "sums are right"), (str(ROOT), "not there")):
+        done = subprocess.run(
+            asked,
+            cwd=ROOT,
+            env={**variables, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert f"2 ranks on torchcomms: {said}" in done.stdout
 
 
 def test_torchcomms_that_is_not_there_is_an_error(monkeypatch):

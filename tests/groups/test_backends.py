@@ -1,0 +1,81 @@
+"""The table of backends: what gloo refuses, so that megapg does without, and who takes options."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megapg
+from megapg import CommunicatorOptions
+from megapg.communicators.backends import BACKENDS, backend_for, rows_of
+from megapg.errors import UnsupportedOptionError
+from megapg.testing import run_distributed
+
+pytestmark = pytest.mark.torch
+
+GIVEN = CommunicatorOptions(
+    is_high_priority_stream=True, cga_cluster_size=2, min_ctas=4, max_ctas=8, net_name="Socket"
+)
+
+
+def said(doing):
+    with pytest.raises((RuntimeError, TypeError, AttributeError)) as caught:
+        doing()
+    return str(caught.value)
+
+
+def refused_by_gloo():
+    with megapg.session(tp=2, timeout=30) as session:
+        world = dist.group.WORLD
+        backend = world._get_backend(torch.device("cpu"))
+        assert BACKENDS["gloo"].cannot_suspend()
+        for name in ("suspend", "resume"):
+            assert name in said(lambda name=name: getattr(backend, name)())
+        assert not getattr(backend, "supports_shrinking", False)
+        assert "shrink" in said(lambda: dist.shrink_group([1]))
+        if torch.__version__ < "2.15":  # from then on gloo's WORLD has a device, too
+            assert "No device associated" in said(lambda: dist.split_group(split_ranks=[[0, 1]]))
+        assert not session._world.splits("gloo")
+        # Nor does a session ask any of it: its way is another one.
+        assert session.suspend().how == "recreate"
+        session.resume()
+        value = torch.ones(1)
+        dist.all_reduce(value, group=session.groups.tp)
+        assert value == 2
+    return True
+
+
+def test_what_gloo_refuses_is_not_asked_of_it():
+    assert run_distributed(refused_by_gloo, 2) == [True, True]
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(CommunicatorOptions)])
+def test_options_are_taken_or_refused_by_name(name):
+    options = CommunicatorOptions(**{name: getattr(GIVEN, name)})
+    for row in BACKENDS.values():
+        assert row.options("dp", CommunicatorOptions()) is None
+        if row.name in ("nccl", "nccl2") and dist.is_nccl_available():
+            made = row.options("dp", options)
+            where = made if name == "is_high_priority_stream" else made.config
+            assert getattr(where, name) == getattr(GIVEN, name)
+            assert row.options("dp", options) is not made  # nor is one changed for another field
+        else:
+            named = "without NCCL" if row.name in ("nccl", "nccl2") else f"{name}="
+            with pytest.raises(UnsupportedOptionError, match=f"^dp: .*{named}"):
+                row.options("dp", options)
+
+
+def test_options_that_nccl_does_not_have_are_refused():
+    if not dist.is_nccl_available():
+        pytest.skip("this torch was built without NCCL")
+    with pytest.raises(UnsupportedOptionError, match="NCCL has 'IB' and 'Socket'"):
+        BACKENDS["nccl"].options("dp", CommunicatorOptions(net_name="carrier pigeon"))
+
+
+def test_a_device_map_goes_by_its_first_row():
+    assert backend_for("cpu:gloo,cuda:nccl") is BACKENDS["nccl"]
+    assert [row.name for row in rows_of("cpu:gloo,cuda:nccl2")] == ["nccl2", "gloo"]
+    assert rows_of("mpi") == []
+    with pytest.raises(UnsupportedOptionError, match="backend='torchcomms' is not one of nccl, "):
+        backend_for("torchcomms")
