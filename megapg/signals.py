@@ -70,9 +70,7 @@ class NoSignals:
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """Around what must not be torn: a signal that comes meanwhile counts at its end. Then stop
-        listening.
-        """
+        """Around what must not be torn: a signal counts at its end. Then stop listening."""
         yield
 
     @contextlib.contextmanager

@@ -192,9 +192,7 @@ def layout_of_checkpoint(path: Path) -> ParallelLayout | None:
 
 
 def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
-    """The ``.metadata`` of a checkpoint directory, compared with the manifest if there is one;
-    raises as :func:`read_contents`.
-    """
+    """The ``.metadata`` of a checkpoint, held to a manifest; raises as :func:`read_contents`."""
     _check_there(path)
     file = path / INDEX_FILE
     metadata = parse_metadata(_small(file, LARGEST_PICKLE, manifest), str(file))
@@ -206,9 +204,7 @@ def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
 def read_common(
     path: Path, metadata: Metadata, manifest: Manifest | None = None, *, check: bool = False
 ) -> Mapping[str, object]:
-    """The common state of a checkpoint directory, checked on request; raises as
-    :func:`read_contents`.
-    """
+    """The common state of a checkpoint, checked on request; raises as :func:`read_contents`."""
     file = path / COMMON_FILE
     if manifest is not None and (file.exists() or COMMON_FILE in manifest.sha256):
         common = load_safely(manifest.read(COMMON_FILE, LARGEST_PICKLE), str(file))
@@ -244,9 +240,7 @@ def wrong_format(form: object) -> str:
 
 
 def wrong_name(path: Path, common: Mapping[str, object]) -> str:
-    """What is wrong if a directory is called after another iteration than its common state has, as
-    in "holds iteration 5"; empty if nothing.
-    """
+    """What contradicts a directory's name, as in "holds iteration 5"; empty if nothing."""
     saved = common.get("iteration")
     if path.name == RELEASE or type(saved) is not int or iteration_of(path.name) in (None, saved):
         return ""

@@ -140,9 +140,7 @@ class Entries:
         return seals.get(place.relative_path, {}).get(place.offset) if self._check else None
 
     def _members(self, whole: memoryview, place: StorageInfo, key: str) -> Mapping[str, memoryview]:
-        """The members of an entry, checked unless its seal was; none if it is no archive, and not
-        to be checked.
-        """
+        """An entry's members, checked unless its seal was; none if it is no archive, unchecked."""
         try:
             if self._check and self._seal(place) is None:
                 return archive.check(whole)
@@ -223,9 +221,7 @@ def flaw(tensor: TensorStorageMetadata) -> str:
 
 
 def _is_grid(chunks: list[ChunkStorageMetadata]) -> bool:
-    """Whether no two chunks overlap, as nearly always, because they are cut along straight lines
-    through the whole tensor.
-    """
+    """Whether the chunks are cut along lines through the whole tensor: then none overlap."""
     cuts = 1
     for ranges in zip(*map(_ranges, chunks), strict=True):
         ordered = sorted(set(ranges))

@@ -296,9 +296,7 @@ def _key(leaf: object) -> str:
 def _check(
     sharded: State, metadata: Metadata, strict: bool
 ) -> tuple[set[str], dict[str, tuple[int, ...]]]:
-    """Keys that the checkpoint lacks, and those of another shape there with that, if it is allowed;
-    everything else must fit.
-    """
+    """Keys that the checkpoint lacks, and key -> shape where it may differ; all else must fit."""
     missing, resized, wrong = set(), dict[str, tuple[int, ...]](), list[str]()
     for leaf in dict_utils.nested_values(sharded):
         key = _key(leaf)

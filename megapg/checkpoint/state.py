@@ -82,9 +82,7 @@ def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def behind(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The chunks with ``overlap_param_gather``: until the next forward pass a rank has only its own
-    shard of their new weights.
-    """
+    """With ``overlap_param_gather`` a rank has its shard alone until the next forward pass."""
     configs = [getattr(chunk, "ddp_config", None) for chunk in chunks]
     late = [getattr(config, "overlap_param_gather", False) for config in configs]
     return [chunk for chunk, is_late in zip(chunks, late, strict=True) if is_late]

@@ -212,9 +212,7 @@ def _write(stream: _Stream, data: torch.Tensor | io.BytesIO) -> None:
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with nothing behind them, which torch would write too; if it can be, in the
-    same memory.
-    """
+    """The same values without what lies behind them, which torch would write; a copy if need be."""
     if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         return tensor
     if not tensor.numel():

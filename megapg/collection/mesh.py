@@ -35,9 +35,7 @@ def mesh_of(
     device_type: str = "",
     names: Sequence[str] = (),
 ) -> DeviceMesh:
-    """See :meth:`megapg.ProcessGroupCollection.mesh`. ``names``: of the dimensions, the fields'
-    unless given.
-    """
+    """As :meth:`megapg.ProcessGroupCollection.mesh`, with dimensions of other ``names``."""
     pg.require(*fields, owner="mesh()")
     ranks, shape = _grid(pg, fields)
     groups = {

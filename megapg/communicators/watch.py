@@ -70,9 +70,7 @@ class Watch:
         self._coordinator.tally("steps", 1)
 
     def call_off(self, problem: str, *, within: float = SOON) -> None:
-        """Tell the others to stop, and why; if the store is what failed, they will see for
-        themselves.
-        """
+        """Tell the others to stop, and why; if the store has failed, they see for themselves."""
         with contextlib.suppress(StoreError):
             self._coordinator.post("problem", problem, within=within)
             self._coordinator.tally("failed", 1, within=within)

@@ -1,6 +1,4 @@
-"""The report as people read it: the verdict first, then the facts, as tables on a terminal and one
-per line where it is piped.
-"""
+"""The report for people: the verdict, then the facts, as tables or, in a pipe, one a line."""
 
 from __future__ import annotations
 

@@ -155,9 +155,7 @@ class Sizes:
         return None
 
     def _product(self, *names: str) -> tuple[str, int]:
-        """Sizes multiplied, as text, in which weight rematerialisation is left out unless used; and
-        the product.
-        """
+        """Sizes multiplied, as text (rematerialisation only where it is used); and the product."""
         sizes = {name: getattr(self, name) for name in names}
         shown = [f"{k}={n}" for k, n in sizes.items() if n > 1 or "remat" not in k]
         return " x ".join(shown), math.prod(sizes.values())

@@ -158,9 +158,7 @@ class Hellos:
         return ahead or hello.attempt == self.mine.attempt
 
     def catch_up(self, hellos: Iterable[Hello | None]) -> None:
-        """Count as many attempts as those that have declined: what they said is answered then, and
-        no reason to end the next attempt.
-        """
+        """Count the attempts of those that declined: their word does not end the next attempt."""
         attempts = [hello.attempt for hello in hellos if hello and hello.state == "declined"]
         self.mine = replace(self.mine, attempt=max([self.mine.attempt, *attempts]))
 

@@ -187,9 +187,7 @@ def _uneven_all_gather(old: Any) -> Any:
 
 
 def _reduce_scatter(old: Any) -> Any:
-    """Sum and scatter pieces, of unequal sizes too, by a reduction each: gloo has nothing for it
-    in some releases of torch.
-    """
+    """Sum and scatter pieces, uneven ones too, by a reduction each: not every gloo can."""
 
     def reduce_scatter(
         result: Any, pieces: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **kwargs: Any

@@ -172,9 +172,7 @@ def enter_schedule(pg_collection):
 
 
 def test_where_the_core_tests_the_class_it_takes_to_megatron(pg):
-    """pipeline_parallel/schedules.py: 0.19.2:2192 tests the class (0.17.1:2091, 0.18.2:2142);
-    0.16.1 does not.
-    """
+    """pipeline_parallel/schedules.py tests it in 0.17.1:2091, 0.18.2:2142, 0.19.2:2192."""
     with pytest.raises(ReachedSchedule):
         enter_schedule(to_megatron(pg))
     expected = ReachedSchedule if core_version() < (0, 17) else TypeError

@@ -71,9 +71,7 @@ def forge():
 
 @dataclass
 class Heard:
-    """How it ended for a rank: the class of the error, what it says, after which time, and which
-    ranks it blames.
-    """
+    """How it ended for a rank: class and text of the error, after which time, whom it blames."""
 
     kind: str
     text: str

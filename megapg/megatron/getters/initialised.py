@@ -22,9 +22,7 @@ def is_initialized(pg_collection: ProcessGroupCollection | MegatronCollection | 
 
 
 def is_unitialized(pg_collection: ProcessGroupCollection | MegatronCollection | None) -> bool:
-    """For ``is_unitialized()``, which there is up to 0.16: the opposite of
-    :func:`is_initialized`, asked of the same.
-    """
+    """For ``is_unitialized()``, there up to 0.16: the opposite of :func:`is_initialized`."""
     pg, getter = _asked(pg_collection), "is_unitialized"
     if isinstance(pg, GlobalGroups) and modules_at_hand() and can_be_asked(getter):
         return bool(pg.ask(getter))

@@ -200,9 +200,7 @@ class GlobalGroups(ProcessGroupCollection):
             raise self._missing(self._absent("GlobalGroups", [field])) from error
 
     def _held(self, name: str, call: Callable[[_Getter, Mapping[str, object]], object]) -> object:
-        """What the globals have for a field or an extra; ``_ABSENT`` where they have nothing, or
-        what no field can hold.
-        """
+        """What the globals have for a field or an extra; ``_ABSENT`` if no field can hold that."""
         nothing = None if name in OPTIONAL_FIELDS else _ABSENT
         question = _question(name, "group")
         try:
@@ -272,9 +270,7 @@ class GlobalGroups(ProcessGroupCollection):
 
 
 def _question(name: str, what: str) -> tuple[_Getter, Mapping[str, object]] | None:
-    """The getter that answers ``what`` of a field or an extra, with its arguments; None where this
-    core has none.
-    """
+    """The getter that answers ``what`` of a field or an extra, and its arguments; or None."""
     getters = GETTERS.get(name)
     getter = getter_at_hand(getattr(getters, what)) if getters else None
     arguments = _fitting(getter, getters.flags) if getters and getter else None
@@ -288,9 +284,7 @@ def initialised() -> bool:
 
 
 def put_there(getter: _Getter) -> bool:
-    """Whether somebody has a part in what a getter answers: it was replaced, or a rank or a size
-    is set.
-    """
+    """Whether somebody had a part in a getter's answer: replaced it, or set a rank or a size."""
     if getattr(getter, "__globals__", None) is not globals_of_core():
         return True
     state = globals_of_core().items()

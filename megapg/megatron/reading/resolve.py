@@ -173,9 +173,7 @@ def globals_policy(policy: GlobalsPolicy) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Place:
-    """A call that ran: of its frame, by the names there, what can be kept. A frame that is kept
-    keeps the models in its variables.
-    """
+    """What can be kept of a frame, by its names; a frame keeps the models in its variables."""
 
     f_code: CodeType
     f_lasti: int
@@ -350,9 +348,7 @@ def _home(frame: FrameType) -> str:
 
 
 def _call_site(frame: FrameType) -> FrameType:
-    """Who called the function that runs in ``frame``; torch's own machinery, such as that which
-    calls forward(), is passed over.
-    """
+    """Who called the function that runs in ``frame``; torch's own machinery is passed over."""
     caller = frame.f_back
     while caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
         caller = caller.f_back
