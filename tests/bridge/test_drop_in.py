@@ -6,7 +6,6 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 from argparse import Namespace
 from functools import partial
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from asking import registered
+from processes import captured
 from recording import fake_world, restored_parallel_state
 
 import megapg
@@ -40,12 +41,8 @@ def world():
         with fake_world(3, 8):
             yield
             assert not open_sessions()
-            assert groups() == 1
+            assert registered() == 1
         assert vars(parallel_state) == state
-
-
-def groups():
-    return len(dist.distributed_c10d._world.pg_map)
 
 
 # -- initialize_model_parallel and destroy_model_parallel ------------------------------------------
@@ -62,7 +59,7 @@ def test_it_takes_megatrons_arguments_and_ends_what_it_made(world):
         assert parallel_state.get_data_parallel_group_gloo() is session.groups.extras["gloo.dp"]
         destroy()
         assert session.closed
-        assert groups() == 1
+        assert registered() == 1
         assert not parallel_state.model_parallel_is_initialized()
 
 
@@ -101,10 +98,10 @@ def test_what_does_not_fit_leaves_nothing(world):
 def test_groups_that_megatron_made_are_left_to_megatron(world):
     with restored_parallel_state():
         parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
-        theirs = groups()
+        theirs = registered()
         destroy()
         assert not parallel_state.model_parallel_is_initialized()
-        assert groups() == theirs  # as Megatron's own does, it forgets them
+        assert registered() == theirs  # as Megatron's own does, it forgets them
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -240,13 +237,10 @@ def script(tmp_path):
 
 
 def start(*words, environment=None):
-    return subprocess.run(
+    return captured(
         [sys.executable, "-m", *words],
         env={**os.environ, "PYTHONWARNINGS": "ignore", **(environment or {})},
-        capture_output=True,
-        text=True,
         timeout=100,
-        check=False,
     )
 
 

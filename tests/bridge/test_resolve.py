@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import subprocess
 import sys
 import textwrap
 import threading
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from processes import captured
 from recording import initialised_megatron, recorded_megatron, restored_parallel_state
 
 import megapg
@@ -313,7 +313,7 @@ def test_asking_does_not_import_megatron():
             print(view.rank("dp"))
     """
     show = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
-    assert subprocess.run(show, capture_output=True, text=True).stdout == "[]\n0\n"
+    assert captured(show).stdout == "[]\n0\n"
 
 
 # -- policy ----------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_the_policy_decides_and_is_put_back(monkeypatch):
             thread.start()
             thread.join()
             show = [sys.executable, "-c", f"import os; print(os.environ['{POLICY_VARIABLE}'])"]
-            seen.append(subprocess.run(show, capture_output=True, text=True).stdout.strip())
+            seen.append(captured(show).stdout.strip())
             assert seen == ["error", "error"]
             raise KeyError("through")
 

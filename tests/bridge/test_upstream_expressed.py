@@ -45,6 +45,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from asking import registered
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from recording import recorded_megatron
 
@@ -711,10 +712,6 @@ def total(group):
     return value.item()
 
 
-def groups_in_torch():
-    return len(dist.distributed_c10d._world.pg_map)
-
-
 def grids_on_real_ranks():
     me = dist.get_rank()
 
@@ -735,7 +732,7 @@ def grids_on_real_ranks():
         with pytest.raises(SessionError, match="'default' is already open"):
             megapg.session(tp=2, timeout=30)
         assert total(pg.tp) == 2 * (me - me % 2) + 1  # and the first one is none the worse
-    assert groups_in_torch() == 1  # all that a session made is gone, WORLD is not
+    assert registered() == 1  # all that a session made is gone, WORLD is not
     with pytest.raises(StaleGroupError):
         pg.require("tp")
     del pg, group
@@ -749,9 +746,9 @@ def grids_on_real_ranks():
         assert pg.tp_ep is pg.tp_dp
         assert pg.expt_tp is pg.tp
         # WORLD; and each one that differs: alone, tp, pp, mp, ep, tp_ep, tp_ep_pp.
-        assert groups_in_torch() == 1 + 7
+        assert registered() == 1 + 7
         del pg
-    assert groups_in_torch() == 1
+    assert registered() == 1
 
     for ranks in (range(6, 10), range(16)):  # beyond the world, and larger than it
         with pytest.raises(SessionError, match="WORLD has 8 ranks"):
@@ -777,7 +774,7 @@ def grids_on_real_ranks():
         dist.barrier()
         if not encoder:
             assert total(session.groups.tp) == sum(mine)
-    assert groups_in_torch() == 1
+    assert registered() == 1
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import captured
 from trees import write
 
 UTILITIES = """\
@@ -94,7 +94,7 @@ def test_what_passes_on_globals_and_not_on_sessions_is_named(tmp_path: Path) -> 
             str(tmp_path),
             *arguments,
         ]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=250)
+        ran = captured(command, timeout=250)
         return ran.returncode, ran.stdout + ran.stderr * (ran.returncode > 1)
 
     code, said = run("--ranks", "2")

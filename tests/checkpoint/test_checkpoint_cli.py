@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import checkpoint_samples as samples
 import pytest
 import torch
 from damage import flip
+from processes import captured
 from test_checkpoint_contents import Runs
 from typer.testing import CliRunner
 
@@ -242,10 +242,8 @@ assert not any(name.startswith("megatron") for name in sys.modules)
 def test_in_a_process_of_its_own_without_megatron(root: Path) -> None:
     flipped = root / "iter_0000005" / "__0_0.distcp"
     flipped.write_bytes(flipped.read_bytes()[:-1])
-    ran = subprocess.run(
+    ran = captured(
         [sys.executable, "-c", WITHOUT_MEGATRON, str(root)],
-        capture_output=True,
-        text=True,
         timeout=120,
     )
     assert ran.returncode == 0, ran.stderr

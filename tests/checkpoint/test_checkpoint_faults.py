@@ -31,6 +31,7 @@ import pytest
 import resuming
 import torch
 import torch.distributed as dist
+from asking import me
 from damage import flip, mounted
 from fault_driver import Forge, Points, disk_points, random_points
 from resuming import RUN, Training, cut, published_groups
@@ -115,10 +116,6 @@ def attempt(work):
     except Exception as raised:
         result, error = None, raised
     return result, error, time.monotonic() - started
-
-
-def me():
-    return int(os.environ["RANK"])
 
 
 def go_on(root, sizes, **options):

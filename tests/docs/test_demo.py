@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
+from processes import captured
 from typer.testing import CliRunner
 
 from megapg.cli import app
@@ -39,12 +40,9 @@ def demo(arguments):
 
 @pytest.mark.contract
 def test_the_default_layout_holds_every_row():
-    done = subprocess.run(
+    done = captured(
         [*DEMO, *SMALL.split()],
-        capture_output=True,
-        text=True,
         timeout=280,
-        check=False,
         env={**os.environ, "COLUMNS": "140"},
     )
     shown = done.stdout + done.stderr

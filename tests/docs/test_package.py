@@ -14,6 +14,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 import megapg
 
@@ -40,12 +41,10 @@ TARGETS = {
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return captured(
         [sys.executable, *arguments],
         cwd=ROOT,
         env={key: value for key, value in os.environ.items() if not key.startswith("PYTHON")},
-        capture_output=True,
-        text=True,
         check=True,
         timeout=120,
     )
@@ -134,13 +133,11 @@ def run_in(folder: Path, *command: str, **variables: str) -> subprocess.Complete
     env = {
         key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))
     }
-    return subprocess.run(
+    return captured(
         command,
         cwd=folder,
         env={**env, **variables},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
         timeout=120,
     )
 
@@ -243,5 +240,5 @@ def test_a_python_too_old_or_not_there_is_refused(clone: Path, tmp_path: Path) -
 
 def test_the_version_is_said() -> None:
     command = [sys.executable, "-m", "megapg", "--version"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    said = captured(command, timeout=60, check=True).stdout
     assert said == f"megapg {megapg.__version__}\n"

@@ -5,13 +5,13 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import commands as cli
 import pytest
+from processes import captured
 from typer.testing import CliRunner
 
 from megapg.cli import app
@@ -125,9 +125,7 @@ def test_unit_test_example(tmp_path, monkeypatch):
 
 def test_real_ranks_example(tmp_path):
     (tmp_path / "example.py").write_text(BLOCKS[4])
-    done = subprocess.run(
-        [sys.executable, "example.py"], capture_output=True, text=True, timeout=200, cwd=tmp_path
-    )
+    done = captured([sys.executable, "example.py"], timeout=200, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

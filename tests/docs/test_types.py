@@ -3,12 +3,12 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,12 +127,10 @@ def mypy(*files: Path) -> list[set[int]]:
     names = [file.name for file in files]
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", *names]
     cache = ROOT / ".mypy_cache" / "users"
-    told = subprocess.run(
+    told = captured(
         [*command, f"--cache-dir={cache}"],
         cwd=files[0].parent,
         env={**os.environ, "MYPYPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
         timeout=280,
     )
     assert not told.stderr, told.stderr
@@ -145,12 +143,10 @@ def pyright(*files: Path) -> list[set[int]]:
     if (command := shutil.which("pyright")) is None:  # it takes node, which is not pip's to bring
         pytest.skip("pyright is not installed")
     names = [file.name for file in files]
-    told = subprocess.run(
+    told = captured(
         [command, "--pythonpath", sys.executable, *names],
         cwd=files[0].parent,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
         timeout=280,
     ).stdout
     found = [re.findall(rf"\b{name}:(\d+):\d+ - error", told) for name in names]

@@ -9,7 +9,6 @@ import dataclasses
 import math
 import os
 import re
-import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any, overload
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from processes import captured
 
 from megapg.errors import LayoutError, MegapgError, UnknownFieldError
 from megapg.layout import FIELDS, Coordinates, ParallelLayout
@@ -569,9 +569,7 @@ def test_fingerprint_is_the_same_in_another_process() -> None:
 
 def run_python(code: str, **environment: str) -> str:
     command = [sys.executable, "-c", code]
-    ran = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, check=True
-    )
+    ran = captured(command, env={**os.environ, **environment}, check=True)
     return ran.stdout.strip()
 
 

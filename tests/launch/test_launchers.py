@@ -14,6 +14,7 @@ import pytest
 import slurm
 from launch_script import SOON
 from ports import free_port
+from processes import captured
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "launch_script.py")
 PATIENCE = 240.0
@@ -41,13 +42,10 @@ def no_launcher(monkeypatch):
 
 
 def run(*command):
-    done = subprocess.run(
+    done = captured(
         command,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
         timeout=PATIENCE,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return said(done.stdout)

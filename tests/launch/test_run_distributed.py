@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 import rank_functions
+from processes import captured
 from rank_functions import (
     LIMIT,
     die_each_in_its_way,
@@ -255,9 +256,7 @@ print(run_distributed(partial(len, "__name__ == '__main__'"), 2, preload=()))
 def f(): pass
 run_distributed(f, 1)
 """
-    ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    ran = captured([sys.executable, "-c", code], cwd=ROOT, timeout=60)
     assert ran.stdout == "[22, 22]\n"
     assert "TypeError" in ran.stderr
     assert "put it in a file" in ran.stderr

@@ -1,11 +1,11 @@
 """A layout on ranks in an order of their own: groups, meshes and checkpoints follow it."""
 
-import os
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from asking import me
 from resuming import RUN, Training, distributed, published_groups, replace, sizes
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -16,10 +16,6 @@ from megapg.layout import ParallelLayout
 from megapg.testing import run_distributed
 
 ORDER = [3, 1, 0, 2]
-
-
-def me():
-    return int(os.environ["RANK"])
 
 
 def follows(pg, order, **sizes_of_it):

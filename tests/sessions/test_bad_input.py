@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 import sys
 import textwrap
 import time
@@ -12,7 +11,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from asking import registered
 from ports import free_port
+from processes import captured
 from steps import Steps
 
 import megapg
@@ -236,7 +237,7 @@ def cannot_make_groups():
     else:
         with pytest.raises(RendezvousError, match="could open: rank 1: TypeError"):
             megapg.session(tp=2, timeout=PATIENT)
-    assert len(dist.distributed_c10d._world.pg_map) == 1
+    assert registered() == 1
     fresh_session_works(tp=2)
     return True
 
@@ -390,10 +391,8 @@ def test_without_torch_distributed():
         except SessionError as error:
             print(error)
     """
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
         check=True,
         timeout=60,
     )

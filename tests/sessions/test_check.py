@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from asking import me, works
 from steps import Steps
 
 import megapg
@@ -23,16 +24,6 @@ PATIENT, HURRIED = 60.0, 6.0
 @pytest.fixture(autouse=True)
 def survivors_live_on(monkeypatch):
     monkeypatch.setattr(distributed, "_GRACE_S", 200.0)
-
-
-def me():
-    return int(os.environ["RANK"])
-
-
-def works(group, ranks):
-    total = torch.ones(1)
-    dist.all_reduce(total, group=group)
-    return total.item() == ranks
 
 
 def checked():

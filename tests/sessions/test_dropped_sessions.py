@@ -13,9 +13,10 @@ from datetime import timedelta
 
 import psutil
 import pytest
-import torch
 import torch.distributed as dist
+from asking import me, registered, works
 from ports import free_port
+from processes import captured
 from steps import Steps
 
 import megapg
@@ -26,20 +27,6 @@ from megapg.testing import run_distributed
 pytestmark = pytest.mark.torch
 
 SOON = 4.0
-
-
-def me():
-    return int(os.environ["RANK"])
-
-
-def works(group, ranks=2):
-    total = torch.ones(1)
-    dist.all_reduce(total, group=group)
-    return total.item() == ranks
-
-
-def registered():
-    return len(dist.distributed_c10d._world.pg_map)
 
 
 def usage(limit):
@@ -349,12 +336,9 @@ def test_what_is_open_when_python_ends_is_closed_too(tmp_path, warned):
         )
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-W", f"{warned}::ResourceWarning", str(script)],
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
         env=environment,
     )
     assert done.returncode == 0, done.stderr

@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from asking import registered
 from at_once import at_once
 from ports import free_port
 from steps import Steps, until_gone
@@ -86,10 +87,6 @@ def survivors_go_on(count, **more):
         assert total.item() == count * (count + 1) / 2
         assert dist.get_world_size(session.groups.tp) == count
     assert registered() == dist.is_initialized()
-
-
-def registered():
-    return len(dist.distributed_c10d._world.pg_map)
 
 
 def told(error):

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import socket
-import subprocess
 import sys
 import textwrap
 import time
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from at_once import at_once
 from ports import free_port
+from processes import captured
 
 import megapg
 from megapg.communicators.world import current_world
@@ -275,11 +275,9 @@ sys.last = last
 
 
 def exiting(pid, port):
-    return subprocess.run(
+    return captured(
         [sys.executable, "-c", textwrap.dedent(EXITING), str(pid), str(port)],
         cwd=Path(freezing.__file__).parent,
-        capture_output=True,
-        text=True,
         timeout=120,
     )
 

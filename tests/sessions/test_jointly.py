@@ -1,12 +1,12 @@
 """Several sessions suspended and resumed at once: all or none, whoever is in which."""
 
-import os
 import time
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from asking import me, registered
 from steps import Steps
 
 import megapg
@@ -16,10 +16,6 @@ from megapg.testing import run_distributed
 
 PATIENT, HURRIED = 60.0, 5.0
 LIVE, SUSPENDED, FAILED = LeaseState.LIVE, LeaseState.SUSPENDED, LeaseState.FAILED
-
-
-def me():
-    return int(os.environ["RANK"])
 
 
 def works(session):
@@ -73,7 +69,7 @@ def jointly():
         assert [report.owner for report in reports] == [f"session {name!r}" for name in names]
         assert {report.how for report in reports} == {"recreate"}
         assert states(sessions) == {SUSPENDED}
-        assert len(dist.distributed_c10d._world.pg_map) == 1
+        assert registered() == 1
         assert ended == sorted(sessions)
         ended.clear()
         reports = megapg.resume(*reversed(given))
@@ -184,7 +180,7 @@ def lost():
             doing(*sessions.values())
         told[case] = str(caught.value)
         assert states(sessions) == {FAILED}
-        assert len(dist.distributed_c10d._world.pg_map) == 1
+        assert registered() == 1
         close(sessions)
 
     # A failure in one that only two ranks are in, before, while and after.

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from asking import me
 
 import megapg
 from megapg.collection import LeaseState
@@ -41,10 +42,6 @@ TABLE = [Row(*row) for row in itertools.product(WORLD_BY, GROUPS_BY, ENDINGS, IN
 
 class BodyError(Exception):
     """Raised by the body of a session, on one rank."""
-
-
-def me():
-    return int(os.environ["RANK"])
 
 
 def works(group=None):

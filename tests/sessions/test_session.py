@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from asking import registered
 from ports import free_port
 from steps import Steps
 
@@ -48,10 +49,6 @@ LAYOUTS = {
         {"optimizer_instances": 2, "ep": 2, "tp": 2, "order": "tp-ep-dp-pp-cp"},
     ],
 }
-
-
-def registered():
-    return len(dist.distributed_c10d._world.pg_map)
 
 
 def groups_by_field(pg):

@@ -13,6 +13,7 @@ import dozing
 import pytest
 import torch
 import torch.distributed as dist
+from asking import registered
 
 import megapg
 from megapg import torch_private
@@ -35,10 +36,6 @@ def works(session):
             if total.item() != session.groups.size(field):
                 return False
     return True
-
-
-def registered():
-    return len(dist.distributed_c10d._world.pg_map)
 
 
 def refused(doing, error=UnsupportedOffloadError):

@@ -13,6 +13,7 @@ import dozing
 import pytest
 import torch
 import torch.distributed as dist
+from asking import me
 from steps import Steps
 
 import megapg
@@ -33,10 +34,6 @@ from megapg.testing import run_distributed
 
 PATIENT = 60.0
 HURRIED = 6.0
-
-
-def me():
-    return int(os.environ["RANK"])
 
 
 def failing(on, error):

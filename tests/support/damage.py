@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import captured
 
 
 def flip(file: Path, at: int, bit: int = 2) -> None:
@@ -55,7 +56,7 @@ def mounted(*arguments: str) -> Iterator[Path]:
     """Mount something for a while; skip where that is not permitted."""
     if shutil.which("mount") is None:
         pytest.skip("there is no mount here")
-    done = subprocess.run(["mount", *arguments], capture_output=True, text=True)
+    done = captured(["mount", *arguments])
     if done.returncode:
         pytest.skip(f"mount is not permitted here: {done.stderr.strip()}")
     try:

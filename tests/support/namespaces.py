@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from processes import captured
+
 ROOT = Path(__file__).parents[2]
 
 # A namespace of its own for network, mounts (so that /sys shows that network) and host name. The
@@ -25,15 +27,13 @@ def lacking() -> str:
     for tool in ("unshare", "ip", "nsenter", "hostname"):
         if shutil.which(tool) is None:
             return f"there is no {tool} here"
-    tried = subprocess.run(
+    tried = captured(
         [
             *_ENTER,
             "sh",
             "-c",
             "mount -t sysfs sysfs /sys && ip link add fast0 type veth peer name fast1",
         ],
-        capture_output=True,
-        text=True,
         timeout=30,
     )
     return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = "0.12.0"
@@ -30,12 +30,10 @@ def run_on_old_core(*arguments: str | Path) -> str:
             pytest.fail(f"{_PLACE} is missing: .ci/venv.sh could not install it. Try `make setup`.")
         pytest.skip(f"no Megatron-core {VERSION}: `make setup` installs it")
     paths = os.pathsep.join(map(str, (_PLACE, ROOT, ROOT / "tests" / "support")))
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-W", "ignore", *arguments],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
-        capture_output=True,
-        text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]

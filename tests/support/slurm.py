@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 
 from ports import free_port
+from processes import captured
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "sbatch", "scontrol", "sinfo")
 # What a launcher around the tests may have set, and a job of theirs must not see.
@@ -177,13 +178,10 @@ class Slurm:
     def _each_node(self, what):
         command = ["sinfo", "--noheader", "--Node", f"--format={what}"]
         try:
-            return subprocess.run(
+            return captured(
                 command,
                 env=self.environment,
-                capture_output=True,
-                text=True,
                 timeout=20,
-                check=False,
             ).stdout
         except subprocess.TimeoutExpired:
             return "unknown: slurmctld says nothing"

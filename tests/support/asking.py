@@ -1,0 +1,22 @@
+"""What a rank asks in many tests."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def me():
+    return int(os.environ["RANK"])
+
+
+def registered():
+    """How many groups torch knows in this process."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def works(group, ranks=2):
+    """Whether a collective on a group of so many ranks gives what it should."""
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    return total.item() == ranks
