@@ -463,12 +463,8 @@ def _progress(command: str) -> Iterator[Progress]:
     if not console.is_terminal:
         yield unseen
         return
-    from rich.progress import (  # not for a run that nobody watches
-        BarColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeElapsedColumn,
-    )
+    # Not for a run that nobody watches.
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
     # The clock goes on where one long file takes its time.
