@@ -435,19 +435,13 @@ class ProcessGroupCollection:
                 raise self._missing(self._absent(type(self).__name__, [name]))
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
-    def _identity(self) -> tuple[tuple[str, object], ...]:
-        def key(value: object) -> object:
-            return tuple(map(id, value)) if isinstance(value, tuple) else id(value)
-
-        return tuple((field, key(value)) for field, value in self._in_order())
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ProcessGroupCollection):
             return NotImplemented
-        return self._identity() == other._identity()
+        return _identity(self) == _identity(other)
 
     def __hash__(self) -> int:
-        return hash(self._identity())
+        return hash(_identity(self))
 
     def __copy__(self) -> ProcessGroupCollection:
         return self
@@ -466,27 +460,14 @@ class ProcessGroupCollection:
         state = "" if self._lease.state is LeaseState.LIVE else f" {self._lease.state.value}"
         shared: dict[object, list[str]] = {}
         for field in self.present():
-            groups = self._groups(field)
+            groups = groups_behind(self, field)
             key = tuple(map(id, groups)) if groups else None
             shared.setdefault(key, []).append(field)
         nothing = shared.pop(None, [])
-        parts = [f"{' '.join(fields)} = {self._place(fields[0])}" for fields in shared.values()]
+        parts = [f"{' '.join(fields)} = {_place(self, fields[0])}" for fields in shared.values()]
         if nothing:
             parts.append(f"{' '.join(nothing)} = None")
         return f"<{type(self).__name__}{state}: {'; '.join(parts) or 'empty'}>"
-
-    def _groups(self, field: str) -> tuple[ProcessGroup, ...]:
-        """The groups behind a present field: none for None, several for hcp."""
-        value: ProcessGroup | tuple[ProcessGroup, ...] | None = vars(self)[field]
-        if value is None:
-            return ()
-        return value if isinstance(value, tuple) else (value,)
-
-    def _place(self, field: str) -> str:
-        value = vars(self)[field]
-        levels = range(len(value)) if isinstance(value, tuple) else ()
-        known = map(self._member, [f"{field}.{level}" for level in levels] or [field])
-        return " and ".join(f"rank {member.rank} of {len(member.ranks)}" for member in known)
 
     def _member(self, field: str) -> Membership:
         if (found := self._members.get(field)) is None:
@@ -518,6 +499,28 @@ class ProcessGroupCollection:
             "session (it makes every field), or pass the group: "
             f"ProcessGroupCollection.from_groups({missing[0]}=...)."
         )
+
+
+def groups_behind(pg: ProcessGroupCollection, field: str) -> tuple[ProcessGroup, ...]:
+    """The groups of a present field: none for None, several for hcp."""
+    value: ProcessGroup | tuple[ProcessGroup, ...] | None = vars(pg)[field]
+    if value is None:
+        return ()
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _place(pg: ProcessGroupCollection, field: str) -> str:
+    value = vars(pg)[field]
+    levels = range(len(value)) if isinstance(value, tuple) else ()
+    known = map(pg._member, [f"{field}.{level}" for level in levels] or [field])
+    return " and ".join(f"rank {member.rank} of {len(member.ranks)}" for member in known)
+
+
+def _identity(pg: ProcessGroupCollection) -> tuple[tuple[str, object], ...]:
+    def key(value: object) -> object:
+        return tuple(map(id, value)) if isinstance(value, tuple) else id(value)
+
+    return tuple((field, key(value)) for field, value in pg._in_order())
 
 
 def _check_field(field: str, group: object) -> None:

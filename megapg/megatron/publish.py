@@ -18,7 +18,7 @@ from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from megapg.collection import Lease, LeaseState, ProcessGroupCollection
+from megapg.collection import Lease, LeaseState, ProcessGroupCollection, groups_behind
 from megapg.errors import ForeignGroupError, PublishedError, UnsupportedOptionError
 from megapg.layout import Field
 from megapg.megatron import missing
@@ -270,7 +270,7 @@ def _answers(pg: ProcessGroupCollection, before: dict[str, object]) -> dict[str,
             answers[name] = _ranks(pg, cast("Field", field), before.get(name))
     hybrid = [name for name in pg.extras if name.startswith("hybrid.")]
     answers[HYBRID_GROUPS] = {int(name.removeprefix("hybrid.")): groups[name] for name in hybrid}
-    every = [group for field in pg.present() for group in pg._groups(field)]
+    every = [group for field in pg.present() for group in groups_behind(pg, field)]
     answers[GROUP_LIST] = [None, *dict.fromkeys([*every, *pg.extras.values()])]
     shared = before.get(MEMORY_BUFFER) if shares_globals_buffer(pg) else None
     answers[MEMORY_BUFFER] = owners_buffer(pg) if shared is None else shared

@@ -308,7 +308,6 @@ def test_no_circle_and_no_name_twice() -> None:
 LONG = {
     "torch_private": "all that is private to torch is in one module",
     "collection/__init__": "its lists of the fields, which a type checker needs, are 60 lines",
-    "collection/__init__:ProcessGroupCollection": "the same",
     "migrate/decide/threads:Threads": "one fixed point, whose steps share all of its tables",
     "ownership/session:Session": "what an owner does, in the order in which users read of it",
 }
