@@ -24,9 +24,14 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 ALLOW_CUDA_TORCH ?=
 
-# The oldest torch that megapg promises, and the newest that there is.
+# The oldest torch that megapg promises, the newest that there is, and for README's table those
+# between: make test-torch TORCH_BETWEEN="2.7.1 2.8.0"
 TORCH_LOWEST ?= 2.6.0
+TORCH_BETWEEN ?=
 TORCH_HIGHEST ?= 2.15.0
+
+# Megatron-core between the two above.
+CORES_BETWEEN ?= 0.17.1 0.18.2
 
 # How many tests run at a time: three keep two cores busy, as many of them wait. 0: one, in pytest's
 # own process, as `ARGS=--pdb` needs it.
@@ -43,7 +48,7 @@ export PYTHON TORCH TORCH_INDEX ALLOW_CUDA_TORCH
 # The tests start interpreters by the hundred. Where none may keep bytecode each compiles megapg anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-quick test-slow test-newest test-torch test-gpu test-upstream bench bench-migrate figures lint clean distclean
+.PHONY: help setup demo test test-quick test-slow test-newest test-torch test-cores test-gpu test-upstream bench bench-migrate figures lint clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets (what a plain `make` does)
@@ -72,7 +77,10 @@ test-newest: $(READY_NEWEST)  ## run the contract tests on the newest Megatron-c
 	OMP_NUM_THREADS=1 .venv-newest/bin/python $(PYTEST) -m contract $(ARGS)
 
 test-torch:  ## run what meets torch's changes on the oldest and the newest torch (downloads gigabytes)
-	@sh .ci/test-torch.sh $(MCORE) "$(TORCH_LOWEST) $(TORCH_HIGHEST)" $(PYTEST) -m torch $(ARGS)
+	@sh .ci/test-versions.sh torch "$(TORCH_LOWEST) $(TORCH_BETWEEN) $(TORCH_HIGHEST)" $(MCORE) $(PYTEST) -m torch $(ARGS)
+
+test-cores:  ## run the contract tests on the Megatron-cores between (python3.12, downloads gigabytes)
+	@PYTHON312="$(PYTHON312)" sh .ci/test-versions.sh core "$(CORES_BETWEEN)" "" $(PYTEST) -m contract $(ARGS)
 
 # Nothing is fetched and nothing installed: MEGATRON is a checkout of Megatron-LM, and PYTHON has what
 # its tests need, megapg's own requirements, and GPUs where there are any.
@@ -102,7 +110,7 @@ clean:  ## remove caches and build outputs; the environments stay
 	find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean  ## clean, and remove the environments and what bench-migrate downloaded too
-	rm -rf .venv .venv-newest .venv-torch .corpora
+	rm -rf .venv .venv-newest .venv-torch .venv-core .corpora
 
 $(READY): pyproject.toml .ci/venv.sh
 	@sh .ci/venv.sh .venv $(MCORE) 3.11 newer $(MCORE_OLD)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import sys
 from collections.abc import ItemsView, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megapg.errors import UnsupportedVersionError
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from megapg.collection import ProcessGroupCollection
 
 _PACKAGE = "megatron.core"
+_PACKAGE_INFO = f"{_PACKAGE}.package_info"
 _NAMES = ("parallel_state", "mpu")  # of one module; the second is an alias
 _GLOBALS, _ALIAS = (f"{_PACKAGE}.{name}" for name in _NAMES)
 COLLECTIONS = "megatron.core.process_groups_config"
@@ -48,22 +52,64 @@ def installed_version() -> tuple[int, int, int]:
     """Version of the installed Megatron-core, for example ``(0, 12, 0)``.
 
     Raises:
-        UnsupportedVersionError: it is not installed, or older than 0.12.
+        UnsupportedVersionError: it is not installed, can't be imported, or is older than 0.12.
     """
     try:
-        package = importlib.import_module("megatron.core.package_info")
-    except ModuleNotFoundError as error:
-        raise UnsupportedVersionError(
-            "this needs Megatron-core: pip install 'megapg[megatron]'."
-        ) from error
-    version = int(package.MAJOR), int(package.MINOR), int(package.PATCH)
+        package = importlib.import_module(_PACKAGE_INFO)
+    except Exception as error:
+        refusal = _refusal(error)
+        if refusal is None:
+            raise
+        raise refusal from error
+    version = _version_in(package)
     if version[:2] < OLDEST_READ:
-        raise UnsupportedVersionError(
-            f"Megatron-core {_dotted(version)} is older than any whose globals megapg can read; "
-            "0.12.0 is the oldest. pip install 'megatron-core>=0.16' brings one that sessions run "
-            "on; the codemod (megapg migrate) needs none at all."
-        )
+        raise _too_old(version)
     return version
+
+
+def _version_in(package_info: ModuleType) -> tuple[int, int, int]:
+    return int(package_info.MAJOR), int(package_info.MINOR), int(package_info.PATCH)
+
+
+def _too_old(version: tuple[int, int, int]) -> UnsupportedVersionError:
+    return UnsupportedVersionError(
+        f"Megatron-core {_dotted(version)} is older than any whose globals megapg can read; "
+        "0.12.0 is the oldest. pip install 'megatron-core>=0.16' brings one that sessions run "
+        "on; the codemod (megapg migrate) needs none at all."
+    )
+
+
+def _refusal(error: Exception) -> UnsupportedVersionError | None:
+    """What to say where importing Megatron-core raised this; None where it says enough by itself.
+
+    An old one may fail in any way beside a newer torch, so its version is read apart.
+    """
+    absent = isinstance(error, ModuleNotFoundError) and _PACKAGE_INFO.startswith(f"{error.name}")
+    version = None if absent else _version_on_disk()
+    if version is None:
+        return UnsupportedVersionError("this needs Megatron-core: pip install 'megapg[megatron]'.")
+    if version[:2] < OLDEST_READ:
+        return _too_old(version)
+    if isinstance(error, ImportError):
+        return UnsupportedVersionError(
+            f"Megatron-core {_dotted(version)} is here and can't be imported: {error}. "
+            "Install what it lacks."
+        )
+    return None
+
+
+def _version_on_disk() -> tuple[int, int, int] | None:
+    """Of the Megatron-core that an import would find, read apart; None where there is none."""
+    with contextlib.suppress(ImportError, ValueError, OSError, AttributeError):
+        found = importlib.util.find_spec(_PACKAGE)
+        for folder in (found and found.submodule_search_locations) or ():
+            path = Path(folder, "package_info.py")
+            spec = importlib.util.spec_from_file_location("_package_info", path)
+            if spec is not None and spec.loader is not None:
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                return _version_in(module)
+    return None
 
 
 def core_version() -> tuple[int, int, int]:

@@ -1,10 +1,13 @@
 """On a Megatron-core that can't be injected there are globals to resolve, and clear refusals."""
 
 import re
+import sys
 import textwrap
+from unittest import mock
 
 import pytest
 from old_core import run_on_old_core
+from trees import write
 
 import megapg
 from megapg.errors import UnsupportedVersionError
@@ -69,3 +72,26 @@ def test_a_core_older_than_any_is_refused_with_what_to_do(monkeypatch):
     for ask in (installed_version, core_version, session_arguments, megapg.from_parallel_state):
         with pytest.raises(UnsupportedVersionError, match=r"0\.11\.\d+ is older.*0\.12\.0 is the"):
             ask()
+
+
+@pytest.mark.parametrize(
+    ("version", "line", "said"),
+    [
+        ("0, 9, 0", "import nowhere", "Megatron-core 0.9.0 is older than any"),
+        ("0, 9, 0", "[].nothing", "Megatron-core 0.9.0 is older than any"),
+        ("0, 16, 0", "import nowhere", "0.16.0 is here and can't be imported: .*'nowhere'"),
+    ],
+)
+def test_a_core_that_can_not_be_imported_is_not_said_to_be_absent(
+    version, line, said, tmp_path, monkeypatch
+):
+    """As that of an old fork beside a newer torch, or one that lacks a package."""
+    info = f"MAJOR, MINOR, PATCH = {version}"
+    write(tmp_path / "megatron" / "core", {"__init__.py": line, "package_info.py": info})
+    monkeypatch.syspath_prepend(tmp_path)
+    with mock.patch.dict(sys.modules):
+        for name in [each for each in sys.modules if each.partition(".")[0] == "megatron"]:
+            del sys.modules[name]
+        for ask in (installed_version, session_arguments):
+            with pytest.raises(UnsupportedVersionError, match=said):
+                ask()

@@ -29,6 +29,8 @@ TARGETS = {
     "test-newest",
     "test-slow",
     "test-torch",
+    "test-cores",
+    "test-upstream",
     "figures",
     "test-gpu",
     "bench",
@@ -214,15 +216,39 @@ def test_a_torch_that_cannot_be_had_fails_nobody_but_who_asks(ci: bool, clone: P
     assert "LEFT OUT: torch 2.8.1" in asked.stderr
 
 
-def test_what_fails_on_one_torch_fails(clone: Path) -> None:
+@pytest.fixture
+def fake_environments(clone: Path) -> None:
+    """Environments whose Python notes how it is called, reports, and fails on torch 2.6.0."""
     python = clone / "python"
-    python.write_text('#!/bin/sh\ncase "$0" in *2.6.0*) exit 1 ;; *) echo "$@" ;; esac\n')
+    python.write_text(
+        "#!/bin/sh\n"
+        'echo "$@"\n'
+        "for last; do :; done\n"
+        'suite=\'<testsuite name="pytest" errors="1" failures="2" skipped="3" tests="10">\'\n'
+        'echo "<testsuites>$suite</testsuite></testsuites>" >"${last#*=}"\n'
+        'case "$0" in *2.6.0*) exit 1 ;; esac\n'
+    )
     python.chmod(0o755)
     (clone / ".ci" / "venv.sh").write_text('mkdir -p "$1/bin"; cp python "$1/bin/python"\n')
-    asked = run_in(clone, "make", "test-torch", "ARGS=-k some", CI="true")
+
+
+@pytest.mark.usefixtures("fake_environments")
+def test_what_fails_on_one_torch_fails(clone: Path) -> None:
+    asked = run_in(clone, "make", "test-torch", "ARGS=-k some", "TORCH_BETWEEN=2.9.1", CI="true")
     assert asked.returncode != 0
-    assert "-m pytest" in asked.stdout  # on the others all the same
-    assert "-m torch -k some" in asked.stdout
+    assert asked.stdout.count("-m torch -k some") == 3  # on the others all the same
+    table = asked.stdout.partition("| | passed | skipped | failed |\n")[2]
+    rows = [f"| torch {each} | 4 | 3 | 3 |" for each in ("2.6.0", "2.9.1", "2.15.0")]
+    assert table.splitlines()[1:] == rows
+
+
+@pytest.mark.usefixtures("fake_environments")
+def test_the_cores_between_make_a_table_too(clone: Path) -> None:
+    asked = run_in(clone, "make", "test-cores")
+    assert asked.returncode == 0, asked.stderr
+    assert asked.stdout.count("-m contract") == 2
+    rows = [f"| core {each} | 4 | 3 | 3 |" for each in ("0.17.1", "0.18.2")]
+    assert asked.stdout.splitlines()[-2:] == rows
 
 
 def test_a_python_too_old_or_not_there_is_refused(clone: Path, tmp_path: Path) -> None:

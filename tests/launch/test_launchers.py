@@ -156,3 +156,42 @@ def test_mpirun_inside_an_allocation(cluster, mpirun):
     ranks = said(done.stdout)
     check(ranks, 2, "Open MPI")
     assert not ranks[0]["at"].startswith("127.")  # two hosts, as far as Open MPI knows
+
+
+# A script that initialises Megatron as those of upstream do, by the variables that torchrun sets.
+OF_MEGATRON = """
+import os
+import sys
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+dist.init_process_group("gloo")
+parallel_state.initialize_model_parallel(tensor_model_parallel_size=int(sys.argv[1]))
+rank, of = os.environ["LOCAL_RANK"], parallel_state.get_tensor_model_parallel_world_size()
+here = parallel_state.get_tensor_model_parallel_rank()
+sys.stdout.write(f'{{"rank": {here}, "of": {of}, "local": {rank}}}\\n')
+sys.stdout.flush()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_a_script_of_megatrons_is_started_on_a_session(launcher, request, tmp_path):
+    """By ``megapg.megatron.run``: what the launcher says is put into the variables it reads."""
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(OF_MEGATRON)
+    command = [sys.executable, "-W", "ignore", "-m", "megapg.megatron.run", str(script), "2"]
+    if launcher == "mpirun":
+        done = subprocess.run(
+            [*request.getfixturevalue("mpirun"), "-n", "2", *command],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+    else:
+        cluster = request.getfixturevalue("cluster")
+        done = cluster.run("srun", "-N1", "-n2", *command, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert said(done.stdout) == [{"rank": each, "of": 2, "local": each} for each in (0, 1)]
+    assert "megapg: initialize_model_parallel took" in done.stderr
