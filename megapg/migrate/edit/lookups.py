@@ -264,9 +264,10 @@ class _Function:
         chains = [each.around(self.node) for each in places]
         around = next(chain for chain in chains if found.before in chain)
         around = around[: around.index(found.before) + 1]
+        chains = [each.around(self.node) for each in inner]
+        # A lambda, or a comprehension, is no statement: it is in one.
         functions = {
-            next(each for each in place.around(self.node) if isinstance(each, _OWN))
-            for place in inner
+            next((each for each in chain if isinstance(each, _OWN)), chain[-1]) for chain in chains
         }
         before = (e for e in functions if runs_before(e, around, self.node) and self.is_free(e))
         return min(before, key=lambda each: each.lineno, default=None)
