@@ -35,7 +35,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.corpora import CORPORA, Checkout, Corpus
-from megapg.migrate.edit.mixing import lost_in, mixed
+from megapg.migrate.edit.lost import lost_in
+from megapg.migrate.edit.mixing import mixed, new_in
 from megapg.migrate.edit.soundness import verify
 from megapg.migrate.edit.write import write_files
 from megapg.migrate.engine import migrate
@@ -117,7 +118,8 @@ class Outcome:
         uncompiled: files that compiled before and don't now.
         second_run: edits that a second run makes.
         cpu: seconds of the first run, without writing.
-        mixed: functions and classes of the source that ask two carriers about one kind of group.
+        mixed: functions and classes of the source that ask two carriers about one kind of group,
+            and did not before.
     """
 
     corpus: Corpus
@@ -226,11 +228,17 @@ def _pieces(old: Source, file: Rewritten) -> Iterator[tuple[int, int, tuple[str,
 
 
 def _mixed(corpus: Corpus, tree: Path, files: Iterable[Rewritten]) -> list[str]:
-    """The functions and classes of the source that ask two carriers about one kind of group."""
+    """The functions and classes of the source that ask two carriers about one kind of group, and
+    did not before.
+    """
     versions = corpus.config(tree).versions
     source = [each for each in files if not is_test(each.file) and _parses(each.after)]
     trees = {each.file: ast.parse(each.after) for each in source}
-    found = [(file, each.where) for file, each in mixed(trees, versions)]
+    old = {each.file: ast.parse(each.before) for each in source}
+    found = [
+        (file, each.where)
+        for file, each in new_in(mixed(trees, versions), lambda: mixed(old, versions))
+    ]
     found += [(file, name) for file, tree in trees.items() for name in lost_in(tree)]
     return [f"{file}: {name}" for file, name in found]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,13 +11,15 @@ from itertools import chain
 from pathlib import Path
 
 from megapg.migrate.config import Config
-from megapg.migrate.decide.decisions import Decision, Passing
+from megapg.migrate.decide.decisions import GLOBALS, Decision, Passing
+from megapg.migrate.decide.facts import FallenBack
 from megapg.migrate.decide.rules import make_plan
 from megapg.migrate.edit.outside import imported_through, names_taken, patched_through
 from megapg.migrate.edit.rewrite import Writer
 from megapg.migrate.edit.runtimes import Runtimes
-from megapg.migrate.edit.soundness import verify
+from megapg.migrate.edit.soundness import verified
 from megapg.migrate.edit.style import Styles
+from megapg.migrate.edit.unmixed import Unmixed
 from megapg.migrate.find.index import Findings, Index, Progress, unseen
 from megapg.migrate.find.meaning import PARALLEL_STATE
 from megapg.migrate.find.sites import Site
@@ -43,28 +46,37 @@ def migrate(
     findings = index.run(on_progress)
     runtimes = Runtimes(index, config)
     frozen: dict[Path, str] = {}
+    unmixed = Unmixed(index)
     while True:  # a file that fails verification takes no part, and then others may not rely on it
-        attempt = _Attempt(index, runtimes, frozen, unsafe, on_progress)
-        if not attempt.failed:
+        attempt = _Attempt(index, runtimes, frozen, unmixed.fallen, unsafe, on_progress)
+        if not attempt.failed and not unmixed.finds_more(attempt.trees):
             return attempt.migration(findings)
         frozen |= attempt.failed
 
 
 class _Attempt:
-    """The new texts of all files but the frozen ones."""
+    """The new texts of all files but the frozen ones.
+
+    Attributes:
+        failed: the files whose new text is not sound, and why.
+        trees: the new texts of the others, parsed.
+    """
 
     def __init__(
         self,
         index: Index,
         runtimes: Runtimes,
         frozen: Mapping[Path, str],
+        fallen: FallenBack,
         unsafe: bool,
         on_progress: Progress,
     ) -> None:
         self._index, self._runtimes, self._frozen = index, runtimes, frozen
         self.failed: dict[Path, str] = {}
+        self.trees: dict[Path, ast.Module] = {}
+        self._why = dict(fallen.why)
         planned = partial(on_progress, "deciding")
-        self._plan = make_plan(index, frozen, unsafe=unsafe, on_progress=planned)
+        self._plan = make_plan(index, frozen, fallen, unsafe=unsafe, on_progress=planned)
         self._styles = Styles(index.root)
         self._writers: dict[Path, Writer] = {}
         self._requires: dict[Path, set[str]] = defaultdict(set)
@@ -166,17 +178,28 @@ class _Attempt:
             tuple(edits),
             frozenset(self._requires[path]),
         )
-        problem = verify(file, source)
-        if problem is not None:
-            self.failed[path] = problem
+        found = verified(file, source)
+        if isinstance(found, str):
+            self.failed[path] = found
             return None
+        self.trees[path] = found
         return file
+
+    def _fell_back(self, decision: Decision) -> str:
+        """Why the globals serve a use, where the check of what was written had them do so."""
+        unit = decision.located.use.scope.unit
+        found = self._why.get(unit, "") if unit is not None else ""
+        return f"the globals serve: {found}" if found and decision.base == GLOBALS else ""
 
     def migration(self, findings: Findings) -> Migration:
         """The result, with what the index found."""
         served = [
             Served(
-                decision.located.site, decision.base.how, text, self._plan.whys.get(decision, "")
+                decision.located.site,
+                decision.base.how,
+                text,
+                self._plan.whys.get(decision, ""),
+                self._fell_back(decision),
             )
             for decision, text in self._texts.items()
         ]

@@ -74,6 +74,7 @@ class Served:
     how: How  # from what it is served
     text: str  # what is written in place of ``site.text``
     why: str = ""  # it may turn to the globals, as :class:`Why` says; empty where it never does
+    detail: str = ""  # what the check of the result found, where they serve for that
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import pytest
 from migrate_cases import cases
 from test_migrate_engine import Case
 
-from megapg.migrate.edit.mixing import lost_in, mixed
+from megapg.migrate.edit.lost import lost_in
+from megapg.migrate.edit.mixing import mixed, new_in
 
 _HEAD = "import megapg\nfrom megapg.megatron import getters\nfrom megatron.core import mpu\n"
 _HEAD += "from megatron.core import tensor_parallel\n\n\n"
@@ -38,6 +39,36 @@ TEXTS = {
     "    return megapg.groups_of(model, 'tp').tp\n": [],
     "def f(self):\n    for each in self.models:\n        g(megapg.groups_of(each, 'tp').tp)\n"
     "    return megapg.groups_of(self, 'tp').tp\n": [],
+    # What only the globals have counts, where it is a group.
+    "def f(model, g):\n    g(mpu.get_data_modulo_expert_parallel_group())\n"
+    "    return megapg.groups_of(model, 'ep').ep\n": ["f"],
+    "def f(model, g):\n    g(getattr(megapg.resolve(None), 'tp', None))\n"
+    "    return getters.gloo_group(megapg.groups_of(model, 'tp_cp'), 'tp_cp')\n": ["f"],
+    # A variable that holds one and then another.
+    "def f(model):\n    pg = megapg.resolve(None)\n    a = pg.tp\n"
+    "    pg = megapg.groups_of(model, 'tp')\n    return a, pg.tp\n": ["f"],
+    # A collection that was there before.
+    "def f(model, make):\n    pg_collection = make()\n"
+    "    return pg_collection.tp, megapg.groups_of(model, 'tp').tp\n": ["f"],
+    "def f(model, make):\n    pg_collection = make(model)\n"
+    "    return pg_collection.tp, megapg.groups_of(model, 'tp').tp\n": [],
+    # What stands in for a model where there is none, and a model of another role.
+    "def f(model=None, pg_collection=None):\n    if model is not None:\n"
+    "        return megapg.groups_of(model, 'tp').tp\n"
+    "    return megapg.resolve(pg_collection).tp\n": [],
+    "def f(model, teacher_model):\n    megapg.groups_of(teacher_model, 'tp').tp\n"
+    "    return megapg.groups_of(model, 'tp').tp\n": [],
+    # What a constructor is passed is what the object has.
+    "class A:\n    def __init__(self, pg_collection=None):\n"
+    "        self.x = megapg.resolve(pg_collection).rank('pp')\n"
+    "    def g(self):\n        return megapg.resolve(None).pp\n": ["class A"],
+    "class A:\n    def __init__(self, pg_collection):\n        self.pg_collection = pg_collection\n"
+    "        self.x = pg_collection.tp, megapg.groups_of(self, 'tp').tp\n": [],
+    # Where nothing was passed the globals are meant, and nothing else.
+    "def f(model, pg_collection=None):\n    if pg_collection is None:\n"
+    "        return mpu.get_data_parallel_rank(), megapg.groups_of(model, 'dp').dp\n": ["f"],
+    "def f(pg_collection=None):\n    if pg_collection is None:\n        print()\n"
+    "    return megapg.resolve(None).tp, pg_collection.tp\n": ["f"],
     # What was passed, and the globals where nothing was.
     "def f(pg_collection=None):\n    if pg_collection is None:\n"
     "        return megapg.resolve(None).tp\n    return pg_collection.tp\n": [],
@@ -67,8 +98,12 @@ def test_what_a_class_is_made_of_asks_the_same_object() -> None:
 
 @pytest.mark.parametrize("name", cases("alike"))
 def test_no_case_mixes_carriers(name: str) -> None:
-    after = Case(cases("alike")[name]).after
-    assert not list(mixed({file: ast.parse(text) for file, text in after.items()}, (16,)))
+    case = Case(cases("alike")[name])
+    before, after = (
+        mixed({file: ast.parse(text) for file, text in files.items()}, (16,))
+        for files in (case.before, case.after)
+    )
+    assert not new_in(after, lambda: before)
 
 
 @pytest.mark.parametrize(

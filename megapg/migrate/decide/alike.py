@@ -4,6 +4,7 @@ kind of group. Where nothing can, the globals do.
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,19 +16,22 @@ from megapg.migrate.decide.functions import PARAMETER
 from megapg.migrate.decide.references import References
 from megapg.migrate.decide.threads import is_usual_method
 from megapg.migrate.find.axes import AXES, asked_about, axes_of, is_argument, takes_group
-from megapg.migrate.find.carriers import MODEL_NAMES
+from megapg.migrate.find.carriers import MODEL_NAMES, is_filled
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.roles import has_another_role
 from megapg.migrate.find.sites import Kind
-from megapg.migrate.python.flow import is_ruled_out, statements_around
+from megapg.migrate.migration import How
+from megapg.migrate.python.flow import begins_ruled_out, is_ruled_out, statements_around
 from megapg.migrate.python.methods import class_of, self_of
-from megapg.migrate.python.scopes import Alias, Scope, Use
+from megapg.migrate.python.scopes import Alias, Scope, Use, last_name
 from megapg.migrate.reasons import FALLBACK, UNSERVED
 from megapg.upstream.mapping import COLLECTION_NAMES, Takes
 
 # What a variable with a collection, or with a model, is called.
 _NAMES = (*COLLECTION_NAMES, *MODEL_NAMES)
+# Why a use is left that does not ask the globals about a group which something else may have.
+_OF_NO_GROUP = (UNSERVED | {FALLBACK}) - {"no-field"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,13 @@ class _Asking:
     axes: frozenset[str]  # about which kinds of groups
     base: Base | None  # of what; None of the globals, as the use is left
     is_for_want: bool = False  # whether it asks the globals only because nothing was at hand
+
+    @property
+    def of(self) -> str:
+        """The variable that is asked."""
+        if self.base is None or self.base.passed_first:
+            return PARAMETER
+        return self.base.expression.partition(".")[0]
 
 
 def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: References) -> bool:
@@ -56,12 +67,15 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
     paths: dict[Scope, Path] = {}
     asked = list(_all(plan, index))
     asked += [*_by_core(asked, plan, index, facts), *_by_autograd(asked, plan, facts)]
+    asked += _by_itself(asked)
     handing = {each.unit for each in asked if each.base is None and each.axes == AXES}
     for asking in asked:
         unit = asking.unit
-        if unit in facts.tainted:
+        if unit in facts.owning:
             continue
-        if has_another_role(unit) and unit not in handing:
+        if unit in facts.tainted:  # the globals serve it, whatever serves beside it
+            asking = replace(asking, is_for_want=False)
+        elif has_another_role(unit) and unit not in handing:
             # It may ask each of its models. Where it asks the globals, its class does.
             if not _is_of_globals(asking.base):
                 continue
@@ -95,6 +109,36 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
         facts.parted[unit] = known | axes
         is_new |= not axes <= known
     return is_new
+
+
+def _by_itself(asked: Sequence[_Asking]) -> Iterator[_Asking]:
+    """What the functions that ask something read of a collection before the migration. In a
+    constructor that is one object's, be it passed or kept.
+    """
+    for unit, path in {each.unit: each.path for each in asked}.items():
+        for node in unit.nodes if class_of(unit) is None else ():
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+                continue
+            of, axes = node.value, axes_of(node.attr)
+            if axes and last_name(of) in COLLECTION_NAMES and (name := _had_of(of, unit)):
+                yield _Asking(unit, path, axes, Base(How.COLLECTION, "plain", name))
+
+
+def _had_of(collection: ast.expr, unit: Scope) -> str:
+    """The variable with a collection, or with the model of which it is had."""
+    bound = unit.bindings.get(last_name(collection), ())
+    first = bound[0].value if len(bound) == 1 and isinstance(bound[0], Alias) else None
+    if isinstance(collection, ast.Name) and isinstance(first, ast.Call) and first.args:
+        of = _root(first.args[0])
+        if of in MODEL_NAMES or of in unit.instances:
+            return of
+    return _root(collection)
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return last_name(node)
 
 
 def _by_core(asked: Sequence[_Asking], plan: Plan, index: Index, facts: Facts) -> Iterator[_Asking]:
@@ -162,7 +206,7 @@ def _wanting(together: list[_Asking]) -> Iterator[Scope]:
 
 def _is_apart(together: Sequence[_Asking]) -> bool:
     """Whether two objects are asked about one kind of group."""
-    asked = [(_of(each.base), each.axes) for each in together if not _is_of_globals(each.base)]
+    asked = [(each.of, each.axes) for each in together if not _is_of_globals(each.base)]
     return any(
         one != other and axes & others
         for at, (one, axes) in enumerate(asked)
@@ -172,18 +216,11 @@ def _is_apart(together: Sequence[_Asking]) -> bool:
 
 def _asks_a_variable_too(unit: Scope, together: Sequence[_Asking]) -> bool:
     """Whether a method asks its object, and elsewhere what a variable of it holds."""
-    asked = {_of(each.base) for each in together if each.base is not None}
+    asked = {each.of for each in together if each.base is not None}
     variables = {
         each for each in asked if any(isinstance(b, Alias) for b in unit.bindings.get(each, ()))
     }
     return self_of(unit) in asked and bool(variables)
-
-
-def _of(base: Base | None) -> str:
-    """The variable that is asked."""
-    if base is None or base.passed_first:
-        return PARAMETER
-    return base.expression.partition(".")[0]
 
 
 def _beside_the_globals(together: list[_Asking]) -> Iterator[tuple[Scope, frozenset[str]]]:
@@ -208,7 +245,7 @@ def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
         if unit is not None:
             axes = frozenset[str]().union(*map(axes_of, passing.needs))
             yield _Asking(unit, passing.reference.path, axes, passing.base)
-    left = {id(each.site) for each in plan.left if each.reason not in {*UNSERVED, FALLBACK}}
+    left = {id(each.site) for each in plan.left if each.reason not in _OF_NO_GROUP}
     for located in index.located:
         unit = located.use.scope.unit
         if id(located.site) in left and unit is not None:
@@ -220,13 +257,21 @@ def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
 
 def stands_in(use: Use, names: Collection[str]) -> bool:
     """Whether a use is for where there is nothing in a variable of its function that has one of
-    some names.
+    some names; or fills a collection there.
     """
     unit = use.scope.unit
     if unit is None or not (names := unit.bindings.keys() & {*names}):
         return False
     around = statements_around(use.parents, unit.node)
-    return any(is_ruled_out(name, around, unit.node) for name in names)
+    return any(
+        is_ruled_out(name, around, unit.node)
+        or (
+            name in COLLECTION_NAMES
+            and begins_ruled_out(name, around, unit.node)
+            and is_filled(name, unit)
+        )
+        for name in names
+    )
 
 
 def _is_of_globals(base: Base | None) -> bool:
@@ -234,5 +279,11 @@ def _is_of_globals(base: Base | None) -> bool:
 
 
 def _is_of_self(asking: _Asking) -> bool:
-    of = _of(asking.base)
-    return bool(of) and of == self_of(asking.unit)
+    """Whether the object of a method is asked; or what its constructor is passed, which is the
+    same.
+    """
+    if asking.base is None:
+        return False
+    if asking.of in COLLECTION_NAMES and class_of(asking.unit) is not None:
+        return True
+    return bool(asking.of) and asking.of == self_of(asking.unit)

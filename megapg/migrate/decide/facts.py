@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -25,6 +26,16 @@ _OWNING = frozenset({"initialize_model_parallel", "destroy_model_parallel"})
 _DEEPEST = 5
 
 
+@dataclass
+class FallenBack:
+    """Functions that fall back, since what was written of an earlier plan mixed carriers."""
+
+    # Those that the globals serve, and about which kinds of groups.
+    parted: dict[Scope, frozenset[str]] = field(default_factory=dict)
+    left: set[Scope] = field(default_factory=set)  # those whose uses stay, as that did not help
+    why: dict[Scope, str] = field(default_factory=dict)  # for each of both, what was found
+
+
 class Facts:
     """Facts about the project of an index, each found out once.
 
@@ -35,13 +46,14 @@ class Facts:
             do, since nothing else can serve all that is to be answered alike.
         of_one: functions that several models could serve. Their object does, or what is passed, and
             no other model.
+        fallen: the functions that fall back, as the check of an earlier result found.
         of_self: methods that nothing else serves than their object, as it does its other methods.
     """
 
-    def __init__(self, index: Index, references: References) -> None:
-        self._index, self._references = index, references
+    def __init__(self, index: Index, references: References, fallen: FallenBack) -> None:
+        self._index, self._references, self.fallen = index, references, fallen
         self.tainted = self._reached_by_fakes() | self.owning
-        self.parted: dict[Scope, frozenset[str]] = {}
+        self.parted: dict[Scope, frozenset[str]] = dict(fallen.parted)
         self.of_one: set[Scope] = set()
         self.of_self: set[Scope] = set()
 

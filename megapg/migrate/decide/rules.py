@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megapg.migrate.decide.alike import have_answered_alike, stands_in
 from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Plan, Taking, best
-from megapg.migrate.decide.facts import Facts
+from megapg.migrate.decide.facts import Facts, FallenBack
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.noticed import stand_ins, with_what_is_unheard
 from megapg.migrate.decide.references import Reference
@@ -38,6 +38,7 @@ from megapg.upstream.mapping import COLLECTION_NAMES, Refusal, Replacement, Take
 def make_plan(
     index: Index,
     frozen: Collection[Path] = (),
+    fallen: FallenBack | None = None,
     *,
     unsafe: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -47,11 +48,12 @@ def make_plan(
     Args:
         index: the project.
         frozen: files that must stay as they are.
+        fallen: functions that fall back, as the check of an earlier plan's result found.
         unsafe: also rewrite what may behave differently where groups are missing.
         on_progress: called with the number of sites done and to do.
     """
     functions = Functions(index)
-    facts = Facts(index, functions.references)
+    facts = Facts(index, functions.references, fallen or FallenBack())
     while True:  # what the globals come to serve as well may be beside something else
         planner = _Planner(index, frozen, unsafe, functions, facts)
         for done, located in enumerate(index.located):
@@ -139,6 +141,15 @@ def _has_caution(planner: _Planner, located: Located) -> bool:
     return bool(getattr(located.site.answer, "caution", "")) and not planner.unsafe
 
 
+def _is_unsound(planner: _Planner, located: Located) -> bool:
+    return located.path in planner.frozen or located.use.scope.unit in planner.facts.fallen.left
+
+
+def _unverified(planner: _Planner, located: Located) -> None:
+    unit, fallen = located.use.scope.unit, planner.facts.fallen
+    _left("unverified", fallen.why[unit] if unit in fallen.left else "")(planner, located)
+
+
 def _is_parted(planner: _Planner, located: Located) -> bool:
     unit, asked = located.use.scope.unit, asked_about(located.site)
     axes = planner.facts.parted.get(unit) if unit is not None else None
@@ -208,9 +219,7 @@ _READ_BACK = "its function writes variables of the module and reads them back"
 
 RULES = (
     Rule(
-        "the rewrite of its file was found unsound",
-        lambda planner, located: located.path in planner.frozen,
-        _left("unverified"),
+        "the rewrite of its file, or of its function, was found unsound", _is_unsound, _unverified
     ),
     Rule(
         _REPLACED,
@@ -423,6 +432,8 @@ class _Planner:
                     of_self = replace(base, expression=self_of(method))
                     served.setdefault(method, (path, of_self))
         for unit, (path, base) in served.items():
+            if unit in self.facts.tainted or "tp" in self.facts.parted.get(unit, ()):
+                continue
             for use in self.facts.without_a_group(unit, path):
                 call, argument = use.parents.node, group_argument(use.parents.node)
                 found = self.facts.best(carriers(use, path, self.index.resolver), unit, path)

@@ -8,13 +8,18 @@ Nothing here knows how the edits were planned: the new text is read, and what is
 from __future__ import annotations
 
 import ast
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 
 from megapg.migrate.find.axes import AXES, axes_of, group_argument
-from megapg.migrate.python.scopes import last_name, walk
+from megapg.migrate.find.carriers import MODEL_NAMES
+from megapg.migrate.find.roles import is_of_another_role
+from megapg.migrate.python.flow import blocks
+from megapg.migrate.python.methods import parameters
+from megapg.migrate.python.scopes import children_of, last_name, walk
 from megapg.migrate.reasons import UNSERVED
 from megapg.upstream.expressions import known, replacement
 from megapg.upstream.mapping import COLLECTION_NAMES, Refusal
@@ -24,9 +29,12 @@ PASSED, GLOBALS = "pg_collection", "the globals"
 """What was passed, else the globals; and the globals alone."""
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
-_CONSTRUCTOR = "__init__"
+CONSTRUCTOR = "__init__"
+_MAY_BE_NONE = frozenset({*COLLECTION_NAMES, *MODEL_NAMES})
 # What a collection has beside its fields.
 _OTHERS = frozenset({"rank", "size", "ranks", "extras", "holds", "require"})
+# What nothing serves, and does not stand for a group either.
+_OF_NO_GROUP = UNSERVED - {"no-field"}
 
 
 @dataclass(frozen=True)
@@ -44,12 +52,28 @@ class Mixed:
     """A function, or a class, in which two carriers are asked about one kind of group."""
 
     where: str  # its name
+    number: int  # which one of its file, as definitions_in() has them
+    axes: frozenset[str]  # the kinds
     one: Asking
     other: Asking
 
+    def __str__(self) -> str:
+        return (
+            f"{self.where} would ask {self.one.carrier} ({self.one.what}) and {self.other.carrier} "
+            f"({self.other.what}) about one kind of groups ({', '.join(sorted(self.axes))})"
+        )
+
+
+def definitions_in(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """The functions and classes of a file, in an order that no edit changes."""
+    return [each for each in walk(tree) if isinstance(each, _Function | ast.ClassDef)]
+
 
 def mixed(
-    trees: Mapping[str, ast.Module], versions: Collection[int] = tuple(VERSIONS)
+    trees: Mapping[str, ast.Module],
+    versions: Collection[int] = tuple(VERSIONS),
+    unchanged: Mapping[str, ast.Module] | None = None,
+    runtime: str = "megapg",
 ) -> Iterator[tuple[str, Mixed]]:
     """The functions and classes of a project that ask two carriers about one kind of group, with
     their files. What a class is made of asks the same object.
@@ -57,93 +81,75 @@ def mixed(
     Args:
         trees: the new texts, parsed, by their files.
         versions: of Megatron-core, that may run them.
+        unchanged: other files, whose classes may be made of those, or the other way round. What is
+            there alone is not looked at.
+        runtime: what the new texts import.
     """
-    of_files: dict[str, _Classes] = {}
-    everywhere = _Classes(list)
+    every = {**(unchanged or {}), **trees}
     # A core in the project is code like the other.
-    has_core = any("megatron/core/tensor_parallel" in file for file in trees)
-    for file, tree in trees.items():
-        names, of_files[file] = _Names(tree, versions, has_core), _Classes(list)
-        for node in ast.walk(tree):
+    has_core = any("megatron/core/tensor_parallel" in file for file in every)
+    files = {name: _File(name, tree, versions, has_core, runtime) for name, tree in every.items()}
+    everywhere: dict[str, list[_Class]] = defaultdict(list)
+    for name, file in files.items():
+        for klass in file.classes:
+            everywhere[klass.node.name].append(klass)
+        for number, node in enumerate(file.definitions if name in trees else ()):
             if isinstance(node, _Function):
-                yield from ((file, e) for e in _apart(node.name, _Reading(node, names).asked()))
-            elif isinstance(node, ast.ClassDef):
-                of_files[file][node.name].append((node, names, file))
-                everywhere[node.name].append((node, names, file))
-    for file, here in of_files.items():
-        for klass in (each for several in here.values() for each in several):
-            asked = [
-                asking
-                for of, names, _ in _line(klass, here, everywhere)
-                for each in of.body
-                if isinstance(each, _Function) and not _makes_groups(each)
-                for asking in _Reading(each, names).asked()
-                if asking.carrier in ("self", GLOBALS) and not asking.by_core
-            ]
-            yield from ((file, each) for each in _apart(f"class {klass[0].name}", asked))
+                yield from ((name, e) for e in _apart(node.name, number, file.asked_by(node)))
+    for name, file in files.items():
+        for klass in file.classes:
+            line = list(_line(klass, everywhere))
+            if any(each.file.name in trees for each in line):
+                asked = [asking for each in line for asking in each.asked]
+                where = f"class {klass.node.name}"
+                yield from ((name, each) for each in _apart(where, klass.number, asked))
 
 
-def _line(klass: _Class, here: _Classes, everywhere: _Classes) -> Iterator[_Class]:
+def new_in(
+    found: Iterable[tuple[str, Mixed]], before: Callable[[], Iterable[tuple[str, Mixed]]]
+) -> list[tuple[str, Mixed]]:
+    """What mixes carriers and did not before: what the same function, or class, asked the same two
+    about the same kinds of groups then is the project's own.
+
+    Args:
+        found: in the new texts, by their files.
+        before: finds it in the old ones; is called where there is something to compare with.
+    """
+    found = list(found)
+    known = {_key(file, each): each.axes for file, each in before()} if found else {}
+    return [
+        (file, each) for file, each in found if not each.axes <= known.get(_key(file, each), set())
+    ]
+
+
+def _key(file: str, found: Mixed) -> tuple[str, int, frozenset[str]]:
+    return file, found.number, frozenset({found.one.carrier, found.other.carrier})
+
+
+def _line(klass: _Class, everywhere: Mapping[str, Sequence[_Class]]) -> Iterator[_Class]:
     """A class and what it is made of, as far as one class alone has the name, in its file or else
     where that is imported from.
     """
     waiting = [klass]
     for each in waiting:  # grows
         yield each
-        for base in each[0].bases:
+        for base in each.node.bases:
             name, of = last_name(base), ast.unparse(base).partition(".")[0]
-            found = here.get(name) or [
-                one
-                for one in everywhere.get(name, ())
-                if each[1].homes.get(of, "?") in f"/{one[2]}"
-            ]
+            alike = everywhere.get(name, ())
+            home = each.file.names.homes.get(of, "?")
+            found = [one for one in alike if one.file is each.file]
+            found = found or [one for one in alike if home in f"/{one.file.name}"]
             if len(found) == 1 and found[0] not in waiting:
                 waiting += found
 
 
-def lost_in(tree: ast.Module) -> Iterator[str]:
-    """The classes whose constructor takes a collection and keeps it nowhere, while others of their
-    methods ask the object for one.
-    """
-    for node in ast.walk(tree):
-        body = node.body if isinstance(node, ast.ClassDef) else ()
-        methods = [each for each in body if isinstance(each, _Function)]
-        if isinstance(node, ast.ClassDef) and any(map(_drops, methods)):
-            others = (each for each in methods if each.name != _CONSTRUCTOR)
-            if any(_asks_self(call) for each in others for call in walk(each)):
-                yield node.name
-
-
-def _drops(method: _Function) -> bool:
-    """Whether a constructor takes a collection, and neither keeps it nor hands it on whole."""
-    arguments = method.args
-    every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-    if method.name != _CONSTRUCTOR or all(each.arg != PASSED for each in every):
-        return False
-    kept = [
-        each.value
-        for each in walk(method)
-        if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Attribute)
-    ]
-    kept += [
-        given
-        for each in walk(method)
-        if isinstance(each, ast.Call)
-        for given in (*each.args, *(keyword.value for keyword in each.keywords))
-        if last_name(each.func) not in ("resolve", "groups_of")
-    ]
-    whole = [value for each in kept for value in (each, *getattr(each, "values", ()))]
-    return not any(isinstance(each, ast.Name) and each.id == PASSED for each in whole)
-
-
-def _asks_self(node: ast.AST) -> bool:
-    first = node.args[0] if isinstance(node, ast.Call) and node.args else None
-    return (
-        isinstance(node, ast.Call)
-        and last_name(node.func) == "groups_of"
-        and isinstance(first, ast.Name)
-        and first.id == "self"
-    )
+def kept_or_handed_on(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
+    """What is put into an attribute, and what is passed to a call that is none of ours."""
+    for each in nodes:
+        if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Attribute):
+            yield each.value
+        elif isinstance(each, ast.Call) and last_name(each.func) not in ("resolve", "groups_of"):
+            yield from (*each.args, *(keyword.value for keyword in each.keywords))
 
 
 def _makes_groups(function: _Function) -> bool:
@@ -151,27 +157,35 @@ def _makes_groups(function: _Function) -> bool:
     return any(each in ("initialize_model_parallel", "destroy_model_parallel") for each in called)
 
 
-def _apart(where: str, asked: Sequence[Asking]) -> Iterator[Mixed]:
-    seen = set()
-    for at, one in enumerate(asked):
-        for other in asked[at + 1 :]:
-            both = frozenset({one.carrier, other.carrier})
-            if len(both) > 1 and both not in seen and axes_of(one.what) & axes_of(other.what):
-                seen.add(both)
-                yield Mixed(where, one, other)
+def _apart(where: str, number: int, asked: Sequence[Asking]) -> Iterator[Mixed]:
+    if len({each.carrier for each in asked}) < 2:
+        return
+    of_carriers: dict[str, dict[str, Asking]] = {}
+    for each in asked:
+        known = of_carriers.setdefault(each.carrier, {})
+        for axis in axes_of(each.what):
+            known.setdefault(axis, each)
+    for (_, one), (_, other) in combinations(of_carriers.items(), 2):
+        if axes := one.keys() & other.keys():
+            first = min(axes)
+            yield Mixed(where, number, frozenset(axes), one[first], other[first])
 
 
 class _Names:
     """What the imports of a file are called in it."""
 
-    def __init__(self, tree: ast.Module, versions: Collection[int], has_core: bool) -> None:
+    def __init__(
+        self, imports: Iterable[ast.AST], versions: Collection[int], has_core: bool, runtime: str
+    ) -> None:
         self.megapg, self.getters, self.modules = set[str](), set[str](), set[str]()
         self.members: dict[str, str] = {}
         self.homes: dict[str, str] = {}  # of what is imported: the folder, or file, that has it
-        self._versions, self._has_core = versions, has_core
-        for node in ast.walk(tree):
+        self._versions, self._has_core, self._runtime = versions, has_core, runtime
+        self._served: dict[str, bool] = {}
+        self.has_star = False  # whether the getters come by a star
+        for node in imports:
             if isinstance(node, ast.Import):
-                self.megapg |= {e.asname or e.name for e in node.names if e.name == "megapg"}
+                self.megapg |= {e.asname or e.name for e in node.names if e.name == runtime}
                 self.homes |= {
                     e.asname or e.name: f"/{e.name}".replace(".", "/") for e in node.names
                 }
@@ -179,18 +193,25 @@ class _Names:
                 home = "/".join(["", *filter(None, (node.module or "").split("."))])
                 self.homes |= {each.asname or each.name: home for each in node.names}
                 self._imported_from(node.module or "", node.names)
+        if runtime != "megapg":  # one module has all
+            self.getters |= self.megapg
+        self.all = self.megapg | self.getters | self.modules | self.members.keys()
 
     def _imported_from(self, module: str, names: Sequence[ast.alias]) -> None:
         for each in names:
             bound = each.asname or each.name
             if module == "megapg.megatron" and each.name == "getters":
                 self.getters.add(bound)
+            elif each.name == self._runtime:
+                self.megapg.add(bound)
             elif not module.startswith("megatron") and module:
                 continue
             elif each.name in ("parallel_state", "mpu"):
                 self.modules.add(bound)
-            elif module.endswith(("parallel_state", "mpu")) and known(each.name):
-                self.members[bound] = each.name
+            elif module.endswith(("parallel_state", "mpu")):
+                self.has_star = self.has_star or bound == "*"
+                if known(each.name):
+                    self.members[bound] = each.name
 
     def is_of_core(self, called: ast.expr) -> bool:
         """Whether what is called is imported from Megatron-core."""
@@ -200,17 +221,81 @@ class _Names:
         return home.startswith("/megatron/core") and not self._has_core
 
     def left(self, called: ast.expr) -> str:
-        """The getter of Megatron's that is called, and that something could serve."""
+        """The getter of Megatron's that is called, and that is about a group."""
         name = self.members.get(called.id, "") if isinstance(called, ast.Name) else ""
+        if self.has_star and isinstance(called, ast.Name) and known(called.id):
+            name = called.id
         if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
             name = called.attr if called.value.id in self.modules else ""
-        answers = [replacement(name, (), (each,)) for each in self._versions] if name else []
-        served = [e for e in answers if not isinstance(e, Refusal) or e.reason not in UNSERVED]
-        return name if served else ""
+        if name and name not in self._served:
+            answers = [replacement(name, (), (each,)) for each in self._versions]
+            self._served[name] = any(
+                not isinstance(each, Refusal) or each.reason not in _OF_NO_GROUP for each in answers
+            )
+        return name if name and self._served[name] else ""
 
 
-_Class: TypeAlias = tuple[ast.ClassDef, _Names, str]
-_Classes = defaultdict[str, list[_Class]]
+class _File:
+    """What is in a file."""
+
+    def __init__(
+        self,
+        name: str,
+        tree: ast.Module,
+        versions: Collection[int],
+        has_core: bool,
+        runtime: str,
+    ) -> None:
+        self.name = name
+        nodes = list(walk(tree))
+        self.definitions = [each for each in nodes if isinstance(each, _Function | ast.ClassDef)]
+        imports = [each for each in nodes if isinstance(each, ast.Import | ast.ImportFrom)]
+        self.names = _Names(imports, versions, has_core, runtime)
+        self.classes = [
+            _Class(each, number, self)
+            for number, each in enumerate(self.definitions)
+            if isinstance(each, ast.ClassDef)
+        ]
+        said = self.names.all | {*COLLECTION_NAMES}
+        self._lines = sorted(  # in the others nothing is asked
+            each.lineno
+            for each in nodes
+            if (isinstance(each, ast.Name) and (each.id in said or self.names.has_star))
+            or (isinstance(each, ast.Attribute) and each.attr in COLLECTION_NAMES)
+        )
+        self._asked: dict[_Function, list[Asking]] = {}
+
+    def asked_by(self, function: _Function) -> list[Asking]:
+        """All that a function asks."""
+        if function not in self._asked:
+            begin = bisect_left(self._lines, function.lineno)
+            says = bisect_right(self._lines, function.end_lineno or function.lineno) > begin
+            self._asked[function] = _Reading(function, self.names).asked() if says else []
+        return self._asked[function]
+
+
+class _Class:
+    """A class of a file."""
+
+    def __init__(self, node: ast.ClassDef, number: int, file: _File) -> None:
+        self.node, self.number, self.file = node, number, file
+
+    @property
+    def asked(self) -> Iterator[Asking]:
+        """What its methods ask, of the object or of the globals."""
+        for method in self.node.body:
+            if not isinstance(method, _Function):
+                continue
+            asked = self.file.asked_by(method)
+            if not asked or _makes_groups(method):
+                continue
+            # What a constructor is passed is what the object has.
+            of_self = ("self", PASSED) if method.name == CONSTRUCTOR else ("self",)
+            for asking in asked:
+                if asking.carrier in of_self:
+                    yield replace(asking, carrier="self")
+                elif asking.carrier == GLOBALS and not asking.by_core:
+                    yield asking
 
 
 class _Reading:
@@ -218,67 +303,91 @@ class _Reading:
 
     def __init__(self, function: _Function, names: _Names, around: _Reading | None = None) -> None:
         self._function, self._names = function, names
-        # Variables -> the carrier of which each is a collection; or a model.
-        self._holds: dict[str, str] = dict(around._holds) if around else {}
+        # Variables -> since which lines each holds a collection, and of which carrier. A model.
+        self._holds: dict[str, list[tuple[int, str]]] = defaultdict(list)
         self._comes_of: dict[str, str] = dict(around._comes_of) if around else {}
-        every = list(walk(function))
-        inner = [each for each in every if isinstance(each, _Function) and each is not function]
-        inside = {id(each) for one in inner for each in walk(one)} - {id(one) for one in inner}
-        self._nodes = [each for each in every if id(each) not in inside]
-        nested = {id(each) for one in inner for each in walk(one) if each is not one}
-        self._inner = [each for each in inner if id(each) not in nested]
+        if around:
+            self._holds.update({name: list(held) for name, held in around._holds.items()})
+        self._nodes: list[ast.AST] = []
+        self._inner: list[_Function] = []
+        waiting: list[ast.AST] = [function]
+        while waiting:
+            each = waiting.pop()
+            self._nodes.append(each)
+            if isinstance(each, _Function) and each is not function:
+                self._inner.append(each)
+            else:
+                waiting += children_of(each)
         self._of_others = {
             each.arg
             for node in self._nodes
             if isinstance(node, _Function | ast.Lambda) and node is not function
-            for each in (*node.args.args, *node.args.kwonlyargs)
+            for each in parameters(node)
         }
-        own = (*function.args.args, *function.args.kwonlyargs)
-        if any(each.arg == PASSED for each in own):
-            self._holds[PASSED] = PASSED
-        self._says_none = any(
-            isinstance(node, ast.Compare)
-            and isinstance(node.left, ast.Name)
-            and node.left.id == PASSED
-            and isinstance(node.comparators[0], ast.Constant)
-            for node in self._nodes
-        )
+        # What runs where a collection, or a model, is None: what is asked there stands in for it.
+        self._for_none = {
+            id(inner): name
+            for each in self._nodes
+            for name, branch in _for_none(each)
+            for inner in walk(branch)
+        }
 
     def asked(self) -> list[Asking]:
         """All that it asks, in the order of its text."""
-        for node in self._nodes:
-            if isinstance(node, ast.Assign):
-                self._bind(node.targets[0], node.value)
-            elif isinstance(node, ast.For):
+        binding = (each for each in self._nodes if isinstance(each, ast.Assign | ast.For))
+        for node in sorted(binding, key=lambda each: each.lineno):
+            if isinstance(node, ast.For):
                 self._bind(node.target, node.iter)
-        found = [asking for node in self._nodes for asking in self._of(node)]
+            elif id(node) not in self._for_none:
+                self._bind(node.targets[0], node.value)
+        found = []
+        for each in self._nodes:
+            absent = self._for_none.get(id(each), "")
+            means = (GLOBALS,) if absent in COLLECTION_NAMES else (GLOBALS, PASSED)
+            for asking in self._of(each):
+                stands_in = absent and asking.carrier in means
+                found.append(replace(asking, carrier=absent) if stands_in else asking)
         found += [e for each in self._inner for e in _Reading(each, self._names, self).asked()]
-        if self._says_none:  # what the globals answer where nothing was passed is what it means
-            found = [each for each in found if each.carrier != GLOBALS]
-        own = [each for each in found if each.carrier not in self._of_others]
+        own = [
+            each
+            for each in found
+            if each.carrier not in self._of_others and not is_of_another_role(each.carrier)
+        ]
+        if self._function.name == CONSTRUCTOR and any(
+            isinstance(each, ast.Name) and each.id == PASSED
+            for each in kept_or_handed_on(self._nodes)
+        ):  # the object has what it was passed
+            own = [replace(e, carrier=PASSED) if e.carrier == "self" else e for e in own]
         return sorted(own, key=lambda each: each.line)
 
     def _bind(self, target: ast.expr, value: ast.expr) -> None:
         if not isinstance(target, ast.Name):
             return
         if carrier := self._carrier(value):
-            self._holds[target.id] = carrier
+            self._holds[target.id].append((target.lineno, carrier))
         elif isinstance(value, ast.Call):  # a model that is made with a collection
             given = [each.value for each in value.keywords if each.arg == PASSED]
             if given and (carrier := self._carrier(given[0])):
                 self._comes_of[target.id] = carrier
+            elif target.id in COLLECTION_NAMES and value.args:  # or one that is had of a model
+                of = self._model(value.args[0])
+                if of == "self" or of in MODEL_NAMES:
+                    self._holds[target.id].append((target.lineno, of))
         elif isinstance(value, ast.Attribute):
             self._comes_of[target.id] = self._model(value)
 
     def _of(self, node: ast.AST) -> Iterator[Asking]:
-        line = getattr(node, "lineno", 0)
-        is_field = isinstance(node, ast.Attribute) and node.attr not in _OTHERS
-        if isinstance(node, ast.Attribute) and is_field and (carrier := self._carrier(node.value)):
-            yield Asking(carrier, node.attr, line)
+        if isinstance(node, ast.Attribute):
+            is_read = node.attr not in _OTHERS and isinstance(node.ctx, ast.Load)
+            if is_read and (carrier := self._carrier(node.value)):
+                yield Asking(carrier, node.attr, node.lineno)
+            return
         if not isinstance(node, ast.Call):
             return
+        line = node.lineno
         if name := self._names.left(node.func):
             yield Asking(GLOBALS, name, line)
+            yield from _of_context_too(node, GLOBALS)
         given = (*node.args, *(keyword.value for keyword in node.keywords))
         if any(isinstance(e, ast.Name) and e.id in self._names.modules for e in given):
             yield from (Asking(GLOBALS, axis, line) for axis in sorted(AXES))  # whatever it reads
@@ -289,17 +398,30 @@ class _Reading:
             carrier = self._carrier(node.func.value)
             if carrier and isinstance(first, ast.Constant):
                 yield Asking(carrier, str(first.value), line)
-            if last_name(node.func.value) in self._names.getters and self._carrier(first):
-                yield Asking(self._carrier(first), node.func.attr, line)
-        if carrier := self._carrier(node):  # it is asked, or passed on, for what it is looked up
-            for each in node.args[1:]:
-                if isinstance(each, ast.Constant):
-                    yield Asking(carrier, str(each.value), line)
+        carrier = self._carrier(node)  # it is asked, or passed on, for what it is looked up
+        if not carrier and first is not None and self._is_getter(node.func):
+            carrier = self._carrier(first)
+            if carrier and isinstance(node.func, ast.Attribute):
+                yield Asking(carrier, node.func.attr, line)
+                yield from _of_context_too(node, carrier)
+        for each in node.args[1:] if carrier else ():
+            if isinstance(each, ast.Constant):
+                yield Asking(carrier, str(each.value), line)
+
+    def _is_getter(self, called: ast.expr) -> bool:
+        """Whether it is asked what a collection, its first argument, says or has."""
+        if isinstance(called, ast.Attribute):
+            return last_name(called.value) in self._names.getters
+        return isinstance(called, ast.Name) and called.id == "getattr"
 
     def _carrier(self, node: ast.expr) -> str:
         """Of what an expression is a collection; empty where it is none."""
         if isinstance(node, ast.Name):
-            return self._holds.get(node.id, "")
+            held = self._holds.get(node.id) or []
+            before = [carrier for line, carrier in held if line <= node.lineno]
+            if before or held:
+                return before[-1] if before else held[0][1]
+            return node.id if node.id in COLLECTION_NAMES else ""
         if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
             return next(filter(None, map(self._carrier, node.values)), "")
         if isinstance(node, ast.Attribute) and node.attr in COLLECTION_NAMES:
@@ -320,4 +442,45 @@ class _Reading:
         while isinstance(node, ast.Attribute | ast.Subscript):
             node = node.value
         name = node.id if isinstance(node, ast.Name) else ast.unparse(node)
-        return self._comes_of.get(name, name)
+        return name if is_of_another_role(name) else self._comes_of.get(name, name)
+
+
+def _of_context_too(call: ast.Call, carrier: str) -> Iterator[Asking]:
+    """What is asked by an argument that says that a group is one with context parallel ranks."""
+    if any(each.arg == "with_context_parallel" for each in call.keywords):
+        yield Asking(carrier, "cp", call.lineno)
+
+
+def _for_none(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """What in a node runs only where a collection, or a model, is None, and its name: a branch, and
+    what stands behind one that has left where it is not None.
+    """
+    if isinstance(node, ast.IfExp) and (said := _says_none(node.test)):
+        yield said[0], node.body if said[1] else node.orelse
+    for block in blocks(node) if isinstance(node, ast.stmt) else ():
+        for at, each in enumerate(block):
+            said = _says_none(each.test) if isinstance(each, ast.If) else None
+            if isinstance(each, ast.If) and said is not None:
+                without, other = (each.body, each.orelse)[:: 1 if said[1] else -1]
+                yield from ((said[0], inner) for inner in without)
+                if other and isinstance(other[-1], ast.Return | ast.Raise):
+                    yield from ((said[0], behind) for behind in block[at + 1 :])
+
+
+def _says_none(test: ast.expr) -> tuple[str, bool] | None:
+    """The collection, or model, about which a test says that it is None (true), or not (false)."""
+    match test:
+        case ast.Name(name):
+            return (name, False) if name in _MAY_BE_NONE else None
+        case ast.UnaryOp(ast.Not(), operand):
+            inner = _says_none(operand)
+            return None if inner is None else (inner[0], not inner[1])
+        case ast.BoolOp(operator, parts):  # all have the outcome, if they have this one
+            outcome = isinstance(operator, ast.And)
+            said = (each for each in map(_says_none, parts) if each and each[1] is outcome)
+            return next(said, None)
+        case ast.Compare(ast.Name(name)) if name in _MAY_BE_NONE:
+            other = test.comparators[0]
+            is_compared = isinstance(other, ast.Constant) and other.value is None
+            return (name, isinstance(test.ops[0], ast.Is | ast.Eq)) if is_compared else None
+    return None

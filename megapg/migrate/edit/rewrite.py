@@ -119,7 +119,7 @@ class Writer:
             if not _has_lazy_annotations(self._source.tree):
                 kind = f"{self._quote}{kind}{self._quote}"
             declared = f"{PARAMETER}: {kind} = None"
-        edits = add_parameter(self._source, node, declared, self._style.line_length)
+        edits = add_parameter(self._source, node, declared)
         if not edits:
             return False
         if taking.kept:
@@ -155,7 +155,7 @@ class Writer:
             bound = f"{self._source.text[begin:end]}, {argument}"
             self._edits.append(Edit(begin, end, f"{self._imports.partial()}({bound})", "site"))
             return True
-        edits = add_argument(self._source, call, argument, self._style.line_length)
+        edits = add_argument(self._source, call, argument)
         self._edits += edits
         return bool(edits)
 

@@ -39,6 +39,14 @@ def verify(rewritten: Rewritten, old: Source | None = None) -> str | None:
         rewritten: the file, before and after.
         old: the file before, where it is parsed already; not having to do it again saves a third.
     """
+    found = verified(rewritten, old)
+    return found if isinstance(found, str) else None
+
+
+def verified(rewritten: Rewritten, old: Source | None = None) -> ast.Module | str:
+    """The syntax tree of the new text of a rewrite; what is wrong with it where it is not sound,
+    as :func:`verify` says it.
+    """
     try:
         old, new = _sources(rewritten, old)
         _compiles(rewritten, new)
@@ -51,7 +59,7 @@ def verify(rewritten: Rewritten, old: Source | None = None) -> str | None:
         return str(unsound)
     except (RecursionError, MemoryError):
         return "is nested too deeply to verify"
-    return None
+    return new.tree
 
 
 # ---- bytes -------------------------------------------------------------------------------------

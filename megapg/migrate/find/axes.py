@@ -30,9 +30,11 @@ _AXES = {axis: re.compile(rf"(?:\A|_)(?:{words})(?:_|\Z)") for axis, words in _W
 
 
 def asked_about(site: Site) -> frozenset[str]:
-    """The axes that a use is about, by its getter, or else by the fields that serve it."""
+    """The axes that a use is about, by its getter and by the fields that serve it: its arguments
+    may say that it is about more than its name does.
+    """
     needs = site.answer.needs if isinstance(site.answer, Replacement) else ()
-    return axes_of(site.name) or frozenset[str]().union(*map(axes_of, needs))
+    return axes_of(site.name).union(*map(axes_of, needs))
 
 
 def axes_of(name: str) -> frozenset[str]:

@@ -224,7 +224,7 @@ class _Search:
         if name in scope.deleted or holds_nothing:
             return
         if kind == "collection" and (
-            _is_filled(name, scope) or _is_asked_about(name, self._use.parents)
+            is_filled(name, scope) or _is_asked_about(name, self._use.parents)
         ):
             return
         parameter = next((b for b in bindings if isinstance(b, Opaque) and b.parameter), None)
@@ -415,7 +415,7 @@ def _is_hidden(name: str, inner: Iterable[Scope]) -> bool:
     )
 
 
-def _is_filled(name: str, function: Scope) -> bool:
+def is_filled(name: str, function: Scope) -> bool:
     """Whether a function puts groups into a collection: until then it lacks them."""
     return any(
         isinstance(each, ast.Attribute)

@@ -28,6 +28,11 @@ def has_another_role(function: Scope) -> bool:
     return False
 
 
+def is_of_another_role(name: str) -> bool:
+    """Whether a variable is named for a model of another role than the trained one's."""
+    return _MODEL.fullmatch(name) is not None
+
+
 def role_asked_about(use: Use) -> str:
     """The variable with such a model that the call around a use is about, as its arguments come of
     it, and of no other model; empty where there is none.

@@ -251,6 +251,25 @@ def is_ruled_out(name: str, around: Sequence[ast.stmt], function: ast.AST) -> bo
     return not any(isinstance(each, ast.Nonlocal) and name in each.names for each in walk(function))
 
 
+def begins_ruled_out(name: str, around: Sequence[ast.stmt], function: ast.AST) -> bool:
+    """Whether a branch around an expression is one for where a variable of a function holds
+    nothing, be it that the branch gives it something.
+
+    Args: as for :func:`is_ruled_out`.
+    """
+    outer = function
+    for each in around:
+        found = _block_of(outer, each)
+        if found is None:
+            return False
+        if isinstance(outer, ast.If):
+            where = _where_nothing(outer.test, name)
+            if where is not None and found[0] is (outer.orelse, outer.body)[where]:
+                return True
+        outer = each
+    return False
+
+
 def _bound_last(statement: ast.AST) -> ast.AST:
     """The part of a statement in which something is bound before all of it is evaluated."""
     if isinstance(statement, ast.Assign) and all(

@@ -18,7 +18,6 @@ from megapg.migrate.python.source import Source, tokens
 
 # Behind a statement, where nothing else follows.
 _REST_OF_LINE = re.compile(r"[ \t\f]*(?:#[^\r\n]*)?(?=[\r\n]|\Z)")
-_WIDTH = 88  # of a line, where the project says nothing
 _PASSED_OVER = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE})
 
 
@@ -35,10 +34,7 @@ class _List:
 
 
 def add_parameter(
-    source: Source,
-    node: ast.FunctionDef | ast.AsyncFunctionDef,
-    parameter: str,
-    width: int | None = None,
+    source: Source, node: ast.FunctionDef | ast.AsyncFunctionDef, parameter: str
 ) -> list[Edit]:
     """Edits that add a keyword-only parameter behind the others; none where that can't be done.
 
@@ -46,7 +42,6 @@ def add_parameter(
         source: the file.
         node: a function without ``**kwargs``.
         parameter: as it is to be written, such as ``x=None``.
-        width: up to which a line with all of them may grow.
     """
     arguments = node.args
     has_star = arguments.vararg is not None or bool(arguments.kwonlyargs)
@@ -55,18 +50,15 @@ def add_parameter(
         source.index(node.lineno, node.col_offset),
         [parameter] if has_star else ["*", parameter],
         "parameter",
-        width,
     )
 
 
-def add_argument(
-    source: Source, call: ast.Call, argument: str, width: int | None = None
-) -> list[Edit]:
+def add_argument(source: Source, call: ast.Call, argument: str) -> list[Edit]:
     """Edits that add an argument behind the others of a call; none where that can't be done."""
     if len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.GeneratorExp):
         return []  # it would need parentheses of its own
     _, end = source.extent(call.func)
-    return _append(source, end, [argument], "argument", width)
+    return _append(source, end, [argument], "argument")
 
 
 def add_statement(
@@ -123,9 +115,7 @@ def newline_of(source: Source) -> str:
     return "\r\n" if first.endswith("\r\n") else "\r" if first.endswith("\r") else "\n"
 
 
-def _append(
-    source: Source, begin: int, items: list[str], what: str, width: int | None
-) -> list[Edit]:
+def _append(source: Source, begin: int, items: list[str], what: str) -> list[Edit]:
     try:
         found = _parenthesised(source.text, begin)
     except (tokenize.TokenError, SyntaxError, IndexError):
@@ -146,16 +136,6 @@ def _append(
         return [Edit(stop, stop, joint + ", ".join(items), what)]
     newline = newline_of(source)
     end_of_line = min(at for at in (text.find("\n", stop), text.find("\r", stop)) if at >= 0)
-    begin_of_line = source.line_starts[bisect_right(source.line_starts, stop - 1) - 1]
-    together = ", ".join(["", *items])
-    if (
-        not has_comma
-        and found.opened <= begin_of_line
-        and not text[found.opened : begin_of_line].strip()
-        and not text[stop:end_of_line].strip()  # a comment
-        and stop - begin_of_line + len(together) <= (width or _WIDTH)
-    ):
-        return [Edit(stop, stop, together, what)]
     indent = newline + _indent(source, found)
     lines = (",").join(indent + item for item in items)
     if has_comma:

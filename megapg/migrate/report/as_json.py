@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from megapg import __version__
 from megapg.migrate.migration import Rewritten, located
-from megapg.migrate.report.outcome import Entry, Report, burn_down
+from megapg.migrate.report.outcome import WITH, Entry, Report, burn_down
 from megapg.upstream.mapping import Replacement
 
 
@@ -52,7 +52,7 @@ def _described(entry: Entry) -> dict[str, object]:
         "fate": str(entry.fate),
         "replacement": entry.instead or None,
         "reason": entry.reason or None,
-        "detail": entry.note if entry.reason else "",
+        "detail": entry.note if entry.fate != WITH else "",  # there it is the caution
         "caution": site.answer.caution if isinstance(site.answer, Replacement) else "",
         "suggestion": entry.suggestion,
         "why": entry.why or None,

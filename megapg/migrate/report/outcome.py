@@ -133,7 +133,7 @@ def _found(site: Site) -> Entry:
 def _served(served: Served, problem: Problem | None) -> Entry:
     if problem is not None:
         return Entry(served.site, LEFT, reason=_UNWRITTEN, note=problem.message)
-    return Entry(served.site, served.how, instead=served.text, why=served.why)
+    return Entry(served.site, served.how, instead=served.text, note=served.detail, why=served.why)
 
 
 def _left(left: Left) -> Entry:
