@@ -13,7 +13,8 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
-from megapg.migrate.edit.trees import NEWLINE, TakingBack, Unsound
+from megapg.migrate.edit.texts import NEWLINE
+from megapg.migrate.edit.trees import TakingBack, Unsound
 from megapg.migrate.migration import Edit, Rewritten
 from megapg.migrate.python.methods import calls_of_bases, of_its_class
 from megapg.migrate.python.scopes import bound_name

@@ -9,19 +9,16 @@ edits are.
 from __future__ import annotations
 
 import ast
-import io
 import re
-import string
-import tokenize
-import warnings
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, TypeAlias
 
+from megapg.migrate.edit.texts import NEWLINE, ends_in_comment, expression, open_quotes
 from megapg.migrate.migration import EXCUSE, Edit
 from megapg.migrate.python.methods import is_docstring, parameters
+from megapg.migrate.python.scopes import last_name
 from megapg.migrate.python.source import Source
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -46,7 +43,6 @@ _LEAVING = (
 # What may be between two tokens whatever they mean: the trees are compared all the same.
 _BETWEEN = re.compile(r"[\s(),]*")
 _IMPORT = re.compile(r"\s*(from|import)\s")
-NEWLINE = re.compile(r"\r\n|\r|\n")
 
 
 class Unsound(Exception):
@@ -175,7 +171,7 @@ class TakingBack(_Walk):
             raise Unsound(f"{line}: a comment would come in")
         if edit.what == "site":
             return
-        if edit.new[:1] not in ("\r", "\n", "") and _ends_in_comment(text[:start]):
+        if edit.new[:1] not in ("\r", "\n", "") and ends_in_comment(text[:start]):
             raise Unsound(f"{line}: a comment would become longer")
         at, rest = start, ""
         for begin, end in sorted(self._cut.get(number, ())):
@@ -219,6 +215,8 @@ class TakingBack(_Walk):
 
     def _rest(self, parent: ast.AST, field: str, old: list[Any], new: list[Any]) -> _Lists:
         first = next(iter(old or new), None)
+        if field == "args" and isinstance(parent, ast.Call):
+            return old, new[:-1] if self._is_applied_to(new, parent.func, len(old)) else new
         if not isinstance(first, ast.stmt | ast.alias | ast.keyword):
             return old, new
         if isinstance(first, ast.stmt):
@@ -273,7 +271,37 @@ class TakingBack(_Walk):
             self._no_capture(old, new)
         if isinstance(new, ast.arguments):
             new = self._arguments(new)
+        if isinstance(old, ast.Return) and isinstance(new, ast.Return):
+            new = self._without_gradient(old, new)
         return super()._children(old, new)
+
+    # Autograd functions.
+
+    def _is_applied_to(self, given: list[Any], applied: ast.expr, count: int) -> bool:
+        """Whether the last argument of a call is one that an autograd function is given."""
+        if len(given) != count + 1 or last_name(applied) != "apply":
+            return False
+        return self._is_within(given[-1], "argument") and not _holds(given[-1], _SPECIAL)
+
+    def _without_gradient(self, old: ast.Return, new: ast.Return) -> ast.Return:
+        """What is returned without the None that was added at its end."""
+        match new.value:
+            case ast.Tuple([*rest, ast.Constant(None) as last]) if rest:
+                if self._is_within(last, "gradient"):
+                    was_tuple = isinstance(old.value, ast.Tuple)
+                    value = ast.Tuple(rest, ast.Load()) if was_tuple else rest[0]
+                    if was_tuple:
+                        ast.copy_location(value, new.value)
+                    return ast.copy_location(ast.Return(value), new)
+        return new
+
+    def _is_within(self, node: ast.expr, what: str) -> bool:
+        """Whether an expression came by an edit of some kind."""
+        number = _around(self._after, *_extent(self._new, node))
+        if number is None or self._edits[number].what != what:
+            return False
+        self._undone.add(number)
+        return True
 
     def _added(self, arg: ast.arg) -> bool:
         number = _around(self._after, *_extent(self._new, arg))
@@ -332,7 +360,7 @@ class TakingBack(_Walk):
     def _fits_quotes(self, number: int, begin: int) -> None:
         """Raise where new text in an f-string would need Python 3.12."""
         edit, text = self._edits[number], self._old.text
-        quotes = _open_quotes(text[begin : edit.start])
+        quotes = open_quotes(text[begin : edit.start])
         never = [*quotes, "\\", *("\r\n" if any(len(each) == 1 for each in quotes) else "")]
         was = text[edit.start : edit.stop]
         if strange := [each for each in never if each in edit.new and each not in was]:
@@ -348,8 +376,8 @@ class _ByShape(_Walk):
         self._sites: dict[int, tuple[str, str, str]] = {}
         self._keywords: dict[int, list[str]] = {}
         for number, edit in edits.items():
-            was, now = _expression(old[edit.start : edit.stop]), _expression(edit.new)
-            call = _expression(f"_({edit.new.strip().strip(',')})")
+            was, now = expression(old[edit.start : edit.stop]), expression(edit.new)
+            call = expression(f"_({edit.new.strip().strip(',')})")
             if edit.what == "site" and was and now:
                 self._sites[number] = ast.dump(was), ast.dump(now), edit.new
             elif edit.what == "argument" and edit.start == edit.stop and isinstance(call, ast.Call):
@@ -383,36 +411,6 @@ class _ByShape(_Walk):
         return old, new
 
 
-def _expression(text: str) -> ast.expr | None:
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            return ast.parse(f"({text}\n)", mode="eval").body
-    except (SyntaxError, ValueError):
-        return None
-
-
-def _ends_in_comment(text: str) -> bool:
-    """Whether a text ends within a comment, as far as its last line tells."""
-    line = NEWLINE.split(text[-1000:])[-1].strip()
-    with suppress(tokenize.TokenError, SyntaxError):
-        tokens = tokenize.generate_tokens(io.StringIO(line).readline)
-        return "#" in line and any(token.type == tokenize.COMMENT for token in tokens)
-    return False
-
-
-def _open_quotes(text: str) -> list[str]:
-    """The quotes of the f-strings that are open behind a text; none where Python checks itself."""
-    quotes: list[str] = []
-    with suppress(tokenize.TokenError, SyntaxError):  # at the end, for what is open
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            name = tokenize.tok_name[token.type]
-            if name.endswith("STRING_START"):
-                quotes.append(token.string.lstrip(string.ascii_letters))
-            elif name.endswith("STRING_END"):
-                quotes.pop()
-    return quotes
-
-
 def _around(spans: Sequence[tuple[int, int]], begin: int, end: int) -> int | None:
     """Number of the span in which a piece of text lies."""
     number = bisect_right(spans, begin, key=lambda span: span[0]) - 1
@@ -437,7 +435,7 @@ def _readable(old: ast.expr, new: ast.expr, text: str) -> None:
     """Raise unless the one is read, and the other is an expression by itself that only reads."""
     if not isinstance(getattr(old, "ctx", ast.Load()), ast.Load):
         raise Unsound(f"line {old.lineno}: what would be replaced is written, not read")
-    bare = isinstance(new, ast.Tuple) and not isinstance(_expression(f"{text}.x"), ast.Attribute)
+    bare = isinstance(new, ast.Tuple) and not isinstance(expression(f"{text}.x"), ast.Attribute)
     if bare or isinstance(new, _PIECES):
         raise Unsound(f"line {old.lineno}: the replacement is not an expression by itself")
     if not isinstance(old, _REPLACEABLE):

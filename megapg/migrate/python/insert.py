@@ -34,21 +34,26 @@ class _List:
 
 
 def add_parameter(
-    source: Source, node: ast.FunctionDef | ast.AsyncFunctionDef, parameter: str
+    source: Source,
+    node: ast.FunctionDef | ast.AsyncFunctionDef,
+    parameter: str,
+    *,
+    by_place: bool = False,
 ) -> list[Edit]:
-    """Edits that add a keyword-only parameter behind the others; none where that can't be done.
+    """Edits that add a parameter behind the others; none where that can't be done.
 
     Args:
         source: the file.
         node: a function without ``**kwargs``.
         parameter: as it is to be written, such as ``x=None``.
+        by_place: whether it can be passed without its name; the function has none that can't.
     """
     arguments = node.args
     has_star = arguments.vararg is not None or bool(arguments.kwonlyargs)
     return _append(
         source,
         source.index(node.lineno, node.col_offset),
-        [parameter] if has_star else ["*", parameter],
+        [parameter] if has_star or by_place else ["*", parameter],
         "parameter",
     )
 
