@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from trees import write
+from typer.testing import CliRunner
 
+from megapg.cli.app import app
 from megapg.migrate.config import Config
 from megapg.migrate.engine import migrate
 from megapg.migrate.migration import Why
@@ -48,3 +50,13 @@ def test_why_a_function_turns_to_the_globals(tmp_path: Path, why: Why) -> None:
     found = migrate([tmp_path], Config(tmp_path, versions=(16,)))
     assert {each.why for each in found.served} == {why}
     assert {root.why for root in found.roots} == {why}
+
+
+def test_it_is_said_on_the_screen(tmp_path: Path) -> None:
+    write(tmp_path, {"pyproject.toml": "", "a.py": f"from megatron.core import mpu\n\n\n{_F}"})
+    asked = ["explain", f"{tmp_path / 'a.py'}:5", "--from-core", "0.16"]
+    said = CliRunner().invoke(app, asked)
+    assert said.exit_code == 0, said.output
+    assert "where its callers end: nobody calls it" in said.output
+    said = CliRunner().invoke(app, ["migrate", str(tmp_path), "--from-core", "0.16"])
+    assert "nobody calls it" in said.output

@@ -17,6 +17,7 @@ from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Pl
 from megapg.migrate.decide.facts import Facts, FallenBack
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.noticed import stand_ins, with_what_is_unheard
+from megapg.migrate.decide.passed import all_fed, fields_read
 from megapg.migrate.decide.references import Reference
 from megapg.migrate.decide.roots import Roots
 from megapg.migrate.decide.starts import starts
@@ -365,7 +366,7 @@ class _Planner:
             else:
                 self.decide(located, base)
         taking = threads.thread()
-        fed = threads.fed(taking)
+        fed = all_fed(threads, self.functions, taking)
 
         def how(function: Scope | None) -> How:
             return How.THREADED if function in fed else How.RESOLVED
@@ -380,7 +381,7 @@ class _Planner:
             self.decide(located, threads.of_object(unit, path, how(constructor)))
         for located in self.optional:
             self._ask_whether(located, taking, how)
-        needs = threads.needs(taking)
+        needs = fields_read(threads, taking)
         for function in taking:
             self._take(function, needs[function], taking)
         self._pass_groups(taking, how)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -79,6 +79,7 @@ class Threads:
         paths: the files of the functions that may take it.
         edges: who calls each of them, once :meth:`thread` has run.
         completed: the constructors that take a collection, and are to keep it, and their files.
+        of_methods: what methods read of what their constructor, or ``forward``, keeps for them.
         of_context: the methods of autograd functions that may ask the context for it.
     """
 
@@ -92,7 +93,7 @@ class Threads:
         self.edges: dict[Scope, list[Edge]] = {}
         self.completed: dict[Scope, Path] = {}
         self.of_context: set[Scope] = set()
-        self._of_methods: dict[Scope, set[str]] = {}
+        self.of_methods: dict[Scope, set[str]] = {}
         self._needed: dict[Scope, set[str]] = {}  # in a function and behind it, as far as is known
 
     def may_take(self, function: Scope, path: Path) -> bool:
@@ -127,7 +128,7 @@ class Threads:
         if constructor is None:
             constructor = self._kept_by_base(located.use, located.path)
         elif isinstance(located.site.answer, Replacement):
-            self._of_methods.setdefault(constructor, set()).update(located.site.answer.needs)
+            self.of_methods.setdefault(constructor, set()).update(located.site.answer.needs)
         if constructor is not None:
             self.wanting.setdefault(constructor, [])
         return constructor
@@ -310,7 +311,7 @@ class Threads:
         """The fields that are read in a function and behind it, as far as that is known yet."""
         answers = (each.site.answer for each in self.wanting.get(function, ()))
         own = {need for each in answers if isinstance(each, Replacement) for need in each.needs}
-        return own | self._of_methods.get(function, set()) | self._needed.get(function, set())
+        return own | self.of_methods.get(function, set()) | self._needed.get(function, set())
 
     def _has_its_own(self, function: Scope) -> bool:
         """Whether a function takes groups as it is, turns to the globals where it was passed none
@@ -358,54 +359,6 @@ class Threads:
                 yield Edge(
                     reference, self.of_object(unit, path, How.THREADED, "plain"), constructor
                 )
-
-    def fed(self, taking: Collection[Scope]) -> set[Scope]:
-        """The functions to which every caller in the project passes a collection."""
-        callers = {each: self._callers_of(each) for each in taking}
-        fed = {function for function, known in callers.items() if known is not None}
-        behind: dict[Scope, list[Scope]] = {}
-        for function in fed:
-            for caller in callers[function] or ():
-                behind.setdefault(caller, []).append(function)
-        waiting = [caller for caller in behind if caller not in fed]
-        while waiting:
-            unfed = [each for each in behind.get(waiting.pop(), ()) if each in fed]
-            fed -= set(unfed)
-            waiting += unfed
-        return fed
-
-    def _callers_of(self, function: Scope) -> set[Scope] | None:
-        """The functions that pass on what they are passed; None where somebody passes nothing, or
-        what may be nothing.
-        """
-        edges = {id(edge.reference): edge for edge in self.edges[function]}
-        references = self._functions.references.of(function, self.paths[function])
-        if not references or not self._functions.references.all_seen(function):
-            return None
-        passing = [edges.get(id(reference)) for reference in references]
-        if any(edge is None or edge.supply.optional for edge in passing):
-            return None
-        return {edge.caller for edge in passing if edge is not None and edge.caller is not None}
-
-    def needs(self, taking: Collection[Scope]) -> Mapping[Scope, tuple[str, ...]]:
-        """The fields that are read in each function and behind it."""
-        needs = {each: set(self._of_methods.get(each, ())) for each in taking}
-        for function, sites in self.wanting.items():
-            for located in sites if function in needs else ():
-                if isinstance(located.site.answer, Replacement):
-                    needs[function] |= set(located.site.answer.needs)
-        waiting = list(taking)
-        while waiting:
-            function = waiting.pop()
-            for edge in self.edges.get(function, ()):
-                caller = edge.caller or edge.keeper or edge.constructor
-                unit = edge.reference.use.scope.unit
-                if caller is None or unit is None or caller.parent is not unit.parent:
-                    continue  # a base is not asked for what only some classes made of it read
-                if caller in needs and not needs[function] <= needs[caller]:
-                    needs[caller] |= needs[function]
-                    waiting.append(caller)
-        return {function: tuple(sorted(fields)) for function, fields in needs.items()}
 
 
 def _name(function: Scope) -> str:
