@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from megapg.migrate.decide.decisions import Decision
@@ -39,6 +39,11 @@ class Roots:
         self._functions, self._facts, self._threads = functions, facts, threads
         self._taking, self._fed = taking, fed
         self._known: dict[Scope, Why] = {}
+
+    def whys(self, decisions: Iterable[Decision]) -> dict[Decision, Why]:
+        """For each use that may end at the globals, why."""
+        found = ((each, self.why(each)) for each in decisions)
+        return {each: why for each, why in found if why is not None}
 
     def why(self, decision: Decision) -> Why | None:
         """Why what a use asks may be the globals; None where it never is."""

@@ -391,8 +391,7 @@ class _Planner:
         of_self = [constructor for _, constructor in self.of_self]
         self.result.starts = starts(self.index, self.functions, threads, taking, of_self)
         roots = Roots(self.functions, self.facts, threads, taking, fed)
-        whys = ((each, roots.why(each)) for each in self.result.decisions)
-        self.result.whys = {each: why for each, why in whys if why is not None}
+        self.result.whys = roots.whys(self.result.decisions)
         left = with_what_is_unheard(self.result.left, self.result.decisions)
         self.result.left[:] = list(left)
         return self.result
@@ -460,9 +459,7 @@ class _Planner:
         of_torch = self.functions.set_up_by(function, path) if is_first else ()
         applied = self.functions.references.autograd.of(function, path)
         keeps |= applied is not None and applied.backward in threads.of_context
-        taken = Taking(
-            function, path, keeps, behind or of_torch, at_first=not of_torch, applied=applied
-        )
+        taken = Taking(function, path, keeps, behind or of_torch, True, not of_torch, applied)
         self.result.taking.append(taken)
         edges = [
             e for e in threads.edges.get(function, ()) if e.caller is None or e.caller in taking
@@ -473,8 +470,7 @@ class _Planner:
             supply = edge.supply
             if edge.is_passed_first(taking):
                 supply = replace(supply, passed_first=True)
-            by_place = applied is not None
-            passing = Passing(edge.reference, path, supply, needs, by_place=by_place)
+            passing = Passing(edge.reference, path, supply, needs, by_place=applied is not None)
             self.result.passing.append(passing)
 
 
