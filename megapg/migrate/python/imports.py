@@ -316,7 +316,10 @@ class Imports:
         return Edit(at, at, f"{lead}{new}{newline}{rest}", "import")
 
     def _with_blank_line(self, begin: int, end: int) -> int:
-        """The end of what is removed: with the blank line behind an import that opens a block."""
-        before, rest = self.source.text[:begin].rstrip(), self.source.text[end:]
+        """The end of what is removed: with the blank line behind an import that opens a block, or
+        has one above it.
+        """
+        before, rest = self.source.text[:begin], self.source.text[end:]
         blank = re.match(r"[ \t]*(?:\r\n|\r|\n)", rest)
-        return end + blank.end() if blank and before.endswith(":") else end
+        is_apart = re.search(r"(?:\r\n|\r|\n)[ \t]*(?:\r\n|\r|\n)\Z", before[-200:])
+        return end + blank.end() if blank and (is_apart or before.rstrip().endswith(":")) else end
