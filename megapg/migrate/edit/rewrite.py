@@ -120,7 +120,13 @@ class Writer:
                 kind = f"{self._quote}{kind}{self._quote}"
             declared = f"{PARAMETER}: {kind} = None"
         applied = taking.applied
-        edits = add_parameter(self._source, node, declared, by_place=applied is not None)
+        edits = add_parameter(
+            self._source,
+            node,
+            declared,
+            by_place=applied is not None,
+            width=self._style.line_length,
+        )
         if not edits:
             return False
         if applied is not None:
@@ -163,7 +169,7 @@ class Writer:
             bound = f"{self._source.text[begin:end]}, {argument}"
             self._edits.append(Edit(begin, end, f"{self._imports.partial()}({bound})", "site"))
             return True
-        edits = add_argument(self._source, call, argument)
+        edits = add_argument(self._source, call, argument, self._style.line_length)
         self._edits += edits
         return bool(edits)
 

@@ -18,6 +18,7 @@ from megapg.migrate.python.source import Source, tokens
 
 # Behind a statement, where nothing else follows.
 _REST_OF_LINE = re.compile(r"[ \t\f]*(?:#[^\r\n]*)?(?=[\r\n]|\Z)")
+_WIDTH = 88  # of a line, where the project says nothing
 _PASSED_OVER = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE})
 
 
@@ -39,6 +40,7 @@ def add_parameter(
     parameter: str,
     *,
     by_place: bool = False,
+    width: int | None = None,
 ) -> list[Edit]:
     """Edits that add a parameter behind the others; none where that can't be done.
 
@@ -47,6 +49,7 @@ def add_parameter(
         node: a function without ``**kwargs``.
         parameter: as it is to be written, such as ``x=None``.
         by_place: whether it can be passed without its name; the function has none that can't.
+        width: up to which a line with all of them may grow.
     """
     arguments = node.args
     has_star = arguments.vararg is not None or bool(arguments.kwonlyargs)
@@ -55,15 +58,18 @@ def add_parameter(
         source.index(node.lineno, node.col_offset),
         [parameter] if has_star or by_place else ["*", parameter],
         "parameter",
+        width,
     )
 
 
-def add_argument(source: Source, call: ast.Call, argument: str) -> list[Edit]:
+def add_argument(
+    source: Source, call: ast.Call, argument: str, width: int | None = None
+) -> list[Edit]:
     """Edits that add an argument behind the others of a call; none where that can't be done."""
     if len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.GeneratorExp):
         return []  # it would need parentheses of its own
     _, end = source.extent(call.func)
-    return _append(source, end, [argument], "argument")
+    return _append(source, end, [argument], "argument", width)
 
 
 def add_statement(
@@ -120,7 +126,9 @@ def newline_of(source: Source) -> str:
     return "\r\n" if first.endswith("\r\n") else "\r" if first.endswith("\r") else "\n"
 
 
-def _append(source: Source, begin: int, items: list[str], what: str) -> list[Edit]:
+def _append(
+    source: Source, begin: int, items: list[str], what: str, width: int | None
+) -> list[Edit]:
     try:
         found = _parenthesised(source.text, begin)
     except (tokenize.TokenError, SyntaxError, IndexError):
@@ -141,6 +149,16 @@ def _append(source: Source, begin: int, items: list[str], what: str) -> list[Edi
         return [Edit(stop, stop, joint + ", ".join(items), what)]
     newline = newline_of(source)
     end_of_line = min(at for at in (text.find("\n", stop), text.find("\r", stop)) if at >= 0)
+    begin_of_line = source.line_starts[bisect_right(source.line_starts, stop - 1) - 1]
+    together = ", ".join(["", *items])
+    if (
+        not has_comma
+        and found.opened <= begin_of_line
+        and not text[found.opened : begin_of_line].strip()
+        and not text[stop:end_of_line].strip()  # a comment
+        and stop - begin_of_line + len(together) <= (width or _WIDTH)
+    ):
+        return [Edit(stop, stop, together, what)]
     indent = newline + _indent(source, found)
     lines = (",").join(indent + item for item in items)
     if has_comma:
