@@ -61,8 +61,9 @@ demo: $(READY)  ## train a small model on injected groups; options in ARGS, see 
 	.venv/bin/megapg demo $(ARGS)
 
 # Each rank is a process of its own; with more threads than one they would fight for the cores.
-# A file stays in one process, since its tests share what is dear to make.
-PYTEST = -m pytest -n $(WORKERS) --dist loadfile
+# A file stays in one process, since its tests share what is dear to make. The files come in the order
+# that tests/conftest.py puts them in; xdist's own has those of the fewest tests last, and some take long.
+PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(READY)  ## run the tests (CPU only, minutes); pytest's options in ARGS
 	OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "not slow" $(ARGS)

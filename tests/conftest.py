@@ -18,11 +18,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
 
+# Files that take long, the longest first, and the slow ones before. Any other is done sooner than
+# these are, in whatever order; but each of these, if it came last, would be waited for alone.
+LONG = (
+    *("test_fault_matrix", "test_upstream_tests", "test_migrated_trainer", "test_pretrain"),
+    *("test_suspend_training", "test_drop_in", "test_launchers", "test_run_distributed"),
+    *("test_old_core", "test_doctor", "test_demo", "test_checkpoint_faults"),
+    *("test_checkpoint_commit", "test_plugin", "test_migrate_equivalence", "test_migrate_fuzz"),
+    *("test_checkpoint_interop", "test_signals", "test_warm_up", "test_frozen_store"),
+)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Import what most ranks need once for all runs, and for all workers of xdist."""
     if not hasattr(config, "workerinput"):
-        modules = ("pytest", "psutil", "torch.distributed", "megapg.megatron", "megapg.demo.gpt")
-        interpreter = preloaded(*modules, "settled")
+        interpreter = preloaded("settled")
         interpreter.__enter__()
         config.add_cleanup(lambda: interpreter.__exit__(None, None, None))
 
@@ -33,7 +43,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out, if asked to, what starts processes and is no smoke test."""
+    """The long files first; leave out, if asked to, what starts processes and is no smoke test."""
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
     if config.getoption("--quick"):
         left = [item for item in items if not _is_quick(item)]
         config.hook.pytest_deselected(items=left)

@@ -2,7 +2,6 @@
 ``tests/support/torchcomms_stub``.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -10,45 +9,30 @@ from pathlib import Path
 
 import pytest
 import torch
-from ports import free_port
 
 import megapg
 from megapg.errors import UnsupportedVersionError
+from megapg.testing import run_distributed
 
 ROOT = Path(__file__).parents[2]
-SUPPORT = ROOT / "tests" / "support"
+STUB = ROOT / "tests" / "support" / "torchcomms_stub"
 of_2_13 = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason="the stand-in knows what torch 2.13 asks"
 )
 
 
-def environment(**more):
-    ours = {"TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1", "OMP_NUM_THREADS": "1", **more}
-    paths = [str(SUPPORT / "torchcomms_stub"), str(ROOT)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **ours}
+def on_four_ranks():
+    from on_torchcomms import run  # which imports what is there for the ranks alone
+
+    return run()
 
 
 @of_2_13
-def test_a_session_of_four_ranks_splits_every_family_from_world_once():
-    job = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(SUPPORT / "on_torchcomms.py")],
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **job),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    try:
-        said = [each.communicate(timeout=150) for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    for each, (_, error) in zip(started, said, strict=True):
-        assert each.returncode == 0, error[-3000:]
-    of_first = json.loads(said[0][0])
+def test_a_session_of_four_ranks_splits_every_family_from_world_once(monkeypatch):
+    monkeypatch.syspath_prepend(STUB)
+    of_first, *_ = run_distributed(
+        on_four_ranks, 4, deadline=150, env={"TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1"}
+    )
     assert of_first["families"] < 19 < 4 * 19
     assert of_first["refused"].startswith(
         "tp: max_ctas=8; torch passes no options on to torchcomms."
@@ -60,13 +44,11 @@ def test_a_session_of_four_ranks_splits_every_family_from_world_once():
 @of_2_13
 def test_the_run_on_gpus_tries_it_where_it_is_there():
     asked = [sys.executable, "-m", "benchmarks.gpu", "--on-gloo", "2", "--cycles", "1"]
-    variables = environment()
-    del variables["TORCH_DISTRIBUTED_USE_TORCHCOMMS"]
-    for path, said in ((variables["PYTHONPATH"], "sums are right"), (str(ROOT), "not there")):
+    for path, said in ((f"{STUB}:{ROOT}", "sums are right"), (str(ROOT), "not there")):
         done = subprocess.run(
             asked,
             cwd=ROOT,
-            env={**variables, "PYTHONPATH": path},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
             capture_output=True,
             text=True,
             timeout=300,

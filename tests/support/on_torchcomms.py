@@ -1,7 +1,4 @@
-"""A session of four ranks on torchcomms, as far as a stand-in for it goes. Each rank runs this."""
-
-import json
-import sys
+"""A session of four ranks on torchcomms, as far as a stand-in for it goes."""
 
 import torch
 import torch.distributed as dist
@@ -11,46 +8,47 @@ import megapg
 from megapg.communicators.plan import families
 from megapg.errors import UnsupportedOptionError
 
-with megapg.session(tp=2, pp=2, name="first") as session:
-    pg, rank = session.groups, dist.get_rank()
-    for field in ("tp", "pp", "dp", "mp", "embd", "pos_embd"):
-        group = getattr(pg, field)
-        if group is None:
-            continue
-        value = torch.tensor([float(rank)])
-        dist.all_reduce(value, group=group)
-        assert value.item() == sum(pg.ranks(field)), field
-        assert group.group_name.startswith("megapg/first/1/"), group.group_name
-    described = session.describe()
-    made = families(session.layout, session._recipe)
-    mine = [each.of(rank) for each in made]
-    assert len(described["communicators"]) == len([each for each in mine if each is not None])
-    # Beside the splits in C++ there are those of which this rank is no member, and no others.
-    assert len(torchcomms.Comm.splits) == mine.count(None)
-    assert all(ranks == () for ranks, _ in torchcomms.Comm.splits)
-    try:
-        megapg.session(
-            tp=2, pp=2, name="options", options={"tp": megapg.CommunicatorOptions(max_ctas=8)}
-        )
-        raise AssertionError("options were dropped")
-    except UnsupportedOptionError as error:
-        refused = str(error)
-    try:
-        megapg.session(ranks=[3, 1, 0, 2], tp=2, pp=2, name="order")
-        raise AssertionError("the order was dropped")
-    except UnsupportedOptionError as error:
-        out_of_order = str(error)
-    again = megapg.session(tp=2, name="again")
-    value = torch.ones(1)
-    dist.all_reduce(value, group=again.groups.dp)
-    assert value.item() == 2
-    again.close()
-    if rank == 0:
-        said = {
-            "families": len(made),
-            "mine": len(mine) - mine.count(None),
-            "refused": refused,
-            "out of order": out_of_order,
-        }
-        sys.stdout.write(json.dumps(said) + "\n")
-assert not dist.is_initialized()
+
+def run() -> dict[str, object]:
+    """What a rank found."""
+    with megapg.session(tp=2, pp=2, name="first") as session:
+        pg, rank = session.groups, dist.get_rank()
+        for field in ("tp", "pp", "dp", "mp", "embd", "pos_embd"):
+            group = getattr(pg, field)
+            if group is None:
+                continue
+            value = torch.tensor([float(rank)])
+            dist.all_reduce(value, group=group)
+            assert value.item() == sum(pg.ranks(field)), field
+            assert group.group_name.startswith("megapg/first/1/"), group.group_name
+        described = session.describe()
+        made = families(session.layout, session._recipe)
+        mine = [each.of(rank) for each in made]
+        assert len(described["communicators"]) == len([each for each in mine if each is not None])
+        # Beside the splits in C++ there are those of which this rank is no member, and no others.
+        assert len(torchcomms.Comm.splits) == mine.count(None)
+        assert all(ranks == () for ranks, _ in torchcomms.Comm.splits)
+        try:
+            megapg.session(
+                tp=2, pp=2, name="options", options={"tp": megapg.CommunicatorOptions(max_ctas=8)}
+            )
+            raise AssertionError("options were dropped")
+        except UnsupportedOptionError as error:
+            refused = str(error)
+        try:
+            megapg.session(ranks=[3, 1, 0, 2], tp=2, pp=2, name="order")
+            raise AssertionError("the order was dropped")
+        except UnsupportedOptionError as error:
+            out_of_order = str(error)
+        again = megapg.session(tp=2, name="again")
+        value = torch.ones(1)
+        dist.all_reduce(value, group=again.groups.dp)
+        assert value.item() == 2
+        again.close()
+    assert not dist.is_initialized()
+    return {
+        "families": len(made),
+        "mine": len(mine) - mine.count(None),
+        "refused": refused,
+        "out of order": out_of_order,
+    }

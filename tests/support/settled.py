@@ -1,4 +1,4 @@
-"""To import last in an interpreter from which ranks are forked: what is there by now stays.
+"""What most ranks import, for the interpreter from which they are forked; there it stays.
 
 The collector passes over it in every rank, and writes nothing on the pages that they share. To look
 through torch and Megatron-core takes it a quarter of a second, and many a test has it look several
@@ -6,6 +6,17 @@ times. But a rank that asks who holds something is not told of these modules, ei
 """
 
 import gc
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+
+    import psutil  # noqa: F401
+    import pytest  # noqa: F401
+    import torch.distributed  # noqa: F401
+
+    import megapg.demo.gpt
+    import megapg.megatron  # noqa: F401
 
 gc.collect()
 gc.freeze()
