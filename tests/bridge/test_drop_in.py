@@ -23,7 +23,7 @@ from megapg.layout import ParallelLayout
 from megapg.megatron import drop_in, parallel_state
 from megapg.megatron.arguments import parameters_of_core
 from megapg.ownership.opening import open_sessions
-from megapg.testing import run_distributed
+from megapg.testing import _ranks, run_distributed
 
 pytestmark = pytest.mark.contract
 
@@ -236,33 +236,43 @@ def script(tmp_path):
     return str(tmp_path / "pretrain_gpt.py")
 
 
-def start(*words, environment=None):
-    return captured(
-        [sys.executable, "-m", *words],
-        env={**os.environ, "PYTHONWARNINGS": "ignore", **(environment or {})},
-        timeout=100,
-    )
-
-
-def test_a_script_runs_as_it_is_and_its_exit_code_is_its_own(script):
-    alone = start("megapg.megatron.run", script, SIZE, "1", "3")
-    assert alone.returncode == 3, alone.stderr
-    assert alone.stdout == "__main__ 1 0\n"
-    assert not COST.search(alone.stderr)
-    ended = start("megapg.megatron.run", script, SIZE, "1", "0")  # as --exit-interval does it
-    assert ended.returncode == 0, ended.stderr
-    assert COST.search(ended.stderr)
-
-
 def as_module(name, words):
-    """``python -m`` in a rank: what it printed, and what it said beside."""
+    """``python -m`` in a rank: its exit code, what it printed, and what it said beside."""
+    code = 0
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
         contextlib.redirect_stderr(io.StringIO()) as said,
     ):
         sys.argv = [name, *words]
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    return printed.getvalue(), said.getvalue()
+        try:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code or 0
+    return code, printed.getvalue(), said.getvalue()
+
+
+def alone(*words, **environment):
+    """The same of the command, in a process that no launcher has started."""
+    (ran,) = run_distributed(partial(run_alone, words, environment), 1, deadline=100)
+    return ran
+
+
+def run_alone(words, environment):
+    for variable in _ranks._environment(0, 1, 0):
+        del os.environ[variable]
+    os.environ.update(environment)
+    return as_module("megapg.megatron.run", words)
+
+
+def test_a_script_runs_as_it_is_and_its_exit_code_is_its_own(script):
+    command = [sys.executable, "-W", "ignore", "-m", "megapg.megatron.run", script, SIZE, "1", "3"]
+    ran = captured(command, timeout=200)
+    assert ran.returncode == 3, ran.stderr
+    assert ran.stdout == "__main__ 1 0\n"
+    assert not COST.search(ran.stderr)
+    code, printed, said = alone(script, SIZE, "1", "0")  # as --exit-interval does it
+    assert (code, printed) == (0, "__main__ 1 0\n")
+    assert COST.search(said)
 
 
 def test_the_command_of_the_guide_and_what_it_says_of_the_cost(script):
@@ -274,8 +284,8 @@ def test_the_command_of_the_guide_and_what_it_says_of_the_cost(script):
     for before in ((), ("--on-globals",)):
         arguments = [*before, *words.replace("pretrain_gpt.py", script).split()]
         ran = run_distributed(partial(as_module, module, arguments), 2, deadline=100)
-        assert [printed for printed, _ in ran] == ["__main__ 2 0\n", "__main__ 2 1\n"]
-        told = "".join(said for _, said in ran)
+        assert [each[:2] for each in ran] == [(0, "__main__ 2 0\n"), (0, "__main__ 2 1\n")]
+        told = "".join(said for *_, said in ran)
         assert "still open" not in told
         ((communicators, threads),) = COST.findall(told)
         costs.append((int(communicators), int(threads)))
@@ -285,22 +295,22 @@ def test_the_command_of_the_guide_and_what_it_says_of_the_cost(script):
 
 
 def test_what_can_not_start_is_said_in_a_line_with_exit_code_2(script):
-    for words, environment, said in (
+    for words, environment, what in (
         ((), {}, "usage: python -m megapg.megatron.run [--on-globals] SCRIPT"),
         (("nowhere.py",), {}, "there is no script 'nowhere.py'"),
         (("--on-global", script), {}, "there is no option '--on-global'. usage: "),
         ((script, SIZE, "2"), {}, "tp=2"),
         ((script, SIZE, "1"), {"RANK": "1"}, "WORLD_SIZE"),
     ):
-        ran = start("megapg.megatron.run", *words, environment=environment)
-        assert ran.returncode == 2, ran.stderr
-        (line,) = [each for each in ran.stderr.splitlines() if each.startswith("error")]
-        assert said in line
-        assert "Traceback" not in ran.stderr
-    asked = start("megapg.megatron.run", "--help")
-    assert asked.returncode == 0
-    assert asked.stdout.startswith("usage: python -m megapg.megatron.run [--on-globals] SCRIPT")
-    assert "Exit codes" in asked.stdout
+        code, _, said = alone(*words, **environment)
+        assert code == 2, said
+        (line,) = [each for each in said.splitlines() if each.startswith("error")]
+        assert what in line
+        assert "Traceback" not in said
+    code, printed, _ = alone("--help")
+    assert code == 0
+    assert printed.startswith("usage: python -m megapg.megatron.run [--on-globals] SCRIPT")
+    assert "Exit codes" in printed
 
 
 def test_the_import_of_the_guide(world):
