@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import ExitStack
 
 import pytest
 from quick import is_quick
@@ -31,10 +32,11 @@ LONG = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """Import what most ranks need once for all runs, and for all workers of xdist."""
-    if not hasattr(config, "workerinput"):
-        interpreter = preloaded("settled")
-        interpreter.__enter__()
-        config.add_cleanup(lambda: interpreter.__exit__(None, None, None))
+    if hasattr(config, "workerinput") or config.option.collectonly or config.option.help:
+        return
+    stack = ExitStack()
+    config.add_cleanup(stack.close)
+    stack.enter_context(preloaded("settled"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -276,7 +276,7 @@ def test_a_script_runs_as_it_is_and_its_exit_code_is_its_own(script):
 
 
 def test_the_command_of_the_guide_and_what_it_says_of_the_cost(script):
-    """On ranks as torchrun starts them; test_launchers.py has torchrun itself."""
+    """On ranks as torchrun starts them; test_launchers.py starts it by torchrun itself."""
     command = r"^\$ torchrun --nproc-per-node 8 -m (\S+) (.*) \.\.\.$"
     ((module, words),) = re.findall(command, PAGE, re.M)
     assert "`--on-globals` before the script" in PAGE

@@ -175,23 +175,21 @@ sys.stdout.flush()
 """
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
 def test_a_script_of_megatrons_is_started_on_a_session(launcher, request, tmp_path):
     """By ``megapg.megatron.run``: what the launcher says is put into the variables it reads."""
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(OF_MEGATRON)
-    command = [sys.executable, "-W", "ignore", "-m", "megapg.megatron.run", str(script), "2"]
-    if launcher == "mpirun":
-        done = subprocess.run(
-            [*request.getfixturevalue("mpirun"), "-n", "2", *command],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-    else:
+    of_module = ("-m", "megapg.megatron.run", str(script), "2")
+    command = (sys.executable, "-W", "ignore", *of_module)
+    if launcher == "srun":
         cluster = request.getfixturevalue("cluster")
         done = cluster.run("srun", "-N1", "-n2", *command, timeout=PATIENCE)
+    elif launcher == "mpirun":
+        done = captured([*request.getfixturevalue("mpirun"), "-n", "2", *command], timeout=PATIENCE)
+    else:
+        one = ("--standalone", "--nproc-per-node=2")
+        done = captured([*TORCHRUN, *one, *of_module], timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-4000:]
     assert said(done.stdout) == [{"rank": each, "of": 2, "local": each} for each in (0, 1)]
     assert "megapg: initialize_model_parallel took" in done.stderr
