@@ -82,8 +82,7 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
             asking = replace(asking, is_for_want=False)
         else:
             of_functions[unit].append(asking)
-        of_autograd = references.autograd.of(unit, asking.path) is not None
-        counts = of_autograd or _is_of_globals(asking.base) or _is_of_self(asking)
+        counts = _is_of_globals(asking.base) or _is_of_self(asking)
         if counts and unit.parent is not None and unit.parent.kind == "class":
             of_classes[unit.parent].append(asking)
             paths[unit.parent] = asking.path
@@ -165,9 +164,8 @@ def _by_autograd(asked: Sequence[_Asking], plan: Plan, facts: Facts) -> Iterator
     for each in asked:
         by_unit[each.unit].append(each)
     taking = {each.function for each in plan.taking}
-    passed = {id(each.reference.call) for each in plan.passing if each.by_place}
     for unit, path in {each.unit: each.path for each in asked}.items():
-        reached = facts.asked_by_autograd(unit, path, passed)
+        reached = facts.asked_by_autograd(unit, path)
         axes = frozenset[str]().union(
             *(
                 each.axes

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megapg.migrate.decide.autograd import Applied
 from megapg.migrate.decide.references import Reference
 from megapg.migrate.find.index import Located
 from megapg.migrate.find.sites import Carrier, Site
@@ -67,7 +66,6 @@ class Passing:
     base: Base  # what it is given
     needs: tuple[str, ...]  # the fields that are read behind it
     group: str = ""  # the parameter, where it is given the one group that it needs
-    by_place: bool = False  # whether it is an autograd function, which has no names
 
     @property
     def as_read(self) -> str:
@@ -87,7 +85,6 @@ class Taking:
     behind: tuple[ast.stmt, ...] = ()
     is_new: bool = True  # whether it does not have the parameter yet
     at_first: bool = True  # whether it is kept before all else as well
-    applied: Applied | None = None  # the autograd function, where it is the forward of one
 
 
 @dataclass

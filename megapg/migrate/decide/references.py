@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from megapg.migrate.decide.autograd import Autograd, count_of_arguments
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import UNKNOWN, Thing
 from megapg.migrate.find.models import ancestry
@@ -59,7 +58,6 @@ class References:
 
     def __init__(self, index: Index, *, in_tests: bool = False) -> None:
         self._index, self._in_tests = index, in_tests
-        self.autograd = Autograd(index)
         self._blind: set[Scope] = set()
 
     @kept
@@ -91,12 +89,9 @@ class References:
         )
 
     def _find(self, function: Scope, path: Path) -> Iterator[Reference]:
-        klass, applied = class_of(function), self.autograd.of(function, path)
+        klass = class_of(function)
         wanted = {Thing("function", path=path, scope=function)}
         words, classes = {function.name}, list[Scope]()
-        if applied is not None and applied.forward is function and function.parent is not None:
-            wanted, classes = {Thing("class", path=path, scope=function.parent)}, [function.parent]
-            words = {function.parent.name}
         if klass is not None:
             constructed = self._constructed_by(klass, path)
             classes = [each for each, _ in constructed]
@@ -119,13 +114,10 @@ class References:
             named: list[str | Scope] = [*sorted(names), *classes]
             for each in named:
                 for use, node, parent in self._names(file).get(each, ()):
-                    if classes and _makes_none(node, parent, use, classes):
+                    if klass is not None and _makes_none(node, parent, use, classes):
                         continue
                     if self._stands_for(node, use, file, wanted, classes, function):
-                        call = _call_of(node, parent)
-                        if klass is None and classes:
-                            call = _applying(node, parent, use, count_of_arguments(function))
-                        yield Reference(file, use, call, node)
+                        yield Reference(file, use, _call_of(node, parent), node)
 
     def _files_naming(self, words: set[str], wanted: Collection[Thing], path: Path) -> list[Path]:
         """The files that may name something; other names under which modules hand it on are added
@@ -381,17 +373,6 @@ def _makes_none(node: ast.expr, parent: ast.AST, use: Use, classes: Collection[S
             case _:
                 return isinstance(outer, ast.Compare)
     return False
-
-
-def _applying(node: ast.expr, parent: ast.AST, use: Use, count: int) -> ast.Call | None:
-    """The call that applies an autograd function to that many arguments, by place."""
-    call = use.parents.node
-    if not isinstance(parent, ast.Attribute) or parent.attr != "apply" or use.node is not parent:
-        return None
-    if not isinstance(call, ast.Call) or call.func is not parent or call.keywords:
-        return None
-    is_told = len(call.args) == count and not any(isinstance(e, ast.Starred) for e in call.args)
-    return call if is_told else None
 
 
 def _knows_its_class(inner: Scope) -> bool:

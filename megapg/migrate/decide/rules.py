@@ -377,8 +377,8 @@ class _Planner:
             for located in sites:
                 self.decide(located, base)
         for located, constructor in self.of_self:
-            unit, path = located.use.scope.unit, located.path
-            self.decide(located, threads.of_object(unit, path, how(constructor)))
+            instance = self_of(located.use.scope.unit)
+            self.decide(located, Base(how(constructor), "groups_of", instance))
         for located in self.optional:
             self._ask_whether(located, taking, how)
         needs = fields_read(threads, taking)
@@ -405,7 +405,7 @@ class _Planner:
         keeper = self.threads.keeper(unit, path)
         if unit in taking:
             base = Base(how(unit), "plain" if is_whether else "resolve", PARAMETER, optional=True)
-        elif is_whether and keeper in taking and self_of(unit):
+        elif is_whether and keeper in taking:
             base = Base(how(keeper), "groups_of", self_of(unit), optional=True)
         elif (
             is_whether
@@ -457,9 +457,7 @@ class _Planner:
         behind = threads.kept_behind(function, path, taking)
         is_first = keeps and not threads.above(function, path, taking)
         of_torch = self.functions.set_up_by(function, path) if is_first else ()
-        applied = self.functions.references.autograd.of(function, path)
-        keeps |= applied is not None and applied.backward in threads.of_context
-        taken = Taking(function, path, keeps, behind or of_torch, True, not of_torch, applied)
+        taken = Taking(function, path, keeps, behind or of_torch, at_first=not of_torch)
         self.result.taking.append(taken)
         edges = [
             e for e in threads.edges.get(function, ()) if e.caller is None or e.caller in taking
@@ -470,8 +468,7 @@ class _Planner:
             supply = edge.supply
             if edge.is_passed_first(taking):
                 supply = replace(supply, passed_first=True)
-            passing = Passing(edge.reference, path, supply, needs, by_place=applied is not None)
-            self.result.passing.append(passing)
+            self.result.passing.append(Passing(edge.reference, path, supply, needs))
 
 
 def _is_in_core(path: Path) -> bool:

@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 
 from megapg.errors import UnsupportedOptionError
-from megapg.migrate.decide.autograd import context_of
 from megapg.migrate.decide.decisions import Base
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
@@ -79,8 +78,7 @@ class Threads:
         paths: the files of the functions that may take it.
         edges: who calls each of them, once :meth:`thread` has run.
         completed: the constructors that take a collection, and are to keep it, and their files.
-        of_methods: what methods read of what their constructor, or ``forward``, keeps for them.
-        of_context: the methods of autograd functions that may ask the context for it.
+        of_methods: what methods read of what their constructor keeps for them.
     """
 
     def __init__(
@@ -92,7 +90,6 @@ class Threads:
         self.paths: dict[Scope, Path] = {}
         self.edges: dict[Scope, list[Edge]] = {}
         self.completed: dict[Scope, Path] = {}
-        self.of_context: set[Scope] = set()
         self.of_methods: dict[Scope, set[str]] = {}
         self._needed: dict[Scope, set[str]] = {}  # in a function and behind it, as far as is known
 
@@ -102,13 +99,6 @@ class Threads:
             return False
         if class_of(function) is None and self._facts.makes_groups(function, path):
             return False  # nobody has them before; an object may be given others to keep
-        applied = self._functions.references.autograd.of(function, path)
-        if applied is not None and any(
-            self._facts.is_of_globals(each)
-            for each in (applied.forward, applied.backward, applied.symbolic)
-            if each is not None
-        ):
-            return False  # all of it asks the globals then
         self.paths[function] = path
         return True
 
@@ -145,26 +135,12 @@ class Threads:
         """The constructor that can keep a collection for a method."""
         if method is None or method.parent is None or has_another_role(method):
             return None
-        applied = self._functions.references.autograd.of(method, path)
-        if applied is not None:
-            is_other = method is not applied.forward
-            return applied.forward if is_other and self.may_take(applied.forward, path) else None
         if not self_of(method) or not is_usual_method(method):
             return None
         for each in method.parent.defined("__init__"):
             if self.keeps(each, path) and self.may_take(each, path):
                 return each
         return None
-
-    def of_object(self, method: Scope | None, path: Path, how: How, form: str = "resolve") -> Base:
-        """What a method finds where its object keeps what its constructor was passed; one of an
-        autograd function in the context, in the form that is given.
-        """
-        if method is None or self._functions.references.autograd.of(method, path) is None:
-            return Base(how, "groups_of", self_of(method))
-        self.of_context.add(method)
-        kept = PARAMETER if method.name == "symbolic" else f"{context_of(method)}.{PARAMETER}"
-        return Base(how, form, kept)
 
     def _kept_by_base(self, use: Use, path: Path) -> Scope | None:
         """The constructor of the base that keeps the collection, where one with ``**kwargs``, which
@@ -356,9 +332,7 @@ class Threads:
             elif unit is not None and (
                 constructor := self.keeper(unit, path) or self._kept_by_base(reference.use, path)
             ):
-                yield Edge(
-                    reference, self.of_object(unit, path, How.THREADED, "plain"), constructor
-                )
+                yield Edge(reference, Base(How.THREADED, "groups_of", self_of(unit)), constructor)
 
 
 def _name(function: Scope) -> str:

@@ -21,7 +21,7 @@ from megapg.migrate.python.insert import newline_of
 from megapg.migrate.python.layout import Statement, Unsure, laid_out, read
 from megapg.migrate.python.source import Source
 
-_GROWS = frozenset({"argument", "gradient", "parameter", "statement"})
+_GROWS = frozenset({"argument", "parameter", "statement"})
 
 
 def relaid(source: Source, edits: Sequence[Edit], style: Style) -> list[Edit]:

@@ -119,21 +119,10 @@ class Writer:
             if not _has_lazy_annotations(self._source.tree):
                 kind = f"{self._quote}{kind}{self._quote}"
             declared = f"{PARAMETER}: {kind} = None"
-        applied = taking.applied
-        edits = add_parameter(
-            self._source,
-            node,
-            declared,
-            by_place=applied is not None,
-            width=self._style.line_length,
-        )
+        width = self._style.line_length
+        edits = add_parameter(self._source, node, declared, width=width)
         if not edits:
             return False
-        if applied is not None:
-            edits += [Edit(at, at, ", None", "gradient") for at in applied.gradients]
-            of_onnx = applied.symbolic.node if applied.symbolic is not None else None
-            if isinstance(of_onnx, ast.FunctionDef):
-                edits += add_parameter(self._source, of_onnx, f"{PARAMETER}=None", by_place=True)
         if taking.kept:
             edits += self._keep(taking, node)
         self._edits += edits
@@ -159,8 +148,6 @@ class Writer:
         if not written and not passing.as_read:
             written = self._collection(passing.base, passing.needs)
         argument = self._in_quotes(f"{PARAMETER}={written}")
-        if passing.by_place:
-            argument = self._in_quotes(written)
         if passing.group:
             group = passing.as_read or self._in_quotes(f"{written}.{passing.needs[0]}")
             argument = f"{passing.group}={group}"
