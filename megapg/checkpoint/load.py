@@ -32,7 +32,7 @@ from megapg.checkpoint.param_groups import fit
 from megapg.checkpoint.planning import Loading, State
 from megapg.checkpoint.reshard import check_reshard
 from megapg.checkpoint.rng_layouts import KEY, detect
-from megapg.checkpoint.rng_records import ALIKE, NEEDS, RngReport, record_for_this_rank
+from megapg.checkpoint.rng_records import ALIKE, RngReport, groups_for, record_for_this_rank
 from megapg.checkpoint.state import (
     KNOWN,
     RANK_EXTRA,
@@ -57,7 +57,6 @@ from megapg.errors import (
 )
 from megapg.layout import ParallelLayout
 from megapg.megatron.core import MegatronCollection, core_version
-from megapg.megatron.reading.resolve import require_groups, resolve
 from megapg.rendezvous.joint_work import JointWork, OthersFailedError
 from megapg.rendezvous.problems import brief
 from megapg.rng import RngState, restore_rng_state
@@ -168,7 +167,7 @@ def load_checkpoint(
         MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
     core_version()  # an older one has other checkpoints
-    pg = require_groups(resolve(pg_collection, needs=NEEDS, owner="load_checkpoint"))
+    pg = groups_for(pg_collection, "load_checkpoint")
     saves = Saves.of(pg.lease)
     saves.make_room(1)
     choice = Choice(Path(directory).absolute(), iteration)

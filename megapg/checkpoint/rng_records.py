@@ -21,6 +21,8 @@ from megapg.checkpoint.rng_layouts import AXES, KEY, Kind, Read, RngLayout
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import RngStateWarning, UnsupportedOptionError
 from megapg.layout import Field, ParallelLayout
+from megapg.megatron.core import MegatronCollection
+from megapg.megatron.reading.resolve import require_groups, resolve
 from megapg.rng import (
     EXPERT_SHARD_STREAM,
     EXPERT_STREAM,
@@ -33,8 +35,21 @@ from megapg.rng import (
     stream,
 )
 
-NEEDS: tuple[Field, ...] = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp")
-"""Fields of a collection that this module reads, beside those of sharded weights (gtp_remat)."""
+_NEEDS: tuple[Field, ...] = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp")
+
+
+def groups_for(
+    pg_collection: ProcessGroupCollection | MegatronCollection | None, owner: str
+) -> ProcessGroupCollection:
+    """The groups of a save or load, with all the fields that it reads.
+
+    Raises:
+        MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`. Where
+            weights are sharded (gtp_remat) it takes ``dp_cp_gtp_remat``, too.
+    """
+    pg = require_groups(resolve(pg_collection, needs=_NEEDS, owner=owner))
+    return pg.require(replicas(pg), owner=owner)
+
 
 _OWN: Mapping[str, tuple[str, tuple[Field, ...]]] = {
     EXPERT_STREAM: ("the experts", ("ep", "expt_tp")),
@@ -42,6 +57,9 @@ _OWN: Mapping[str, tuple[str, tuple[Field, ...]]] = {
     EXPERT_SHARD_STREAM: ("the part of the experts' weights", ("ep", "expt_tp", "expt_gtp_remat")),
 }
 """Streams that differ between replicas of a pipeline and tensor rank: by what, along which axes."""
+
+_SHARDED: Mapping[str, Field] = {SHARD_STREAM: "gtp_remat", EXPERT_SHARD_STREAM: "expt_gtp_remat"}
+"""Those that there are where weights are sharded, along which axis."""
 
 
 # -- writing -----------------------------------------------------------------------------------
@@ -141,7 +159,7 @@ def record_for_this_rank(
     Args:
         layouts: what ``rng_layouts.detect()`` found; the first that fits is read.
         read: loads one entry.
-        pg: the groups, with the fields in ``NEEDS``.
+        pg: the groups, as :func:`groups_for` gives them.
         saved: the layout of the run that saved, where it is known. Without it, it is taken to be
             that of ``pg``.
         alike: whether the data-parallel replicas drew alike, where the save noted it.
@@ -245,12 +263,12 @@ class _Search:
         """Fresh streams of sharded weights, where a run without them has saved."""
         if not isinstance(record, Mapping) or not isinstance(_streams(record), Mapping):
             return {}
+        here = [name for name, axis in _SHARDED.items() if _size(self._pg, axis) > 1]
+        lacking = [name for name in here if name not in _streams(record)]
+        if not lacking:
+            return {}  # and the first rank's record is not read
         fresh = self._fresh()["rng_tracker_states"]
-        return {
-            name: fresh[name]
-            for name in (SHARD_STREAM, EXPERT_SHARD_STREAM)
-            if name in fresh and name not in _streams(record)
-        }
+        return {name: fresh[name] for name in lacking}
 
     def _exact(self) -> str:
         if self._layout.kind == "per_rank":

@@ -65,7 +65,6 @@ from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointError, CheckpointSaveError, RendezvousError
 from megapg.layout import ParallelLayout
 from megapg.megatron.core import MegatronCollection, core_version
-from megapg.megatron.reading.resolve import require_groups, resolve
 from megapg.rendezvous.joint_work import CancelledError, JointWork, OthersFailedError
 from megapg.rng import capture_rng_state, replicas
 from megapg.torch_private import StorageInfo
@@ -157,7 +156,7 @@ def save_checkpoint(
         MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
     core_version()  # an older one has other checkpoints
-    pg = require_groups(resolve(pg_collection, needs=rng_records.NEEDS, owner="save_checkpoint"))
+    pg = rng_records.groups_for(pg_collection, "save_checkpoint")
     if asynchronous and pg is not pg_collection:
         raise CheckpointError(
             "asynchronous=True needs pg_collection=: pass session.groups, or a collection of "

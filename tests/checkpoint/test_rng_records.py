@@ -17,12 +17,16 @@ from resuming import distributed, megatron_saves_alone
 from streams import draw, plain
 
 import megapg
+from megapg.checkpoint import rng_records
+from megapg.checkpoint.load import load_checkpoint
 from megapg.checkpoint.rng_layouts import RngLayout, detect
 from megapg.checkpoint.rng_records import entries, record_for_this_rank
+from megapg.checkpoint.save import save_checkpoint
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import (
     BrokenCheckpointError,
     CheckpointMismatchError,
+    MissingGroupError,
     RngStateWarning,
     UnsupportedOptionError,
 )
@@ -351,6 +355,34 @@ def test_sharded_weights_get_fresh_streams_of_a_run_without_them():
                 assert streams == mine
         assert [len(each) for each in shards.values()] == [1] * 4
         assert len(set.union(*shards.values())) == 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: str(list(sizes_of(layout).values())))
+def test_no_record_is_read_but_a_ranks_own_where_there_is_one(layout):
+    run = Run(layout)
+    for rank in layout.ranks:
+        with run.playing(rank) as pg:
+            own = ".".join(map(str, entries([], pg, ("per_rank",))[0].global_offset))
+            there = {key: data for key, data in run.entries.items() if f"_{own}_" in key}
+            assert load(detect(run.only(3)), there.__getitem__, pg)[1].exact
+
+
+def test_a_save_takes_the_ranks_that_share_out_sharded_weights_before_anything_is_written(tmp_path):
+    def given(pg, but=()):
+        fields = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp", "gtp_remat", "dp_cp_gtp_remat")
+        groups = {name: getattr(pg, name) for name in fields if name not in but}
+        return ProcessGroupCollection.from_groups(**groups)
+
+    with fake_collection(world_size=4, gtp_remat=2) as pg:
+        assert rng_records.groups_for(given(pg), "save_checkpoint")
+        lacking = given(pg, but=("dp_cp_gtp_remat",))
+        with pytest.raises(MissingGroupError, match=r"save_checkpoint.*dp_cp_gtp_remat"):
+            save_checkpoint(tmp_path, 1, model=[], pg_collection=lacking)
+        with pytest.raises(MissingGroupError, match=r"load_checkpoint.*dp_cp_gtp_remat"):
+            load_checkpoint(tmp_path, model=[], pg_collection=lacking)
+    assert not [*tmp_path.iterdir()]
+    with fake_collection(world_size=4) as pg:
+        assert rng_records.groups_for(given(pg, but=("dp_cp_gtp_remat",)), "save_checkpoint")
 
 
 def test_experts_of_the_last_ranks_start_afresh_and_the_reason_says_whose():
