@@ -254,7 +254,8 @@ def test_explain() -> None:
     assert "Did you mean vp-stage?" in ended(2, "explain", "vp-stgae")
 
 
-# A line of code, what becomes of the use in it, and what the rule that decides says.
+# A line of code, what becomes of the use in it, what the rule that decides says, and why it ends at
+# the globals where it may.
 RULED = """\
 from megatron.core import mpu
 RANK = mpu.get_data_parallel_rank()  # [at-import] | it is called at import, and gives 0 there
@@ -266,7 +267,7 @@ def both(model):
     return f() + g(model)
 def h():
     mpu.set_data_parallel_rank(1)  # [setter] | it has no replacement
-    return mpu.get_tensor_model_parallel_rank()  # resolve(None) | its function fakes ranks
+    return mpu.get_tensor_model_parallel_rank()  # resolve(None) | its function fakes | fakes ranks
 def ready():
     return mpu.is_initialized()  # [lifecycle] | it asks whether there are groups
 def maybe():
@@ -275,7 +276,7 @@ class Kept:
     def __init__(self):
         self.size = 1
     def rank(self):
-        return mpu.get_data_parallel_rank()  # groups_of(self, "dp") | the constructor of its class
+        return mpu.get_data_parallel_rank()  # groups_of(self, "dp") | the constructor | nobody
 def shown():
     return f"{mpu.get_data_parallel_rank()=}"  # [in-a-string] | it is in an f-string
 """
@@ -291,8 +292,11 @@ def test_explain_says_which_rules_were_asked_about_each_use_in_a_line(tmp_path: 
             assert "no use of the globals is there" in flat(result.output), code
             continue
         use, *asked = result.output.splitlines()
-        outcome, ruling = expected.split(" | ")
+        outcome, ruling, *why = expected.split(" | ")
         assert outcome in use, result.output
+        ends = [each for each in asked if each.startswith("  where its callers end: ")]
+        assert len(ends) == len(why), result.output
+        assert all(each in asked.pop() for each in why), result.output
         assert ruling in asked[-1], result.output
         assert all(each.startswith("  no   ") for each in asked[:-1])
         assert asked[-1].startswith("  yes  ") or len(asked) == 1
