@@ -84,10 +84,12 @@ def _refusal(error: Exception) -> UnsupportedVersionError | None:
 
     An old one may fail in any way beside a newer torch, so its version is read apart.
     """
-    absent = isinstance(error, ModuleNotFoundError) and _PACKAGE_INFO.startswith(f"{error.name}")
-    version = None if absent else _version_on_disk()
-    if version is None:
+    not_found = isinstance(error, ModuleNotFoundError) and _PACKAGE_INFO.startswith(f"{error.name}")
+    if not_found and sys.modules.get(_PACKAGE) is None:
         return UnsupportedVersionError("this needs Megatron-core: pip install 'megapg[megatron]'.")
+    version = _version_on_disk()
+    if version is None:
+        return None
     if version[:2] < OLDEST_READ:
         return _too_old(version)
     if isinstance(error, ImportError):
@@ -99,8 +101,8 @@ def _refusal(error: Exception) -> UnsupportedVersionError | None:
 
 
 def _version_on_disk() -> tuple[int, int, int] | None:
-    """Of the Megatron-core that an import would find, read apart; None where there is none."""
-    with contextlib.suppress(ImportError, ValueError, OSError, AttributeError):
+    """Of the Megatron-core that an import would find, read apart; None where it can't be."""
+    with contextlib.suppress(Exception):
         found = importlib.util.find_spec(_PACKAGE)
         for folder in (found and found.submodule_search_locations) or ():
             path = Path(folder, "package_info.py")

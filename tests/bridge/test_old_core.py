@@ -95,3 +95,24 @@ def test_a_core_that_can_not_be_imported_is_not_said_to_be_absent(
         for ask in (installed_version, session_arguments):
             with pytest.raises(UnsupportedVersionError, match=said):
                 ask()
+
+
+@pytest.mark.parametrize(
+    ("files", "error"),
+    [
+        ({"__init__.py": "[].nothing", "package_info.py": "MAJOR = MINOR"}, AttributeError),
+        ({"__init__.py": "import nowhere", "package_info.py": ""}, ModuleNotFoundError),
+        ({"__init__.py": ""}, ModuleNotFoundError),
+        ({"__init__.py": "", "package_info.py": "MAJOR = MINOR"}, NameError),
+    ],
+)
+def test_one_whose_version_can_not_be_read_either_says_so_itself(
+    files, error, tmp_path, monkeypatch
+):
+    write(tmp_path / "megatron" / "core", files)
+    monkeypatch.syspath_prepend(tmp_path)
+    with mock.patch.dict(sys.modules):
+        for name in [each for each in sys.modules if each.partition(".")[0] == "megatron"]:
+            del sys.modules[name]
+        with pytest.raises(error):
+            installed_version()
