@@ -203,7 +203,7 @@ _ALL = (
         "the rewrite of its file was found unsound",
         "Undoing the edits on the new syntax tree did not give the old one, or the new file did "
         "not compile: it is as it was, and so is what would have relied on it. Or a function would "
-        "have asked two carriers about one kind of groups, and the globals were one of the two.",
+        "have asked two carriers about one kind of groups, and the globals were none of the two.",
         "Rewrite it by hand, and report the file: the report says what was wrong.",
     ),
     Reason(
