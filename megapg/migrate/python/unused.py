@@ -119,7 +119,7 @@ class Unused:
 
     def _exported(self, name: str) -> bool:
         if "__all__" not in self.analysis.module.bindings:
-            return False
+            return self.source.path.stem == "__init__"  # others import from it what it imports
         return re.search(rf"[\"']{re.escape(name)}[\"']", self.source.text) is not None
 
     def without(self, statement: Import, out: list[str], width: int) -> Iterator[Edit]:
