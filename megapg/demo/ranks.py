@@ -57,6 +57,7 @@ def on_a_session(
         with megapg.published(pg), trace_global_reads(session=pg) as trace:
             result = train(run, text, pg, _reporter(progress, session.rank), checkpoints)
         communicators = len(torch_private.known_groups()) - 1
+        gc.unfreeze()  # whoever is asked now what holds a group is told of all
         del pg
     del session
     gc.collect()  # the model and the optimizer hold groups, and are cycles

@@ -66,6 +66,7 @@ def dropping(name, generation=r"\d+"):
 
 
 def dropped():
+    gc.unfreeze()  # what settled.py froze may hold groups as well
     steps = Steps()
     for _ in range(2):  # opens what stays open, once
         opened().close()

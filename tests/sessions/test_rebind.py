@@ -64,6 +64,7 @@ def undisturbed(run):
 
 def moved(run):
     """Two steps on the groups of one session, and two on those of another."""
+    gc.unfreeze()  # what settled.py froze may hold groups as well
     with megapg.session(name="second", timeout=60, **sizes(run)) as second:
         first = megapg.session(name="first", timeout=60, **sizes(run))
         job = build(run, first.groups)
@@ -583,6 +584,7 @@ def state():
 
 
 def published_follows():
+    gc.unfreeze()  # what settled.py froze may hold groups as well
     before = state()
     with (
         megapg.session(pp=2, vpp=2, timeout=60) as session,

@@ -2,7 +2,8 @@
 
 The collector passes over it in every rank, and writes nothing on the pages that they share. To look
 through torch and Megatron-core takes it a quarter of a second, and many a test has it look several
-times. But a rank that asks who holds something is not told of these modules, either.
+times. But a rank that asks who holds something is not told of these modules, either: a test about
+that calls ``gc.unfreeze()`` first.
 """
 
 import gc
