@@ -34,7 +34,7 @@ TEXTS = {
     "def f(model):\n    pg = megapg.groups_of(model, 'tp')\n"
     "    return pg.rank('tp'), megapg.groups_of(model, 'tp').tp\n": [],
     "def f(model):\n"
-    "    return megapg.resolve(None).rank('pp'), megapg.groups_of(model, 'tp').tp\n": [],
+    "    return megapg.resolve(None).rank('pp'), megapg.groups_of(model, 'tp').tp\n": ["f"],
     "def f(self):\n    model = make(pg_collection=megapg.groups_of(self, 'tp'))\n"
     "    return megapg.groups_of(model, 'tp').tp\n": [],
     "def f(self):\n    for each in self.models:\n        g(megapg.groups_of(each, 'tp').tp)\n"

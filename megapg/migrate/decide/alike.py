@@ -23,7 +23,7 @@ from megapg.migrate.find.roles import has_another_role
 from megapg.migrate.find.sites import Kind
 from megapg.migrate.migration import How
 from megapg.migrate.python.flow import begins_ruled_out, is_ruled_out, statements_around
-from megapg.migrate.python.methods import class_of, self_of
+from megapg.migrate.python.methods import class_of, parameters, self_of
 from megapg.migrate.python.scopes import Alias, Scope, Use, last_name
 from megapg.migrate.reasons import FALLBACK, UNSERVED
 from megapg.upstream.mapping import COLLECTION_NAMES, Takes
@@ -43,6 +43,7 @@ class _Asking:
     axes: frozenset[str]  # about which kinds of groups
     base: Base | None  # of what; None of the globals, as the use is left
     is_for_want: bool = False  # whether it asks the globals only because nothing was at hand
+    hands_on: bool = False  # whether it passes the groups to what it calls
 
     @property
     def of(self) -> str:
@@ -69,6 +70,7 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
     asked += [*_by_core(asked, plan, index, facts), *_by_autograd(asked, plan, facts)]
     asked += _by_itself(asked)
     handing = {each.unit for each in asked if each.base is None and each.axes == AXES}
+    taking = {each.function for each in plan.taking}
     for asking in asked:
         unit = asking.unit
         if unit in facts.owning:
@@ -83,6 +85,9 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
         else:
             of_functions[unit].append(asking)
         counts = _is_of_globals(asking.base) or _is_of_self(asking)
+        # A constructor that takes a collection is to use that for everything.
+        is_first = class_of(unit) is not None and not asking.hands_on
+        counts = counts or (is_first and _takes_one(unit, taking))
         if counts and unit.parent is not None and unit.parent.kind == "class":
             of_classes[unit.parent].append(asking)
             paths[unit.parent] = asking.path
@@ -99,8 +104,9 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
     of_one = (apart | several) - facts.of_one - facts.parted.keys()
     facts.of_one |= of_one
     more = [(unit, axes) for of in of_objects for unit, axes in _beside_the_globals(of)]
+    more += [(unit, axes) for of in of_objects for unit, axes in _beside_another(of)]
     for unit, of in of_functions.items():  # a function falls back as a whole
-        if unit in apart or any(_beside_the_globals(of)):
+        if unit in apart or any(_beside_the_globals(of)) or _asks_the_globals_too(of):
             more.append((unit, frozenset[str]().union(*(each.axes for each in of))))
     more = [(unit, axes) for unit, axes in more if unit not in of_one]
     is_new = bool(of_one)
@@ -233,6 +239,31 @@ def _beside_the_globals(together: list[_Asking]) -> Iterator[tuple[Scope, frozen
             yield asking.unit, asking.axes
 
 
+def _takes_one(constructor: Scope, taking: Collection[Scope]) -> bool:
+    """Whether a constructor takes a collection, as it is or after the migration."""
+    arguments = parameters(constructor.node)
+    return constructor in taking or any(each.arg in COLLECTION_NAMES for each in arguments)
+
+
+def _beside_another(together: list[_Asking]) -> Iterator[tuple[Scope, frozenset[str]]]:
+    """Those that ask a class's objects, and its constructors that ask another one, about one kind
+    of groups.
+    """
+    own = [each for each in together if _is_of_self(each)]
+    others = [e for e in together if not _is_of_globals(e.base) and not _is_of_self(e)]
+    both = _of(own) & _of(others)
+    yield from ((each.unit, both) for each in own + others if each.axes & both)
+
+
+def _of(asked: Sequence[_Asking]) -> frozenset[str]:
+    return frozenset[str]().union(*(each.axes for each in asked))
+
+
+def _asks_the_globals_too(together: Sequence[_Asking]) -> bool:
+    """Whether an object is asked about some kinds of groups, and the globals about others."""
+    return len({_is_of_globals(each.base) for each in together if each.axes}) == 2
+
+
 def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
     for each in plan.decisions:
         unit = each.located.use.scope.unit
@@ -244,13 +275,16 @@ def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
         unit = passing.reference.use.scope.unit
         if unit is not None:
             axes = frozenset[str]().union(*map(axes_of, passing.needs))
-            yield _Asking(unit, passing.reference.path, axes, passing.base)
+            yield _Asking(unit, passing.reference.path, axes, passing.base, hands_on=True)
     left = {id(each.site) for each in plan.left if each.reason not in _OF_NO_GROUP}
     for located in index.located:
         unit = located.use.scope.unit
         if id(located.site) in left and unit is not None:
             if located.site.kind is Kind.CALL:
                 yield _Asking(unit, located.path, asked_about(located.site), None)
+            elif located.site.kind is Kind.PRIVATE:
+                axes = axes_of(located.site.name.lower())
+                yield _Asking(unit, located.path, axes, None)
             elif located.site.kind is Kind.MODULE and is_argument(located.node, unit.node):
                 yield _Asking(unit, located.path, AXES, None)
 

@@ -402,10 +402,10 @@ class _Planner:
         """Have what asks whether there are groups served by what will be at hand."""
         unit, path = located.use.scope.unit, located.path
         is_whether = _takes(located) is Takes.OPTIONAL
-        keeper = self.threads.keeper(unit, path)
-        if unit in taking:
+        keeper, is_parted = self.threads.keeper(unit, path), _is_parted(self, located)
+        if unit in taking and not is_parted:
             base = Base(how(unit), "plain" if is_whether else "resolve", PARAMETER, optional=True)
-        elif is_whether and keeper in taking:
+        elif is_whether and keeper in taking and not is_parted:
             base = Base(how(keeper), "groups_of", self_of(unit), optional=True)
         elif (
             is_whether

@@ -1,6 +1,6 @@
 """Whether a new text mixes carriers: what a function, or a class, asks about one kind of group has
 to come from one of them. Else who is in a group is asked of one, and the collective runs on the
-group of another.
+group of another. A function that asks the globals asks nothing else, about whatever kinds.
 
 Nothing here knows how the edits were planned: the new text is read, and what is written there.
 """
@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from megapg.migrate.edit.absent import for_none
 from megapg.migrate.find.axes import AXES, axes_of, group_argument
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.find.roles import is_of_another_role
-from megapg.migrate.python.flow import blocks
 from megapg.migrate.python.methods import parameters
 from megapg.migrate.python.scopes import children_of, last_name, walk
 from megapg.migrate.reasons import UNSERVED
@@ -30,7 +30,6 @@ PASSED, GLOBALS = "pg_collection", "the globals"
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 CONSTRUCTOR = "__init__"
-_MAY_BE_NONE = frozenset({*COLLECTION_NAMES, *MODEL_NAMES})
 # What a collection has beside its fields.
 _OTHERS = frozenset({"rank", "size", "ranks", "extras", "holds", "require"})
 # What nothing serves, and does not stand for a group either.
@@ -49,18 +48,20 @@ class Asking:
 
 @dataclass(frozen=True)
 class Mixed:
-    """A function, or a class, in which two carriers are asked about one kind of group."""
+    """A function, or a class, in which two carriers are asked that must not be."""
 
     where: str  # its name
     number: int  # which one of its file, as definitions_in() has them
-    axes: frozenset[str]  # the kinds
+    axes: frozenset[str]  # the kinds of groups
     one: Asking
     other: Asking
 
     def __str__(self) -> str:
+        is_one_kind = axes_of(self.one.what) & axes_of(self.other.what)
+        about = "about one kind of groups" if is_one_kind else "in one function"
         return (
             f"{self.where} would ask {self.one.carrier} ({self.one.what}) and {self.other.carrier} "
-            f"({self.other.what}) about one kind of groups ({', '.join(sorted(self.axes))})"
+            f"({self.other.what}) {about} ({', '.join(sorted(self.axes))})"
         )
 
 
@@ -95,7 +96,11 @@ def mixed(
             everywhere[klass.node.name].append(klass)
         for number, node in enumerate(file.definitions if name in trees else ()):
             if isinstance(node, _Function):
-                yield from ((name, e) for e in _apart(node.name, number, file.asked_by(node)))
+                asked = file.asked_by(node)
+                found = [*_apart(node.name, number, asked)]
+                yield from (
+                    (name, e) for e in found or _beside_the_globals(node.name, number, asked)
+                )
     for name, file in files.items():
         for klass in file.classes:
             line = list(_line(klass, everywhere))
@@ -171,6 +176,18 @@ def _apart(where: str, number: int, asked: Sequence[Asking]) -> Iterator[Mixed]:
             yield Mixed(where, number, frozenset(axes), one[first], other[first])
 
 
+def _beside_the_globals(where: str, number: int, asked: Sequence[Asking]) -> Iterator[Mixed]:
+    """A function that asks the globals about some kinds of groups, and an object about others."""
+    of_carriers: dict[str, list[Asking]] = defaultdict(list)
+    for each in asked:
+        if axes_of(each.what) and not each.by_core:
+            of_carriers[each.carrier].append(each)
+    of_globals = of_carriers.pop(GLOBALS, [])
+    for others in of_carriers.values() if of_globals else ():
+        both = frozenset[str]().union(*(axes_of(each.what) for each in of_globals + others))
+        yield Mixed(where, number, both, of_globals[0], others[0])
+
+
 class _Names:
     """What the imports of a file are called in it."""
 
@@ -219,6 +236,11 @@ class _Names:
             called = called.value
         home = self.homes.get(called.id, "") if isinstance(called, ast.Name) else ""
         return home.startswith("/megatron/core") and not self._has_core
+
+    def is_private(self, node: ast.Attribute) -> bool:
+        """Whether a private global of Megatron's is read."""
+        is_of_it = isinstance(node.value, ast.Name) and node.value.id in self.modules
+        return is_of_it and node.attr.startswith("_") and isinstance(node.ctx, ast.Load)
 
     def left(self, called: ast.expr) -> str:
         """The getter of Megatron's that is called, and that is about a group."""
@@ -291,10 +313,14 @@ class _Class:
                 continue
             # What a constructor is passed is what the object has.
             of_self = ("self", PASSED) if method.name == CONSTRUCTOR else ("self",)
+            takes_one = any(each.arg in COLLECTION_NAMES for each in parameters(method))
             for asking in asked:
                 if asking.carrier in of_self:
                     yield replace(asking, carrier="self")
-                elif asking.carrier == GLOBALS and not asking.by_core:
+                elif asking.carrier == GLOBALS:
+                    if not asking.by_core:
+                        yield asking
+                elif method.name == CONSTRUCTOR and takes_one:
                     yield asking
 
 
@@ -328,7 +354,7 @@ class _Reading:
         self._for_none = {
             id(inner): name
             for each in self._nodes
-            for name, branch in _for_none(each)
+            for name, branch in for_none(each)
             for inner in walk(branch)
         }
 
@@ -341,7 +367,17 @@ class _Reading:
             elif id(node) not in self._for_none:
                 self._bind(node.targets[0], node.value)
         found = []
+        instead = {  # of a collection that is None: ``pg_collection or groups_of(model)``
+            id(inner)
+            for each in self._nodes
+            if isinstance(each, ast.BoolOp) and isinstance(each.op, ast.Or)
+            if self._carrier(each.values[0])
+            for value in each.values[1:]
+            for inner in walk(value)
+        }
         for each in self._nodes:
+            if id(each) in instead:
+                continue
             absent = self._for_none.get(id(each), "")
             means = (GLOBALS,) if absent in COLLECTION_NAMES else (GLOBALS, PASSED)
             for asking in self._of(each):
@@ -378,6 +414,8 @@ class _Reading:
 
     def _of(self, node: ast.AST) -> Iterator[Asking]:
         if isinstance(node, ast.Attribute):
+            if self._names.is_private(node):
+                yield Asking(GLOBALS, node.attr.lower(), node.lineno)
             is_read = node.attr not in _OTHERS and isinstance(node.ctx, ast.Load)
             if is_read and (carrier := self._carrier(node.value)):
                 yield Asking(carrier, node.attr, node.lineno)
@@ -449,38 +487,3 @@ def _of_context_too(call: ast.Call, carrier: str) -> Iterator[Asking]:
     """What is asked by an argument that says that a group is one with context parallel ranks."""
     if any(each.arg == "with_context_parallel" for each in call.keywords):
         yield Asking(carrier, "cp", call.lineno)
-
-
-def _for_none(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """What in a node runs only where a collection, or a model, is None, and its name: a branch, and
-    what stands behind one that has left where it is not None.
-    """
-    if isinstance(node, ast.IfExp) and (said := _says_none(node.test)):
-        yield said[0], node.body if said[1] else node.orelse
-    for block in blocks(node) if isinstance(node, ast.stmt) else ():
-        for at, each in enumerate(block):
-            said = _says_none(each.test) if isinstance(each, ast.If) else None
-            if isinstance(each, ast.If) and said is not None:
-                without, other = (each.body, each.orelse)[:: 1 if said[1] else -1]
-                yield from ((said[0], inner) for inner in without)
-                if other and isinstance(other[-1], ast.Return | ast.Raise):
-                    yield from ((said[0], behind) for behind in block[at + 1 :])
-
-
-def _says_none(test: ast.expr) -> tuple[str, bool] | None:
-    """The collection, or model, about which a test says that it is None (true), or not (false)."""
-    match test:
-        case ast.Name(name):
-            return (name, False) if name in _MAY_BE_NONE else None
-        case ast.UnaryOp(ast.Not(), operand):
-            inner = _says_none(operand)
-            return None if inner is None else (inner[0], not inner[1])
-        case ast.BoolOp(operator, parts):  # all have the outcome, if they have this one
-            outcome = isinstance(operator, ast.And)
-            said = (each for each in map(_says_none, parts) if each and each[1] is outcome)
-            return next(said, None)
-        case ast.Compare(ast.Name(name)) if name in _MAY_BE_NONE:
-            other = test.comparators[0]
-            is_compared = isinstance(other, ast.Constant) and other.value is None
-            return (name, isinstance(test.ops[0], ast.Is | ast.Eq)) if is_compared else None
-    return None
