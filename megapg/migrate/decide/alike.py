@@ -44,6 +44,7 @@ class _Asking:
     base: Base | None  # of what; None of the globals, as the use is left
     is_for_want: bool = False  # whether it asks the globals only because nothing was at hand
     hands_on: bool = False  # whether it passes the groups to what it calls
+    by_another: bool = False  # whether it is what the function calls that asks
 
     @property
     def of(self) -> str:
@@ -159,7 +160,7 @@ def _by_core(asked: Sequence[_Asking], plan: Plan, index: Index, facts: Facts) -
         if unit not in asking:
             left = [each for each in left if takes_group(each.parents.node, index.config.versions)]
         if left:
-            yield _Asking(unit, path, frozenset({"tp"}), None)
+            yield _Asking(unit, path, frozenset({"tp"}), None, by_another=True)
 
 
 def _by_autograd(asked: Sequence[_Asking], plan: Plan, facts: Facts) -> Iterator[_Asking]:
@@ -181,7 +182,7 @@ def _by_autograd(asked: Sequence[_Asking], plan: Plan, facts: Facts) -> Iterator
             )
         )
         if axes:
-            yield _Asking(unit, path, axes, None)
+            yield _Asking(unit, path, axes, None, by_another=True)
 
 
 def _lines(
@@ -261,7 +262,8 @@ def _of(asked: Sequence[_Asking]) -> frozenset[str]:
 
 def _asks_the_globals_too(together: Sequence[_Asking]) -> bool:
     """Whether an object is asked about some kinds of groups, and the globals about others."""
-    return len({_is_of_globals(each.base) for each in together if each.axes}) == 2
+    own = (each for each in together if each.axes and not each.by_another)
+    return len({_is_of_globals(each.base) for each in own}) == 2
 
 
 def _all(plan: Plan, index: Index) -> Iterator[_Asking]:

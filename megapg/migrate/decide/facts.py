@@ -237,7 +237,11 @@ class Facts:
         """A function; of a method all of its class that call something: these ask one object."""
         if unit.parent is None or unit.parent.kind != "class":
             return [unit]
-        return [each for each in self._calls_in(path) if each and each.parent is unit.parent]
+        return self._calling_in(unit.parent, path)
+
+    @kept
+    def _calling_in(self, klass: Scope, path: Path) -> list[Scope]:
+        return [each for each in self._calls_in(path) if each and each.parent is klass]
 
     @kept
     def _called_by(self, unit: Scope, path: Path) -> Sequence[tuple[Scope, Path]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from megapg.migrate.decide.decisions import Decision
@@ -39,6 +39,7 @@ class Roots:
         self._functions, self._facts, self._threads = functions, facts, threads
         self._taking, self._fed = taking, fed
         self._known: dict[Scope, Why] = {}
+        self._found: set[Scope] = set()
 
     def whys(self, decisions: Iterable[Decision]) -> dict[Decision, Why]:
         """For each use that may end at the globals, why."""
@@ -65,10 +66,28 @@ class Roots:
 
     def _of(self, unit: Scope, path: Path) -> Why:
         """Why a function, or the object of a method, has no collection of a caller."""
-        if unit not in self._known:
-            self._known[unit] = Why.UNSEEN  # for one that calls itself
-            self._known[unit] = self._find(unit, path)
+        waiting, found = [(unit, path)], self._found
+        while waiting:  # a chain of callers may be longer than Python's stack: the first one first
+            each, of = waiting[-1]
+            if each not in self._known:
+                self._known[each] = Why.UNSEEN  # for one that calls itself
+                waiting += self._above(each, of)
+                continue
+            waiting.pop()
+            if each not in found:
+                found.add(each)
+                self._known[each] = self._find(each, of)
         return self._known[unit]
+
+    def _above(self, unit: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
+        """What has to be known first: why those that call it have none, or make its object."""
+        klass = unit.parent
+        makers = klass.defined("__init__") if klass is not None and klass.kind == "class" else []
+        yield from ((each, path) for each in makers[:1])
+        for reference in self._functions.references.of(unit, path) or ():
+            caller = reference.use.scope.unit
+            if caller is not None:
+                yield caller, reference.path
 
     def _find(self, unit: Scope, path: Path) -> Why:
         if unit in self._threads.edges:
@@ -91,7 +110,7 @@ class Roots:
             return self._functions.oddity(klass, path) or Why.NO_CONSTRUCTOR
         if self._functions.is_of_core(klass, path):
             return Why.BASE_OUTSIDE
-        return self._of(constructor, path)
+        return self._known.get(constructor, Why.UNSEEN)
 
     def _of_callers(self, function: Scope, path: Path) -> Why:
         """Why a function that takes the parameter is passed none by some caller."""
@@ -107,13 +126,13 @@ class Roots:
             if edge.supply.optional:
                 of_callers = Why.MAY_BE_NONE
             elif edge.caller is not None and edge.caller not in self._fed:
-                found = self._of(edge.caller, self._threads.paths[edge.caller])
+                found = self._known.get(edge.caller, Why.UNSEEN)
                 of_callers = found if of_callers is Why.UNSEEN else of_callers
         return of_callers
 
     def _bare(self, reference: Reference) -> Why:
         """Why a place that names a function passes nothing to it."""
-        unit, path = reference.use.scope.unit, reference.path
+        unit = reference.use.scope.unit
         if reference.call is None and not calls_by_another_name(reference):
             return Why.HANDED_ON
         if unit is None:
@@ -125,4 +144,4 @@ class Roots:
         keywords = {each.arg for each in reference.call.keywords} if reference.call else set()
         if keywords & {None, PARAMETER, *GROUP_PARAMETERS}:
             return Why.HAS_GROUPS
-        return self._of(unit, path)
+        return self._known.get(unit, Why.UNSEEN)

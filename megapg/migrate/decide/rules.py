@@ -422,12 +422,15 @@ class _Planner:
     def _pass_groups(self, taking: Collection[Scope], how: Callable[[Scope | None], How]) -> None:
         """Have what serves a function serve its calls of Megatron-core that pass no group, too."""
         served: dict[Scope, tuple[Path, Base]] = {}
+        seen = set[Scope | None]()  # classes
         for each in self.result.decisions:
             unit, path, base = each.located.use.scope.unit, each.located.path, each.base
             if unit is None or base == GLOBALS or "tp" not in asked_about(each.located.site):
                 continue
             served.setdefault(unit, (path, base))
-            for method in self.facts.beside(unit, path) if base.expression == self_of(unit) else ():
+            asks_self = base.expression == self_of(unit) and unit.parent not in seen
+            seen |= {unit.parent} if asks_self else set()
+            for method in self.facts.beside(unit, path) if asks_self else ():
                 if is_usual_method(method) and class_of(method) is None:
                     of_self = replace(base, expression=self_of(method))
                     served.setdefault(method, (path, of_self))

@@ -5,6 +5,7 @@ it stands, and who has its result.
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -64,12 +65,16 @@ def look_ups(
     served: set[Decision | Passing] = set()
     # The outermost first: what was passed, and looked up there, serves the functions in it, too.
     order = sorted(groups.items(), key=lambda each: (_depth(each[0][0]), -len(each[1])))
+    within: dict[tuple[object, ...], list[tuple[Scope, list[_Place]]]] = defaultdict(list)
+    for (function, *of), places in order:
+        for around in function.chain():
+            within[around, *of].append((function, places))
     for (function, *of), places in order:
         rest = [each for each in places if each.what not in served]
         inner = [
             each
-            for (other, *same), several in order
-            if same == of and _means_the_same(other, function, places[0].base)
+            for other, several in within[function, *of]
+            if _means_the_same(other, function, places[0].base)
             for each in several
         ]
         looking = _Function(function, is_free)

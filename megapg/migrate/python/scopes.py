@@ -162,18 +162,18 @@ class Scope:
         outer = self.parent
         if self.kind != "function" or outer is None or outer.kind == "class":
             return []
+        given = [
+            (owner, attribute)
+            for owner, attribute, names in outer._assigned
+            if self.name in names and _is_for_all(owner, outer)
+        ]
+        attributes = {attribute for _, attribute in given}
         restored = {
             (ast.unparse(owner), attribute)
             for owner, attribute, names in outer._assigned
-            if self.name not in names
+            if attribute in attributes and self.name not in names
         }
-        return [
-            (owner, attribute)
-            for owner, attribute, names in outer._assigned
-            if self.name in names
-            and _is_for_all(owner, outer)
-            and (ast.unparse(owner), attribute) not in restored
-        ]
+        return [each for each in given if (ast.unparse(each[0]), each[1]) not in restored]
 
     @cached_property
     def _assigned(self) -> list[tuple[ast.expr, str, set[str]]]:
