@@ -25,6 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megapg.errors import LayoutError, UnsupportedVersionError
 
+# What one communicator is asked for: of torch's NCCL, or hints for torchcomms.
+Options: TypeAlias = "dist.ProcessGroupNCCL.Options | Mapping[str, str]"
+
 OLDEST = (2, 6)
 """The first torch on which sessions open."""
 
@@ -74,7 +77,7 @@ def new_group(
     name: str,
     description: str,
     timeout: timedelta,
-    options: dist.ProcessGroupNCCL.Options | None,
+    options: Options | None,
 ) -> dist.ProcessGroup:
     """Make a group by its members alone, under a name of its own.
 
@@ -142,7 +145,7 @@ def split_world(
     name: str,
     description: str,
     timeout: timedelta,
-    options: dist.ProcessGroupNCCL.Options | None,
+    options: Options | None,
 ) -> dist.ProcessGroup | None:
     """Split a group from WORLD's own communicator. Every rank of WORLD calls it, at the same time.
 
@@ -160,6 +163,17 @@ def split_world(
         for device in devices:
             _torchcomm(world, device).split([], name)
         return None
+    if isinstance(options, Mapping):
+        return _split_with_hints(
+            ranks,
+            rank,
+            devices,
+            backend=backend,
+            name=name,
+            description=description,
+            timeout=timeout,
+            hints=options,
+        )
     if options is None and "nccl" in backend and not on_torchcomms():
         options = dist.ProcessGroupNCCL.Options()  # not WORLD's
     group: dist.ProcessGroup | None = world.split_group(
@@ -172,12 +186,54 @@ def split_world(
     )
     if rank not in ranks or group is None:
         return None
-    group.bound_device_id = world.bound_device_id
     for device in devices:
         if on_torchcomms():
             c10d._world.comms.append(_torchcomm(group, device))
         elif _version() < (2, 15):  # from then on they begin at 0 by themselves
             backend_on(group, device)._set_sequence_number_for_group()
+    _register(group, ranks, backend=backend, name=name)
+    return group
+
+
+def _split_with_hints(
+    ranks: Sequence[int],
+    rank: int,
+    devices: Sequence[torch.device],
+    *,
+    backend: str,
+    name: str,
+    description: str,
+    timeout: timedelta,
+    hints: Mapping[str, str],
+) -> dist.ProcessGroup:
+    """As :func:`split_world` on torchcomms, whose hints torch does not pass on to a split.
+
+    Public: none.
+    """
+    world = cast("dist.ProcessGroup", dist.group.WORLD)
+    store = dist.PrefixStore(name, world.get_group_store())
+    group = dist.ProcessGroup(store, ranks.index(rank), len(ranks))
+    kinds = dict(part.split(":") for part in dist.get_backend_config(world).split(","))
+    for device in devices:
+        made = _torchcomm(world, device).split(
+            list(ranks), name, hints=dict(hints), timeout=timeout
+        )
+        kind = dist.Backend.backend_type_map[kinds[device.type]]
+        group._set_default_backend(kind)
+        group._register_backend(device, kind, cast("Any", c10d)._BackendWrapper(made))
+        c10d._world.comms.append(made)
+    group._set_group_name(_named(name))
+    describe(group, description)
+    _register(group, ranks, backend=backend, name=name)
+    return group
+
+
+def _register(group: dist.ProcessGroup, ranks: Sequence[int], *, backend: str, name: str) -> None:
+    """Have torch know a group that was split from WORLD.
+
+    Public: none.
+    """
+    group.bound_device_id = cast("dist.ProcessGroup", dist.group.WORLD).bound_device_id
     c10d._register_pg_in_world(
         group,
         backend_name=dist.Backend(backend),
@@ -186,7 +242,6 @@ def split_world(
         backend_config=str(c10d.BackendConfig(dist.Backend(backend))),
         rank_mapping={each: index for index, each in enumerate(ranks)},
     )
-    return group
 
 
 def _torchcomm(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from megapg.communicators.options import CommunicatorOptions
@@ -14,6 +13,8 @@ from megapg.errors import UnsupportedOptionError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from megapg.torch_private import Options
 
 # Fields whose collectives can be in flight at the same moment must not share an NCCL communicator,
 # even where their ranks are equal: a communicator runs one collective after the other, and two
@@ -46,7 +47,8 @@ class Backend:
     Attributes:
         name: as torch.distributed spells it.
         lanes: field -> lane; fields on different lanes never share a communicator.
-        options: turns megapg's options into torch's; raises where the backend has none.
+        options: turns megapg's options into torch's, or into torchcomms' hints; None for none, and
+            raises where the backend takes none.
         split: when all ranks of WORLD make a family of groups in one call, split from WORLD's own
             communicator: where WORLD is bound to a device, or always; otherwise the members of a
             group make it.
@@ -59,7 +61,7 @@ class Backend:
     """
 
     name: str
-    options: Callable[[str, CommunicatorOptions], dist.ProcessGroupNCCL.Options | None]
+    options: Callable[[str, CommunicatorOptions], Options | None]
     lanes: Mapping[str, str] = field(default_factory=dict)
     split: Literal["never", "on a bound WORLD", "always"] = "never"
     creation_environment: Mapping[str, str] = field(default_factory=dict)
@@ -77,35 +79,44 @@ class Backend:
         return asked and self.can_be_lazy()
 
 
-def _no_options(
-    where: str,
-    options: CommunicatorOptions,
-    why: str = " are NCCL settings, and this backend is not NCCL. Leave the options out here, or "
-    "choose backend='nccl'.",
-) -> None:
+def _no_options(where: str, options: CommunicatorOptions) -> None:
     if given := options.given():
         names = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise UnsupportedOptionError(f"{where}: {names}{why}")
+        raise UnsupportedOptionError(
+            f"{where}: {names} are NCCL settings, and this backend is not NCCL. Leave the options "
+            "out here, or choose backend='nccl'."
+        )
+
+
+def _given_to_nccl(where: str, options: CommunicatorOptions) -> dict[str, bool | int | str]:
+    if options.net_name is not None and options.net_name.lower() not in ("ib", "socket"):
+        raise UnsupportedOptionError(
+            f"{where}: net_name={options.net_name!r}; NCCL has 'IB' and 'Socket'."
+        )
+    return options.given()
 
 
 def _nccl_options(where: str, options: CommunicatorOptions) -> dist.ProcessGroupNCCL.Options | None:
     import torch.distributed as dist
 
-    given = options.given()
+    given = _given_to_nccl(where, options)
     if not given:
         return None
     if not dist.is_nccl_available():
         raise UnsupportedOptionError(f"{where}: this torch was built without NCCL.")
-    if options.net_name is not None and options.net_name.lower() not in ("ib", "socket"):
-        raise UnsupportedOptionError(
-            f"{where}: net_name={options.net_name!r}; NCCL has 'IB' and 'Socket'."
-        )
     made = dist.ProcessGroupNCCL.Options(
         is_high_priority_stream=bool(given.pop("is_high_priority_stream", False))
     )
     for name, value in given.items():
         setattr(made.config, name, value)
     return made
+
+
+def _hints(where: str, options: CommunicatorOptions) -> dict[str, str] | None:
+    """As torchcomms spells what it puts into NCCL's configuration."""
+    given = _given_to_nccl(where, options)
+    spelled = {name: str(value).lower() for name, value in given.items() if name != "net_name"}
+    return {**spelled, **({"netName": options.net_name} if options.net_name else {})} or None
 
 
 # The first NCCL that can suspend a communicator; it must be there when torch is built, too.
@@ -155,11 +166,7 @@ _NCCL = Backend(
 # Whatever torch's own backend is called, while TORCH_DISTRIBUTED_USE_TORCHCOMMS is set.
 _TORCHCOMMS = Backend(
     "torchcomms",
-    partial(
-        _no_options,
-        why="; torch passes no options on to torchcomms. Leave them out, or unset "
-        "TORCH_DISTRIBUTED_USE_TORCHCOMMS.",
-    ),
+    _hints,
     lanes=_NCCL_LANES,
     split="always",
     cannot_suspend=lambda: "torchcomms has no call that suspends a communicator",
@@ -192,7 +199,10 @@ def rows_of(spelling: str) -> list[Backend]:
     """
     named = {part.rpartition(":")[2] for part in spelling.lower().split(",")}
     rows = [row for row in BACKENDS.values() if row.name in named - {_TORCHCOMMS.name}]
-    return [_TORCHCOMMS] if _on_torchcomms() and rows not in ([], [_FAKE]) else rows
+    if rows in ([], [_FAKE]) or not _on_torchcomms():
+        return rows
+    takes_hints = any(row.options is _nccl_options for row in rows)
+    return [_TORCHCOMMS if takes_hints else replace(_TORCHCOMMS, options=_no_options)]
 
 
 def backend_for(spelling: str) -> Backend:

@@ -113,7 +113,7 @@ def make(
     return world.store.lend(making, within, f"making process groups ({prefix})", undo=_abort)
 
 
-def _options(communicator: Communicator) -> dist.ProcessGroupNCCL.Options | None:
+def _options(communicator: Communicator) -> torch_private.Options | None:
     row = backend_for(communicator.backend)
     return row.options("/".join(communicator.fields), communicator.options)
 

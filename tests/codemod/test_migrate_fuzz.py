@@ -19,8 +19,8 @@ from migrate_modules import PACKAGE, Driver, Package, make_package
 
 from megapg.migrate.migration import Migration, Rewritten
 
-# How many packages, and by how much more there is then of everything. A function that asks the globals
-# for anything asks nothing else, so that few packages have much that is explicit.
+# How many packages, and by how much more there is then of everything. A function that asks the
+# globals for anything asks nothing else, so that few packages have much that is explicit.
 FEW, MANY = (range(1, 15), 1), (range(1, 65), 4)
 
 

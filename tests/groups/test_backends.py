@@ -17,6 +17,13 @@ pytestmark = pytest.mark.torch
 GIVEN = CommunicatorOptions(
     is_high_priority_stream=True, cga_cluster_size=2, min_ctas=4, max_ctas=8, net_name="Socket"
 )
+HINTS = {
+    "is_high_priority_stream": {"is_high_priority_stream": "true"},
+    "cga_cluster_size": {"cga_cluster_size": "2"},
+    "min_ctas": {"min_ctas": "4"},
+    "max_ctas": {"max_ctas": "8"},
+    "net_name": {"netName": "Socket"},
+}  # as torchcomms 2026-08 reads them; names that it does not know it drops
 
 
 def said(doing):
@@ -60,6 +67,8 @@ def test_options_are_taken_or_refused_by_name(name):
             where = made if name == "is_high_priority_stream" else made.config
             assert getattr(where, name) == getattr(GIVEN, name)
             assert row.options("dp", options) is not made  # nor is one changed for another field
+        elif row.name == "torchcomms":
+            assert row.options("dp", options) == HINTS[name]
         else:
             named = "without NCCL" if row.name in ("nccl", "nccl2") else f"{name}="
             with pytest.raises(UnsupportedOptionError, match=f"^dp: .*{named}"):

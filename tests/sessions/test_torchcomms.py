@@ -35,7 +35,7 @@ def test_a_session_of_four_ranks_splits_every_family_from_world_once(monkeypatch
     )
     assert of_first["families"] < 19 < 4 * 19
     assert of_first["refused"].startswith(
-        "tp: max_ctas=8; torch passes no options on to torchcomms."
+        "tp: max_ctas=8 are NCCL settings, and this backend is not NCCL."
     )
     assert of_first["out of order"].startswith("ranks=[3, 1, 0, 2]: WORLD is bound to a device")
     assert "or give the ranks in ascending order" in of_first["out of order"]

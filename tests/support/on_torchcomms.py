@@ -1,10 +1,13 @@
 """A session of four ranks on torchcomms, as far as a stand-in for it goes."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 import torchcomms
 
 import megapg
+from megapg import torch_private
 from megapg.communicators.plan import families
 from megapg.errors import UnsupportedOptionError
 
@@ -28,6 +31,20 @@ def run() -> dict[str, object]:
         # Beside the splits in C++ there are those of which this rank is no member, and no others.
         assert len(torchcomms.Comm.splits) == mine.count(None)
         assert all(ranks == () for ranks, _ in torchcomms.Comm.splits)
+        hinted = torch_private.split_world(
+            (0, 1) if rank < 2 else (2, 3),
+            rank,
+            backend="gloo",
+            name=f"with hints {rank // 2}",
+            description="with hints",
+            timeout=timedelta(seconds=60),
+            options={"max_ctas": "8"},
+        )
+        dist.all_reduce(value := torch.ones(1), group=hinted)
+        assert value.item() == 2
+        assert torchcomms.Comm.hints == [{"max_ctas": "8"}]
+        assert torch_private.knows(hinted)
+        torch_private.destroy(hinted)
         try:
             megapg.session(
                 tp=2, pp=2, name="options", options={"tp": megapg.CommunicatorOptions(max_ctas=8)}

@@ -6,23 +6,28 @@ of it, over gloo. As in the real one, each rank says who it is by ``TORCHCOMM_RA
 import os
 from datetime import timedelta
 
-from torch._C._distributed_c10d import ProcessGroupGloo
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 
 class Comm:
     """One communicator.
 
-    ``splits`` has what each of this process has been asked for.
+    ``splits`` has what each of this process has been asked for, ``hints`` what came with it.
     """
 
-    splits = []
+    splits, hints = [], []
 
-    def __init__(self, backend, name):
-        self.backend, self.name = backend, name
+    def __init__(self, backend, name, store=None):
+        self.backend, self.name, self.store = backend, name, store
 
-    def split(self, ranks, name):
-        assert not ranks or self.backend.rank() in ranks, "a rank that is no member names members"
+    def split(self, ranks, name, hints=None, timeout=None):
+        rank = self.backend.rank()
+        assert not ranks or rank in ranks, "a rank that is no member names members"
         Comm.splits.append((tuple(ranks), name))
+        if not ranks:
+            return None
+        Comm.hints.append(hints)
+        return Comm((PrefixStore(name, self.store), ranks.index(rank), len(ranks)), name)
 
     def finalize(self):
         pass
@@ -45,7 +50,8 @@ class _BackendWrapper(ProcessGroupGloo):
 def new_comm(backend, device, name, store, hints):
     assert (backend, hints) == ("gloo", {"persistent_store": "true"})
     assert store.add("communicators", 1) <= int(os.environ["TORCHCOMM_SIZE"]), "one store, two"
-    return Comm((store, int(os.environ["TORCHCOMM_RANK"]), int(os.environ["TORCHCOMM_SIZE"])), name)
+    rank, size = int(os.environ["TORCHCOMM_RANK"]), int(os.environ["TORCHCOMM_SIZE"])
+    return Comm((store, rank, size), name, store)
 
 
 # What C++ makes of a split is a plain gloo backend, which is asked for its communicator as well.
