@@ -130,11 +130,11 @@ def can_split() -> bool:
 
 def splits_in_order() -> bool:
     """Whether the groups of :func:`split_world` have their ranks in the order given; torch before
-    2.15 sorts them, and of torchcomms nothing is promised.
+    2.14 sorts them, and of torchcomms nothing is promised.
 
     Public: none that asks.
     """
-    return can_split() and not on_torchcomms() and _version() >= (2, 15)
+    return can_split() and not on_torchcomms() and _version() >= (2, 14)
 
 
 def split_world(
@@ -189,7 +189,7 @@ def split_world(
     for device in devices:
         if on_torchcomms():
             c10d._world.comms.append(_torchcomm(group, device))
-        elif _version() < (2, 15):  # from then on they begin at 0 by themselves
+        elif _version() < (2, 14):  # from then on they begin at 0 by themselves
             backend_on(group, device)._set_sequence_number_for_group()
     _register(group, ranks, backend=backend, name=name)
     return group

@@ -114,7 +114,7 @@ def check_recipe(recipe: Recipe, world: World, layout: ParallelLayout) -> None:
         raise UnsupportedOptionError(
             f"ranks={list(layout.ranks)}: WORLD is bound to a device "
             "(init_process_group(device_id=...)) or on torchcomms, so groups are split from it, "
-            f"and torch {torch.__version__} sorts the ranks of such groups; 2.15 without "
+            f"and torch {torch.__version__} sorts the ranks of such groups; 2.14 without "
             "torchcomms keeps their order. Install that, initialise WORLD without either, or give "
             "the ranks in ascending order."
         )
