@@ -607,6 +607,15 @@ FINDING_NEW_GROUPS: tuple[type, ...] = (_Mesh,)
 """Classes whose instances know groups by name, and find those that are made anew."""
 
 
+def can_mesh() -> bool:
+    """Whether slices of a mesh can keep to groups that exist: :func:`mesh_over`. Up to 2.10 torch
+    makes groups there, and up to 2.12 it lays flattened meshes out another way.
+
+    Public: none that asks.
+    """
+    return _version() >= (2, 13)
+
+
 def mesh_over(
     groups: Mapping[str, dist.ProcessGroup],
     ranks: torch.Tensor,
@@ -628,7 +637,7 @@ def mesh_over(
 
     Public: ``DeviceMesh.from_group``, once slices of it keep to groups that exist.
     """
-    if not hasattr(DeviceMesh, "_create_flatten_mesh"):
+    if not can_mesh():
         raise UnsupportedVersionError(
             f"torch {torch.__version__} is installed; a mesh over groups that exist takes 2.13 or "
             "newer. Pass the groups themselves, or make the mesh with torch's init_device_mesh()."

@@ -3,17 +3,15 @@
 import pytest
 import torch
 from tensor_parallel_mlp import WIDTH, Parallel, part_of, plain
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import megapg
+from megapg import torch_private
 from megapg.testing import megatron_on_cpu, refuse_closed_groups, run_distributed
 
 pytestmark = [
     pytest.mark.contract,
-    pytest.mark.skipif(
-        not hasattr(DeviceMesh, "_create_flatten_mesh"), reason="this torch's meshes make groups"
-    ),
+    pytest.mark.skipif(not torch_private.can_mesh(), reason="meshes take torch 2.13"),
 ]
 STEPS, SAMPLES = 3, 4
 

@@ -10,7 +10,6 @@ from megatron.core.distributed.fsdp import mcore_fsdp_adapter as upstreams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from tensor_parallel_mlp import WIDTH, Parallel, plain
-from torch.distributed.device_mesh import DeviceMesh
 
 import megapg
 from megapg import torch_private
@@ -20,9 +19,7 @@ from megapg.testing import megatron_on_cpu, run_distributed
 
 pytestmark = [
     pytest.mark.contract,
-    pytest.mark.skipif(
-        not hasattr(DeviceMesh, "_create_flatten_mesh"), reason="this torch's meshes make groups"
-    ),
+    pytest.mark.skipif(not torch_private.can_mesh(), reason="meshes take torch 2.13"),
     pytest.mark.skipif(not upstreams.HAVE_EINOPS, reason="Megatron-FSDP needs einops"),
 ]
 TAKES = upstreams.FSDPDistributedIndex.__init__.__code__.co_varnames

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from asking import me
 from resuming import RUN, Training, distributed, published_groups, replace, sizes
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import megapg
+from megapg import torch_private
 from megapg.errors import LayoutMismatchError, UnsupportedVersionError
 from megapg.layout import ParallelLayout
 from megapg.testing import run_distributed
@@ -66,7 +66,7 @@ def groups():
         try:
             meshes(session.groups)
         except UnsupportedVersionError:  # meshes of this torch make groups
-            assert not hasattr(DeviceMesh, "_create_flatten_mesh")
+            assert not torch_private.can_mesh()
         session.suspend()
         session.resume()
         follows(session.groups, ORDER, tp=2)

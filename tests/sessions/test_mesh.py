@@ -28,9 +28,7 @@ from megapg.testing import run_distributed
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.skipif(
-        not hasattr(DeviceMesh, "_create_flatten_mesh"), reason="this torch's meshes make groups"
-    ),
+    pytest.mark.skipif(not torch_private.can_mesh(), reason="meshes take torch 2.13"),
 ]
 STEPS = 3
 

@@ -2,6 +2,7 @@
 
 import ast
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -243,3 +244,8 @@ def test_each_function_says_what_would_take_its_place():
     ]
     assert len(functions) > 15
     assert not silent
+
+
+def test_meshes_are_had_where_torch_lays_them_out_as_ours_do():
+    layout = getattr(import_module("torch.distributed.device_mesh"), "_MeshLayout", None)
+    assert torch_private.can_mesh() is hasattr(layout, "collapse")
