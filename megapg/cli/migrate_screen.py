@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megapg.migrate.python.source import Problem
-from megapg.migrate.reasons import REASONS
+from megapg.migrate.reasons import explain
 from megapg.migrate.report.outcome import Entry, Report, burn_down, one_line, shortened
 
 _ROWS = 20  # of a long table
@@ -83,10 +83,7 @@ def show_problems(out: Console, problems: Iterable[Problem], said: str = "") -> 
 
 def show_reasons(out: Console, report: Report) -> None:
     """What is left, by reason."""
-    rows = [
-        (code, uses, REASONS[code].title if code in REASONS else "")
-        for code, uses in report.reasons.items()
-    ]
+    rows = [(code, uses, explain(code).title) for code, uses in report.reasons.items()]
     if rows:
         _table(
             out, "left, by reason (megapg explain CODE)", ("code", "uses", "what it means"), rows

@@ -116,6 +116,11 @@ def session_arguments(**arguments: Unpack[MegatronArguments]) -> SessionArgument
             continue
         if name in _REFUSED:
             raise UnsupportedOptionError(f"{name}={value!r}: {_REFUSED[name]}.")
+        if name not in MegatronArguments.__annotations__:
+            raise UnsupportedOptionError(
+                f"{name}={value!r}: no argument of NVIDIA's that megapg knows, so a session would "
+                "pass it over. Leave it out, and do what it asks for once the session is open."
+            )
         if name in _RENAMED:
             made[_RENAMED[name]] = value
         else:

@@ -8,6 +8,7 @@ from types import ModuleType
 from megapg.collection import Lease, LeaseState
 from megapg.communicators.plan import ALL_GATHER_FIELDS, COMPANION
 from megapg.megatron.tables import GETTERS
+from megapg.upstream.signatures import SIGNATURES
 
 
 def explain(error: AssertionError, module: ModuleType, lease: Lease) -> None:
@@ -32,3 +33,8 @@ def explain(error: AssertionError, module: ModuleType, lease: Lease) -> None:
         )
     elif field in ALL_GATHER_FIELDS:
         error.add_note(f"{lease.owner} has no {field}: open it with all_gather_groups=True.")
+    elif frame.f_code.co_name not in SIGNATURES:
+        error.add_note(
+            f"{lease.owner} sets nothing for {frame.f_code.co_name}, which none of NVIDIA's cores "
+            "has: set in parallel_state what it reads, once the groups are published."
+        )

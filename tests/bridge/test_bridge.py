@@ -251,6 +251,18 @@ def test_session_arguments_knows_every_parameter_of_this_core(tmp_path):
     }
 
 
+def test_session_arguments_refuses_what_a_fork_has_added(monkeypatch):
+    """A fork's engram_size=2 makes groups there; nothing here would."""
+
+    def initialise(engram_size=None, distributed_timeout_minutes=30):
+        raise NotImplementedError
+
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", initialise)
+    assert session_arguments(engram_size=None) == session_arguments()
+    with pytest.raises(UnsupportedOptionError, match="engram_size=2: no argument of NVIDIA's"):
+        session_arguments(engram_size=2)
+
+
 def test_session_arguments_translates(tmp_path):
     assert session_arguments(
         tensor_model_parallel_size=2,

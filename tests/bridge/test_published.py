@@ -21,7 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from configurations import Configuration, last_stage_first, middle_stage
-from recording import READERS, fake_world, functions, recorded_megatron
+from recording import (
+    READERS,
+    fake_world,
+    functions,
+    recorded_megatron,
+    restored_parallel_state,
+)
 
 import megapg
 from megapg.collection import Lease, ProcessGroupCollection
@@ -325,6 +331,31 @@ def test_the_error_for_a_group_that_was_not_asked_for_names_the_argument_that_ma
         with pytest.raises(AssertionError) as raised:
             ask_inside(ask)
         assert not hasattr(raised.value, "__notes__")
+
+
+FORKS_GETTER = """
+_LAST_STAGE = None
+def get_last_stage():
+    assert _LAST_STAGE is not None, "the last stage is not initialized"
+    return _LAST_STAGE
+"""
+
+
+def test_what_a_fork_has_added_to_parallel_state_says_that_nobody_sets_it(monkeypatch):
+    with restored_parallel_state():
+        monkeypatch.setattr(parallel_state, "get_last_stage", None, raising=False)
+        exec(FORKS_GETTER, vars(parallel_state))
+        with pytest.raises(AssertionError, match="last stage is not initialized") as raised:
+            ask_inside(lambda: parallel_state.get_last_stage())
+        (note,) = raised.value.__notes__
+        assert "session 'default' sets nothing for get_last_stage" in note
+
+        def ask():  # as the note has it
+            parallel_state._LAST_STAGE = 7
+            assert parallel_state.get_last_stage() == 7
+
+        ask_inside(ask)
+        assert parallel_state._LAST_STAGE is None
 
 
 def fail_an_assertion():

@@ -282,6 +282,13 @@ def shown():
 """
 
 
+def test_every_code_of_a_report_says_what_it_means(tmp_path: Path) -> None:
+    write(tmp_path, {"pyproject.toml": '[tool.megapg]\nfrom-core = "0.16"', "a.py": RULED})
+    said = run("migrate", tmp_path).output
+    for meaning in ("the answer is None on some ranks", "asked when the module is imported"):
+        assert meaning in said
+
+
 def test_explain_says_which_rules_were_asked_about_each_use_in_a_line(tmp_path: Path) -> None:
     write(tmp_path, {"pyproject.toml": '[tool.megapg]\nfrom-core = "0.16"', "a.py": RULED})
     for number, line in enumerate(RULED.splitlines(), 1):
