@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from recording import recorded_megatron
 from trees import contents, write
 from typer.testing import CliRunner
@@ -22,6 +24,7 @@ from megapg.megatron.vendored import more_getters, process_groups
 from megapg.megatron.vendored.process_groups import MissingGroupError, groups_of, resolve
 from megapg.migrate.config import load_config
 from megapg.migrate.edit.vendored import read, text_of
+from megapg.testing import megatron_on_cpu, run_distributed
 
 SUPPORT = Path(__file__).parents[1] / "support"
 NAME = "process_groups.py"
@@ -530,6 +533,48 @@ def test_a_model_is_searched_from_the_outside_in() -> None:
     holding = Wrapper(outer)
     vars(holding)["pg_collection"] = resolve(None)  # kept before there was a model
     assert groups_of(holding, "tp").passed is vars(outer)["pg_collection"]
+
+
+GATHERS = """\
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+
+
+def gathered(value):
+    shape = [value.size(0) * mpu.get_tensor_model_parallel_world_size(), value.size(1)]
+    found = mpu.get_global_memory_buffer().get_tensor(shape, value.dtype, "mpu")
+    dist.all_gather_into_tensor(found, value, group=mpu.get_tensor_model_parallel_group())
+    return found
+"""
+
+
+def generate_then_train(root: Path) -> list[float]:
+    """What a layer with sequence parallelism does, in both modes on one buffer."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    sys.path.insert(0, str(root))
+    work = importlib.import_module("trainer.work")
+    dist.init_process_group("gloo")
+    pg = ProcessGroupCollection()
+    pg.tp = dist.group.WORLD
+    part = torch.full((1, 2), float(dist.get_rank() + 1))
+    weight = torch.ones(2, requires_grad=True)
+    with megatron_on_cpu():
+        with torch.inference_mode():
+            work.gathered(part, pg_collection=pg)
+        (work.gathered(part, pg_collection=pg) @ weight).sum().backward()
+    dist.destroy_process_group()
+    assert weight.grad is not None
+    return list(weight.grad.tolist())
+
+
+@pytest.mark.contract
+def test_who_generates_trains_on_in_the_same_buffer(tmp_path: Path) -> None:
+    files = {name: TREE[name] for name in ("pyproject.toml", "trainer/__init__.py")}
+    migrated(tmp_path, {**files, "trainer/work.py": GATHERS})
+    found = run_distributed(functools.partial(generate_then_train, tmp_path), 2)
+    assert found == [[3.0, 3.0]] * 2
 
 
 @pytest.mark.contract

@@ -251,7 +251,10 @@ def memory_buffer(pg: ProcessGroupCollection) -> Any:
         return _globals().get_global_memory_buffer()
     held = vars(pg.passed)
     if "_memory_buffer" not in held:
-        held["_memory_buffer"] = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer()
+        core = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer
+        # What is allocated under inference_mode can't be part of a backward pass ever after.
+        ordinary = importlib.import_module("torch").inference_mode(False)(core.get_tensor)
+        held["_memory_buffer"] = type(core.__name__, (core,), {"get_tensor": ordinary})()
     return held["_memory_buffer"]
 
 
