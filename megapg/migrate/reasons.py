@@ -240,7 +240,8 @@ CAUTIONS: Mapping[str, Reason] = {
         Reason(
             "private-global",
             "the variable is None until the groups are made",
-            "The variable can be asked before there are groups; a collection can't.",
+            "The variable can be asked before there are groups; a collection can't. A list of "
+            "ranks that is only read is rewritten: for None that fails, too.",
             "Ask whether there is a collection instead: pg_collection is not None.",
         ),
     )

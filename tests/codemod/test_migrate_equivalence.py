@@ -14,10 +14,11 @@ import equivalence
 import pytest
 from configurations import Configuration
 from equivalence import MINOR, Tally, compare_on, prove, questions
+from megatron.core import parallel_state
 from old_core import ROOT, VERSION, run_on_old_core
 
 from megapg.ownership.opening import fake_session
-from megapg.upstream.mapping import Replacement
+from megapg.upstream.mapping import OPTIONAL_FIELDS, RANK_GLOBALS, Replacement
 from megapg.upstream.signatures import functions
 
 # What the proof is at least made of, by minor version, so that it can't become empty unnoticed.
@@ -27,6 +28,9 @@ NEVER_MAPPED = (
     "(set|create|destroy|initialize|overwrite|generate|default|update)_|RankGenerator"
     "|get_(virtual_pipeline_model_parallel_rank|nccl_options|moe_|global_symmetric_)"
 )
+
+# What is written without a caution where it is only read.
+LISTS_OF_RANKS = {name for name, of in RANK_GLOBALS.items() if of not in OPTIONAL_FIELDS}
 
 HIERARCHICAL = Configuration(
     world_size=16, tp=2, cp=4, hierarchical_cp=(2, 2), optimizer_instances=2
@@ -57,6 +61,14 @@ def test_every_mapped_name_gave_an_answer_and_every_stand_in_was_asked(tally: Ta
     # A function is asked unless the table refuses it whatever its arguments.
     refused = set(functions(MINOR)) - {question.name for question in questions()}
     assert [name for name in refused if not re.match(NEVER_MAPPED, name)] == []
+
+
+@pytest.mark.contract
+def test_lists_of_ranks_that_are_read_are_there_with_the_groups(tally: Tally) -> None:
+    held = {*vars(parallel_state)} & LISTS_OF_RANKS
+    assert len(held) >= 6
+    assert held <= tally.names  # each was compared, as a list
+    assert not held & tally.empty
 
 
 @pytest.mark.contract
@@ -128,5 +140,6 @@ def test_it_holds_on_the_old_core_too() -> None:
     assert numbers["version"] == VERSION
     assert numbers["mismatches"] == []
     assert numbers["unanswered"] == []
+    assert not LISTS_OF_RANKS & {*numbers["empty"]}
     assert numbers["answered"]["or several"] > 100  # of ranks in several pipelines, and others
     assert numbers["comparisons"] >= LEAST[12]

@@ -198,6 +198,7 @@ class Tally:
         mismatches: those that found something else.
         names: of functions and variables that gave at least one answer to compare.
         unanswered: of those that never did.
+        empty: of private variables that were None somewhere, though there were groups.
     """
 
     version: str = ".".join(map(str, installed_version()))
@@ -208,6 +209,7 @@ class Tally:
     mismatches: list[str] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     unanswered: set[str] = field(default_factory=set)
+    empty: set[str] = field(default_factory=set)
 
     @property
     def comparisons(self) -> int:
@@ -351,6 +353,7 @@ def _of_globals(
     for question in asking:
         answer = asked(question.theirs)
         if question.written.caution == "private-global" and answer == plain(None):
+            tally.empty.add(question.name)
             continue  # what the caution says
         said[question] = answer
         got = asked(question.ours, view)
@@ -373,6 +376,7 @@ def numbers() -> dict[str, object]:
         "refused": tally.refused,
         "mismatches": tally.mismatches,
         "unanswered": sorted(tally.unanswered),
+        "empty": sorted(tally.empty),
     }
 
 

@@ -18,6 +18,7 @@ from megapg.migrate.find.sites import Carrier, Kind, Site
 from megapg.migrate.migration import How
 from megapg.migrate.python.methods import class_of, kept, left_out, self_of
 from megapg.migrate.python.scopes import Scope, Use
+from megapg.upstream.mapping import RANK_GLOBALS
 
 # Writes that make a rank or size differ from what the groups say.
 _FAKING = frozenset({"setter", "assigned"})
@@ -105,11 +106,12 @@ class Facts:
 
     @cached_property
     def _replaced(self) -> dict[str, list[Located]]:
-        """The getters in whose place something is put, for good."""
+        """The getters, and lists of ranks, in whose place something is put, for good."""
         found: dict[str, list[Located]] = {}
         for each in self._index.located:
-            if _is_replaced(each) and not each.site.name.startswith("_"):
-                found.setdefault(each.site.name, []).append(each)
+            name = each.site.name
+            if _is_replaced(each) and (not name.startswith("_") or name in RANK_GLOBALS):
+                found.setdefault(name, []).append(each)
         return found
 
     @cached_property

@@ -23,6 +23,7 @@ from megapg.migrate.find.meaning import (
     is_parallel_state,
 )
 from megapg.migrate.find.namesakes import Namesake, find_namesakes
+from megapg.migrate.find.privates import as_it_is_read
 from megapg.migrate.find.sites import Kind, Site
 from megapg.migrate.python.analysis import Analysis, analyse
 from megapg.migrate.python.locate import locate, parses_to
@@ -31,7 +32,7 @@ from megapg.migrate.python.scopes import Use, last_name
 from megapg.migrate.python.source import Problem, Source, parse, read_bytes
 from megapg.migrate.python.tree import File, Modules, Notebook, find_files, is_test
 from megapg.upstream.expressions import known, replacement
-from megapg.upstream.mapping import OF_SEVERAL_PIPELINES, Argument, Refusal
+from megapg.upstream.mapping import OF_SEVERAL_PIPELINES, Argument, Refusal, Replacement
 
 # A file without any of these can only use what another one hands on by a name of its own.
 _TRIGGER = re.compile(rb"parallel_state|\bmpu\b|[a-z]_parallel_|pipeline_(?:first|last)_stage")
@@ -329,6 +330,8 @@ class Index:
         answer = _refused(kind, name, things) or replacement(
             name, arguments, self.config.versions, or_several=or_several
         )
+        if kind is Kind.PRIVATE and isinstance(answer, Replacement):
+            answer = as_it_is_read(name, use, node, answer)
         function, klass = use.scope.enclosing("function"), use.scope.enclosing("class")
         lines = range(span.line, span.end_line + 1)
         site = Site(
