@@ -18,12 +18,12 @@ from megapg.migrate.decide.threads import is_usual_method
 from megapg.migrate.find.axes import AXES, asked_about, axes_of, is_argument, takes_group
 from megapg.migrate.find.carriers import MODEL_NAMES, is_filled
 from megapg.migrate.find.index import Index
-from megapg.migrate.find.models import ancestry
+from megapg.migrate.find.models import ancestry, keeps_its_model
 from megapg.migrate.find.roles import has_another_role
 from megapg.migrate.find.sites import Kind
 from megapg.migrate.migration import How
 from megapg.migrate.python.flow import begins_ruled_out, is_ruled_out, statements_around
-from megapg.migrate.python.methods import class_of, parameters, self_of
+from megapg.migrate.python.methods import class_of, making, parameters, self_of
 from megapg.migrate.python.scopes import Alias, Scope, Use, last_name
 from megapg.migrate.reasons import FALLBACK, UNSERVED
 from megapg.upstream.mapping import COLLECTION_NAMES, Takes
@@ -89,6 +89,9 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
         # A constructor that takes a collection is to use that for everything.
         is_first = class_of(unit) is not None and not asking.hands_on
         counts = counts or (is_first and _takes_one(unit, taking))
+        # So is what it makes the object by, and has none to ask.
+        asks_another = _makes_objects(unit) and asking.of not in COLLECTION_NAMES
+        counts = counts or (asks_another and any(_takes_one(e, taking) for e in _makers(unit)))
         if counts and unit.parent is not None and unit.parent.kind == "class":
             of_classes[unit.parent].append(asking)
             paths[unit.parent] = asking.path
@@ -104,6 +107,8 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
     several = {unit for unit, of in of_functions.items() if _asks_a_variable_too(unit, of)}
     of_one = (apart | several) - facts.of_one - facts.parted.keys()
     facts.of_one |= of_one
+    if any(_have_models(of, taking, paths, index, facts) for of in of_objects):
+        return True
     more = [(unit, axes) for of in of_objects for unit, axes in _beside_the_globals(of)]
     more += [(unit, axes) for of in of_objects for unit, axes in _beside_another(of)]
     for unit, of in of_functions.items():  # a function falls back as a whole
@@ -246,6 +251,50 @@ def _takes_one(constructor: Scope, taking: Collection[Scope]) -> bool:
     return constructor in taking or any(each.arg in COLLECTION_NAMES for each in arguments)
 
 
+def _makers(method: Scope) -> list[Scope]:
+    """The constructors of the class of a method."""
+    klass = method.parent
+    return klass.defined("__init__") if klass is not None and klass.kind == "class" else []
+
+
+def _makes_objects(method: Scope) -> bool:
+    """Whether a constructor makes its object by a method that has none."""
+    klass = method.parent
+    return klass is not None and klass.kind == "class" and method.name in making(klass.node)
+
+
+def _have_models(
+    together: list[_Asking],
+    taking: Collection[Scope],
+    paths: Mapping[Scope, Path],
+    index: Index,
+    facts: Facts,
+) -> bool:
+    """Say in the facts which constructors that get the parameter may ask their object: it has the
+    model that they ask; whether there are any. Where what has no object asks the model, they get no
+    parameter.
+    """
+    apart = {unit for unit, _ in _beside_another(together)}
+    others = {e.unit for e in together if e.unit in apart and e.base and not _is_of_self(e)}
+    more: set[Scope] = set()
+    for unit in others - facts.of_passed:
+        klass = unit.parent
+        if klass is None or klass not in paths:
+            continue
+        above = ancestry(klass, paths[klass], index.resolver)
+        classes = [each for each in above if isinstance(each, Scope)]
+        if keeps_its_model(classes) is None:
+            continue
+        if unit in taking:
+            facts.of_passed.add(unit)
+            return True
+        if _makes_objects(unit):
+            more |= {e for each in classes for e in each.defined("__init__") if e in taking}
+    more -= facts.of_models
+    facts.of_models |= more
+    return bool(more)
+
+
 def _beside_another(together: list[_Asking]) -> Iterator[tuple[Scope, frozenset[str]]]:
     """Those that ask a class's objects, and its constructors that ask another one, about one kind
     of groups.
@@ -275,7 +324,7 @@ def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
             yield _Asking(unit, each.located.path, axes, each.base, is_for_want)
     for passing in plan.passing:
         unit = passing.reference.use.scope.unit
-        if unit is not None:
+        if unit is not None and passing.base is not GLOBALS:
             axes = frozenset[str]().union(*map(axes_of, passing.needs))
             yield _Asking(unit, passing.reference.path, axes, passing.base, hands_on=True)
     left = {id(each.site) for each in plan.left if each.reason not in _OF_NO_GROUP}

@@ -48,6 +48,9 @@ class Facts:
         of_one: functions that several models could serve. Their object does, or what is passed, and
             no other model.
         fallen: the functions that fall back, as the check of an earlier result found.
+        of_models: constructors that get no collection, for their objects have the model that is
+            asked beside them.
+        of_passed: constructors that ask their object, which has the model that they would ask.
         of_self: methods that nothing else serves than their object, as it does its other methods.
     """
 
@@ -56,6 +59,8 @@ class Facts:
         self.tainted = self._reached_by_fakes() | self.owning
         self.parted: dict[Scope, frozenset[str]] = dict(fallen.parted)
         self.of_one: set[Scope] = set()
+        self.of_models: set[Scope] = set()
+        self.of_passed: set[Scope] = set()
         self.of_self: set[Scope] = set()
 
     def best(self, found: Sequence[Carrier], unit: Scope | None, path: Path) -> Base | None:

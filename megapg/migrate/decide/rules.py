@@ -17,7 +17,7 @@ from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Pl
 from megapg.migrate.decide.facts import Facts, FallenBack
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.noticed import stand_ins, with_what_is_unheard
-from megapg.migrate.decide.passed import all_fed, fields_read
+from megapg.migrate.decide.passed import all_fed, ask_the_object, fields_read, globals_passed
 from megapg.migrate.decide.references import Reference
 from megapg.migrate.decide.roots import Roots
 from megapg.migrate.decide.starts import starts
@@ -26,7 +26,7 @@ from megapg.migrate.find.axes import asked_about, group_argument, takes_group
 from megapg.migrate.find.carriers import carriers
 from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.meaning import GLOBALS as GLOBAL_MODULE
-from megapg.migrate.find.meaning import PARALLEL_STATE
+from megapg.migrate.find.meaning import PARALLEL_STATE, is_in_core
 from megapg.migrate.find.sites import Kind, Site
 from megapg.migrate.migration import How, Left
 from megapg.migrate.python.locate import is_shown, quote_in
@@ -344,9 +344,8 @@ class _Planner:
             heard_as = _heard_as(located, self.index)
             self.result.left.append(Left(site, answer.reason, answer.detail, heard_as))
         else:
-            number, rule = next(
-                (number, rule) for number, rule in enumerate(RULES) if rule.applies(self, located)
-            )
+            applying = ((i, rule) for i, rule in enumerate(RULES) if rule.applies(self, located))
+            number, rule = next(applying)
             rule.then(self, located)
             self.result.decided_by.append((site, number))
 
@@ -377,23 +376,26 @@ class _Planner:
             for located in sites:
                 self.decide(located, base)
         for located, constructor in self.of_self:
-            instance = self_of(located.use.scope.unit)
-            self.decide(located, Base(how(constructor), "groups_of", instance))
+            of = self_of(located.use.scope.unit)
+            self.decide(located, Base(how(constructor), "groups_of", of))
         for located in self.optional:
             self._ask_whether(located, taking, how)
         needs = fields_read(threads, taking)
         for function in taking:
             self._take(function, needs[function], taking)
         self._pass_groups(taking, how)
+        self.result.passing += globals_passed(
+            self.result, self.facts, threads, self.functions, needs
+        )
+        ask_the_object(self.result, self.facts, taking, self.index)
         for function, path in threads.completed.items():
             behind = tuple(kept_behind(function) or ())
             self.result.taking.append(Taking(function, path, True, behind, False, at_first=False))
-        of_self = [constructor for _, constructor in self.of_self]
-        self.result.starts = starts(self.index, self.functions, threads, taking, of_self)
+        kept = [constructor for _, constructor in self.of_self]
+        self.result.starts = starts(self.index, self.functions, threads, taking, kept)
         roots = Roots(self.functions, self.facts, threads, taking, fed)
         self.result.whys = roots.whys(self.result.decisions)
-        left = with_what_is_unheard(self.result.left, self.result.decisions)
-        self.result.left[:] = list(left)
+        self.result.left[:] = [*with_what_is_unheard(self.result.left, self.result.decisions)]
         return self.result
 
     def _ask_whether(
@@ -409,7 +411,7 @@ class _Planner:
             base = Base(how(keeper), "groups_of", self_of(unit), optional=True)
         elif (
             is_whether
-            and not _is_in_core(path)
+            and not is_in_core(path)
             and (best(located.site.carriers) is None or self.facts.makes_groups(unit, path))
         ):
             _left("lifecycle", "no collection is at hand: Megatron's call stays")(self, located)
@@ -472,15 +474,6 @@ class _Planner:
             if edge.is_passed_first(taking):
                 supply = replace(supply, passed_first=True)
             self.result.passing.append(Passing(edge.reference, path, supply, needs))
-
-
-def _is_in_core(path: Path) -> bool:
-    """Whether a file is one of a Megatron-core: an import that stays there may close a circle."""
-    return any(
-        path.parts[i : i + 2] == PARALLEL_STATE[:2]
-        and not Path(*path.parts[:i], "__init__.py").exists()  # else another package's part
-        for i in range(len(path.parts))
-    )
 
 
 def _heard_as(located: Located, index: Index) -> str:

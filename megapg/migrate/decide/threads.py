@@ -95,7 +95,9 @@ class Threads:
 
     def may_take(self, function: Scope, path: Path) -> bool:
         """Whether a function can be given the parameter."""
-        if path in self._frozen or not self._functions.can_take(function, path):
+        if path in self._frozen or function in self._facts.of_models:
+            return False
+        if not self._functions.can_take(function, path):
             return False
         if class_of(function) is None and self._facts.makes_groups(function, path):
             return False  # nobody has them before; an object may be given others to keep
@@ -298,23 +300,29 @@ class Threads:
             return False
         return all(_stands_in(located, function) for located in sites)
 
+    def may_pass(self, reference: Reference) -> bool:
+        """Whether the parameter can be passed where a function is called."""
+        call, path = reference.call, reference.path
+        calls = calls_by_another_name(reference) if call is None else [call]
+        keywords = [keyword.arg for each in calls for keyword in each.keywords]
+        if path in self._frozen or any(k is None or k == PARAMETER for k in keywords):
+            return False
+        if any(isinstance(each, ast.JoinedStr) for each in reference.use.parents):
+            return False
+        looked = self._index.look(path)
+        fits = looked is not None and (not call or add_argument(looked[0], call, PARAMETER))
+        return bool(fits)
+
     def _callers(self, function: Scope, references: Sequence[Reference]) -> Iterator[Edge]:
         for reference in references:
             call, path = reference.call, reference.path
             calls = calls_by_another_name(reference) if call is None else [call]
-            if not calls or path in self._frozen:
+            if not calls or not self.may_pass(reference):
                 continue
             keywords = [keyword.arg for each in calls for keyword in each.keywords]
-            if any(k is None or k == PARAMETER for k in keywords):
-                continue
             # It is looked up in vain where the group that is passed is all that is needed.
             groups = [GROUP_PARAMETERS[k] for k in keywords if k and k in GROUP_PARAMETERS]
             if groups and self._needs_of(function) <= {*chain(*groups)}:
-                continue
-            if any(isinstance(each, ast.JoinedStr) for each in reference.use.parents):
-                continue
-            looked = self._index.look(path)
-            if looked is None or (call and not add_argument(looked[0], call, PARAMETER)):
                 continue
             unit = reference.use.scope.unit
             if self._facts.is_of_globals(unit):

@@ -16,6 +16,7 @@ from megapg.migrate.python.flow import (
     LOOP,
     TRY,
     binding_statements,
+    blocks,
     common_block,
     first_read,
     is_certain,
@@ -25,7 +26,7 @@ from megapg.migrate.python.flow import (
     statements_in,
     within,
 )
-from megapg.migrate.python.scopes import Instance, Opaque, Scope
+from megapg.migrate.python.scopes import Instance, Opaque, Scope, last_name
 from megapg.upstream.mapping import Takes
 
 # What each model is built with. Who has a pipeline's group has those of its embeddings, be they
@@ -79,10 +80,9 @@ def look_ups(
         ]
         looking = _Function(function, is_free)
         for together in _of_one_collection(function, rest):
-            at_any_time = inner if together[0].base.form == "resolve" else []
             found = [
                 _shared_with(each, inner, function)
-                for each in looking.with_functions(at_any_time, together)
+                for each in looking.with_functions(inner, together)
             ]
             served |= {each for look_up in found for each in look_up.members}
             if found:
@@ -99,7 +99,8 @@ def _means_the_same(function: Scope, outer: Scope, base: Base) -> bool:
     """
     name, each = base.expression, function
     bound = outer.bindings.get(name, ())
-    if base.form != "resolve" and [getattr(each, "parameter", False) for each in bound] != [True]:
+    is_set_once = [isinstance(e, Instance) or getattr(e, "parameter", False) for e in bound]
+    if base.form != "resolve" and is_set_once != [True]:
         return False
     while each is not outer and each.parent is not None and not each.given_to:
         if each.kind == "class" or name in each.bindings:
@@ -110,11 +111,28 @@ def _means_the_same(function: Scope, outer: Scope, base: Base) -> bool:
 
 def _shared_with(look_up: LookUp, inner: Sequence[_Place], function: Scope) -> LookUp:
     """A look-up with the functions further in that it serves as well."""
-    serving = [each for each in inner if each.is_served_by(look_up.needs)]
+    serving = [each for each in inner if each.is_served_behind(look_up, function)]
     found = list(_behind(look_up.before, serving, function))
     needs = {need for each in serving if each.what in found for need in each.needs}
     needed = tuple(sorted({*look_up.needs, *needs}))
     return replace(look_up, needs=needed, members=(*look_up.members, *found))
+
+
+def _calls(name: str, block: Sequence[ast.stmt]) -> bool:
+    """Whether statements call a function by its name, whichever of their branches are taken."""
+    for each in block:
+        if isinstance(each, ast.If) and _calls(name, each.body) and _calls(name, each.orelse):
+            return True
+        if not isinstance(each, _OWN) and not any(blocks(each)):
+            called = (e.func for e in ast.walk(each) if isinstance(e, ast.Call))
+            if any(last_name(of) == name for of in called):
+                return True
+    return False
+
+
+def _blocks_in(function: Scope) -> Iterator[list[ast.stmt]]:
+    """The lists of statements in a function."""
+    return (each for at in function.nodes for each in blocks(at))
 
 
 def _behind(
@@ -149,6 +167,21 @@ class _Place:
         return not self.is_apart and not lacking - (
             set() if self.base.of_a_part else _OF_EACH_MODEL
         )
+
+    def is_served_behind(self, look_up: LookUp, function: Scope) -> bool:
+        """Whether a look-up in the function around its own serves it; one of what a part of a model
+        carries does where it comes to that.
+        """
+        if self.is_served_by(look_up.needs):
+            return True
+        all_parts = {*look_up.needs, *(self.needs if {*self.needs} <= _OF_EACH_MODEL else ())}
+        return self.is_served_by(all_parts) and self._is_called_behind(look_up.before, function)
+
+    def _is_called_behind(self, before: ast.stmt, function: Scope) -> bool:
+        """Whether the function that it is in is called in the block of a statement, or behind."""
+        own = self.use.scope.enclosing("function")
+        block = next((b for b in _blocks_in(function) if before in b), [])
+        return own is not None and _calls(own.name, block[block.index(before) :] if block else [])
 
     def around(self, function: ast.AST) -> list[ast.stmt]:
         """The statements of a function around it, from the outside in."""
@@ -251,7 +284,11 @@ class _Function:
     def _with_one(self, inner: Sequence[_Place], place: _Place) -> Iterator[LookUp]:
         """The look-up that one place shares with functions in this one, if any."""
         around = place.around(self.node)
-        if not inner or any(isinstance(each, TRY) for each in around):
+        if (
+            place.base.form != "resolve"
+            or not inner
+            or any(isinstance(each, TRY) for each in around)
+        ):
             return
         at, looked_up = around[-1], LookUp(around[-1], tuple(place.needs), (place.what,))
         begins = (
@@ -266,6 +303,10 @@ class _Function:
         """The first of the functions with some places in them that is before a look-up."""
         if not inner or not self._is_passed(inner[0].base.expression):
             return None
+        if inner[0].base.form != "resolve":
+            if inner[0].base.expression not in self.scope.instances:
+                return None
+            inner = [each for each in inner if each.is_served_behind(found, self.scope)]
         chains = [each.around(self.node) for each in places]
         around = next(chain for chain in chains if found.before in chain)
         around = around[: around.index(found.before) + 1]
@@ -274,13 +315,27 @@ class _Function:
         functions = {
             next((each for each in chain if isinstance(each, _OWN)), chain[-1]) for chain in chains
         }
-        before = (e for e in functions if runs_before(e, around, self.node) and self.is_free(e))
+        before = [e for e in functions if runs_before(e, around, self.node) and self.is_free(e)]
+        if places[0].base.form != "resolve":  # nothing but functions is between
+            before = [each for each in before if self._is_next_to(each, found.before)]
         return min(before, key=lambda each: each.lineno, default=None)
+
+    def _is_next_to(self, function: ast.stmt, before: ast.stmt) -> bool:
+        """Whether a statement follows a function, be it behind others."""
+        for block in _blocks_in(self.scope):
+            if function in block and before in block:
+                return all(
+                    isinstance(e, _OWN) for e in block[block.index(function) : block.index(before)]
+                )
+        return False
 
     def _is_passed(self, name: str) -> bool:
         """Whether a name is nothing else than a parameter of the function, or a constant."""
         bindings = self.scope.bindings.get(name, ())
-        return all(isinstance(each, Opaque) and each.parameter for each in bindings)
+        return all(
+            isinstance(each, Instance) or (isinstance(each, Opaque) and each.parameter)
+            for each in bindings
+        )
 
     def look_ups(self, places: Sequence[_Place]) -> Iterator[LookUp]:
         """The look-ups of places that one collection serves."""

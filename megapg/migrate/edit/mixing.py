@@ -18,7 +18,7 @@ from megapg.migrate.edit.absent import for_none
 from megapg.migrate.find.axes import AXES, axes_of, group_argument
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.find.roles import is_of_another_role
-from megapg.migrate.python.methods import parameters
+from megapg.migrate.python.methods import making, parameters
 from megapg.migrate.python.scopes import children_of, last_name, walk
 from megapg.migrate.reasons import UNSERVED
 from megapg.upstream.expressions import known, replacement
@@ -305,22 +305,27 @@ class _Class:
     @property
     def asked(self) -> Iterator[Asking]:
         """What its methods ask, of the object or of the globals."""
-        for method in self.node.body:
-            if not isinstance(method, _Function):
-                continue
+        methods = [each for each in self.node.body if isinstance(each, _Function)]
+        makers = [each for each in methods if each.name == CONSTRUCTOR]
+        takes_one = any(e.arg in COLLECTION_NAMES for each in makers for e in parameters(each))
+        without_one = making(self.node)
+        for method in methods:
             asked = self.file.asked_by(method)
             if not asked or _makes_groups(method):
                 continue
             # What a constructor is passed is what the object has.
-            of_self = ("self", PASSED) if method.name == CONSTRUCTOR else ("self",)
-            takes_one = any(each.arg in COLLECTION_NAMES for each in parameters(method))
+            is_maker = method.name == CONSTRUCTOR
+            of_self = ("self", PASSED) if is_maker else ("self",)
             for asking in asked:
                 if asking.carrier in of_self:
                     yield replace(asking, carrier="self")
                 elif asking.carrier == GLOBALS:
                     if not asking.by_core:
                         yield asking
-                elif method.name == CONSTRUCTOR and takes_one:
+                elif takes_one and (
+                    is_maker
+                    or (method.name in without_one and asking.carrier not in COLLECTION_NAMES)
+                ):
                     yield asking
 
 

@@ -307,6 +307,15 @@ def is_parallel_state(path: Path) -> bool:
     return (*path.parent.parts, path.stem)[-3:] == PARALLEL_STATE
 
 
+def is_in_core(path: Path) -> bool:
+    """Whether a file is one of a Megatron-core: an import that stays there may close a circle."""
+    return any(
+        path.parts[i : i + 2] == PARALLEL_STATE[:2]
+        and not Path(*path.parts[:i], "__init__.py").exists()  # else another package's part
+        for i in range(len(path.parts))
+    )
+
+
 def _kept(things: Things, value: Thing) -> Things:
     """What a name stands for that is bound to one of these: that of a private global keeps the
     value which it had then, whatever is written to the global later.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megapg.migrate.find.meaning import Resolver
 from megapg.migrate.python.flow import blocks, statements_in
-from megapg.migrate.python.methods import is_class_method, is_self, is_super, kept
+from megapg.migrate.python.methods import is_class_method, is_self, is_super, kept, parameters
 from megapg.migrate.python.scopes import Scope, last_name
 from megapg.upstream.mapping import COLLECTION_NAMES, MODEL_ATTRIBUTES
 
@@ -137,6 +137,58 @@ def gives_a_model(
         for each in classes[found].defined(name)
         for inner in statements_in(each.node)
     )
+
+
+def keeps_its_model(classes: Sequence[Scope], of: int = 0, name: str = "") -> ast.stmt | None:
+    """The statement of a constructor with which its object has the model that it is passed; None
+    where that may be another one, or there are several that groups_of() looks into.
+
+    Args:
+        classes: that of the objects, and those that it is made of.
+        of: which of them has the constructor that is passed it; or one behind that has.
+        name: the parameter; empty for any that is called as models are.
+    """
+    if len({a for each in classes for a in each.attributes if a in MODEL_ATTRIBUTES}) > 1:
+        return None
+    at = next((i for i in range(of, len(classes)) if "__init__" in classes[i].bindings), -1)
+    found = classes[at].defined("__init__") if at >= 0 else []
+    if len(found) != 1 or not isinstance(found[0].node, ast.FunctionDef):
+        return None
+    constructor, body = found[0], found[0].node.body
+    names = {each.arg for each in parameters(constructor.node)}
+    models = {name} if name else names & {*MODEL_ATTRIBUTES}
+    models = {each for each in models if len(constructor.bindings.get(each, ())) == 1}
+    for statement in body:
+        match statement:
+            case ast.Assign([ast.Attribute(owner, attribute)], ast.Name(value)):
+                is_kept = attribute in MODEL_ATTRIBUTES and is_self(owner, constructor)
+                if is_kept and value in models:
+                    return statement
+            case ast.Expr(ast.Call() as call) if is_of_only_base(call, constructor):
+                passed = _parameters_of(call, constructor, classes[at + 1 :])
+                given = [
+                    parameter
+                    for parameter, value in passed
+                    if isinstance(value, ast.Name) and value.id in models
+                ]
+                if any(keeps_its_model(classes, at + 1, each) for each in given):
+                    return statement
+    return None
+
+
+def _parameters_of(
+    call: ast.Call, constructor: Scope, bases: Sequence[Scope]
+) -> Iterator[tuple[str, ast.expr]]:
+    """What a call passes to the constructor of the base: the parameters, and the arguments."""
+    base = next((each for each in bases if "__init__" in each.bindings), None)
+    found = base.defined("__init__") if base is not None else []
+    if len(found) != 1 or any(isinstance(each, ast.Starred) for each in call.args):
+        return
+    names = [each.arg for each in parameters(found[0].node)][1:]
+    assert isinstance(call.func, ast.Attribute)  # it is of the base's constructor
+    by_name = not is_super(call.func.value, constructor)
+    yield from zip(names, call.args[1 if by_name else 0 :], strict=False)
+    yield from ((each.arg, each.value) for each in call.keywords if each.arg)
 
 
 def has_a_collection(klass: Scope) -> bool:

@@ -56,6 +56,7 @@ class Imports:
     runtime: Runtime = MEGAPG  # what it calls
     # The import statements that its new text needs.
     wanted: dict[str, None] = field(default_factory=dict)
+    _wants_partial: bool = False  # of the functools that it takes other names from
 
     def megapg(self) -> str:
         """The name of what resolves; there is an import of it from now on."""
@@ -69,7 +70,34 @@ class Imports:
         """What ``functools.partial`` is called, likewise."""
         if self._is_imported("partial", (("functools",), "partial")):
             return "partial"
+        if self._from_functools is not None and "partial" not in self._names:
+            self._wants_partial = True
+            return "partial"
         return self._name("functools", (("functools",), ""), "import functools") + ".partial"
+
+    @cached_property
+    def _from_functools(self) -> ast.ImportFrom | None:
+        """The first statement at the top that takes names from functools."""
+        return next(
+            (
+                each
+                for each in self.source.tree.body
+                if isinstance(each, ast.ImportFrom)
+                and (each.module, each.level) == ("functools", 0)
+                and each.names[0].name != "*"
+            ),
+            None,
+        )
+
+    def _with_partial(self) -> Edit | None:
+        """The edit that takes ``partial`` as well where other names are, in their order."""
+        if self._from_functools is None or not self._wants_partial:
+            return None
+        names = self._from_functools.names
+        behind = next((each for each in names if each.name > "partial"), None)
+        begin, end = self.source.extent(behind or names[-1])
+        at, text = (begin, "partial, ") if behind else (end, ", partial")
+        return Edit(at, at, text, "import")
 
     @cached_property
     def _unused(self) -> Unused:
@@ -165,7 +193,7 @@ class Imports:
         excused = list(self._unused.excused(set(gone), kept)) if self.is_linted else []
         # `import x` before `from x import`, as sorters of imports have it.
         wanted = sorted(self.wanted, key=lambda each: (each.startswith("from "), each))
-        edits: list[Edit] = excused
+        edits = excused + [each for each in (self._with_partial(),) if each is not None]
         for statement, names in removed:
             if names is not None:
                 edits += self._unused.without(statement, names, self.order.joined)

@@ -73,6 +73,26 @@ def is_class_method(function: Scope) -> bool:
     return "classmethod" in map(last_name, getattr(function.node, "decorator_list", ()))
 
 
+def making(klass: ast.AST) -> set[str]:
+    """The methods without an object by which the constructor of a class makes one, be it by way of
+    others.
+    """
+    methods = {
+        each.name: each
+        for each in getattr(klass, "body", ())
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    without = {n for n, e in methods.items() if decorators(e) & {"classmethod", "staticmethod"}}
+    found, waiting = set[str](), [name for name in methods if name == "__init__"]
+    for each in waiting:  # grows
+        nodes = ast.walk(methods[each])
+        called = {last_name(node.func) for node in nodes if isinstance(node, ast.Call)}
+        new = (called & without) - found
+        found |= new
+        waiting += new
+    return found
+
+
 def self_of(method: Scope | None) -> str:
     """What a method calls its instance; empty where there is none."""
     return next(iter(method.instances), "") if method is not None else ""

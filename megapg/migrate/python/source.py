@@ -112,8 +112,8 @@ class Source:
         ends = accumulate(len(character.encode()) for character in text)
         return None if text.isascii() else [0, *ends]
 
-    def extent(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
-        """Where an expression or a statement lies in ``text``, as far as the syntax tree knows."""
+    def extent(self, node: ast.expr | ast.stmt | ast.alias) -> tuple[int, int]:
+        """Where something lies in ``text``, as far as the syntax tree knows."""
         end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or 0
         return self.index(node.lineno, node.col_offset), self.index(end_line, end_column)
 
