@@ -7,11 +7,13 @@ what it says here, on the oldest and on the newest torch.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import itertools
 import math
 import re
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -101,21 +103,27 @@ def new_group(
 
 
 def part_in_peace(group: dist.ProcessGroup) -> None:
-    """Before torch 2.8, have a gloo group's threads end once Python has let go of the group.
+    """Have a gloo group's threads end once Python has let go of the group, wherever that is.
 
-    Python drops a group with its lock held. A gloo backend that goes with it waits for its threads,
-    which wait for Python's lock where they drop a tensor. One that Python has by itself goes later,
-    and without the lock.
+    A gloo backend that goes waits for its threads. One of those may be the last to drop the group:
+    with a tensor whose graph knows it, or with a callback. It waits for itself then, forever, or
+    ends the process. And before torch 2.8 Python drops a group with its lock held, which threads
+    wait for where they drop a tensor. What Python has by itself goes later, without the lock, and
+    in a thread of Python's.
 
     Public: none.
     """
-    if _version() < (2, 8):
-        gloo = [backend_on(group, device) for device in _devices_with(group, "gloo")]
-        weakref.finalize(group, _nothing, gloo).atexit = False
+    if gloo := [backend_on(group, device) for device in _devices_with(group, "gloo")]:
+        weakref.finalize(group, _let_go, gloo).atexit = False
 
 
-def _nothing(_: object) -> None:
-    pass
+def _let_go(backends: list[CommunicatorBackend]) -> None:
+    """Drop these in a thread of Python's: where this is none, in a new one.
+
+    Public: none.
+    """
+    if threading.get_ident() not in {each.ident for each in threading.enumerate()}:
+        _thread.start_new_thread(backends.clear, ())
 
 
 def can_split() -> bool:
@@ -242,6 +250,7 @@ def _register(group: dist.ProcessGroup, ranks: Sequence[int], *, backend: str, n
         backend_config=str(c10d.BackendConfig(dist.Backend(backend))),
         rank_mapping={each: index for index, each in enumerate(ranks)},
     )
+    part_in_peace(group)
 
 
 def _torchcomm(group: dist.ProcessGroup, device: torch.device) -> Any:

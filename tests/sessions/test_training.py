@@ -58,9 +58,6 @@ def state():
     return {n: v for n, v in vars(parallel_state).items() if re.match(r"_[A-Z]", n)}
 
 
-_KEPT = []  # backends of groups that torch made, until the process of the rank ends
-
-
 @contextmanager
 def on_globals(run, name):
     """WORLD and ``parallel_state`` as a program without megapg makes them."""
@@ -83,9 +80,8 @@ def on_globals(run, name):
     with megatron_on_cpu():
         yield
     parallel_state.destroy_model_parallel()
-    for group in torch_private.known_groups():  # torch 2.6 hangs at times, or aborts, without
-        devices = torch_private.devices_of(group)
-        _KEPT.extend(torch_private.backend_on(group, device) for device in devices)
+    for group in torch_private.known_groups():  # torch hangs at times, or aborts, without
+        torch_private.part_in_peace(group)
     del group
     dist.destroy_process_group()
 
