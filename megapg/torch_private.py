@@ -33,6 +33,8 @@ Options: TypeAlias = "dist.ProcessGroupNCCL.Options | Mapping[str, str]"
 OLDEST = (2, 6)
 """The first torch on which sessions open."""
 
+_TWO_NUMBERS = re.compile(r"(\d+)\.(\d+)")
+
 # Public: none; torch names the class of its backends for C++ extensions only.
 CommunicatorBackend: TypeAlias = dist._Backend
 """What stands behind a group on one kind of device: torch's NCCL, its gloo."""
@@ -63,7 +65,7 @@ def _version() -> tuple[float, ...]:
 
     Public: ``torch.__version__``, as text.
     """
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    found = _TWO_NUMBERS.match(torch.__version__)
     return tuple(map(int, found.groups())) if found is not None else (math.inf,)
 
 

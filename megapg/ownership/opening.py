@@ -140,7 +140,7 @@ def session(
         if any(each.name == name for each in open_sessions()):
             gc.collect()  # it may have been dropped, in a circle of references
         everywhere = waits if isinstance(waits, timedelta) else None
-        timeouts = waits if isinstance(waits, Mapping) else {}
+        timeouts = {} if waits is None or isinstance(waits, timedelta) else waits
         make_world = partial(
             create_world,
             backend=backend,

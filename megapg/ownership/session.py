@@ -83,40 +83,44 @@ class Session(Owner):
     def _open(self) -> None:
         """Meet the other ranks, and make the groups of a new generation together with them."""
         world, timeout, store = self._world, self._timeout, self._world.store
-        coordinator: Coordinator | None = None
-        generation = max(world.generation, self.generation + 1)
-        if not backend_for(self._recipe.backend).alone:
-            coordinator = Coordinator(
-                store, self.name, world.rank, self.layout.ranks, hosts=world.hosts
+        # One thread for every call, and for making the groups: each would start one of its own.
+        with store.until(time.monotonic() + timeout, self._title):
+            coordinator: Coordinator | None = None
+            generation = max(world.generation, self.generation + 1)
+            if not backend_for(self._recipe.backend).alone:
+                coordinator = Coordinator(
+                    store, self.name, world.rank, self.layout.ranks, hosts=world.hosts
+                )
+                said = settings(self.layout, self._recipe, self._collective_timeout)
+                agreement = coordinator.meet(said, timeout=timeout, at_least=generation)
+                store, generation = agreement.store, agreement.generation
+            made: dict[Communicator, ProcessGroup] = {}
+            book = AddressBook(
+                store, max((self._collective_timeout, *self._recipe.timeouts.values()))
             )
-            said = settings(self.layout, self._recipe, self._collective_timeout)
-            agreement = coordinator.meet(said, timeout=timeout, at_least=generation)
-            store, generation = agreement.store, agreement.generation
-        made: dict[Communicator, ProcessGroup] = {}
-        book = AddressBook(store, max((self._collective_timeout, *self._recipe.timeouts.values())))
-        try:
-            made = communicators_of_torch.make(
-                world,
-                communicators(self.layout, self._recipe, world.rank),
-                of_all=partial(families, self.layout, self._recipe),
-                store_for=book.store_for,
-                prefix=communicators_of_torch.prefix_of(self.name, generation),
-                timeout=self._collective_timeout,
-                within=timeout,
-            )
-            lease = Lease(owner=self._title, generation=generation, timeout=timeout)
-            groups = assemble(self.layout, self._recipe, made, world, lease)
-            if coordinator is not None:
-                coordinator.confirm(None, timeout=timeout, telling=book.mine(world.rank))
-            with store.until(time.monotonic() + timeout, self._title):
-                book.fill_in(world.rank)
-        except BaseException as error:
             try:
-                communicators_of_torch.end(made.items(), abort=True)
-            finally:
+                made = communicators_of_torch.make(
+                    world,
+                    communicators(self.layout, self._recipe, world.rank),
+                    of_all=partial(families, self.layout, self._recipe),
+                    store_for=book.store_for,
+                    prefix=communicators_of_torch.prefix_of(self.name, generation),
+                    timeout=self._collective_timeout,
+                    within=timeout,
+                )
+                lease = Lease(owner=self._title, generation=generation, timeout=timeout)
+                groups = assemble(self.layout, self._recipe, made, world, lease)
                 if coordinator is not None:
-                    coordinator.give_up(error, timeout=timeout)
-            raise
+                    coordinator.confirm(None, timeout=timeout, telling=book.mine(world.rank))
+                with store.until(time.monotonic() + timeout, self._title):
+                    book.fill_in(world.rank)
+            except BaseException as error:
+                try:
+                    communicators_of_torch.end(made.items(), abort=True)
+                finally:
+                    if coordinator is not None:
+                        coordinator.give_up(error, timeout=timeout)
+                raise
         self.generation, self._coordinator, self._lease = generation, coordinator, lease
         self._made, self._state = list(made.items()), LeaseState.LIVE
         self._groups = groups

@@ -118,6 +118,11 @@ class Worker:
             if self._last is None or self._last.wait(0.0):
                 self._thread.join(_GOING)
 
+    def leave_behind(self) -> None:
+        """Leave the thread to what it is stuck in: the next call starts another one."""
+        self.dismiss()
+        self._thread, self._last, self._calls = None, None, SimpleQueue()
+
 
 def bounded(
     work: Callable[[], _T],

@@ -321,18 +321,20 @@ class _Connection:
         return call.outcome()
 
     def lend(self, work: Callable[[], _T], deadline: float, undo: Callable[[_T], object]) -> _T:
-        call, worker = Call(work, undo), Worker("megapg lent store")
+        phase: _Phase | None = getattr(self._of_thread, "phase", None)
+        if phase is None:
+            with self.until(deadline, "", LEAST):
+                return self.lend(work, deadline, undo)
+        call = Call(work, undo)
         try:
-            worker.begin(call)
-            try:
-                if not call.wait(deadline - time.monotonic()):
-                    raise _GivenUpError
-            finally:
-                worker.dismiss()
+            phase.worker.begin(call)
+            if not call.wait(deadline - time.monotonic()):
+                raise _GivenUpError
             return call.outcome()
         except BaseException:  # Ctrl-C as well, whenever it comes: what was made is undone
             call.abandon()
             self._leave_behind(call)
+            phase.worker.leave_behind()  # whom the others are told by must not wait for it
             raise
 
     def post(self, work: Callable[[], object]) -> None:

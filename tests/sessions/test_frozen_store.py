@@ -10,6 +10,7 @@ import re
 import socket
 import sys
 import textwrap
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from megapg.launch import detect
 from megapg.rendezvous.gathering import GRACE
 from megapg.rendezvous.joint_work import JointWork
 from megapg.rendezvous.rendezvous import Rendezvous
+from megapg.rendezvous.store import Host, Store
 
 # megapg's waits under test, and those that are not; what a loaded machine takes. Seconds.
 SOON, PATIENT, LOADED = 3.0, 60.0, 15.0
@@ -286,3 +288,18 @@ def test_a_call_that_is_stuck_does_not_end_the_process_with_an_abort(jobs):
     ended = jobs["exiting"].result()
     assert "did not answer within 1 s" in ended.stdout, ended
     assert ended.returncode == 0, ended
+
+
+def test_work_that_is_stuck_holds_up_no_call_of_the_same_phase():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = Store(dist.TCPStore("127.0.0.1", server.port, is_master=False), Host("the store"))
+    free, undone = threading.Event(), threading.Event()
+    with store.until(time.monotonic() + SOON):
+        store.set("before", "")  # the thread that makes the calls has begun
+        with pytest.raises(RendezvousError, match=r"making groups did not end within 0\.2 s"):
+            store.lend(free.wait, 0.2, "making groups", undo=lambda _: undone.set())
+        store.set("why", "it is stuck")
+    assert server.get("why") == b"it is stuck"
+    assert not undone.is_set()
+    free.set()
+    assert undone.wait(LOADED)

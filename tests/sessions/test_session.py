@@ -4,6 +4,8 @@ import gc
 import logging
 import os
 import re
+import sys
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -174,6 +176,27 @@ def however_the_ranks_find_each_other():
 def test_addresses_are_told_in_one_message_or_looked_up():
     # Of four ranks with tp=2, each is in groups of 2, 2 and 4 ranks.
     assert run_distributed(however_the_ranks_find_each_other, 4) == [(12, 0, 12, 0)] * 4
+
+
+def threads_of_an_opening():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    started, start = [], threading.Thread.start
+
+    def counted(self):
+        started.append(self.name)
+        start(self)
+
+    threading.Thread.start = counted
+    with megapg.session(tp=2):
+        opening = list(started)
+    dist.destroy_process_group()
+    return opening
+
+
+def test_one_thread_makes_every_call_of_an_opening():
+    kept = ["megapg at exit"] if sys.version_info[:2] == (3, 12) else []
+    opened = run_distributed(threads_of_an_opening, 2)
+    assert [sorted(each) for each in opened] == [sorted(["megapg store", *kept])] * 2
 
 
 def addresses_late():
