@@ -56,6 +56,12 @@ def session_from_args(
             "session_from_args(): these are not the arguments of megatron.training; they have no "
             "tensor_model_parallel_size. megapg.session(**session_arguments(...)) takes sizes."
         )
+    if given.get("pipeline_model_parallel_split_rank"):
+        raise UnsupportedOptionError(
+            "session_from_args(): pipeline_model_parallel_split_rank="
+            f"{args.pipeline_model_parallel_split_rank}; Megatron-core has no stages for encoders "
+            "since 0.14, and a session has none. Leave it out, or stay on the globals."
+        )
     ranks = dist.get_world_size() if dist.is_initialized() else detect().world_size
     if given.get("world_size", ranks) != ranks:
         raise LaunchError(

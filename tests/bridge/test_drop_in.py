@@ -202,6 +202,10 @@ def test_arguments_that_were_parsed_for_other_ranks_are_refused(world):
         megapg.megatron.session_from_args(Namespace(**{**ARGS, "world_size": 1}))
     with pytest.raises(UnsupportedOptionError, match="no tensor_model_parallel_size"):
         megapg.megatron.session_from_args(Namespace(tp=2))
+    with pytest.raises(UnsupportedOptionError, match="has no stages for encoders"):
+        megapg.megatron.session_from_args(
+            Namespace(**{**ARGS, "pipeline_model_parallel_split_rank": 2})
+        )
 
 
 # -- python -m megapg.megatron.run -----------------------------------------------------------------

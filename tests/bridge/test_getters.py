@@ -434,13 +434,16 @@ def test_to_find_out_whose_groups_these_are_is_no_read():
     """Borrowed groups may be the globals', which then know more; else they are not asked."""
     with initialised_megatron(3, 8, 2, 2):
         theirs = parallel_state.get_global_memory_buffer()
-        tp, pp, dp = (getattr(GlobalGroups(), field) for field in ("tp", "pp", "dp"))
+        tp, pp, dp, cp = (getattr(GlobalGroups(), field) for field in ("tp", "pp", "dp", "cp"))
         foreign = ProcessGroupCollection.from_groups(tp=dp, pp=dp)
         shared = ProcessGroupCollection.from_groups(tp=tp, pp=pp)
         with forbid_global_reads():
             assert getters.memory_buffer(foreign) is not theirs
             with pytest.raises(LayoutError, match="don't say whether the pipeline is virtual"):
                 getters.virtual_pipeline_size(foreign)
+            of_one_stage = ProcessGroupCollection.from_groups(tp=tp, pp=cp)
+            assert getters.virtual_pipeline_size(of_one_stage) is None
+            assert getters.is_pipeline_last_stage(of_one_stage, ignore_virtual=False)
             with pytest.raises(GlobalReadError, match="reads get_global_memory_buffer"):
                 getters.memory_buffer(shared)
             with pytest.raises(GlobalReadError, match="reads get_virtual_pipeline_model_p"):

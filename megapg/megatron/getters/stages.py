@@ -32,7 +32,8 @@ _EMBEDDING_RANKS = "_EMBEDDING_GLOBAL_RANKS"  # in the order in which they were 
 def virtual_pipeline_size(pg: ProcessGroupCollection) -> int | None:
     """For ``get_virtual_pipeline_model_parallel_world_size()``: model chunks per rank, or None.
 
-    Of a collection of borrowed groups the globals know where its pipeline is theirs.
+    Of a collection of borrowed groups the globals know where its pipeline is theirs. A pipeline of
+    one stage has one chunk.
 
     Raises:
         LayoutError: the collection is of other borrowed groups, which don't say.
@@ -40,6 +41,8 @@ def virtual_pipeline_size(pg: ProcessGroupCollection) -> int | None:
     if is_the_globals_pipeline(pg):
         size = view_of(pg).ask("get_virtual_pipeline_model_parallel_world_size")
         return cast(int | None, size)
+    if pg.layout is None and pg.size("pp") == 1:
+        return None
     if pg.layout is None:
         raise LayoutError(
             f"the groups of {pg.lease.owner} don't say whether the pipeline is virtual. Pass "
