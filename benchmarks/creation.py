@@ -30,7 +30,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from benchmarks.peers import BASELINE, CONTESTANTS, SESSION, Contestant, Groups, Shape
+from benchmarks.peers import BASELINE, CONTESTANTS, FLOOR, SESSION, Contestant, Groups, Shape
 from benchmarks.probe import CallCounter, Holdings, own_every_page
 from megapg.testing.distributed import Ranks
 
@@ -331,6 +331,17 @@ class Contest:
         """What ``ratio(USE)`` would be if creating cost nothing and using cost what peers pay."""
         peer = self.of(BASELINE)
         return 1 - peer.seconds(CREATE) / peer.seconds(USE)
+
+    @property
+    def bare(self) -> tuple[float, float]:
+        """What the session's communicators take of the peer's creation by torch alone: of wall and
+        of CPU time.
+        """
+        floor, peer = self.of(FLOOR), self.of(BASELINE)
+        return (
+            floor.seconds(CREATE) / peer.seconds(CREATE),
+            floor.cpu_seconds(CREATE) / peer.cpu_seconds(CREATE),
+        )
 
     @property
     def target(self) -> float | None:

@@ -1,4 +1,4 @@
-"""The contestants: five ways to get the process groups of one Megatron layout.
+"""The contestants: ways to get the process groups of one Megatron layout.
 
 Each is a function that assumes WORLD, makes its groups, and returns them by field. The benchmark
 imports this module before it forks the ranks, so no contestant pays for imports inside the clock.
@@ -14,7 +14,11 @@ import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from torch.distributed.device_mesh import init_device_mesh
 
-from megapg import session
+from megapg import session, torch_private
+from megapg.communicators.backends import backend_for
+from megapg.communicators.plan import Recipe, communicators
+from megapg.communicators.world import current_world, scoped_environment
+from megapg.layout import ParallelLayout
 from megapg.megatron import initialize_model_parallel, parallel_state
 
 Groups = Mapping[str, dist.ProcessGroup | None]
@@ -47,6 +51,31 @@ def megapg_session(shape: Shape) -> Groups:
     opened = session(tp=shape.tp, pp=shape.pp, ep=shape.ep)
     atexit.register(opened.close)  # which keeps it open until then
     return {field: getattr(opened.groups, field) for field in FIELDS}
+
+
+def bare_torch(shape: Shape) -> Groups:
+    """The communicators of a session, and no session: nobody is met, nothing compared or confirmed.
+
+    What torch itself takes for them, lazily connected as a session's are.
+    """
+    layout = ParallelLayout(world_size=dist.get_world_size(), tp=shape.tp, pp=shape.pp, ep=shape.ep)
+    recipe = Recipe("gloo", {}, {}, frozenset(), all_gather_groups=False)
+    world = current_world()
+    groups: dict[str, dist.ProcessGroup | None] = {}
+    with scoped_environment(backend_for("gloo").creation_environment):
+        for communicator in communicators(layout, recipe, world.rank):
+            group = torch_private.new_group(
+                communicator.ranks,
+                world.rank,
+                backend="gloo",
+                store=world.store.torch,
+                name=communicator.label,
+                description="",
+                timeout=world.timeout,
+                options=None,
+            )
+            groups |= dict.fromkeys(communicator.fields, group)
+    return groups
 
 
 def parallel_state_without_gloo(shape: Shape) -> Groups:
@@ -168,10 +197,12 @@ class Contestant:
 
 
 SESSION = Contestant("megapg.session", megapg_session)
+FLOOR = Contestant("its communicators, by torch alone", bare_torch)
 BASELINE = Contestant("initialize_model_parallel", parallel_state_without_gloo)
 CONTESTANTS = (
     SESSION,
     BASELINE,
+    FLOOR,
     Contestant("the same, with gloo twins", parallel_state_with_gloo),
     Contestant("megapg's drop-in, with gloo twins", drop_in),
     Contestant("HyperCommGrid", hyper_comm_grids),

@@ -149,6 +149,7 @@ def _verdicts(contests: Sequence[Contest]) -> Table:
                 f"{contest.cpu_ratio(CREATE):.2f}",
                 target,
                 verdict,
+                " / ".join(f"{each:.2f}" for each in contest.bare),
                 f"{contest.ratio(USE):.2f}",
                 f"{contest.floor:.2f}",
             )
@@ -157,17 +158,18 @@ def _verdicts(contests: Sequence[Contest]) -> Table:
         f"Create every group: {SESSION.name} against {BASELINE.name}",
         (
             *("", "ratio", "within one repeat", "ratio of CPU time", "wanted", ""),
-            *("create and use", "its floor"),
+            *("floor, of both", "create and use", "its floor"),
         ),
         tuple(rows),
         (
             f"Create and use: with a one-element all_reduce on each of the {len(FIELDS)} fields, "
             "in one order. The clock starts at one instant for all ranks, WORLD being up and warm, "
             "and stops when the slowest rank is done. CPU time is that of all ranks and threads "
-            "together, user and system: it depends less on who else uses the machine. The floor "
-            "is the share of use in the peer's time: what is left to one that creates groups for "
-            "free. A "
-            "session's pairs connect at first use, so that a part of creation is in its use.",
+            "together, user and system: it depends less on who else uses the machine. The floor, "
+            "of both ratios, is what torch itself takes to make the session's communicators, with "
+            "nobody met and nothing compared. That of create and use is the share of use in the "
+            "peer's time: what is left to one that creates groups for free. A session's pairs "
+            "connect at first use, so that a part of creation is in its use.",
         ),
     )
 
