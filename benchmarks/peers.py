@@ -202,9 +202,9 @@ BASELINE = Contestant("initialize_model_parallel", parallel_state_without_gloo)
 CONTESTANTS = (
     SESSION,
     BASELINE,
-    FLOOR,
     Contestant("the same, with gloo twins", parallel_state_with_gloo),
     Contestant("megapg's drop-in, with gloo twins", drop_in),
     Contestant("HyperCommGrid", hyper_comm_grids),
     Contestant("init_device_mesh, 4 fields", device_mesh, ("tp", "cp", "dp", "pp")),
+    FLOOR,
 )
