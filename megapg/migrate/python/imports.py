@@ -70,34 +70,10 @@ class Imports:
         """What ``functools.partial`` is called, likewise."""
         if self._is_imported("partial", (("functools",), "partial")):
             return "partial"
-        if self._from_functools is not None and "partial" not in self._names:
+        if _from_functools(self.source) is not None and "partial" not in self._names:
             self._wants_partial = True
             return "partial"
         return self._name("functools", (("functools",), ""), "import functools") + ".partial"
-
-    @cached_property
-    def _from_functools(self) -> ast.ImportFrom | None:
-        """The first statement at the top that takes names from functools."""
-        return next(
-            (
-                each
-                for each in self.source.tree.body
-                if isinstance(each, ast.ImportFrom)
-                and (each.module, each.level) == ("functools", 0)
-                and each.names[0].name != "*"
-            ),
-            None,
-        )
-
-    def _with_partial(self) -> Edit | None:
-        """The edit that takes ``partial`` as well where other names are, in their order."""
-        if self._from_functools is None or not self._wants_partial:
-            return None
-        names = self._from_functools.names
-        behind = next((each for each in names if each.name > "partial"), None)
-        begin, end = self.source.extent(behind or names[-1])
-        at, text = (begin, "partial, ") if behind else (end, ", partial")
-        return Edit(at, at, text, "import")
 
     @cached_property
     def _unused(self) -> Unused:
@@ -193,7 +169,7 @@ class Imports:
         excused = list(self._unused.excused(set(gone), kept)) if self.is_linted else []
         # `import x` before `from x import`, as sorters of imports have it.
         wanted = sorted(self.wanted, key=lambda each: (each.startswith("from "), each))
-        edits = excused + [each for each in (self._with_partial(),) if each is not None]
+        edits = excused + (_with_partial(self.source) if self._wants_partial else [])
         for statement, names in removed:
             if names is not None:
                 edits += self._unused.without(statement, names, self.order.joined)
@@ -351,3 +327,21 @@ class Imports:
         blank = re.match(r"[ \t]*(?:\r\n|\r|\n)", rest)
         is_apart = re.search(r"(?:\r\n|\r|\n)[ \t]*(?:\r\n|\r|\n)\Z", before[-200:])
         return end + blank.end() if blank and (is_apart or before.rstrip().endswith(":")) else end
+
+
+def _from_functools(source: Source) -> ast.ImportFrom | None:
+    """The first statement at the top that takes names from functools."""
+    statements = (each for each in source.tree.body if isinstance(each, ast.ImportFrom))
+    of_it = (each for each in statements if (each.module, each.level) == ("functools", 0))
+    return next((each for each in of_it if each.names[0].name != "*"), None)
+
+
+def _with_partial(source: Source) -> list[Edit]:
+    """The edit that takes ``partial`` as well where other names are, in their order."""
+    statement = _from_functools(source)
+    if statement is None:
+        return []
+    behind = next((each for each in statement.names if each.name > "partial"), None)
+    begin, end = source.extent(behind or statement.names[-1])
+    at, text = (begin, "partial, ") if behind else (end, ", partial")
+    return [Edit(at, at, text, "import")]
