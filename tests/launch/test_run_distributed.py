@@ -218,11 +218,11 @@ def test_function_of_a_main_script(tmp_path: Path, mark: str) -> None:
             return Point(point.x + 1)
 
         def nested(point):
-            return run_distributed(partial(move, point), 2, preload=())
+            return run_distributed(partial(move, point), 2)
 
         if __name__ == "__main__":
-            print(run_distributed(partial(move, Point(4)), 2, preload=()))
-            print(run_distributed(partial(nested, Point(5)), 1, preload=()))
+            print(run_distributed(partial(move, Point(4)), 2))
+            print(run_distributed(partial(nested, Point(5)), 1))
         """,
     )
     out, _ = script.communicate(timeout=60)

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import getpass
 import os
+import random
 import re
 import shutil
 import signal
@@ -36,6 +37,7 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge
 SlurmctldPort={ports[0]}
+FirstJobId={first_job}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -104,6 +106,8 @@ class Slurm:
                     user=getpass.getuser(),
                     folder=self._folder,
                     ports=[free_port() for _ in range(3)],
+                    # Jobs find their port by their number, and another cluster may run beside this.
+                    first_job=random.randrange(1, 60_000_000),
                 )
             )
             munge = [
