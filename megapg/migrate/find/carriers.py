@@ -81,6 +81,11 @@ _PARTS_OF_MODELS = frozenset(
 )
 # What a class may be made of that is nothing else.
 _PLAIN = frozenset({"object", "ABC"})
+# Whose values are numbers, texts and containers.
+_PLAIN_VALUES = (
+    *(ast.Dict, ast.List, ast.Set, ast.Tuple, ast.JoinedStr, ast.BinOp, ast.Compare),
+    *(ast.DictComp, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.Lambda),
+)
 # Where asking self for its attributes may not end, or there is no self yet.
 _WITHOUT_SELF = frozenset(
     {"__getattr__", "__getattribute__", "__setattr__", "__new__", "__del__", *COLLECTION_NAMES}
@@ -224,7 +229,9 @@ class _Search:
         if name in scope.deleted or holds_nothing:
             return
         if kind == "collection" and (
-            is_filled(name, scope) or _is_asked_about(name, self._use.parents)
+            is_filled(name, scope)
+            or _is_asked_about(name, self._use.parents)
+            or any(isinstance(b, Alias) and _is_plain(b.value) for b in bindings)
         ):
             return
         parameter = next((b for b in bindings if isinstance(b, Opaque) and b.parameter), None)
@@ -424,6 +431,13 @@ def is_filled(name: str, function: Scope) -> bool:
         and each.value.id == name
         for each in function.nodes
     )
+
+
+def _is_plain(value: ast.expr) -> bool:
+    """Whether a value is a number, a text or a container, and so no collection."""
+    if isinstance(value, ast.Constant):
+        return value.value is not None
+    return isinstance(value, _PLAIN_VALUES)
 
 
 def _is_asked_about(name: str, parents: Parents) -> bool:
