@@ -27,6 +27,7 @@ from megapg.migrate.python.methods import (
     kept_behind,
     mentions,
     parameters,
+    set_up_behind,
 )
 from megapg.migrate.python.scopes import Scope, last_name
 
@@ -143,14 +144,15 @@ class Functions:
 
     @kept
     def drops(self, constructor: Scope, path: Path) -> bool:
-        """Whether a constructor takes a collection and does nothing with it, where neither its
-        bases nor classes made of it keep one: what its methods find on ``self`` is the globals.
+        """Whether a constructor takes a collection and does no more with it than read its fields,
+        where neither its bases nor classes made of it keep one: what its methods find on ``self``
+        is the globals.
         """
         klass, looked = class_of(constructor), self._index.look(path)
         named = {each.arg for each in parameters(constructor.node)}
         if klass is None or looked is None or PARAMETER not in named:
             return False
-        if any(isinstance(e, ast.Name) and e.id in _ALL_TAKEN for e in constructor.nodes):
+        if not _only_reads_fields(constructor):
             return False
         for each in ancestry(klass, path, self._index.resolver):
             if isinstance(each, str):
@@ -159,10 +161,10 @@ class Functions:
             elif (
                 _SPECIAL & {*each.bindings, *each.attributes}
                 or _shows_attributes(each)
-                or (each is not klass and "__init__" in each.bindings)
+                or (each is not klass and not all(map(_only_fills, each.defined("__init__"))))
             ):
                 return False
-        behind = kept_behind(constructor)
+        behind = set_up_behind(constructor)
         if behind is None or any(add_behind(looked[0], each, "") is None for each in behind):
             return False
         return not any(  # below it
@@ -284,6 +286,23 @@ def _saves_arguments(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call) or last_name(node.func) != "save_hyperparameters":
         return False
     return not any(isinstance(each, ast.Constant) for each in node.args)
+
+
+def _only_reads_fields(constructor: Scope) -> bool:
+    """Whether a constructor hands the collection that it takes to nobody, and keeps it nowhere."""
+    harmless: set[int] = set()
+    for each in constructor.nodes:
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Load):
+            harmless.add(id(each.value))
+        elif isinstance(each, ast.Compare):  # with None
+            harmless.add(id(each.left))
+    return not any(
+        isinstance(each, ast.Name)
+        and each.id in _ALL_TAKEN
+        and isinstance(each.ctx, ast.Load)
+        and id(each) not in harmless
+        for each in constructor.nodes
+    )
 
 
 def _only_fills(constructor: Scope) -> bool:

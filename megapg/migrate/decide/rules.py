@@ -30,7 +30,7 @@ from megapg.migrate.find.meaning import PARALLEL_STATE, is_in_core
 from megapg.migrate.find.sites import Kind, Site
 from megapg.migrate.migration import How, Left
 from megapg.migrate.python.locate import is_shown, quote_in
-from megapg.migrate.python.methods import class_of, kept_behind, self_of
+from megapg.migrate.python.methods import class_of, self_of, set_up_behind
 from megapg.migrate.python.scopes import Scope
 from megapg.migrate.reasons import FALLBACK
 from megapg.upstream.mapping import COLLECTION_NAMES, Refusal, Replacement, Takes
@@ -194,7 +194,7 @@ def _by_what_is_at_hand(planner: _Planner, located: Located) -> None:
     planner.decide(located, base)
     if base.how is How.MODEL and base.expression == self_of(located.use.scope.unit):
         planner.threads.held_by_self(located)  # the constructor may take what it looks for
-        planner.threads.complete(located)
+        planner.threads.complete(located.use.scope.unit, located.path)
 
 
 def _may_be_passed(planner: _Planner, located: Located) -> bool:
@@ -388,8 +388,12 @@ class _Planner:
             self.result, self.facts, threads, self.functions, needs
         )
         ask_the_object(self.result, self.facts, taking, self.index)
+        for each in self.result.passing:
+            unit = each.reference.use.scope.unit
+            if each.base.how is How.MODEL and each.base.expression == self_of(unit):
+                threads.complete(unit, each.reference.path)
         for function, path in threads.completed.items():
-            behind = tuple(kept_behind(function) or ())
+            behind = tuple(set_up_behind(function) or ())
             self.result.taking.append(Taking(function, path, True, behind, False, at_first=False))
         kept = [constructor for _, constructor in self.of_self]
         self.result.starts = starts(self.index, self.functions, threads, taking, kept)

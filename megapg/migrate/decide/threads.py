@@ -125,9 +125,8 @@ class Threads:
             self.wanting.setdefault(constructor, [])
         return constructor
 
-    def complete(self, located: Located) -> None:
+    def complete(self, method: Scope | None, path: Path) -> None:
         """Have the constructor keep the collection that it takes, where a method asks ``self``."""
-        method, path = located.use.scope.unit, located.path
         klass = method.parent if method is not None else None
         for each in klass.defined("__init__") if klass is not None else ():
             if path not in self._frozen and self._functions.drops(each, path):

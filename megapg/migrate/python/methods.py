@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Concatenate, ParamSpec, TypeVar
 
-from megapg.migrate.python.scopes import Defined, Scope, last_name
+from megapg.migrate.python.scopes import Defined, Scope, last_name, walk
 
 Of = TypeVar("Of")
 P = ParamSpec("P")
@@ -157,6 +157,16 @@ def kept_behind(constructor: Scope) -> list[ast.stmt] | None:
         if isinstance(each, ast.Expr) and any(each.value is call for call in calls)
     ]
     return sorted(found, key=lambda each: each.lineno) if len(found) == len(calls) else None
+
+
+def set_up_behind(constructor: Scope) -> list[ast.stmt] | None:
+    """The statement of a constructor's body behind which those of bases have run, in whatever
+    branch; None where one is called in another way.
+    """
+    calls, node = kept_behind(constructor), constructor.node
+    if calls is None or not isinstance(node, ast.FunctionDef):
+        return None
+    return [each for each in body_of(node) if any(e in calls for e in walk(each))][-1:]
 
 
 def mentions(function: Scope, name: str) -> bool:
