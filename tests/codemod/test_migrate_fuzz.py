@@ -46,6 +46,12 @@ def test_generated_packages_come_to_the_same(seeds: range, times: int) -> None:
     assert tally.kept > 0
 
 
+@pytest.mark.parametrize("seed", [20261131617])
+def test_what_once_failed(seed: int) -> None:
+    """By seed: a lambda with a generator in which another lambda asks was a crash."""
+    assert not [some for _, some in check(range(seed, seed + 1), Tally()) if some]
+
+
 def test_every_package_is_python() -> None:
     forms: Counter[str] = Counter()
     for seed in range(120):

@@ -287,6 +287,7 @@ class _Function:
         if (
             place.base.form != "resolve"
             or not inner
+            or not around  # in a lambda there is no place for it
             or any(isinstance(each, TRY) for each in around)
         ):
             return
