@@ -21,6 +21,7 @@ from megapg.cli.console import AsJson, add_to, make_app, print_json, refuse, say
 from megapg.cli.migrate_screen import (
     screen,
     show,
+    show_callees,
     show_diff,
     show_noticed,
     show_problems,
@@ -221,6 +222,7 @@ def migrate(
             out = screen(stderr=not write)
             show(out, report, report.left, "by package")
             show_noticed(out, report)
+            show_callees(out, report)
             show_reasons(out, report)
             show_roots(out, report)
             show_starts(out, report)

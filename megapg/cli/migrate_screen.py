@@ -75,6 +75,14 @@ def show_noticed(out: Console, report: Report) -> None:
         _line(out, f"{each.file}:{each.line}", "yellow", each.what, "", each.instead)
 
 
+def show_callees(out: Console, report: Report) -> None:
+    """What still has the globals asked, by functions that have a collection or a model."""
+    for each in report.callees:
+        what = f"{each.function} asks {each.asks}, and {each.callee} has the globals asked for "
+        what += f"{each.what}, at {each.place}"
+        _line(out, f"{each.file}:{each.line}", "yellow", what, "", each.instead)
+
+
 def show_problems(out: Console, problems: Iterable[Problem], said: str = "") -> None:
     """Files that something is wrong with, and what; each with some words before it."""
     for problem in problems:

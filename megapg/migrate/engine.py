@@ -14,6 +14,7 @@ from megapg.migrate.config import Config
 from megapg.migrate.decide.decisions import GLOBALS, Decision, Passing
 from megapg.migrate.decide.facts import FallenBack
 from megapg.migrate.decide.rules import make_plan
+from megapg.migrate.edit.callees import callees
 from megapg.migrate.edit.outside import imported_through, names_taken, patched_through
 from megapg.migrate.edit.rewrite import Writer
 from megapg.migrate.edit.runtimes import Runtimes
@@ -225,6 +226,7 @@ class _Attempt:
             starts=self._plan.starts,
             decided_by=self._plan.decided_by,
             noticed=sorted(self._plan.noticed, key=lambda each: (each.file, each.line)),
+            callees=callees(self._index, self.trees),
         )
 
 

@@ -97,6 +97,22 @@ class Noticed:
     instead: str  # what to write there
 
 
+@dataclass(frozen=True)
+class Callee:
+    """A call by a function that has a collection, or a model, of what asks the globals about the
+    same kind of groups. Lines are those of the new text.
+    """
+
+    file: str  # of the call
+    line: int  # of the call
+    function: str  # that calls
+    asks: str  # of what that asks, as it is written: a collection, or a model
+    callee: str  # what is called
+    what: str  # a getter, or a field, that is asked of the globals there or behind it
+    place: str  # where, as ``file:line``
+    instead: str  # what to write
+
+
 EXCUSE = "  # noqa: F401"
 
 
@@ -199,3 +215,4 @@ class Migration:
     # :data:`megapg.migrate.decide.rules.RULES` that applies first.
     decided_by: Sequence[tuple[Site, int]] = ()
     noticed: Sequence[Noticed] = ()  # places in tests, by file and line
+    callees: Sequence[Callee] = ()  # calls of what still asks the globals, by file and line

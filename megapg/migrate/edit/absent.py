@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.python.flow import blocks
@@ -12,15 +12,15 @@ from megapg.upstream.mapping import COLLECTION_NAMES
 _MAY_BE_NONE = frozenset({*COLLECTION_NAMES, *MODEL_NAMES})
 
 
-def for_none(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """What in a node runs only where a collection, or a model, is None, and its name: a branch, and
-    what stands behind one that has left where it is not None.
+def for_none(node: ast.AST, names: Collection[str] = _MAY_BE_NONE) -> Iterator[tuple[str, ast.AST]]:
+    """What in a node runs only where a variable of some names, a collection or a model, is None,
+    and its name: a branch, and what stands behind one that has left where it is not None.
     """
-    if isinstance(node, ast.IfExp) and (said := _says_none(node.test)):
+    if isinstance(node, ast.IfExp) and (said := _says_none(node.test, names)):
         yield said[0], node.body if said[1] else node.orelse
     for block in blocks(node) if isinstance(node, ast.stmt) else ():
         for at, each in enumerate(block):
-            said = _says_none(each.test) if isinstance(each, ast.If) else None
+            said = _says_none(each.test, names) if isinstance(each, ast.If) else None
             if isinstance(each, ast.If) and said is not None:
                 without, other = (each.body, each.orelse)[:: 1 if said[1] else -1]
                 yield from ((said[0], inner) for inner in without)
@@ -28,19 +28,20 @@ def for_none(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
                     yield from ((said[0], behind) for behind in block[at + 1 :])
 
 
-def _says_none(test: ast.expr) -> tuple[str, bool] | None:
-    """The collection, or model, about which a test says that it is None (true), or not (false)."""
+def _says_none(test: ast.expr, names: Collection[str]) -> tuple[str, bool] | None:
+    """The variable of some names about which a test says that it is None (true), or not (false)."""
     match test:
         case ast.Name(name):
-            return (name, False) if name in _MAY_BE_NONE else None
+            return (name, False) if name in names else None
         case ast.UnaryOp(ast.Not(), operand):
-            inner = _says_none(operand)
+            inner = _says_none(operand, names)
             return None if inner is None else (inner[0], not inner[1])
         case ast.BoolOp(operator, parts):  # all have the outcome, if they have this one
             outcome = isinstance(operator, ast.And)
-            said = (each for each in map(_says_none, parts) if each and each[1] is outcome)
+            found = (_says_none(each, names) for each in parts)
+            said = (each for each in found if each and each[1] is outcome)
             return next(said, None)
-        case ast.Compare(ast.Name(name)) if name in _MAY_BE_NONE:
+        case ast.Compare(ast.Name(name)) if name in names:
             other = test.comparators[0]
             is_compared = isinstance(other, ast.Constant) and other.value is None
             return (name, isinstance(test.ops[0], ast.Is | ast.Eq)) if is_compared else None

@@ -89,7 +89,9 @@ def mixed(
     every = {**(unchanged or {}), **trees}
     # A core in the project is code like the other.
     has_core = any("megatron/core/tensor_parallel" in file for file in every)
-    files = {name: _File(name, tree, versions, has_core, runtime) for name, tree in every.items()}
+    files = {
+        name: TextOfFile(name, tree, versions, has_core, runtime) for name, tree in every.items()
+    }
     everywhere: dict[str, list[_Class]] = defaultdict(list)
     for name, file in files.items():
         for klass in file.classes:
@@ -257,7 +259,7 @@ class _Names:
         return name if name and self._served[name] else ""
 
 
-class _File:
+class TextOfFile:
     """What is in a file."""
 
     def __init__(
@@ -299,7 +301,7 @@ class _File:
 class _Class:
     """A class of a file."""
 
-    def __init__(self, node: ast.ClassDef, number: int, file: _File) -> None:
+    def __init__(self, node: ast.ClassDef, number: int, file: TextOfFile) -> None:
         self.node, self.number, self.file = node, number, file
 
     @property

@@ -135,13 +135,7 @@ class Index:
         self._namesakes = find_namesakes(
             source or self._files, config.root, self._texts_of_project(), config.wrappers
         )
-        self.resolver = Resolver(
-            self.modules,
-            self.analysis,
-            self._may_define,
-            config.wrappers,
-            [each.name for each in self._namesakes],
-        )
+        self.resolver = self.resolver_of(self.analysis)
         self.located: list[Located] = []
 
     def run(self, on_progress: Progress) -> Findings:
@@ -172,6 +166,13 @@ class Index:
 
     def __contains__(self, path: Path) -> bool:
         return path in self._files
+
+    def resolver_of(self, analysis: Callable[[Path], Analysis | None]) -> Resolver:
+        """What names stand for in the files, with the scopes of their texts as something has them:
+        these define what the files do now.
+        """
+        own = [each.name for each in self._namesakes]
+        return Resolver(self.modules, analysis, self._may_define, self.config.wrappers, own)
 
     # -- files -------------------------------------------------------------------------------
 

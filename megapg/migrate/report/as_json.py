@@ -32,6 +32,7 @@ def document(report: Report, counted: Collection[Entry]) -> dict[str, object]:
         "roots": list(map(asdict, report.roots)),
         "starts": list(map(asdict, report.starts)),
         "noticed": list(map(asdict, report.noticed)),
+        "callees": list(map(asdict, report.callees)),
         "notebooks": report.findings.notebooks,
         "namesakes": [each.name for each in report.findings.namesakes],
         "problems": list(map(asdict, report.problems)),

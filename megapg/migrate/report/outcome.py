@@ -10,6 +10,7 @@ from megapg.migrate.config import Config
 from megapg.migrate.find.index import Findings
 from megapg.migrate.find.sites import Site
 from megapg.migrate.migration import (
+    Callee,
     How,
     Left,
     Migration,
@@ -60,6 +61,7 @@ class Report:
     roots: Sequence[Root] = ()  # where the globals are still turned to
     starts: Sequence[Start] = ()  # where to pass a collection, what serves most first
     noticed: Sequence[Noticed] = ()  # places in tests that notice what becomes of the source
+    callees: Sequence[Callee] = ()  # calls of what still asks the globals
 
     @property
     def left(self) -> list[Entry]:
@@ -120,6 +122,7 @@ def of_migration(
         roots=[root for root in migration.roots if root.file not in unwritten],
         starts=[start for start in migration.starts if start.file not in unwritten],
         noticed=migration.noticed,
+        callees=migration.callees,
     )
 
 

@@ -1,0 +1,356 @@
+"""Which functions of a new text have a collection, or a model, and call what still asks the globals
+about the same kind of groups. Nothing falls back for that: who reads the report cures it.
+
+Nothing here knows how the edits were planned: the new text is read, and what is written there.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megapg.layout import FIELDS
+from megapg.migrate.edit.absent import for_none
+from megapg.migrate.edit.mixing import GLOBALS, PASSED, Asking, TextOfFile, definitions_in
+from megapg.migrate.find.axes import axes_of
+from megapg.migrate.find.index import Index
+from megapg.migrate.find.models import ancestry
+from megapg.migrate.migration import Callee
+from megapg.migrate.python.analysis import Analysis, analyse
+from megapg.migrate.python.methods import class_of, is_super, kept, left_out, parameters
+from megapg.migrate.python.scopes import Alias, Opaque, Scope, Use, last_name, walk
+from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
+
+# Further than anybody follows what is reported.
+_DEEPEST = 4
+_MAKING = ("initialize_model_parallel", "destroy_model_parallel")
+
+
+@dataclass(frozen=True, eq=False)
+class _Called:
+    """A function that a call calls, or that stands behind it."""
+
+    function: Scope
+    path: Path
+    left_out: frozenset[str]  # the parameters that it is not passed
+
+    @property
+    def key(self) -> tuple[Scope, frozenset[str]]:
+        """By which it is told from the same function, called with other parameters."""
+        of_groups = {*COLLECTION_NAMES, *GROUP_PARAMETERS}
+        return self.function, self.left_out & of_groups
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked of the globals behind a call."""
+
+    axes: frozenset[str]
+    what: str
+    place: str
+    unless: str = ""  # the parameter that would have been asked, had it been passed
+
+
+def callees(index: Index, trees: Mapping[Path, ast.Module]) -> list[Callee]:
+    """The calls by which functions of the source that have a collection have the globals asked.
+
+    Args:
+        index: the project, with its old texts.
+        trees: the new texts, parsed, by their files.
+    """
+    return _Reader(index, trees).all()
+
+
+class _Reader:
+    """Reads the new texts of a project."""
+
+    def __init__(self, index: Index, trees: Mapping[Path, ast.Module]) -> None:
+        self._index, self._trees = index, trees
+        self._resolver = index.resolver_of(self._analysis)
+        self._known: dict[tuple[Scope, frozenset[str]], list[_Asked]] = {}
+        self._asking: set[tuple[Scope, frozenset[str]]] = set()
+        self._cut = 0  # how often a circle was cut short: what came of it is not for keeps
+
+    def all(self) -> list[Callee]:
+        """All that there are, by file and line."""
+        runtime = self._index.config.vendored or "megapg"
+        paths = {*self._trees, *self._index.everywhere(runtime.rpartition(".")[2])}
+        source = sorted(each for each in paths if not self._index.modules.is_test(each))
+        found = [each for path in source for each in self._of_file(path)]
+        return sorted(found, key=lambda each: (each.file, each.line))
+
+    # -- texts -------------------------------------------------------------------------------
+
+    @kept
+    def _analysis(self, path: Path) -> Analysis | None:
+        tree = self._trees.get(path)
+        return self._index.analysis(path) if tree is None else analyse(tree)
+
+    @kept
+    def _text(self, path: Path) -> TextOfFile | None:
+        looked = self._index.look(path)
+        if looked is None:
+            return None
+        config, tree = self._index.config, self._trees.get(path, looked[0].tree)
+        runtime = config.vendored or "megapg"
+        return TextOfFile(looked[0].name, tree, config.versions, self._has_core, runtime)
+
+    @cached_property
+    def _has_core(self) -> bool:
+        """Whether a core in the project is code like the other."""
+        core = "megatron/core/tensor_parallel"
+        return any(core in path.as_posix() for path, _ in self._index.analyses())
+
+    @kept
+    def _calls_in(self, path: Path) -> Mapping[Scope | None, Sequence[tuple[Use, ast.Call]]]:
+        """What is called in a file, by the functions that do."""
+        found: dict[Scope | None, list[tuple[Use, ast.Call]]] = defaultdict(list)
+        analysis = self._analysis(path)
+        for use in analysis.uses if analysis else ():
+            parent = use.parents.node
+            if isinstance(parent, ast.Call) and parent.func is use.node:
+                found[use.scope.unit].append((use, parent))
+        return found
+
+    def _is_new(self, unit: Scope, text: TextOfFile, path: Path) -> bool:
+        """Whether a migration changed a function, be it an earlier one."""
+        ours, node = text.names.megapg | text.names.getters, unit.node
+        if any(isinstance(each, ast.Name) and each.id in ours for each in unit.nodes):
+            return True
+        looked, at = self._index.look(path), self._places(path)[node]
+        old = definitions_in(looked[0].tree)[at] if looked is not None else node
+        return old is not node and ast.dump(old) != ast.dump(node)
+
+    @kept
+    def _places(self, path: Path) -> Mapping[ast.AST, int]:
+        text = self._text(path)
+        return {each: at for at, each in enumerate(text.definitions if text is not None else ())}
+
+    # -- who calls ---------------------------------------------------------------------------
+
+    def _of_file(self, path: Path) -> Iterator[Callee]:
+        text = self._text(path)
+        for unit, calls in self._calls_in(path).items() if text is not None else ():
+            if text is None or unit is None or not isinstance(unit.node, ast.stmt):
+                continue
+            own = self._has(unit, text)
+            found: list[tuple[ast.Call, Callee]] = []
+            for use, call in calls if own else ():
+                has = {axis: each for axis, each in own.items() if _is_there(each, unit, call)}
+                found += self._of_call(use, call, has, text, path)
+            stands_in = _in_place_of(unit, COLLECTION_NAMES) if found else set()
+            if found and self._is_new(unit, text, path):
+                yield from (each for call, each in found if id(call) not in stands_in)
+
+    def _of_call(
+        self, use: Use, call: ast.Call, has: Mapping[str, str], text: TextOfFile, path: Path
+    ) -> Iterator[tuple[ast.Call, Callee]]:
+        unit = use.scope.unit
+        assert unit is not None  # that was asked
+        for called in self._called(use, call, unit, path):
+            if called.function is unit or self._makes_groups(called.function, called.path, 0):
+                continue
+            asked = self._behind(called, 0)
+            found = next((each for each in asked if each.axes & has.keys()), None)
+            if found is not None:
+                yield call, _reported(text.name, call, unit, has, called, found)
+                return
+
+    def _has(self, unit: Scope, text: TextOfFile) -> dict[str, str]:
+        """About which kinds of groups a function asks something else than the globals, and what."""
+        if not isinstance(unit.node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return {}
+        asked = [each for each in text.asked_by(unit.node) if not each.by_core]
+        if any(each.carrier == GLOBALS for each in asked):
+            return {}  # it asks these for everything
+        return {axis: each.carrier for each in asked for axis in axes_of(each.what)}
+
+    # -- who is called -----------------------------------------------------------------------
+
+    def _called(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> Iterator[_Called]:
+        """The functions of the project that a call runs."""
+        for thing in self._resolver.expression(use.node, use.scope, path):
+            if thing.scope is None or thing.path is None:
+                continue
+            if thing.kind == "function":
+                yield _Called(thing.scope, thing.path, left_out(thing.scope, call))
+            elif thing.kind == "class":
+                for constructor, at in self._constructor(thing.scope, thing.path):
+                    yield _Called(constructor, at, left_out(constructor, call))
+        if not isinstance(use.node, ast.Attribute):
+            return
+        if use.node.attr == "apply":
+            yield from self._of_autograd(use.node.value, use, path)
+        elif use.node.attr == "__init__" and is_super(use.node.value, unit):
+            klass = class_of(unit)
+            for above, at in self._bases(klass, path) if klass is not None else ():
+                for constructor, where in self._constructor(above, at):
+                    yield _Called(constructor, where, left_out(constructor, call))
+
+    def _bases(self, klass: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
+        for base in getattr(klass.node, "bases", ()) if klass.parent is not None else ():
+            for thing in self._resolver.expression(base, klass.parent or klass, path):
+                if thing.kind == "class" and thing.scope is not None and thing.path is not None:
+                    yield thing.scope, thing.path
+
+    def _constructor(self, klass: Scope, path: Path, depth: int = 0) -> list[tuple[Scope, Path]]:
+        """The constructor of a class, be it inherited."""
+        own = [(each, path) for each in klass.defined("__init__")]
+        if own or depth > _DEEPEST:
+            return own
+        found = (self._constructor(each, at, depth + 1) for each, at in self._bases(klass, path))
+        return next((each for each in found if each), [])
+
+    def _of_autograd(self, applied: ast.expr, use: Use, path: Path) -> Iterator[_Called]:
+        for thing in self._resolver.expression(applied, use.scope, path):
+            if thing.kind == "class" and thing.scope is not None and thing.path is not None:
+                above = ancestry(thing.scope, thing.path, self._resolver)
+                if any(isinstance(e, str) and e.endswith("autograd.Function") for e in above):
+                    for name in ("forward", "backward"):
+                        for each in thing.scope.defined(name):
+                            yield _Called(each, thing.path, frozenset())
+
+    @kept
+    def _makes_groups(self, unit: Scope, path: Path, depth: int) -> bool:
+        """Whether a function has the groups made, be it by way of others: what it asks is these."""
+        called = list(self._calls_in(path).get(unit, ()))
+        if any(last_name(each.func) in _MAKING for _, each in called):
+            return True
+        return depth < _DEEPEST and any(
+            self._makes_groups(each.function, each.path, depth + 1)
+            for use, call in called
+            for each in self._called(use, call, unit, path)
+            if each.function is not unit
+        )
+
+    def _behind(self, called: _Called, depth: int) -> list[_Asked]:
+        """What a function asks of the globals, or those that it calls: its own first. What it asks
+        something else about is its own matter.
+        """
+        known = self._known.get(called.key)
+        if known is not None:
+            return known
+        if called.key in self._asking or depth > _DEEPEST:
+            self._cut += 1
+            return []
+        self._asking.add(called.key)
+        cut = self._cut
+        found = self._behind_of(called, depth)
+        self._asking.discard(called.key)
+        if cut == self._cut:
+            self._known[called.key] = found
+        return found
+
+    def _behind_of(self, called: _Called, depth: int) -> list[_Asked]:
+        text, unit = self._text(called.path), called.function
+        node = unit.node
+        if text is None or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return []
+        asked = text.asked_by(node)
+        found = list(_of_globals(asked, called, text.name))
+        own = {
+            axis
+            for each in asked
+            if each.carrier != GLOBALS and each.carrier not in called.left_out
+            for axis in axes_of(each.what)
+        }
+        takes_one = not {*COLLECTION_NAMES}.isdisjoint(unit.bindings)
+        stands_in = _in_place_of(unit, COLLECTION_NAMES) if takes_one else set()
+        for use, call in self._calls_in(called.path).get(unit, ()):
+            is_asked = id(call) not in stands_in or called.left_out & {*COLLECTION_NAMES}
+            for each in self._called(use, call, unit, called.path) if is_asked else ():
+                handed = _Called(each.function, each.path, each.left_out | _handed(call, called))
+                for one in self._behind(handed, depth + 1):
+                    if not one.axes <= own:
+                        found.append(_Asked(one.axes - own, one.what, one.place))
+        return found
+
+
+def _of_globals(asked: Sequence[Asking], called: _Called, file: str) -> Iterator[_Asked]:
+    """What a function asks of the globals, as it is called."""
+    named = {each.arg for each in parameters(called.function.node)}
+    of_groups = named & GROUP_PARAMETERS.keys()
+    instead = {each: _lines_in_place_of(called.function, each) for each in of_groups}
+    for each in asked:
+        axes, place = axes_of(each.what), f"{file}:{each.line}"
+        if each.by_core or not axes:
+            continue
+        if each.carrier in COLLECTION_NAMES and each.carrier in named & called.left_out:
+            yield _Asked(axes, each.what, place, each.carrier)
+        elif each.carrier == GLOBALS:
+            passed = [name for name, lines in instead.items() if each.line in lines]
+            if not passed or called.left_out & {*passed}:
+                yield _Asked(axes, each.what, place, next(iter(passed), ""))
+
+
+def _handed(call: ast.Call, caller: _Called) -> frozenset[str]:
+    """The parameters that a call fills with what its function was not passed."""
+    return frozenset(
+        each.arg
+        for each in call.keywords
+        if each.arg in COLLECTION_NAMES
+        for node in walk(each.value)
+        if isinstance(node, ast.Name) and node.id in caller.left_out & {*COLLECTION_NAMES}
+    )
+
+
+def _in_place_of(unit: Scope, names: Sequence[str]) -> set[int]:
+    """What in a function runs only where a variable of some names is None."""
+    return {
+        id(inner)
+        for each in unit.nodes
+        for _, branch in for_none(each, names)
+        for inner in walk(branch)
+    }
+
+
+def _lines_in_place_of(unit: Scope, name: str) -> set[int]:
+    """The lines of what a function does only where a parameter for a group is None."""
+    standing = [branch for each in unit.nodes for _, branch in for_none(each, (name,))]
+    standing += [
+        each
+        for each in unit.nodes
+        if isinstance(each, ast.BoolOp)
+        and isinstance(each.op, ast.Or)
+        and isinstance(each.values[0], ast.Name)
+        and each.values[0].id == name
+    ]
+    placed = (each for each in standing if isinstance(each, ast.stmt | ast.expr))
+    return {line for e in placed for line in range(e.lineno, (e.end_lineno or e.lineno) + 1)}
+
+
+def _is_there(carrier: str, unit: Scope, call: ast.Call) -> bool:
+    """Whether a variable of a function has what it asks when something is called: what makes a
+    model can't be handed one.
+    """
+    bound = [e for e in unit.bindings.get(carrier, ()) if isinstance(e, Alias | Opaque)]
+    if not bound:
+        return True
+    is_passed = isinstance(bound[0], Opaque) and bound[0].parameter
+    lines = range(call.lineno, (call.end_lineno or call.lineno) + 1)
+    makes_it = any(each.line in lines for each in bound[is_passed:])
+    return not makes_it and (is_passed or bound[0].line < call.lineno)
+
+
+def _reported(
+    file: str, call: ast.Call, unit: Scope, own: Mapping[str, str], called: _Called, found: _Asked
+) -> Callee:
+    axis = min(found.axes & own.keys())
+    carrier, name = own[axis], (class_of(called.function) or called.function).qualname
+    of_groups = GROUP_PARAMETERS.get(found.unless, ())
+    field = found.what if found.what in of_groups else next(iter(of_groups), found.what)
+    fields = f', "{field}"' if field in FIELDS else ""
+    written = carrier if carrier in COLLECTION_NAMES else f"megapg.groups_of({carrier}{fields})"
+    if found.unless in COLLECTION_NAMES:
+        instead = f"pass it {found.unless}={written}"
+    elif found.unless:
+        instead = f"pass it {found.unless}={written}.{field}"
+    elif last_name(call.func) == "apply" and called.function.name in ("forward", "backward"):
+        instead = f"have forward take the group as its last argument, and pass it from {written}"
+    else:
+        instead = f"have it take {PASSED}, hand it on to there, and pass it {written}"
+    return Callee(file, call.lineno, unit.qualname, carrier, name, found.what, found.place, instead)

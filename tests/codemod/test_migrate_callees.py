@@ -1,0 +1,82 @@
+"""Functions that have a collection, or a model, and call what still asks the globals: the report
+says so, with what to write, and nothing falls back for that.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from migrate_cases import program_of
+from trees import write
+from typer.testing import CliRunner
+
+from megapg.cli.app import app
+from megapg.migrate.config import Config
+from megapg.migrate.edit.write import write_files
+from megapg.migrate.engine import migrate
+from megapg.migrate.migration import Callee, Migration
+
+CALLEES = program_of("callees")
+IN = "have it take pg_collection, hand it on to there, and pass it megapg.groups_of"
+# Behind others, in an inherited constructor, instead of a group, and instead of a collection. Those
+# who have the groups made, make the model, or have a collection that is None, have nothing to pass.
+FOUND = [
+    (13, "loss", "two", "tp", "pkg/lib.py:10", f'{IN}(model, "tp")'),
+    (18, "stages", "Last", "is_pipeline_first_stage", "pkg/lib.py:23", f"{IN}(model)"),
+    (18, "stages", "Base", "is_pipeline_first_stage", "pkg/lib.py:23", f"{IN}(model)"),
+    (
+        *(22, "average", "averaged", "dp", "pkg/lib.py:37"),
+        'pass it dp_group=megapg.groups_of(model, "dp").dp',
+    ),
+    (
+        *(33, "hands_on", "passed", "tp", "pkg/lib.py:51"),
+        'pass it pg_collection=megapg.groups_of(model, "tp")',
+    ),
+]
+
+
+def migrated(root: Path) -> Migration:
+    return migrate([root], Config(root, versions=(16,)))
+
+
+def test_callees_that_still_ask_the_globals(tmp_path: Path) -> None:
+    found = migrated(write(tmp_path, CALLEES))
+    assert [*found.callees] == [
+        Callee("pkg/use.py", line, function, "model", callee, what, place, instead)
+        for line, function, callee, what, place, instead in FOUND
+    ]
+    for each in found.callees:  # as the new text has it
+        (file,) = (file for file in found.files if file.file == each.file)
+        assert f"{each.callee}(" in file.after.decode().splitlines()[each.line - 1].replace(
+            "lib.Stage", "Base"
+        )
+
+
+def test_a_second_run_says_the_same(tmp_path: Path) -> None:
+    first = migrated(write(tmp_path, CALLEES))
+    assert not write_files(first.files)
+    again = migrated(tmp_path)
+    assert not again.files
+    assert again.callees == first.callees
+
+
+def test_the_report_names_them(tmp_path: Path) -> None:
+    command = ["migrate", str(write(tmp_path, CALLEES)), "--from-core", "0.16"]
+    said = CliRunner().invoke(app, command).output
+    assert (
+        "pkg/use.py:22: average asks model, and averaged has the globals asked for dp, at "
+        'pkg/lib.py:37  -> pass it dp_group=megapg.groups_of(model, "dp").dp\n'
+    ) in said
+    document = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert [each["line"] for each in document["callees"]] == [line for line, *_ in FOUND]
+    assert document["callees"][3] == {
+        "file": "pkg/use.py",
+        "line": 22,
+        "function": "average",
+        "asks": "model",
+        "callee": "averaged",
+        "what": "dp",
+        "place": "pkg/lib.py:37",
+        "instead": 'pass it dp_group=megapg.groups_of(model, "dp").dp',
+    }
