@@ -106,13 +106,16 @@ class World:
         bound = dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
         return split == "always" or (split == "on a bound WORLD" and bound)
 
-    def close(self, *, abort: BaseException | None, timeout: float) -> dict[int, str]:
+    def close(
+        self, *, abort: BaseException | None, timeout: float, alone: bool = False
+    ) -> dict[int, str]:
         """Destroy WORLD if it is ours; leave it alone if it is not.
 
         Args:
             abort: what is wrong here, if anything: then nobody waits for the other ranks, who are
                 told, and collectives under way fail.
             timeout: seconds to wait for the others in an orderly close.
+            alone: they are told, and not waited for, though nothing is wrong.
 
         Returns:
             rank -> what is wrong there, so that an orderly close was not to be had.
@@ -122,13 +125,15 @@ class World:
             return problems
         in_order = False  # every rank is well, and knows that every rank is
         try:
-            if self._rendezvous is not None:
+            if self._rendezvous is not None and alone and abort is None:
+                self._rendezvous.leave()
+            elif self._rendezvous is not None:
                 problems = self._rendezvous.part(abort, timeout=timeout)
             in_order = abort is None and not problems
         finally:  # after Ctrl-C as well
             self._applied.close()
             if self.ours:
-                if not in_order:
+                if alone or not in_order:
                     torch_private.abort(self._made)
                 if dist.is_initialized():
                     dist.destroy_process_group()

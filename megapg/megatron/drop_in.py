@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import cast
 
 from megapg.errors import SessionError
 from megapg.megatron.arguments import session_arguments
 from megapg.megatron.core import parallel_state_module
 from megapg.megatron.publish import published
+from megapg.ownership.closing import leave
 from megapg.ownership.opening import session
 from megapg.ownership.session import Session
 
@@ -53,11 +55,15 @@ def initialize_model_parallel(*sizes: object, **arguments: object) -> Session:
         )
     given = inspect.signature(_megatrons("initialize_model_parallel")).bind(*sizes, **arguments)
     given.apply_defaults()  # Megatron makes gloo companions unless it is told not to
+    minutes = cast("float", given.arguments["distributed_timeout_minutes"])
+    # A rank may be as late as it may be to a collective.
+    opened = session(name=_NAME, timeout=60.0 * minutes, **session_arguments(**given.arguments))
     with contextlib.ExitStack() as until_open:
-        opened = session(name=_NAME, **session_arguments(**given.arguments))
-        until_open.enter_context(opened)
-        until_open.enter_context(published(opened.groups))
-        state[_MARK] = until_open.pop_all()
+        until_open.push(opened)
+        showing = until_open.enter_context(contextlib.ExitStack())
+        showing.enter_context(published(opened.groups))
+        state[_MARK] = _Open(opened, showing)
+        until_open.pop_all()
     return opened
 
 
@@ -73,8 +79,9 @@ def destroy_model_parallel() -> None:
     opened = _taken()
     if opened is None:
         _megatrons("destroy_model_parallel")()
-    else:
-        opened.close()
+        return
+    with opened.session, opened.showing:
+        pass
 
 
 @contextlib.contextmanager
@@ -83,7 +90,9 @@ def standing_in() -> Iterator[None]:
 
     So a script that calls Megatron's gets a session, with no line changed. It must be imported
     inside: a name that was bound before is Megatron's. At the end the functions are put back, and
-    what was opened inside is closed; after an exception it is aborted.
+    what was opened inside is ended on this rank alone: the others may have gone before, or be at
+    work for long. After an exception it is aborted. ``sys.exit()`` is the former, with another exit
+    code the latter.
     """
     state = vars(parallel_state_module())
     ours = (initialize_model_parallel, destroy_model_parallel)
@@ -93,14 +102,36 @@ def standing_in() -> Iterator[None]:
         state[each.__name__] = functools.wraps(before[each.__name__])(functools.partial(each))
     try:
         yield
-    finally:
+    except BaseException as error:
         state.update(before)
-        if (opened := _taken()) is not None:
-            opened.__exit__(*sys.exc_info())
+        if isinstance(error, SystemExit) and not error.code:
+            _leave()
+        elif (opened := _taken()) is not None:
+            opened.showing.__exit__(type(error), error, error.__traceback__)
+            opened.session.__exit__(type(error), error, error.__traceback__)
+        raise
+    state.update(before)
+    _leave()
 
 
-def _taken() -> contextlib.ExitStack | None:
-    taken: contextlib.ExitStack | None = vars(parallel_state_module()).pop(_MARK, None)
+def _leave() -> None:
+    if (opened := _taken()) is not None:
+        try:
+            opened.showing.close()
+        finally:
+            leave(opened.session)
+
+
+@dataclass(frozen=True)
+class _Open:
+    """What :func:`initialize_model_parallel` has opened."""
+
+    session: Session
+    showing: contextlib.ExitStack  # its groups in the globals
+
+
+def _taken() -> _Open | None:
+    taken: _Open | None = vars(parallel_state_module()).pop(_MARK, None)
     return taken
 
 

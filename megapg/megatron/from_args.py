@@ -82,4 +82,5 @@ def session_from_args(
     if given.get("create_all_gather_group"):  # no parameter since 0.18
         arguments["all_gather_groups"] = True
     backend = None if dist.is_initialized() else given.get("distributed_backend")
-    return session(backend=backend, **arguments)
+    wait = arguments["collective_timeout"].total_seconds()  # a rank may be late by as much
+    return session(backend=backend, timeout=wait, **arguments)

@@ -6,7 +6,8 @@ Under torchrun, ``srun``, ``mpirun`` or alone: what the launcher says is put int
 Megatron reads. The script parses its own arguments and initialises Megatron itself. Where that
 calls ``parallel_state.initialize_model_parallel`` it gets a session, of the very arguments that the
 call has (:func:`~megapg.megatron.drop_in.standing_in`). So a fork's own arguments and its choice of
-embedding ranks hold. The session closes when the script ends.
+embedding ranks hold. The ranks have ``--distributed-timeout-minutes`` to come, and each ends its
+groups alone when the script ends there, as without megapg.
 
 At the end rank 0 says what the groups cost it. ``--on-globals`` before the script leaves it
 Megatron's own groups, and says the same of those.

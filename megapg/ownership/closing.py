@@ -29,6 +29,7 @@ from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.plan import Communicator
 from megapg.communicators.world import World
 from megapg.errors import RendezvousError, SessionError, TeardownError
+from megapg.ownership import offload
 from megapg.ownership.offload import How
 from megapg.ownership.steps import Steps
 from megapg.rendezvous.coordinator import Coordinator
@@ -76,7 +77,7 @@ class Closing(abc.ABC):
 
     @abc.abstractmethod
     def _release(
-        self, steps: Steps, news: Callable[[], None], abort: BaseException | None
+        self, steps: Steps, news: Callable[[], None], abort: BaseException | None, alone: bool
     ) -> dict[int, str]:
         """End the groups and whatever ends with them, attempting every step.
 
@@ -85,6 +86,7 @@ class Closing(abc.ABC):
             news: to be called when the groups have ended and WORLD has not: other ranks that waited
                 for this one have failed by then, and may say of what.
             abort: what the other ranks shall hear, if anything is wrong: nobody is waited for then.
+            alone: nothing is wrong, and nobody is waited for either.
 
         Returns:
             rank -> what is wrong there, so that something could not end in order.
@@ -105,10 +107,15 @@ class Closing(abc.ABC):
         _OPENED[next(_NUMBERS)] = self
         self._signals.when_stuck(_weakly(self._leave_without_the_main_thread))
 
-    def _part(self, error: BaseException | None) -> dict[int, str]:
+    def _part(self, error: BaseException | None, alone: bool = False) -> dict[int, str]:
         """Take leave of the other ranks, if we are together: rank -> what went wrong there."""
         coordinator, self._coordinator = self._coordinator, None
-        return {} if coordinator is None else coordinator.part(error, timeout=self._timeout)
+        if coordinator is None:
+            return {}
+        if alone and error is None:
+            coordinator.leave()
+            return {}
+        return coordinator.part(error, timeout=self._timeout)
 
     def _since(self) -> str:
         return f"at {time.strftime('%H:%M:%S')} on rank {self.rank}"
@@ -142,15 +149,16 @@ class Closing(abc.ABC):
             return []
         return [o for o in reversed(open_owners()) if o is not self and o._world.current]
 
-    def _finish(self, error: BaseException | None, why: str = "") -> None:
+    def _finish(self, error: BaseException | None, why: str = "", *, alone: bool = False) -> None:
         """Close.
 
         Args:
             error: what it is closed for, if anything is wrong; then nobody is waited for.
             why: what the groups' users shall hear of it, in place of the error's name.
+            alone: see :func:`leave`.
         """
         unfinished: list[BaseException] = []
-        cause = self._close_dependents(unfinished, error)
+        cause = self._close_dependents(unfinished, error, alone)
         coordinator, problems, parted = self._coordinator, dict[int, str](), False
         with self._kept(unfinished):
             if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
@@ -159,8 +167,11 @@ class Closing(abc.ABC):
             for callback in self._before_release:
                 with self._kept(unfinished):
                     callback()
+        if alone and cause is None:
+            with self._kept(unfinished):
+                _wait_for_the_device(self._title, self.rank, self._timeout)
         with self._kept(unfinished):
-            problems = self._part(cause or _interruption(unfinished))
+            problems = self._part(cause or _interruption(unfinished), alone)
             parted = True
         if (interruption := _interruption(unfinished)) is not None and not problems:
             problems = {self.rank: brief(interruption)}
@@ -175,7 +186,7 @@ class Closing(abc.ABC):
         with steps.attempted("lease"):
             self._end(LeaseState.CLOSED, self._since() + (f", {reason}" if reason else ""))
         news = partial(self._add_news, error, coordinator, problems)
-        problems |= self._release(steps, news, abort)
+        problems |= self._release(steps, news, abort, alone)
         self._world_owner = None
         if steps.problems:
             self._state = LeaseState.FAILED  # closing it again tries the rest again
@@ -201,7 +212,7 @@ class Closing(abc.ABC):
             raise_first(unfinished)
 
     def _close_dependents(
-        self, unfinished: list[BaseException], error: BaseException | None
+        self, unfinished: list[BaseException], error: BaseException | None, alone: bool
     ) -> BaseException | None:
         """Close what else is open on our WORLD; what then is a reason to wait for nobody."""
         for dependent in self._dependents():
@@ -211,7 +222,7 @@ class Closing(abc.ABC):
                 dependent._title,
             )
             with self._kept(unfinished):
-                dependent._close(error)
+                leave(dependent) if alone else dependent._close(error)
             if unfinished and error is None:
                 lost = isinstance(unfinished[-1], RendezvousError)
                 error = unfinished[-1] if lost else _interruption(unfinished)
@@ -357,6 +368,38 @@ def _weakly(method: Callable[[SignalExit], None]) -> Callable[[SignalExit], None
             still(error)
 
     return call
+
+
+# -- alone ----------------------------------------------------------------------------------------
+
+
+def leave(owner: Closing) -> None:
+    """End an owner's groups on this rank alone, with nothing wrong.
+
+    For the end of a script, which each rank reaches at a time of its own, or another rank is gone
+    before. The other ranks are told, and not waited for; what this rank began on the device is,
+    within the owner's timeout. Where another rank is in the middle of a collective with this one,
+    it fails there, as it would if this process ended.
+
+    Raises:
+        RendezvousError: the device did not finish. The groups have ended all the same.
+        TeardownError: some groups could not be ended; every one was attempted.
+    """
+    if not owner.closed:
+        with owner._signals.closing():
+            owner._finish(None, alone=True)
+
+
+def _wait_for_the_device(title: str, rank: int, timeout: float) -> None:
+    """Have what this rank began on the device end, as far as it does within ``timeout``."""
+    try:
+        offload.synchronize(timeout)
+    except TimeoutError:
+        raise RendezvousError(
+            f"{title}: what rank {rank} began on the device did not end within {timeout:g} s, and "
+            "was aborted. A rank that left in the middle of a collective is the usual cause: look "
+            "at the logs of the others."
+        ) from None
 
 
 # -- which are open --------------------------------------------------------------------------------

@@ -13,8 +13,11 @@ Nothing here decides when: that is for the owner of the groups.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol, TypeAlias, cast, get_args
 
 import torch
@@ -25,6 +28,7 @@ from megapg.communicators.backends import rows_of
 from megapg.communicators.plan import Communicator
 from megapg.errors import OffloadError, UnsupportedOffloadError
 from megapg.ownership.steps import Steps
+from megapg.rendezvous.bounded import bounded
 
 How: TypeAlias = Literal["suspend", "recreate", "recreate world"]
 """The ways; see the module's docstring."""
@@ -192,10 +196,21 @@ def resume(groups: Groups) -> None:
     _each(groups, "resuming", lambda part: part.resume())
 
 
-def synchronize() -> None:
-    """Wait until the device has done all it was asked to."""
-    if _on_cuda():
+def synchronize(within: float = math.inf) -> None:
+    """Wait until the device has done all it was asked to.
+
+    Raises:
+        TimeoutError: it has not ``within`` so many seconds; a collective waits for somebody who
+            does not come.
+    """
+    if not _on_cuda():
+        return
+    if within == math.inf:
         torch.cuda.synchronize()
+        return
+    device = torch.cuda.current_device()  # each thread has one of its own
+    work = partial(torch.cuda.synchronize, device)
+    bounded(work, time.monotonic() + within, name="megapg synchronize")
 
 
 class _Suspendable(Protocol):

@@ -344,12 +344,13 @@ class Session(Owner):
             Rendezvous(self._world.store, self.name, self.rank, self.layout.ranks).decline(gone)
 
     def _release(
-        self, steps: Steps, news: Callable[[], None], abort: BaseException | None
+        self, steps: Steps, news: Callable[[], None], abort: BaseException | None, alone: bool
     ) -> dict[int, str]:
         with steps.attempted("groups"):
-            self._destroy(abort=abort is not None)
+            # NCCL destroys a communicator together with the ranks of the node, and aborts it alone.
+            self._destroy(abort=abort is not None or alone)
         news()
         problems: dict[int, str] = {}
         with steps.attempted("WORLD"):
-            problems |= self._world.close(abort=abort, timeout=self._timeout)
+            problems |= self._world.close(abort=abort, timeout=self._timeout, alone=alone)
         return problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -60,6 +61,13 @@ class Parting(Gathering):
                     words[f"{self._mine.namespace}/bye/any"] = ""
                 self._store.post(words)
             return self._lost(error)
+
+    def leave(self) -> None:
+        """Tell the others that this rank is gone and well, and wait for none of them."""
+        bye = f"{self._mine.namespace}/bye"
+        with contextlib.suppress(StoreError), self._until_then(time.monotonic()):
+            self._store.multi_set({f"{bye}/{self._rank}": "", f"{bye}/any": ""})
+            self._hellos.say(state="closed")
 
     def _take_leave(self, problem: BaseException | None, deadline: float) -> dict[int, str]:
         bye = f"{self._mine.namespace}/bye"

@@ -53,6 +53,7 @@ def test_it_takes_megatrons_arguments_and_ends_what_it_made(world):
         session = initialize(2, 2, 2, expert_model_parallel_size=2, distributed_timeout_minutes=7)
         assert session.layout == ParallelLayout(world_size=8, tp=2, pp=2, vpp=2, ep=2)
         assert set(session.describe()["collective_timeouts"].values()) == {7 * 60}
+        assert session.describe()["start_up_timeout"] == 7 * 60  # a rank may come so late
         assert parallel_state.model_parallel_is_initialized()
         assert parallel_state.get_tensor_model_parallel_group() is session.groups.tp
         assert parallel_state.get_virtual_pipeline_model_parallel_world_size() == 2
@@ -148,6 +149,7 @@ def test_a_session_has_what_the_arguments_say(world):
     with megapg.megatron.session_from_args(args) as session:
         assert session.layout == ParallelLayout(world_size=8, tp=2, pp=2, vpp=2)
         assert set(session.describe()["collective_timeouts"].values()) == {600}
+        assert session.describe()["start_up_timeout"] == 600
         assert "gloo.intra_dp_cp" in session.groups.extras
     plain = Namespace(**{**ARGS, "use_tp_pp_dp_mapping": True, "create_all_gather_group": True})
     with megapg.megatron.session_from_args(
@@ -224,6 +226,7 @@ mpu.initialize_model_parallel(tensor_model_parallel_size=int(sys.argv[2]))
 rank = get_tensor_model_parallel_rank()
 sys.stdout.write(f"{__name__} {dist.get_world_size()} {rank}\n")  # in one piece
 sys.stdout.flush()
+dist.barrier()  # or one might end while the other still connects
 if sys.argv[3:]:
     destroy_model_parallel()
     raise SystemExit(int(sys.argv[3]))
@@ -296,6 +299,49 @@ def test_the_command_of_the_guide_and_what_it_says_of_the_cost(script):
     ours, theirs = costs
     assert ours[0] * 4 < theirs[0]
     assert ours[1] * 4 < theirs[1]
+
+
+ENDS_FIRST = r"""
+import sys
+import time
+from pathlib import Path
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+dist.init_process_group("gloo")
+parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+dist.barrier()
+exec(sys.argv[1])  # how it ends
+"""
+WAITS = "while not Path(sys.argv[2]).exists(): time.sleep(0.01)"
+
+
+def ended(script, how, other_has_ended):
+    """How the script has ended in this rank, which tells the other one."""
+    mine = how[dist_rank()]
+    outcome = as_module("megapg.megatron.run", [script, mine, other_has_ended])
+    Path(other_has_ended).touch()
+    return outcome[0], outcome[2], len(open_sessions()), registered()
+
+
+def dist_rank():
+    return int(os.environ["RANK"])
+
+
+@pytest.mark.parametrize(
+    "first", ["pass", "sys.exit()", "dist.destroy_process_group()", "sys.exit(0)"]
+)
+def test_a_rank_that_ends_waits_for_no_other(tmp_path, first):
+    """The second ends once the first has: where the first waited, neither ever would."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_FIRST)
+    over = str(tmp_path / "over")
+    ran = run_distributed(partial(ended, str(script), [first, WAITS], over), 2, deadline=60)
+    for code, said, open_ones, groups in ran:
+        assert code == 0
+        assert open_ones == 0
+        assert groups <= 1  # the script's WORLD
+        assert not re.search("Error|Warning|still open|aborted", said), said
 
 
 def test_what_can_not_start_is_said_in_a_line_with_exit_code_2(script):

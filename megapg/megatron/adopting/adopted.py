@@ -348,11 +348,11 @@ class Adopted(Owner):
         self._groups = collection(self._module, self._made, self._lease)
         self._given.add(self._made, self._groups, None)
 
-    def _part(self, error: BaseException | None) -> dict[int, str]:
+    def _part(self, error: BaseException | None, alone: bool = False) -> dict[int, str]:
         """Take leave of the other ranks, if we are together: rank -> what went wrong there."""
         coordinator = self._coordinator
         if coordinator is None or self._world.current:
-            return super()._part(error)
+            return super()._part(error, alone)
         # All groups have ended, so there is nobody to wait for.
         self._coordinator = None
         coordinator.part(error or SessionError("WORLD was destroyed"), timeout=self._timeout)
@@ -387,14 +387,14 @@ class Adopted(Owner):
         """Suspended or not, the ranks are together until the groups end."""
 
     def _release(
-        self, steps: Steps, news: Callable[[], None], abort: BaseException | None
+        self, steps: Steps, news: Callable[[], None], abort: BaseException | None, alone: bool
     ) -> dict[int, str]:
         with steps.attempted("globals"):
             if vars(self._module).get(_MARK) is self:
                 del vars(self._module)[_MARK]
             self._globals.reset({group for _, group in self._made}, finish=abort is None)
         with steps.attempted("groups"):
-            self._destroy(abort=abort is not None)
+            self._destroy(abort=abort is not None or alone)
         news()
         return {}
 

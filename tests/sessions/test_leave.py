@@ -1,0 +1,87 @@
+"""A rank that ends its groups alone: it waits for no other, and leaves nothing."""
+
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from asking import me, registered
+from recording import fake_world
+
+import megapg
+from megapg.errors import RendezvousError, StaleGroupError
+from megapg.ownership import offload
+from megapg.ownership.closing import leave
+from megapg.ownership.opening import open_sessions
+from megapg.testing import run_distributed
+
+
+def leaving_one_after_the_other(over):
+    """Rank 0 leaves first; rank 1 asks for it once it has gone, and leaves then."""
+    session = megapg.session(tp=2, timeout=30)
+    heard = []
+    session.before_release(partial(heard.append, "released"))
+    dist.all_reduce(torch.ones(1), group=session.groups.tp)
+    inner = megapg.session(pp=2, name="inner", timeout=30)
+    groups, answer = session.groups, ""
+    if me() == 1:
+        while not Path(over).exists():
+            time.sleep(0.01)
+        with pytest.raises(RendezvousError) as caught:
+            session.check()
+        answer = str(caught.value)
+    leave(session)
+    Path(over).touch()
+    leave(session)  # nothing is left to do
+    with pytest.raises(StaleGroupError, match="were closed at"):
+        groups.require("tp")
+    assert inner.closed
+    return heard, answer, len(open_sessions()), dist.is_initialized()
+
+
+def test_a_rank_leaves_alone_and_the_others_hear_of_it(tmp_path):
+    first, second = run_distributed(
+        partial(leaving_one_after_the_other, str(tmp_path / "over")), 2, deadline=60
+    )
+    assert first == (["released"], "", 0, False)
+    assert second[0] == ["released"]
+    assert "rank 0" in second[1]
+    assert "has left" in second[1]
+    assert second[2:] == (0, False)
+
+
+def test_a_device_that_does_not_finish_is_not_waited_for_forever(monkeypatch):
+    """As where the other rank is gone in the middle of a collective; there is no device here."""
+    never = threading.Event()
+    monkeypatch.setattr(offload, "_on_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: never.wait())
+    with fake_world(0, 2):
+        session = megapg.session(tp=2, timeout=0.1)
+        with pytest.raises(RendezvousError, match="rank 0 began on the device did not end within"):
+            leave(session)
+        assert session.closed
+        assert registered() == 1
+    never.set()
+
+
+def test_every_error_is_told(monkeypatch):
+    with fake_world(0, 2):
+        session = megapg.session(tp=2)
+
+        @session.before_release
+        def fail():
+            raise LookupError("one")
+
+        @session.before_release
+        def fail_too():
+            raise ZeroDivisionError("two")
+
+        with pytest.raises(LookupError, match="one") as caught:
+            leave(session)
+        assert any("ZeroDivisionError('two')" in note for note in caught.value.__notes__)
+        assert session.closed
+        assert registered() == 1
