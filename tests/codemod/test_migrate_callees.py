@@ -26,11 +26,11 @@ FOUND = [
     (18, "stages", "Last", "is_pipeline_first_stage", "pkg/lib.py:23", f"{IN}(model)"),
     (18, "stages", "Base", "is_pipeline_first_stage", "pkg/lib.py:23", f"{IN}(model)"),
     (
-        *(22, "average", "averaged", "dp", "pkg/lib.py:37"),
+        *(22, "average", "averaged", "dp", "pkg/lib.py:36"),
         'pass it dp_group=megapg.groups_of(model, "dp").dp',
     ),
     (
-        *(33, "hands_on", "passed", "tp", "pkg/lib.py:51"),
+        *(33, "hands_on", "Kept", "tp", "pkg/lib.py:52"),
         'pass it pg_collection=megapg.groups_of(model, "tp")',
     ),
 ]
@@ -66,7 +66,7 @@ def test_the_report_names_them(tmp_path: Path) -> None:
     said = CliRunner().invoke(app, command).output
     assert (
         "pkg/use.py:22: average asks model, and averaged has the globals asked for dp, at "
-        'pkg/lib.py:37  -> pass it dp_group=megapg.groups_of(model, "dp").dp\n'
+        'pkg/lib.py:36  -> pass it dp_group=megapg.groups_of(model, "dp").dp\n'
     ) in said
     document = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert [each["line"] for each in document["callees"]] == [line for line, *_ in FOUND]
@@ -77,6 +77,6 @@ def test_the_report_names_them(tmp_path: Path) -> None:
         "asks": "model",
         "callee": "averaged",
         "what": "dp",
-        "place": "pkg/lib.py:37",
+        "place": "pkg/lib.py:36",
         "instead": 'pass it dp_group=megapg.groups_of(model, "dp").dp',
     }

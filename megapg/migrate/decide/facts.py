@@ -187,7 +187,7 @@ class Facts:
                             yield decorated, at
 
     @kept
-    def _calls_in(self, path: Path) -> Mapping[Scope | None, Sequence[Use]]:
+    def calls_in(self, path: Path) -> Mapping[Scope | None, Sequence[Use]]:
         """What is called in a file, by the functions that do."""
         found: dict[Scope | None, list[Use]] = defaultdict(list)
         analysis = self._index.analysis(path)
@@ -204,7 +204,7 @@ class Facts:
         """
         return [
             use
-            for use in self._calls_in(path).get(unit, ())
+            for use in self.calls_in(path).get(unit, ())
             if group_argument(use.parents.node)
             and (
                 self.is_of_globals_module(use, path)  # as the older ones had it
@@ -226,7 +226,7 @@ class Facts:
         these call in turn: nobody passes a group to any of them.
         """
         found: dict[Scope, Path] = {}
-        for use in self._calls_in(path).get(unit, ()):
+        for use in self.calls_in(path).get(unit, ()):
             if not isinstance(use.node, ast.Attribute) or use.node.attr != "apply":
                 continue
             for thing in self._index.resolver.expression(use.node.value, use.scope, path):
@@ -248,7 +248,7 @@ class Facts:
 
     @kept
     def _calling_in(self, klass: Scope, path: Path) -> list[Scope]:
-        return [each for each in self._calls_in(path) if each and each.parent is klass]
+        return [each for each in self.calls_in(path) if each and each.parent is klass]
 
     @kept
     def _called_by(self, unit: Scope, path: Path) -> Sequence[tuple[Scope, Path]]:
@@ -256,7 +256,7 @@ class Facts:
         return list(self._find_called(unit, path))
 
     def _find_called(self, unit: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
-        for use in self._calls_in(path).get(unit, ()):
+        for use in self.calls_in(path).get(unit, ()):
             for thing in self._index.resolver.expression(use.node, use.scope, path):
                 seen = thing.path is not None and self._index.modules.sees(path, thing.path)
                 if seen and thing.scope is not None and thing.path is not None:

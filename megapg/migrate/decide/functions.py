@@ -152,7 +152,7 @@ class Functions:
         named = {each.arg for each in parameters(constructor.node)}
         if klass is None or looked is None or PARAMETER not in named:
             return False
-        if not _only_reads_fields(constructor):
+        if not only_reads_fields(constructor):
             return False
         for each in ancestry(klass, path, self._index.resolver):
             if isinstance(each, str):
@@ -288,7 +288,7 @@ def _saves_arguments(node: ast.AST) -> bool:
     return not any(isinstance(each, ast.Constant) for each in node.args)
 
 
-def _only_reads_fields(constructor: Scope) -> bool:
+def only_reads_fields(constructor: Scope) -> bool:
     """Whether a constructor hands the collection that it takes to nobody, and keeps it nowhere."""
     harmless: set[int] = set()
     for each in constructor.nodes:

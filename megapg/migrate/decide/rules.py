@@ -16,6 +16,7 @@ from megapg.migrate.decide.alike import have_answered_alike, stands_in
 from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Plan, Taking, best
 from megapg.migrate.decide.facts import Facts, FallenBack
 from megapg.migrate.decide.functions import PARAMETER, Functions
+from megapg.migrate.decide.handing import handed_on
 from megapg.migrate.decide.noticed import stand_ins, with_what_is_unheard
 from megapg.migrate.decide.passed import all_fed, ask_the_object, fields_read, globals_passed
 from megapg.migrate.decide.references import Reference
@@ -387,6 +388,7 @@ class _Planner:
         self.result.passing += globals_passed(
             self.result, self.facts, threads, self.functions, needs
         )
+        self.result.passing += list(handed_on(self.result, self.facts, threads, self.index))
         ask_the_object(self.result, self.facts, taking, self.index)
         for each in self.result.passing:
             unit = each.reference.use.scope.unit

@@ -349,16 +349,19 @@ def _name(function: Scope) -> str:
 
 def _stands_in(located: Located, function: Scope) -> bool:
     """Whether a use is what a function takes where a parameter of its own, for a group, is None."""
-    answer = located.site.answer
+    return any(stands_in_for(located, function, name) for name in function.bindings)
+
+
+def stands_in_for(located: Located, function: Scope, name: str) -> bool:
+    """Whether a use is what a function takes where that parameter, for a group, is None."""
+    answer, bound = located.site.answer, function.bindings[name]
     if located.use.scope is not function or not isinstance(answer, Replacement):
         return False
-    around = statements_around(located.use.parents, function.node)
-    return any(
+    return (
         isinstance(bound[0], Opaque)
         and bound[0].parameter
         and (name in _ANY_GROUP or answer.field in GROUP_PARAMETERS.get(name, ()))
-        and is_ruled_out(name, around, function.node)
-        for name, bound in function.bindings.items()
+        and is_ruled_out(name, statements_around(located.use.parents, function.node), function.node)
     )
 
 

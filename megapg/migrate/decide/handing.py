@@ -1,0 +1,123 @@
+"""Calls that pass a function what it takes as it is: a collection, or the one group that it needs.
+Else it asks the globals, and its caller what it has.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from megapg.layout import FIELDS
+from megapg.migrate.decide.decisions import Base, Decision, Passing, Plan
+from megapg.migrate.decide.facts import Facts
+from megapg.migrate.decide.functions import PARAMETER, only_reads_fields
+from megapg.migrate.decide.references import Reference
+from megapg.migrate.decide.threads import Threads, stands_in_for
+from megapg.migrate.find.axes import asked_about, axes_of
+from megapg.migrate.find.carriers import carriers
+from megapg.migrate.find.index import Index
+from megapg.migrate.migration import How
+from megapg.migrate.python.methods import left_out
+from megapg.migrate.python.scopes import Opaque, Scope
+from megapg.upstream.mapping import GROUP_PARAMETERS
+
+
+def handed_on(plan: Plan, facts: Facts, threads: Threads, index: Index) -> Iterator[Passing]:
+    """The calls that are to pass it, by functions that ask a collection, or a model, about the same
+    kind of groups.
+
+    Args:
+        plan: with all other decisions.
+        facts: of the index.
+        threads: of the same index.
+        index: the project.
+    """
+    by_unit: dict[Scope, list[Decision]] = defaultdict(list)
+    for each in plan.decisions:
+        if each.located.use.scope.unit is not None:
+            by_unit[each.located.use.scope.unit].append(each)
+    taking = {each.function for each in plan.taking}
+    passed = {id(each.reference.call) for each in plan.passing}
+    for unit, decisions in list(by_unit.items()):
+        path, asking = decisions[0].located.path, [e for e in decisions if _is_at_hand(e.base)]
+        if not asking or facts.is_of_globals(unit):
+            continue
+        axes = frozenset[str]().union(*(asked_about(each.located.site) for each in asking))
+        for use in facts.calls_in(path).get(unit, ()):
+            call = use.parents.node
+            called = [e.scope for e in index.resolver.expression(use.node, use.scope, path)]
+            function = called[0] if len(called) == 1 else None
+            if not isinstance(call, ast.Call) or function is None or id(call) in passed:
+                continue
+            base = facts.best(carriers(use, path, index.resolver), unit, path) or asking[0].base
+            found = _wanted(_constructor(function), call, by_unit, taking, base)
+            if found is None or base.made_here or not axes & axes_of_all(found[1]):
+                continue
+            at = Reference(path, use, call, call.func)
+            if threads.may_pass(at):
+                yield Passing(at, path, base, found[1], found[0])
+
+
+def axes_of_all(fields: Sequence[str]) -> frozenset[str]:
+    """The kinds of groups that some fields are about."""
+    return frozenset[str]().union(*map(axes_of, fields))
+
+
+def _is_at_hand(base: Base) -> bool:
+    return base.expression != "None" and base.form in ("resolve", "groups_of")
+
+
+def _constructor(called: Scope) -> Scope:
+    """Of a class its own constructor."""
+    made = called.defined("__init__") if called.kind == "class" else []
+    return made[0] if len(made) == 1 else called
+
+
+def _wanted(
+    function: Scope,
+    call: ast.Call,
+    by_unit: Mapping[Scope, Sequence[Decision]],
+    taking: Collection[Scope],
+    base: Base,
+) -> tuple[str, tuple[str, ...]] | None:
+    """The parameter for a group that a call is to pass, empty for a collection, and the fields that
+    are read of it; None where it is to pass neither.
+    """
+    lacking, asked = left_out(function, call), by_unit.get(function, ())
+    if function in taking or not asked:
+        return None
+    of_it = [e for e in asked if e.base.expression == PARAMETER and e.base.form == "resolve"]
+    if PARAMETER in lacking and _may_be_none(PARAMETER, function) and of_it:
+        fields = {need for each in of_it for need in each.answer.needs}
+        read = _read_of(PARAMETER, function)
+        known = only_reads_fields(function) and read <= {*FIELDS}
+        if len(of_it) == len(asked) and (known or base.form == "resolve"):
+            return "", tuple(sorted(fields | (read & {*FIELDS})))
+    for name in lacking & GROUP_PARAMETERS.keys():
+        fields = {each.answer.field for each in asked}
+        is_all = all(
+            each.base.how is How.RESOLVED
+            and each.answer.asks == "group"
+            and stands_in_for(each.located, function, name)
+            for each in asked
+        )
+        if is_all and len(fields) == 1 and len(function.bindings[name]) > 1:
+            return name, tuple(fields)
+    return None
+
+
+def _may_be_none(name: str, function: Scope) -> bool:
+    first, *_ = function.bindings.get(name, (None,))
+    default = first.default if isinstance(first, Opaque) and first.parameter else None
+    return isinstance(default, ast.Constant) and default.value is None
+
+
+def _read_of(name: str, function: Scope) -> set[str]:
+    return {
+        each.attr
+        for each in function.nodes
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == name
+    }
