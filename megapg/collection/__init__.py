@@ -77,6 +77,8 @@ class Lease:
         pid: the process that the groups live in.
         timeout: seconds that the owner waits for other ranks; None where it does not say.
         scratch: what users of the groups keep as long as the owner does, by name.
+        beside: groups that Megatron's own functions made while its globals showed these. They stay
+            when the owner makes its groups anew, and end when it closes.
         before_end: called when the owner wants to close the groups, which still work, with the
             error that it closes for, if any; what they raise is raised once the groups are closed.
         at_end: called when the owner is about to close the groups, or has lost them.
@@ -91,6 +93,7 @@ class Lease:
     pid: int = dataclasses.field(default_factory=os.getpid)
     timeout: float | None = None
     scratch: dict[str, object] = dataclasses.field(default_factory=dict, repr=False)
+    beside: list[ProcessGroup] = dataclasses.field(default_factory=list, repr=False)
     before_end: list[Callable[[BaseException | None], None]] = dataclasses.field(
         default_factory=list, repr=False
     )
@@ -132,6 +135,7 @@ class Lease:
 
     def succeed(self, successor: ProcessGroupCollection) -> list[Exception]:
         """For the owner, after :meth:`end`: these take the groups' place. What listeners raised."""
+        successor.lease.beside, self.beside = self.beside, []
         self.since += f", and generation {successor.lease.generation} has taken their place"
         return _told(self.at_succession, successor)
 

@@ -137,10 +137,7 @@ def end(groups: Iterable[tuple[Communicator, dist.ProcessGroup]], *, abort: bool
     failures: list[Exception] = []
     for communicator, group in reversed(list(groups)):
         try:
-            if abort and torch_private.knows(group):
-                torch_private.abort(group)
-            if torch_private.knows(group):
-                torch_private.destroy(group)
+            end_one(group, abort=abort)
         except Exception as error:
             error.add_note(
                 f"closing {', '.join(communicator.fields)} of ranks {communicator.ranks}"
@@ -148,6 +145,14 @@ def end(groups: Iterable[tuple[Communicator, dist.ProcessGroup]], *, abort: bool
             failures.append(error)
     if failures:
         raise TeardownError(f"{len(failures)} communicators could not be closed", failures)
+
+
+def end_one(group: dist.ProcessGroup, *, abort: bool) -> None:
+    """Destroy a group, whoever made it; see :func:`end`."""
+    if abort and torch_private.knows(group):
+        torch_private.abort(group)
+    if torch_private.knows(group):
+        torch_private.destroy(group)
 
 
 def prefix_of(session: str, generation: int) -> str:

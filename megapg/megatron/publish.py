@@ -18,7 +18,13 @@ from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, NoReturn, cast
 
-from megapg.collection import Lease, LeaseState, ProcessGroupCollection, groups_behind
+from megapg.collection import (
+    Lease,
+    LeaseState,
+    ProcessGroup,
+    ProcessGroupCollection,
+    groups_behind,
+)
 from megapg.errors import ForeignGroupError, PublishedError, UnsupportedOptionError
 from megapg.layout import Field
 from megapg.megatron import missing
@@ -55,9 +61,13 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
     :func:`~megapg.megatron.getters.memory_buffer` gives for ``pg``, the same one in every block:
     who clears that clears what Megatron-core's layers have filled.
 
-    The functions that make and end groups (``initialize_*``, ``create_*``, ``destroy_*``) raise
+    The functions that set and end the globals' groups (``initialize_*``, ``destroy_*``) raise
     inside: the groups are their session's. If the session closes inside, the getters say "not
     initialized" from then on; if it makes its groups anew, they answer from the new ones.
+
+    What ``create_group`` and the functions that call it (``create_all_gather_groups``) make inside
+    is torch's own, on every rank of WORLD, and the caller's to use. It ends when the session
+    closes; where that makes its own groups anew, it stays.
 
     Megatron-core's random streams (``get_cuda_rng_tracker()``) are no part of ``parallel_state``:
     two models that take turns in one process swap its states along with the groups.
@@ -126,6 +136,7 @@ class _Block:
     before: dict[str, object]
     numbers: dict[str, int]  # what ``set_*`` had set when the groups ended
     follow: Callable[[ProcessGroupCollection], None] | None = None
+    listed: int = sys.maxsize  # how many Megatron's list of all groups had, once it was shown
     left: bool = False
 
 
@@ -156,7 +167,7 @@ class _Publishing:
         block = _Block(pg.lease, before, {})
         self._blocks.append(block)
         try:
-            self._state.update(_answers(pg, before))
+            self._show(block, _answers(pg, before), self._state)
             self._listen(block)
             if not self._codes:
                 self._refuse_owners_calls()
@@ -174,7 +185,17 @@ class _Publishing:
                 function.__code__ = code
             del self._state[_MARK]
 
+    def _show(self, block: _Block, answers: Mapping[str, object], where: dict[str, object]) -> None:
+        where.update(answers)
+        block.listed = len(_groups_listed(where))
+
+    def _note_made(self, block: _Block, answers: Mapping[str, object]) -> None:
+        """What Megatron's functions have made while the block answered ends with its session."""
+        block.lease.beside += filter(None, _groups_listed(answers)[block.listed :])
+        block.listed = 1  # a list that is made anew begins with WORLD
+
     def _leave(self, block: _Block) -> None:
+        self._note_made(block, self._state)
         for name in [name for name in _variables(self._state) if name not in block.before]:
             del self._state[name]
         self._state.update(block.before)
@@ -196,6 +217,7 @@ class _Publishing:
         for block in self._blocks:
             if block.lease.state in (LeaseState.CLOSED, LeaseState.FAILED):
                 answers = self._answers_of(block)
+                self._note_made(block, answers)
                 held = _variables(answers)
                 block.numbers |= {name: n for name, n in held.items() if isinstance(n, int)}
                 answers.update({**dict.fromkeys(held), HYBRID_GROUPS: {}})
@@ -204,8 +226,9 @@ class _Publishing:
         """The session has made its groups anew: the same layout, so what was set stays right."""
         self._listen_no_more(block)
         block.lease = successor.lease
-        answers = _answers(successor, block.before)
-        self._answers_of(block).update({**answers, **block.numbers})
+        shown = self._answers_of(block)
+        self._note_made(block, shown)
+        self._show(block, {**_answers(successor, block.before), **block.numbers}, shown)
         block.numbers.clear()
         self._listen(block)
 
@@ -228,6 +251,11 @@ class _Publishing:
 
 def _variables(state: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in dict(state).items() if _STATE.match(name)}
+
+
+def _groups_listed(answers: Mapping[str, object]) -> list[ProcessGroup | None]:
+    """All groups that Megatron lists, None for WORLD; a core of its own may have no such list."""
+    return cast("list[ProcessGroup | None] | None", answers.get(GROUP_LIST)) or []
 
 
 def _refusing_code(code: CodeType) -> CodeType:
@@ -271,7 +299,7 @@ def _answers(pg: ProcessGroupCollection, before: dict[str, object]) -> dict[str,
     hybrid = [name for name in pg.extras if name.startswith("hybrid.")]
     answers[HYBRID_GROUPS] = {int(name.removeprefix("hybrid.")): groups[name] for name in hybrid}
     every = [group for field in pg.present() for group in groups_behind(pg, field)]
-    answers[GROUP_LIST] = [None, *dict.fromkeys([*every, *pg.extras.values()])]
+    answers[GROUP_LIST] = [None, *dict.fromkeys([*every, *pg.extras.values(), *pg.lease.beside])]
     shared = before.get(MEMORY_BUFFER) if shares_globals_buffer(pg) else None
     answers[MEMORY_BUFFER] = owners_buffer(pg) if shared is None else shared
     if pg.layout is None:  # borrowed groups don't say, so what the globals say stands

@@ -155,10 +155,6 @@ OWNERS_CALLS: Mapping[str, str] = {
         "Leave the call out; for another layout open a second session "
         "(megapg.session(..., name=...)) and publish its groups."
     ),
-    "create_": (
-        "Make the group outside of the block, or with torch.distributed.new_group(), and pass it "
-        "as an argument."
-    ),
     "destroy_": (
         "Leave the call out: session.close() ends the groups, and leaving the block takes the rest "
         "down. What was initialised outside of the block is destroyed outside of it. Of groups of "

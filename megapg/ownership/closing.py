@@ -186,6 +186,8 @@ class Closing(abc.ABC):
         with steps.attempted("lease"):
             self._end(LeaseState.CLOSED, self._since() + (f", {reason}" if reason else ""))
         news = partial(self._add_news, error, coordinator, problems)
+        with steps.attempted("groups beside"):
+            _end_beside(self._lease, abort=abort is not None or alone)
         problems |= self._release(steps, news, abort, alone)
         self._world_owner = None
         if steps.problems:
@@ -336,6 +338,20 @@ class Closing(abc.ABC):
             communicators_of_torch.end(made, abort=abort)
         finally:
             self._made = [pair for pair in made if torch_private.knows(pair[1])]
+
+
+def _end_beside(lease: Lease, *, abort: bool) -> None:
+    """End the groups that Megatron's functions made beside the owner's, newest first."""
+    failures: list[Exception] = []
+    while lease.beside:
+        group = lease.beside.pop()
+        try:
+            communicators_of_torch.end_one(group, abort=abort)
+        except Exception as error:
+            error.add_note(f"closing {group.group_desc or group.group_name}")
+            failures.append(error)
+    if failures:
+        raise TeardownError(f"{len(failures)} groups could not be closed", failures)
 
 
 def _interruption(errors: Iterable[BaseException]) -> BaseException | None:

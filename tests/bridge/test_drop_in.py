@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from asking import registered
+from asking import registered, works
 from processes import captured
 from recording import fake_world, restored_parallel_state
 
@@ -124,6 +124,37 @@ def test_a_script_that_calls_megatrons_gets_a_session(world):
     with pytest.raises(ZeroDivisionError):
         fail_as_a_script_may()
     assert parallel_state.initialize_model_parallel is theirs
+
+
+def making_groups_beside():
+    """How many groups there are in each phase, with those that Megatron's functions made beside."""
+    dist.init_process_group("gloo")
+    session = initialize(2, create_gloo_process_groups=False)
+    ours = registered()
+    beside = [parallel_state.create_group([0, 1], backend="gloo")]
+    makes_twins = getattr(parallel_state, "create_all_gather_groups", None)
+    if makes_twins is not None:
+        beside += filter(None, makes_twins())
+    counted = [registered() == ours + len(beside)]
+    session.suspend("recreate")
+    beside.append(parallel_state.create_group([0, 1], backend="gloo"))
+    session.resume()
+    beside.append(parallel_state.create_group([0, 1], backend="gloo"))
+    counted.append(registered() == ours + len(beside))
+    assert [works(each, each.size()) for each in beside] == [True] * len(beside)
+    assert all(each in parallel_state._global_process_group_list for each in beside)
+    assert works(parallel_state.get_tensor_model_parallel_group())
+    destroy()
+    counted.append(registered() == 1)
+    with drop_in.standing_in():
+        parallel_state.initialize_model_parallel(2)
+        assert works(parallel_state.create_group([0, 1]))
+    counted.append(registered() == 1)
+    return counted
+
+
+def test_groups_that_megatrons_functions_make_beside_end_with_it():
+    assert run_distributed(making_groups_beside, 2, deadline=100) == [[True] * 4] * 2
 
 
 def fail_as_a_script_may():

@@ -41,7 +41,7 @@ CASES = {
         "tp2": {**TP, **SEQUENCE, **DISTRIBUTED},
         "pp2 untied": {**PP, **UNTIED},
         "pp2 vpp2 mtp": {**VPP, "mtp_num_layers": 1},
-        "ep2": {**EP, **DISTRIBUTED},
+        "ep2": {**EP, **DISTRIBUTED, "create_all_gather_group": True},
         "dp2 without gloo": {"disable_gloo_process_groups": True},
     },
     4: {

@@ -506,7 +506,7 @@ def test_a_failure_on_entry_leaves_nothing_behind(pg, monkeypatch):
 
 def test_what_makes_and_ends_groups_is_refused(pg):
     owners = functions("|".join(OWNERS_CALLS))
-    assert {"initialize_model_parallel", "create_group", "destroy_model_parallel"} <= set(owners)
+    assert {"initialize_model_parallel", "destroy_model_parallel"} <= set(owners)
     signatures = {name: inspect.signature(function) for name, function in owners.items()}
     before = everything()
     with published(pg), published(pg):
@@ -521,13 +521,12 @@ def test_what_makes_and_ends_groups_is_refused(pg):
             assert f"in {name}" in "".join(report.format())
             message = str(caught.value)
             assert message.startswith(f"parallel_state.{name}() inside published():")
-            advice = {"initialize": "open a second session", "create": "torch.distributed"}
+            advice = {"initialize": "open a second session"}
             assert advice.get(name.partition("_")[0], "session.close() ends") in message
         # With arguments, and by names bound before.
         for call in (
             lambda: bound_destroy(),
             lambda: bound_initialize(2, pipeline_model_parallel_size=2),
-            lambda: parallel_state.create_group([0], backend="gloo"),
         ):
             with pytest.raises(PublishedError):
                 call()
@@ -537,6 +536,34 @@ def test_what_makes_and_ends_groups_is_refused(pg):
     with megatron_as_found():
         bound_initialize(2, create_gloo_process_groups=False)
         assert parallel_state.get_tensor_model_parallel_world_size() == 2
+
+
+def test_what_megatrons_functions_make_inside_ends_with_the_session():
+    registered = dist.distributed_c10d._world.pg_map
+    layout = ParallelLayout(world_size=8, tp=2)
+    session, other = fake_session(layout, 3), None
+    with megatron_as_found(), published(session.groups) as pg:
+        every = parallel_state._global_process_group_list
+        first = parallel_state.create_group([1, 3])
+        assert first in every
+        assert isinstance(parallel_state.create_group([1, 2]), int)  # this rank is no member
+        borrowed = ProcessGroupCollection.from_groups(tp=pg.tp)
+        with published(borrowed):  # what is made in here is nobody's but the caller's
+            other = parallel_state.create_group([3, 4])
+        with published(pg):
+            assert first not in parallel_state._global_process_group_list  # not noted so far
+            second = parallel_state.create_group([2, 3])
+        with published(pg):
+            assert second in parallel_state._global_process_group_list
+        assert parallel_state._global_process_group_list is every
+    with megatron_as_found(), published(session.groups):
+        listed = parallel_state._global_process_group_list
+        assert [listed.count(each) for each in (first, second, other)] == [1, 1, 0]
+        dist.destroy_process_group(second)  # the caller may end one before
+    assert {first, other} <= set(registered)
+    dist.destroy_process_group(other)
+    session.close()
+    assert not registered
 
 
 def test_a_function_that_somebody_has_wrapped_is_refused_too(pg, monkeypatch):
