@@ -16,7 +16,7 @@ from megapg.megatron.tables import OLDEST_CORE, OLDEST_READ
 if TYPE_CHECKING:
     from types import CodeType, ModuleType
 
-    from megapg.collection import ProcessGroupCollection
+    from megapg.collection import ProcessGroup, ProcessGroupCollection
 
 _PACKAGE = "megatron.core"
 _PACKAGE_INFO = f"{_PACKAGE}.package_info"
@@ -32,6 +32,11 @@ class MegatronCollection(Protocol):
     """Megatron-core's own ``ProcessGroupCollection``: mutable, tested by class in places."""
 
     __dict__: dict[str, object]
+
+    @property
+    def tp(self) -> ProcessGroup:
+        """A field that every such collection has, so that a checker knows one from a session."""
+        ...
 
 
 class ModuleCollections(Protocol):

@@ -11,10 +11,10 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Unpack, cast
 
 from megapg.errors import SessionError
-from megapg.megatron.arguments import session_arguments
+from megapg.megatron.arguments import MegatronArguments, session_arguments
 from megapg.megatron.core import parallel_state_module
 from megapg.megatron.publish import published
 from megapg.ownership.closing import leave
@@ -25,7 +25,9 @@ _NAME = "parallel_state"
 _MARK = "__megapg_drop_in__"  # where the open session lives in parallel_state: no state of our own
 
 
-def initialize_model_parallel(*sizes: object, **arguments: object) -> Session:
+def initialize_model_parallel(
+    *sizes: int | None, **arguments: Unpack[MegatronArguments]
+) -> Session:
     """As Megatron's function of this name, with the same arguments, but by a session.
 
     Makes one communicator where several groups have the same ranks. In the thread that calls this

@@ -19,10 +19,19 @@ WELL_TYPED = """
 
     import torch
     import torch.distributed as dist
+    from megatron.core.process_groups_config import (  # type: ignore[import-untyped]
+        ProcessGroupCollection as CoresOwn,
+    )
 
     import megapg
     from megapg.layout import Field, GroupName, ParallelLayout
-    from megapg.megatron import globals_policy, resolves, session_arguments
+    from megapg.megatron import (
+        forbid_global_reads,
+        globals_policy,
+        initialize_model_parallel,
+        resolves,
+        session_arguments,
+    )
     from megapg.testing import fake_collection, run_distributed
 
 
@@ -58,6 +67,15 @@ WELL_TYPED = """
         assert run_distributed(partial(len, [1]), 2)
         found = megapg.groups_of(model, "tp", "hybrid.2")
         megapg.from_mesh(pg.mesh("dp_cp", "tp"), tp="tp", dp="dp_cp")
+        theirs = CoresOwn()
+        megapg.resolve(theirs), megapg.resolve(None), megapg.resolve(megapg.from_megatron(theirs))
+        megapg.seed_all(1, theirs)
+        megapg.save_checkpoint("here", 1, model=model, pg_collection=theirs)
+        megapg.from_megatron(megapg.to_megatron(pg))
+        with forbid_global_reads(["trainer"]), forbid_global_reads(("trainer",)):
+            pass
+        opened = initialize_model_parallel(2, 1, None, order="tp-cp-ep-dp-pp", use_sharp=False)
+        megapg.suspend(opened)
         return sum(sizes) + sum(levels) + len(ranks) + len(found.ranks("hcp.1"))
 """
 
@@ -70,7 +88,8 @@ TYPOS = """
     import megapg
     from megapg import sesion  # wrong
     from megapg.layout import ParallelLayout
-    from megapg.megatron import globals_policy, resolves, session_arguments
+    from megapg.megatron import compare_with_globals, forbid_global_reads, getters, globals_policy
+    from megapg.megatron import initialize_model_parallel, resolves, session_arguments
     from megapg.megatron import sesion_arguments  # wrong
     from megapg.testing import fake_collection, run_distribute  # wrong
 
@@ -118,6 +137,28 @@ TYPOS = """
         megapg.session().suspend("recreated")  # wrong
         print(megapg.session().group)  # wrong
         fake_collection(tpp=2)  # wrong
+        initialize_model_parallel(tensor_parallel_size=2)  # wrong
+        initialize_model_parallel("2")  # wrong
+        initialize_model_parallel(2, 2, order=3)  # wrong
+        forbid_global_reads("megatron")  # wrong
+
+
+    def not_a_collection(session: megapg.Session, model: torch.nn.Module) -> None:
+        megapg.published(session)  # wrong
+        megapg.published("tp")  # wrong
+        megapg.resolve(session)  # wrong
+        megapg.resolve("tp")  # wrong
+        megapg.from_megatron(session)  # wrong
+        megapg.from_megatron("tp")  # wrong
+        megapg.to_megatron(session)  # wrong
+        megapg.seed_all(1, session)  # wrong
+        megapg.seed_all(1, "tp")  # wrong
+        megapg.capture_rng_state(session)  # wrong
+        megapg.save_checkpoint("here", 1, model=model, pg_collection=session)  # wrong
+        megapg.load_checkpoint("here", model=model, pg_collection=session)  # wrong
+        compare_with_globals(session)  # wrong
+        getters.memory_buffer("tp")  # wrong
+        megapg.suspend(session.groups)  # wrong
 """
 
 

@@ -143,7 +143,7 @@ def resolves(
         @functools.wraps(function)
         def resolved(*args: P.args, **kwargs: P.kwargs) -> R:
             # In this frame, as resolve() is in that of the function: it looks for the caller.
-            passed = kwargs.get("pg_collection")
+            passed = cast("ProcessGroupCollection | None", kwargs.get("pg_collection"))
             kwargs["pg_collection"] = resolve(passed, needs=needs, owner=name)
             return function(*args, **kwargs)
 

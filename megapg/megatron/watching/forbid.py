@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from megapg.errors import GlobalReadError
 from megapg.megatron.core import parallel_state_module
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def forbid_global_reads(allow: Sequence[str] = ()) -> Iterator[None]:
+def forbid_global_reads(allow: tuple[str, ...] | list[str] = ()) -> Iterator[None]:
     """While the block runs, a read of ``parallel_state`` raises in the function that reads.
 
     A read is what :func:`~megapg.megatron.trace_global_reads` records, in all threads; that may
@@ -32,7 +32,7 @@ def forbid_global_reads(allow: Sequence[str] = ()) -> Iterator[None]:
     Raises:
         GlobalReadError: at the read; the message says where it is and what to write instead.
     """
-    if isinstance(allow, str):
+    if isinstance(cast("object", allow), str):
         raise TypeError(f"allow={allow!r}: give a list of modules, such as [{allow!r}].")
     with listening(_Ban(tuple(allow)), last=True):
         yield
