@@ -24,6 +24,10 @@ _NAMESAKE = (
     "it stands for Megatron-core's parallel_state, --wrapper {name} (or wrappers in "
     "[tool.megapg]) says so."
 )
+_OLD_CORE = (
+    "the tree's own Megatron-core is older than 0.12, and beside it what megapg migrate writes "
+    "raises UnsupportedVersionError where it turns to the globals: bring that copy up to 0.12 first"
+)
 _DIFF_STYLES = {"@": "cyan", "+": "green", "-": "red"}
 
 
@@ -50,6 +54,8 @@ def show(out: Console, report: Report, entries: Iterable[Entry], title: str) -> 
     for each in report.findings.namesakes:
         place = os.path.relpath(each.path, report.config.root)
         _line(out, place, "yellow", _NAMESAKE.format(name=each.name))
+    if report.config.old_core:
+        _line(out, report.config.old_core, "yellow", _OLD_CORE)
     show_problems(out, report.problems, f"{report.problem}: " if report.problem else "")
     for entry in entries:
         show_use(out, entry)

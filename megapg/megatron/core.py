@@ -66,6 +66,8 @@ def installed_version() -> tuple[int, int, int]:
         if refusal is None:
             raise
         raise refusal from error
+    if any(not hasattr(package, each) for each in ("MAJOR", "MINOR", "PATCH")):
+        raise _says_no_version()
     version = _version_in(package)
     if version[:2] < OLDEST_READ:
         raise _too_old(version)
@@ -84,6 +86,15 @@ def _too_old(version: tuple[int, int, int]) -> UnsupportedVersionError:
     )
 
 
+def _says_no_version() -> UnsupportedVersionError:
+    where = getattr(sys.modules.get(_PACKAGE), "__file__", None) or "sys.modules"
+    return UnsupportedVersionError(
+        f"The Megatron-core in {where} does not say its version: it has no package_info.py with "
+        "one, as a copy of before 0.6 has none, or a stub. megapg reads 0.12.0 and newer. pip "
+        "install 'megatron-core>=0.16' brings one; see that nothing else comes before it."
+    )
+
+
 def _refusal(error: Exception) -> UnsupportedVersionError | None:
     """What to say where importing Megatron-core raised this; None where it says enough by itself.
 
@@ -94,7 +105,7 @@ def _refusal(error: Exception) -> UnsupportedVersionError | None:
         return UnsupportedVersionError("this needs Megatron-core: pip install 'megapg[megatron]'.")
     version = _version_on_disk()
     if version is None:
-        return None
+        return _says_no_version() if not_found else None
     if version[:2] < OLDEST_READ:
         return _too_old(version)
     if isinstance(error, ImportError):

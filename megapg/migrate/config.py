@@ -43,6 +43,9 @@ class Config:
     # Minor numbers of the Megatron-core versions that may run the code.
     versions: tuple[int, ...] = _RUNS_MEGAPG
     versions_from: str = _NOTHING  # where these come from, for the report
+    # The file by which the tree's own core is older than any that what is written runs beside, and
+    # what it says; empty where there is none.
+    old_core: str = ""
     # The name of the module that each package gets in place of megapg; empty where megapg is
     # imported.
     vendored: str = ""
@@ -80,16 +83,18 @@ def load_config(
         from_core, origin = said, "[tool.megapg] from-core"
     else:
         origin = "--from-core"
+    own = _of_own_core(root)
     if from_core is not None:
         versions = parse_versions(from_core)
     else:
-        versions, origin = _of_own_core(root) or _pinned(root) or (_RUNS_MEGAPG, _NOTHING)
+        versions, origin = own or _pinned(root) or (_RUNS_MEGAPG, _NOTHING)
     return Config(
         root=root,
         exclude=_strings(table, "exclude", file),
         wrappers=(*_strings(table, "wrappers", file), *wrappers),
         versions=versions,
         versions_from=origin,
+        old_core=own[1] if own is not None and own[0][0] < _RUNS_MEGAPG[0] else "",
         vendored=parse_runtime(table.get("runtime", "megapg") if runtime is None else runtime),
     )
 

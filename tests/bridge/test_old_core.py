@@ -102,7 +102,8 @@ def test_a_core_that_can_not_be_imported_is_not_said_to_be_absent(
     [
         ({"__init__.py": "[].nothing", "package_info.py": "MAJOR = MINOR"}, AttributeError),
         ({"__init__.py": "import nowhere", "package_info.py": ""}, ModuleNotFoundError),
-        ({"__init__.py": ""}, ModuleNotFoundError),
+        ({"__init__.py": ""}, UnsupportedVersionError),
+        ({"__init__.py": "", "package_info.py": "MAJOR = 0"}, UnsupportedVersionError),
         ({"__init__.py": "", "package_info.py": "MAJOR = MINOR"}, NameError),
     ],
 )

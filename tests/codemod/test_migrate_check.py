@@ -215,6 +215,20 @@ def test_the_version_is_what_the_project_pins(
     assert load_config(tmp_path, "0.13").versions == (13,)
 
 
+@pytest.mark.parametrize(("minor", "is_old"), [(2, True), (11, True), (12, False)])
+def test_a_core_in_the_tree_beside_which_nothing_runs_is_named(
+    tmp_path: Path, minor: int, is_old: bool
+) -> None:
+    info, code = f"MINOR = {minor}\n", "from megatron.core import mpu\n\nmpu.get_tp()\n"
+    write(tmp_path, {"pyproject.toml": "", "megatron/core/package_info.py": info, "a.py": code})
+    for command in (["check"], ["migrate"], ["migrate", "--from-core", "0.16"]):
+        said = CliRunner().invoke(app, [*command, str(tmp_path / "a.py")]).output
+        assert ("bring that copy up to 0.12 first" in said) is is_old
+        assert not is_old or "megatron/core/package_info.py" in said
+    said = CliRunner().invoke(app, ["migrate", str(tmp_path / "a.py"), "--json"]).stdout
+    assert bool(json.loads(said)["old_core"]) is is_old
+
+
 @pytest.mark.parametrize(
     ("text", "expected"), [("0.16", (16,)), ("0.16.1", (16,)), ("0.12-0.14", (12, 13, 14))]
 )

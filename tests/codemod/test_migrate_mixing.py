@@ -72,6 +72,14 @@ TEXTS = {
     # What was passed, and the globals where nothing was.
     "def f(pg_collection=None):\n    if pg_collection is None:\n"
     "        return megapg.resolve(None).tp\n    return pg_collection.tp\n": [],
+    # What is asked for by its name, and what asks no more than whether it is there.
+    "def f(model):\n    x = getattr(mpu, 'get_tensor_model_parallel_rank')()\n"
+    "    return x, megapg.groups_of(model, 'tp').tp\n": ["f"],
+    "def f(model):\n    x = getattr(mpu, '_OURS', None), hasattr(mpu, 'get_data_parallel_rank')\n"
+    "    return x, megapg.groups_of(model, 'dp').dp\n": [],
+    "def f(model, name):\n    return getattr(mpu, name)(), megapg.groups_of(model, 'dp').dp\n": [
+        "f"
+    ],
     # What is left, and nothing can serve.
     "def f(model):\n    mpu.set_tensor_model_parallel_rank(1)\n"
     "    mpu.get_tensor_parallel_group_of_a_fork()\n"

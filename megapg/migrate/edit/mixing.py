@@ -15,14 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from megapg.migrate.edit.absent import for_none
-from megapg.migrate.find.axes import AXES, axes_of, group_argument
+from megapg.migrate.edit.called import Names
+from megapg.migrate.find.axes import axes_of, group_argument
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.find.roles import is_of_another_role
 from megapg.migrate.python.methods import making, parameters
 from megapg.migrate.python.scopes import children_of, last_name, walk
-from megapg.migrate.reasons import UNSERVED
-from megapg.upstream.expressions import known, replacement
-from megapg.upstream.mapping import COLLECTION_NAMES, Refusal
+from megapg.upstream.mapping import COLLECTION_NAMES
 from megapg.upstream.signatures import VERSIONS
 
 PASSED, GLOBALS = "pg_collection", "the globals"
@@ -32,8 +31,6 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 CONSTRUCTOR = "__init__"
 # What a collection has beside its fields.
 _OTHERS = frozenset({"rank", "size", "ranks", "extras", "holds", "require"})
-# What nothing serves, and does not stand for a group either.
-_OF_NO_GROUP = UNSERVED - {"no-field"}
 
 
 @dataclass(frozen=True)
@@ -190,75 +187,6 @@ def _beside_the_globals(where: str, number: int, asked: Sequence[Asking]) -> Ite
         yield Mixed(where, number, both, of_globals[0], others[0])
 
 
-class _Names:
-    """What the imports of a file are called in it."""
-
-    def __init__(
-        self, imports: Iterable[ast.AST], versions: Collection[int], has_core: bool, runtime: str
-    ) -> None:
-        self.megapg, self.getters, self.modules = set[str](), set[str](), set[str]()
-        self.members: dict[str, str] = {}
-        self.homes: dict[str, str] = {}  # of what is imported: the folder, or file, that has it
-        self._versions, self._has_core, self._runtime = versions, has_core, runtime
-        self._served: dict[str, bool] = {}
-        self.has_star = False  # whether the getters come by a star
-        for node in imports:
-            if isinstance(node, ast.Import):
-                self.megapg |= {e.asname or e.name for e in node.names if e.name == runtime}
-                self.homes |= {
-                    e.asname or e.name: f"/{e.name}".replace(".", "/") for e in node.names
-                }
-            elif isinstance(node, ast.ImportFrom):
-                home = "/".join(["", *filter(None, (node.module or "").split("."))])
-                self.homes |= {each.asname or each.name: home for each in node.names}
-                self._imported_from(node.module or "", node.names)
-        if runtime != "megapg":  # one module has all
-            self.getters |= self.megapg
-        self.all = self.megapg | self.getters | self.modules | self.members.keys()
-
-    def _imported_from(self, module: str, names: Sequence[ast.alias]) -> None:
-        for each in names:
-            bound = each.asname or each.name
-            if module == "megapg.megatron" and each.name == "getters":
-                self.getters.add(bound)
-            elif each.name == self._runtime:
-                self.megapg.add(bound)
-            elif not module.startswith("megatron") and module:
-                continue
-            elif each.name in ("parallel_state", "mpu"):
-                self.modules.add(bound)
-            elif module.endswith(("parallel_state", "mpu")):
-                self.has_star = self.has_star or bound == "*"
-                if known(each.name):
-                    self.members[bound] = each.name
-
-    def is_of_core(self, called: ast.expr) -> bool:
-        """Whether what is called is imported from Megatron-core."""
-        while isinstance(called, ast.Attribute):
-            called = called.value
-        home = self.homes.get(called.id, "") if isinstance(called, ast.Name) else ""
-        return home.startswith("/megatron/core") and not self._has_core
-
-    def is_private(self, node: ast.Attribute) -> bool:
-        """Whether a private global of Megatron's is read."""
-        is_of_it = isinstance(node.value, ast.Name) and node.value.id in self.modules
-        return is_of_it and node.attr.startswith("_") and isinstance(node.ctx, ast.Load)
-
-    def left(self, called: ast.expr) -> str:
-        """The getter of Megatron's that is called, and that is about a group."""
-        name = self.members.get(called.id, "") if isinstance(called, ast.Name) else ""
-        if self.has_star and isinstance(called, ast.Name) and known(called.id):
-            name = called.id
-        if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name):
-            name = called.attr if called.value.id in self.modules else ""
-        if name and name not in self._served:
-            answers = [replacement(name, (), (each,)) for each in self._versions]
-            self._served[name] = any(
-                not isinstance(each, Refusal) or each.reason not in _OF_NO_GROUP for each in answers
-            )
-        return name if name and self._served[name] else ""
-
-
 class TextOfFile:
     """What is in a file."""
 
@@ -274,7 +202,7 @@ class TextOfFile:
         nodes = list(walk(tree))
         self.definitions = [each for each in nodes if isinstance(each, _Function | ast.ClassDef)]
         imports = [each for each in nodes if isinstance(each, ast.Import | ast.ImportFrom)]
-        self.names = _Names(imports, versions, has_core, runtime)
+        self.names = Names(imports, versions, has_core, runtime)
         self.classes = [
             _Class(each, number, self)
             for number, each in enumerate(self.definitions)
@@ -334,7 +262,7 @@ class _Class:
 class _Reading:
     """What one function asks, without the functions in it that have a model of their own."""
 
-    def __init__(self, function: _Function, names: _Names, around: _Reading | None = None) -> None:
+    def __init__(self, function: _Function, names: Names, around: _Reading | None = None) -> None:
         self._function, self._names = function, names
         # Variables -> since which lines each holds a collection, and of which carrier. A model.
         self._holds: dict[str, list[tuple[int, str]]] = defaultdict(list)
@@ -435,7 +363,7 @@ class _Reading:
             yield from _of_context_too(node, GLOBALS)
         given = (*node.args, *(keyword.value for keyword in node.keywords))
         if any(isinstance(e, ast.Name) and e.id in self._names.modules for e in given):
-            yield from (Asking(GLOBALS, axis, line) for axis in sorted(AXES))  # whatever it reads
+            yield from (Asking(GLOBALS, each, line) for each in self._names.read_by_name(node))
         if group_argument(node) and self._names.is_of_core(node.func):
             yield Asking(GLOBALS, "tp", line, by_core=True)
         first = node.args[0] if node.args else None

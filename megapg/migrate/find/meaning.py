@@ -41,6 +41,7 @@ _OTHER_NAMES = frozenset(
 # Megatron's own modules import the getters, and users import them from there.
 _REEXPORTING = re.compile(r"megatron\.(core|training|legacy)\.")
 _MOVED = "get_moe_layer_wise_logging_tracker"  # a function of its own elsewhere, since 0.13
+_OTHERS = "communication_utils"  # has functions of the same names, which take a group
 
 # Names of Megatron-core's module that begin so are Python's, not its.
 _DUNDER = re.compile(r"__\w+__\Z")
@@ -275,7 +276,8 @@ class Resolver:
         if _REEXPORTING.match(dotted):
             if parts[-1] in ("parallel_state", "mpu"):
                 return frozenset({GLOBALS})
-            if parts[-1] != _MOVED and parts[-1] != parts[-1].upper() and known(parts[-1]):
+            is_another = parts[-1] == _MOVED or _OTHERS in parts
+            if not is_another and parts[-1] != parts[-1].upper() and known(parts[-1]):
                 return frozenset({Thing("member", parts[-1])})
         return frozenset({Thing("name", dotted, importer)})
 

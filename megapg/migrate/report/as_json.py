@@ -23,6 +23,7 @@ def document(report: Report, counted: Collection[Entry]) -> dict[str, object]:
         "megapg": __version__,
         "versions": [f"0.{version}" for version in report.config.versions],
         "versions_from": report.config.versions_from,
+        "old_core": report.config.old_core or None,
         "files": report.findings.files,
         "kept": report.findings.kept,
         "totals": {"uses": len(report.entries), **report.fates, "reasons": report.reasons},
