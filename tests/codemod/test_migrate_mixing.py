@@ -64,6 +64,16 @@ TEXTS = {
     "    def g(self):\n        return megapg.resolve(None).pp\n": ["class A"],
     "class A:\n    def __init__(self, pg_collection):\n        self.pg_collection = pg_collection\n"
     "        self.x = pg_collection.tp, megapg.groups_of(self, 'tp').tp\n": [],
+    # What a constructor asked goes with what a method asks that reads it.
+    "class A:\n    def __init__(self):\n        rank = megapg.groups_of(self, 'dp').rank('dp')\n"
+    "        self.is_first = rank == 0\n    def g(self, model):\n        if self.is_first:\n"
+    "            return megapg.groups_of(model, 'dp').dp\n": ["class A"],
+    "class A:\n    def __init__(self):\n        self.x = megapg.resolve(None).rank('dp')\n"
+    "    def g(self, model):\n        return self.x, megapg.groups_of(model, 'dp').dp\n": [
+        "class A"
+    ],
+    "class A:\n    def __init__(self):\n        self.x = megapg.groups_of(self, 'dp').rank('dp')\n"
+    "    def g(self, model):\n        return self.y, megapg.groups_of(model, 'dp').dp\n": [],
     # Where nothing was passed the globals are meant, and nothing else.
     "def f(model, pg_collection=None):\n    if pg_collection is None:\n"
     "        return mpu.get_data_parallel_rank(), megapg.groups_of(model, 'dp').dp\n": ["f"],

@@ -13,6 +13,7 @@ from pathlib import Path
 from megapg.migrate.decide.decisions import GLOBALS, Base, Plan
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER
+from megapg.migrate.decide.kept import ask_what_the_constructor_asked
 from megapg.migrate.decide.references import References
 from megapg.migrate.decide.threads import is_usual_method
 from megapg.migrate.find.axes import AXES, asked_about, axes_of, is_argument, takes_group
@@ -101,7 +102,7 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
     ]
     wanting = {unit for together in of_objects for unit in _wanting(together)} - facts.of_self
     facts.of_self |= wanting
-    if wanting:
+    if wanting or ask_what_the_constructor_asked(plan, index, facts):
         return True
     apart = {unit for unit, of in of_functions.items() if _is_apart(of)}
     several = {unit for unit, of in of_functions.items() if _asks_a_variable_too(unit, of)}

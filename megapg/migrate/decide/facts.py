@@ -51,6 +51,8 @@ class Facts:
         of_models: constructors that get no collection, for their objects have the model that is
             asked beside them.
         of_passed: constructors that ask their object, which has the model that they would ask.
+        of_kept: methods that ask their object, and no model, since they read of it what its
+            constructor asked.
         of_self: methods that nothing else serves than their object, as it does its other methods.
     """
 
@@ -61,6 +63,7 @@ class Facts:
         self.of_one: set[Scope] = set()
         self.of_models: set[Scope] = set()
         self.of_passed: set[Scope] = set()
+        self.of_kept: set[Scope] = set()
         self.of_self: set[Scope] = set()
 
     def best(self, found: Sequence[Carrier], unit: Scope | None, path: Path) -> Base | None:
@@ -71,9 +74,10 @@ class Facts:
                 found = [each for each in found if each.origin not in ("local", "inner")]
             else:
                 found = [each for each in found if each.kind == "collection"]
-        return best(found) or (
-            Base(How.MODEL, "groups_of", self_of(unit)) if unit in self.of_self else None
-        )
+        if unit in self.of_kept:
+            found = [e for e in found if e.expression.partition(".")[0] == self_of(unit)]
+        is_of_self = unit in self.of_self or unit in self.of_kept
+        return best(found) or (Base(How.MODEL, "groups_of", self_of(unit)) if is_of_self else None)
 
     def _is_left_out(self, carrier: Carrier, unit: Scope | None, path: Path) -> bool:
         """Whether it is a parameter for a model that some caller leaves None."""

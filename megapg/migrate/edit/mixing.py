@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 
 from megapg.migrate.edit.absent import for_none
@@ -19,7 +20,7 @@ from megapg.migrate.edit.called import Names
 from megapg.migrate.find.axes import axes_of, group_argument
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.find.roles import is_of_another_role
-from megapg.migrate.python.methods import making, parameters
+from megapg.migrate.python.methods import attributes_kept, attributes_read, making, parameters
 from megapg.migrate.python.scopes import children_of, last_name, walk
 from megapg.upstream.mapping import COLLECTION_NAMES
 from megapg.upstream.signatures import VERSIONS
@@ -107,6 +108,9 @@ def mixed(
                 asked = [asking for each in line for asking in each.asked]
                 where = f"class {klass.node.name}"
                 yield from ((name, each) for each in _apart(where, klass.number, asked))
+                beside = klass.beside_what_is_kept([each.kept for each in line])
+                for pair in beside:
+                    yield from ((name, each) for each in _apart(where, klass.number, pair))
 
 
 def new_in(
@@ -257,6 +261,35 @@ class _Class:
                     or (method.name in without_one and asking.carrier not in COLLECTION_NAMES)
                 ):
                     yield asking
+
+    @cached_property
+    def kept(self) -> dict[str, list[Asking]]:
+        """What its constructor asked for each attribute that it gives the object."""
+        found: dict[str, list[Asking]] = {}
+        for each in self.node.body:
+            if not isinstance(each, _Function) or each.name != CONSTRUCTOR:
+                continue
+            asked = self.file.asked_by(each)
+            for attribute, nodes in attributes_kept(each).items() if asked else ():
+                lines = {n.lineno for n in walk(each) if id(n) in nodes and isinstance(n, ast.expr)}
+                found.setdefault(attribute, []).extend(e for e in asked if e.line in lines)
+        return found
+
+    def beside_what_is_kept(
+        self, kept: Sequence[Mapping[str, Sequence[Asking]]]
+    ) -> Iterator[list[Asking]]:
+        """What each of its methods asks, with what a constructor asked for what that one reads."""
+        for each in self.node.body if any(kept) else ():
+            if not isinstance(each, _Function) or each.name == CONSTRUCTOR or _makes_groups(each):
+                continue
+            others = [e for e in self.file.asked_by(each) if e.carrier not in ("self", GLOBALS)]
+            read = attributes_read(each) if others else set()
+            of_it = [e for some in kept for name in read & some.keys() for e in some[name]]
+            if of_it:
+                asked = [
+                    replace(e, carrier="self" if e.carrier == PASSED else e.carrier) for e in of_it
+                ]
+                yield [*asked, *others]
 
 
 class _Reading:

@@ -103,6 +103,40 @@ def is_self(value: ast.expr, method: Scope) -> bool:
     return isinstance(value, ast.Name) and value.id in method.instances
 
 
+def attributes_kept(constructor: ast.AST) -> dict[str, set[int]]:
+    """The attributes that a constructor gives its object, and the nodes of which the value of each
+    comes, be it by a variable.
+    """
+    own, found = first_parameter(constructor), dict[str, set[int]]()
+    of_variables: dict[str, set[int]] = {}
+    assigned = (each for each in walk(constructor) if isinstance(each, ast.Assign | ast.AnnAssign))
+    for each in sorted(assigned, key=lambda each: each.lineno):
+        if each.value is None:
+            continue
+        nodes = {id(node): node for node in walk(each.value)}
+        names = {node.id for node in nodes.values() if isinstance(node, ast.Name)}
+        comes_of = set(nodes).union(*(of_variables.get(name, ()) for name in names))
+        for target in each.targets if isinstance(each, ast.Assign) else [each.target]:
+            if isinstance(target, ast.Name):
+                of_variables.setdefault(target.id, set()).update(comes_of)
+            elif isinstance(target, ast.Attribute) and last_name(target.value) == own != "":
+                found.setdefault(target.attr, set()).update(comes_of)
+    return found
+
+
+def attributes_read(method: ast.AST) -> set[str]:
+    """The attributes that a method reads of its object."""
+    own = first_parameter(method)
+    return {
+        each.attr
+        for each in walk(method)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Load)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == own != ""
+    }
+
+
 def is_super(node: ast.expr, method: Scope | None) -> bool:
     """Whether an expression is ``super()`` in a method, or ``super(C, self)`` in one of ``C``."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
