@@ -232,14 +232,25 @@ class Writer:
                 looked_up = self._in_quotes(f"{name} = {self._collection(base, each.needs)}")
                 if isinstance(each.before, _FUNCTION):
                     looked_up += newline_of(self._source)  # and a blank line before that
-                is_compound = any(blocks(each.before))  # the comment above it is about that
-                edit = add_statement(self._source, each.before, looked_up, over_comment=is_compound)
+                # The comment above it is about that, and no heading of several.
+                is_its_own = any(blocks(each.before)) or self._ends_a_paragraph(each.before)
+                edit = add_statement(self._source, each.before, looked_up, over_comment=is_its_own)
                 if edit is not None:
                     self._edits.append(edit)
                     self._shared |= dict.fromkeys(each.members, name)
 
     def _is_free(self, statement: ast.stmt) -> bool:
         return add_statement(self._source, statement, "") is not None
+
+    def _ends_a_paragraph(self, statement: ast.stmt) -> bool:
+        """Whether a blank line, a comment, or the end of its block follows a statement."""
+        end = statement.end_lineno or statement.lineno
+        if end >= len(self._source.line_starts):
+            return True
+        following = self._source.line_text(end + 1)
+        text = following.lstrip(" \t\f")
+        is_further_out = len(following) - len(text) < statement.col_offset
+        return not text.strip() or text.startswith("#") or is_further_out
 
     def _free_name(
         self, function: Scope, wanted: Sequence[str], taken: Collection[str]
