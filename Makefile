@@ -86,11 +86,11 @@ test-cores:  ## run the contract tests on the Megatron-cores between (python3.12
 # Nothing is fetched and nothing installed: MEGATRON is a checkout of Megatron-LM, and PYTHON has what
 # its tests need, megapg's own requirements, and GPUs where there are any.
 test-upstream:  ## run the unit tests of the Megatron-LM at MEGATRON on its globals and on sessions
-	PYTHONPATH=. $(or $(PYTHON),python3) -m tools.upstream $(MEGATRON) $(ARGS)
+	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(or $(PYTHON),python3) -m tools.upstream $(MEGATRON) $(ARGS)
 
 # Nothing is installed for it: the torch that belongs to the machine's driver is the one to ask.
 test-gpu:  ## suspend, resume and count memory on this machine's GPUs, with the torch of PYTHON
-	PYTHONPATH=. $(or $(PYTHON),python3) -m benchmarks.gpu $(ARGS)
+	PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" $(or $(PYTHON),python3) -m benchmarks.gpu $(ARGS)
 
 bench: $(READY)  ## run the benchmarks; options in ARGS
 	.venv/bin/python -m benchmarks $(ARGS)

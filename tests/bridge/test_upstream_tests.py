@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -70,38 +71,91 @@ def test_globals():
 """
 
 
-@pytest.mark.slow
-def test_what_passes_on_globals_and_not_on_sessions_is_named(tmp_path: Path) -> None:
-    folder = "tests/unit_tests"
+OF_THE_CALLER = """\
+import urllib.request
+
+import on_the_callers_path
+import pytest
+
+
+def test_nothing_is_downloaded():
+    with pytest.raises(OSError, match="make test-upstream downloads nothing"):
+        urllib.request.urlopen("http://example.org")
+"""
+STANDS_STILL = """\
+import threading
+
+
+def test_forever():
+    threading.Event().wait()
+"""
+FOLDER = "tests/unit_tests"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
     files = {
-        f"{folder}/{name}.py": text
-        for name, text in {
-            "__init__": "",
-            "test_utilities": UTILITIES,
-            "test_both": OF_BOTH,
-            "test_one": OF_ONE,
-        }.items()
+        "__init__": "",
+        "test_utilities": UTILITIES,
+        "test_both": OF_BOTH,
+        "test_one": OF_ONE,
+        "more/__init__": "",
+        "more/test_of_the_caller": OF_THE_CALLER,
+        "more/test_stands_still": STANDS_STILL,
+        "more/test_broken": "import not_there_at_all",
     }
-    write(tmp_path, {"tests/__init__.py": "", "tools/__init__.py": "", **files})
+    found = {f"{FOLDER}/{name}.py": text for name, text in files.items()}
+    found["callers/on_the_callers_path.py"] = ""
+    write(tmp_path, {"tests/__init__.py": "", "tools/__init__.py": "", **found})
+    return tmp_path
 
-    def run(*arguments: str) -> tuple[int, str]:
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "tools.upstream",
-            str(tmp_path),
-            *arguments,
-        ]
-        ran = captured(command, timeout=250)
-        return ran.returncode, ran.stdout + ran.stderr * (ran.returncode > 1)
 
-    code, said = run("--ranks", "2")
-    assert code == 1
-    assert re.search(r"test_both.py\W+1\W+1\W", said), said
-    assert re.search(r"test_one.py\W+1\W+0\W", said), said
-    assert said.endswith("only on globals: tests.unit_tests.test_one.test_globals\n")
-    code, said = run("--select", "nothing_of_the_kind")
-    assert code == 2
-    assert "no tests in tests/unit_tests with 'nothing_of_the_kind'" in said
+def upstream(checkout: Path, *arguments: str) -> tuple[int, str]:
+    """``make test-upstream``: its exit code, and what it says."""
+    variables = [f"MEGATRON={checkout}", f"PYTHON={sys.executable}", f"ARGS={' '.join(arguments)}"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(checkout / "callers"),
+        "PYTHONWARNINGS": "ignore",
+    }
+    ran = captured(["make", "test-upstream", *variables], cwd=ROOT, env=environment, timeout=250)
+    told = re.search(r"test-upstream\] Error (\d+)", ran.stderr)
+    return int(told[1]) if told else ran.returncode, ran.stdout + ran.stderr
+
+
+@pytest.mark.slow
+def test_what_passes_on_globals_and_not_on_sessions_is_named(checkout: Path) -> None:
+    code, said = upstream(
+        checkout, "--ranks 2", "--select _both --select _one --select _caller --select _broken"
+    )
+    assert code == 1, said
+    for name, on_globals, on_sessions in (
+        ("test_both.py", 1, 1),
+        ("test_one.py", 1, 0),
+        ("more/test_of_the_caller.py", 1, 1),
+        ("more", 1, 1),
+        (r"\.", 2, 1),
+        ("all", 3, 2),
+    ):
+        assert re.search(rf"\| {name} +\| {on_globals} +\| {on_sessions} +\|", said), (name, said)
+    broken = "more/test_broken.py, on both: ModuleNotFoundError: No module named 'not_there_at_all'"
+    assert f"{broken}\nonly on globals: tests.unit_tests.test_one.test_globals\n" in said
+
+
+@pytest.mark.slow
+def test_a_file_that_takes_too_long_is_no_empty_row(checkout: Path) -> None:
+    code, said = upstream(checkout, "--select stands_still --minutes 0.05")
+    assert code == 2, said
+    assert "more/test_stands_still.py, on both: too slow, over 0.05 minutes\n" in said
+
+
+def test_what_can_not_start_is_said_at_once(checkout: Path) -> None:
+    code, said = upstream(checkout, "--select nothing_of --select the_kind")
+    assert code == 2, said
+    assert "no tests in tests/unit_tests with 'nothing_of' or 'the_kind' in their paths" in said
+    (checkout / FOLDER / "test_utilities.py").write_text("import transformer_engine_of_yours")
+    code, said = upstream(checkout)
+    assert code == 2, said
+    assert "tests.unit_tests.test_utilities can't be imported by " in said
+    assert "ModuleNotFoundError: No module named 'transformer_engine_of_yours'" in said

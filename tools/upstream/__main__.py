@@ -2,20 +2,23 @@
 
 ``python -m tools.upstream CHECKOUT``, or ``make test-upstream MEGATRON=CHECKOUT``. Nothing is
 fetched. A test counts as passed where it passes on every rank. The exit code is 1 where one passes
-on globals and not on sessions.
+on globals and not on sessions, and 2 where nothing could be compared.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 from xml.etree import ElementTree
 
 import typer
@@ -26,46 +29,90 @@ from rich.table import Table
 
 from tools.upstream import ON_A_SESSION
 
-# Behind the checkout, which has a package `tools` and a package `tests` of its own.
+# Behind the checkout, which has a package `tools` and a package `tests` of its own. What upstream's
+# tests need besides is on the caller's own path.
 _OURS = (Path(__file__).parent, Path(__file__).parents[2])
-_THEIRS = [
-    path for path in [os.environ.get("PYTHONPATH")] if path
-]  # what upstream's tests need, for example
 _UNIT_TESTS = Path("tests", "unit_tests")
+_SHARED = ("test_utilities", "conftest")  # what every one of them imports
+_TOO_SLOW = "too slow"
 
 
-def run(checkout: Path, file: Path, ranks: int, minutes: float, on_a_session: bool) -> set[str]:
+@dataclass(frozen=True)
+class Outcome:
+    """Of one file, one way.
+
+    Attributes:
+        passed: the tests that pass on every rank.
+        why_none: too slow, or what kept its tests from being collected; else empty.
+    """
+
+    passed: frozenset[str] = frozenset()
+    why_none: str = ""
+
+
+def environment(checkout: Path) -> dict[str, str]:
+    """What upstream's tests run in: nothing of Hugging Face's is looked for anywhere but here."""
+    path = [*map(str, (checkout, *_OURS)), os.environ.get("PYTHONPATH", "")]
+    offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
+    return {
+        **os.environ,
+        **offline,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+    }
+
+
+def why_nothing_runs(checkout: Path) -> str:
+    """What keeps all of the tests from being collected; empty if nothing does."""
+    for name in _SHARED:
+        if (checkout / _UNIT_TESTS / f"{name}.py").exists():
+            module = ".".join([*_UNIT_TESTS.parts, name])
+            command = [sys.executable, "-W", "ignore", "-c", f"import megapg_upstream, {module}"]
+            ran = subprocess.run(
+                command, cwd=checkout, env=environment(checkout), capture_output=True, text=True
+            )
+            if ran.returncode:
+                reason = (ran.stderr.strip().splitlines() or ["it says nothing"])[-1]
+                return f"{module} can't be imported by {sys.executable}: {reason}"
+    return ""
+
+
+def run(checkout: Path, file: Path, ranks: int, minutes: float, on_a_session: bool) -> Outcome:
     """The tests of a file that pass on every rank; what has not ended in time has not passed."""
     with tempfile.TemporaryDirectory(prefix="megapg-upstream-") as folder:
         shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
         shared |= {"MASTER_PORT": str(_free_port()), ON_A_SESSION: "1" * on_a_session}
-        shared |= {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([*map(str, (checkout, *_OURS)), *_THEIRS]),
-        }
         command = [sys.executable, "-m", "pytest", "-q", "-p", "megapg_upstream"]
         command += ["-p", "no:cacheprovider", "-o", "addopts=", str(file)]
         reports = [Path(folder, f"{rank}.xml") for rank in range(ranks)]
-        started = [
-            subprocess.Popen(
-                [*command, f"--junitxml={report}"],
-                cwd=checkout,
-                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-            for rank, report in enumerate(reports)
-        ]
+        printed = Path(folder, "printed")
+        started = []
+        for rank, report in enumerate(reports):
+            with open(os.devnull if rank else printed, "wb") as output:
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                started.append(
+                    subprocess.Popen(
+                        [*command, f"--junitxml={report}"],
+                        cwd=checkout,
+                        env={**environment(checkout), **shared, **own},
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        deadline = time.monotonic() + minutes * 60
         try:
             for each in started:
-                each.wait(minutes * 60)
+                each.wait(max(deadline - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
-            return set()
+            return Outcome(why_none=f"{_TOO_SLOW}, over {minutes:g} minutes")
         finally:
             for each in started:
                 each.kill()
                 each.wait()
-        return set.intersection(*map(_passed, reports))
+        passed = frozenset.intersection(*map(_passed, reports))
+        # pytest's: errors while collecting, a wrong call, an error of its own.
+        failed = started[0].returncode in (2, 3, 4)
+        return Outcome(passed, _reason(printed) if failed and not passed else "")
 
 
 def _free_port() -> int:
@@ -75,25 +122,32 @@ def _free_port() -> int:
     return port
 
 
-def _passed(report: Path) -> set[str]:
+def _passed(report: Path) -> frozenset[str]:
     if not report.exists():
-        return set()
-    return {
+        return frozenset()
+    return frozenset(
         f"{case.get('classname')}.{case.get('name')}"
         for case in ElementTree.parse(report).iter("testcase")
         if case.find("failure") is None and case.find("error") is None
         if case.find("skipped") is None
-    }
+    )
+
+
+def _reason(printed: Path) -> str:
+    """The line of pytest's that says why nothing was collected."""
+    lines = printed.read_text(errors="replace").splitlines()
+    told = [line[1:].strip() for line in lines if re.match(r"E\s+\w", line)]
+    return (told or [line for line in lines if line.strip()] or ["it says nothing"])[-1]
 
 
 def compare(
     checkout: Path, files: list[Path], ranks: int, minutes: float, jobs: int
-) -> Mapping[Path, tuple[set[str], set[str]]]:
-    """Of each file the tests that pass on globals, and those that pass on sessions."""
+) -> Mapping[Path, tuple[Outcome, Outcome]]:
+    """Of each file what passes on globals, and on sessions."""
     with Progress(console=Console(stderr=True)) as progress, ThreadPoolExecutor(jobs) as threads:
         bar = progress.add_task("upstream's tests", total=2 * len(files))
 
-        def one(file: Path, on_a_session: bool) -> set[str]:
+        def one(file: Path, on_a_session: bool) -> Outcome:
             found = run(checkout, file, ranks, minutes, on_a_session)
             progress.advance(bar)
             return found
@@ -105,56 +159,73 @@ def compare(
         }
 
 
+def table(title: str, rows: Mapping[str, Collection[tuple[Outcome, Outcome]]]) -> Table:
+    """How many tests pass each way, of each of these, where any do; and of all together."""
+    made = Table(title, "passed on globals", "passed on sessions", box=box.MARKDOWN)
+    every = [pair for pairs in rows.values() for pair in pairs]
+    for name, pairs in {**rows, "all": every}.items():
+        counts = [sum(len(pair[way].passed) for pair in pairs) for way in (0, 1)]
+        if any(counts) or name == "all":
+            made.add_row(name, *map(str, counts))
+    return made
+
+
+def remarks(found: Mapping[Path, tuple[Outcome, Outcome]]) -> Iterator[str]:
+    """Each difference, and each file of which nothing could be said."""
+    for file, (on_globals, on_sessions) in found.items():
+        reasons = {on_globals.why_none, on_sessions.why_none}
+        where = {"globals": on_globals, "sessions": on_sessions}
+        for on, outcome in {"both": on_globals}.items() if len(reasons) == 1 else where.items():
+            if outcome.why_none:
+                yield f"{file.relative_to(_UNIT_TESTS)}, on {on}: {outcome.why_none}"
+    for what, side in (("only on globals", 0), ("only on sessions", 1)):
+        for pair in found.values():
+            tests = pair[side].passed - pair[1 - side].passed
+            yield from (f"{what}: {test}" for test in sorted(tests))
+
+
 def main(
     checkout: Annotated[Path, typer.Argument(help="A checkout of Megatron-LM, with its tests.")],
-    select: Annotated[str, typer.Option(help="Only files whose path has this in it.")] = "",
+    select: Annotated[
+        list[str] | None,
+        typer.Option(help="Only files whose path has this in it; several are given one by one."),
+    ] = None,
     ranks: Annotated[int, typer.Option(help="How many ranks each test has.", min=1)] = 1,
     minutes: Annotated[float, typer.Option(help="How long a file may take.")] = 5,
     jobs: Annotated[int, typer.Option(help="How many files run at a time.", min=1)] = 2,
 ) -> None:
     """Run upstream's unit tests on its globals and on sessions, and compare."""
-    checkout = checkout.resolve()
+    checkout, wanted = checkout.resolve(), select or [""]
+    every = [file.relative_to(checkout) for file in (checkout / _UNIT_TESTS).rglob("test_*.py")]
     files = sorted(
-        file.relative_to(checkout)
-        for file in (checkout / _UNIT_TESTS).rglob("test_*.py")
-        if select in str(file.relative_to(checkout)) and file.name != "test_utilities.py"
+        file
+        for file in every
+        if any(part in str(file) for part in wanted) and file.stem not in _SHARED
     )
     if not files:
-        print(
-            f"{checkout}: no tests in {_UNIT_TESTS} with {select!r} in their paths", file=sys.stderr
-        )
-        raise typer.Exit(2)
+        parts = " or ".join(map(repr, wanted))
+        _give_up(f"{checkout}: no tests in {_UNIT_TESTS} with {parts} in their paths.")
+    if reason := why_nothing_runs(checkout):
+        _give_up(f"{checkout}: {reason}. Put what it misses on the PYTHONPATH, or set PYTHON.")
     found = compare(checkout, files, ranks, minutes, jobs)
-    table = Table("file", "passed on globals", "passed on sessions", box=box.MARKDOWN)
-    for file, (on_globals, on_sessions) in found.items():
-        if on_globals or on_sessions:
-            table.add_row(
-                str(file.relative_to(_UNIT_TESTS)), *map(str, map(len, (on_globals, on_sessions)))
-            )
-    totals = [sum(len(each[way]) for each in found.values()) for way in (0, 1)]
-    table.add_row("all", *map(str, totals))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    lost = [
-        test
-        for on_globals, on_sessions in found.values()
-        for test in sorted(on_globals - on_sessions)
-    ]
-    won = [
-        test
-        for on_globals, on_sessions in found.values()
-        for test in sorted(on_sessions - on_globals)
-    ]
-    for what, tests in (("only on globals", lost), ("only on sessions", won)):
-        for test in tests:
-            print(f"{what}: {test}")
-    if not totals[0]:
-        one = _UNIT_TESTS / "test_parallel_state.py"
-        print(
-            f"No test passes on globals either, so nothing was compared. `pytest {one}` in "
-            f"{checkout} says why; put what it misses on the PYTHONPATH.",
-            file=sys.stderr,
-        )
-    raise typer.Exit(bool(lost) or not totals[0])
+    folders: dict[str, list[tuple[Outcome, Outcome]]] = {}
+    for file, pair in found.items():
+        folders.setdefault(str(file.parent.relative_to(_UNIT_TESTS)), []).append(pair)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(
+        table("file", {str(f.relative_to(_UNIT_TESTS)): [pair] for f, pair in found.items()})
+    )
+    console.print(table("folder", folders))
+    for line in remarks(found):
+        print(line)
+    if not any(on_globals.passed for on_globals, _ in found.values()):
+        _give_up("No test passes on globals either, so nothing was compared.")
+    raise typer.Exit(any(one.passed - other.passed for one, other in found.values()))
+
+
+def _give_up(message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise typer.Exit(2)
 
 
 if __name__ == "__main__":

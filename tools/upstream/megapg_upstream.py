@@ -3,6 +3,8 @@
 Upstream's tests get them from ``Utils`` in ``tests/unit_tests/test_utilities.py``, which calls
 ``initialize_model_parallel``. On a session that call opens one and publishes it, and all else is as
 it was. Without a GPU both ways run on gloo and megapg's CPU kit.
+
+Nothing is downloaded: Python finds no host but this one. Upstream's conftest goes on without data.
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import socket
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -28,6 +33,28 @@ _FIRST = (
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
 )
+
+
+_HERE = (None, "", "localhost", "::1", "0.0.0.0", socket.gethostname())
+_find_address = socket.getaddrinfo
+
+
+def _find_address_here(host: Any, *arguments: Any, **named: Any) -> Any:
+    name = host.decode() if isinstance(host, bytes) else host
+    if name in _HERE or name.startswith("127."):
+        return _find_address(host, *arguments, **named)
+    raise OSError(f"{name} is not asked: make test-upstream downloads nothing")
+
+
+def _downloads_nothing(*_: Any, **__: Any) -> None:
+    raise OSError("make test-upstream downloads nothing")
+
+
+socket.getaddrinfo = _find_address_here
+# It needs a package of its own besides.
+_DOWNLOADS = "tests.test_utils.python_scripts.download_unit_tests_dataset"
+sys.modules[_DOWNLOADS] = types.ModuleType(_DOWNLOADS)
+vars(sys.modules[_DOWNLOADS])["download_and_extract_asset"] = _downloads_nothing
 
 
 class Groups:
