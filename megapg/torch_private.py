@@ -466,6 +466,39 @@ def gloo_can_be_lazy() -> bool:
     return "lazy_init" in (dist.ProcessGroupGloo.create_device.__doc__ or "")
 
 
+# -- what others' objects hold ---------------------------------------------------------------------
+
+SUBMODULES = "_modules"
+"""The attribute in which a module keeps its submodules.
+
+Public: ``torch.nn.Module.named_children``, which runs the module's own code.
+"""
+
+HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""The attributes in which a tensor keeps what backward calls.
+
+Public: none.
+"""
+
+FSDP_MIXES_IN = "torch.distributed.fsdp._fully_shard._fsdp_init."
+"""Where the classes live that FSDP2 mixes into those of modules.
+
+Public: none.
+"""
+
+FSDP_ASKS = "torch.distributed.fsdp._fully_shard._fsdp_common."
+"""Where the classes of FSDP2 live that ask a mesh for its groups each time.
+
+Public: none.
+"""
+
+BACKWARD = ("torch.autograd", "_engine_run_backward")
+"""Module and function in which every backward pass runs.
+
+Public: none.
+"""
+
+
 # -- stores ----------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from megapg import torch_private
 from megapg.megatron.core import core_version
 
 __all__ = ["megatron_on_cpu"]
@@ -259,7 +260,7 @@ PATCHES: tuple[_Patch, ...] = (
     # tensor_parallel/random.py: CudaRNGStatesTracker.fork queues it for a CUDA that never comes
     _Patch(_RANDOM, "_set_cuda_rng_state", _always(_set_rng_state)),
     # tensor_parallel/random.py CheckpointFunction.backward, layers.py (sequence parallel)
-    _Patch("torch.autograd", "_engine_run_backward", _backward_inside_the_mode),
+    _Patch(*torch_private.BACKWARD, _backward_inside_the_mode),
     # tensor_parallel/mappings.py: _gather_along_first_dim, _reduce_scatter_along_first_dim with
     # split sizes (alltoall dispatcher with expert tensor parallelism); gloo wants equal ones
     _Patch("torch.distributed", "all_gather", _uneven_all_gather),

@@ -47,6 +47,23 @@ def tables():
     }
 
 
+def test_what_others_objects_hold_is_where_it_is_looked_for():
+    part = torch.nn.Linear(1, 1)
+    assert vars(torch.nn.Sequential(part))[torch_private.SUBMODULES] == {"0": part}
+    assert [getattr(part.weight, name) for name in torch_private.HOOKS_OF_TENSORS] == [None, None]
+    hook = part.weight.register_hook(print)
+    hooks = [getattr(part.weight, name) for name in torch_private.HOOKS_OF_TENSORS]
+    assert list(hooks[0].values()) == [print]
+    hook.remove()
+    for prefix, name in (
+        (torch_private.FSDP_MIXES_IN, "_get_device_from_mesh"),
+        (torch_private.FSDP_ASKS, "FSDPMeshInfo"),
+    ):
+        assert hasattr(import_module(prefix.removesuffix(".")), name)
+    module, name = torch_private.BACKWARD
+    assert callable(getattr(import_module(module), name))
+
+
 def of_two_ranks():
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
     me, world, before = dist.get_rank(), dist.group.WORLD, tables()

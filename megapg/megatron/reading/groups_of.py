@@ -22,6 +22,7 @@ from megapg.megatron.core import parameters_of
 from megapg.megatron.reading.global_groups import GlobalGroups
 from megapg.megatron.reading.resolve import Place, StandIn, Wanted, check_names, resolve
 from megapg.megatron.watching import hook
+from megapg.torch_private import SUBMODULES
 from megapg.upstream.mapping import COLLECTION_NAMES, MODEL_ATTRIBUTES
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def _carried(owner: object, needs: Sequence[GroupName]) -> Iterator[object]:
         kind = type(each)
         if kind in quiet:
             plain: Mapping[str, object] = each.__dict__
-            submodules = cast("dict[str, object] | None", plain.get("_modules"))
+            submodules = cast("dict[str, object] | None", plain.get(SUBMODULES))
         elif issubclass(kind, (list, tuple)):
             waiting.extend(reversed(cast("Sequence[object]", each)))
             continue
@@ -247,7 +248,7 @@ def _opened(value: object) -> tuple[Mapping[str, object], dict[str, object] | No
         return _NOTHING, None
     if not isinstance(plain, (dict, MappingProxyType)):
         return _NOTHING, None
-    submodules = plain.get("_modules")
+    submodules = plain.get(SUBMODULES)
     return plain, submodules if isinstance(submodules, dict) else None
 
 

@@ -44,9 +44,9 @@ _CLOSED_HOMES = tuple(
 # Where the classes live whose instances keep more than the reference: what they made of the group.
 _MADE_OF_GROUPS = ("torch.distributed.", "torch.nn.parallel.", "deep_ep.")
 # Of those, what asks the group itself each time.
-_ASKING_THE_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_common."
+_ASKING_THE_GROUP = torch_private.FSDP_ASKS
 # And what torch mixes into the classes of others' modules; it keeps its own objects apart.
-_MIXED_IN = ("torch.distributed.fsdp.", "torch.distributed.fsdp._fully_shard._fsdp_init.")
+_MIXED_IN = ("torch.distributed.fsdp.", torch_private.FSDP_MIXES_IN)
 
 CONTAINERS = (dict, list, set, deque)
 _IMMUTABLES = frozenset(

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from megapg import torch_private
 from megapg.ownership.rebind.paths import (
     ATTRIBUTE,
     ITEM,
@@ -103,7 +104,7 @@ class Walk:
                     if type(value) in LEAVES:
                         continue
                     write = partial(namespace.__setitem__, name)
-                    step = MODULES if name == "_modules" and modules else ATTRIBUTE
+                    step = MODULES if name == torch_private.SUBMODULES and modules else ATTRIBUTE
                     self._slot(path, step, name, value, node, why, write, sealed)
         for slot in shape.slots:
             try:
@@ -179,7 +180,7 @@ class Walk:
             self._slot(path, ATTRIBUTE, name, value, node, "", partial(write, name))
 
     def _tensor(self, path: Path, tensor: torch.Tensor, sealed: str) -> None:
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        for name in torch_private.HOOKS_OF_TENSORS:
             self._slot(path, ATTRIBUTE, name, getattr(tensor, name), tensor, "", None)
 
     def _cache(self, path: Path, cache: object, sealed: str) -> None:
