@@ -91,9 +91,23 @@ class Facts:
         calls = [each.call for each in self._references.of(unit, path) if each.call is not None]
         return frozenset[str]().union(*(left_out(unit, call) for call in calls))
 
-    def is_of_globals(self, unit: Scope | None) -> bool:
-        """Whether the globals serve what a function asks, or a part of it."""
-        return unit in self.tainted or unit in self.parted
+    def is_of_globals(self, unit: Scope | None, path: Path) -> bool:
+        """Whether the globals serve what a function asks, or a part of it, be it since a run of
+        before.
+        """
+        return unit in self.tainted or unit in self.parted or unit in self._served_before(path)
+
+    @kept
+    def _served_before(self, path: Path) -> frozenset[Scope | None]:
+        """The functions of a file in which ``resolve(None)`` is written already."""
+        if b"resolve(None" not in self._index.data(path):
+            return frozenset()
+        return frozenset(
+            unit
+            for unit, uses in self.calls_in(path).items()
+            for call in (use.parents.node for use in uses)
+            if isinstance(call, ast.Call) and ast.unparse(call).endswith("resolve(None)")
+        )
 
     def written_at(self, located: Located) -> Site | None:
         """Where the function of a use first writes a private variable of the globals."""

@@ -41,7 +41,7 @@ def handed_on(plan: Plan, facts: Facts, threads: Threads, index: Index) -> Itera
     passed = {id(each.reference.call) for each in plan.passing}
     for unit, decisions in list(by_unit.items()):
         path, asking = decisions[0].located.path, [e for e in decisions if _is_at_hand(e.base)]
-        if not asking or facts.is_of_globals(unit):
+        if not asking or facts.is_of_globals(unit, path):
             continue
         axes = frozenset[str]().union(*(asked_about(each.located.site) for each in asking))
         for use in facts.calls_in(path).get(unit, ()):
@@ -88,7 +88,12 @@ def _wanted(
     if function in taking or not asked:
         return None
     of_it = [e for e in asked if e.base.expression == PARAMETER and e.base.form == "resolve"]
-    if PARAMETER in lacking and _may_be_none(PARAMETER, function) and of_it:
+    if (
+        PARAMETER in lacking
+        and _may_be_none(PARAMETER, function)
+        and of_it
+        and (not _minds_none(PARAMETER, function))
+    ):
         fields = {need for each in of_it for need in each.answer.needs}
         read = _read_of(PARAMETER, function)
         known = only_reads_fields(function) and read <= {*FIELDS}
@@ -121,3 +126,23 @@ def _read_of(name: str, function: Scope) -> set[str]:
         and isinstance(each.value, ast.Name)
         and each.value.id == name
     }
+
+
+def _minds_none(name: str, function: Scope) -> bool:
+    """Whether a function does more for want of a collection than take another one, or refuse."""
+    branches = [e for e in function.nodes if isinstance(e, ast.If) and _names(e.test, name)]
+    values = [e for e in function.nodes if isinstance(e, ast.IfExp) and _names(e.test, name)]
+    return any(
+        not isinstance(each, ast.Raise | ast.Pass) and not _binds(each, name)
+        for branch in branches
+        for each in (*branch.body, *branch.orelse)
+    ) or any(not (_names(each.body, name) or _names(each.orelse, name)) for each in values)
+
+
+def _binds(statement: ast.stmt, name: str) -> bool:
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    return any(_names(target, name) for target in targets)
+
+
+def _names(node: ast.AST, name: str) -> bool:
+    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))

@@ -35,7 +35,8 @@ def ask_what_the_constructor_asked(plan: Plan, index: Index, facts: Facts) -> bo
                 kept[klass][attribute] += asked
     is_new = False
     for unit, decisions in of_units.items() if kept else ():
-        if class_of(unit) is None and not facts.is_of_globals(unit) and self_of(unit):
+        is_served = facts.is_of_globals(unit, decisions[0].located.path)
+        if class_of(unit) is None and not is_served and self_of(unit):
             beside = list(_beside(unit, decisions, kept, index))
             axes = frozenset[str]().union(*(asked_about(each.located.site) for each in beside))
             if any(each.base is GLOBALS for each in beside):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from megapg.migrate.decide.decisions import Decision, Taking
 from megapg.migrate.decide.functions import PARAMETER, Functions
-from megapg.migrate.find.index import Index
-from megapg.migrate.find.meaning import Thing
+from megapg.migrate.find.index import Index, Located
+from megapg.migrate.find.meaning import GLOBALS, PARALLEL_STATE, Thing
 from megapg.migrate.find.sites import Kind
 from megapg.migrate.migration import How, Left, Noticed
 from megapg.migrate.python.methods import class_of
@@ -49,3 +50,20 @@ def with_what_is_unheard(left: Iterable[Left], decisions: Sequence[Decision]) ->
             )
             one = replace(one, detail=detail)
         yield one
+
+
+def heard_as(located: Located, index: Index) -> str:
+    """What to patch in place of a name that a module of the project imported: what is written
+    asks the globals, and never that name. Empty where a patch is heard as it is.
+    """
+    site, node = located.site, located.node
+    if site.kind is Kind.STRING and isinstance(node, ast.Constant):
+        module = str(node.value).rpartition(".")[0]
+        owners = index.resolver.dotted(module, located.path)
+    elif site.kind is Kind.PATCHED and isinstance(node, ast.Call) and site.name:
+        owners = index.resolver.expression(node.args[0], located.use.scope, located.path)
+    else:
+        return ""
+    if GLOBALS in owners or not any(each.kind == "file" for each in owners):
+        return ""
+    return f'patch "{".".join(filter(None, [*PARALLEL_STATE, site.name]))}"'

@@ -137,8 +137,8 @@ class Roots:
             return Why.HANDED_ON
         if unit is None:
             return Why.MODULE_LEVEL
-        if self._facts.is_of_globals(unit):
-            if unit in self._facts.parted:
+        if self._facts.is_of_globals(unit, reference.path):
+            if unit in self._facts.parted or unit not in self._facts.tainted:
                 return Why.ALIKE
             return Why.MAKES_GROUPS if unit in self._facts.owning else Why.FAKES
         keywords = {each.arg for each in reference.call.keywords} if reference.call else set()

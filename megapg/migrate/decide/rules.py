@@ -17,7 +17,7 @@ from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Pl
 from megapg.migrate.decide.facts import Facts, FallenBack
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.handing import handed_on
-from megapg.migrate.decide.noticed import stand_ins, with_what_is_unheard
+from megapg.migrate.decide.noticed import heard_as, stand_ins, with_what_is_unheard
 from megapg.migrate.decide.passed import all_fed, ask_the_object, fields_read, globals_passed
 from megapg.migrate.decide.references import Reference
 from megapg.migrate.decide.roots import Roots
@@ -26,8 +26,7 @@ from megapg.migrate.decide.threads import Threads, is_usual_method
 from megapg.migrate.find.axes import asked_about, group_argument, takes_group
 from megapg.migrate.find.carriers import carriers
 from megapg.migrate.find.index import Index, Located
-from megapg.migrate.find.meaning import GLOBALS as GLOBAL_MODULE
-from megapg.migrate.find.meaning import PARALLEL_STATE, is_in_core
+from megapg.migrate.find.meaning import is_in_core
 from megapg.migrate.find.sites import Kind, Site
 from megapg.migrate.migration import How, Left
 from megapg.migrate.python.locate import is_shown, quote_in
@@ -174,9 +173,9 @@ def _by_globals(planner: _Planner, located: Located) -> None:
 
 
 def _by_what_there_is(planner: _Planner, located: Located) -> None:
-    base, unit = planner.best(located), located.use.scope.unit
-    is_guard = _takes(located) is Takes.OPTIONAL and planner.facts.makes_groups(unit, located.path)
-    if base is None or base.optional or planner.facts.is_of_globals(unit) or is_guard:
+    base, unit, path = planner.best(located), located.use.scope.unit, located.path
+    is_guard = _takes(located) is Takes.OPTIONAL and planner.facts.makes_groups(unit, path)
+    if base is None or base.optional or planner.facts.is_of_globals(unit, path) or is_guard:
         planner.optional.append(located)
     else:
         planner.decide(located, base)
@@ -342,8 +341,8 @@ class _Planner:
         if site.keep:
             return
         if isinstance(answer, Refusal):
-            heard_as = _heard_as(located, self.index)
-            self.result.left.append(Left(site, answer.reason, answer.detail, heard_as))
+            heard = heard_as(located, self.index)
+            self.result.left.append(Left(site, answer.reason, answer.detail, heard))
         else:
             applying = ((i, rule) for i, rule in enumerate(RULES) if rule.applies(self, located))
             number, rule = next(applying)
@@ -415,17 +414,23 @@ class _Planner:
             base = Base(how(unit), "plain" if is_whether else "resolve", PARAMETER, optional=True)
         elif is_whether and keeper in taking and not is_parted:
             base = Base(how(keeper), "groups_of", self_of(unit), optional=True)
-        elif (
-            is_whether
-            and not is_in_core(path)
-            and (best(located.site.carriers) is None or self.facts.makes_groups(unit, path))
-        ):
+        elif is_whether and self._may_be_at_hand(located):
+            base = replace(best(located.site.carriers) or GLOBALS, form="plain")
+        elif is_whether and not is_in_core(path):
             _left("lifecycle", "no collection is at hand: Megatron's call stays")(self, located)
             return
         else:
             form = "plain" if is_whether else "resolve"
             base = Base(how(unit), form, "None", optional=True)
         self.decide(located, base)
+
+    def _may_be_at_hand(self, located: Located) -> bool:
+        """Whether a function has a collection, or None, that serves all that it asks."""
+        unit, path, base = located.use.scope.unit, located.path, self.best(located)
+        is_there = unit is not None and base is not None and base.optional
+        return is_there and not (
+            self.facts.is_of_globals(unit, path) or self.facts.makes_groups(unit, path)
+        )
 
     def _pass_groups(self, taking: Collection[Scope], how: Callable[[Scope | None], How]) -> None:
         """Have what serves a function serve its calls of Megatron-core that pass no group, too."""
@@ -480,20 +485,3 @@ class _Planner:
             if edge.is_passed_first(taking):
                 supply = replace(supply, passed_first=True)
             self.result.passing.append(Passing(edge.reference, path, supply, needs))
-
-
-def _heard_as(located: Located, index: Index) -> str:
-    """What to patch in place of a name that a module of the project imported: what is written
-    asks the globals, and never that name. Empty where a patch is heard as it is.
-    """
-    site, node = located.site, located.node
-    if site.kind is Kind.STRING and isinstance(node, ast.Constant):
-        module = str(node.value).rpartition(".")[0]
-        owners = index.resolver.dotted(module, located.path)
-    elif site.kind is Kind.PATCHED and isinstance(node, ast.Call) and site.name:
-        owners = index.resolver.expression(node.args[0], located.use.scope, located.path)
-    else:
-        return ""
-    if GLOBAL_MODULE in owners or not any(each.kind == "file" for each in owners):
-        return ""
-    return f'patch "{".".join(filter(None, [*PARALLEL_STATE, site.name]))}"'

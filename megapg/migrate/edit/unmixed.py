@@ -56,8 +56,10 @@ class Unmixed:
         scope = self._scopes(path)[found.number]
         if scope.kind == "class":
             units, axes = list(self._methods(scope, path)), found.axes
-        else:  # a function falls back as a whole
-            units, axes = [scope.unit or scope], AXES
+        else:  # a function falls back as a whole, with the methods of classes in it
+            outer = scope.unit or scope
+            inner = (each for each in self._scopes(path) if outer in _around(each))
+            units, axes = [outer, *(e for e in inner if e.unit is e)], AXES
         parted = self.fallen.parted
         more = [each for each in units if not axes <= parted.get(each, frozenset())]
         if not more and GLOBALS not in (found.one.carrier, found.other.carrier):
@@ -116,3 +118,10 @@ class Unmixed:
     def _mixed_before(self) -> list[tuple[str, Mixed]]:
         trees = {self._name(path): tree for path, tree in self._trees_before.items()}
         return list(mixed(trees, self._index.config.versions))
+
+
+def _around(scope: Scope) -> Iterator[Scope]:
+    """The scopes in which a scope is."""
+    while (outer := scope.parent) is not None:
+        yield outer
+        scope = outer
