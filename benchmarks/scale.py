@@ -177,13 +177,12 @@ def _real_phases() -> list[Tally]:
 
 # -- what came out ---------------------------------------------------------------------------------
 
-# World size -> phases that are simulated: what all say in an exchange all have in hand afterwards,
-# which in one process is the square of the world.
+# World size -> phases that are simulated; all where none are named.
 SIMULATED: Mapping[int, tuple[str, ...]] = {
     64: (),
     1_024: (),
     16_384: ("start-up", "suspend()", "resume()", "save_checkpoint()", "close()"),
-    131_072: ("start-up", "save_checkpoint()", "close()"),
+    131_072: ("start-up", "suspend()", "resume()", "save_checkpoint()", "close()"),
 }
 QUICK = (64, 1_024)
 REAL = (64, 128)

@@ -12,7 +12,7 @@ import abc
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -330,7 +330,7 @@ class Owner(Closing):
             heard = self._exchange(topic, steps.report())
         steps.compare(heard, self.rank)
 
-    def _exchange(self, topic: str, said: str) -> dict[int, str]:
+    def _exchange(self, topic: str, said: str) -> Mapping[int, str]:
         if self._coordinator is None:  # nobody else is there
             return {self.rank: said}
         return self._coordinator.exchange(topic, said, timeout=self._timeout)

@@ -244,7 +244,7 @@ class _Assembly:
             heard = self._exchange(topic, steps.report())
         steps.compare(heard, self._rank)
 
-    def _exchange(self, topic: str, said: str) -> dict[int, str]:
+    def _exchange(self, topic: str, said: str) -> Mapping[int, str]:
         if self._coordinator is None:  # nobody else is there
             return {self._rank: said}
         return self._coordinator.exchange(topic, said, timeout=self._timeout)

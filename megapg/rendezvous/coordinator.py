@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from megapg.errors import RendezvousError
+from megapg.rendezvous.gathering import Words
 from megapg.rendezvous.problems import listed, of_a_communicator
 from megapg.rendezvous.rendezvous import Agreement, Rendezvous
 from megapg.rendezvous.store import LEAST, StoreError
@@ -31,7 +32,7 @@ class Coordinator(Rendezvous):
         self._turn = 0
         return agreement
 
-    def exchange(self, topic: str, said: str, *, timeout: float) -> dict[int, str]:
+    def exchange(self, topic: str, said: str, *, timeout: float) -> Words:
         """Tell every rank something, and hear what each of them says. All ranks hear the same.
 
         Args:
@@ -55,13 +56,13 @@ class Coordinator(Rendezvous):
             heard = self._gather(folder, deadline, hopeless=self._hopeless())
             self._said.add(f"{folder}/{self._rank}")
             if before and len(heard) == len(self._ranks):  # all have heard what was said before
-                self._store.delete_key(f"{before}/{self._rank}")
-                self._said.discard(f"{before}/{self._rank}")
+                for key in [key for key in self._said if key.startswith(f"{before}/")]:
+                    self._store.delete_key(key)
+                    self._said.discard(key)
                 if self._leading:
                     self._store.delete_key(f"{before}/all")
             self._check(topic, heard, timeout)
-        words = {text: json.loads(text)[1] for text in set(heard.values())}
-        return {rank: words[text] for rank, text in heard.items()}
+        return heard.each(lambda text: json.loads(text)[1])
 
     # -- between two exchanges: words that nobody waits for ------------------------------------
 
@@ -82,7 +83,7 @@ class Coordinator(Rendezvous):
     def posts(self, topic: str) -> dict[int, str]:
         """rank -> what it said last, of those that said anything."""
         with self._within(SOON):
-            return self._answers(f"{self._board}/{topic}", "")
+            return self._answers(f"{self._board}/{topic}", self._ranks, "")
 
     def tally(self, name: str, by: int = 0, *, within: float = SOON) -> int:
         """Add to a number that all ranks share until the next exchange, and read it."""
@@ -111,8 +112,10 @@ class Coordinator(Rendezvous):
 
         return one_has_left
 
-    def _check(self, topic: str, heard: Mapping[int, str], timeout: float) -> None:
-        topics = {text: json.loads(text)[0] for text in set(heard.values())}
+    def _check(self, topic: str, heard: Words, timeout: float) -> None:
+        topics = {text: json.loads(text)[0] for text in heard.different()}
+        if set(topics.values()) == {topic} and len(heard) == len(self._ranks):
+            return
         others = {
             rank: f" came for {topics[text]}"
             for rank, text in heard.items()

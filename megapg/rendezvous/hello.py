@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -45,6 +46,11 @@ class Hello:
     namespace: str = ""
     missing: Sequence[int] = ()  # of a leader that declined: whose fault it was
     leftover: Sequence[str] = ()  # namespaces of earlier meetings whose keys still exist
+
+    def likeness(self) -> str:
+        """The same for ranks that can meet without further questions, and only for those."""
+        said = [self.state, self.party, self.generation, self.attempt, self.settings]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
     def status(self) -> str:
         """Why it is not here."""

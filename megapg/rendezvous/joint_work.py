@@ -20,14 +20,12 @@ from types import TracebackType
 from typing import Self
 
 from megapg.errors import MegapgError, RendezvousError
+from megapg.rendezvous.blocks import FLAT
 from megapg.rendezvous.problems import brief, culprits, told
 from megapg.rendezvous.rendezvous import Rendezvous
-from megapg.rendezvous.store import Store, StoreError, batches
+from megapg.rendezvous.store import Store, StoreError
+from megapg.rendezvous.topics import BlockTopics, WholeTopic, put, whole
 
-# TCPStore refuses values of 8 MiB and more. Bytes.
-_PIECE = 4 * 2**20
-# Up to which size a message is one value, so that the leader takes those of many ranks at once.
-_SMALL = 2**16
 # How often a rank says that it is getting on, and looks at the others, at most. Seconds.
 _BEAT = 1.0
 _LOOK = 0.25
@@ -64,14 +62,22 @@ class JointWork(Rendezvous):
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, ranks: Sequence[int], *, timeout: float
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        *,
+        timeout: float,
+        flat: int = FLAT,
     ) -> None:
-        super().__init__(store, name, rank, ranks)
+        super().__init__(store, name, rank, ranks, flat=flat)
         self._timeout = timeout
         self._space = ""
         self._cancelled = threading.Event()
         self._bound = False
         self._unsettled: list[str] = []  # of the leader: what the others may wait for by now
+        self._block = BlockTopics(self._store, self._blocks)
         self._entered = False
         self._next_beat = 0.0
         self._beats = 0
@@ -182,24 +188,13 @@ class JointWork(Rendezvous):
         """
         with self._asking():
             if not self._leading:
-                self._said |= _put(self._store, self._key(topic, self._rank), message)
+                self._said |= put(self._store, self._key(topic, self._rank), message)
+                self._block.add(self._key(topic))  # passed on when this rank waits for something
                 self._bound = final
                 return {}
-            waiting = [rank for rank in self._ranks if rank != self._rank]
-            arrived = {self._rank: message}
-
-            def all_here() -> bool:
-                nonlocal waiting
-                for some in batches(waiting):
-                    found = _first_of(self._store, [self._key(topic, rank) for rank in some])
-                    arrived.update(zip(some, found, strict=False))
-                    if len(found) < len(some):
-                        break  # asked again soon; the others meanwhile say nothing new
-                waiting = [rank for rank in waiting if rank not in arrived]
-                return not waiting
-
-            self._wait(all_here, lambda: waiting)
-            return {rank: arrived[rank] for rank in self._ranks}
+            said = WholeTopic(self._store, self._key(topic), self._blocks, {self._rank: message})
+            self._wait(said.all_here, said.awaited)
+            return {rank: said.arrived[rank] for rank in self._ranks}
 
     def announce(self, topic: str, message: bytes = b"") -> bytes:
         """Hear what the leader says, which says ``message``. Each topic serves once.
@@ -211,10 +206,10 @@ class JointWork(Rendezvous):
         key = self._key(topic, "all")
         with self._asking():
             if self._leading:
-                _put(self._store, key, message)
+                put(self._store, key, message)
                 return message
             self._wait(lambda: self._store.check([key]), lambda: self._ranks[:1])
-            return _whole(self._store, key, self._store.get(key))
+            return whole(self._store, key, self._store.get(key))
 
     def agree(self, topic: str, *, wait: bool = True) -> None:
         """Go on only when every rank has come this far.
@@ -231,6 +226,7 @@ class JointWork(Rendezvous):
             self.collect(topic, b"")
             if wait:
                 self.announce(f"{topic}, all of us")
+                self._block.settle()
                 with self._asking():
                     self._take_back()
             return
@@ -311,12 +307,13 @@ class JointWork(Rendezvous):
 
         def done_or_given_up() -> bool:
             nonlocal look_again
+            self._said |= self._block.report()
             if done():
                 return True
             self.progress()
             if time.monotonic() >= look_again:
                 look_again = time.monotonic() + _LOOK
-                self._look(for_whom(), pulse)
+                self._look([*for_whom(), *([] if self._bound else self._block.waiting())], pulse)
             return False
 
         self._until(done_or_given_up, math.inf, longest=_LOOK)
@@ -349,8 +346,8 @@ class JointWork(Rendezvous):
         """Around calls to the store: it, too, is given up when it has been silent too long."""
         return self._store.until(time.monotonic(), self._name, least=self._timeout)
 
-    def _key(self, topic: str, whose: int | str) -> str:
-        return f"{self._space}/{topic}/{whose}"
+    def _key(self, topic: str, *whose: int | str) -> str:
+        return "/".join([self._space, topic, *map(str, whose)])
 
 
 class _Pulse:
@@ -372,30 +369,3 @@ class _Pulse:
             if rank not in self._heard or self._heard[rank][0] != beat:
                 self._heard[rank] = beat, now
         return [rank for rank in others if now - self._heard[rank][1] > self._work._timeout]
-
-
-def _put(store: Store, key: str, message: bytes) -> set[str]:
-    """Write a message, or how many pieces it has and those; the keys."""
-    if len(message) <= _SMALL:
-        store.set(key, b"=" + message)
-        return {key}
-    pieces = [f"{key}/{number}" for number in range(math.ceil(len(message) / _PIECE))]
-    for number, piece in enumerate(pieces):
-        store.set(piece, message[number * _PIECE : (number + 1) * _PIECE])
-    store.set(key, str(len(pieces)))  # last: whoever sees it finds the rest
-    return {key, *pieces}
-
-
-def _first_of(store: Store, keys: Sequence[str]) -> list[bytes]:
-    """The messages of these keys, up to one that is not there yet, or less."""
-    while keys and not store.check(keys):
-        keys = keys[: len(keys) // 2]
-    values = store.multi_get(keys)
-    return [_whole(store, key, value) for key, value in zip(keys, values, strict=True)]
-
-
-def _whole(store: Store, key: str, value: bytes) -> bytes:
-    """The message, of which the key holds this value."""
-    if value.startswith(b"="):
-        return value[1:]
-    return b"".join(store.get(f"{key}/{number}") for number in range(int(value)))

@@ -8,22 +8,28 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megapg.rendezvous.gathering import GRACE, Gathering
+from megapg.rendezvous.arrivals import LARGE
+from megapg.rendezvous.blocks import FLAT
+from megapg.rendezvous.gathering import CHANGED, GRACE, Gathering
 from megapg.rendezvous.hello import STAY, Hello, Hellos
 from megapg.rendezvous.problems import THE_STORE, brief
 from megapg.rendezvous.store import Store, StoreError
-
-# From how many ranks on it is too much for the store if every rank asks about every other.
-LARGE = 64
 
 
 class Parting(Gathering):
     """The end of a rendezvous, which gives its own arguments."""
 
     def __init__(
-        self, store: Store, name: str, rank: int, ranks: Sequence[int], hosts: Sequence[str] = ()
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        hosts: Sequence[str] = (),
+        *,
+        flat: int = FLAT,
     ) -> None:
-        super().__init__(store, name, rank, ranks)
+        super().__init__(store, name, rank, ranks, flat=flat)
         self._hellos = Hellos(store, name, rank, ranks, hosts)
 
     @property
@@ -57,8 +63,7 @@ class Parting(Gathering):
                 self._hellos.mine = replace(self._mine, state="closed")
                 words = {f"hello/{self._rank}": json.dumps(vars(self._mine))}
                 if problem is not None:
-                    words[f"{self._mine.namespace}/bye/{self._rank}"] = brief(problem)
-                    words[f"{self._mine.namespace}/bye/any"] = ""
+                    words |= self._bye(brief(problem))
                 self._store.post(words)
             return self._lost(error)
 
@@ -72,14 +77,14 @@ class Parting(Gathering):
     def _take_leave(self, problem: BaseException | None, deadline: float) -> dict[int, str]:
         bye = f"{self._mine.namespace}/bye"
         word = "" if problem is None else brief(problem)
-        self._store.multi_set({f"{bye}/{self._rank}": word, f"{bye}/any": ""})
+        self._store.multi_set(self._bye(word))
         if problem is not None:
             problems = {self._rank: brief(problem)}
             if self._leading:  # with what it has heard so far, which may be the cause
-                problems |= self._answers(bye, "")
+                problems |= self._answers(bye, self._ranks, "")
                 self._settle(f"{bye}/all", problems)
         else:
-            problems = self._gather(bye, deadline, "did not answer", leader_only=True)
+            problems = dict(self._gather(bye, deadline, "did not answer", leader_only=True))
             if not self._leading:
                 # Before the leader may go, and the store with it. The leader tidies up.
                 tidied = {} if problems else {"namespace": "", "leftover": []}
@@ -102,6 +107,14 @@ class Parting(Gathering):
         self._hellos.say(state="closed")
         return problems
 
+    def _bye(self, word: str) -> dict[str, str]:
+        """What this rank says as it leaves: what is wrong, or nothing."""
+        bye = f"{self._mine.namespace}/bye"
+        said = {f"{bye}/{self._rank}": word, f"{bye}/any": ""}
+        if word and self._blocks.several:  # it may have been well, until Ctrl-C
+            said[f"{bye}/{CHANGED}"] = ""
+        return said
+
     def news(self, *, wait: float) -> dict[int, str]:
         """After :meth:`part` with a problem: what the others have said, and which are silent.
 
@@ -123,7 +136,7 @@ class Parting(Gathering):
                     if large:
                         self._settle(f"{bye}/news", found)
                 elif self._until(lambda: self._store.check([f"{bye}/news"]), deadline + wait):
-                    found = self._read_problems(f"{bye}/news")
+                    found = dict(self._read_problems(f"{bye}/news"))
                 else:
                     found = self._silence(self._ranks[:1]) if wait else {}
         except StoreError as error:
@@ -133,7 +146,7 @@ class Parting(Gathering):
     def _hear_all(self, bye: str, deadline: float, *, silent_too: bool) -> dict[int, str]:
         everyone = [f"{bye}/{rank}" for rank in self._ranks]
         if self._until(lambda: self._store.check(everyone), deadline) or not silent_too:
-            return self._answers(bye, "")
+            return self._answers(bye, self._ranks, "")
         said = {rank: self._store.peek(f"{bye}/{rank}") for rank in self._ranks}
         silent = self._silence([rank for rank, word in said.items() if word is None])
         return {rank: word.decode() for rank, word in said.items() if word} | silent

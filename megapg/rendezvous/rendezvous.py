@@ -10,8 +10,9 @@ communicator broken. So megapg's own waits go over the key-value store, under me
    lets all of them *go*, or none.
 
 Verdicts are addressed to nonces, and a nonce is never used twice, so no rank acts on what was meant
-for an earlier meeting. The leader keeps the work linear in the number of ranks. Waiting is polling,
-so that Ctrl-C is felt at once and a rank can look at more than one thing.
+for an earlier meeting. The leader keeps the work linear in the number of ranks; of very many it
+hears and tells the heads of their :mod:`~megapg.rendezvous.blocks`. Waiting is polling, so that
+Ctrl-C is felt at once and a rank can look at more than one thing.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
+from megapg.rendezvous.arrivals import Arrivals, BlockArrivals, passed_over
+from megapg.rendezvous.blocks import FLAT
 from megapg.rendezvous.gathering import GRACE, PAUSE
 from megapg.rendezvous.hello import CHANGES, STAY, Hello, runs_here
-from megapg.rendezvous.parting import LARGE, Parting
+from megapg.rendezvous.parting import Parting
 from megapg.rendezvous.problems import brief, told
-from megapg.rendezvous.store import Store, StoreError, batches
+from megapg.rendezvous.store import Store, StoreError
 from megapg.rendezvous.waiting import WaitingList
 
 # How often a rank that waits looks whether the others are where they should be. Seconds.
@@ -80,12 +83,21 @@ class Rendezvous(Parting):
         rank: this rank.
         ranks: everyone expected, in the same order on all of them; the first one leads.
         hosts: rank -> the host it runs on, for the messages; empty where nobody knows.
+        flat: up to how many ranks the leader hears each one by itself; from there on they are in
+            blocks, of which the first ranks report. The same on all of them.
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, ranks: Sequence[int], hosts: Sequence[str] = ()
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        hosts: Sequence[str] = (),
+        *,
+        flat: int = FLAT,
     ) -> None:
-        super().__init__(store.view(f"megapg/{name}"), name, rank, ranks, hosts)
+        super().__init__(store.view(f"megapg/{name}"), name, rank, ranks, hosts, flat=flat)
         self._shared = store
         self._waiting = WaitingList(store, rank, name, ranks)
         self._look_again = 0.0
@@ -238,7 +250,9 @@ class Rendezvous(Parting):
                 # Everyone has come back, so nobody can be in an earlier meeting any more.
                 self._forget([*self._mine.leftover, "verdict"])
                 self._hellos.say(leftover=[])
-        told = [f"verdict/{hello.nonce}" for rank, hello in arrived.items() if rank != self._rank]
+        # Those whom the head of their block has reported hear it from there.
+        nonces = [h.nonce for rank, h in arrived.items() if h.nonce and rank != self._rank]
+        told = [f"verdict/{nonce}" for nonce in nonces]
         self._store.multi_set(dict.fromkeys(told, json.dumps(vars(verdict))))
         return verdict
 
@@ -247,61 +261,43 @@ class Rendezvous(Parting):
 
         And rank -> name, of those that wait for this one under another name.
         """
-        hellos: dict[int, Hello | None] = dict.fromkeys(self._ranks)
+        arrivals = Arrivals(self._store, self._hellos, self._ranks, self._blocks)
         elsewhere: dict[int, str] = {}
-        changes: bytes | None = None
-        waiting = list(self._ranks)
-        large, blocks = len(self._ranks) > LARGE, batches(self._ranks)
-
-        def look(ranks: Sequence[int]) -> list[int]:
-            for rank, hello in self._hellos.of_all(ranks).items():
-                hellos[rank] = hello
-                self._hellos.refuse_if_behind(rank, hello)
-                if hello and self._has_its_verdict(hello):
-                    hellos[rank] = replace(hello, state="left")
-            return [r for r in ranks if (h := hellos[r]) is None or h.state != "arrived"]
-
-        def changed() -> bool:
-            nonlocal changes
-            return changes != (changes := self._store.peek(CHANGES))
-
-        def look_block_by_block() -> list[int]:
-            if changed():
-                blocks[:] = batches(self._ranks)
-                return look(self._ranks)
-            while blocks:
-                here = self._store.check([f"hello/{rank}" for rank in blocks[0]])
-                if not here or look(blocks[0]):
-                    break
-                blocks.pop(0)
-            return [rank for block in blocks for rank in block]
 
         def all_here_or_hopeless() -> bool:
-            nonlocal waiting, elsewhere
-            # Whoever came first may have given up by the time that the last one comes.
-            waiting = look_block_by_block() if large else look(waiting) or look(self._ranks)
+            nonlocal elsewhere
+            waiting = arrivals.look()
             if waiting:
                 elsewhere = self._look_around(waiting)
-                if not large and changed():
-                    waiting = look(self._ranks)
+                waiting = arrivals.look_again(waiting)
             return (
                 not waiting
                 or bool(elsewhere)
-                or any(self._hellos.has_declined(hellos[rank]) for rank in waiting)
+                or any(self._hellos.has_declined(arrivals.hellos[rank]) for rank in waiting)
             )
 
-        if not self._until(all_here_or_hopeless, deadline) and large:
-            look(self._ranks)
-        return hellos, elsewhere
+        if not self._until(all_here_or_hopeless, deadline):
+            arrivals.look_at_all()
+        return arrivals.hellos, elsewhere
 
     def _follow(self, deadline: float) -> _Verdict:
         leader, key = self._ranks[0], f"verdict/{self._mine.nonce}"
         answer: bytes | None = None
-        look_again = time.monotonic() + PAUSE
+        look_again, late = time.monotonic() + PAUSE, self._blocks.late()
+        heading = self._blocks.heading
+        block = BlockArrivals(self._store, self._hellos, self._blocks.mine if heading else ())
+        others = self._blocks.several and not heading and self._blocks.head != leader
+
+        def answered() -> bytes | None:
+            found = self._store.peek(key)
+            if found is None and others and time.monotonic() >= late:
+                found = passed_over(self._store, self._hellos, self._blocks.head)
+            return found
 
         def answered_or_hopeless() -> bool:
             nonlocal answer, look_again
-            answer = self._store.peek(key)
+            block.look()
+            answer = answered()
             if answer is not None:
                 return True
             if elsewhere := self._look_around([leader]):
@@ -314,14 +310,18 @@ class Rendezvous(Parting):
             return self._hellos.has_declined(hello)
 
         self._until(answered_or_hopeless, deadline + GRACE)
-        answer = answer or self._store.peek(key)
+        answer = answer or answered()
+        self._said |= {key, *block.keys}
         if answer is None:
-            hellos = self._hellos.of_all(self._ranks)
+            # Of very many, all others ask as well: for the leader, which was to know of the rest.
+            several = self._blocks.several
+            hellos = self._hellos.of_all([leader, *self._blocks.mine] if several else self._ranks)
             missing = self._hellos.missing(hellos) or (leader,)
+            hellos |= self._hellos.of_all([rank for rank in missing if rank not in hellos])
             problem = self._hellos.absence(missing, hellos)
             self._hellos.catch_up(hellos.values())
             raise RendezvousError(problem, missing)
-        self._said.add(key)
+        block.pass_on(answer)
         return _Verdict(**json.loads(answer))
 
     def _look_around(self, awaited: Sequence[int]) -> dict[int, str]:
@@ -340,10 +340,6 @@ class Rendezvous(Parting):
     def _two_names(self, by_rank: Mapping[int, str]) -> _Verdict:
         differences = {"name": {str(rank): name for rank, name in sorted(by_rank.items())}}
         return _Verdict(problem=_mismatch(self._name, differences), differences=differences)
-
-    def _has_its_verdict(self, hello: Hello) -> bool:
-        """Whether the rank is still here from an earlier attempt that failed: it will know soon."""
-        return hello.attempt != self._mine.attempt and self._store.check([f"verdict/{hello.nonce}"])
 
 
 def _differences(hellos: Mapping[int, Hello]) -> dict[str, dict[str, str]]:

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megapg.errors import LayoutMismatchError
+from megapg.rendezvous.blocks import FLAT
 from megapg.rendezvous.joint_work import CancelledError, JointWork, OthersFailedError
 from megapg.rendezvous.store import Store, host_of
 
@@ -25,7 +26,13 @@ def store(host, request):
     return dist.PrefixStore(request.node.name, host)
 
 
-def together(store, work, *, timeout=PATIENT, settings=None, name="work", left=None):
+@pytest.fixture(params=[FLAT, 2], ids=["the leader hears all", "in blocks"], autouse=True)
+def _way(request, monkeypatch):
+    """Three ranks are a block of two, and one that is its own head."""
+    monkeypatch.setitem(together.__kwdefaults__, "flat", request.param)
+
+
+def together(store, work, *, timeout=PATIENT, settings=None, name="work", left=None, flat=FLAT):
     """What ``work(team)`` gave on each rank, or the exception it ended with.
 
     ``left`` is a semaphore that is released by every rank at its end.
@@ -33,7 +40,7 @@ def together(store, work, *, timeout=PATIENT, settings=None, name="work", left=N
     connections = [Store(store.clone(), host_of(store, "the test's store")) for _ in RANKS]
 
     def one(rank):
-        team = JointWork(connections[rank], name, rank, RANKS, timeout=timeout)
+        team = JointWork(connections[rank], name, rank, RANKS, timeout=timeout, flat=flat)
         try:
             team.begin(settings(rank) if settings else {"what": "a test"})
             with team:
