@@ -79,11 +79,21 @@ def look_ups(
             for each in several
         ]
         looking = _Function(function, is_free)
-        for together in _of_one_collection(function, rest):
+        for group in _of_one_collection(function, rest):
+            together = [each for each in group if each.what not in served]
+            if not together:
+                continue
             found = [
                 _shared_with(each, inner, function)
                 for each in looking.with_functions(inner, together)
             ]
+            # What asks for no field takes what is looked up before it comes to that.
+            bare = [e for e in rest if not (e.needs or e.is_apart or e.what in served)]
+            for at, one in enumerate(found):
+                behind = _behind(one.before, looking.of_the_same(bare, one), function)
+                more = [e for e in behind if e not in one.members]
+                found[at] = replace(one, members=(*one.members, *more))
+                bare = [e for e in bare if e.what not in more]
             served |= {each for look_up in found for each in look_up.members}
             if found:
                 yield function, together[0].base, found
@@ -215,13 +225,16 @@ def _of_one_collection(function: Scope, places: Sequence[_Place]) -> Iterator[li
         special = frozenset(lacking) if each.base.form == "groups_of" else frozenset()
         groups.setdefault(special, []).append(each)
     main = groups.pop(frozenset(), [])
-    if main:
+    bare = [] if any(each.needs for each in main) else main  # they take what the others look up
+    if main and not bare:
         yield main
     rest = [each for some in groups.values() for each in some]
     if main and first_read(function.node, [each.use for each in rest]) is not None:
         yield from _of_one_collection(function, rest)
     else:
         yield from sorted(_merged(function, groups.values()), key=lambda each: -len(each))
+    if bare:
+        yield bare
 
 
 def _merged(function: Scope, groups: Iterable[list[_Place]]) -> list[list[_Place]]:
@@ -329,6 +342,16 @@ class _Function:
                     isinstance(e, _OWN) for e in block[block.index(function) : block.index(before)]
                 )
         return False
+
+    def of_the_same(self, places: Sequence[_Place], found: LookUp) -> Iterator[_Place]:
+        """The places that would look up the same as is there already: of a parameter that is never
+        bound anew, or an object that is given no model in between.
+        """
+        for each in places:
+            name, last = each.base.expression, each.around(self.node)[-1:]
+            is_set_once = len(self.scope.bindings.get(name, ())) == 1 and self._is_passed(name)
+            if is_set_once and last and not self._may_get_a_model(name, found.before, last[0]):
+                yield each
 
     def _is_passed(self, name: str) -> bool:
         """Whether a name is nothing else than a parameter of the function, or a constant."""
