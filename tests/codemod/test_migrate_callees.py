@@ -18,11 +18,18 @@ from megapg.migrate.engine import migrate
 from megapg.migrate.migration import Callee, Migration
 
 CALLEES = program_of("callees")
+BY_AUTOGRAD = (
+    "have Scale.forward take the group as its last argument, and keep it on ctx for backward, "
+    "which returns one more None, also where it is called by hand; "
+)
 IN = "have it take pg_collection, hand it on to there, and pass it megapg.groups_of"
 # Behind others, in an inherited constructor, instead of a group, and instead of a collection. Those
 # who have the groups made, make the model, or have a collection that is None, have nothing to pass.
 FOUND = [
-    (13, "loss", "two", "tp", "pkg/lib.py:10", f'{IN}(model, "tp")'),
+    (
+        *(13, "loss", "two", "tp", "pkg/lib.py:10"),
+        f'{BY_AUTOGRAD}pass it from megapg.groups_of(model, "tp")',
+    ),
     (18, "stages", "Last", "is_pipeline_first_stage", "pkg/lib.py:23", f"{IN}(model)"),
     (18, "stages", "Base", "is_pipeline_first_stage", "pkg/lib.py:23", f"{IN}(model)"),
     (
@@ -46,11 +53,14 @@ def test_callees_that_still_ask_the_globals(tmp_path: Path) -> None:
         Callee("pkg/use.py", line, function, "model", callee, what, place, instead)
         for line, function, callee, what, place, instead in FOUND
     ]
-    for each in found.callees:  # as the new text has it
-        (file,) = (file for file in found.files if file.file == each.file)
-        assert f"{each.callee}(" in file.after.decode().splitlines()[each.line - 1].replace(
-            "lib.Stage", "Base"
-        )
+    (file,) = (file for file in found.files if file.file == "pkg/use.py")
+    lines = file.after.decode().splitlines()
+    assert {lines[each.line - 1].strip() for each in found.callees} == {
+        "return two(x) + made()",  # as the new text has them
+        "return Last(x), lib.Stage(), stage, scaled(x)",
+        "averaged(x)",
+        "Kept(x)",
+    }
 
 
 def test_a_second_run_says_the_same(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
 
 # Further than anybody follows what is reported.
 _DEEPEST = 4
+_OF_AUTOGRAD = ("forward", "backward")
 _MAKING = ("initialize_model_parallel", "destroy_model_parallel")
 
 
@@ -53,6 +54,7 @@ class _Asked:
     what: str
     place: str
     unless: str = ""  # the parameter that would have been asked, had it been passed
+    applied: str = ""  # the autograd function that asks, or has it asked
 
 
 def callees(index: Index, trees: Mapping[Path, ast.Module]) -> list[Callee]:
@@ -207,12 +209,20 @@ class _Reader:
 
     def _of_autograd(self, applied: ast.expr, use: Use, path: Path) -> Iterator[_Called]:
         for thing in self._resolver.expression(applied, use.scope, path):
-            if thing.kind == "class" and thing.scope is not None and thing.path is not None:
-                above = ancestry(thing.scope, thing.path, self._resolver)
-                if any(isinstance(e, str) and e.endswith("autograd.Function") for e in above):
-                    for name in ("forward", "backward"):
-                        for each in thing.scope.defined(name):
-                            yield _Called(each, thing.path, frozenset())
+            if thing.scope is not None and thing.path is not None:
+                for name in _OF_AUTOGRAD if self._is_autograd(thing.scope, thing.path) else ():
+                    for each in thing.scope.defined(name):
+                        yield _Called(each, thing.path, frozenset())
+
+    def _is_autograd(self, klass: Scope, path: Path) -> bool:
+        above = ancestry(klass, path, self._resolver)
+        return any(isinstance(each, str) and each.endswith("autograd.Function") for each in above)
+
+    def _applied(self, called: _Called) -> str:
+        """The autograd function of which a method is; empty where it is of none."""
+        klass = called.function.parent if called.function.name in _OF_AUTOGRAD else None
+        is_one = klass is not None and self._is_autograd(klass, called.path)
+        return klass.qualname if klass is not None and is_one else ""
 
     @kept
     def _makes_groups(self, unit: Scope, path: Path, depth: int) -> bool:
@@ -266,8 +276,9 @@ class _Reader:
                 handed = _Called(each.function, each.path, each.left_out | _handed(call, called))
                 for one in self._behind(handed, depth + 1):
                     if not one.axes <= own:
-                        found.append(_Asked(one.axes - own, one.what, one.place))
-        return found
+                        found.append(_Asked(one.axes - own, one.what, one.place, "", one.applied))
+        applied = self._applied(called)
+        return [replace(each, applied=applied) for each in found] if applied else found
 
 
 def _of_globals(asked: Sequence[Asking], called: _Called, file: str) -> Iterator[_Asked]:
@@ -349,8 +360,12 @@ def _reported(
         instead = f"pass it {found.unless}={written}"
     elif found.unless:
         instead = f"pass it {found.unless}={written}.{field}"
-    elif last_name(call.func) == "apply" and called.function.name in ("forward", "backward"):
-        instead = f"have forward take the group as its last argument, and pass it from {written}"
+    elif found.applied:
+        instead = (
+            f"have {found.applied}.forward take the group as its last argument, and keep it on ctx "
+            "for backward, which returns one more None, also where it is called by hand; pass it "
+            f"from {written}"
+        )
     else:
         instead = f"have it take {PASSED}, hand it on to there, and pass it {written}"
     return Callee(file, call.lineno, unit.qualname, carrier, name, found.what, found.place, instead)
