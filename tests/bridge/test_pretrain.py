@@ -227,6 +227,23 @@ def test_a_session_without_gloo_companions_says_which_argument_makes_them():
         assert "gloo=('intra_dp_cp',)" in note
 
 
+def passed_as_an_argument(lines):
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    from pretraining import on_a_session, on_globals, words
+
+    line = words(**TP, **DISTRIBUTED)
+    theirs, ours = on_globals(line), on_a_session(line, lines)
+    return theirs.trained() == ours.trained(), len(ours.losses), ours.left
+
+
+def test_pretrain_takes_the_collection_as_an_argument_too():
+    (words,) = re.findall(r"also takes `(pg_collection=.*?)`", GUIDE.read_text())
+    lines = lines_of_the_guide().replace("forward_step)", f"forward_step, {words})")
+    assert words in lines
+    assert in_ranks(passed_as_an_argument, 2, lines) == [(True, 3, 0)] * 2
+
+
 # -- context parallelism ---------------------------------------------------------------------------
 
 
