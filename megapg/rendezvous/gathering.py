@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence
 
 from megapg.rendezvous.blocks import FLAT, Blocks, Reports
 from megapg.rendezvous.store import Store, batches
@@ -42,6 +42,14 @@ class Words(Mapping[int, str]):
     def __len__(self) -> int:
         return sum(last + 1 - first for first, last, _ in self._rows)
 
+    def items(self) -> ItemsView[int, str]:
+        """Without a search for each rank."""
+        return _Items(self)
+
+    def rows(self) -> Iterator[tuple[int, str]]:
+        """rank and what it said, in order."""
+        return ((r, word) for first, last, word in self._rows for r in range(first, last + 1))
+
     def different(self) -> set[str]:
         """What was said, each once."""
         return {word for _, _, word in self._rows}
@@ -50,6 +58,15 @@ class Words(Mapping[int, str]):
         """The same, of every word what that makes of it."""
         words = {word: change(word) for word in self.different()}
         return Words([(first, last, words[word]) for first, last, word in self._rows])
+
+
+class _Items(ItemsView[int, str]):
+    def __init__(self, words: Words) -> None:
+        super().__init__(words)
+        self._words = words
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return self._words.rows()
 
 
 class Gathering:
@@ -148,7 +165,7 @@ class Gathering:
             if unreported and self._store.check(_keys(folder, block)):
                 unreported = False
                 self._said.add(_report(folder, block))
-                said = _by_word(self._answers(folder, block, ""))
+                said = by_word(self._answers(folder, block, ""))
                 self._store.set(_report(folder, block), said)
             return self._store.check([f"{folder}/all"])
 
@@ -183,7 +200,7 @@ class Gathering:
         found = self._answers(folder, self._blocks.leaders, silence)
         reports = self._store.peeks([_report(folder, block) for block in blocks])
         for block, report in zip(blocks, reports, strict=True):
-            found |= _by_rank(report) if report else self._answers(folder, block, silence)
+            found |= by_rank(report) if report else self._answers(folder, block, silence)
         return found
 
     def _answers(self, prefix: str, ranks: Sequence[int], silence: str) -> dict[int, str]:
@@ -193,7 +210,7 @@ class Gathering:
         return {rank: text for rank, text in zip(ranks, said, strict=True) if text}
 
     def _read_problems(self, key: str) -> Words:
-        return _by_rank(self._store.get(key))
+        return by_rank(self._store.get(key))
 
     def _settle(self, key: str, word: Mapping[int, str]) -> Words:
         """Say it for everyone, unless somebody has already; what was said, the same on all ranks.
@@ -201,7 +218,7 @@ class Gathering:
         The leader says how things stand, and a follower that gives up waiting for it says so in the
         same place: either all go on, or none does.
         """
-        return _by_rank(self._store.compare_set(key, "", _by_word(word)))
+        return by_rank(self._store.compare_set(key, "", by_word(word)))
 
     def _take_back(self) -> None:
         """Delete what this rank said: the leader of a large job can't for all."""
@@ -224,7 +241,7 @@ def _report(folder: str, block: Sequence[int]) -> str:
     return f"{folder}/block of {block[0]}"
 
 
-def _by_word(said: Mapping[int, str]) -> str:
+def by_word(said: Mapping[int, str]) -> str:
     """Each word once, with the ranks that said it, as first and last of those in a row.
 
     Every rank reads it, and mostly all have said the same.
@@ -239,7 +256,8 @@ def _by_word(said: Mapping[int, str]) -> str:
     return json.dumps(words)
 
 
-def _by_rank(text: bytes) -> Words:
+def by_rank(text: bytes | str) -> Words:
+    """What :func:`by_word` has written."""
     words: dict[str, list[list[int]]] = json.loads(text)
     return Words(
         sorted((first, last, word) for word, rows in words.items() for first, last in rows)

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
 from megapg.rendezvous.arrivals import Arrivals, BlockArrivals, passed_over
 from megapg.rendezvous.blocks import FLAT
-from megapg.rendezvous.gathering import GRACE, PAUSE
+from megapg.rendezvous.gathering import GRACE, PAUSE, by_rank, by_word
 from megapg.rendezvous.hello import CHANGES, STAY, Hello, runs_here
 from megapg.rendezvous.parting import Parting
 from megapg.rendezvous.problems import brief, told
@@ -61,15 +61,12 @@ class _Verdict:
     attempt: int = 0
     problem: str = ""
     missing: Sequence[int] = ()
-    differences: dict[str, dict[str, str]] | None = None
+    differences: dict[str, str] | None = None  # every rank reads it: each value is in there once
 
     def check(self) -> None:
         if self.differences:
-            by_rank = {
-                name: {int(rank): value for rank, value in values.items()}
-                for name, values in self.differences.items()
-            }
-            raise LayoutMismatchError(self.problem, by_rank)
+            values = {name: dict(by_rank(said)) for name, said in self.differences.items()}
+            raise LayoutMismatchError(self.problem, values)
         if self.problem:
             raise RendezvousError(self.problem, self.missing)
 
@@ -241,7 +238,7 @@ class Rendezvous(Parting):
                 self._hellos.say(missing=missing)
                 self._hellos.leave("declined", RendezvousError(verdict.problem))
         elif differences := _differences(arrived):
-            verdict = _Verdict(problem=_mismatch(self._name, differences), differences=differences)
+            verdict = self._mismatch(differences)
         else:
             highest = max(hello.generation for hello in arrived.values())
             attempt = max(hello.attempt for hello in arrived.values())
@@ -337,29 +334,32 @@ class Rendezvous(Parting):
             raise twin
         return self._waiting.elsewhere(awaited)
 
-    def _two_names(self, by_rank: Mapping[int, str]) -> _Verdict:
-        differences = {"name": {str(rank): name for rank, name in sorted(by_rank.items())}}
-        return _Verdict(problem=_mismatch(self._name, differences), differences=differences)
+    def _two_names(self, names: Mapping[int, str]) -> _Verdict:
+        return self._mismatch({"name": dict(sorted(names.items()))})
+
+    def _mismatch(self, differences: Mapping[str, Mapping[int, str]]) -> _Verdict:
+        said = {name: by_word(values) for name, values in differences.items()}
+        return _Verdict(problem=_mismatch(self._name, differences), differences=said)
 
 
-def _differences(hellos: Mapping[int, Hello]) -> dict[str, dict[str, str]]:
+def _differences(hellos: Mapping[int, Hello]) -> dict[str, dict[int, str]]:
     """setting -> {rank: value} for every setting that is not the same on all ranks."""
     # In the order in which they were given, so that what follows from another comes after it.
     names = dict.fromkeys(name for hello in hellos.values() for name in hello.settings or {})
     found = {}
     for name in names:
-        values = {str(r): (h.settings or {}).get(name, "not set") for r, h in hellos.items()}
+        values = {r: (h.settings or {}).get(name, "not set") for r, h in hellos.items()}
         if len(set(values.values())) > 1:
             found[name] = values
     return found
 
 
-def _mismatch(name: str, differences: Mapping[str, Mapping[str, str]]) -> str:
+def _mismatch(name: str, differences: Mapping[str, Mapping[int, str]]) -> str:
     lines = []
     for setting, values in differences.items():
         by_value: dict[str, list[str]] = {}
         for rank, value in values.items():
-            by_value.setdefault(value, []).append(rank)
+            by_value.setdefault(value, []).append(str(rank))
         said = [
             f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:8])}"
             + (" and more" if len(ranks) > 8 else "")

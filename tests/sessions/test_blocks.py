@@ -140,6 +140,13 @@ def test_other_settings_are_named_on_every_rank(odd):
     )
 
 
+def test_what_all_are_told_of_other_settings_does_not_grow_with_the_ranks():
+    job = Job(1_024, 2_000)
+    ends = job.each(lambda r: job.sessions[r].meet({"tp": "4" if r == 9 else "8"}, timeout=TIMEOUT))
+    assert "4 on rank 9" in ends[150]
+    assert job.phase.ranks[150].bytes < 10_000
+
+
 def test_ranks_that_differ_in_what_they_propose_meet():
     def meet(job, rank):
         at_least = 7 if rank in (MEMBER, HEAD) else 1
