@@ -40,6 +40,10 @@ FOUND = [
         *(33, "hands_on", "Kept", "tp", "pkg/lib.py:52"),
         'pass it pg_collection=megapg.groups_of(model, "tp")',
     ),
+    (
+        *(49, "with_a_dictionary", "Kept", "tp", "pkg/lib.py:52"),
+        'pass it pg_collection=megapg.groups_of(model, "tp")',
+    ),
 ]
 
 
@@ -60,6 +64,7 @@ def test_callees_that_still_ask_the_globals(tmp_path: Path) -> None:
         "return Last(x), lib.Stage(), stage, scaled(x)",
         "averaged(x)",
         "Kept(x)",
+        "Kept(**given), hands_on(model, x, pg_collection=None)",
     }
 
 

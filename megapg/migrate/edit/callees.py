@@ -179,10 +179,10 @@ class _Reader:
             if thing.scope is None or thing.path is None:
                 continue
             if thing.kind == "function":
-                yield _Called(thing.scope, thing.path, left_out(thing.scope, call))
+                yield _Called(thing.scope, thing.path, _lacking(thing.scope, call, unit))
             elif thing.kind == "class":
                 for constructor, at in self._constructor(thing.scope, thing.path):
-                    yield _Called(constructor, at, left_out(constructor, call))
+                    yield _Called(constructor, at, _lacking(constructor, call, unit))
         if not isinstance(use.node, ast.Attribute):
             return
         if use.node.attr == "apply":
@@ -191,7 +191,7 @@ class _Reader:
             klass = class_of(unit)
             for above, at in self._bases(klass, path) if klass is not None else ():
                 for constructor, where in self._constructor(above, at):
-                    yield _Called(constructor, where, left_out(constructor, call))
+                    yield _Called(constructor, where, _lacking(constructor, call, unit))
 
     def _bases(self, klass: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
         for base in getattr(klass.node, "bases", ()) if klass.parent is not None else ():
@@ -296,6 +296,39 @@ def _of_globals(asked: Sequence[Asking], called: _Called, file: str) -> Iterator
             passed = [name for name, lines in instead.items() if each.line in lines]
             if not passed or called.left_out & {*passed}:
                 yield _Asked(axes, each.what, place, next(iter(passed), ""))
+
+
+def _lacking(function: Scope, call: ast.Call, unit: Scope) -> frozenset[str]:
+    """The parameters that a call does not pass: of collections also where it passes a dictionary
+    that its function makes, and in which it names none.
+    """
+    dictionaries = [each.value for each in call.keywords if each.arg is None]
+    if not dictionaries or not all(_is_made_in(each, unit) for each in dictionaries):
+        return left_out(function, call)
+    named = {each.arg for each in call.keywords}
+    takes = {each.arg for each in parameters(function.node)} & {*COLLECTION_NAMES}
+    return frozenset(takes - named - _keys_in(unit))
+
+
+def _is_made_in(dictionary: ast.expr, unit: Scope) -> bool:
+    """Whether an expression is a variable of a function for a dictionary that it makes itself."""
+    name = dictionary.id if isinstance(dictionary, ast.Name) else ""
+    made = [each.value if isinstance(each, Alias) else None for each in unit.bindings.get(name, ())]
+    return bool(made) and all(
+        (isinstance(each, ast.Dict) and None not in each.keys)
+        or (isinstance(each, ast.Call) and last_name(each.func) == "dict" and not each.args)
+        for each in made
+    )
+
+
+def _keys_in(unit: Scope) -> set[str]:
+    """All that may be a key of a dictionary in a function."""
+    nodes = list(ast.walk(unit.node))
+    strings = (each.value for each in nodes if isinstance(each, ast.Constant))
+    calls = (each for each in nodes if isinstance(each, ast.Call))
+    filling = (each for each in calls if last_name(each.func) in ("dict", "update"))
+    names = (keyword.arg for each in filling for keyword in each.keywords)
+    return {each for each in (*strings, *names) if isinstance(each, str)}
 
 
 def _handed(call: ast.Call, caller: _Called) -> frozenset[str]:
