@@ -136,12 +136,14 @@ class _Reader:
 
     def _of_file(self, path: Path) -> Iterator[Callee]:
         text = self._text(path)
-        for unit, calls in self._calls_in(path).items() if text is not None else ():
-            if text is None or unit is None or not isinstance(unit.node, ast.stmt):
+        if text is None or not any(_has(each, text) for each in text.definitions):
+            return
+        for unit, calls in self._calls_in(path).items():
+            own = _has(unit.node, text) if unit is not None else {}
+            if unit is None or not own:
                 continue
-            own = self._has(unit, text)
             found: list[tuple[ast.Call, Callee]] = []
-            for use, call in calls if own else ():
+            for use, call in calls:
                 has = {axis: each for axis, each in own.items() if _is_there(each, unit, call)}
                 found += self._of_call(use, call, has, text, path)
             stands_in = _in_place_of(unit, COLLECTION_NAMES) if found else set()
@@ -161,15 +163,6 @@ class _Reader:
             if found is not None:
                 yield call, _reported(text.name, call, unit, has, called, found)
                 return
-
-    def _has(self, unit: Scope, text: TextOfFile) -> dict[str, str]:
-        """About which kinds of groups a function asks something else than the globals, and what."""
-        if not isinstance(unit.node, ast.FunctionDef | ast.AsyncFunctionDef):
-            return {}
-        asked = [each for each in text.asked_by(unit.node) if not each.by_core]
-        if any(each.carrier == GLOBALS for each in asked):
-            return {}  # it asks these for everything
-        return {axis: each.carrier for each in asked for axis in axes_of(each.what)}
 
     # -- who is called -----------------------------------------------------------------------
 
@@ -279,6 +272,16 @@ class _Reader:
                         found.append(_Asked(one.axes - own, one.what, one.place, "", one.applied))
         applied = self._applied(called)
         return [replace(each, applied=applied) for each in found] if applied else found
+
+
+def _has(function: ast.AST, text: TextOfFile) -> dict[str, str]:
+    """About which kinds of groups a function asks something else than the globals, and what."""
+    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+        return {}
+    asked = [each for each in text.asked_by(function) if not each.by_core]
+    if any(each.carrier == GLOBALS for each in asked):
+        return {}  # it asks these for everything
+    return {axis: each.carrier for each in asked for axis in axes_of(each.what)}
 
 
 def _of_globals(asked: Sequence[Asking], called: _Called, file: str) -> Iterator[_Asked]:
