@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("greenlet")
 
-from benchmarks.scale import PHASES, Steps, layout_of, real, same
+from benchmarks.scale import PHASES, Steps, group_calls, layout_of, real, same
 from megapg.layout import ParallelLayout
 
 
@@ -25,3 +25,10 @@ def test_nobody_asks_more_often_than_the_root_of_a_large_world() -> None:
     for name, phase in Steps(layout_of(size)).phases("start-up", "suspend()", "close()"):
         assert phase.most("calls", slice(1, None)) <= 32, name
         assert phase.ranks[0].calls <= 2 * math.sqrt(size), name
+
+
+def test_a_rank_calls_for_no_more_groups_than_there_are_families() -> None:
+    for size in (1_024, 131_072):
+        layout = ParallelLayout(world_size=size, tp=8, pp=8, ep=8)
+        fields, everyone, split, unbound = group_calls(layout)
+        assert unbound <= split <= fields < everyone
