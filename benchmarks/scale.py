@@ -305,8 +305,8 @@ def _calls(findings: Findings) -> Table:
             "What bounds large worlds. In a save the leader gets what each rank says of its files "
             "(1 kB each here), as it writes the index of all: bytes grow with the world, calls "
             "with its root. At close() it asks once for the list of all keys, to delete what is "
-            "left. An exchange (suspend, resume) leaves all ranks' words in each rank's hands, kept as "
-            "ranks in a row that said the same: a few bytes where all are well; where each "
+            "left. An exchange (suspend, resume) leaves all ranks' words in each rank's hands, "
+            "kept as ranks in a row that said the same: a few bytes where all are well; where each "
             "says something else, each reads as many words as there are ranks. After a failure the "
             "leader reads every rank's words, to name those that are missing.",
             "Before there were blocks, the leader's calls, keys and MB: at 16,384 ranks start-up "
