@@ -92,9 +92,11 @@ class Run:
     Attributes:
         values: of the drivers.
         takes: the keyword-only parameters of the functions that drivers just call.
+        imported: the drivers whose module can be imported.
     """
 
     values: dict[Driver, object] = field(default_factory=dict)
+    imported: set[Driver] = field(default_factory=set)
     takes: dict[Driver, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -116,6 +118,7 @@ def run(
             call = ast.parse(driver.expression, mode="eval")
             try:
                 names = dict(vars(importlib.import_module(driver.module)))
+                found.imported.add(driver)
                 if isinstance(call.body, ast.Call) and isinstance(call.body.func, ast.Name):
                     found.takes[driver] = _keywords(names.get(call.body.func.id))
                     for name in groups.get(driver, ()):
@@ -247,11 +250,14 @@ def _failures(package: Package, root: Path, tally: Tally) -> Iterator[Failure]:
     again = migrate([root], config)
     if again.files:
         yield Failure("again", "\n".join(_diff(each) for each in again.files))
+    # What imports nothing that fails any more, since it needs it no more, can be imported now.
+    drivers = [driver for driver in package.drivers if driver in before.imported]
+    values = {driver: before.values[driver] for driver in drivers}
     with _initialised():
-        after = run(root, package.drivers)
+        after = run(root, drivers)
     tally.compared += len(before.values)
     tally.raised += sum(_raised(value) for value in before.values.values())
-    yield from _compared("result", before.values, after.values)
+    yield from _compared("result", values, after.values)
     if without:
         tally.uninitialised += len(without)
         yield from _compared("uninitialised", without, run(root, without).values)
@@ -263,8 +269,8 @@ def _failures(package: Package, root: Path, tally: Tally) -> Iterator[Failure]:
     if new and not package.overrides:  # which groups that are passed know nothing of
         tally.explicit += len(new)
         with _initialised():
-            explicit = run(root, package.drivers, new)
-        yield from _compared("explicit", before.values, explicit.values)
+            explicit = run(root, drivers, new)
+        yield from _compared("explicit", values, explicit.values)
 
 
 def _sound(package: Package, root: Path, migration: Migration) -> Iterator[Failure]:

@@ -311,8 +311,14 @@ def _of(asked: Sequence[_Asking]) -> frozenset[str]:
 
 
 def _asks_the_globals_too(together: Sequence[_Asking]) -> bool:
-    """Whether an object is asked about some kinds of groups, and the globals about others."""
-    own = (each for each in together if each.axes and not each.by_another)
+    """Whether an object is asked about some kinds of groups, or whether there are any, and the
+    globals about others.
+    """
+    own = (
+        each
+        for each in together
+        if not each.by_another and (each.axes or not _is_of_globals(each.base))
+    )
     return len({_is_of_globals(each.base) for each in own}) == 2
 
 

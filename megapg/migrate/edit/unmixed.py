@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -45,14 +45,17 @@ class Unmixed:
         old = {self._name(path): tree for path, tree in self._trees_before.items()}
         old = {name: tree for name, tree in old.items() if name not in new}
         found = mixed(new, self._index.config.versions, old, self._runtime)
+        fallen = frozenset(self.fallen.parted)  # and so did not help
         fell_back = [
-            self._fall_back(each, paths.get(file) or self._paths_before[file])
+            self._fall_back(each, paths.get(file) or self._paths_before[file], fallen)
             for file, each in new_in(found, self._mixed_before)
         ]
         return any(fell_back)
 
-    def _fall_back(self, found: Mixed, path: Path) -> bool:
-        """Have a function, or the methods of a class, fall back; whether they did not yet."""
+    def _fall_back(self, found: Mixed, path: Path, fallen: Collection[Scope]) -> bool:
+        """Have a function, or the methods of a class, fall back; whether they did not yet. Those
+        that fell back in an earlier attempt, and ask something else still, are left.
+        """
         scope = self._scopes(path)[found.number]
         if scope.kind == "class":
             units, axes = list(self._methods(scope, path)), found.axes
@@ -63,7 +66,7 @@ class Unmixed:
         parted = self.fallen.parted
         more = [each for each in units if not axes <= parted.get(each, frozenset())]
         if not more and GLOBALS not in (found.one.carrier, found.other.carrier):
-            more = [each for each in units if each not in self.fallen.left]
+            more = [each for each in units if each in fallen and each not in self.fallen.left]
             self.fallen.left.update(more)
         for unit in more:
             parted[unit] = parted.get(unit, frozenset()) | axes

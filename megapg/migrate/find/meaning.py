@@ -166,7 +166,8 @@ class Resolver:
         outside = []
         for each in scope.chain():
             for star in reversed(each.stars):
-                things = self.attribute(self.module(star, path), name)
+                offering = (e for e in self.module(star, path) if self._offers(e, name))
+                things = self.attribute(frozenset(offering), name)
                 if any(thing.kind not in ("unknown", "name") for thing in things):
                     return things
                 if any(thing.kind == "name" for thing in things):
@@ -177,6 +178,23 @@ class Resolver:
             if all(thing.name.startswith("megatron.core.") for thing in things):
                 return things
         return _NOTHING
+
+    def _offers(self, module: Thing, name: str) -> bool:
+        """Whether a star may import a name of a module: an ``__all__`` that is written out, and
+        that nothing adds to, says which it does.
+        """
+        path = module.path if module.kind == "file" else None
+        if path is None or path not in self._modules or not self._may_define(path, "__all__"):
+            return True
+        analysis = self._analysis(path)
+        top = analysis.module if analysis else None
+        bound = top.bindings.get("__all__", ()) if top else ()
+        value = bound[0].value if len(bound) == 1 and isinstance(bound[0], Alias) else None
+        if top is None or not isinstance(value, ast.List | ast.Tuple):
+            return True
+        offered = [each.value for each in value.elts if isinstance(each, ast.Constant)]
+        is_whole = len(offered) == len(value.elts)
+        return name in offered or not is_whole or any(of == "__all__" for of, _ in top.said)
 
     def _bindings(self, bindings: Sequence[Binding], path: Path) -> Things:
         if len(bindings) == 1:
