@@ -425,10 +425,11 @@ class _Planner:
         self.decide(located, base)
 
     def _may_be_at_hand(self, located: Located) -> bool:
-        """Whether a function has a collection, or None, that serves all that it asks."""
+        """Whether a function has a collection of its own, or None, that serves all that it asks."""
         unit, path, base = located.use.scope.unit, located.path, self.best(located)
-        is_there = unit is not None and base is not None and base.optional
-        return is_there and not (
+        if unit is None or base is None or not base.optional:
+            return False
+        return base.expression in unit.bindings and not (
             self.facts.is_of_globals(unit, path) or self.facts.makes_groups(unit, path)
         )
 
