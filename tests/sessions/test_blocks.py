@@ -78,7 +78,7 @@ class Job:
         self.sessions[rank].meet({"tp": "8"}, timeout=TIMEOUT)
         self.sessions[rank].confirm(None, timeout=TIMEOUT)
 
-    def keys(self) -> set[str]:
+    def left(self) -> set[str]:
         """What is left in the store but for the last word of each rank."""
         return {key for key in self.simulation.values if "/hello/" not in key}
 
@@ -262,6 +262,13 @@ def test_all_hear_the_same_words_even_those_that_differ_and_come_late(late):
     assert f"(120, '2 of {MEMBER}', '2 of {HEAD}', '2 of 0', '2 of 7', '2', '2')" in ends[0]
 
 
+def test_what_all_have_heard_is_taken_back():
+    job = opened(IN_BLOCKS)
+    for turn in range(3):
+        job.each(lambda rank: job.sessions[rank].exchange("talk", f"{rank}", timeout=TIMEOUT))
+        assert {key.split("/turn ")[1][0] for key in job.left() if "/turn " in key} == {f"{turn}"}
+
+
 @pytest.mark.parametrize("silent", [MEMBER, HEAD, IN_FIRST, 0])
 def test_a_rank_that_says_nothing_is_named(silent):
     def say(job, rank):
@@ -308,7 +315,7 @@ def test_a_head_that_reports_nothing_costs_five_seconds_and_no_more():
     assert set(job.each(say)) == {f"([{MEMBER}], {SIZE})"}
     assert 5 <= job.phase.most("ended") <= 8
     assert set(job.each(lambda rank: job.sessions[rank].part(None, timeout=TIMEOUT))) == {"{}"}
-    assert job.keys() == set()
+    assert job.left() == set()
 
 
 @pytest.mark.parametrize("failing", [MEMBER, HEAD, IN_FIRST, 0])
@@ -366,10 +373,25 @@ def test_work_in_steps(reporting):
     assert set(ends[1:]) == {"None"}
 
 
+def test_a_head_whose_reports_came_too_late_reports_what_follows(monkeypatch):
+    job, reporting = Job(IN_BLOCKS), []
+    block = job.teams[HEAD]._block
+    report = block.report
+    monkeypatch.setattr(block, "report", lambda: report() if reporting else set())
+
+    def step(rank: int, name: str) -> None:
+        if rank == HEAD and name == "third":
+            reporting.append(name)
+
+    job.each(lambda rank: working(job, rank, lambda name: step(rank, name)))
+    # The leader has waited for it twice, and read what it should have reported.
+    assert 10 <= job.phase.most("ended") <= 14
+
+
 def test_work_leaves_nothing_in_the_store():
     job = Job(IN_BLOCKS)
     job.each(lambda rank: working(job, rank, lambda step: None))
-    assert job.keys() == set()
+    assert job.left() == set()
 
 
 @pytest.mark.parametrize("failing", [MEMBER, HEAD, IN_FIRST, 0])
@@ -398,7 +420,7 @@ def test_in_thousands_nobody_handles_more_than_the_root_and_nothing_stays_in_the
     assert job.phase.most("keys") <= 100 * root
     ends = job.each(lambda rank: job.sessions[rank].part(None, timeout=TIMEOUT))
     assert set(ends) == {"{}"}
-    assert job.keys() == set()
+    assert job.left() == set()
 
 
 # -- real ranks ------------------------------------------------------------------------------------
