@@ -82,7 +82,7 @@ def destroy_model_parallel() -> None:
     if opened is None:
         _megatrons("destroy_model_parallel")()
         return
-    with opened.session, opened.showing:
+    with opened.both():
         pass
 
 
@@ -109,8 +109,8 @@ def standing_in() -> Iterator[None]:
         if isinstance(error, SystemExit) and not error.code:
             _leave()
         elif (opened := _taken()) is not None:
-            opened.showing.__exit__(type(error), error, error.__traceback__)
-            opened.session.__exit__(type(error), error, error.__traceback__)
+            with opened.both():
+                raise
         raise
     state.update(before)
     _leave()
@@ -130,6 +130,13 @@ class _Open:
 
     session: Session
     showing: contextlib.ExitStack  # its groups in the globals
+
+    def both(self) -> contextlib.ExitStack:
+        """The end of which ends both, be the session suspended or closed by then."""
+        stack = contextlib.ExitStack()
+        stack.push(self.session)
+        stack.push(self.showing)
+        return stack
 
 
 def _taken() -> _Open | None:

@@ -33,7 +33,7 @@ from megapg.ownership import offload
 from megapg.ownership.offload import How
 from megapg.ownership.steps import Steps
 from megapg.rendezvous.coordinator import Coordinator
-from megapg.rendezvous.problems import brief, culprits, of_a_communicator, told
+from megapg.rendezvous.problems import ALONE, brief, culprits, of_a_communicator, told
 from megapg.signals import NoSignals, SignalExit
 
 logger = logging.getLogger(__name__)
@@ -190,6 +190,7 @@ class Closing(abc.ABC):
             _end_beside(self._lease, abort=abort is not None or alone)
         problems |= self._release(steps, news, abort, alone)
         self._world_owner = None
+        problems = {rank: said for rank, said in problems.items() if said != ALONE}
         if steps.problems:
             self._state = LeaseState.FAILED  # closing it again tries the rest again
         del interruption, cause, abort
@@ -343,13 +344,13 @@ class Closing(abc.ABC):
 def _end_beside(lease: Lease, *, abort: bool) -> None:
     """End the groups that Megatron's functions made beside the owner's, newest first."""
     failures: list[Exception] = []
-    while lease.beside:
-        group = lease.beside.pop()
+    for group in reversed(lease.beside):
         try:
             communicators_of_torch.end_one(group, abort=abort)
         except Exception as error:
             error.add_note(f"closing {group.group_desc or group.group_name}")
             failures.append(error)
+    lease.beside = list(filter(torch_private.knows, lease.beside))  # for another attempt
     if failures:
         raise TeardownError(f"{len(failures)} groups could not be closed", failures)
 

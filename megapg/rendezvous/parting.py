@@ -12,7 +12,7 @@ from megapg.rendezvous.arrivals import LARGE
 from megapg.rendezvous.blocks import FLAT
 from megapg.rendezvous.gathering import CHANGED, GRACE, Gathering
 from megapg.rendezvous.hello import STAY, Hello, Hellos
-from megapg.rendezvous.problems import THE_STORE, brief
+from megapg.rendezvous.problems import ALONE, THE_STORE, brief
 from megapg.rendezvous.store import Store, StoreError
 
 
@@ -44,9 +44,9 @@ class Parting(Gathering):
             timeout: seconds to wait for the others; a rank with a problem does not wait.
 
         Returns:
-            rank -> what went wrong there, a rank that did not answer in time included, and
-            ``THE_STORE`` if that is gone. Empty means that every rank is well and knows that every
-            rank is.
+            rank -> what went wrong there, a rank that did not answer in time included, ``ALONE``
+            for one that ended by :meth:`leave`, and ``THE_STORE`` if that is gone.
+            Empty means that every rank is well and knows that every rank is.
         """
         deadline = time.monotonic() + (timeout if problem is None else 0.0)
         try:
@@ -69,9 +69,10 @@ class Parting(Gathering):
 
     def leave(self) -> None:
         """Tell the others that this rank is gone and well, and wait for none of them."""
-        bye = f"{self._mine.namespace}/bye"
         with contextlib.suppress(StoreError), self._until_then(time.monotonic()):
-            self._store.multi_set({f"{bye}/{self._rank}": "", f"{bye}/any": ""})
+            self._store.multi_set(self._bye(ALONE))
+            if self._leading:  # it will not say how the others ended
+                self._settle(f"{self._mine.namespace}/bye/all", {self._rank: ALONE})
             self._hellos.say(state="closed")
 
     def _take_leave(self, problem: BaseException | None, deadline: float) -> dict[int, str]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 
 # Among the ranks that have a problem: the store, where no rank hosts it.
 THE_STORE = -1
+# What a rank says that has ended its groups alone, with nothing wrong: nobody need wait for it.
+ALONE = "ended its groups alone"
 
 
 def told(problems: Mapping[int, str]) -> str:

@@ -64,6 +64,18 @@ def test_it_takes_megatrons_arguments_and_ends_what_it_made(world):
         assert not parallel_state.model_parallel_is_initialized()
 
 
+@pytest.mark.parametrize("before", ["suspended", "closed"])
+def test_it_ends_a_session_that_gives_no_groups(world, before):
+    session = initialize(2, create_gloo_process_groups=False)
+    if before == "suspended":
+        session.suspend("recreate")
+    else:
+        session.close()
+    destroy()
+    assert session.closed
+    assert not parallel_state.model_parallel_is_initialized()
+
+
 def test_gloo_companions_are_made_unless_megatron_would_make_none(world):
     session = initialize(create_gloo_process_groups=False)
     with pytest.raises(AssertionError):

@@ -53,6 +53,35 @@ def test_a_rank_leaves_alone_and_the_others_hear_of_it(tmp_path):
     assert second[2:] == (0, False)
 
 
+def one_leaves_and_the_others_close(who, over):
+    """The one is gone before, or leaves while they wait, which they would for long."""
+    took = []
+    for in_time in (True, False):
+        session = megapg.session(tp=2, pp=2, name=f"in time: {in_time}", timeout=300)
+        works = torch.ones(1)
+        dist.all_reduce(works, group=session.groups.mp)
+        gone = Path(f"{over} {in_time}")
+        if me() == who:
+            if not in_time:
+                time.sleep(0.5)
+            leave(session)
+            gone.touch()
+        else:
+            while in_time and not gone.exists():
+                time.sleep(0.01)
+            session.close()
+        took.append((session.closed, registered()))
+    return took, len(open_sessions())
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_who_closes_waits_for_none_that_left(tmp_path, who):
+    ran = run_distributed(
+        partial(one_leaves_and_the_others_close, who, str(tmp_path / "over")), 4, deadline=100
+    )
+    assert ran == [([(True, 0)] * 2, 0)] * 4
+
+
 def test_a_device_that_does_not_finish_is_not_waited_for_forever(monkeypatch):
     """As where the other rank is gone in the middle of a collective; there is no device here."""
     never = threading.Event()
