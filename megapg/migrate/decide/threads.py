@@ -324,7 +324,8 @@ class Threads:
             if groups and self._needs_of(function) <= {*chain(*groups)}:
                 continue
             unit = reference.use.scope.unit
-            if self._facts.is_of_globals(unit, path):
+            around = reference.use.scope.enclosing("function")  # of the body of a class in it, too
+            if self._facts.is_of_globals(unit or (around and around.unit), path):
                 continue
             found = carriers(reference.use, path, self._index.resolver)
             supply = self._facts.best(found, unit, reference.path)
