@@ -220,6 +220,20 @@ class Gathering:
         """
         return by_rank(self._store.compare_set(key, "", by_word(word)))
 
+    def _to_take_back(self, folder: str, said: set[str]) -> set[str]:
+        """What this rank deletes of what it and others said, once all have heard the outcome.
+
+        The head of a block does it for all of it: the leader may have heard them before the head
+        did, which would wait for keys that are gone.
+
+        Args:
+            folder: where they said it.
+            said: keys that this rank wrote.
+        """
+        if self._blocks.heading:
+            return said.union(_keys(folder, self._blocks.mine))
+        return said if self._blocks.head == self._ranks[0] else set()
+
     def _take_back(self) -> None:
         """Delete what this rank said: the leader of a large job can't for all."""
         while self._said:

@@ -188,7 +188,8 @@ class JointWork(Rendezvous):
         """
         with self._asking():
             if not self._leading:
-                self._said |= put(self._store, self._key(topic, self._rank), message)
+                mine = put(self._store, self._key(topic, self._rank), message)
+                self._said |= self._to_take_back(self._key(topic), mine)
                 self._block.add(self._key(topic))  # passed on when this rank waits for something
                 self._bound = final
                 return {}

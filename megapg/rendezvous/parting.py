@@ -90,7 +90,7 @@ class Parting(Gathering):
                 # Before the leader may go, and the store with it. The leader tidies up.
                 tidied = {} if problems else {"namespace": "", "leftover": []}
                 if not problems:
-                    self._said.add(f"{bye}/{self._rank}")
+                    self._said |= self._to_take_back(bye, {f"{bye}/{self._rank}"})
                     self._take_back()
                 self._hellos.say(state="closed", **tidied)
                 self._store.add(f"{bye}/heard", 1)

@@ -318,6 +318,26 @@ def test_a_head_that_reports_nothing_costs_five_seconds_and_no_more():
     assert job.left() == set()
 
 
+def dozing(job: Job, ranks: Rendezvous) -> Rendezvous:
+    """A rank stops for ten seconds each time before it reads what it has seen to be there."""
+    store = ranks._store
+    read = store.multi_get
+
+    def doze(keys):
+        job.wait(10)
+        return read(keys)
+
+    store.multi_get = doze
+    return ranks
+
+
+def test_a_head_that_the_leader_overtakes_as_they_part_finds_what_it_was_about_to_read():
+    job = opened(IN_BLOCKS)
+    dozing(job, job.sessions[HEAD])
+    assert set(job.each(lambda rank: job.sessions[rank].part(None, timeout=TIMEOUT))) == {"{}"}
+    assert job.left() == set()
+
+
 @pytest.mark.parametrize("failing", [MEMBER, HEAD, IN_FIRST, 0])
 def test_what_a_rank_says_at_the_end_is_heard_also_where_it_had_said_all_was_well(failing):
     def part(job, rank):
@@ -386,6 +406,23 @@ def test_a_head_whose_reports_came_too_late_reports_what_follows(monkeypatch):
     job.each(lambda rank: working(job, rank, lambda name: step(rank, name)))
     # The leader has waited for it twice, and read what it should have reported.
     assert 10 <= job.phase.most("ended") <= 14
+
+
+@pytest.mark.parametrize("size", [1, 100_000])  # one that is in pieces
+def test_a_head_that_the_leader_overtakes_at_work_finds_what_it_was_about_to_read(size):
+    job = Job(IN_BLOCKS)
+    dozing(job, job.teams[HEAD])
+
+    def work(rank):
+        with job.teams[rank].begin({}) as team:
+            team.collect("planned", b"1" * (size if rank == MEMBER else 1))
+            team.agree("planned by all")
+            found = team.collect("written", b"2" * (size if rank == MEMBER else 1), final=True)
+            team.announce("done")
+            return len(found.get(MEMBER, b""))
+
+    assert job.each(work) == [str(size), *["0"] * (SIZE - 1)]
+    assert job.left() == set()
 
 
 def test_work_leaves_nothing_in_the_store():
