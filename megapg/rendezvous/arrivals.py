@@ -81,12 +81,15 @@ class Arrivals:
     def _reported(self, blocks: Sequence[Sequence[int]]) -> bool:
         """Whether blocks are here, by the reports of their heads."""
         heads = [hello for block in blocks if (hello := self.hellos[block[0]])]
-        keys = [_report(hello) for hello in heads]
-        if not self._store.check(keys):
+        keys = [_report(block[0]) for block in blocks]
+        if len(heads) < len(blocks) or not self._store.check(keys):
             return False
         mine, here = self._said.mine, True
-        for block, report in zip(blocks, self._store.multi_get(keys), strict=True):
-            if report.decode() == mine.likeness():
+        for block, head, text in zip(blocks, heads, self._store.multi_get(keys), strict=True):
+            likeness = _of_now(text, head)
+            if likeness is None:
+                here = False
+            elif likeness == mine.likeness():
                 self.hellos.update(dict.fromkeys(block[1:], replace(mine, nonce="")))
             elif self.look_at(block):
                 here = False
@@ -117,6 +120,7 @@ class BlockArrivals:
 
     def __init__(self, store: Store, said: Hellos, block: Sequence[int]) -> None:
         self._store, self._said = store, said
+        self._head = block[0] if block else -1
         self._waiting, self._here = list(block), dict[int, Hello]()
         self.keys: set[str] = set()
 
@@ -134,8 +138,12 @@ class BlockArrivals:
         self._waiting = [rank for rank in self._waiting if rank not in self._here]
         if not self._waiting:
             said = {hello.likeness() for hello in self._here.values()}
-            nonces = json.dumps([hello.nonce for hello in self._here.values()])
-            words = {_whom(mine): nonces, _report(mine): said.pop() if len(said) == 1 else ""}
+            nonces = " ".join(hello.nonce for hello in self._here.values())
+            likeness = said.pop() if len(said) == 1 else ""
+            words = {
+                _whom(self._head): _text(nonces, mine),
+                _report(self._head): _text(likeness, mine),
+            }
             self.keys.update(words)
             self._store.multi_set(words)
 
@@ -148,19 +156,31 @@ class BlockArrivals:
 
 def passed_over(store: Store, said: Hellos, head: int) -> bytes | None:
     """The verdict that the head of this rank's block should have passed on, if it has one."""
-    hello = said.of(head)
-    whom = store.peek(_whom(hello)) if hello else None
-    if hello is None or whom is None or said.mine.nonce not in json.loads(whom):
+    hello, whom = said.of(head), store.peek(_whom(head))
+    if hello is None or whom is None:
+        return None
+    if said.mine.nonce not in (_of_now(whom, hello) or "").split():
         return None
     return store.peek(f"verdict/{hello.nonce}")
 
 
-# Of one attempt of one process: it may come again. Beside the verdicts, and deleted with them.
+# Only the head itself deletes its reports, or writes over them: others may have come to the next
+# meeting while the leader tidies up after this one. They are of one attempt of one process.
 
 
-def _report(head: Hello) -> str:
-    return f"verdict/{head.nonce}/block, {head.attempt}"
+def _report(head: int) -> str:
+    return f"report/{head}"
 
 
-def _whom(head: Hello) -> str:
-    return f"verdict/{head.nonce}/whom, {head.attempt}"
+def _whom(head: int) -> str:
+    return f"report/{head}/whom"
+
+
+def _text(said: str, head: Hello) -> str:
+    return json.dumps([head.nonce, head.attempt, said])
+
+
+def _of_now(text: bytes, head: Hello) -> str | None:
+    """What the report says, if it is not of an earlier attempt."""
+    nonce, attempt, said = json.loads(text)
+    return str(said) if (nonce, attempt) == (head.nonce, head.attempt) else None

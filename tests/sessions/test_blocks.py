@@ -207,6 +207,48 @@ def test_the_verdict_reaches_a_block_whose_head_died_with_it(monkeypatch):
     assert job.phase.most("ended") <= 8
 
 
+def test_the_verdict_reaches_such_a_block_also_where_an_earlier_meeting_left_keys(monkeypatch):
+    job, passed_on = opened(IN_BLOCKS), BlockArrivals.pass_on
+    job.each(lambda rank: job.sessions[rank].part(KeyError() if rank == 7 else None, timeout=1))
+    job.begin_anew()
+
+    def die(block, verdict):
+        if block._said.mine.nonce == job.sessions[HEAD]._mine.nonce:
+            raise Died
+        passed_on(block, verdict)
+
+    monkeypatch.setattr(BlockArrivals, "pass_on", die)
+    ends = job.each(lambda rank: job.sessions[rank].meet({}, timeout=TIMEOUT).generation)
+    assert len({ends[rank] for rank in others(HEAD)}) == 1, set(ends)
+    assert ends[0].isdigit()
+
+
+def test_the_end_of_a_meeting_takes_nothing_from_the_next_one(monkeypatch):
+    job = opened(IN_BLOCKS)
+    leader = job.sessions[0]
+    forget, reported, reports = leader._forget, BlockArrivals.look, set()
+
+    def look(block):
+        reported(block)
+        if block.keys:
+            reports.add(block._said.mine.attempt)
+
+    def tidy_late(folders):
+        job.wait(2)  # by then the others have come to the next one, and their heads have reported
+        forget(folders)
+        assert reports == {2}
+
+    monkeypatch.setattr(BlockArrivals, "look", look)
+    monkeypatch.setattr(leader, "_forget", tidy_late)
+
+    def again(rank):
+        assert job.sessions[rank].part(None, timeout=TIMEOUT) == {}
+        job.open(rank)
+
+    assert set(job.each(again)) == {"None"}
+    assert job.phase.most("ended") < 2 + 5  # the leader has not waited for heads that are late
+
+
 @pytest.mark.parametrize("failing", [MEMBER, HEAD, IN_FIRST, 0])
 def test_a_rank_that_could_not_open_is_named(failing):
     def open_(job, rank):
