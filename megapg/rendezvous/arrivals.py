@@ -24,13 +24,15 @@ class Arrivals:
         hellos: rank -> what it last said. Those whose head has reported them have no nonce there.
     """
 
-    def __init__(self, store: Store, said: Hellos, ranks: Sequence[int], blocks: Blocks) -> None:
+    def __init__(
+        self, store: Store, said: Hellos, ranks: Sequence[int], blocks: Blocks, deadline: float
+    ) -> None:
         self.hellos: dict[int, Hello | None] = dict.fromkeys(ranks)
         self._store, self._said, self._ranks = store, said, ranks
         self._by_heads = blocks.several
         self._large = self._by_heads or len(ranks) > LARGE
         self._changes: bytes | None = None
-        self._reports, self._unseen = Reports(blocks), batches(ranks)
+        self._reports, self._unseen = Reports(blocks, deadline), batches(ranks)
         heads = [block[0] for block in self._reports.missing]
         self._waiting = [*blocks.mine, *heads]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 # Up to how many ranks the leader hears each one by itself.
 FLAT = 1_024
 # For how long the leader leaves a block to its head: seconds, and how many ranks make it one more.
+# Half of the time that it has at most.
 _LATE = 5.0
 _RANKS_A_SECOND = 2_048
 
@@ -54,9 +55,11 @@ class Blocks:
         starts = range(self._size, len(self._ranks), self._size)
         return [self._ranks[at : at + self._size] for at in starts]
 
-    def late(self) -> float:
-        """When the leader stops leaving blocks to their heads, if it begins to now."""
-        return time.monotonic() + max(_LATE, len(self._ranks) / _RANKS_A_SECOND)
+    def late(self, deadline: float) -> float:
+        """When the leader, which has until then, stops leaving blocks to their heads from now."""
+        now = time.monotonic()
+        patience = max(_LATE, len(self._ranks) / _RANKS_A_SECOND)
+        return now + min(patience, (deadline - now) / 2)
 
 
 class Reports:
@@ -64,11 +67,12 @@ class Reports:
 
     Args:
         blocks: of this rank, the leader.
+        deadline: until when it waits for them.
     """
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: Blocks, deadline: float) -> None:
         self.missing = blocks.reporting()
-        self._late = blocks.late()
+        self._late = blocks.late(deadline)
 
     @property
     def late(self) -> bool:

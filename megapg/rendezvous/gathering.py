@@ -111,7 +111,8 @@ class Gathering:
             leader_only: a follower that gives up blames the leader, and asks about nobody else.
         """
         outcome = f"{folder}/all"
-        here, done = False, self._all_said(folder) if self._leading else self._is_told(folder)
+        here = False
+        done = self._all_said(folder, deadline) if self._leading else self._is_told(folder)
 
         def here_or_hopeless() -> bool:
             nonlocal here
@@ -134,10 +135,10 @@ class Gathering:
             heard.pop(self._ranks[0], None)  # it was to tell us
         return self._settle(outcome, heard)
 
-    def _all_said(self, folder: str) -> Callable[[], bool]:
+    def _all_said(self, folder: str, deadline: float) -> Callable[[], bool]:
         """On the leader: whether all ranks have said something in the folder."""
         mine = batches(_keys(folder, self._blocks.mine))
-        reports = Reports(self._blocks)
+        reports = Reports(self._blocks, deadline)
 
         def reported(blocks: Sequence[Sequence[int]]) -> bool:
             return self._store.check([_report(folder, block) for block in blocks])

@@ -193,7 +193,9 @@ class JointWork(Rendezvous):
                 self._block.add(self._key(topic))  # passed on when this rank waits for something
                 self._bound = final
                 return {}
-            said = WholeTopic(self._store, self._key(topic), self._blocks, {self._rank: message})
+            deadline = time.monotonic() + self._timeout  # of a head that is silent
+            known = {self._rank: message}
+            said = WholeTopic(self._store, self._key(topic), self._blocks, known, deadline)
             self._wait(said.all_here, said.awaited)
             return {rank: said.arrived[rank] for rank in self._ranks}
 

@@ -258,7 +258,7 @@ class Rendezvous(Parting):
 
         And rank -> name, of those that wait for this one under another name.
         """
-        arrivals = Arrivals(self._store, self._hellos, self._ranks, self._blocks)
+        arrivals = Arrivals(self._store, self._hellos, self._ranks, self._blocks, deadline)
         elsewhere: dict[int, str] = {}
 
         def all_here_or_hopeless() -> bool:
@@ -280,7 +280,7 @@ class Rendezvous(Parting):
     def _follow(self, deadline: float) -> _Verdict:
         leader, key = self._ranks[0], f"verdict/{self._mine.nonce}"
         answer: bytes | None = None
-        look_again, late = time.monotonic() + PAUSE, self._blocks.late()
+        look_again, late = time.monotonic() + PAUSE, self._blocks.late(deadline)
         heading = self._blocks.heading
         block = BlockArrivals(self._store, self._hellos, self._blocks.mine if heading else ())
         others = self._blocks.several and not heading and self._blocks.head != leader

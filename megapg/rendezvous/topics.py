@@ -84,11 +84,16 @@ class WholeTopic:
     """What all ranks say, as their leader hears it: its own block, and the reports of the heads."""
 
     def __init__(
-        self, store: Store, folder: str, blocks: Blocks, known: Mapping[int, bytes]
+        self,
+        store: Store,
+        folder: str,
+        blocks: Blocks,
+        known: Mapping[int, bytes],
+        deadline: float,
     ) -> None:
         self._store, self._folder = store, folder
         self._mine = Topic(store, folder, [rank for rank in blocks.mine if rank not in known])
-        self._reports = Reports(blocks)
+        self._reports = Reports(blocks, deadline)
         self.arrived = dict(known)
         """Rank -> its message."""
 

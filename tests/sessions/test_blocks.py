@@ -17,6 +17,7 @@ pytest.importorskip("greenlet")
 
 import megapg
 from benchmarks.simulated import Simulation
+from megapg.rendezvous import blocks
 from megapg.rendezvous.arrivals import BlockArrivals
 from megapg.rendezvous.blocks import Blocks
 from megapg.rendezvous.coordinator import Coordinator
@@ -247,6 +248,20 @@ def test_the_end_of_a_meeting_takes_nothing_from_the_next_one(monkeypatch):
 
     assert set(job.each(again)) == {"None"}
     assert job.phase.most("ended") < 2 + 5  # the leader has not waited for heads that are late
+
+
+def test_a_head_that_reports_nothing_costs_half_of_the_time_at_most(monkeypatch):
+    monkeypatch.setattr(blocks, "_RANKS_A_SECOND", 1)  # two minutes
+    job = Job(IN_BLOCKS)
+    monkeypatch.setattr(BlockArrivals, "look", lambda block: None)
+    for do, most in [
+        (lambda rank: job.sessions[rank].meet({}, timeout=TIMEOUT) and None, TIMEOUT / 2),
+        (lambda rank: job.sessions[rank].confirm(None, timeout=TIMEOUT), TIMEOUT / 2),
+        (lambda rank: working(job, rank, lambda step: None) and None, 6 * TEAM_TIMEOUT / 2),
+    ]:
+        assert set(job.each(do)) == {"None"}
+        assert job.phase.most("ended") <= most + 3
+        never_reporting(job, HEAD)
 
 
 @pytest.mark.parametrize("failing", [MEMBER, HEAD, IN_FIRST, 0])
