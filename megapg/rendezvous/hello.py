@@ -178,7 +178,9 @@ class Hellos:
                 "every rank and open it again together."
             )
 
-    def missing(self, hellos: Mapping[int, Hello | None]) -> tuple[int, ...]:
+    def missing(
+        self, hellos: Mapping[int, Hello | None], *, with_those_that_left: bool = True
+    ) -> tuple[int, ...]:
         """The ranks to blame: those that declined, else those that never came, else that left."""
         gone = {r: h for r, h in hellos.items() if h is None or h.state != "arrived"}
         leader = gone.get(self._ranks[0])
@@ -186,7 +188,7 @@ class Hellos:
             return tuple(leader.missing)  # it came, and passed on whose fault it was
         declined = tuple(rank for rank, hello in gone.items() if self.has_declined(hello))
         never = tuple(r for r, h in gone.items() if h is None or h.state in ("live", "closed"))
-        return declined or never or tuple(gone)
+        return declined or never or (tuple(gone) if with_those_that_left else ())
 
     def absence(self, missing: Sequence[int], hellos: Mapping[int, Hello | None]) -> str:
         """Who is missing, and what each of them last said."""
@@ -201,6 +203,15 @@ class Hellos:
             f"{self._name!r}: {len(self._ranks) - len(missing)} of {len(self._ranks)} ranks came "
             f"together{'' if hopeless else ' in time'}. Missing: {lines}. Look at "
             f"the logs of those ranks{advice}."
+        )
+
+    def no_word(self, leader: int, hello: Hello | None) -> str:
+        """That the leader did not answer, where nobody else is known to be missing."""
+        return (
+            f"{self._name!r}: rank {leader}{self._where(leader, hello)}, which leads, had not "
+            "answered in time, though it came, and so did all whom this rank asked for. It may "
+            "have come late, or wait for others: its error names them. Look at its log, or raise "
+            "timeout= if it is only slow to start."
         )
 
     def where(self, rank: int) -> str:

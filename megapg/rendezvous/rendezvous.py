@@ -310,16 +310,30 @@ class Rendezvous(Parting):
         answer = answer or answered()
         self._said |= {key, *block.keys}
         if answer is None:
-            # Of very many, all others ask as well: for the leader, which was to know of the rest.
-            several = self._blocks.several
-            hellos = self._hellos.of_all([leader, *self._blocks.mine] if several else self._ranks)
-            missing = self._hellos.missing(hellos) or (leader,)
-            hellos |= self._hellos.of_all([rank for rank in missing if rank not in hellos])
-            problem = self._hellos.absence(missing, hellos)
-            self._hellos.catch_up(hellos.values())
-            raise RendezvousError(problem, missing)
+            raise self._unanswered()
         block.pass_on(answer)
         return _Verdict(**json.loads(answer))
+
+    def _unanswered(self) -> RendezvousError:
+        """That the leader, which was to know of the rest, has said nothing, and who is to blame.
+
+        Of very many the heads alone ask for all. Most of the others give up at the same time: that
+        they have left is nobody's fault.
+        """
+        leader, several = self._ranks[0], self._blocks.several
+        hellos = self._hellos.of_all([leader, *self._blocks.mine] if several else self._ranks)
+        missing = self._hellos.missing(hellos, with_those_that_left=not several)
+        if not missing and self._blocks.heading:
+            hellos = self._hellos.of_all(self._ranks)
+            missing = self._hellos.missing(hellos, with_those_that_left=False)
+        said = hellos[leader]
+        if not missing and (not several or said is None or said.state != "arrived"):
+            missing = (leader,)
+        hellos |= self._hellos.of_all([rank for rank in missing if rank not in hellos])
+        self._hellos.catch_up(hellos.values())
+        if missing:
+            return RendezvousError(self._hellos.absence(missing, hellos), missing)
+        return RendezvousError(self._hellos.no_word(leader, said))
 
     def _look_around(self, awaited: Sequence[int]) -> dict[int, str]:
         """Now and then: rank -> the other name under which it waits for this one.

@@ -17,6 +17,7 @@ pytest.importorskip("greenlet")
 
 import megapg
 from benchmarks.simulated import Simulation
+from megapg.errors import RendezvousError
 from megapg.rendezvous import blocks
 from megapg.rendezvous.arrivals import BlockArrivals
 from megapg.rendezvous.blocks import Blocks
@@ -118,6 +119,31 @@ def test_a_rank_that_never_comes_is_named_on_every_rank(silent):
     ends = both_ways(lambda job: job.each(lambda rank: rank == silent or job.open(rank)))
     for rank in others(silent):
         assert f"Missing: rank {silent} never arrived" in ends[rank], ends[rank]
+
+
+@pytest.mark.parametrize("flat", [FLAT, IN_BLOCKS])
+def test_nobody_is_blamed_that_came_where_the_leader_was_too_late_to_answer(flat):
+    job, blamed = Job(flat), {}
+
+    def come(rank):
+        if rank == 0:
+            job.wait(TIMEOUT)
+        try:
+            job.open(rank)
+        except RendezvousError as error:
+            blamed[rank] = error.missing
+            raise
+
+    ends = job.each(lambda rank: rank == MEMBER or come(rank))
+    assert blamed.keys() == set(others(MEMBER))
+    knowing = {0, *range(44, 55), *range(11, SIZE, 11)}  # its block, and all heads
+    for rank, missing in blamed.items():
+        if flat == FLAT or rank in knowing:
+            assert list(missing) == [MEMBER], (rank, missing)
+        else:
+            assert list(missing) == []
+            assert "rank 0 on " in ends[rank]
+            assert "had not answered in time" in ends[rank]
 
 
 @pytest.mark.parametrize("late", [MEMBER, HEAD, 0])
