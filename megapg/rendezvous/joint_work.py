@@ -193,8 +193,7 @@ class JointWork(Rendezvous):
                 self._block.add(self._key(topic))  # passed on when this rank waits for something
                 self._bound = final
                 return {}
-            deadline = time.monotonic() + self._timeout  # of a head that is silent
-            known = {self._rank: message}
+            known, deadline = {self._rank: message}, time.monotonic() + self._timeout
             said = WholeTopic(self._store, self._key(topic), self._blocks, known, deadline)
             self._wait(said.all_here, said.awaited)
             return {rank: said.arrived[rank] for rank in self._ranks}
@@ -334,8 +333,7 @@ class JointWork(Rendezvous):
     def _troubles(self) -> dict[int, str]:
         found: dict[int, str] = {}
         for rank in self._ranks:
-            said = self._store.peek(self._key("trouble", rank))
-            if said is not None:
+            if (said := self._store.peek(self._key("trouble", rank))) is not None:
                 found |= {int(whose): text for whose, text in json.loads(said).items()}
         return dict(sorted(found.items()))
 
