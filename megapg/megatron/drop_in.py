@@ -82,8 +82,7 @@ def destroy_model_parallel() -> None:
     if opened is None:
         _megatrons("destroy_model_parallel")()
         return
-    with opened.both():
-        pass
+    opened.both().close()
 
 
 @contextlib.contextmanager
@@ -132,7 +131,7 @@ class _Open:
     showing: contextlib.ExitStack  # its groups in the globals
 
     def both(self) -> contextlib.ExitStack:
-        """The end of which ends both, be the session suspended or closed by then."""
+        """A stack whose end hides the groups and closes the session, even a suspended one."""
         stack = contextlib.ExitStack()
         stack.push(self.session)
         stack.push(self.showing)

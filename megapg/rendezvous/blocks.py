@@ -106,3 +106,8 @@ class Reports:
                 break
             self.missing.pop(0)
         return not self.missing
+
+
+def report_key(folder: str, block: Sequence[int]) -> str:
+    """The key of a folder where the head of a block says what all of the block have said."""
+    return f"{folder}/block of {block[0]}"

@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence
 
-from megapg.rendezvous.blocks import FLAT, Blocks, Reports
+from megapg.rendezvous.blocks import FLAT, Blocks, Reports, report_key
 from megapg.rendezvous.store import Store, batches
 
 # How long beyond its deadline a rank waits for the leader's word: the leader knows more, so its
@@ -55,7 +55,7 @@ class Words(Mapping[int, str]):
         return {word for _, _, word in self._rows}
 
     def each(self, change: Callable[[str], str]) -> Words:
-        """The same, of every word what that makes of it."""
+        """The same ranks, with each word put through ``change`` once."""
         words = {word: change(word) for word in self.different()}
         return Words([(first, last, words[word]) for first, last, word in self._rows])
 
@@ -141,7 +141,7 @@ class Gathering:
         reports = Reports(self._blocks, deadline)
 
         def reported(blocks: Sequence[Sequence[int]]) -> bool:
-            return self._store.check([_report(folder, block) for block in blocks])
+            return self._store.check([report_key(folder, block) for block in blocks])
 
         def said(block: Sequence[int]) -> bool:
             return self._store.check(_keys(folder, block))
@@ -165,9 +165,9 @@ class Gathering:
             block = self._blocks.mine
             if unreported and self._store.check(_keys(folder, block)):
                 unreported = False
-                self._said.add(_report(folder, block))
+                self._said.add(report_key(folder, block))
                 said = by_word(self._answers(folder, block, ""))
-                self._store.set(_report(folder, block), said)
+                self._store.set(report_key(folder, block), said)
             return self._store.check([f"{folder}/all"])
 
         return is_told
@@ -199,7 +199,7 @@ class Gathering:
         if not blocks or self._store.check([f"{folder}/{CHANGED}"]):
             return self._answers(folder, self._ranks, silence)
         found = self._answers(folder, self._blocks.leaders, silence)
-        reports = self._store.peeks([_report(folder, block) for block in blocks])
+        reports = self._store.peeks([report_key(folder, block) for block in blocks])
         for block, report in zip(blocks, reports, strict=True):
             found |= by_rank(report) if report else self._answers(folder, block, silence)
         return found
@@ -249,11 +249,6 @@ class Gathering:
 
 def _keys(folder: str, ranks: Sequence[int]) -> list[str]:
     return [f"{folder}/{rank}" for rank in ranks]
-
-
-def _report(folder: str, block: Sequence[int]) -> str:
-    """The key where the head of a block says what all of it have said."""
-    return f"{folder}/block of {block[0]}"
 
 
 def by_word(said: Mapping[int, str]) -> str:

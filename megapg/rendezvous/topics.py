@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from megapg.rendezvous.blocks import Blocks, Reports
+from megapg.rendezvous.blocks import Blocks, Reports, report_key
 from megapg.rendezvous.store import Store, batches
 
 # TCPStore refuses values of 8 MiB and more. Bytes.
@@ -46,7 +46,7 @@ class Topic:
             The keys that it takes.
         """
         messages = [self.arrived[rank] for rank in self._ranks]
-        return put(self._store, _report(self._folder, self._ranks), _packed(messages))
+        return put(self._store, report_key(self._folder, self._ranks), _packed(messages))
 
 
 class BlockTopics:
@@ -108,7 +108,7 @@ class WholeTopic:
         return [*self._mine.waiting, *self._reports.awaited()]
 
     def _reported(self, blocks: Sequence[Sequence[int]]) -> bool:
-        keys = [_report(self._folder, block) for block in blocks]
+        keys = [report_key(self._folder, block) for block in blocks]
         if not self._store.check(keys):
             return False
         values = self._store.multi_get(keys)
@@ -148,10 +148,6 @@ def _first_of(store: Store, keys: Sequence[str]) -> list[bytes]:
         keys = keys[: len(keys) // 2]
     values = store.multi_get(keys)
     return [whole(store, key, value) for key, value in zip(keys, values, strict=True)]
-
-
-def _report(folder: str, block: Sequence[int]) -> str:
-    return f"{folder}/block of {block[0]}"
 
 
 def _packed(messages: Sequence[bytes]) -> bytes:

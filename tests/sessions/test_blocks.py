@@ -219,8 +219,9 @@ def test_they_meet_after_one_of_them_failed_to_come():
     assert set(both_ways(twice)) == {"None"}
 
 
-def test_the_verdict_reaches_a_block_whose_head_died_with_it(monkeypatch):
-    job, passed_on = Job(IN_BLOCKS), BlockArrivals.pass_on
+def let_the_head_die_with_the_verdict(job, monkeypatch):
+    """Before it passes the verdict on."""
+    passed_on = BlockArrivals.pass_on
 
     def die(block, verdict):
         if block._said.mine.nonce == job.sessions[HEAD]._mine.nonce:
@@ -228,6 +229,11 @@ def test_the_verdict_reaches_a_block_whose_head_died_with_it(monkeypatch):
         passed_on(block, verdict)
 
     monkeypatch.setattr(BlockArrivals, "pass_on", die)
+
+
+def test_the_verdict_reaches_a_block_whose_head_died_with_it(monkeypatch):
+    job = Job(IN_BLOCKS)
+    let_the_head_die_with_the_verdict(job, monkeypatch)
     ends = job.each(lambda rank: job.sessions[rank].meet({}, timeout=TIMEOUT).generation)
     assert {ends[rank] for rank in others(HEAD)} == {"1"}
     assert "Died" in ends[HEAD]
@@ -235,16 +241,11 @@ def test_the_verdict_reaches_a_block_whose_head_died_with_it(monkeypatch):
 
 
 def test_the_verdict_reaches_such_a_block_also_where_an_earlier_meeting_left_keys(monkeypatch):
-    job, passed_on = opened(IN_BLOCKS), BlockArrivals.pass_on
+    job = opened(IN_BLOCKS)
     job.each(lambda rank: job.sessions[rank].part(KeyError() if rank == 7 else None, timeout=1))
     job.begin_anew()
 
-    def die(block, verdict):
-        if block._said.mine.nonce == job.sessions[HEAD]._mine.nonce:
-            raise Died
-        passed_on(block, verdict)
-
-    monkeypatch.setattr(BlockArrivals, "pass_on", die)
+    let_the_head_die_with_the_verdict(job, monkeypatch)
     ends = job.each(lambda rank: job.sessions[rank].meet({}, timeout=TIMEOUT).generation)
     assert len({ends[rank] for rank in others(HEAD)}) == 1, set(ends)
     assert ends[0].isdigit()

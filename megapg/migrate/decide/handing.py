@@ -92,7 +92,7 @@ def _wanted(
         PARAMETER in lacking
         and _may_be_none(PARAMETER, function)
         and of_it
-        and (not _minds_none(PARAMETER, function))
+        and not _minds_none(PARAMETER, function)
     ):
         fields = {need for each in of_it for need in each.answer.needs}
         read = _read_of(PARAMETER, function)
