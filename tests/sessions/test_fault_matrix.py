@@ -58,7 +58,10 @@ WAITS = {"first collective": 5 * COLLECTIVE.total_seconds()}
 CLOSING, BUSY = 2 * SOON + 6.0, 20.0
 # When a rank that hangs is killed. Seconds.
 DEADLINE = 75.0
-AT_A_TIME = 6
+AT_A_TIME = 4
+# Cells that may go again alone, in all. Beside others a rank that is in no trouble may get no
+# processor for longer than ``SOON``; more cells than these are no accident.
+AGAIN = 4
 
 
 @pytest.fixture(scope="module")
@@ -242,18 +245,13 @@ def started(forge, fault, role, phase, tmp_path):
     return forge.start(job, RANKS, deadline=DEADLINE, store=store), folder
 
 
-def ends_of_the_struck(forge, fault, role, phase, tmp_path, job):
-    """How the ranks ended, once the fault has struck.
-
-    With so many ranks beside each other some may not even open within ``SOON`` s, which tells
-    nothing of the fault: such a cell has another go, with none beside it.
-    """
-    for go in range(3):
-        running, folder = started(forge, fault, role, phase, tmp_path) if go else job
-        ends = running.ends()
-        if (folder / "struck").exists():
-            return ends
-    raise AssertionError(f"{fault}, {role}, {phase}: there was trouble before the fault: {ends}")
+def troubles(fault, role, phase, job):
+    """What is wrong with how the ranks ended, and the longest time that one took."""
+    running, folder = job
+    ends = running.ends()
+    if not (folder / "struck").exists():
+        return [f"there was trouble before the fault: {ends}"], 0.0
+    return judged(fault, role, phase, ends)
 
 
 @pytest.mark.slow
@@ -263,16 +261,20 @@ def test_every_fault_in_every_phase(forge, tmp_path):
     only = os.environ.get("MATRIX", "")  # such as "frozen" or "killed/rank 0/close"
     cells = [cell for cell in cells if "/".join(cell).startswith(only)]
     assert cells, f"MATRIX={only}: no cell is called so"
-    table, failures = {}, []
+    table, failures, again = {}, [], []
     for start in range(0, len(cells), AT_A_TIME):
         jobs = [started(forge, *cell, tmp_path) for cell in cells[start : start + AT_A_TIME]]
         for (fault, role, phase), job in zip(cells[start:], jobs, strict=False):
-            ends = ends_of_the_struck(forge, fault, role, phase, tmp_path, job)
-            wrong, longest = judged(fault, role, phase, ends)
-            table[fault, role, phase] = f"{longest:.1f}{' !' if wrong else ''}"
+            cell = fault, role, phase
+            wrong, longest = troubles(*cell, job)
+            if wrong and len(again) < AGAIN:
+                again += [f"{cell} went again: {line}" for line in wrong[:1]]
+                wrong, longest = troubles(*cell, started(forge, *cell, tmp_path))
+            table[cell] = f"{longest:.1f}{' !' if wrong else ''}"
             failures += [f"{fault}, {role}, {phase}: {line}" for line in wrong]
     print_table(table)
-    assert not failures, "\n".join(failures)
+    print("\n".join(again))
+    assert not failures, "\n".join([*again, *failures])
 
 
 def print_table(table):
