@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -14,7 +14,7 @@ from megapg.migrate.config import Config
 from megapg.migrate.decide.decisions import GLOBALS, Decision, Passing
 from megapg.migrate.decide.facts import FallenBack
 from megapg.migrate.decide.rules import make_plan
-from megapg.migrate.edit.callees import callees
+from megapg.migrate.edit.callees import Calling, callees
 from megapg.migrate.edit.outside import imported_through, names_taken, patched_through
 from megapg.migrate.edit.rewrite import Writer
 from megapg.migrate.edit.runtimes import Runtimes
@@ -26,6 +26,7 @@ from megapg.migrate.find.meaning import PARALLEL_STATE
 from megapg.migrate.find.sites import Site
 from megapg.migrate.migration import Edit, Left, Migration, Rewritten, Root, Served, Why, applied
 from megapg.migrate.python.analysis import Analysis
+from megapg.migrate.python.scopes import Scope
 from megapg.migrate.python.source import Problem, Source
 from megapg.migrate.python.tree import is_test
 
@@ -50,9 +51,12 @@ def migrate(
     unmixed = Unmixed(index)
     while True:  # a file that fails verification takes no part, and then others may not rely on it
         attempt = _Attempt(index, runtimes, frozen, unmixed.fallen, unsafe, on_progress)
-        if not attempt.failed and not unmixed.finds_more(attempt.trees):
-            return attempt.migration(findings)
         frozen |= attempt.failed
+        if attempt.failed or unmixed.finds_more(attempt.trees):
+            continue
+        calling = callees(index, attempt.trees)
+        if not unmixed.falls_back_for(calling, attempt.unpassed):
+            return attempt.migration(findings, calling)
 
 
 class _Attempt:
@@ -192,8 +196,13 @@ class _Attempt:
         found = self._why.get(unit, "") if unit is not None else ""
         return f"the globals serve: {found}" if found and decision.base == GLOBALS else ""
 
-    def migration(self, findings: Findings) -> Migration:
-        """The result, with what the index found."""
+    @property
+    def unpassed(self) -> Collection[Scope]:
+        """The functions that get the parameter, and to which nobody passes a collection."""
+        return self._plan.unpassed
+
+    def migration(self, findings: Findings, calling: Sequence[Calling]) -> Migration:
+        """The result, with what the index found, and with what has the globals asked."""
         served = [
             Served(
                 decision.located.site,
@@ -226,7 +235,7 @@ class _Attempt:
             starts=self._plan.starts,
             decided_by=self._plan.decided_by,
             noticed=sorted(self._plan.noticed, key=lambda each: (each.file, each.line)),
-            callees=callees(self._index, self.trees),
+            callees=[each.callee for each in calling],
         )
 
 

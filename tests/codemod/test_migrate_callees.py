@@ -1,5 +1,5 @@
 """Functions that have a collection, or a model, and call what still asks the globals: the report
-says so, with what to write, and nothing falls back for that.
+says so, with what to write; and those to which nobody passes a collection fall back.
 """
 
 from __future__ import annotations
@@ -74,6 +74,19 @@ def test_a_second_run_says_the_same(tmp_path: Path) -> None:
     again = migrated(tmp_path)
     assert not again.files
     assert again.callees == first.callees
+
+
+def test_the_report_says_who_fell_back_and_who_does_not_by_hand(tmp_path: Path) -> None:
+    text = "def alone(x):\n    return two(x) + mpu.get_tensor_model_parallel_rank()\n"
+    files = CALLEES | {"pkg/use.py": f"{CALLEES['pkg/use.py']}\n\n{text}"}
+    served = migrated(write(tmp_path, files)).served
+    (detail,) = {each.detail for each in served if each.site.function == "alone"}
+    assert detail == (
+        "the globals serve: alone is passed no pg_collection, and calls two, which has the globals "
+        "asked (tp) at pkg/lib.py:10"
+    )
+    by_hand = migrate([tmp_path], Config(tmp_path, versions=(16,), thread_from=("alone",)))
+    assert ("alone", "two") in {(each.function, each.callee) for each in by_hand.callees}
 
 
 def test_the_report_names_them(tmp_path: Path) -> None:

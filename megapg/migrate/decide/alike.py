@@ -77,7 +77,8 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
         unit = asking.unit
         if unit in facts.owning:
             continue
-        if unit in facts.tainted:  # the globals serve it, whatever serves beside it
+        of_globals = unit not in facts.passable or _is_of_globals(asking.base)
+        if unit in facts.tainted and of_globals:  # whatever serves beside it
             asking = replace(asking, is_for_want=False)
         elif has_another_role(unit) and unit not in handing:
             # It may ask each of its models. Where it asks the globals, its class does.

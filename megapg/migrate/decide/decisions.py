@@ -101,6 +101,7 @@ class Plan:
     noticed: list[Noticed] = field(default_factory=list)
     decided_by: list[tuple[Site, int]] = field(default_factory=list)
     whys: dict[Decision, Why] = field(default_factory=dict)  # of those that may end at the globals
+    unpassed: set[Scope] = field(default_factory=set)  # that get the parameter for nobody, so far
 
 
 def best(found: Sequence[Carrier]) -> Base | None:

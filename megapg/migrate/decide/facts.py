@@ -41,8 +41,10 @@ class Facts:
     """Facts about the project of an index, each found out once.
 
     Attributes:
-        tainted: functions that only the globals can serve: they fake a rank or size, are called
-            by one that does, or make the groups.
+        tainted: functions in which nothing but the globals, and what is passed, can serve: they
+            fake a rank or size, are called by one that does, or make the groups.
+        passable: those of them that are free, and are only called by one that fakes: others may
+            pass them a collection.
         parted: functions that the globals serve as well, and the kinds of groups about which they
             do, since nothing else can serve all that is to be answered alike.
         of_one: functions that several models could serve. Their object does, or what is passed, and
@@ -58,7 +60,14 @@ class Facts:
 
     def __init__(self, index: Index, references: References, fallen: FallenBack) -> None:
         self._index, self._references, self.fallen = index, references, fallen
-        self.tainted = self._reached_by_fakes() | self.owning
+        faking, reached = self._reached_by_fakes()
+        self.tainted = reached | self.owning
+        self.passable = {
+            each
+            for each in reached - faking - self.owning
+            if each.parent is not None and each.parent.kind == "module"
+        }
+        self._faking = faking
         self.parted: dict[Scope, frozenset[str]] = dict(fallen.parted)
         self.of_one: set[Scope] = set()
         self.of_models: set[Scope] = set()
@@ -162,9 +171,24 @@ class Facts:
                 found.update(self._called_by(each, at))
         return False
 
-    def _reached_by_fakes(self) -> set[Scope]:
-        """Functions that fake a rank or a size, those that are decorated with one or handed to it,
-        and those that they call: only the globals know what was faked.
+    def is_closed(self, unit: Scope | None) -> bool:
+        """Whether nothing but the globals may serve a function, as it fakes a rank or the like."""
+        return unit in self.tainted and unit not in self.passable
+
+    def may_only_be_passed(self, unit: Scope | None, path: Path) -> bool:
+        """Whether nothing that a function has itself may serve it, and what others pass does."""
+        return unit in self.passable and not (
+            unit in self.parted or unit in self._served_before(path)
+        )
+
+    def calls_what_fakes(self, unit: Scope | None, path: Path) -> bool:
+        """Whether a function has a rank or a size faked: what it calls then is to hear that."""
+        called = self._called_by(unit, path) if unit is not None and self._faking else ()
+        return any(each in self._faking for each, _ in called)
+
+    def _reached_by_fakes(self) -> tuple[set[Scope], set[Scope]]:
+        """Functions that fake a rank or a size, and those that are decorated with one or handed to
+        it; these and what they call: only the globals know what was faked.
         """
         found: dict[Scope, Path] = {}
         for located in self._index.located:
@@ -177,6 +201,7 @@ class Facts:
         for unit, path in list(found.items()):
             handed = self._handed_to(unit, path)
             found.update((each, at) for each, at in handed if self._index.modules.sees(at, path))
+        faking = set(found)
         waiting = list(found.items())
         while waiting:
             caller, path = waiting.pop()
@@ -184,7 +209,7 @@ class Facts:
                 if callee not in found and self._index.modules.sees(at, path):
                     found[callee] = at
                     waiting.append((callee, at))
-        return set(found)
+        return faking, set(found)
 
     def _handed_to(self, function: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
         """The functions that a function is to call: it decorates them, or is passed them."""

@@ -56,7 +56,7 @@ class Roots:
             return Why.OF_THE_JOB
         if unit is None:
             return Why.MODULE_LEVEL
-        if unit in self._facts.tainted:
+        if unit in self._facts.tainted and unit not in self._taking:
             return Why.MAKES_GROUPS if unit in self._facts.owning else Why.FAKES
         if base.expression == "None":
             return Why.ALIKE if unit in self._facts.parted else self._of(unit, path)

@@ -23,6 +23,7 @@ from megapg.migrate.decide.references import Reference
 from megapg.migrate.decide.roots import Roots
 from megapg.migrate.decide.starts import starts
 from megapg.migrate.decide.threads import Threads, is_usual_method
+from megapg.migrate.decide.unpassed import passed_to_nobody
 from megapg.migrate.find.axes import asked_about, group_argument, takes_group
 from megapg.migrate.find.carriers import carriers
 from megapg.migrate.find.index import Index, Located
@@ -168,6 +169,10 @@ def _tests_what_it_made(planner: _Planner, located: Located) -> bool:
     return any(planner.facts.makes_groups(each, path) for each in (unit, *beside))
 
 
+def _by_what_is_just_passed(planner: _Planner, located: Located) -> None:
+    (_by_what_is_passed if _may_be_passed(planner, located) else _by_globals)(planner, located)
+
+
 def _by_globals(planner: _Planner, located: Located) -> None:
     planner.decide(located, GLOBALS)
 
@@ -275,14 +280,19 @@ RULES = (
         _left("lifecycle", "about the groups that its function makes or ends"),
     ),
     Rule(
-        "its function fakes ranks, or is called by one that does: the globals serve",
-        lambda planner, located: located.use.scope.unit in planner.facts.tainted,
+        "its function fakes ranks, or is a method that is called by what does: the globals serve",
+        lambda planner, located: planner.facts.is_closed(located.use.scope.unit),
         _by_globals,
     ),
     Rule(
         "its function, or its class, asks the globals about the same kind of groups: they serve",
         _is_parted,
         _by_globals,
+    ),
+    Rule(
+        "its function is called by one that fakes ranks: what is passed serves, else the globals",
+        lambda planner, located: located.use.scope.unit in planner.facts.passable,
+        _by_what_is_just_passed,
     ),
     Rule(
         "a collection or a model is at hand, and serves; one that the function makes does where "
@@ -366,6 +376,7 @@ class _Planner:
                 self.decide(located, base)
         taking = threads.thread()
         fed = all_fed(threads, self.functions, taking)
+        self.result.unpassed = passed_to_nobody(threads, taking, self.index)
 
         def how(function: Scope | None) -> How:
             return How.THREADED if function in fed else How.RESOLVED

@@ -270,7 +270,7 @@ class Threads:
         useful = {
             function
             for function in reached
-            if (function in self.wanting and not self._has_its_own(function))
+            if (function in self.wanting and self._wants_it_anyhow(function))
             or any(edge.caller is None for edge in self.edges[function])
             or _name(function) in self._index.config.thread_from
         }
@@ -289,6 +289,10 @@ class Threads:
         answers = (each.site.answer for each in self.wanting.get(function, ()))
         own = {need for each in answers if isinstance(each, Replacement) for need in each.needs}
         return own | self.of_methods.get(function, set()) | self._needed.get(function, set())
+
+    def _wants_it_anyhow(self, function: Scope) -> bool:
+        """Whether a function is to take the parameter though nobody may have something to pass."""
+        return function not in self._facts.passable and not self._has_its_own(function)
 
     def _has_its_own(self, function: Scope) -> bool:
         """Whether a function takes groups as it is, turns to the globals where it was passed none
@@ -325,9 +329,13 @@ class Threads:
                 continue
             unit = reference.use.scope.unit
             around = reference.use.scope.enclosing("function")  # of the body of a class in it, too
-            if self._facts.is_of_globals(unit or (around and around.unit), path):
+            of = unit or (around and around.unit)
+            just_passed = self._facts.may_only_be_passed(of, path)
+            if self._facts.is_of_globals(of, path) and not just_passed:
                 continue
-            found = carriers(reference.use, path, self._index.resolver)
+            if function in self._facts.passable and self._facts.calls_what_fakes(of, path):
+                continue
+            found = [] if just_passed else carriers(reference.use, path, self._index.resolver)
             supply = self._facts.best(found, unit, reference.path)
             if supply is not None:
                 if call is not None or not _is_rebound(supply, reference.use.scope):
@@ -337,8 +345,13 @@ class Threads:
                     yield Edge(reference, supply, None, keeper)
             elif unit is not None and self.may_take(unit, path):
                 yield Edge(reference, Base(How.THREADED, "plain", PARAMETER), unit)
-            elif unit is not None and (
-                constructor := self.keeper(unit, path) or self._kept_by_base(reference.use, path)
+            elif (
+                not just_passed
+                and unit is not None
+                and (
+                    constructor := self.keeper(unit, path)
+                    or self._kept_by_base(reference.use, path)
+                )
             ):
                 yield Edge(reference, Base(How.THREADED, "groups_of", self_of(unit)), constructor)
 

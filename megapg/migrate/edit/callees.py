@@ -1,5 +1,6 @@
 """Which functions of a new text have a collection, or a model, and call what still asks the globals
-about the same kind of groups. Nothing falls back for that: who reads the report cures it.
+about the same kind of groups. Those to which nobody passes a collection fall back for that; for the
+others there is a report, and who reads it cures it.
 
 Nothing here knows how the edits were planned: the new text is read, and what is written there.
 """
@@ -57,7 +58,16 @@ class _Asked:
     applied: str = ""  # the autograd function that asks, or has it asked
 
 
-def callees(index: Index, trees: Mapping[Path, ast.Module]) -> list[Callee]:
+@dataclass(frozen=True)
+class Calling:
+    """A function with such a call."""
+
+    path: Path  # of its file
+    number: int  # which one of its file, as definitions_in() has them
+    callee: Callee
+
+
+def callees(index: Index, trees: Mapping[Path, ast.Module]) -> list[Calling]:
     """The calls by which functions of the source that have a collection have the globals asked.
 
     Args:
@@ -77,13 +87,13 @@ class _Reader:
         self._asking: set[tuple[Scope, frozenset[str]]] = set()
         self._cut = 0  # how often a circle was cut short: what came of it is not for keeps
 
-    def all(self) -> list[Callee]:
+    def all(self) -> list[Calling]:
         """All that there are, by file and line."""
         runtime = self._index.config.vendored or "megapg"
         paths = {*self._trees, *self._index.everywhere(runtime.rpartition(".")[2])}
         source = sorted(each for each in paths if not self._index.modules.is_test(each))
         found = [each for path in source for each in self._of_file(path)]
-        return sorted(found, key=lambda each: (each.file, each.line))
+        return sorted(found, key=lambda each: (each.callee.file, each.callee.line))
 
     # -- texts -------------------------------------------------------------------------------
 
@@ -134,7 +144,7 @@ class _Reader:
 
     # -- who calls ---------------------------------------------------------------------------
 
-    def _of_file(self, path: Path) -> Iterator[Callee]:
+    def _of_file(self, path: Path) -> Iterator[Calling]:
         text = self._text(path)
         if text is None or not any(_has(each, text) for each in text.definitions):
             return
@@ -148,7 +158,10 @@ class _Reader:
                 found += self._of_call(use, call, has, text, path)
             stands_in = _in_place_of(unit, COLLECTION_NAMES) if found else set()
             if found and self._is_new(unit, text, path):
-                yield from (each for call, each in found if id(call) not in stands_in)
+                number = self._places(path)[unit.node]
+                for call, each in found:
+                    if id(call) not in stands_in:
+                        yield Calling(path, number, each)
 
     def _of_call(
         self, use: Use, call: ast.Call, has: Mapping[str, str], text: TextOfFile, path: Path

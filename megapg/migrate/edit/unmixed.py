@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
 from megapg.migrate.decide.facts import FallenBack
-from megapg.migrate.edit.mixing import GLOBALS, Mixed, definitions_in, mixed, new_in
+from megapg.migrate.edit.callees import Calling
+from megapg.migrate.edit.mixing import GLOBALS, PASSED, Mixed, definitions_in, mixed, new_in
 from megapg.migrate.find.axes import AXES
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.models import ancestry
@@ -51,6 +52,26 @@ class Unmixed:
             for file, each in new_in(found, self._mixed_before)
         ]
         return any(fell_back)
+
+    def falls_back_for(self, calling: Iterable[Calling], unpassed: Collection[Scope]) -> bool:
+        """Whether there are more functions that fall back since they call what asks the globals: a
+        parameter that nobody passes yet would serve only a part of what they do.
+
+        Args:
+            calling: what was found in the new texts.
+            unpassed: the functions to which nobody passes a collection.
+        """
+        more = False
+        for each in calling:
+            scope = self._scopes(each.path)[each.number]
+            if each.callee.asks != PASSED or scope not in unpassed or scope in self.fallen.parted:
+                continue
+            self.fallen.parted[scope], more = AXES, True
+            self.fallen.why[scope] = (
+                f"{each.callee.function} is passed no {PASSED}, and calls {each.callee.callee}, "
+                f"which has the globals asked ({each.callee.what}) at {each.callee.place}"
+            )
+        return more
 
     def _fall_back(self, found: Mixed, path: Path, fallen: Collection[Scope]) -> bool:
         """Have a function, or the methods of a class, fall back; whether they did not yet. Those
