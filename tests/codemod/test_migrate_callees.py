@@ -23,27 +23,38 @@ BY_AUTOGRAD = (
     "which returns one more None, also where it is called by hand; "
 )
 IN = "have it take pg_collection, hand it on to there, and pass it megapg.groups_of"
+PASS_DP = 'pass it dp_group=megapg.groups_of(model, "dp").dp'
 # Behind others, in an inherited constructor, instead of a group, and instead of a collection. Those
 # who have the groups made, make the model, or have a collection that is None, have nothing to pass.
 FOUND = [
     (
-        *(13, "loss", "two", "tp", "pkg/lib.py:10"),
+        *(15, "loss", "two", "tp", "pkg/lib.py:10"),
         f'{BY_AUTOGRAD}pass it from megapg.groups_of(model, "tp")',
     ),
-    (18, "stages", "Last", "is_pipeline_first_stage", "pkg/lib.py:23", f"{IN}(model)"),
-    (18, "stages", "Base", "is_pipeline_first_stage", "pkg/lib.py:23", f"{IN}(model)"),
+    (20, "stages", "Last", "is_pipeline_first_stage", "pkg/lib.py:23", f"{IN}(model)"),
+    (20, "stages", "Base", "is_pipeline_first_stage", "pkg/lib.py:23", f"{IN}(model)"),
     (
-        *(22, "average", "averaged", "dp", "pkg/lib.py:36"),
+        *(24, "average", "averaged", "dp", "pkg/lib.py:36"),
         'pass it dp_group=megapg.groups_of(model, "dp").dp',
     ),
     (
-        *(33, "hands_on", "Kept", "tp", "pkg/lib.py:52"),
+        *(35, "hands_on", "Kept", "tp", "pkg/lib.py:52"),
         'pass it pg_collection=megapg.groups_of(model, "tp")',
     ),
     (
-        *(49, "with_a_dictionary", "Kept", "tp", "pkg/lib.py:52"),
+        *(51, "with_a_dictionary", "Kept", "tp", "pkg/lib.py:52"),
         'pass it pg_collection=megapg.groups_of(model, "tp")',
     ),
+    # What is handed on as a value, bound, or called by a parameter.
+    *(
+        (line, function, "averaged", "dp", "pkg/lib.py:36", PASS_DP)
+        for line, function in ((66, "hands_a_function_on"), (71, "binds"))
+    ),
+    (
+        *(71, "binds", "Kept", "tp", "pkg/lib.py:52"),
+        'pass it pg_collection=megapg.groups_of(model, "tp")',
+    ),
+    (77, "calls_what_it_is_passed", "averaged", "dp", "pkg/lib.py:36", PASS_DP),
 ]
 
 
@@ -65,6 +76,9 @@ def test_callees_that_still_ask_the_globals(tmp_path: Path) -> None:
         "averaged(x)",
         "Kept(x)",
         "Kept(**given), hands_on(model, x, pg_collection=None)",
+        "runs(averaged, x)",
+        "bound = partial(averaged, x), partial(averaged, x, dp_group=model.g), partial(Kept, x)",
+        "build(x)",
     }
 
 
@@ -93,14 +107,14 @@ def test_the_report_names_them(tmp_path: Path) -> None:
     command = ["migrate", str(write(tmp_path, CALLEES)), "--from-core", "0.16"]
     said = CliRunner().invoke(app, command).output
     assert (
-        "pkg/use.py:22: average asks model, and averaged has the globals asked for dp, at "
+        "pkg/use.py:24: average asks model, and averaged has the globals asked for dp, at "
         'pkg/lib.py:36  -> pass it dp_group=megapg.groups_of(model, "dp").dp\n'
     ) in said
     document = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     assert [each["line"] for each in document["callees"]] == [line for line, *_ in FOUND]
     assert document["callees"][3] == {
         "file": "pkg/use.py",
-        "line": 22,
+        "line": 24,
         "function": "average",
         "asks": "model",
         "callee": "averaged",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +17,10 @@ from pathlib import Path
 from megapg.layout import FIELDS
 from megapg.migrate.edit.absent import for_none
 from megapg.migrate.edit.mixing import GLOBALS, PASSED, Asking, TextOfFile, definitions_in
+from megapg.migrate.edit.values import Values
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.index import Index
+from megapg.migrate.find.meaning import Thing
 from megapg.migrate.find.models import ancestry
 from megapg.migrate.migration import Callee
 from megapg.migrate.python.analysis import Analysis, analyse
@@ -168,7 +170,7 @@ class _Reader:
     ) -> Iterator[tuple[ast.Call, Callee]]:
         unit = use.scope.unit
         assert unit is not None  # that was asked
-        for called in self._called(use, call, unit, path):
+        for called in (*self._called(use, call, unit, path), *self._by_value(use, call, path)):
             if called.function is unit or self._makes_groups(called.function, called.path, 0):
                 continue
             asked = self._behind(called, 0)
@@ -181,14 +183,8 @@ class _Reader:
 
     def _called(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> Iterator[_Called]:
         """The functions of the project that a call runs."""
-        for thing in self._resolver.expression(use.node, use.scope, path):
-            if thing.scope is None or thing.path is None:
-                continue
-            if thing.kind == "function":
-                yield _Called(thing.scope, thing.path, _lacking(thing.scope, call, unit))
-            elif thing.kind == "class":
-                for constructor, at in self._constructor(thing.scope, thing.path):
-                    yield _Called(constructor, at, _lacking(constructor, call, unit))
+        for of, at in self._run_by(self._resolver.expression(use.node, use.scope, path)):
+            yield _Called(of, at, _lacking(of, call, unit))
         if not isinstance(use.node, ast.Attribute):
             return
         if use.node.attr == "apply":
@@ -198,6 +194,31 @@ class _Reader:
             for above, at in self._bases(klass, path) if klass is not None else ():
                 for constructor, where in self._constructor(above, at):
                     yield _Called(constructor, where, _lacking(constructor, call, unit))
+
+    def _by_value(self, use: Use, call: ast.Call, path: Path) -> Iterator[_Called]:
+        """The functions that a call runs, or that run later, as values which are handed on."""
+        unit, values = use.scope.unit, self._values
+        assert unit is not None  # that was asked
+        for of, at in self._run_by(values.handed_to(use, path)):
+            yield _Called(of, at, _lacking(of, call, unit))
+        for of, at in self._run_by(values.handed_by(use, call, path)):
+            yield _Called(of, at, _all_of_groups(of))
+        for of, at in self._run_by(values.bound(use, call, path)):
+            yield _Called(of, at, _all_of_groups(of) - {each.arg for each in call.keywords})
+
+    def _run_by(self, things: Iterable[Thing]) -> Iterator[tuple[Scope, Path]]:
+        """What runs where some things are called: of a class its constructor."""
+        for each in things:
+            if each.scope is None or each.path is None:
+                continue
+            if each.kind == "function":
+                yield each.scope, each.path
+            elif each.kind == "class":
+                yield from self._constructor(each.scope, each.path)
+
+    @cached_property
+    def _values(self) -> Values:
+        return Values(self._index, self._resolver, self._calls_in)
 
     def _bases(self, klass: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
         for base in getattr(klass.node, "bases", ()) if klass.parent is not None else ():
@@ -285,6 +306,12 @@ class _Reader:
                         found.append(_Asked(one.axes - own, one.what, one.place, "", one.applied))
         applied = self._applied(called)
         return [replace(each, applied=applied) for each in found] if applied else found
+
+
+def _all_of_groups(function: Scope) -> frozenset[str]:
+    """The parameters of a function for groups, which whoever calls a value does not pass."""
+    named = {each.arg for each in parameters(function.node)}
+    return frozenset(named & {*COLLECTION_NAMES, *GROUP_PARAMETERS})
 
 
 def _has(function: ast.AST, text: TextOfFile) -> dict[str, str]:
@@ -391,7 +418,14 @@ def _is_there(carrier: str, unit: Scope, call: ast.Call) -> bool:
     if not bound:
         return True
     is_passed = isinstance(bound[0], Opaque) and bound[0].parameter
-    lines = range(call.lineno, (call.end_lineno or call.lineno) + 1)
+    end = call.end_lineno or call.lineno
+    around = (  # the name may be on a line before
+        each.lineno
+        for each in unit.nodes
+        if isinstance(each, ast.Assign)
+        and each.lineno <= call.lineno <= end <= (each.end_lineno or each.lineno)
+    )
+    lines = range(max(around, default=call.lineno), end + 1)
     makes_it = any(each.line in lines for each in bound[is_passed:])
     return not makes_it and (is_passed or bound[0].line < call.lineno)
 

@@ -1,0 +1,99 @@
+"""Which functions a call runs that were handed on as values: to the function that calls them by a
+parameter, or by ``functools.partial``.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megapg.migrate.find.index import Index
+from megapg.migrate.find.meaning import Resolver, Thing
+from megapg.migrate.python.methods import parameters, self_of
+from megapg.migrate.python.scopes import Opaque, Scope, Use, last_name
+
+# Further than anybody hands a function on.
+_DEEPEST = 4
+
+Calls = Mapping[Scope | None, Sequence[tuple[Use, ast.Call]]]
+"""What is called in a file, by the functions that do."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """Finds the functions that are handed on in the new texts of a project."""
+
+    index: Index
+    resolver: Resolver
+    calls_in: Callable[[Path], Calls]
+
+    def handed_to(self, use: Use, path: Path) -> list[Thing]:
+        """What a function that is called by a parameter may be, as the source hands it on."""
+        owner = _parameter(use.node, use.scope)
+        return [] if owner is None else list(self._given(*owner, path, 0))
+
+    def handed_by(self, use: Use, call: ast.Call, path: Path) -> Iterator[Thing]:
+        """The functions that a call hands to a function of the project which calls them itself."""
+        for thing in self.resolver.expression(use.node, use.scope, path):
+            if thing.kind != "function" or thing.scope is None or thing.path is None:
+                continue
+            called = {
+                each.node.id
+                for each, _ in self.calls_in(thing.path).get(thing.scope, ())
+                if isinstance(each.node, ast.Name) and each.scope.find(each.node.id) is not None
+            }
+            for name in called & {each.arg for each in parameters(thing.scope.node)}:
+                yield from self._things(_argument(thing.scope, name, call), use, path)
+
+    def bound(self, use: Use, call: ast.Call, path: Path) -> Iterator[Thing]:
+        """The function of which a call is ``functools.partial``."""
+        if last_name(call.func) == "partial" and call.args:
+            yield from self._things(call.args[0], use, path)
+
+    def _things(self, node: ast.expr | None, use: Use, path: Path) -> Iterator[Thing]:
+        if isinstance(node, ast.Call) and last_name(node.func) == "partial" and node.args:
+            node = node.args[0]
+        for each in self.resolver.expression(node, use.scope, path) if node is not None else ():
+            if each.kind in ("function", "class"):
+                yield each
+
+    def _given(self, function: Scope, name: str, path: Path, depth: int) -> Iterator[Thing]:
+        """What the calls of a function give for one of its parameters."""
+        for file in self.index.everywhere(function.name) if depth < _DEEPEST else ():
+            if self.index.modules.is_test(file):
+                continue
+            for calls in self.calls_in(file).values():
+                for use, call in calls:
+                    if last_name(use.node) != function.name or not any(
+                        each.scope is function
+                        for each in self.resolver.expression(use.node, use.scope, file)
+                    ):
+                        continue
+                    given = _argument(function, name, call)
+                    yield from self._things(given, use, file)
+                    further = _parameter(given, use.scope)
+                    if further is not None and further[0] is not function:
+                        yield from self._given(*further, file, depth + 1)
+
+
+def _parameter(node: ast.expr | None, scope: Scope) -> tuple[Scope, str] | None:
+    """The free function of which an expression is a parameter, and the parameter's name."""
+    found = scope.find(node.id) if isinstance(node, ast.Name) else None
+    if found is None or not isinstance(node, ast.Name):
+        return None
+    owner, bound = found
+    is_one = len(bound) == 1 and isinstance(bound[0], Opaque) and bound[0].parameter
+    is_free = owner.kind == "function" and owner.parent is not None
+    return (owner, node.id) if is_one and is_free and not self_of(owner) else None
+
+
+def _argument(function: Scope, name: str, call: ast.Call) -> ast.expr | None:
+    """What a call gives for a parameter."""
+    if any(isinstance(each, ast.Starred) for each in call.args):
+        return None
+    names = [each.arg for each in parameters(function.node)]
+    position = names.index(name) if name in names else len(call.args)
+    named = (each.value for each in call.keywords if each.arg == name)
+    return call.args[position] if position < len(call.args) else next(named, None)
