@@ -16,7 +16,14 @@ from megapg.migrate.decide.functions import PARAMETER
 from megapg.migrate.decide.kept import ask_what_the_constructor_asked
 from megapg.migrate.decide.references import References
 from megapg.migrate.decide.threads import is_usual_method
-from megapg.migrate.find.axes import AXES, asked_about, axes_of, is_argument, takes_group
+from megapg.migrate.find.axes import (
+    AXES,
+    asked_about,
+    axes_of,
+    is_argument,
+    is_of_a_group,
+    takes_group,
+)
 from megapg.migrate.find.carriers import MODEL_NAMES, is_filled
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.models import ancestry, keeps_its_model
@@ -336,9 +343,14 @@ def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
             axes = frozenset[str]().union(*map(axes_of, passing.needs))
             yield _Asking(unit, passing.reference.path, axes, passing.base, hands_on=True)
     left = {id(each.site) for each in plan.left if each.reason not in _OF_NO_GROUP}
+    own = {id(each.site) for each in plan.left if each.reason == "unknown-name"}
     for located in index.located:
         unit = located.use.scope.unit
-        if id(located.site) in left and unit is not None:
+        if id(located.site) in own and unit is not None and is_of_a_group(located.site.name):
+            # No object of a class has a group of a fork's own, so a method stays as it is.
+            if located.site.kind is Kind.CALL and not self_of(unit):
+                yield _Asking(unit, located.path, AXES, None)
+        elif id(located.site) in left and unit is not None:
             if located.site.kind is Kind.CALL:
                 yield _Asking(unit, located.path, asked_about(located.site), None)
             elif located.site.kind is Kind.PRIVATE:

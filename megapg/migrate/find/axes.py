@@ -45,6 +45,11 @@ def axes_of(name: str) -> frozenset[str]:
     return found - {"tp", "dp"} if "ep" in found else found
 
 
+def is_of_a_group(name: str) -> bool:
+    """Whether a getter, be it a fork's own, is one of a group, its size or ranks, by its name."""
+    return name.startswith("get_") and name.endswith(("_group", "_rank", "_ranks", "_world_size"))
+
+
 def group_argument(node: ast.AST | None) -> GroupArgument | None:
     """How the group would be passed to what takes the globals' tensor parallel group, where a call
     passes none; None of any other node.
