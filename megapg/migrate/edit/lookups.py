@@ -60,7 +60,7 @@ def look_ups(
     for each in asking:
         place = _Place(each)
         function = place.use.scope.enclosing("function", "class", "module")
-        if function is not None and function.kind == "function" and place.is_looked_up:
+        if function is not None and place.is_looked_up and place.may_have_a_variable(function):
             key = (function, place.base.form, place.base.expression, place.base.passed_first)
             groups.setdefault(key, []).append(place)
     served: set[Decision | Passing] = set()
@@ -75,7 +75,7 @@ def look_ups(
         inner = [
             each
             for other, several in within[function, *of]
-            if _means_the_same(other, function, places[0].base)
+            if function.kind == "function" and _means_the_same(other, function, places[0].base)
             for each in several
         ]
         looking = _Function(function, is_free)
@@ -97,6 +97,11 @@ def look_ups(
             served |= {each for look_up in found for each in look_up.members}
             if found:
                 yield function, together[0].base, found
+
+
+def _parts(test: ast.expr) -> list[ast.expr]:
+    """The sides of a comparison."""
+    return [test.left, *test.comparators] if isinstance(test, ast.Compare) else []
 
 
 def _depth(function: Scope) -> int:
@@ -168,6 +173,14 @@ class _Place:
         self.is_looked_up = self.base.form != "plain" and not what.as_read
         # What carries it may lack what it asks for.
         self.is_apart = is_lazy and self.base.form == "groups_of"
+
+    def may_have_a_variable(self, around: Scope) -> bool:
+        """Whether a variable may be bound for it: in a function, or in what a script runs alone."""
+        if around.kind == "function":
+            return True
+        first = next(iter(self.around(around.node)), None)
+        is_script = isinstance(first, ast.If) and "__name__" in map(last_name, _parts(first.test))
+        return around.kind == "module" and is_script
 
     def is_served_by(self, fields: Collection[str]) -> bool:
         """Whether what has some fields has all that it asks for."""
@@ -417,9 +430,11 @@ class _Function:
         before, expression = around[-1], some[0].base.expression
         if isinstance(before, _OWN) or not self.is_free(before):
             return False
-        if not _is_bound(expression, around, last, self.scope):
-            return False
         uses = [each.use for each in some]
+        # Who reads it in that very statement, for certain, has it whichever branch gave it.
+        reads = last is before and any(is_certain(e.node, e.parents, before) for e in uses)
+        if not _is_bound(expression, around, last, self.scope, reads=reads):
+            return False
         sure = first_read(self.node, uses) is before
         return sure or not self._may_get_a_model(expression, before, last)
 
@@ -435,7 +450,9 @@ class _Function:
         )
 
 
-def _is_bound(expression: str, around: Sequence[ast.stmt], last: ast.stmt, function: Scope) -> bool:
+def _is_bound(
+    expression: str, around: Sequence[ast.stmt], last: ast.stmt, function: Scope, *, reads: bool
+) -> bool:
     """Whether what a look-up starts from is there when the last of some statements begins, and
     nothing else takes its name from there to the end of another one.
     """
@@ -448,7 +465,7 @@ def _is_bound(expression: str, around: Sequence[ast.stmt], last: ast.stmt, funct
         return False
     if _is_written(attribute, function):
         return False
-    if not bindings or isinstance(bindings[0], Instance):
+    if reads or not bindings or isinstance(bindings[0], Instance):
         return True
     if isinstance(bindings[0], Opaque) and bindings[0].parameter:
         return True

@@ -256,9 +256,10 @@ class Writer:
         self, function: Scope, wanted: Sequence[str], taken: Collection[str]
     ) -> str | None:
         """The first of some names that is no word of a function."""
-        assert isinstance(function.node, ast.stmt)  # it has statements
-        begin, end = self._source.extent(function.node)
-        text = self._source.text[begin:end]
+        text = self._source.text
+        if isinstance(function.node, ast.stmt):  # and no script
+            begin, end = self._source.extent(function.node)
+            text = text[begin:end]
         free = (n for n in wanted if n not in taken and not re.search(rf"\b{n}\b", text))
         return next(free, None)
 
