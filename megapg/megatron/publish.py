@@ -136,6 +136,7 @@ class _Block:
     before: dict[str, object]
     numbers: dict[str, int]  # what ``set_*`` had set when the groups ended
     follow: Callable[[ProcessGroupCollection], None] | None = None
+    note: Callable[[], None] | None = None
     listed: int = sys.maxsize  # how many Megatron's list of all groups had, once it was shown
     left: bool = False
 
@@ -194,6 +195,13 @@ class _Publishing:
         block.lease.beside += filter(None, _groups_listed(answers)[block.listed :])
         block.listed = 1  # a list that is made anew begins with WORLD
 
+    def _note_what_shows(self, block: _Block) -> None:
+        """As the session closes: what was made while it had no groups, suspended or lost."""
+        answers = self._answers_of(block)
+        self._note_made(block, answers)
+        if GROUP_LIST in answers:
+            answers[GROUP_LIST] = None  # no dead group is handed out
+
     def _leave(self, block: _Block) -> None:
         self._note_made(block, self._state)
         for name in [name for name in _variables(self._state) if name not in block.before]:
@@ -203,14 +211,17 @@ class _Publishing:
 
     def _listen(self, block: _Block) -> None:
         block.follow = partial(self._follow, block)
+        block.note = partial(self._note_what_shows, block)
         block.lease.at_end.append(self._go_dark)
+        block.lease.before_beside_end.append(block.note)
         block.lease.at_succession.append(block.follow)
 
     def _listen_no_more(self, block: _Block) -> None:
-        if block.follow is not None:
+        if block.follow is not None and block.note is not None:
             block.lease.at_end.remove(self._go_dark)
+            block.lease.before_beside_end.remove(block.note)
             block.lease.at_succession.remove(block.follow)
-            block.follow = None
+            block.follow = block.note = None
 
     def _go_dark(self) -> None:
         """A dead group still answers, so it must not be handed out: nothing is initialised."""

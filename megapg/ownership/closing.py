@@ -344,6 +344,8 @@ class Closing(abc.ABC):
 def _end_beside(lease: Lease, *, abort: bool) -> None:
     """End the groups that Megatron's functions made beside the owner's, newest first."""
     failures: list[Exception] = []
+    for add in lease.before_beside_end:
+        add()
     for group in reversed(lease.beside):
         try:
             communicators_of_torch.end_one(group, abort=abort)

@@ -162,11 +162,16 @@ def making_groups_beside():
         parallel_state.initialize_model_parallel(2)
         assert works(parallel_state.create_group([0, 1]))
     counted.append(registered() == 1)
+    with megapg.session(tp=2) as session, megapg.published(session.groups):
+        session.suspend("recreate")
+        assert works(parallel_state.create_group([0, 1], backend="gloo"))
+        session.close()
+        counted.append(registered() == 1)
     return counted
 
 
 def test_groups_that_megatrons_functions_make_beside_end_with_it():
-    assert run_distributed(making_groups_beside, 2, deadline=100) == [[True] * 4] * 2
+    assert run_distributed(making_groups_beside, 2, deadline=100) == [[True] * 5] * 2
 
 
 def fail_as_a_script_may():
