@@ -709,6 +709,14 @@ def forget_groups(mesh: DeviceMesh) -> None:
     mesh._pg_registry.clear()
 
 
+def hold_groups(mesh: DeviceMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:
+    """Have a mesh hold groups by the names that it knows, where torch compiles.
+
+    Public: none.
+    """
+    mesh._pg_registry.update(groups)
+
+
 def add_name(name: str, group: dist.ProcessGroup) -> None:
     """Have torch find a group by one more name.
 

@@ -42,25 +42,32 @@ def mesh_of(
         str(name): _group(pg, field) for name, field in zip(names or fields, fields, strict=True)
     }
     device_type = device_type or _device_type(next(iter(groups.values())))
-    made = pg.lease.scratch.setdefault(_MESHES, None) or _Meshes(pg)
+    made = pg.lease.scratch.get(_MESHES)
+    if made is None:
+        made = pg.lease.scratch[_MESHES] = _Meshes(pg)
     assert isinstance(made, _Meshes)  # nobody else has that name
-    pg.lease.scratch[_MESHES] = made
     key = (*fields, *groups, device_type)
     if key not in made.meshes:
+        made.know(pg)
         shaped = torch.tensor(ranks).view(shape)
-        made.meshes[key] = torch_private.mesh_over(groups, shaped, device_type, _held(pg), pg.lease)
+        made.meshes[key] = torch_private.mesh_over(groups, shaped, device_type, _held(pg), made)
     return made.meshes[key]
 
 
 class _Meshes:
-    """The meshes over the groups of one owner. torch finds a group by its name: those that an owner
-    makes anew are found by the old names as well, as long as a mesh may know these.
+    """The meshes over the groups of one owner, who may make these anew: the meshes stay the same
+    then. torch finds a group by its name, so that the new ones are found by the old names as well,
+    as long as a mesh may know these.
     """
 
     def __init__(self, pg: ProcessGroupCollection) -> None:
         self.meshes: dict[tuple[str, ...], DeviceMesh] = {}
-        self._fields = {group.group_name: field for field, group in _held(pg).items()}
+        self._fields: dict[str, str] = {}
         self._listen(pg)
+
+    def know(self, pg: ProcessGroupCollection) -> None:
+        """A mesh is made of the groups of ``pg``, whose names it keeps."""
+        self._fields |= {group.group_name: field for field, group in _held(pg).items()}
 
     def _listen(self, pg: ProcessGroupCollection) -> None:
         pg.lease.at_end.append(self._end)
@@ -75,8 +82,12 @@ class _Meshes:
 
     def _follow(self, successor: ProcessGroupCollection) -> None:
         held = _held(successor)
-        for name, field in self._fields.items():
-            torch_private.add_name(name, held[field])
+        known = {name: held[field] for name, field in self._fields.items()}
+        for name, group in known.items():
+            torch_private.add_name(name, group)
+        for mesh in self.meshes.values():
+            torch_private.hold_groups(mesh, known)
+        successor.lease.scratch[_MESHES] = self
         self._listen(successor)
 
 

@@ -186,7 +186,8 @@ def renewed():
         old = session.groups.mesh("dp_cp", "tp")
         first = [weakref.ref(group) for group in (session.groups.tp, session.groups.dp_cp)]
         split = parallelize_module(net(), old["tp"], plan)
-        for _ in range(2):
+        total = distribute_tensor(torch.ones(2), old["tp"], [Shard(0)])
+        for field in ("tp", "dp_cp"):
             session.suspend()
             refused(lambda: session.groups.mesh("tp"), SessionError)
             refused(lambda: megapg.from_mesh(old, tp="tp", dp="dp_cp"), ForeignGroupError)
@@ -194,7 +195,14 @@ def renewed():
             session.resume()
             # It finds the new groups by the names that it has; theirs are others.
             assert old["tp"].get_group() is session.groups.tp
-            assert session.groups.mesh("dp_cp", "tp")["tp"].get_group() is session.groups.tp
+            # One that is made now goes with it, and finds what comes next as well.
+            added = session.groups.mesh(field)
+            assert added.get_group() is getattr(session.groups, field)
+            mesh = session.groups.mesh("dp_cp", "tp")
+            total = total + distribute_tensor(torch.ones(2), mesh["tp"], [Shard(0)])
+            assert added._pg_registry[added._dim_group_names[0]] is added.get_group()
+        assert session.groups.mesh("tp").get_group() is session.groups.tp
+        assert total.full_tensor().tolist() == [3, 3]
         assert same(train(split), expected)
         flat = session.groups.mesh("dp", "tp")["dp", "tp"]._flatten("tp_dp")
         assert flat.get_group() is session.groups.tp_dp
