@@ -15,6 +15,7 @@ from megapg.migrate.find.models import gives_a_model
 from megapg.migrate.python.flow import (
     LOOP,
     TRY,
+    begins_before,
     binding_statements,
     blocks,
     common_block,
@@ -155,8 +156,7 @@ def _behind(
 ) -> Iterator[Decision | Passing]:
     """Of some places those that are only come to when a statement of a function has begun."""
     for each in places:
-        around = each.around(function.node)
-        if before in around or runs_before(before, around, function.node):
+        if begins_before(before, each.around(function.node), function.node):
             yield each.what
 
 

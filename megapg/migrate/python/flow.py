@@ -80,6 +80,20 @@ def runs_before(statement: ast.stmt, around: Sequence[ast.stmt], function: ast.A
     return False
 
 
+def begins_before(statement: ast.stmt, around: Sequence[ast.stmt], function: ast.AST) -> bool:
+    """Whether a statement of a function has begun whenever an expression is evaluated, be it a loop
+    that has nothing to run for. Arguments are those of :func:`runs_before`.
+    """
+    outer: ast.AST = function
+    for each in around:
+        block, at = _block_of(outer, each) or ([], 0)
+        before = _position(block, statement)
+        if before is not None and before <= at:
+            return True
+        outer = each
+    return False
+
+
 def _position(block: Sequence[ast.stmt], statement: ast.stmt) -> int | None:
     """Where in a block a statement is; None where it is not. Blocks may be long, and are in the
     order of the source.
