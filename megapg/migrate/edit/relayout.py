@@ -113,7 +113,7 @@ class _Relayout:
                 before = read(self._source.text, old, magic_comma=magic)
                 if not self._is_certain(before, new, newline):
                     return []
-            gaps = laid_out(new, self._width, newline)
+            gaps = self._laid_out(new, newline)
         except Unsure:
             return []
         places = [new.gap(number) for number in range(1, len(new.kept) + 1)]
@@ -126,8 +126,12 @@ class _Relayout:
     def _is_certain(self, old: Statement, new: Statement, newline: str) -> bool:
         gaps = [old.text[slice(*old.gap(number))] for number in range(1, len(old.kept) + 1)]
         if self._style.is_formatted:
-            return gaps == laid_out(old, self._width, newline)
+            return gaps == self._laid_out(old, newline)
         return newline not in "".join(gaps) and self._length(old) <= self._width < self._length(new)
+
+    def _laid_out(self, statement: Statement, newline: str) -> list[str]:
+        splits = self._style.splits_message
+        return laid_out(statement, self._width, newline, splits_message=splits)
 
     def _length(self, statement: Statement) -> int:
         """The length of the longest line."""

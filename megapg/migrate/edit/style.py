@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import configparser
+import re
 import string
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from megapg.migrate.python.methods import kept
@@ -27,6 +29,8 @@ _ISORT = (
     ("setup.cfg", ("tool:isort",)),
     ("tox.ini", ("isort",)),
 )
+# The ruff that puts the message of a long assertion into parentheses, and what is asserted not.
+_SPLITS_MESSAGES = (0, 9)
 _FLAKE8 = ((".flake8", ("flake8",)), ("setup.cfg", ("flake8",)), ("tox.ini", ("flake8",)))
 _PYLINT = (
     *((".pylintrc", (name,)) for name in ("FORMAT", "MASTER", "MAIN")),
@@ -72,6 +76,7 @@ class Style:
     line_length: int | None = None  # of the formatter, or else the linter; None where nothing says
     quote: str = ""  # that is asked for; empty where nothing says
     magic_comma: bool = True  # whether a comma at the end keeps a line each
+    splits_message: bool = False  # whether the message of a long assertion is in parentheses
 
 
 class Styles:
@@ -107,6 +112,9 @@ class Styles:
             (pylint, "max-line-length", 100),
         ]
         written = _below(ruff or {}, "format")
+        wanted = self._ruff_of_hooks or str((ruff or {}).get("required-version", ""))
+        version = re.match(r"(?:==)?(\d+)\.(\d+)", wanted)
+        is_old = version is not None and (int(version[1]), int(version[2])) < _SPLITS_MESSAGES
         quotes = str(written.get("quote-style", ""))
         normalizes = black is not None and not _is_set(black, "skip-string-normalization")
         normalized = '"' if normalizes else ""
@@ -121,7 +129,18 @@ class Styles:
             magic_comma=not any(
                 _is_set(t, "skip-magic-trailing-comma") for t in (black or {}, written)
             ),
+            splits_message=black is None and ruff is not None and not is_old,
         )
+
+    @cached_property
+    def _ruff_of_hooks(self) -> str:
+        """The version of ruff that the project's hooks of pre-commit run; empty where none does."""
+        try:
+            text = (self._root / ".pre-commit-config.yaml").read_text("utf-8", "replace")
+        except OSError:
+            return ""
+        found = re.search(r"/ruff-pre-commit\W+rev\W+v?([\d.]+)", text)
+        return found[1] if found else ""
 
     def _table(
         self, folder: Path, places: Iterable[tuple[str, tuple[str, ...]]]

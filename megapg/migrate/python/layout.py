@@ -124,13 +124,16 @@ def read(text: str, begin: int, *, magic_comma: bool = True) -> Statement:
     )
 
 
-def laid_out(statement: Statement, width: int, newline: str) -> list[str]:
+def laid_out(
+    statement: Statement, width: int, newline: str, *, splits_message: bool = False
+) -> list[str]:
     """What is between the tokens of a statement: before each but the first, and behind the last.
+    Of a long assertion the message goes into parentheses, as ruff has it since 0.9, or the test.
 
     Raises:
         Unsure: no rule here says how.
     """
-    return _Layout(statement, width, newline).run()
+    return _Layout(statement, width, newline, splits_message).run()
 
 
 # ---- reading -----------------------------------------------------------------------------------
@@ -231,6 +234,7 @@ class _Layout:
     statement: Statement
     width: int
     newline: str
+    splits_message: bool
     gaps: dict[int, str] = field(default_factory=dict)
 
     def run(self) -> list[str]:
@@ -264,6 +268,16 @@ class _Layout:
         """Lay out what is asserted in parentheses, on one line, as it is where that was so."""
         indent = self.statement.indent
         deeper = indent + _INDENT
+        if self.splits_message:  # which is a string, be it in parentheses already
+            at = end + 1 + (self._text(end + 1) == "(")
+            beyond = count - (at - end - 1)
+            is_string = beyond == at + 1 and self.statement.kept[at].is_string
+            if not is_string or not self._fits(0, end + 1, indent, " ("):
+                raise Unsure
+            is_bare = at == end + 1
+            self.gaps[at] = f"{' (' if is_bare else ''}{self.newline}{deeper}"
+            self.gaps[beyond] = f"{self.newline}{indent}{')' if is_bare else ''}"
+            return
         if not self._fits(begin, end, deeper) or not self._fits(end, count, indent + ")"):
             raise Unsure
         self.gaps[begin] = f" ({self.newline}{deeper}"
