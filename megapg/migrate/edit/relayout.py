@@ -1,8 +1,8 @@
 """Statements that were rewritten, laid out as the project's formatter lays them out.
 
 That is done where it is certain: the layout of the statement before is what the formatter's rules
-say. Where a project has a limit of its lines but no formatter, a statement of one line is wrapped
-if it has become too long.
+say. Where a project has no formatter, a statement of one line is wrapped if it has become longer
+than the project, or anybody, has lines.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from megapg.migrate.python.insert import newline_of
 from megapg.migrate.python.layout import Statement, Unsure, laid_out, read
 from megapg.migrate.python.source import Source
 
+# What nobody leaves on one line, where a project says nothing about its lines.
+_LONG = 120
 _GROWS = frozenset({"argument", "parameter", "statement"})
 
 
@@ -32,9 +34,7 @@ def relaid(source: Source, edits: Sequence[Edit], style: Style) -> list[Edit]:
         edits: of it, in its order.
         style: how the project wants it written.
     """
-    if style.line_length is None:
-        return [*edits]
-    return _Relayout(source, edits, style, style.line_length).edits()
+    return _Relayout(source, edits, style, style.line_length or _LONG).edits()
 
 
 @dataclass(frozen=True)

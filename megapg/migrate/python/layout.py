@@ -250,7 +250,8 @@ class _Layout:
             return
         words = [each.text for each in statement.kept[:2]]
         if "def" in words:
-            opened = next(i for i in statement.closed if statement.kept[i].text == "(")
+            if self._text(count - 1) != ":":
+                raise Unsure  # its body is on the same line
             opened = min(i for i in statement.closed)
             self._split(opened, 0, count, indent, "")
         elif words[0] == "assert" and statement.optional is not None:
