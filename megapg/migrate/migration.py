@@ -124,8 +124,9 @@ class Edit:
     stop: int  # index behind the last one
     new: str  # what is there instead
     # ``site``, which may be of a function that ``functools.partial`` of it replaces; ``parameter``,
-    # ``argument``, ``statement`` or ``import``; ``layout`` for what is between tokens; ``excuse``
-    # for a comment to the linter; ``text`` for that of a file that is ours.
+    # ``argument``, ``gradient`` (one more returned), ``statement`` or ``import``; ``layout``
+    # for what is between tokens; ``excuse`` for a comment to the linter; ``text`` for that of a
+    # file that is ours.
     what: str
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 import migrate_fuzzer
 import pytest
 from migrate_fuzzer import Failure, Tally, check, failures, on_layout, same_way, shrunk
-from migrate_modules import PACKAGE, Driver, Package, make_package
+from migrate_modules import LATER, PACKAGE, Driver, Package, make_package
 
 from megapg.migrate.migration import Migration, Rewritten
 
@@ -44,6 +45,22 @@ def test_generated_packages_come_to_the_same(seeds: range, times: int) -> None:
     assert tally.uninitialised > times
     assert tally.left > 0
     assert tally.kept > 0
+
+
+def test_generated_autograd_functions_come_to_the_same() -> None:
+    """Forward and back: what was passed, and the gradients that are returned for it."""
+    chosen: list[int] = []
+    for seed in itertools.count(LATER):
+        text = b"".join(make_package(seed).files.values())
+        if len(chosen) < 12 and text.count(b".apply(x") > 1:
+            chosen.append(seed)
+        elif len(chosen) == 12:
+            break
+    tally = Tally()
+    for seed in chosen:
+        found = [each for _, each in check(range(seed, seed + 1), tally)]
+        assert not found, f"seed {seed}: {found}"
+    assert tally.gradients > 8
 
 
 @pytest.mark.parametrize("seed", [20261131617])

@@ -37,7 +37,7 @@ WHYS = {
     Why.BASE_OUTSIDE: f"import library\n\n\nclass A(library.Base):\n    def __init__(self):\n"
     f"        self.x = {_READ}\n",
     Why.AUTOGRAD: "import torch\n\n\nclass A(torch.autograd.Function):\n    @staticmethod\n"
-    f"    def forward(ctx, x):\n        return x * {_READ}\n\n\ndef g(x):\n    A.apply(x)\n",
+    f"    def forward(ctx, *xs):\n        return xs[0] * {_READ}\n\n\ndef g(x):\n    A.apply(x)\n",
     Why.CLASS_DECORATED: "import library\n\n\n@library.remote\nclass A:\n    def __init__(self):\n"
     f"        self.x = {_READ}\n",
     Why.MAKES_GROUPS: f"def h():\n    mpu.initialize_model_parallel()\n    g()\n\n\n"

@@ -80,6 +80,7 @@ class Tally:
     raised: int = 0
     uninitialised: int = 0
     explicit: int = 0
+    gradients: int = 0
 
 
 # -- running a package -----------------------------------------------------------------------------
@@ -241,6 +242,8 @@ def _failures(package: Package, root: Path, tally: Tally) -> Iterator[Failure]:
     tally.served += len(migration.served)
     tally.left += len(migration.left)
     tally.kept += migration.findings.kept
+    edits = (edit for each in migration.files for edit in each.edits)
+    tally.gradients += sum(edit.what == "gradient" for edit in edits)
     yield from _sound(package, root / PACKAGE, migration)
     counts = len(migration.served), len(migration.left), migration.findings.kept
     if sum(counts) != len(found.sites):

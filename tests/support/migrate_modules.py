@@ -180,6 +180,9 @@ def _units(name: str) -> tuple[_Unit, ...]:
 
 _UNITS = _units("units")
 _NEW_UNITS = _units("new_units")
+_AUTOGRAD_UNITS = _units("autograd_units")
+# Seeds from here on also take what was added later; those below make what they always made.
+LATER = 900_000_000
 _OVERRIDING = ("set_tensor_model_parallel_rank", "= lambda: 77")
 
 # -- modules ---------------------------------------------------------------------------------------
@@ -467,6 +470,7 @@ class _Maker:
         if chance < 0.4:
             return self._function(module)
         units = _UNITS + _NEW_UNITS if _TYPE_PARAMETERS else _UNITS
+        units += _AUTOGRAD_UNITS if self.seed >= LATER else ()
         while True:
             unit = self.random.choice(units)
             if any(word in unit.text for word in _OVERRIDING) and not self.overriding:

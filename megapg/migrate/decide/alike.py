@@ -94,7 +94,8 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
             asking = replace(asking, is_for_want=False)
         else:
             of_functions[unit].append(asking)
-        counts = _is_of_globals(asking.base) or _is_of_self(asking)
+        of_autograd = references.autograd.of(unit, asking.path) is not None
+        counts = of_autograd or _is_of_globals(asking.base) or _is_of_self(asking)
         # A constructor that takes a collection is to use that for everything.
         is_first = class_of(unit) is not None and not asking.hands_on
         counts = counts or (is_first and _takes_one(unit, taking))
@@ -185,8 +186,9 @@ def _by_autograd(asked: Sequence[_Asking], plan: Plan, facts: Facts) -> Iterator
     for each in asked:
         by_unit[each.unit].append(each)
     taking = {each.function for each in plan.taking}
+    passed = {id(each.reference.call) for each in plan.passing if each.reference.is_applied}
     for unit, path in {each.unit: each.path for each in asked}.items():
-        reached = facts.asked_by_autograd(unit, path)
+        reached = facts.asked_by_autograd(unit, path, passed)
         axes = frozenset[str]().union(
             *(
                 each.axes

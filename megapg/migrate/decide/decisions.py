@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megapg.migrate.decide.autograd import Applied
 from megapg.migrate.decide.references import Reference
 from megapg.migrate.find.index import Located
 from megapg.migrate.find.sites import Carrier, Site
@@ -79,12 +80,13 @@ class Taking:
 
     function: Scope  # its scope
     path: Path  # of its file
-    kept: bool  # whether it is a constructor that keeps it on ``self``
+    kept: bool  # whether it keeps it: a constructor on ``self``, a forward on the context
     # The statements behind which it is kept: those of bases keep what they are passed, which is not
     # that.
     behind: tuple[ast.stmt, ...] = ()
     is_new: bool = True  # whether it does not have the parameter yet
     at_first: bool = True  # whether it is kept before all else as well
+    applied: Applied | None = None  # the autograd function, where it is the forward of one
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -263,14 +263,24 @@ class Facts:
         found = self._index.resolver.expression(use.node, use.scope, path)
         return any(each.kind == "member" for each in found)
 
-    @kept
-    def asked_by_autograd(self, unit: Scope, path: Path) -> Mapping[Scope, Path]:
+    def asked_by_autograd(
+        self, unit: Scope, path: Path, passed: Collection[int]
+    ) -> Mapping[Scope, Path]:
         """The methods of the autograd functions that a function applies, and the functions that
-        these call in turn: nobody passes a group to any of them.
+        these call in turn, where nobody passes a group to any of them.
+
+        Args:
+            unit: the function.
+            path: of its file.
+            passed: the calls that pass one, by their identity.
         """
         found: dict[Scope, Path] = {}
         for use in self.calls_in(path).get(unit, ()):
-            if not isinstance(use.node, ast.Attribute) or use.node.attr != "apply":
+            if (
+                id(use.parents.node) in passed
+                or not isinstance(use.node, ast.Attribute)
+                or use.node.attr != "apply"
+            ):
                 continue
             for thing in self._index.resolver.expression(use.node.value, use.scope, path):
                 if thing.kind == "class" and thing.scope is not None and thing.path is not None:

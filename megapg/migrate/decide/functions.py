@@ -11,6 +11,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from megapg.migrate.decide.autograd import Applied
 from megapg.migrate.decide.references import Reference, References
 from megapg.migrate.decide.replaced import Replaced
 from megapg.migrate.find.index import Index
@@ -75,6 +76,8 @@ class Functions:
             return Why.LAMBDA
         if node.args.kwarg is not None:
             return Why.ANY_KEYWORD
+        if (applied := self.references.autograd.of(function, path)) is not None:
+            return self._in_the_way_of(applied, function, outer, path)
         is_static = outer.kind == "class" and decorators(node) == {"staticmethod"}
         if not is_static and not decorators(node) <= _TRANSPARENT:
             return Why.DECORATED
@@ -193,6 +196,21 @@ class Functions:
             for each, _ in self.references.made_of(klass.name, path)
         )
         return Why.OWN_ATTRIBUTE if below else None
+
+    def _in_the_way_of(
+        self, applied: Applied, method: Scope, klass: Scope, path: Path
+    ) -> Why | None:
+        """Why an autograd function can't be given an argument by way of a method: it is applied in
+        another way somewhere, handed on, or one of its methods is called by hand, be it in a test.
+        """
+        if method is not applied.forward:
+            return Why.METHOD
+        known = [*self.references.of(method, path), *self.references_in_tests(method, path)]
+        all_seen = self.references.all_seen(method) and self._references_of_tests.all_seen(method)
+        if not known or not all_seen or not all(each.is_applied for each in known):
+            return Why.AUTOGRAD
+        is_replaced = self._replaced.may_be(Thing("class", path=path, scope=klass))
+        return Why.REPLACED if is_replaced else None
 
     def _is_called_as_written(self, method: Scope, path: Path) -> bool:
         """Whether a static method is called, by its own name alone, and not by what made its class

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from megapg.migrate.decide.autograd import Autograd, count_of_arguments
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import UNKNOWN, Thing
 from megapg.migrate.find.models import ancestry
@@ -46,6 +47,14 @@ class Reference:
     call: ast.Call | None
     node: ast.expr  # the expression that names it
 
+    @property
+    def is_applied(self) -> bool:
+        """Whether it is an autograd function that is applied to all its arguments: ``apply`` takes
+        no names.
+        """
+        called = self.call.func if self.call is not None else self.node
+        return isinstance(called, ast.Attribute) and called.value is self.node
+
 
 class References:
     """Finds the references to the functions and classes of an index.
@@ -58,11 +67,14 @@ class References:
 
     def __init__(self, index: Index, *, in_tests: bool = False) -> None:
         self._index, self._in_tests = index, in_tests
+        self.autograd = Autograd(index)
         self._blind: set[Scope] = set()
 
     @kept
     def of(self, function: Scope, path: Path) -> list[Reference]:
-        """Every place that names a function; for a constructor, its class."""
+        """Every place that names a function; for a constructor, or what an autograd function does
+        when it is applied, its class.
+        """
         return list(self._find(function, path))
 
     def _mentioning(self, word: str, path: Path) -> Sequence[Path]:
@@ -92,6 +104,11 @@ class References:
         klass = class_of(function)
         wanted = {Thing("function", path=path, scope=function)}
         words, classes = {function.name}, list[Scope]()
+        applied = self.autograd.of(function, path)
+        is_applied = applied is not None and function is applied.forward
+        if is_applied and function.parent is not None:
+            wanted, classes = {Thing("class", path=path, scope=function.parent)}, [function.parent]
+            words = {function.parent.name}
         if klass is not None:
             constructed = self._constructed_by(klass, path)
             classes = [each for each, _ in constructed]
@@ -117,7 +134,10 @@ class References:
                     if klass is not None and _makes_none(node, parent, use, classes):
                         continue
                     if self._stands_for(node, use, file, wanted, classes, function):
-                        yield Reference(file, use, _call_of(node, parent), node)
+                        call = _call_of(node, parent)
+                        if is_applied:
+                            call = _applying(node, parent, use, count_of_arguments(function))
+                        yield Reference(file, use, call, node)
 
     def _files_naming(self, words: set[str], wanted: Collection[Thing], path: Path) -> list[Path]:
         """The files that may name something; other names under which modules hand it on are added
@@ -373,6 +393,17 @@ def _makes_none(node: ast.expr, parent: ast.AST, use: Use, classes: Collection[S
             case _:
                 return isinstance(outer, ast.Compare)
     return False
+
+
+def _applying(node: ast.expr, parent: ast.AST, use: Use, count: int) -> ast.Call | None:
+    """The call that applies an autograd function to that many arguments, by place."""
+    call = use.parents.node
+    if not isinstance(parent, ast.Attribute) or parent.attr != "apply" or use.node is not parent:
+        return None
+    if not isinstance(call, ast.Call) or call.func is not parent:
+        return None
+    is_told = len(call.args) == count and not any(isinstance(e, ast.Starred) for e in call.args)
+    return call if is_told else None
 
 
 def _knows_its_class(inner: Scope) -> bool:

@@ -83,15 +83,24 @@ class Roots:
         """What has to be known first: why those that call it have none, or make its object."""
         klass = unit.parent
         makers = klass.defined("__init__") if klass is not None and klass.kind == "class" else []
+        if (forward := self._forward_of(unit, path)) is not None:
+            makers = [forward]
         yield from ((each, path) for each in makers[:1])
         for reference in self._functions.references.of(unit, path) or ():
             caller = reference.use.scope.unit
             if caller is not None:
                 yield caller, reference.path
 
+    def _forward_of(self, unit: Scope, path: Path) -> Scope | None:
+        """What may keep the collection for the ``backward`` of an autograd function."""
+        applied = self._functions.references.autograd.of(unit, path)
+        return applied.forward if applied is not None and unit is applied.backward else None
+
     def _find(self, unit: Scope, path: Path) -> Why:
         if unit in self._threads.edges:
             return self._of_callers(unit, path)
+        if (forward := self._forward_of(unit, path)) is not None:
+            return self._known.get(forward, Why.UNSEEN)
         hindrance = self._functions.in_the_way(unit, path)
         if hindrance is None:
             return Why.MAKES_GROUPS if self._facts.makes_groups(unit, path) else Why.TOO_FAR

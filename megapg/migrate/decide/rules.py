@@ -306,7 +306,7 @@ RULES = (
         _by_what_is_passed,
     ),
     Rule(
-        f"the constructor of its class can take {PARAMETER} and keep it",
+        f"the constructor of its class, or forward beside it, can take {PARAMETER} and keep it",
         _may_be_kept,
         lambda planner, located: None,  # it waits already
     ),
@@ -387,8 +387,8 @@ class _Planner:
             for located in sites:
                 self.decide(located, base)
         for located, constructor in self.of_self:
-            of = self_of(located.use.scope.unit)
-            self.decide(located, Base(how(constructor), "groups_of", of))
+            of = threads.of_object(located.use.scope.unit, located.path, how(constructor))
+            self.decide(located, of if class_of(constructor) or constructor in taking else GLOBALS)
         for located in self.optional:
             self._ask_whether(located, taking, how)
         needs = fields_read(threads, taking)
@@ -424,7 +424,7 @@ class _Planner:
         if unit in taking and not is_parted:
             base = Base(how(unit), "plain" if is_whether else "resolve", PARAMETER, optional=True)
         elif is_whether and keeper in taking and not is_parted:
-            base = Base(how(keeper), "groups_of", self_of(unit), optional=True)
+            base = replace(self.threads.of_object(unit, path, how(keeper), "plain"), optional=True)
         elif is_whether and self._may_be_at_hand(located):
             base = replace(best(located.site.carriers) or GLOBALS, form="plain")
         elif is_whether and not is_in_core(path):
@@ -485,7 +485,8 @@ class _Planner:
         behind = threads.kept_behind(function, path, taking)
         is_first = keeps and not threads.above(function, path, taking)
         of_torch = self.functions.set_up_by(function, path) if is_first else ()
-        taken = Taking(function, path, keeps, behind or of_torch, at_first=not of_torch)
+        applied = self.functions.references.autograd.of(function, path)
+        taken = Taking(function, path, keeps, behind or of_torch, True, not of_torch, applied)
         self.result.taking.append(taken)
         edges = [
             e for e in threads.edges.get(function, ()) if e.caller is None or e.caller in taking

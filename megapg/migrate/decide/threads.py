@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from megapg.errors import UnsupportedOptionError
+from megapg.migrate.decide.autograd import kept_in
 from megapg.migrate.decide.decisions import Base
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
@@ -78,7 +79,8 @@ class Threads:
         paths: the files of the functions that may take it.
         edges: who calls each of them, once :meth:`thread` has run.
         completed: the constructors that take a collection, and are to keep it, and their files.
-        of_methods: what methods read of what their constructor keeps for them.
+        of_methods: what methods read of what their constructor, or ``forward``, keeps for them.
+        of_context: the methods of autograd functions that ask the context for it.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Threads:
         self.paths: dict[Scope, Path] = {}
         self.edges: dict[Scope, list[Edge]] = {}
         self.completed: dict[Scope, Path] = {}
+        self.of_context: set[Scope] = set()
         self.of_methods: dict[Scope, set[str]] = {}
         self._needed: dict[Scope, set[str]] = {}  # in a function and behind it, as far as is known
 
@@ -101,11 +104,20 @@ class Threads:
             return False
         if class_of(function) is None and self._facts.makes_groups(function, path):
             return False  # nobody has them before; an object may be given others to keep
+        applied = self._functions.references.autograd.of(function, path)
+        both = (applied.forward, applied.backward) if applied is not None else ()
+        if any(self._facts.is_of_globals(each, path) for each in both if each is not None):
+            return False  # all of it asks the globals then
         self.paths[function] = path
         return True
 
     def keeps(self, function: Scope, path: Path) -> bool:
-        """Whether a function is a constructor that keeps what it is given."""
+        """Whether a function is a constructor that keeps what it is given, or does so for the
+        ``backward`` of its autograd function.
+        """
+        applied = self._functions.references.autograd.of(function, path)
+        if applied is not None and function is applied.forward:
+            return applied.backward in self.of_context
         klass = class_of(function)
         return klass is not None and not self._functions.is_of_core(klass, path)
 
@@ -136,12 +148,24 @@ class Threads:
         """The constructor that can keep a collection for a method."""
         if method is None or method.parent is None or has_another_role(method):
             return None
+        applied = self._functions.references.autograd.of(method, path)
+        if applied is not None and method is applied.backward:
+            return applied.forward if self.may_take(applied.forward, path) else None
         if not self_of(method) or not is_usual_method(method):
             return None
         for each in method.parent.defined("__init__"):
             if self.keeps(each, path) and self.may_take(each, path):
                 return each
         return None
+
+    def of_object(self, method: Scope | None, path: Path, how: How, form: str = "resolve") -> Base:
+        """What a method finds where its object keeps what its constructor was passed; one of an
+        autograd function in the context, in the form that is given.
+        """
+        if method is None or self._functions.references.autograd.of(method, path) is None:
+            return Base(how, "groups_of", self_of(method))
+        self.of_context.add(method)
+        return Base(how, form, kept_in(method, PARAMETER))
 
     def _kept_by_base(self, use: Use, path: Path) -> Scope | None:
         """The constructor of the base that keeps the collection, where one with ``**kwargs``, which
@@ -291,8 +315,13 @@ class Threads:
         return own | self.of_methods.get(function, set()) | self._needed.get(function, set())
 
     def _wants_it_anyhow(self, function: Scope) -> bool:
-        """Whether a function is to take the parameter though nobody may have something to pass."""
-        return function not in self._facts.passable and not self._has_its_own(function)
+        """Whether a function is to take the parameter though nobody may have something to pass: no
+        autograd function is.
+        """
+        of_autograd = self._functions.references.autograd.of(function, self.paths[function])
+        if of_autograd is not None or function in self._facts.passable:
+            return False
+        return not self._has_its_own(function)
 
     def _has_its_own(self, function: Scope) -> bool:
         """Whether a function takes groups as it is, turns to the globals where it was passed none
@@ -353,7 +382,8 @@ class Threads:
                     or self._kept_by_base(reference.use, path)
                 )
             ):
-                yield Edge(reference, Base(How.THREADED, "groups_of", self_of(unit)), constructor)
+                kept = self.of_object(unit, path, How.THREADED, "plain")
+                yield Edge(reference, kept, constructor)
 
 
 def _name(function: Scope) -> str:

@@ -188,7 +188,7 @@ class _Reader:
         if not isinstance(use.node, ast.Attribute):
             return
         if use.node.attr == "apply":
-            yield from self._of_autograd(use.node.value, use, path)
+            yield from self._of_autograd(use.node.value, call, use, path)
         elif use.node.attr == "__init__" and is_super(use.node.value, unit):
             klass = class_of(unit)
             for above, at in self._bases(klass, path) if klass is not None else ():
@@ -234,12 +234,14 @@ class _Reader:
         found = (self._constructor(each, at, depth + 1) for each, at in self._bases(klass, path))
         return next((each for each in found if each), [])
 
-    def _of_autograd(self, applied: ast.expr, use: Use, path: Path) -> Iterator[_Called]:
+    def _of_autograd(
+        self, applied: ast.expr, call: ast.Call, use: Use, path: Path
+    ) -> Iterator[_Called]:
         for thing in self._resolver.expression(applied, use.scope, path):
             if thing.scope is not None and thing.path is not None:
                 for name in _OF_AUTOGRAD if self._is_autograd(thing.scope, thing.path) else ():
                     for each in thing.scope.defined(name):
-                        yield _Called(each, thing.path, frozenset())
+                        yield _Called(each, thing.path, _not_applied_to(each, call))
 
     def _is_autograd(self, klass: Scope, path: Path) -> bool:
         above = ancestry(klass, path, self._resolver)
@@ -351,6 +353,14 @@ def _lacking(function: Scope, call: ast.Call, unit: Scope) -> frozenset[str]:
     named = {each.arg for each in call.keywords}
     takes = {each.arg for each in parameters(function.node)} & {*COLLECTION_NAMES}
     return frozenset(takes - named - _keys_in(unit))
+
+
+def _not_applied_to(method: Scope, call: ast.Call) -> frozenset[str]:
+    """The parameters for collections that the method of an autograd function is not passed."""
+    if any(isinstance(each, ast.Starred) for each in call.args):
+        return frozenset()
+    by_place = parameters(method.node)[1:]  # without the context
+    return frozenset({each.arg for each in by_place[len(call.args) :]} & {*COLLECTION_NAMES})
 
 
 def _is_made_in(dictionary: ast.expr, unit: Scope) -> bool:

@@ -23,7 +23,7 @@ from megapg.migrate.python.source import Source
 
 # What nobody leaves on one line, where a project says nothing about its lines.
 _LONG = 120
-_GROWS = frozenset({"argument", "parameter", "statement"})
+_GROWS = frozenset({"argument", "gradient", "parameter", "statement"})
 
 
 def relaid(source: Source, edits: Sequence[Edit], style: Style) -> list[Edit]:

@@ -120,9 +120,13 @@ class Writer:
                 kind = f"{self._quote}{kind}{self._quote}"
             declared = f"{PARAMETER}: {kind} = None"
         width = self._style.line_length
-        edits = add_parameter(self._source, node, declared, width=width)
+        applied = taking.applied
+        by_place = applied is not None
+        edits = add_parameter(self._source, node, declared, by_place=by_place, width=width)
         if not edits:
             return False
+        if applied is not None:
+            edits += [Edit(at, at, ", None", "gradient") for at in applied.gradients]
         if taking.kept:
             edits += self._keep(taking, node)
         self._edits += edits
@@ -147,7 +151,8 @@ class Writer:
         written = self._shared.get(passing, "")
         if not written and not passing.as_read:
             written = self._collection(passing.base, passing.needs)
-        argument = self._in_quotes(f"{PARAMETER}={written}")
+        name = "" if passing.reference.is_applied else f"{PARAMETER}="
+        argument = self._in_quotes(f"{name}{written}")
         if passing.group:
             group = passing.as_read or self._in_quotes(f"{written}.{passing.needs[0]}")
             argument = f"{passing.group}={group}"

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from megapg.migrate.edit.texts import NEWLINE, ends_in_comment, expression, open_quotes
 from megapg.migrate.migration import EXCUSE, Edit
 from megapg.migrate.python.methods import is_docstring, parameters
+from megapg.migrate.python.scopes import last_name
 from megapg.migrate.python.source import Source
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -214,6 +215,8 @@ class TakingBack(_Walk):
 
     def _rest(self, parent: ast.AST, field: str, old: list[Any], new: list[Any]) -> _Lists:
         first = next(iter(old or new), None)
+        if field == "args" and isinstance(parent, ast.Call):
+            return old, new[:-1] if self._is_applied_to(new, parent.func, len(old)) else new
         if not isinstance(first, ast.stmt | ast.alias | ast.keyword):
             return old, new
         if isinstance(first, ast.stmt):
@@ -268,7 +271,37 @@ class TakingBack(_Walk):
             self._no_capture(old, new)
         if isinstance(new, ast.arguments):
             new = self._arguments(new)
+        if isinstance(old, ast.Return) and isinstance(new, ast.Return):
+            new = self._without_gradient(old, new)
         return super()._children(old, new)
+
+    # Autograd functions.
+
+    def _is_applied_to(self, given: list[Any], applied: ast.expr, count: int) -> bool:
+        """Whether the last argument of a call is one that an autograd function is given."""
+        if len(given) != count + 1 or last_name(applied) != "apply":
+            return False
+        return self._is_within(given[-1], "argument") and not _holds(given[-1], _SPECIAL)
+
+    def _without_gradient(self, old: ast.Return, new: ast.Return) -> ast.Return:
+        """What is returned without the None that was added at its end."""
+        match new.value:
+            case ast.Tuple([*rest, ast.Constant(None) as last]) if rest:
+                if self._is_within(last, "gradient"):
+                    was_tuple = isinstance(old.value, ast.Tuple)
+                    value = ast.Tuple(rest, ast.Load()) if was_tuple else rest[0]
+                    if was_tuple:
+                        ast.copy_location(value, new.value)
+                    return ast.copy_location(ast.Return(value), new)
+        return new
+
+    def _is_within(self, node: ast.expr, what: str) -> bool:
+        """Whether an expression came by an edit of some kind."""
+        number = _around(self._after, *_extent(self._new, node))
+        if number is None or self._edits[number].what != what:
+            return False
+        self._undone.add(number)
+        return True
 
     def _added(self, arg: ast.arg) -> bool:
         number = _around(self._after, *_extent(self._new, arg))

@@ -39,14 +39,16 @@ def add_parameter(
     node: ast.FunctionDef | ast.AsyncFunctionDef,
     parameter: str,
     *,
+    by_place: bool = False,
     width: int | None = None,
 ) -> list[Edit]:
-    """Edits that add a keyword-only parameter behind the others; none where that can't be done.
+    """Edits that add a parameter behind the others; none where that can't be done.
 
     Args:
         source: the file.
         node: a function without ``**kwargs``.
         parameter: as it is to be written, such as ``x=None``.
+        by_place: whether it can be passed without its name; the function has none that can't.
         width: up to which a line with all of them may grow.
     """
     arguments = node.args
@@ -54,7 +56,7 @@ def add_parameter(
     return _append(
         source,
         source.index(node.lineno, node.col_offset),
-        [parameter] if has_star else ["*", parameter],
+        [parameter] if has_star or by_place else ["*", parameter],
         "parameter",
         width,
     )
