@@ -187,11 +187,18 @@ def on_layout(number: int) -> Iterator[None]:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # of what the generated code does, such as `1 is not None`
-        _published.append(pg)
-        try:
+        with passing(pg):
             yield
-        finally:
-            _published.pop()
+
+
+@contextlib.contextmanager
+def passing(pg: megapg.ProcessGroupCollection) -> Iterator[None]:
+    """The groups that are passed in addition are those of a collection."""
+    _published.append(pg)
+    try:
+        yield
+    finally:
+        _published.pop()
 
 
 def _initialised() -> contextlib.AbstractContextManager[object]:
