@@ -18,7 +18,7 @@ from megapg.migrate.find.carriers import carriers
 from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.roles import has_another_role
-from megapg.migrate.migration import How
+from megapg.migrate.migration import How, Why
 from megapg.migrate.python.flow import is_ruled_out, runs_before, statements_around
 from megapg.migrate.python.insert import add_argument
 from megapg.migrate.python.methods import (
@@ -318,10 +318,27 @@ class Threads:
         """Whether a function is to take the parameter though nobody may have something to pass: no
         autograd function is.
         """
-        of_autograd = self._functions.references.autograd.of(function, self.paths[function])
-        if of_autograd is not None or function in self._facts.passable:
+        return not (
+            self._functions.references.autograd.of(function, self.paths[function])
+            or function in self._facts.passable
+            or self._has_its_own(function)
+            or self._is_called_from_outside(function)
+        )
+
+    def _is_called_from_outside(self, function: Scope) -> bool:
+        """Whether nothing but methods of classes that another project makes objects of, such as
+        data sets, calls a function: they have no collection, and are passed none.
+        """
+        if self.edges[function] or class_of(function) is not None:
             return False
-        return not self._has_its_own(function)
+        known = self._functions.references.of(function, self.paths[function])
+        classes = [(e.use.scope.unit and e.use.scope.unit.parent, e.path) for e in known]
+        return bool(classes) and all(
+            klass is not None
+            and klass.kind == "class"
+            and self._functions.oddity(klass, path) is Why.BASE_OUTSIDE
+            for klass, path in classes
+        )
 
     def _has_its_own(self, function: Scope) -> bool:
         """Whether a function takes groups as it is, turns to the globals where it was passed none
