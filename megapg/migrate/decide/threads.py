@@ -326,8 +326,8 @@ class Threads:
         )
 
     def _is_called_from_outside(self, function: Scope) -> bool:
-        """Whether nothing but methods of classes that another project makes objects of, such as
-        data sets, calls a function: they have no collection, and are passed none.
+        """Whether nothing but methods that another project calls, of data sets and of autograd
+        functions, calls a function: they have no collection, and are passed none.
         """
         if self.edges[function] or class_of(function) is not None:
             return False
@@ -336,7 +336,7 @@ class Threads:
         return bool(classes) and all(
             klass is not None
             and klass.kind == "class"
-            and self._functions.oddity(klass, path) is Why.BASE_OUTSIDE
+            and self._functions.oddity(klass, path) in (Why.BASE_OUTSIDE, Why.AUTOGRAD)
             for klass, path in classes
         )
 
