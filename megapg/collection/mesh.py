@@ -19,7 +19,7 @@ from megapg import torch_private
 from megapg.collection import Lease, ProcessGroupCollection
 from megapg.collection.membership import ProcessGroup, membership
 from megapg.errors import ForeignGroupError, LayoutError, MissingGroupError
-from megapg.layout import DEFAULT_ORDER, Field, ParallelLayout
+from megapg.layout import Field, ParallelLayout, full_order
 
 _MESHES = "meshes"  # in a lease's scratch
 # What a layout's dense grid is made of; a mesh has no more.
@@ -233,14 +233,13 @@ def _implied(mesh: DeviceMesh, pg: ProcessGroupCollection) -> ParallelLayout:
         for axis in sizes
         if sizes[axis] > 1
     }
-    order: list[str] = [axis for axis, _ in sorted(strides.items(), key=lambda each: each[1])]
-    order += [axis for axis in DEFAULT_ORDER.split("-") if axis not in order]
+    order = full_order([axis for axis, _ in sorted(strides.items(), key=lambda each: each[1])])
     layout = ParallelLayout(
         world_size=len(ranks),
         tp=sizes.get("tp", 1),
         cp=sizes.get("cp", 1),
         pp=sizes.get("pp", 1),
-        order="-".join(order),
+        order=order,
         ranks=ranks,
     )
     for field in present:

@@ -32,6 +32,7 @@ from megapg.layout.fit import DEFAULT_ORDER as DEFAULT_ORDER
 from megapg.layout.fit import EmbeddingRanks as EmbeddingRanks
 from megapg.layout.fit import default_embedding_ranks as default_embedding_ranks
 from megapg.layout.fit import default_position_embedding_ranks as default_position_embedding_ranks
+from megapg.layout.fit import full_order as full_order
 from megapg.layout.names import FIELDS as FIELDS
 from megapg.layout.names import Field as Field
 from megapg.layout.names import Fields as Fields

@@ -20,6 +20,20 @@ AXES = ("tp", "cp", "ep", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
+def full_order(axes: Sequence[str]) -> str:
+    """An order in which these axes follow each other, the fastest first, and no other is missing.
+
+    Those go before pipeline stages that come last: the experts' data parallelism may be larger than
+    that of the dense layers, and stages have to be the same ranks in both grids.
+    """
+    usual = DEFAULT_ORDER.split("-")
+    if [*axes] == [axis for axis in usual if axis in axes]:
+        return DEFAULT_ORDER
+    last = [axis for axis in axes[-1:] if axis == "pp"]
+    others = [axis for axis in usual if axis not in axes]
+    return "-".join([*axes[: len(axes) - len(last)], *others, *last])
+
+
 def default_embedding_ranks(pipeline: list[int]) -> list[int]:
     """First and last stage, as Megatron's default: where the word embeddings live."""
     return pipeline[:1] if len(pipeline) == 1 else [pipeline[0], pipeline[-1]]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megapg.collection import Lease, ProcessGroupCollection
 from megapg.collection.membership import ProcessGroup, membership
 from megapg.errors import LayoutError
-from megapg.layout import DEFAULT_ORDER, Field, ParallelLayout
+from megapg.layout import DEFAULT_ORDER, Field, ParallelLayout, full_order
 from megapg.megatron.core import core_version
 
 if TYPE_CHECKING:
@@ -175,9 +175,6 @@ def _implied(dense: Grid, expert: Grid | None) -> ParallelLayout:
         if "ep" in named:
             behind = [name for name in named[named.index("ep") + 1 :] if name in order]
             order.insert(order.index(behind[0]) if behind else len(order), "ep")
-    usual = DEFAULT_ORDER.split("-")
-    as_usual = order == [axis for axis in usual if axis in order]
-    order = usual if as_usual else [*order, *(axis for axis in usual if axis not in order)]
     return ParallelLayout(
         world_size=size,
         tp=sizes.get("tp", 1),
@@ -185,7 +182,7 @@ def _implied(dense: Grid, expert: Grid | None) -> ParallelLayout:
         pp=sizes.get("pp", 1),
         ep=others.get("ep", 1),
         expt_tp=others.get("tp", 1),
-        order="-".join(order),
+        order=full_order(order),
         ranks=range(dense.rank_offset, dense.rank_offset + size),
     )
 

@@ -61,6 +61,9 @@ def there_and_back():
     dist.all_reduce(total, group=found.ep)
     assert total == 2
 
+    turned = from_grid(HyperCommGrid([2, 2, 2], ["cp", "tp", "pp"], backend="gloo"))
+    assert list(turned.layout.partition("pp")) == [(at, at + 4) for at in range(4)]
+    assert turned.layout.members("tp", 0) == (0, 2)
     other = HyperCommGrid([2, 2, 2], ["pp", "tp", "dp"], backend="gloo")
     with pytest.raises(LayoutError, match="ep has the ranks"):
         from_grid(other, expert)

@@ -235,6 +235,12 @@ def taken_in():
     pg = megapg.from_mesh(turned, tp="model", dp="data")
     assert pg.layout is not None
     assert pg.layout.order.startswith("dp-tp")
+    # Stages of a pipeline over context parallelism alone: experts have data parallelism there.
+    stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
+    pg = megapg.from_mesh(stages, pp="pp", cp="cp")
+    assert pg.layout is not None
+    assert (pg.layout.pp, pg.layout.cp, pg.layout.dp) == (2, 2, 1)
+    assert list(pg.layout.partition("pp")) == [(0, 2), (1, 3)]
     # What does not fit.
     assert "tp=2 is not 4" in refused(lambda: megapg.from_mesh(turned, tp="model"))
     refused(lambda: megapg.from_mesh(turned, tp="tp", dp="data"), ForeignGroupError)
