@@ -63,8 +63,9 @@ def train(model, replica=0, replicas=1):
 
 
 def remembered_placements():
-    """How many entries DTensor holds on to, as far as Python knows them."""
-    return debug._get_python_sharding_prop_cache_info().currsize
+    """How much DTensor has worked out and holds on to: in Python and in C++."""
+    in_python = debug._get_python_sharding_prop_cache_info().currsize
+    return in_python + sum(debug._get_fast_path_sharding_prop_cache_stats())
 
 
 def same(found, expected):
@@ -108,6 +109,9 @@ def slices():
         refused(lambda: pg.mesh())
         refused(lambda: pg.mesh("tpp"), UnknownFieldError)
         refused(lambda: pg.mesh("inter_dist_opt"), MissingGroupError)
+        if pg.pos_embd is not None:  # those of the first stage alone have one
+            said = refused(lambda: pg.mesh("pos_embd", "pp"))
+            assert "no line of it" in said
         if pg.embd is None:
             refused(lambda: pg.mesh("embd"), MissingGroupError)
         borrowed = megapg.ProcessGroupCollection.from_groups(tp=pg.tp, pp=pg.pp)
@@ -168,6 +172,7 @@ def training(folder):
         fully_shard(loaded, mesh=mesh["dp_cp"])
         dcp.load({"model": loaded.state_dict()}, checkpoint_id=folder)
         assert same([each.full_tensor() for each in loaded.parameters()], expected)
+        assert remembered_placements() > 0
 
     # The end: what megapg checks refuses the mesh, and DTensor holds on to nothing of it.
     refused(lambda: pg.mesh("tp"), StaleGroupError)
@@ -188,6 +193,8 @@ def renewed():
         split = parallelize_module(net(), old["tp"], plan)
         total = distribute_tensor(torch.ones(2), old["tp"], [Shard(0)])
         for field in ("tp", "dp_cp"):
+            total + total
+            assert remembered_placements() > 0
             session.suspend()
             refused(lambda: session.groups.mesh("tp"), SessionError)
             refused(lambda: megapg.from_mesh(old, tp="tp", dp="dp_cp"), ForeignGroupError)
