@@ -74,3 +74,14 @@ def test_a_layout_that_is_certain_is_that_of_ruff() -> None:
             assert gaps == there, (file, text[begin : statement.stop])
             counts["sure"] += any("\n" in gap for gap in gaps)
     assert counts["sure"] > 100, counts
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["v = lambda y, z=first(1): y + second(2)\n", "assert lambda y, z: first(1) or second(2)\n"],
+)
+def test_what_a_lambda_has_is_none_of_its_statement(text: str) -> None:
+    """Its = is no assignment, and its comma is before no message: parentheses there break it."""
+    assert len(laid_out(read(text, 0), 100, "\n")) > 10
+    with pytest.raises(Unsure):
+        laid_out(read(text, 0), 30, "\n")

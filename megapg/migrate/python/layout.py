@@ -12,7 +12,7 @@ import re
 import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from megapg.migrate.python.source import tokens
 
@@ -206,7 +206,8 @@ def _expression(found: Sequence[Token], pairs: dict[int, int]) -> tuple[int, int
         return 1, last - 1
     if first == "return" and last > 1:
         return 1, last
-    flat = list(_at_depth(found, pairs, 0, last))
+    at_depth = _at_depth(found, pairs, 0, last)  # up to a lambda, which has its own = and commas
+    flat = list(takewhile(lambda i: found[i].text != "lambda", at_depth))
     if first == "assert":
         behind = [i for i in flat if found[i].text == ","]
         return (1, behind[0]) if behind else None
