@@ -48,7 +48,7 @@ export PYTHON TORCH TORCH_INDEX ALLOW_CUDA_TORCH
 # The tests start interpreters by the hundred. Where none may keep bytecode each compiles megapg anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-quick test-slow test-newest test-torch test-cores test-gpu test-upstream bench bench-migrate figures lint clean distclean
+.PHONY: help setup demo test test-quick test-slow test-faults test-newest test-torch test-cores test-gpu test-upstream bench bench-migrate figures lint clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets (what a plain `make` does)
@@ -71,8 +71,14 @@ test: $(READY)  ## run the tests (CPU only, minutes); pytest's options in ARGS
 test-quick: $(READY)  ## run the unit tests and a smoke test of each area: two minutes
 	OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) --quick $(ARGS)
 
+# By itself: its ranks have three seconds for what they do, beside others they may get none.
+FAULTS = tests/sessions/test_fault_matrix.py
+
 test-slow: $(READY)  ## run the matrices, the fuzzers and what else takes minutes
-	OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m slow $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m slow --ignore=$(FAULTS) $(ARGS)
+
+test-faults: $(READY)  ## run every fault on every rank in every phase, with nothing beside it
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m slow $(FAULTS) $(ARGS)
 
 test-newest: $(READY_NEWEST)  ## run the contract tests on the newest Megatron-core (python3.12, may download gigabytes)
 	OMP_NUM_THREADS=1 .venv-newest/bin/python $(PYTEST) -m contract $(ARGS)

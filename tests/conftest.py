@@ -22,7 +22,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 # Files that take long, the longest first, and the slow ones before. Any other is done sooner than
 # these are, in whatever order; but each of these, if it came last, would be waited for alone.
 LONG = (
-    *("test_fault_matrix", "test_upstream_tests", "test_migrated_trainer", "test_pretrain"),
+    *("test_upstream_tests", "test_migrated_trainer", "test_pretrain"),
     *("test_suspend_training", "test_drop_in", "test_launchers", "test_run_distributed"),
     *("test_old_core", "test_doctor", "test_demo", "test_checkpoint_faults"),
     *("test_checkpoint_commit", "test_plugin", "test_migrate_equivalence", "test_migrate_fuzz"),

@@ -28,6 +28,7 @@ TARGETS = {
     "test",
     "test-newest",
     "test-slow",
+    "test-faults",
     "test-torch",
     "test-cores",
     "test-upstream",
