@@ -79,7 +79,8 @@ class Lease:
         scratch: what users of the groups keep as long as the owner does, by name.
         beside: groups that Megatron's own functions made while its globals showed these. They stay
             when the owner makes its groups anew, and end when it closes.
-        before_beside_end: called then, to add those that were made since the owner's had ended.
+        before_beside_end: called when the owner closes, to add to ``beside`` the groups that were
+            made while the owner had none.
         before_end: called when the owner wants to close the groups, which still work, with the
             error that it closes for, if any; what they raise is raised once the groups are closed.
         at_end: called when the owner is about to close the groups, or has lost them.

@@ -264,14 +264,13 @@ def test_every_fault_in_every_phase(forge, tmp_path):
     table, failures, again = {}, [], []
     for start in range(0, len(cells), AT_A_TIME):
         jobs = [started(forge, *cell, tmp_path) for cell in cells[start : start + AT_A_TIME]]
-        for (fault, role, phase), job in zip(cells[start:], jobs, strict=False):
-            cell = fault, role, phase
+        for cell, job in zip(cells[start:], jobs, strict=False):
             wrong, longest = troubles(*cell, job)
             if wrong and len(again) < AGAIN:
-                again += [f"{cell} went again: {line}" for line in wrong[:1]]
+                again.append(f"{', '.join(cell)} went again: {wrong[0]}")
                 wrong, longest = troubles(*cell, started(forge, *cell, tmp_path))
             table[cell] = f"{longest:.1f}{' !' if wrong else ''}"
-            failures += [f"{fault}, {role}, {phase}: {line}" for line in wrong]
+            failures += [f"{', '.join(cell)}: {line}" for line in wrong]
     print_table(table)
     print("\n".join(again))
     assert not failures, "\n".join([*again, *failures])

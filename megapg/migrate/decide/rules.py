@@ -162,8 +162,6 @@ def _tests_what_it_made(planner: _Planner, located: Located) -> bool:
     unit, path = located.use.scope.unit, located.path
     if unit is None or not planner.index.modules.is_test(path):
         return False
-    if planner.best(located) is not None and not _is_parted(planner, located):
-        return False
     klass = unit.parent if unit.parent is not None and unit.parent.kind == "class" else None
     beside = klass.defined("setup_method") + klass.defined("setUp") if klass else []
     return any(planner.facts.makes_groups(each, path) for each in (unit, *beside))
