@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megapg import torch_private
 from megapg.errors import RendezvousError
+from megapg.rendezvous import sockets
 from megapg.rendezvous.bounded import Call, Worker, keep_a_thread
 
 _T = TypeVar("_T")
@@ -367,8 +368,10 @@ class _Connection:
         """
         until = time.monotonic() + LEAST
         stuck = [call for call in self._left_behind if not call.wait(until - time.monotonic())]
+        if not stuck:
+            return
         found = re.search(r"\bfd=(\d+)", repr(_innermost(self._torch)))
-        if not stuck or not found:
+        if not found:
             return
         # This connection's own socket: nobody else can need it any more.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(found[1]))) as own:
@@ -404,7 +407,7 @@ def host_of(torch_store: dist.Store, name: str) -> Host:
         return Host(name, here=True)
     if isinstance(inner, dist.TCPStore):
         where = f"{name}, at {inner.host}:{inner.port}"
-        return Host(where, here="server=TCPServer(" in repr(inner))
+        return Host(where, here=sockets.hosts(inner))
     return Host(name)
 
 

@@ -1,0 +1,50 @@
+"""Whether this process hosts a store, by its own sockets.
+
+torch tells it in a text only (``repr``), for which it asks the DNS for the names of both ends of
+its connection: 5 s and more where the DNS does not answer, or drops what many ranks ask at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+
+def hosts(store: dist.TCPStore) -> bool:
+    """Whether this process hosts it. False where it also talks to such a port on another host."""
+    if socket.getdefaulttimeout() is not None:  # Python would set it on the store's own sockets
+        return "server=TCPServer(" in repr(store)
+    listens = False
+    for own in _tcp_sockets():
+        with own:
+            here, at, *_ = own.getsockname()
+            if at != store.port:
+                if _other_end(own)[1] == store.port and _other_end(own)[0] != here:
+                    return False
+            elif own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listens = True
+    return listens
+
+
+def _other_end(own: socket.socket) -> tuple[str, int]:
+    try:
+        host, port, *_ = own.getpeername()
+    except OSError:  # it is not connected
+        return "", 0
+    return host, port
+
+
+def _tcp_sockets() -> Iterator[socket.socket]:
+    for number in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # closed meanwhile, the listing's own for one
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                found = socket.socket(fileno=os.dup(number))
+                if found.family in (socket.AF_INET, socket.AF_INET6):
+                    yield found
+                else:
+                    found.close()
