@@ -1,7 +1,7 @@
-"""Whether this process hosts a store, by its own sockets.
+"""The sockets of this process that belong to a store.
 
-torch tells it in a text only (``repr``), for which it asks the DNS for the names of both ends of
-its connection: 5 s and more where the DNS does not answer, or drops what many ranks ask at once.
+torch tells of them in a text only (``repr``), for which it asks the DNS for the names of both ends
+of its connection: 5 s and more where the DNS does not answer, or drops what many ranks ask at once.
 """
 
 from __future__ import annotations
@@ -23,18 +23,26 @@ def hosts(store: dist.TCPStore) -> bool:
     for own in _tcp_sockets():
         with own:
             here, at, *_ = own.getsockname()
-            if at != store.port:
-                if _other_end(own)[1] == store.port and _other_end(own)[0] != here:
-                    return False
-            elif own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                listens = True
+            there, port = _other_end(own)
+            if at == store.port:
+                listens |= bool(own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+            elif port == store.port and there != here:
+                return False
     return listens
+
+
+def hang_up(store: dist.TCPStore) -> None:
+    """End this process's connections to the store, and to a port like its own on another host."""
+    for own in _tcp_sockets():
+        with own, contextlib.suppress(OSError):
+            if _other_end(own)[1] == store.port != own.getsockname()[1]:
+                own.shutdown(socket.SHUT_RDWR)
 
 
 def _other_end(own: socket.socket) -> tuple[str, int]:
     try:
         host, port, *_ = own.getpeername()
-    except OSError:  # it is not connected
+    except OSError:  # it is not connected, or no longer
         return "", 0
     return host, port
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
-import os
-import re
 import socket
 import threading
 import time
@@ -368,14 +366,9 @@ class _Connection:
         """
         until = time.monotonic() + LEAST
         stuck = [call for call in self._left_behind if not call.wait(until - time.monotonic())]
-        if not stuck:
-            return
-        found = re.search(r"\bfd=(\d+)", repr(_innermost(self._torch)))
-        if not found:
-            return
-        # This connection's own socket: nobody else can need it any more.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(found[1]))) as own:
-            own.shutdown(socket.SHUT_RDWR)
+        inner = _innermost(self._torch)
+        if stuck and isinstance(inner, dist.TCPStore):
+            sockets.hang_up(inner)  # which nobody else can need any more
         for call in stuck:
             call.wait(1.0)
 
