@@ -195,9 +195,11 @@ def from_mesh(mesh: DeviceMesh, **dimensions: Unpack[Dimensions]) -> ProcessGrou
 
     Raises:
         UnknownFieldError: a name that is no field.
-        ForeignGroupError: the mesh has no such dimension, or its groups have ended.
+        ForeignGroupError: the mesh has no such dimension, its groups have ended, or it is no mesh.
         LayoutError: the sizes do not make up the mesh, or the groups are not those of the layout.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise ForeignGroupError(f"from_mesh() takes a torch.distributed.DeviceMesh, not {mesh!r}.")
     names = cast("dict[Field, str]", dimensions)
     groups = {field: _of(mesh, name) for field, name in names.items()}
     collection = ProcessGroupCollection.from_groups(**groups)  # type: ignore[arg-type]

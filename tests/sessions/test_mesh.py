@@ -252,6 +252,7 @@ def taken_in():
     assert "tp=2 is not 4" in refused(lambda: megapg.from_mesh(turned, tp="model"))
     refused(lambda: megapg.from_mesh(turned, tp="tp", dp="data"), ForeignGroupError)
     refused(lambda: megapg.from_mesh(turned, tpp="model"), UnknownFieldError)
+    assert "not None" in refused(lambda: megapg.from_mesh(None, tp="tp"), ForeignGroupError)
     said = refused(lambda: megapg.from_mesh(turned, tp="model", dp="data", mp="data"))
     assert "mp has the ranks" in said
     dist.barrier()  # a rank that is gone is missed where others still connect a mesh's groups
