@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -194,7 +195,7 @@ class Modules:
             and (for_a_test or not self.is_test(path))
         ]
         if len(wanted) == 1:  # `import types` means no types.py elsewhere
-            found = [each for each in found if self._at_top(each[1], here)]
+            found = [each for each in found if self._at_top(each[1], here, wanted[0])]
         return max(found, key=lambda each: _shared(each[0], here), default=(None, None))[1]
 
     def ending(self, dotted: Sequence[str]) -> Iterator[Path]:
@@ -208,10 +209,15 @@ class Modules:
         """Whether absolute imports can start in a folder: it is no package, or a script's own."""
         return folder not in self._packages or folder == here
 
-    def _at_top(self, path: Path, here: tuple[str, ...]) -> bool:
-        """Whether one word can mean it: a package in no package, or the neighbour of a script."""
+    def _at_top(self, path: Path, here: tuple[str, ...], word: str) -> bool:
+        """Whether one word can mean it: a package in no package, the neighbour of a script, or a
+        script in a folder around, from where all is run; no name of Python's own means the last.
+        """
         outside = self._parts[path][:-1]
-        return outside not in self._packages and (path.stem == "__init__" or outside == here)
+        is_around = here[: len(outside)] == outside and word not in sys.stdlib_module_names
+        return outside not in self._packages and (
+            path.stem == "__init__" or outside == here or is_around
+        )
 
     def exactly(self, parts: Sequence[str]) -> Path | None:
         """The file that these parts lead to, from the root of the file system."""
