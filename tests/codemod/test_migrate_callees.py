@@ -55,6 +55,11 @@ FOUND = [
         'pass it pg_collection=megapg.groups_of(model, "tp")',
     ),
     (77, "calls_what_it_is_passed", "averaged", "dp", "pkg/lib.py:36", PASS_DP),
+    # What takes a collection is to be passed that, about whatever groups its caller asks.
+    (
+        *(95, "asks_about_others", "Kept", "tp", "pkg/lib.py:52"),
+        'pass it pg_collection=megapg.groups_of(model, "tp")',
+    ),
 ]
 
 
@@ -79,6 +84,7 @@ def test_callees_that_still_ask_the_globals(tmp_path: Path) -> None:
         "runs(averaged, x)",
         "bound = partial(averaged, x), partial(averaged, x, dp_group=model.g), partial(Kept, x)",
         "build(x)",
+        "Kept(**given), two(x)",
     }
 
 

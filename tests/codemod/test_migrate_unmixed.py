@@ -73,6 +73,18 @@ def test_nor_is_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: st
     assert _mixed_in(case.before, run(tmp_path, **case.settings)) == []
 
 
+def test_a_method_that_may_not_hand_on_what_it_asks_falls_back_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _without_the_rule(monkeypatch)
+    (text,) = (text for name, text in cases("alike").items() if "has them asked" in name)
+    write(tmp_path, Case(text).before)
+    found = run(tmp_path)
+    (detail,) = {each.detail for each in found.served if each.site.function == "Net.load"}
+    assert detail.startswith("the globals serve: ")
+    assert not found.callees
+
+
 def test_the_report_says_which_uses_fell_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,7 +253,8 @@ def _beside_the_globals(together: list[_Asking]) -> Iterator[tuple[Scope, frozen
     globals_ = frozenset[str]().union(*(e.axes for e in together if _is_of_globals(e.base)))
     for asking in together:
         if asking.axes & globals_ and not _is_of_globals(asking.base):
-            yield asking.unit, asking.axes
+            # What it does not hand on it has asked of the globals, beside what it asks itself.
+            yield asking.unit, AXES if asking.hands_on else asking.axes
 
 
 def _takes_one(constructor: Scope, taking: Collection[Scope]) -> bool:

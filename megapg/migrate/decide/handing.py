@@ -14,7 +14,6 @@ from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, only_reads_fields
 from megapg.migrate.decide.references import Reference
 from megapg.migrate.decide.threads import Threads, stands_in_for
-from megapg.migrate.find.axes import asked_about, axes_of
 from megapg.migrate.find.carriers import carriers
 from megapg.migrate.find.index import Index
 from megapg.migrate.migration import How
@@ -24,8 +23,8 @@ from megapg.upstream.mapping import GROUP_PARAMETERS
 
 
 def handed_on(plan: Plan, facts: Facts, threads: Threads, index: Index) -> Iterator[Passing]:
-    """The calls that are to pass it, by functions that ask a collection, or a model, about the same
-    kind of groups.
+    """The calls that are to pass it, by functions that ask a collection, or a model, about whatever
+    groups: a function asks one thing.
 
     Args:
         plan: with all other decisions.
@@ -43,7 +42,6 @@ def handed_on(plan: Plan, facts: Facts, threads: Threads, index: Index) -> Itera
         path, asking = decisions[0].located.path, [e for e in decisions if _is_at_hand(e.base)]
         if not asking or facts.is_of_globals(unit, path):
             continue
-        axes = frozenset[str]().union(*(asked_about(each.located.site) for each in asking))
         for use in facts.calls_in(path).get(unit, ()):
             call = use.parents.node
             called = [e.scope for e in index.resolver.expression(use.node, use.scope, path)]
@@ -52,16 +50,11 @@ def handed_on(plan: Plan, facts: Facts, threads: Threads, index: Index) -> Itera
                 continue
             base = facts.best(carriers(use, path, index.resolver), unit, path) or asking[0].base
             found = _wanted(_constructor(function), call, by_unit, taking, base)
-            if found is None or base.made_here or not axes & axes_of_all(found[1]):
+            if found is None or base.made_here:
                 continue
             at = Reference(path, use, call, call.func)
             if threads.may_pass(at):
                 yield Passing(at, path, base, found[1], found[0])
-
-
-def axes_of_all(fields: Sequence[str]) -> frozenset[str]:
-    """The kinds of groups that some fields are about."""
-    return frozenset[str]().union(*map(axes_of, fields))
 
 
 def _is_at_hand(base: Base) -> bool:

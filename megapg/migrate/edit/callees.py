@@ -67,6 +67,7 @@ class Calling:
     path: Path  # of its file
     number: int  # which one of its file, as definitions_in() has them
     callee: Callee
+    lacks_it: bool = False  # whether what it calls takes a collection, and is passed none
 
 
 def callees(index: Index, trees: Mapping[Path, ast.Module]) -> list[Calling]:
@@ -154,20 +155,20 @@ class _Reader:
             own = _has(unit.node, text) if unit is not None else {}
             if unit is None or not own:
                 continue
-            found: list[tuple[ast.Call, Callee]] = []
+            found: list[tuple[ast.Call, Callee, bool]] = []
             for use, call in calls:
                 has = {axis: each for axis, each in own.items() if _is_there(each, unit, call)}
                 found += self._of_call(use, call, has, text, path)
             stands_in = _in_place_of(unit, COLLECTION_NAMES) if found else set()
             if found and self._is_new(unit, text, path):
                 number = self._places(path)[unit.node]
-                for call, each in found:
+                for call, each, lacks_it in found:
                     if id(call) not in stands_in:
-                        yield Calling(path, number, each)
+                        yield Calling(path, number, each, lacks_it)
 
     def _of_call(
         self, use: Use, call: ast.Call, has: Mapping[str, str], text: TextOfFile, path: Path
-    ) -> Iterator[tuple[ast.Call, Callee]]:
+    ) -> Iterator[tuple[ast.Call, Callee, bool]]:
         unit = use.scope.unit
         assert unit is not None  # that was asked
         for called in (*self._called(use, call, unit, path), *self._by_value(use, call, path)):
@@ -175,8 +176,12 @@ class _Reader:
                 continue
             asked = self._behind(called, 0)
             found = next((each for each in asked if each.axes & has.keys()), None)
+            lacking = next((each for each in asked if each.unless in COLLECTION_NAMES), None)
+            if found is None and has:  # about whatever it asks it is to be handed what there is
+                found = lacking
             if found is not None:
-                yield call, _reported(text.name, call, unit, has, called, found)
+                reported = _reported(text.name, call, unit, has, called, found)
+                yield call, reported, lacking is not None
                 return
 
     # -- who is called -----------------------------------------------------------------------
@@ -443,7 +448,7 @@ def _is_there(carrier: str, unit: Scope, call: ast.Call) -> bool:
 def _reported(
     file: str, call: ast.Call, unit: Scope, own: Mapping[str, str], called: _Called, found: _Asked
 ) -> Callee:
-    axis = min(found.axes & own.keys())
+    axis = min(found.axes & own.keys() or own.keys())
     carrier, name = own[axis], (class_of(called.function) or called.function).qualname
     of_groups = GROUP_PARAMETERS.get(found.unless, ())
     field = found.what if found.what in of_groups else next(iter(of_groups), found.what)

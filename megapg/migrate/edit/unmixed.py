@@ -55,7 +55,8 @@ class Unmixed:
 
     def falls_back_for(self, calling: Iterable[Calling], unpassed: Collection[Scope]) -> bool:
         """Whether there are more functions that fall back since they call what asks the globals: a
-        parameter that nobody passes yet would serve only a part of what they do.
+        parameter that nobody passes yet would serve only a part of what they do, and so does an
+        object of which some kinds of groups are not asked, where that is to be passed no other.
 
         Args:
             calling: what was found in the new texts.
@@ -63,13 +64,18 @@ class Unmixed:
         """
         more = False
         for each in calling:
-            scope = self._scopes(each.path)[each.number]
-            if each.callee.asks != PASSED or scope not in unpassed or scope in self.fallen.parted:
+            scope, callee = self._scopes(each.path)[each.number], each.callee
+            known = self.fallen.parted.get(scope, frozenset())
+            if callee.asks == PASSED and scope in unpassed and not known:
+                why = f"is passed no {PASSED}"
+            elif each.lacks_it and known and not known >= AXES:
+                why = f"asks the globals about {', '.join(sorted(known))}"
+            else:
                 continue
             self.fallen.parted[scope], more = AXES, True
             self.fallen.why[scope] = (
-                f"{each.callee.function} is passed no {PASSED}, and calls {each.callee.callee}, "
-                f"which has the globals asked ({each.callee.what}) at {each.callee.place}"
+                f"{callee.function} {why}, and calls {callee.callee}, "
+                f"which has the globals asked ({callee.what}) at {callee.place}"
             )
         return more
 
