@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megapg.migrate.edit.mixing import GLOBALS
 from megapg.migrate.python.source import Problem
 from megapg.migrate.reasons import explain
 from megapg.migrate.report.outcome import Entry, Report, burn_down, one_line, shortened
@@ -82,9 +83,12 @@ def show_noticed(out: Console, report: Report) -> None:
 
 
 def show_callees(out: Console, report: Report) -> None:
-    """What still has the globals asked, by functions that have a collection or a model."""
+    """What still has the globals asked, by functions that have a collection or a model, or has a
+    model asked by functions that ask the globals.
+    """
     for each in report.callees:
-        what = f"{each.function} asks {each.asks}, and {each.callee} has the globals asked for "
+        other = "what it is passed" if each.asks == GLOBALS else GLOBALS
+        what = f"{each.function} asks {each.asks}, and {each.callee} has {other} asked for "
         what += f"{each.what}, at {each.place}"
         _line(out, f"{each.file}:{each.line}", "yellow", what, "", each.instead)
 

@@ -100,15 +100,16 @@ class Noticed:
 @dataclass(frozen=True)
 class Callee:
     """A call by a function that has a collection, or a model, of what asks the globals about the
-    same kind of groups. Lines are those of the new text.
+    same kind of groups; or by one that asks the globals, of what asks a model that it is passed.
+    Lines are those of the new text.
     """
 
     file: str  # of the call
     line: int  # of the call
     function: str  # that calls
-    asks: str  # of what that asks, as it is written: a collection, or a model
+    asks: str  # of what that asks, as it is written: a collection, or a model; or the globals
     callee: str  # what is called
-    what: str  # a getter, or a field, that is asked of the globals there or behind it
+    what: str  # a getter, or a field, that is asked of the other there or behind it
     place: str  # where, as ``file:line``
     instead: str  # what to write
 

@@ -62,6 +62,13 @@ FOUND = [
     ),
 ]
 
+# The other way round: the globals are asked here, and a model there.
+REVERSED = Callee(
+    *("pkg/globals_first.py", 15, "of_the_globals_alone", "the globals", "hands_a_model_on", "pp"),
+    "pkg/globals_first.py:6",
+    'ask megapg.groups_of(first, "pp") here, too, and pass it to all that is called',
+)
+
 
 def migrated(root: Path) -> Migration:
     return migrate([root], Config(root, versions=(16,)))
@@ -70,12 +77,15 @@ def migrated(root: Path) -> Migration:
 def test_callees_that_still_ask_the_globals(tmp_path: Path) -> None:
     found = migrated(write(tmp_path, CALLEES))
     assert [*found.callees] == [
-        Callee("pkg/use.py", line, function, "model", callee, what, place, instead)
-        for line, function, callee, what, place, instead in FOUND
+        REVERSED,
+        *(
+            Callee("pkg/use.py", line, function, "model", callee, what, place, instead)
+            for line, function, callee, what, place, instead in FOUND
+        ),
     ]
     (file,) = (file for file in found.files if file.file == "pkg/use.py")
     lines = file.after.decode().splitlines()
-    assert {lines[each.line - 1].strip() for each in found.callees} == {
+    assert {lines[each.line - 1].strip() for each in found.callees[1:]} == {
         "return two(x) + made()",  # as the new text has them
         "return Last(x), lib.Stage(), stage, scaled(x)",
         "averaged(x)",
@@ -116,9 +126,14 @@ def test_the_report_names_them(tmp_path: Path) -> None:
         "pkg/use.py:24: average asks model, and averaged has the globals asked for dp, at "
         'pkg/lib.py:36  -> pass it dp_group=megapg.groups_of(model, "dp").dp\n'
     ) in said
+    assert (
+        "pkg/globals_first.py:15: of_the_globals_alone asks the globals, and hands_a_model_on "
+        f"has what it is passed asked for pp, at {REVERSED.place}  -> ask megapg.groups_of(first"
+    ) in said
     document = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
-    assert [each["line"] for each in document["callees"]] == [line for line, *_ in FOUND]
-    assert document["callees"][3] == {
+    lines = [REVERSED.line, *(line for line, *_ in FOUND)]
+    assert [each["line"] for each in document["callees"]] == lines
+    assert document["callees"][4] == {
         "file": "pkg/use.py",
         "line": 24,
         "function": "average",

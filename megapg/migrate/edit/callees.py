@@ -1,6 +1,6 @@
 """Which functions of a new text have a collection, or a model, and call what still asks the globals
-about the same kind of groups. Those to which nobody passes a collection fall back for that; for the
-others there is a report, and who reads it cures it.
+about the same kind of groups, or the other way round. Those to which nobody passes a collection
+fall back for that; for the others there is a report, and who reads it cures it.
 
 Nothing here knows how the edits were planned: the new text is read, and what is written there.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megapg.layout import FIELDS
 from megapg.migrate.edit.absent import for_none
+from megapg.migrate.edit.handed import Handed
 from megapg.migrate.edit.mixing import GLOBALS, PASSED, Asking, TextOfFile, definitions_in
 from megapg.migrate.edit.values import Values
 from megapg.migrate.find.axes import axes_of
@@ -149,16 +150,18 @@ class _Reader:
 
     def _of_file(self, path: Path) -> Iterator[Calling]:
         text = self._text(path)
-        if text is None or not any(_has(each, text) for each in text.definitions):
+        if text is None or not text.asks:
             return
         for unit, calls in self._calls_in(path).items():
-            own = _has(unit.node, text) if unit is not None else {}
-            if unit is None or not own:
+            if unit is None:
                 continue
+            own = _has(unit.node, text)
             found: list[tuple[ast.Call, Callee, bool]] = []
-            for use, call in calls:
+            for use, call in calls if own else ():
                 has = {axis: each for axis, each in own.items() if _is_there(each, unit, call)}
                 found += self._of_call(use, call, has, text, path)
+            if not own and not self._makes_groups(unit, path, 0):
+                found += ((call, each, False) for call, each in self._handed.reported(unit, path))
             stands_in = _in_place_of(unit, COLLECTION_NAMES) if found else set()
             if found and self._is_new(unit, text, path):
                 number = self._places(path)[unit.node]
@@ -220,6 +223,13 @@ class _Reader:
                 yield each.scope, each.path
             elif each.kind == "class":
                 yield from self._constructor(each.scope, each.path)
+
+    @cached_property
+    def _handed(self) -> Handed:
+        def called(use: Use, call: ast.Call, unit: Scope, path: Path) -> list[tuple[Scope, Path]]:
+            return [(e.function, e.path) for e in self._called(use, call, unit, path)]
+
+        return Handed(self._text, self._calls_in, called)
 
     @cached_property
     def _values(self) -> Values:
