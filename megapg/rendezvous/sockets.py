@@ -12,30 +12,29 @@ import socket
 import stat
 from collections.abc import Iterator
 
-import torch.distributed as dist
 
+def hosts(port: int) -> bool:
+    """Whether this process hosts the store at a port, and talks to no such port on another host.
 
-def hosts(store: dist.TCPStore) -> bool:
-    """Whether this process hosts it. False where it also talks to such a port on another host."""
-    if socket.getdefaulttimeout() is not None:  # Python would set it on the store's own sockets
-        return "server=TCPServer(" in repr(store)
+    Not where Python has a default timeout: it would set that on the store's own sockets.
+    """
     listens = False
     for own in _tcp_sockets():
         with own:
             here, at, *_ = own.getsockname()
-            there, port = _other_end(own)
-            if at == store.port:
+            there, leads_to = _other_end(own)
+            if at == port:
                 listens |= bool(own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-            elif port == store.port and there != here:
+            elif leads_to == port and there != here:
                 return False
     return listens
 
 
-def hang_up(store: dist.TCPStore) -> None:
-    """End this process's connections to the store, and to a port like its own on another host."""
+def hang_up(port: int) -> None:
+    """End this process's connections to a port, on any host."""
     for own in _tcp_sockets():
         with own, contextlib.suppress(OSError):
-            if _other_end(own)[1] == store.port != own.getsockname()[1]:
+            if _other_end(own)[1] == port != own.getsockname()[1]:
                 own.shutdown(socket.SHUT_RDWR)
 
 

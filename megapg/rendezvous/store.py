@@ -368,7 +368,7 @@ class _Connection:
         stuck = [call for call in self._left_behind if not call.wait(until - time.monotonic())]
         inner = _innermost(self._torch)
         if stuck and isinstance(inner, dist.TCPStore):
-            sockets.hang_up(inner)  # which nobody else can need any more
+            sockets.hang_up(inner.port)  # which nobody else can need any more
         for call in stuck:
             call.wait(1.0)
 
@@ -400,7 +400,9 @@ def host_of(torch_store: dist.Store, name: str) -> Host:
         return Host(name, here=True)
     if isinstance(inner, dist.TCPStore):
         where = f"{name}, at {inner.host}:{inner.port}"
-        return Host(where, here=sockets.hosts(inner))
+        if socket.getdefaulttimeout() is None:
+            return Host(where, here=sockets.hosts(inner.port))
+        return Host(where, here="server=TCPServer(" in repr(inner))
     return Host(name)
 
 

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from megapg.rendezvous.sockets import hosts
 from megapg.rendezvous.store import host_of
 
 
@@ -25,14 +24,14 @@ def test_no_name_is_looked_up(store, monkeypatch):
 
 def test_a_port_like_it_on_another_host_is_told_apart(store):
     with socket.create_connection(("127.0.0.2", store.port), source_address=("127.0.0.1", 0)):
-        assert not hosts(store)
-    assert hosts(store)
+        assert not host_of(store, "it").here
+    assert host_of(store, "it").here
 
 
 def test_pythons_default_timeout_is_not_set_on_the_stores_sockets(store):
     socket.setdefaulttimeout(5)
     try:
-        assert hosts(store)
+        assert host_of(store, "it").here
     finally:
         socket.setdefaulttimeout(None)
     store.set("still", "blocking")
@@ -41,8 +40,9 @@ def test_pythons_default_timeout_is_not_set_on_the_stores_sockets(store):
 
 def test_who_only_connects_hosts_nothing(store):
     asks = (
-        "import torch.distributed as dist; from megapg.rendezvous.sockets import hosts\n"
-        f"print(hosts(dist.TCPStore({store.host!r}, {store.port}, is_master=False)))"
+        "import torch.distributed as dist; from megapg.rendezvous.store import host_of\n"
+        f"store = dist.TCPStore({store.host!r}, {store.port}, is_master=False)\n"
+        "print(host_of(store, 'it').here)"
     )
     said = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, timeout=60)
     assert said.stdout == "False\n", said.stderr
