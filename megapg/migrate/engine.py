@@ -55,7 +55,7 @@ def migrate(
         if attempt.failed or unmixed.finds_more(attempt.trees):
             continue
         calling = callees(index, attempt.trees)
-        if not unmixed.falls_back_for(calling, attempt.unpassed):
+        if not unmixed.falls_back_for(calling, attempt.taking, attempt.unpassed):
             return attempt.migration(findings, calling)
 
 
@@ -195,6 +195,11 @@ class _Attempt:
         unit = decision.located.use.scope.unit
         found = self._why.get(unit, "") if unit is not None else ""
         return f"the globals serve: {found}" if found and decision.base == GLOBALS else ""
+
+    @property
+    def taking(self) -> Collection[Scope]:
+        """The functions that get the parameter."""
+        return {each.function for each in self._plan.taking}
 
     @property
     def unpassed(self) -> Collection[Scope]:

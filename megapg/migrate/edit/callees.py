@@ -18,6 +18,7 @@ from megapg.layout import FIELDS
 from megapg.migrate.edit.absent import for_none
 from megapg.migrate.edit.handed import Handed
 from megapg.migrate.edit.mixing import GLOBALS, PASSED, Asking, TextOfFile, definitions_in
+from megapg.migrate.edit.objects import Objects
 from megapg.migrate.edit.values import Values
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.index import Index
@@ -25,7 +26,7 @@ from megapg.migrate.find.meaning import Thing
 from megapg.migrate.find.models import ancestry
 from megapg.migrate.migration import Callee
 from megapg.migrate.python.analysis import Analysis, analyse
-from megapg.migrate.python.methods import class_of, is_super, kept, left_out, parameters
+from megapg.migrate.python.methods import class_of, is_super, kept, left_out, parameters, self_of
 from megapg.migrate.python.scopes import Alias, Opaque, Scope, Use, last_name, walk
 from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
 
@@ -69,6 +70,10 @@ class Calling:
     number: int  # which one of its file, as definitions_in() has them
     callee: Callee
     lacks_it: bool = False  # whether what it calls takes a collection, and is passed none
+    # Where a method goes with what its object's constructor was passed, and calls an autograd
+    # function that can't be: that constructor, and about which kinds of groups.
+    constructor: tuple[Path, int] | None = None
+    axes: frozenset[str] = frozenset()
 
 
 def callees(index: Index, trees: Mapping[Path, ast.Module]) -> list[Calling]:
@@ -132,8 +137,10 @@ class _Reader:
                 found[use.scope.unit].append((use, parent))
         return found
 
-    def _is_new(self, unit: Scope, text: TextOfFile, path: Path) -> bool:
+    def _is_new(self, unit: Scope, path: Path) -> bool:
         """Whether a migration changed a function, be it an earlier one."""
+        text = self._text(path)
+        assert text is not None  # it asks something
         ours, node = text.names.megapg | text.names.getters, unit.node
         if any(isinstance(each, ast.Name) and each.id in ours for each in unit.nodes):
             return True
@@ -150,41 +157,68 @@ class _Reader:
 
     def _of_file(self, path: Path) -> Iterator[Calling]:
         text = self._text(path)
-        if text is None or not text.asks:
+        if text is None:
             return
         for unit, calls in self._calls_in(path).items():
             if unit is None:
                 continue
-            own = _has(unit.node, text)
-            found: list[tuple[ast.Call, Callee, bool]] = []
+            beside = self._objects.asked_beside(unit, path)
+            own, direct = _has(unit, text, beside), _has(unit, text, ())
+            found: list[tuple[ast.Call, Callee, _Asked, bool]] = []
             for use, call in calls if own else ():
                 has = {axis: each for axis, each in own.items() if _is_there(each, unit, call)}
-                found += self._of_call(use, call, has, text, path)
-            if not own and not self._makes_groups(unit, path, 0):
-                found += ((call, each, False) for call, each in self._handed.reported(unit, path))
-            stands_in = _in_place_of(unit, COLLECTION_NAMES) if found else set()
-            if found and self._is_new(unit, text, path):
-                number = self._places(path)[unit.node]
-                for call, each, lacks_it in found:
+                found += self._of_call(use, call, has, bool(direct), path)
+            handed = [] if direct else list(self._handed.reported(unit, path))
+            if handed and self._makes_groups(unit, path, 0):
+                handed = []
+            stands_in = _in_place_of(unit, COLLECTION_NAMES) if found or handed else set()
+            asking = {unit: path, **dict(beside.values())}
+            if found and any(self._is_new(each, at) for each, at in asking.items()):
+                for call, callee, asked, lacks_it in found:
                     if id(call) not in stands_in:
-                        yield Calling(path, number, each, lacks_it)
+                        yield self._calling(unit, path, callee, asked, beside, lacks_it)
+            if handed and self._is_new(unit, path):
+                for call, callee in handed:
+                    if id(call) not in stands_in:
+                        yield Calling(path, self._places(path)[unit.node], callee)
+
+    def _calling(
+        self,
+        unit: Scope,
+        path: Path,
+        callee: Callee,
+        asked: _Asked,
+        beside: Mapping[str, tuple[Scope, Path]],
+        lacks_it: bool,
+    ) -> Calling:
+        number, axes = self._places(path)[unit.node], asked.axes & beside.keys()
+        makers = [beside[each] for each in sorted(axes) if class_of(beside[each][0]) is not None]
+        if not makers or not asked.applied or asked.unless:
+            return Calling(path, number, callee, lacks_it)
+        maker, at = makers[0]
+        return Calling(path, number, callee, lacks_it, (at, self._places(at)[maker.node]), axes)
 
     def _of_call(
-        self, use: Use, call: ast.Call, has: Mapping[str, str], text: TextOfFile, path: Path
-    ) -> Iterator[tuple[ast.Call, Callee, bool]]:
+        self, use: Use, call: ast.Call, has: Mapping[str, str], direct: bool, path: Path
+    ) -> Iterator[tuple[ast.Call, Callee, _Asked, bool]]:
         unit = use.scope.unit
         assert unit is not None  # that was asked
         for called in (*self._called(use, call, unit, path), *self._by_value(use, call, path)):
             if called.function is unit or self._makes_groups(called.function, called.path, 0):
                 continue
+            axes = {*has}
+            if self_of(called.function) and self._objects.are_of_one(called.function, unit, path):
+                of_it = (self_of(unit), PASSED if class_of(unit) is not None else "")
+                axes = {each for each in has if has[each] not in of_it}  # that is its own matter
             asked = self._behind(called, 0)
-            found = next((each for each in asked if each.axes & has.keys()), None)
+            found = next((each for each in asked if each.axes & axes), None)
             lacking = next((each for each in asked if each.unless in COLLECTION_NAMES), None)
-            if found is None and has:  # about whatever it asks it is to be handed what there is
+            if found is None and has and direct:  # about whatever it asks it is to be handed this
                 found = lacking
-            if found is not None:
+            text = self._text(path)
+            if found is not None and text is not None:
                 reported = _reported(text.name, call, unit, has, called, found)
-                yield call, reported, lacking is not None
+                yield call, reported, found, lacking is not None
                 return
 
     # -- who is called -----------------------------------------------------------------------
@@ -199,7 +233,7 @@ class _Reader:
             yield from self._of_autograd(use.node.value, call, use, path)
         elif use.node.attr == "__init__" and is_super(use.node.value, unit):
             klass = class_of(unit)
-            for above, at in self._bases(klass, path) if klass is not None else ():
+            for above, at in self._objects.bases(klass, path) if klass is not None else ():
                 for constructor, where in self._constructor(above, at):
                     yield _Called(constructor, where, _lacking(constructor, call, unit))
 
@@ -232,21 +266,21 @@ class _Reader:
         return Handed(self._text, self._calls_in, called)
 
     @cached_property
+    def _objects(self) -> Objects:
+        return Objects(self._resolver, self._text)
+
+    @cached_property
     def _values(self) -> Values:
         return Values(self._index, self._resolver, self._calls_in)
-
-    def _bases(self, klass: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
-        for base in getattr(klass.node, "bases", ()) if klass.parent is not None else ():
-            for thing in self._resolver.expression(base, klass.parent or klass, path):
-                if thing.kind == "class" and thing.scope is not None and thing.path is not None:
-                    yield thing.scope, thing.path
 
     def _constructor(self, klass: Scope, path: Path, depth: int = 0) -> list[tuple[Scope, Path]]:
         """The constructor of a class, be it inherited."""
         own = [(each, path) for each in klass.defined("__init__")]
         if own or depth > _DEEPEST:
             return own
-        found = (self._constructor(each, at, depth + 1) for each, at in self._bases(klass, path))
+        found = (
+            self._constructor(each, at, depth + 1) for each, at in self._objects.bases(klass, path)
+        )
         return next((each for each in found if each), [])
 
     def _of_autograd(
@@ -331,14 +365,17 @@ def _all_of_groups(function: Scope) -> frozenset[str]:
     return frozenset(named & {*COLLECTION_NAMES, *GROUP_PARAMETERS})
 
 
-def _has(function: ast.AST, text: TextOfFile) -> dict[str, str]:
-    """About which kinds of groups a function asks something else than the globals, and what."""
-    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+def _has(unit: Scope, text: TextOfFile, beside: Iterable[str]) -> dict[str, str]:
+    """About which kinds of groups a function asks something else than the globals, and what; a
+    method also those about which its object is asked.
+    """
+    node, own = unit.node, dict.fromkeys(beside, self_of(unit))
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return {}
-    asked = [each for each in text.asked_by(function) if not each.by_core]
+    asked = [each for each in text.asked_by(node) if not each.by_core]
     if any(each.carrier == GLOBALS for each in asked):
-        return {}  # it asks these for everything
-    return {axis: each.carrier for each in asked for axis in axes_of(each.what)}
+        return own  # it asks these for everything else
+    return own | {axis: each.carrier for each in asked for axis in axes_of(each.what)}
 
 
 def _of_globals(asked: Sequence[Asking], called: _Called, file: str) -> Iterator[_Asked]:

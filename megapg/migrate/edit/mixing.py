@@ -221,11 +221,6 @@ class TextOfFile:
         )
         self._asked: dict[_Function, list[Asking]] = {}
 
-    @property
-    def asks(self) -> bool:
-        """Whether anything in the file may ask about groups."""
-        return bool(self._lines)
-
     def asked_by(self, function: _Function) -> list[Asking]:
         """All that a function asks."""
         if function not in self._asked:

@@ -13,7 +13,7 @@ from megapg.migrate.edit.mixing import GLOBALS, PASSED, Mixed, definitions_in, m
 from megapg.migrate.find.axes import AXES
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.models import ancestry
-from megapg.migrate.python.methods import kept
+from megapg.migrate.python.methods import class_of, kept
 from megapg.migrate.python.scopes import Scope, scopes
 from megapg.upstream.mapping import COLLECTION_NAMES
 
@@ -53,17 +53,24 @@ class Unmixed:
         ]
         return any(fell_back)
 
-    def falls_back_for(self, calling: Iterable[Calling], unpassed: Collection[Scope]) -> bool:
+    def falls_back_for(
+        self, calling: Iterable[Calling], taking: Collection[Scope], unpassed: Collection[Scope]
+    ) -> bool:
         """Whether there are more functions that fall back since they call what asks the globals: a
         parameter that nobody passes yet would serve only a part of what they do, and so does an
-        object of which some kinds of groups are not asked, where that is to be passed no other.
+        object of which some kinds of groups are not asked, where that is to be passed no other. So
+        does a class whose methods communicate by an autograd function that can't be handed the
+        group: what its constructor is passed would cut what they reduce over another group.
 
         Args:
             calling: what was found in the new texts.
-            unpassed: the functions to which nobody passes a collection.
+            taking: the functions that get the parameter.
+            unpassed: those of them to which nobody passes a collection.
         """
         more = False
         for each in calling:
+            if each.constructor is not None:
+                more |= self._falls_back_as_a_class(each, taking)
             scope, callee = self._scopes(each.path)[each.number], each.callee
             known = self.fallen.parted.get(scope, frozenset())
             if callee.asks == PASSED and scope in unpassed and not known:
@@ -77,6 +84,23 @@ class Unmixed:
                 f"{callee.function} {why}, and calls {callee.callee}, "
                 f"which has the globals asked ({callee.what}) at {callee.place}"
             )
+        return more
+
+    def _falls_back_as_a_class(self, calling: Calling, taking: Collection[Scope]) -> bool:
+        """Have the methods of the class fall back whose constructor gets the parameter."""
+        assert calling.constructor is not None  # that was asked
+        path, number = calling.constructor
+        maker, callee, parted = self._scopes(path)[number], calling.callee, self.fallen.parted
+        klass = class_of(maker) if maker in taking else None
+        more = False
+        for unit in self._methods(klass, path) if klass is not None else ():
+            if not calling.axes <= parted.get(unit, frozenset()):
+                parted[unit], more = parted.get(unit, frozenset()) | calling.axes, True
+                self.fallen.why.setdefault(
+                    unit,
+                    f"{callee.function} calls {callee.callee}, which has the globals asked "
+                    f"({callee.what}) at {callee.place}, and can't be handed what its object has",
+                )
         return more
 
     def _fall_back(self, found: Mixed, path: Path, fallen: Collection[Scope]) -> bool:
