@@ -74,6 +74,16 @@ TEXTS = {
     ],
     "class A:\n    def __init__(self):\n        self.x = megapg.groups_of(self, 'dp').rank('dp')\n"
     "    def g(self, model):\n        return self.y, megapg.groups_of(model, 'dp').dp\n": [],
+    # What a constructor calls to set its object up goes with it, as far as it was passed nothing.
+    "class A:\n    def __init__(self, pg_collection=None):\n"
+    "        self.pg_collection = pg_collection\n        self.load()\n"
+    "        self.x = megapg.groups_of(self, 'dp').rank('dp')\n    def load(self):\n"
+    "        model = make()\n        return megapg.groups_of(model, 'dp').dp\n": ["class A"],
+    "class A:\n    def __init__(self, model, pg_collection=None):\n"
+    "        self.pg_collection = pg_collection\n        self.load(model)\n"
+    "        self.x = megapg.groups_of(self, 'dp').rank('dp')\n    def load(self, model):\n"
+    "        return megapg.groups_of(model, 'dp').dp\n    def use(self):\n"
+    "        model = make()\n        return megapg.groups_of(model, 'dp').dp\n": [],
     # Where nothing was passed the globals are meant, and nothing else.
     "def f(model, pg_collection=None):\n    if pg_collection is None:\n"
     "        return mpu.get_data_parallel_rank(), megapg.groups_of(model, 'dp').dp\n": ["f"],

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from trees import write
 
 from megapg.migrate.config import Config
@@ -82,3 +83,43 @@ def test_one_that_had_a_collection_is_reported(tmp_path: Path) -> None:
     )
     _, said = migrated(tmp_path, {"reducing.py": REDUCING, "emb.py": embedding})
     assert [each.partition(": have")[0] for each in said] == ["Embedding.forward: reduce_from tp"]
+
+
+BUILDER = """
+from megatron.core import mpu
+from p.train import get_model
+
+
+def shard(data):
+    return data[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
+
+
+class Builder:
+    def __init__(self):
+        self.load()
+        self.is_main = mpu.get_data_parallel_rank() == 0
+
+    def load(self):
+        model = get_model()
+        self.KEPT = [model]
+        self.data = shard([1, 2])
+"""
+TRAIN = "from p.net import Net\n\n\ndef get_model():\n    return Net()\n"
+NET = "import torch\n\n\nclass Net(torch.nn.Module):\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("kept", "asked", "handed"),
+    [
+        ("model", "groups_of(self, 'dp')", ", pg_collection=megapg.groups_of(self, 'dp')"),
+        ("other", "resolve(None)", ""),  # the object has no model that others could ask
+    ],
+)
+def test_what_sets_an_object_up_asks_what_the_others_ask(
+    tmp_path: Path, kept: str, asked: str, handed: str
+) -> None:
+    files = {"train.py": TRAIN, "net.py": NET, "build.py": BUILDER.replace("KEPT", kept)}
+    new, _ = migrated(tmp_path, files)
+    text = new["build.py"].replace('"', "'")
+    assert f"self.is_main = megapg.{asked}.rank('dp') == 0" in text
+    assert f"self.data = shard([1, 2]{handed})" in text

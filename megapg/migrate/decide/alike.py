@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeGuard
 
 from megapg.migrate.decide.decisions import GLOBALS, Base, Plan
 from megapg.migrate.decide.facts import Facts
@@ -30,11 +31,16 @@ from megapg.migrate.find.models import ancestry, keeps_its_model
 from megapg.migrate.find.roles import has_another_role
 from megapg.migrate.find.sites import Kind
 from megapg.migrate.migration import How
-from megapg.migrate.python.flow import begins_ruled_out, is_ruled_out, statements_around
-from megapg.migrate.python.methods import class_of, making, parameters, self_of
-from megapg.migrate.python.scopes import Alias, Scope, Use, last_name
+from megapg.migrate.python.flow import (
+    begins_ruled_out,
+    is_ruled_out,
+    runs_before,
+    statements_around,
+)
+from megapg.migrate.python.methods import class_of, is_self, making, parameters, self_of, setting_up
+from megapg.migrate.python.scopes import Alias, Opaque, Scope, Use, last_name
 from megapg.migrate.reasons import FALLBACK, UNSERVED
-from megapg.upstream.mapping import COLLECTION_NAMES, Takes
+from megapg.upstream.mapping import COLLECTION_NAMES, MODEL_ATTRIBUTES, Takes
 
 # What a variable with a collection, or with a model, is called.
 _NAMES = (*COLLECTION_NAMES, *MODEL_NAMES)
@@ -102,6 +108,9 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
         # So is what it makes the object by, and has none to ask.
         asks_another = _makes_objects(unit) and asking.of not in COLLECTION_NAMES
         counts = counts or (asks_another and any(_takes_one(e, taking) for e in _makers(unit)))
+        # So is what sets the object up, with a model that it makes.
+        sets_up = _sets_up_objects(unit) and not _is_parameter(asking.of, unit)
+        counts = counts or (sets_up and any(_takes_one(e, taking) for e in _makers(unit)))
         if counts and unit.parent is not None and unit.parent.kind == "class":
             of_classes[unit.parent].append(asking)
             paths[unit.parent] = asking.path
@@ -112,6 +121,8 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
     wanting = {unit for together in of_objects for unit in _wanting(together)} - facts.of_self
     facts.of_self |= wanting
     if wanting or ask_what_the_constructor_asked(plan, index, facts):
+        return True
+    if any(_have_models_since(of, plan, facts) for of in of_objects):
         return True
     apart = {unit for unit, of in of_functions.items() if _is_apart(of)}
     several = {unit for unit, of in of_functions.items() if _asks_a_variable_too(unit, of)}
@@ -273,6 +284,49 @@ def _makes_objects(method: Scope) -> bool:
     """Whether a constructor makes its object by a method that has none."""
     klass = method.parent
     return klass is not None and klass.kind == "class" and method.name in making(klass.node)
+
+
+def _sets_up_objects(method: Scope) -> bool:
+    """Whether a constructor calls a method of its object."""
+    klass = method.parent
+    return klass is not None and klass.kind == "class" and method.name in setting_up(klass.node)
+
+
+def _is_parameter(name: str, function: Scope) -> bool:
+    first, *_ = function.bindings.get(name, (None,))
+    return isinstance(first, Opaque) and first.parameter
+
+
+def _have_models_since(together: list[_Asking], plan: Plan, facts: Facts) -> bool:
+    """Have methods ask their object that set it up, and ask a model that they make, where it has
+    one by then; whether there are any.
+    """
+    apart = {unit for unit, _ in _beside_another(together)} - facts.of_self
+    found = {
+        e.unit for e in together if e.unit in apart and e.base is not None and not _is_of_self(e)
+    }
+    asking = [(each.located.use, each.base) for each in plan.decisions]
+    asking += [(each.reference.use, each.base) for each in plan.passing]
+    for unit in list(found):
+        keeping = [each for each in unit.nodes if _keeps_a_model(each, unit)]
+        for use, base in asking if _sets_up_objects(unit) and keeping else ():
+            if use.scope.unit is unit and base.expression != self_of(unit):
+                around = statements_around(use.parents, unit.node)
+                if not any(runs_before(each, around, unit.node) for each in keeping):
+                    found.discard(unit)
+        if not _sets_up_objects(unit) or not keeping:
+            found.discard(unit)
+    facts.of_self |= found
+    facts.of_one |= found
+    return bool(found)
+
+
+def _keeps_a_model(node: ast.AST, method: Scope) -> TypeGuard[ast.stmt]:
+    match node:
+        case ast.Assign([ast.Attribute(owner, attribute)], value):
+            is_none = isinstance(value, ast.Constant)
+            return attribute in MODEL_ATTRIBUTES and is_self(owner, method) and not is_none
+    return False
 
 
 def _have_models(

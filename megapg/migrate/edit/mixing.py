@@ -20,7 +20,13 @@ from megapg.migrate.edit.called import Names
 from megapg.migrate.find.axes import axes_of, group_argument
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.find.roles import is_of_another_role
-from megapg.migrate.python.methods import attributes_kept, attributes_read, making, parameters
+from megapg.migrate.python.methods import (
+    attributes_kept,
+    attributes_read,
+    making,
+    parameters,
+    setting_up,
+)
 from megapg.migrate.python.scopes import children_of, last_name, walk
 from megapg.upstream.mapping import COLLECTION_NAMES
 from megapg.upstream.signatures import VERSIONS
@@ -165,6 +171,10 @@ def _makes_groups(function: _Function) -> bool:
     return any(each in ("initialize_model_parallel", "destroy_model_parallel") for each in called)
 
 
+def _is_passed(carrier: str, method: _Function) -> bool:
+    return any(each.arg == carrier for each in parameters(method))
+
+
 def _apart(where: str, number: int, asked: Sequence[Asking]) -> Iterator[Mixed]:
     if len({each.carrier for each in asked}) < 2:
         return
@@ -242,7 +252,7 @@ class _Class:
         methods = [each for each in self.node.body if isinstance(each, _Function)]
         makers = [each for each in methods if each.name == CONSTRUCTOR]
         takes_one = any(e.arg in COLLECTION_NAMES for each in makers for e in parameters(each))
-        without_one = making(self.node)
+        without_one, of_object = making(self.node), setting_up(self.node)
         for method in methods:
             asked = self.file.asked_by(method)
             if not asked or _makes_groups(method):
@@ -259,6 +269,7 @@ class _Class:
                 elif takes_one and (
                     is_maker
                     or (method.name in without_one and asking.carrier not in COLLECTION_NAMES)
+                    or (method.name in of_object and not _is_passed(asking.carrier, method))
                 ):
                     yield asking
 

@@ -93,6 +93,29 @@ def making(klass: ast.AST) -> set[str]:
     return found
 
 
+def setting_up(klass: ast.AST) -> set[str]:
+    """The methods that the constructor of a class calls of its object, be it by way of others."""
+    methods = {
+        each.name: each
+        for each in getattr(klass, "body", ())
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    waiting = [name for name in methods if name == "__init__"]
+    for each in waiting:  # grows
+        own = first_parameter(methods[each])
+        called = {
+            node.func.attr
+            for node in ast.walk(methods[each])
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == own != ""
+        }
+        waiting += sorted((called & methods.keys()) - {*waiting})
+    without = {n for n, e in methods.items() if decorators(e) & {"classmethod", "staticmethod"}}
+    return {*waiting[1:]} - without
+
+
 def self_of(method: Scope | None) -> str:
     """What a method calls its instance; empty where there is none."""
     return next(iter(method.instances), "") if method is not None else ""
