@@ -14,7 +14,7 @@ from megapg.migrate.config import Config
 from megapg.migrate.decide.decisions import GLOBALS, Decision, Passing
 from megapg.migrate.decide.facts import FallenBack
 from megapg.migrate.decide.rules import make_plan
-from megapg.migrate.edit.callees import Calling, callees
+from megapg.migrate.edit.callees import Callees, Calling
 from megapg.migrate.edit.outside import imported_through, names_taken, patched_through
 from megapg.migrate.edit.rewrite import Writer
 from megapg.migrate.edit.runtimes import Runtimes
@@ -54,7 +54,10 @@ def migrate(
         frozen |= attempt.failed
         if attempt.failed or unmixed.finds_more(attempt.trees):
             continue
-        calling = callees(index, attempt.trees)
+        callees = Callees(index, attempt.trees)
+        if unmixed.hands_on_to(callees.of_models()):
+            continue
+        calling = callees.of_globals()
         if not unmixed.falls_back_for(calling, attempt.taking, attempt.unpassed):
             return attempt.migration(findings, calling)
 

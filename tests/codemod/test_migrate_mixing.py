@@ -30,6 +30,10 @@ TEXTS = {
     "    def g(self):\n        return self.pg_collection.ep.size()\n": ["class A"],
     "def f(model, x):\n    if megapg.groups_of(model, 'tp').size('tp') > 1:\n"
     "        return tensor_parallel.scatter_to_sequence_parallel_region(x)\n": ["f"],
+    # A parameter of an inner function hides only there what is called so around it.
+    "def f(model):\n    run(lambda x: x)\n    def g(model):\n        return model.x\n"
+    "    if megapg.resolve(None).rank('tp'):\n"
+    "        return g, megapg.groups_of(model, 'tp').tp\n": ["f"],
     # One carrier, or several that are about several kinds, or that are one.
     "def f(model):\n    pg = megapg.groups_of(model, 'tp')\n"
     "    return pg.rank('tp'), megapg.groups_of(model, 'tp').tp\n": [],

@@ -123,3 +123,53 @@ def test_what_sets_an_object_up_asks_what_the_others_ask(
     text = new["build.py"].replace('"', "'")
     assert f"self.is_main = megapg.{asked}.rank('dp') == 0" in text
     assert f"self.data = shard([1, 2]{handed})" in text
+
+
+EVALUATION = """
+import torch
+from megatron.core import mpu
+
+
+def build_loader(data):
+    return data[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
+
+
+def provider(data):
+    shard = build_loader(data) if mpu.get_data_parallel_world_size() > 1 else data
+
+    def metrics(model):
+        return answers(model, shard)
+
+    return metrics
+
+
+def answers(model, data):
+    total = torch.tensor([float(model(each)) for each in data])
+    torch.distributed.all_reduce(total, group=mpu.get_data_parallel_group())
+    return total
+"""
+# One that is handed the model only, and has no collection.
+OTHER = "\n\ndef once(model, data):\n    return answers(model, data)\n"
+
+
+def test_what_is_passed_a_model_asks_the_collection_of_its_caller(tmp_path: Path) -> None:
+    new, said = migrated(tmp_path, {"evalu.py": EVALUATION + OTHER})
+    text = new["evalu.py"]
+    assert "return answers(model, shard, pg_collection=pg_collection)" in text
+    assert "all_reduce(total, group=megapg.resolve(pg_collection).dp)" in text
+    assert 'return answers(model, data, pg_collection=megapg.groups_of(model, "dp"))' in text
+    assert not said
+
+
+@pytest.mark.parametrize("other", ["by_name = {'a': answers}\n", "def all(*a): answers(*a)\n"])
+def test_where_a_caller_can_pass_nothing_it_asks_the_model(tmp_path: Path, other: str) -> None:
+    new, _ = migrated(tmp_path, {"evalu.py": f"{EVALUATION}\n\n{other}"})
+    assert 'groups_of(model, "dp").dp' in new["evalu.py"]
+
+
+def test_without_such_a_caller_it_asks_the_model(tmp_path: Path) -> None:
+    text = EVALUATION.replace(
+        "build_loader(data) if mpu.get_data_parallel_world_size() > 1 else data", "data"
+    )
+    new, _ = migrated(tmp_path, {"evalu.py": text})
+    assert 'all_reduce(total, group=megapg.groups_of(model, "dp").dp)' in new["evalu.py"]

@@ -35,6 +35,9 @@ class FallenBack:
     parted: dict[Scope, frozenset[str]] = field(default_factory=dict)
     left: set[Scope] = field(default_factory=set)  # those whose uses stay, as that did not help
     why: dict[Scope, str] = field(default_factory=dict)  # for each of both, what was found
+    # Those that are to ask what they are passed, and no model, with their files, and who calls
+    # them and has a collection.
+    handed: dict[Scope, tuple[Path, set[Scope]]] = field(default_factory=dict)
 
 
 class Facts:
@@ -55,6 +58,7 @@ class Facts:
         of_passed: constructors that ask their object, which has the model that they would ask.
         of_kept: methods that ask their object, and no model, since they read of it what its
             constructor asked.
+        handed: functions that ask what they are passed, and no model, as who calls them does.
         of_self: methods that nothing else serves than their object, as it does its other methods.
     """
 
@@ -73,11 +77,14 @@ class Facts:
         self.of_models: set[Scope] = set()
         self.of_passed: set[Scope] = set()
         self.of_kept: set[Scope] = set()
+        self.handed: set[Scope] = set()
         self.of_self: set[Scope] = set()
 
     def best(self, found: Sequence[Carrier], unit: Scope | None, path: Path) -> Base | None:
         """The first certain of the carriers that are found somewhere in a function."""
         found = [each for each in found if not self._is_left_out(each, unit, path)]
+        if unit in self.handed:
+            found = [each for each in found if each.kind == "collection"]
         if unit in self.of_one:
             if self_of(unit) and class_of(unit) is None:
                 found = [each for each in found if each.origin not in ("local", "inner")]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from megapg.layout import FIELDS
 from megapg.migrate.decide.decisions import Base, Decision, Passing, Plan
 from megapg.migrate.decide.facts import Facts
-from megapg.migrate.decide.functions import PARAMETER, only_reads_fields
+from megapg.migrate.decide.functions import PARAMETER, Functions, only_reads_fields
 from megapg.migrate.decide.references import Reference
 from megapg.migrate.decide.threads import Threads, stands_in_for
 from megapg.migrate.find.carriers import carriers
@@ -55,6 +55,18 @@ def handed_on(plan: Plan, facts: Facts, threads: Threads, index: Index) -> Itera
             at = Reference(path, use, call, call.func)
             if threads.may_pass(at):
                 yield Passing(at, path, base, found[1], found[0])
+
+
+def handed_to(facts: Facts, threads: Threads, functions: Functions) -> set[Scope]:
+    """The functions that are to ask what they are passed, as far as all who call them can pass
+    something: they have a model at least.
+    """
+    return {
+        function
+        for function, (path, callers) in facts.fallen.handed.items()
+        if threads.may_take(function, path)
+        and threads.all_pass(function, functions.references.of(function, path), callers)
+    }
 
 
 def _is_at_hand(base: Base) -> bool:

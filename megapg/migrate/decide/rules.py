@@ -16,7 +16,7 @@ from megapg.migrate.decide.alike import have_answered_alike, stands_in
 from megapg.migrate.decide.decisions import GLOBALS, Base, Decision, Passing, Plan, Taking, best
 from megapg.migrate.decide.facts import Facts, FallenBack
 from megapg.migrate.decide.functions import PARAMETER, Functions
-from megapg.migrate.decide.handing import handed_on
+from megapg.migrate.decide.handing import handed_on, handed_to
 from megapg.migrate.decide.noticed import heard_as, stand_ins, with_what_is_unheard
 from megapg.migrate.decide.passed import all_fed, ask_the_object, fields_read, globals_passed
 from megapg.migrate.decide.references import Reference
@@ -56,6 +56,7 @@ def make_plan(
     """
     functions = Functions(index)
     facts = Facts(index, functions.references, fallen or FallenBack())
+    facts.handed |= handed_to(facts, Threads(index, functions, facts, frozen), functions)
     while True:  # what the globals come to serve as well may be beside something else
         planner = _Planner(index, frozen, unsafe, functions, facts)
         for done, located in enumerate(index.located):

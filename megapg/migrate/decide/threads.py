@@ -362,6 +362,16 @@ class Threads:
         fits = looked is not None and (not call or add_argument(looked[0], call, PARAMETER))
         return bool(fits)
 
+    def all_pass(
+        self, function: Scope, references: Sequence[Reference], taking: Collection[Scope]
+    ) -> bool:
+        """Whether all who call a function have something to pass, or take the parameter."""
+        edges = list(self._callers(function, references))
+        return len(edges) == len(references) and all(
+            each.reference.call is not None and (each.caller is None or each.caller in taking)
+            for each in edges
+        )
+
     def _callers(self, function: Scope, references: Sequence[Reference]) -> Iterator[Edge]:
         for reference in references:
             call, path = reference.call, reference.path

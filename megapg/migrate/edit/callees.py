@@ -17,7 +17,9 @@ from pathlib import Path
 from megapg.layout import FIELDS
 from megapg.migrate.edit.absent import for_none
 from megapg.migrate.edit.handed import Handed
+from megapg.migrate.edit.lacking import all_of_groups, not_applied_to, not_passed
 from megapg.migrate.edit.mixing import GLOBALS, PASSED, Asking, TextOfFile, definitions_in
+from megapg.migrate.edit.modelled import Modelled
 from megapg.migrate.edit.objects import Objects
 from megapg.migrate.edit.values import Values
 from megapg.migrate.find.axes import axes_of
@@ -26,7 +28,7 @@ from megapg.migrate.find.meaning import Thing
 from megapg.migrate.find.models import ancestry
 from megapg.migrate.migration import Callee
 from megapg.migrate.python.analysis import Analysis, analyse
-from megapg.migrate.python.methods import class_of, is_super, kept, left_out, parameters, self_of
+from megapg.migrate.python.methods import class_of, is_super, kept, parameters, self_of
 from megapg.migrate.python.scopes import Alias, Opaque, Scope, Use, last_name, walk
 from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
 
@@ -76,18 +78,13 @@ class Calling:
     axes: frozenset[str] = frozenset()
 
 
-def callees(index: Index, trees: Mapping[Path, ast.Module]) -> list[Calling]:
-    """The calls by which functions of the source that have a collection have the globals asked.
+class Callees:
+    """The calls by which functions of the source that have a collection have something else asked.
 
     Args:
         index: the project, with its old texts.
         trees: the new texts, parsed, by their files.
     """
-    return _Reader(index, trees).all()
-
-
-class _Reader:
-    """Reads the new texts of a project."""
 
     def __init__(self, index: Index, trees: Mapping[Path, ast.Module]) -> None:
         self._index, self._trees = index, trees
@@ -96,12 +93,26 @@ class _Reader:
         self._asking: set[tuple[Scope, frozenset[str]]] = set()
         self._cut = 0  # how often a circle was cut short: what came of it is not for keeps
 
-    def all(self) -> list[Calling]:
-        """All that there are, by file and line."""
+    def of_models(self) -> Iterator[tuple[tuple[Path, int], tuple[Path, int]]]:
+        """The functions that ask a model, and are called by what asks its collection; and the ones
+        that call: the file of each, and which one of that it is.
+        """
+        modelled = Modelled(self._text, self._calls_in, self._functions_called)
+        for path in self._source:
+            for function, at, caller in modelled.of_file(path):
+                places = self._places(at)[function.node], self._places(path)[caller.node]
+                yield (at, places[0]), (path, places[1])
+
+    @cached_property
+    def _source(self) -> list[Path]:
+        """The files, without tests, in which something may ask what is not the globals."""
         runtime = self._index.config.vendored or "megapg"
         paths = {*self._trees, *self._index.everywhere(runtime.rpartition(".")[2])}
-        source = sorted(each for each in paths if not self._index.modules.is_test(each))
-        found = [each for path in source for each in self._of_file(path)]
+        return sorted(each for each in paths if not self._index.modules.is_test(each))
+
+    def of_globals(self) -> list[Calling]:
+        """Those that have the globals asked, by file and line."""
+        found = [each for path in self._source for each in self._of_file(path)]
         return sorted(found, key=lambda each: (each.callee.file, each.callee.line))
 
     # -- texts -------------------------------------------------------------------------------
@@ -226,7 +237,7 @@ class _Reader:
     def _called(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> Iterator[_Called]:
         """The functions of the project that a call runs."""
         for of, at in self._run_by(self._resolver.expression(use.node, use.scope, path)):
-            yield _Called(of, at, _lacking(of, call, unit))
+            yield _Called(of, at, not_passed(of, call, unit))
         if not isinstance(use.node, ast.Attribute):
             return
         if use.node.attr == "apply":
@@ -235,18 +246,23 @@ class _Reader:
             klass = class_of(unit)
             for above, at in self._objects.bases(klass, path) if klass is not None else ():
                 for constructor, where in self._constructor(above, at):
-                    yield _Called(constructor, where, _lacking(constructor, call, unit))
+                    yield _Called(constructor, where, not_passed(constructor, call, unit))
+
+    def _functions_called(
+        self, use: Use, call: ast.Call, unit: Scope, path: Path
+    ) -> list[tuple[Scope, Path]]:
+        return [(e.function, e.path) for e in self._called(use, call, unit, path)]
 
     def _by_value(self, use: Use, call: ast.Call, path: Path) -> Iterator[_Called]:
         """The functions that a call runs, or that run later, as values which are handed on."""
         unit, values = use.scope.unit, self._values
         assert unit is not None  # that was asked
         for of, at in self._run_by(values.handed_to(use, path)):
-            yield _Called(of, at, _lacking(of, call, unit))
+            yield _Called(of, at, not_passed(of, call, unit))
         for of, at in self._run_by(values.handed_by(use, call, path)):
-            yield _Called(of, at, _all_of_groups(of))
+            yield _Called(of, at, all_of_groups(of))
         for of, at in self._run_by(values.bound(use, call, path)):
-            yield _Called(of, at, _all_of_groups(of) - {each.arg for each in call.keywords})
+            yield _Called(of, at, all_of_groups(of) - {each.arg for each in call.keywords})
 
     def _run_by(self, things: Iterable[Thing]) -> Iterator[tuple[Scope, Path]]:
         """What runs where some things are called: of a class its constructor."""
@@ -260,10 +276,7 @@ class _Reader:
 
     @cached_property
     def _handed(self) -> Handed:
-        def called(use: Use, call: ast.Call, unit: Scope, path: Path) -> list[tuple[Scope, Path]]:
-            return [(e.function, e.path) for e in self._called(use, call, unit, path)]
-
-        return Handed(self._text, self._calls_in, called)
+        return Handed(self._text, self._calls_in, self._functions_called)
 
     @cached_property
     def _objects(self) -> Objects:
@@ -290,7 +303,7 @@ class _Reader:
             if thing.scope is not None and thing.path is not None:
                 for name in _OF_AUTOGRAD if self._is_autograd(thing.scope, thing.path) else ():
                     for each in thing.scope.defined(name):
-                        yield _Called(each, thing.path, _not_applied_to(each, call))
+                        yield _Called(each, thing.path, not_applied_to(each, call))
 
     def _is_autograd(self, klass: Scope, path: Path) -> bool:
         above = ancestry(klass, path, self._resolver)
@@ -359,12 +372,6 @@ class _Reader:
         return [replace(each, applied=applied) for each in found] if applied else found
 
 
-def _all_of_groups(function: Scope) -> frozenset[str]:
-    """The parameters of a function for groups, which whoever calls a value does not pass."""
-    named = {each.arg for each in parameters(function.node)}
-    return frozenset(named & {*COLLECTION_NAMES, *GROUP_PARAMETERS})
-
-
 def _has(unit: Scope, text: TextOfFile, beside: Iterable[str]) -> dict[str, str]:
     """About which kinds of groups a function asks something else than the globals, and what; a
     method also those about which its object is asked.
@@ -393,47 +400,6 @@ def _of_globals(asked: Sequence[Asking], called: _Called, file: str) -> Iterator
             passed = [name for name, lines in instead.items() if each.line in lines]
             if not passed or called.left_out & {*passed}:
                 yield _Asked(axes, each.what, place, next(iter(passed), ""))
-
-
-def _lacking(function: Scope, call: ast.Call, unit: Scope) -> frozenset[str]:
-    """The parameters that a call does not pass: of collections also where it passes a dictionary
-    that its function makes, and in which it names none.
-    """
-    dictionaries = [each.value for each in call.keywords if each.arg is None]
-    if not dictionaries or not all(_is_made_in(each, unit) for each in dictionaries):
-        return left_out(function, call)
-    named = {each.arg for each in call.keywords}
-    takes = {each.arg for each in parameters(function.node)} & {*COLLECTION_NAMES}
-    return frozenset(takes - named - _keys_in(unit))
-
-
-def _not_applied_to(method: Scope, call: ast.Call) -> frozenset[str]:
-    """The parameters for collections that the method of an autograd function is not passed."""
-    if any(isinstance(each, ast.Starred) for each in call.args):
-        return frozenset()
-    by_place = parameters(method.node)[1:]  # without the context
-    return frozenset({each.arg for each in by_place[len(call.args) :]} & {*COLLECTION_NAMES})
-
-
-def _is_made_in(dictionary: ast.expr, unit: Scope) -> bool:
-    """Whether an expression is a variable of a function for a dictionary that it makes itself."""
-    name = dictionary.id if isinstance(dictionary, ast.Name) else ""
-    made = [each.value if isinstance(each, Alias) else None for each in unit.bindings.get(name, ())]
-    return bool(made) and all(
-        (isinstance(each, ast.Dict) and None not in each.keys)
-        or (isinstance(each, ast.Call) and last_name(each.func) == "dict" and not each.args)
-        for each in made
-    )
-
-
-def _keys_in(unit: Scope) -> set[str]:
-    """All that may be a key of a dictionary in a function."""
-    nodes = list(ast.walk(unit.node))
-    strings = (each.value for each in nodes if isinstance(each, ast.Constant))
-    calls = (each for each in nodes if isinstance(each, ast.Call))
-    filling = (each for each in calls if last_name(each.func) in ("dict", "update"))
-    names = (keyword.arg for each in filling for keyword in each.keywords)
-    return {each for each in (*strings, *names) if isinstance(each, str)}
 
 
 def _handed(call: ast.Call, caller: _Called) -> frozenset[str]:

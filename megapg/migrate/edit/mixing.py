@@ -323,10 +323,10 @@ class _Reading:
                 self._inner.append(each)
             else:
                 waiting += children_of(each)
-        self._of_others = {
+        self._of_lambdas = {
             each.arg
             for node in self._nodes
-            if isinstance(node, _Function | ast.Lambda) and node is not function
+            if isinstance(node, ast.Lambda)
             for each in parameters(node)
         }
         # What runs where a collection, or a model, is None: what is asked there stands in for it.
@@ -362,11 +362,14 @@ class _Reading:
             for asking in self._of(each):
                 stands_in = absent and asking.carrier in means
                 found.append(replace(asking, carrier=absent) if stands_in else asking)
-        found += [e for each in self._inner for e in _Reading(each, self._names, self).asked()]
+        for each in self._inner:
+            of_it = {one.arg for one in parameters(each)}
+            asked = _Reading(each, self._names, self).asked()
+            found += [asking for asking in asked if asking.carrier not in of_it]
         own = [
             each
             for each in found
-            if each.carrier not in self._of_others and not is_of_another_role(each.carrier)
+            if each.carrier not in self._of_lambdas and not is_of_another_role(each.carrier)
         ]
         if self._function.name == CONSTRUCTOR and any(
             isinstance(each, ast.Name) and each.id == PASSED

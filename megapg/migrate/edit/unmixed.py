@@ -53,6 +53,20 @@ class Unmixed:
         ]
         return any(fell_back)
 
+    def hands_on_to(self, asking: Iterable[tuple[tuple[Path, int], tuple[Path, int]]]) -> bool:
+        """Whether there are more functions that are to ask what they are passed, and no model, as
+        those do that call them.
+
+        Args:
+            asking: which functions of the new texts ask a model, by their files, and who calls it.
+        """
+        more, handed = False, self.fallen.handed
+        for (path, number), (at, of_caller) in asking:
+            function, caller = self._scopes(path)[number], self._scopes(at)[of_caller]
+            more |= function not in handed
+            handed.setdefault(function, (path, set()))[1].add(caller)
+        return more
+
     def falls_back_for(
         self, calling: Iterable[Calling], taking: Collection[Scope], unpassed: Collection[Scope]
     ) -> bool:

@@ -45,7 +45,7 @@ class Values:
                 if isinstance(each.node, ast.Name) and each.scope.find(each.node.id) is not None
             }
             for name in called & {each.arg for each in parameters(thing.scope.node)}:
-                yield from self._things(_argument(thing.scope, name, call), use, path)
+                yield from self._things(argument(thing.scope, name, call), use, path)
 
     def bound(self, use: Use, call: ast.Call, path: Path) -> Iterator[Thing]:
         """The function of which a call is ``functools.partial``."""
@@ -71,7 +71,7 @@ class Values:
                         for each in self.resolver.expression(use.node, use.scope, file)
                     ):
                         continue
-                    given = _argument(function, name, call)
+                    given = argument(function, name, call)
                     yield from self._things(given, use, file)
                     further = _parameter(given, use.scope)
                     if further is not None and further[0] is not function:
@@ -89,7 +89,7 @@ def _parameter(node: ast.expr | None, scope: Scope) -> tuple[Scope, str] | None:
     return (owner, node.id) if is_one and is_free and not self_of(owner) else None
 
 
-def _argument(function: Scope, name: str, call: ast.Call) -> ast.expr | None:
+def argument(function: Scope, name: str, call: ast.Call) -> ast.expr | None:
     """What a call gives for a parameter."""
     if any(isinstance(each, ast.Starred) for each in call.args):
         return None

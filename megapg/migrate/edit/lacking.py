@@ -1,0 +1,56 @@
+"""The parameters for groups and collections that a call does not pass."""
+
+from __future__ import annotations
+
+import ast
+
+from megapg.migrate.python.methods import left_out, parameters
+from megapg.migrate.python.scopes import Alias, Scope, last_name
+from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
+
+
+def all_of_groups(function: Scope) -> frozenset[str]:
+    """The parameters of a function for groups, which whoever calls a value does not pass."""
+    named = {each.arg for each in parameters(function.node)}
+    return frozenset(named & {*COLLECTION_NAMES, *GROUP_PARAMETERS})
+
+
+def not_passed(function: Scope, call: ast.Call, unit: Scope) -> frozenset[str]:
+    """The parameters that a call does not pass: of collections also where it passes a dictionary
+    that its function makes, and in which it names none.
+    """
+    dictionaries = [each.value for each in call.keywords if each.arg is None]
+    if not dictionaries or not all(_is_made_in(each, unit) for each in dictionaries):
+        return left_out(function, call)
+    named = {each.arg for each in call.keywords}
+    takes = {each.arg for each in parameters(function.node)} & {*COLLECTION_NAMES}
+    return frozenset(takes - named - _keys_in(unit))
+
+
+def not_applied_to(method: Scope, call: ast.Call) -> frozenset[str]:
+    """The parameters for collections that the method of an autograd function is not passed."""
+    if any(isinstance(each, ast.Starred) for each in call.args):
+        return frozenset()
+    by_place = parameters(method.node)[1:]  # without the context
+    return frozenset({each.arg for each in by_place[len(call.args) :]} & {*COLLECTION_NAMES})
+
+
+def _is_made_in(dictionary: ast.expr, unit: Scope) -> bool:
+    """Whether an expression is a variable of a function for a dictionary that it makes itself."""
+    name = dictionary.id if isinstance(dictionary, ast.Name) else ""
+    made = [each.value if isinstance(each, Alias) else None for each in unit.bindings.get(name, ())]
+    return bool(made) and all(
+        (isinstance(each, ast.Dict) and None not in each.keys)
+        or (isinstance(each, ast.Call) and last_name(each.func) == "dict" and not each.args)
+        for each in made
+    )
+
+
+def _keys_in(unit: Scope) -> set[str]:
+    """All that may be a key of a dictionary in a function."""
+    nodes = list(ast.walk(unit.node))
+    strings = (each.value for each in nodes if isinstance(each, ast.Constant))
+    calls = (each for each in nodes if isinstance(each, ast.Call))
+    filling = (each for each in calls if last_name(each.func) in ("dict", "update"))
+    names = (keyword.arg for each in filling for keyword in each.keywords)
+    return {each for each in (*strings, *names) if isinstance(each, str)}
