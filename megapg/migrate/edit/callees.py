@@ -438,6 +438,13 @@ def _lines_in_place_of(unit: Scope, name: str) -> set[int]:
     return {line for e in placed for line in range(e.lineno, (e.end_lineno or e.lineno) + 1)}
 
 
+@kept
+def _assignments(unit: Scope) -> list[tuple[int, int]]:
+    """The first and the last lines of the assignments in a function."""
+    assigned = (each for each in unit.nodes if isinstance(each, ast.Assign))
+    return [(each.lineno, each.end_lineno or each.lineno) for each in assigned]
+
+
 def _is_there(carrier: str, unit: Scope, call: ast.Call) -> bool:
     """Whether a variable of a function has what it asks when something is called: what makes a
     model can't be handed one.
@@ -448,10 +455,7 @@ def _is_there(carrier: str, unit: Scope, call: ast.Call) -> bool:
     is_passed = isinstance(bound[0], Opaque) and bound[0].parameter
     end = call.end_lineno or call.lineno
     around = (  # the name may be on a line before
-        each.lineno
-        for each in unit.nodes
-        if isinstance(each, ast.Assign)
-        and each.lineno <= call.lineno <= end <= (each.end_lineno or each.lineno)
+        first for first, last in _assignments(unit) if first <= call.lineno <= end <= last
     )
     lines = range(max(around, default=call.lineno), end + 1)
     makes_it = any(each.line in lines for each in bound[is_passed:])
