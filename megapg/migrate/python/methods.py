@@ -73,6 +73,7 @@ def is_class_method(function: Scope) -> bool:
     return "classmethod" in map(last_name, getattr(function.node, "decorator_list", ()))
 
 
+@kept
 def making(klass: ast.AST) -> set[str]:
     """The methods without an object by which the constructor of a class makes one, be it by way of
     others.
@@ -85,7 +86,7 @@ def making(klass: ast.AST) -> set[str]:
     without = {n for n, e in methods.items() if decorators(e) & {"classmethod", "staticmethod"}}
     found, waiting = set[str](), [name for name in methods if name == "__init__"]
     for each in waiting:  # grows
-        nodes = ast.walk(methods[each])
+        nodes = walk(methods[each])
         called = {last_name(node.func) for node in nodes if isinstance(node, ast.Call)}
         new = (called & without) - found
         found |= new
@@ -93,6 +94,7 @@ def making(klass: ast.AST) -> set[str]:
     return found
 
 
+@kept
 def setting_up(klass: ast.AST) -> set[str]:
     """The methods that the constructor of a class calls of its object, be it by way of others."""
     methods = {
@@ -105,7 +107,7 @@ def setting_up(klass: ast.AST) -> set[str]:
         own = first_parameter(methods[each])
         called = {
             node.func.attr
-            for node in ast.walk(methods[each])
+            for node in walk(methods[each])
             if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
             and isinstance(node.func.value, ast.Name)

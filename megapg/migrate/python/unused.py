@@ -11,7 +11,7 @@ from typing import TypeAlias
 from megapg.migrate.migration import EXCUSE, Edit
 from megapg.migrate.python.analysis import Analysis
 from megapg.migrate.python.flow import blocks, statements_in
-from megapg.migrate.python.scopes import Imported, Use, bound_name, last_name, scopes, walk
+from megapg.migrate.python.scopes import Imported, Use, bound_name, last_name, scopes
 from megapg.migrate.python.source import Source
 
 _DELIBERATE = re.compile(r"#\s*(?:noqa|megapg:\s*keep|isort:|pylint:)")
@@ -58,7 +58,7 @@ class Unused:
 
     def leaving_no_block_empty(self, statements: list[Import]) -> list[Import]:
         """Those of some imports that can go, where no block goes with them."""
-        blocks = [each.body for each in walk(self.source.tree) if isinstance(each, ast.If)]
+        blocks = [each.body for each in self.analysis.module.nodes if isinstance(each, ast.If)]
         emptied = [block for block in blocks if all(each in statements for each in block)]
         return [each for each in statements if not any(each in block for block in emptied)]
 
@@ -68,7 +68,7 @@ class Unused:
         """
         idle = {(each.line, name) for name, at in self._idle(gone, kept) for each in at}
         plain = set(self._plain(gone))
-        for each in walk(self.source.tree):
+        for each in self.analysis.module.nodes:
             if isinstance(each, ast.Import | ast.ImportFrom) and each not in plain:
                 end = self.source.end(each)
                 alone = not self.source.text[end : self.source.end_of_line(each)].strip()
@@ -79,7 +79,7 @@ class Unused:
     def _plain(self, gone: set[Use]) -> Iterator[Import]:
         """Imports that nothing would miss, in any order."""
         yield from _plain_imports(self.source.tree)
-        for each in walk(self.source.tree):
+        for each in self.analysis.module.nodes:
             if isinstance(each, ast.Try) and all(map(_catches_all, each.handlers)):
                 last = each.body[-1].end_lineno or 0
                 for statement in _imports_within(each.body):
