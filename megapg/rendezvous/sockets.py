@@ -16,7 +16,8 @@ from collections.abc import Iterator
 def hosts(port: int) -> bool:
     """Whether this process hosts the store at a port, and talks to no such port on another host.
 
-    Not where Python has a default timeout: it would set that on the store's own sockets.
+    Not to be called while Python has a default timeout (``socket.setdefaulttimeout``): Python would
+    set that timeout on the store's own sockets.
     """
     listens = False
     for own in _tcp_sockets():

@@ -78,44 +78,53 @@ def making(klass: ast.AST) -> set[str]:
     """The methods without an object by which the constructor of a class makes one, be it by way of
     others.
     """
-    methods = {
-        each.name: each
-        for each in getattr(klass, "body", ())
-        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    without = {n for n, e in methods.items() if decorators(e) & {"classmethod", "staticmethod"}}
-    found, waiting = set[str](), [name for name in methods if name == "__init__"]
-    for each in waiting:  # grows
-        nodes = walk(methods[each])
-        called = {last_name(node.func) for node in nodes if isinstance(node, ast.Call)}
-        new = (called & without) - found
-        found |= new
-        waiting += new
-    return found
+
+    def called(method: ast.AST) -> set[str]:
+        return {last_name(node.func) for node in walk(method) if isinstance(node, ast.Call)}
+
+    return _called_by_the_constructor(klass, called, _without_an_object(klass))
 
 
 @kept
 def setting_up(klass: ast.AST) -> set[str]:
     """The methods that the constructor of a class calls of its object, be it by way of others."""
-    methods = {
-        each.name: each
-        for each in getattr(klass, "body", ())
-        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    waiting = [name for name in methods if name == "__init__"]
-    for each in waiting:  # grows
-        own = first_parameter(methods[each])
-        called = {
+
+    def called(method: ast.AST) -> set[str]:
+        own = first_parameter(method)
+        return {
             node.func.attr
-            for node in walk(methods[each])
+            for node in walk(method)
             if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
             and isinstance(node.func.value, ast.Name)
             and node.func.value.id == own != ""
         }
-        waiting += sorted((called & methods.keys()) - {*waiting})
-    without = {n for n, e in methods.items() if decorators(e) & {"classmethod", "staticmethod"}}
-    return {*waiting[1:]} - without
+
+    found = _called_by_the_constructor(klass, called, {*_methods(klass)})
+    return found - _without_an_object(klass)
+
+
+def _called_by_the_constructor(
+    klass: ast.AST, called: Callable[[ast.AST], set[str]], among: set[str]
+) -> set[str]:
+    methods = _methods(klass)
+    waiting = [name for name in methods if name == "__init__"]
+    for each in waiting:  # grows
+        waiting += sorted((called(methods[each]) & among) - {*waiting})
+    return {*waiting[1:]}
+
+
+def _methods(klass: ast.AST) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    return {
+        each.name: each
+        for each in getattr(klass, "body", ())
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def _without_an_object(klass: ast.AST) -> set[str]:
+    of_none = {"classmethod", "staticmethod"}
+    return {name for name, each in _methods(klass).items() if decorators(each) & of_none}
 
 
 def self_of(method: Scope | None) -> str:
