@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megapg import torch_private
 from megapg.collection import Lease, ProcessGroupCollection
 from megapg.collection.membership import ProcessGroup, membership
 from megapg.errors import ForeignGroupError, LayoutError, MissingGroupError
 from megapg.layout import Field, ParallelLayout, full_order
+from megapg.torch_private import meshes
 
 _MESHES = "meshes"  # in a lease's scratch
 # What a layout's dense grid is made of; a mesh has no more.
@@ -50,7 +50,7 @@ def mesh_of(
     if key not in made.meshes:
         made.know(pg)
         shaped = torch.tensor(ranks).view(shape)
-        made.meshes[key] = torch_private.mesh_over(groups, shaped, device_type, _held(pg), made)
+        made.meshes[key] = meshes.mesh_over(groups, shaped, device_type, _held(pg), made)
     return made.meshes[key]
 
 
@@ -74,19 +74,19 @@ class _Meshes:
         pg.lease.at_succession.append(self._follow)
 
     def _end(self) -> None:
-        torch_private.forget_placements()
+        meshes.forget_placements()
         for mesh in self.meshes.values():
-            torch_private.forget_groups(mesh)
+            meshes.forget_groups(mesh)
         for name in self._fields:
-            torch_private.drop_name(name)
+            meshes.drop_name(name)
 
     def _follow(self, successor: ProcessGroupCollection) -> None:
         held = _held(successor)
         known = {name: held[field] for name, field in self._fields.items()}
         for name, group in known.items():
-            torch_private.add_name(name, group)
+            meshes.add_name(name, group)
         for mesh in self.meshes.values():
-            torch_private.hold_groups(mesh, known)
+            meshes.hold_groups(mesh, known)
         successor.lease.scratch[_MESHES] = self
         self._listen(successor)
 

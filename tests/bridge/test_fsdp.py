@@ -6,12 +6,12 @@ from tensor_parallel_mlp import WIDTH, Parallel, part_of, plain
 from torch.distributed.fsdp import fully_shard
 
 import megapg
-from megapg import torch_private
 from megapg.testing import megatron_on_cpu, refuse_closed_groups, run_distributed
+from megapg.torch_private.meshes import can_mesh
 
 pytestmark = [
     pytest.mark.contract,
-    pytest.mark.skipif(not torch_private.can_mesh(), reason="meshes take torch 2.13"),
+    pytest.mark.skipif(not can_mesh(), reason="meshes take torch 2.13"),
 ]
 STEPS, SAMPLES = 3, 4
 

@@ -16,10 +16,11 @@ from megapg import torch_private
 from megapg.errors import LayoutError, NoCollectionError, StaleGroupError, UnsupportedOptionError
 from megapg.megatron import forbid_global_reads, fsdp_adapter, fsdp_index, published, to_megatron
 from megapg.testing import megatron_on_cpu, run_distributed
+from megapg.torch_private.meshes import can_mesh
 
 pytestmark = [
     pytest.mark.contract,
-    pytest.mark.skipif(not torch_private.can_mesh(), reason="meshes take torch 2.13"),
+    pytest.mark.skipif(not can_mesh(), reason="meshes take torch 2.13"),
     pytest.mark.skipif(not upstreams.HAVE_EINOPS, reason="Megatron-FSDP needs einops"),
 ]
 TAKES = upstreams.FSDPDistributedIndex.__init__.__code__.co_varnames

@@ -10,10 +10,10 @@ from resuming import RUN, Training, distributed, published_groups, replace, size
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import megapg
-from megapg import torch_private
 from megapg.errors import LayoutMismatchError, UnsupportedVersionError
 from megapg.layout import ParallelLayout
 from megapg.testing import run_distributed
+from megapg.torch_private.meshes import can_mesh
 
 ORDER = [3, 1, 0, 2]
 
@@ -66,7 +66,7 @@ def groups():
         try:
             meshes(session.groups)
         except UnsupportedVersionError:  # meshes of this torch make groups
-            assert not torch_private.can_mesh()
+            assert not can_mesh()
         session.suspend()
         session.resume()
         follows(session.groups, ORDER, tp=2)

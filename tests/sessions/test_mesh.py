@@ -25,10 +25,11 @@ from megapg.errors import (
     UnknownFieldError,
 )
 from megapg.testing import run_distributed
+from megapg.torch_private.meshes import can_mesh
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.skipif(not torch_private.can_mesh(), reason="meshes take torch 2.13"),
+    pytest.mark.skipif(not can_mesh(), reason="meshes take torch 2.13"),
 ]
 STEPS = 3
 

@@ -19,6 +19,7 @@ from megapg.errors import UnsupportedVersionError
 from megapg.layout import ParallelLayout
 from megapg.ownership.opening import fake_session
 from megapg.testing import fake_collection, run_distributed
+from megapg.torch_private import meshes
 
 pytestmark = [pytest.mark.contract, pytest.mark.torch]
 
@@ -301,14 +302,15 @@ def test_the_oldest_torch_is_the_one_that_is_asked_for():
 
 
 def test_each_function_says_what_would_take_its_place():
-    tree = ast.parse(Path(torch_private.__file__).read_text())
+    files = (torch_private.__file__, meshes.__file__)
+    nodes = [node for file in files for node in ast.parse(Path(file).read_text()).body]
     # A class is what the function that makes its objects says.
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     silent = [
         each.name
         for each in functions
         if "Public: " not in (ast.get_docstring(each) or "")
-        and each.name not in ("check_version", "_named", "_nothing", "_tag_removed")
+        and each.name not in ("check_version", "_tag_removed")
     ]
     assert len(functions) > 15
     assert not silent
@@ -316,4 +318,4 @@ def test_each_function_says_what_would_take_its_place():
 
 def test_meshes_are_had_where_torch_lays_them_out_as_ours_do():
     layout = getattr(import_module("torch.distributed.device_mesh"), "_MeshLayout", None)
-    assert torch_private.can_mesh() is hasattr(layout, "collapse")
+    assert meshes.can_mesh() is hasattr(layout, "collapse")

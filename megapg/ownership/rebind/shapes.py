@@ -19,6 +19,7 @@ from megapg.ownership.rebind.paths import ATTRIBUTE, ITEM, KEY, PART
 from megapg.ownership.rebind.successors import Replacements
 from megapg.ownership.steps import Steps
 from megapg.rendezvous.store import Store
+from megapg.torch_private.meshes import FINDING_NEW_GROUPS
 
 # Of exactly these types, nothing can lead anywhere.
 LEAVES = frozenset(
@@ -34,7 +35,7 @@ _OURS = f"{__name__.partition('.')[0]}."
 _CLOSED = (
     *(type, types.ModuleType, logging.Filterer, logging.Manager),
     *(ProcessGroupCollection, Lease, Replacements),
-    *torch_private.FINDING_NEW_GROUPS,
+    *FINDING_NEW_GROUPS,
 )
 # The packages of what owns groups, and of what that is made of; each is found by a class in it.
 _CLOSED_HOMES = tuple(

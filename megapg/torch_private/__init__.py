@@ -1,5 +1,6 @@
 """What megapg takes from torch without a promise: names that are private, and what older releases
-that are supported lack. No other module does either.
+that are supported lack: of groups, backends and stores here, of meshes in :mod:`meshes`. No other
+module does either.
 
 Each function says which public call would take its place. The contract tests hold each of them to
 what it says here, on the oldest and on the newest torch.
@@ -9,10 +10,8 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import itertools
 import math
 import re
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,11 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as _c10d
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh
 
-from megapg.errors import LayoutError, UnsupportedVersionError
+from megapg.errors import UnsupportedVersionError
 
 # What one communicator is asked for: of torch's NCCL, or hints for torchcomms.
 Options: TypeAlias = "dist.ProcessGroupNCCL.Options | Mapping[str, str]"
@@ -52,7 +49,7 @@ def check_version() -> None:
             "(the package index has but an empty one), and torch would silently go on without. "
             "Install it, or unset the variable; whatever it holds but 0 means yes to torch."
         )
-    if _version() < OLDEST:
+    if version() < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise UnsupportedVersionError(
             f"torch {torch.__version__} is installed, and megapg needs {oldest} or newer to make "
@@ -60,7 +57,7 @@ def check_version() -> None:
         )
 
 
-def _version() -> tuple[float, ...]:
+def version() -> tuple[float, ...]:
     """Of this torch, as far as it tells; else that of none yet.
 
     Public: ``torch.__version__``, as text.
@@ -93,7 +90,7 @@ def new_group(
         list(ranks),
         dist.Backend(backend),
         store,
-        _named(name),
+        as_name(name),
         backend_options=options,
         timeout=timeout,
         group_desc=description,
@@ -144,7 +141,7 @@ def splits_in_order() -> bool:
 
     Public: none that asks.
     """
-    return can_split() and not on_torchcomms() and _version() >= (2, 14)
+    return can_split() and not on_torchcomms() and version() >= (2, 14)
 
 
 def split_world(
@@ -190,7 +187,7 @@ def split_world(
         list(ranks),
         timeout=timeout,
         opts=options,
-        group_name=_named(name),
+        group_name=as_name(name),
         group_desc=description,
         device_types=devices,
     )
@@ -199,7 +196,7 @@ def split_world(
     for device in devices:
         if on_torchcomms():
             c10d._world.comms.append(_torchcomm(group, device))
-        elif _version() < (2, 14):  # from then on they begin at 0 by themselves
+        elif version() < (2, 14):  # from then on they begin at 0 by themselves
             backend_on(group, device)._set_sequence_number_for_group()
     _register(group, ranks, backend=backend, name=name)
     return group
@@ -232,7 +229,7 @@ def _split_with_hints(
         group._set_default_backend(kind)
         group._register_backend(device, kind, cast("Any", c10d)._BackendWrapper(made))
         c10d._world.comms.append(made)
-    group._set_group_name(_named(name))
+    group._set_group_name(as_name(name))
     describe(group, description)
     _register(group, ranks, backend=backend, name=name)
     return group
@@ -248,7 +245,7 @@ def _register(group: dist.ProcessGroup, ranks: Sequence[int], *, backend: str, n
         group,
         backend_name=dist.Backend(backend),
         store=group.get_group_store(),
-        group_name=_named(name),
+        group_name=as_name(name),
         backend_config=str(c10d.BackendConfig(dist.Backend(backend))),
         rank_mapping={each: index for index, each in enumerate(ranks)},
     )
@@ -299,8 +296,12 @@ def _torchcomms_there() -> bool:
     return bool(vars(c10d).get("_TORCHCOMM_AVAILABLE"))
 
 
-def _named(name: str) -> c10d.GroupName:
-    # A type of its own in newer releases; only a checker tells it from a string.
+def as_name(name: str) -> c10d.GroupName:
+    """A name as torch's functions take it: of a type of its own in newer releases, which a checker
+    alone tells from a string.
+
+    Public: none.
+    """
     return cast("Callable[[str], c10d.GroupName]", getattr(c10d, "GroupName", str))(name)
 
 
@@ -555,189 +556,3 @@ else:
         from torch.distributed.checkpoint.filesystem import _StorageInfo
 
         return _StorageInfo
-
-
-# -- meshes ----------------------------------------------------------------------------------------
-
-
-class _Dimension(str):
-    """The name of a mesh's dimension: equal to the text, and to the same name in another mesh only
-    where both are of one owner. torch compares meshes by their ranks and names alone, so that two
-    sessions would share what DTensor remembers of a mesh.
-    """
-
-    owner: object
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, _Dimension) and other.owner is not self.owner:
-            return False
-        return str.__eq__(self, other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = str.__hash__
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)
-
-
-class _Mesh(DeviceMesh):
-    """A mesh over groups that exist, which never makes one."""
-
-    _fields: Mapping[str, tuple[tuple[int, ...], str]]  # of the root: the ranks, torch's name
-    _owner: object
-
-    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        wanted = (names,) if isinstance(names, str) else tuple(names)
-        own = {name: name for name in self.mesh_dim_names or ()}
-        if len(wanted) == 1 and wanted[0] not in own:
-            return self._flattened(wanted[0])
-        part = super().__getitem__(tuple(own.get(name, name) for name in wanted))
-        return self._adopt(part)
-
-    def _adopt(self, part: DeviceMesh) -> DeviceMesh:
-        if part is not self:
-            part.__class__ = _Mesh  # torch makes a plain one of it
-        return part
-
-    def _flattened(self, name: str) -> DeviceMesh:
-        """The mesh of a field that several dimensions make up."""
-        dimensions, fields = self.mesh_dim_names or (), vars(self._get_root_mesh())["_fields"]
-        for count in range(2, len(dimensions) + 1) if name in fields else ():
-            for some in itertools.combinations(dimensions, count):
-                part = self if some == dimensions else self[some]
-                if tuple(part.mesh.flatten().tolist()) == fields[name][0]:
-                    return part._flatten(name)
-        raise LayoutError(
-            f"mesh[{name!r}]: this is no dimension of the mesh of {', '.join(dimensions)}, and no "
-            "field that some of them make up, in this order."
-        )
-
-    def _create_flatten_mesh(self, mesh_dim_name: str, *_: object, **__: object) -> None:
-        root = self._get_root_mesh()
-        if mesh_dim_name in root._flatten_mapping:
-            return
-        ranks, fields = tuple(self.mesh.flatten().tolist()), vars(root)["_fields"]
-        of_name = [fields[mesh_dim_name]] if mesh_dim_name in fields else []
-        named = next((of for held, of in (*of_name, *fields.values()) if held == ranks), None)
-        if named is None:
-            raise LayoutError(
-                f"no field of the collection has the ranks {list(ranks)} in this order; a mesh "
-                "of groups makes none."
-            )
-        name = _Dimension(mesh_dim_name)
-        name.owner = vars(root)["_owner"]
-        flat = _Mesh(
-            root.device_type,
-            _layout=type(self._layout)([self._layout.collapse()]),
-            _rank_map=root._rank_map,
-            mesh_dim_names=(name,),
-            _root_mesh=root,
-            _init_backend=False,
-        )
-        flat._dim_group_names = [named]
-        root._pg_registry[named] = _c10d._resolve_process_group(_named(named))
-        root._flatten_mapping[name] = flat
-
-    def _create_unflatten_mesh(self, *_: object, **__: object) -> DeviceMesh:
-        raise LayoutError(
-            "a mesh of a collection makes no group, so it can't be unflattened; name the fields of "
-            "the smaller dimensions: pg.mesh(...)."
-        )
-
-
-FINDING_NEW_GROUPS: tuple[type, ...] = (_Mesh,)
-"""Classes whose instances know groups by name, and find those that are made anew."""
-
-
-def can_mesh() -> bool:
-    """Whether slices of a mesh can keep to groups that exist: :func:`mesh_over`. Up to 2.10 torch
-    makes groups there, and up to 2.12 it lays flattened meshes out another way.
-
-    Public: none that asks.
-    """
-    return _version() >= (2, 13)
-
-
-def mesh_over(
-    groups: Mapping[str, dist.ProcessGroup],
-    ranks: torch.Tensor,
-    device_type: str,
-    fields: Mapping[str, dist.ProcessGroup],
-    owner: object,
-) -> DeviceMesh:
-    """A mesh over groups that exist.
-
-    Args:
-        groups: dimension -> its group, the outermost first.
-        ranks: all of them, in the mesh's shape.
-        device_type: ``cpu``, ``cuda``.
-        fields: all groups of this rank, by their names: for slices that are flattened.
-        owner: of the groups; meshes of two owners are never equal.
-
-    Raises:
-        UnsupportedVersionError: this torch makes groups where it slices a mesh.
-
-    Public: ``DeviceMesh.from_group``, once slices of it keep to groups that exist.
-    """
-    if not can_mesh():
-        raise UnsupportedVersionError(
-            f"torch {torch.__version__} is installed; a mesh over groups that exist takes 2.13 or "
-            "newer. Pass the groups themselves, or make the mesh with torch's init_device_mesh()."
-        )
-    names = [_Dimension(name) for name in groups]
-    for name in names:
-        name.owner = owner
-    mesh = DeviceMesh.from_group(
-        list(groups.values()), device_type, ranks, mesh_dim_names=tuple(names)
-    )
-    mesh.__class__ = _Mesh
-    known = {
-        name: (tuple(dist.get_process_group_ranks(group)), group.group_name)
-        for name, group in fields.items()
-    }
-    vars(mesh).update(_fields=known, _owner=owner)
-    return mesh
-
-
-def forget_groups(mesh: DeviceMesh) -> None:
-    """Have a mesh hold no group; it finds them by their names, but while torch compiles.
-
-    Public: none.
-    """
-    mesh._pg_registry.clear()
-
-
-def hold_groups(mesh: DeviceMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """Have a mesh hold groups by the names that it knows, where torch compiles.
-
-    Public: none.
-    """
-    mesh._pg_registry.update(groups)
-
-
-def add_name(name: str, group: dist.ProcessGroup) -> None:
-    """Have torch find a group by one more name.
-
-    Public: none.
-    """
-    _c10d._register_process_group(_named(name), group)
-
-
-def drop_name(name: str) -> None:
-    """Have torch find nothing by a name.
-
-    Public: none.
-    """
-    _c10d._unregister_process_group(_named(name))
-
-
-def forget_placements() -> None:
-    """Have DTensor forget what it worked out for meshes, which it holds on to.
-
-    Public: none.
-    """
-    debug = sys.modules.get("torch.distributed.tensor.debug")
-    if debug is not None:
-        getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
