@@ -18,7 +18,7 @@ from megapg.migrate.find.index import Index
 from megapg.migrate.find.models import ancestry
 from megapg.migrate.python.insert import add_statement
 from megapg.migrate.python.methods import body_of, decorators, first_parameter, kept, mentions
-from megapg.migrate.python.scopes import Alias, Opaque, Scope
+from megapg.migrate.python.scopes import Alias, FunctionNode, Opaque, Scope
 from megapg.migrate.python.source import Source
 from megapg.upstream.mapping import COLLECTION_NAMES
 
@@ -167,5 +167,5 @@ def _returns(function: ast.AST) -> Iterator[ast.Return]:
         each = waiting.pop()
         if isinstance(each, ast.Return):
             yield each
-        elif not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr):
+        elif not isinstance(each, FunctionNode | ast.ClassDef | ast.expr):
             waiting += ast.iter_child_nodes(each)

@@ -17,7 +17,7 @@ from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.sites import Carrier, Kind, Site
 from megapg.migrate.migration import How
 from megapg.migrate.python.methods import class_of, kept, left_out, self_of
-from megapg.migrate.python.scopes import Scope, Use
+from megapg.migrate.python.scopes import FunctionNode, Scope, Use
 from megapg.upstream.mapping import RANK_GLOBALS
 
 # Writes that make a rank or size differ from what the groups say.
@@ -229,7 +229,7 @@ class Facts:
                         if thing.kind == "function" and thing.scope and thing.path:
                             yield thing.scope, thing.path
                 outer = use.parents.above.node if use.parents.above else outer
-            if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(outer, FunctionNode):
                 named = (e.func if isinstance(e, ast.Call) else e for e in outer.decorator_list)
                 if any(each is reference.node for each in named):
                     for decorated in use.scope.defined(outer.name):

@@ -30,7 +30,7 @@ from megapg.migrate.python.methods import (
     parameters,
     set_up_behind,
 )
-from megapg.migrate.python.scopes import Scope, last_name
+from megapg.migrate.python.scopes import FunctionNode, Scope, last_name
 
 PARAMETER = "pg_collection"
 
@@ -44,7 +44,6 @@ _PLAIN_BASES = frozenset({"ABC", "object", "Generic"})
 # Bases outside of a project whose constructors put no collection on an object.
 _KEEPING_NONE = _PLAIN_BASES | {"MegatronModule", "Module"}
 _CLASS_DECORATORS = frozenset({"total_ordering", "final", "deprecated"})
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
 # What makes an attribute more than one.
 _SPECIAL = frozenset({PARAMETER, "__slots__", "__setattr__"})
 # Names by which a constructor reads the parameter, be it with all others.
@@ -72,7 +71,7 @@ class Functions:
     def in_the_way(self, function: Scope, path: Path) -> Why | None:
         """Why a function can't be given the parameter; None where it can."""
         node, outer = function.node, function.parent
-        if not isinstance(node, _Function) or outer is None:
+        if not isinstance(node, FunctionNode) or outer is None:
             return Why.LAMBDA
         if node.args.kwarg is not None:
             return Why.ANY_KEYWORD
@@ -122,7 +121,7 @@ class Functions:
         before that, may ask for it; a base that only fills attributes does not.
         """
         klass, looked = class_of(constructor), self._index.look(path)
-        if klass is None or looked is None or not isinstance(constructor.node, _Function):
+        if klass is None or looked is None or not isinstance(constructor.node, FunctionNode):
             return ()
         above = list(ancestry(klass, path, self._index.resolver))[1:]
         outside = {each.rpartition(".")[2] for each in above if isinstance(each, str)}

@@ -21,6 +21,7 @@ from megapg.migrate.python.methods import decorators, kept
 from megapg.migrate.python.scopes import (
     Alias,
     Binding,
+    FunctionNode,
     Imported,
     Opaque,
     Scope,
@@ -44,7 +45,6 @@ _CONSTRUCTOR_QUOTED = re.compile(rb",\s*[\"']__init__[\"']")
 _LAST_WORD = re.compile(rb"[\w\x80-\xff]+\Z")
 _LONGEST_WORD = 1000
 _OF_OBJECTS = frozenset({"self", "cls"})
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ class _Patches:
             read = {last_name(each) for each in _named(unit)}
             self.read |= read
             units += [table for name in read for table in tables.get(name, ())]
-            if isinstance(unit, _Function):
+            if isinstance(unit, FunctionNode):
                 self.helpers.add(unit.name)
                 units += [each for each in calls if last_name(each.func) == unit.name]
         for name, values in tables.items():
@@ -329,7 +329,7 @@ def _tables(tree: ast.Module) -> dict[str, list[ast.AST]]:
             targets = statement.targets
         elif isinstance(statement, ast.AnnAssign | ast.AugAssign):
             targets = [statement.target]
-        elif isinstance(statement, _Function) and "fixture" in decorators(statement):
+        elif isinstance(statement, FunctionNode) and "fixture" in decorators(statement):
             found.setdefault(statement.name, []).append(statement)
         for target in targets:
             value = getattr(statement, "value", None)

@@ -29,7 +29,7 @@ from megapg.migrate.find.models import ancestry
 from megapg.migrate.migration import Callee
 from megapg.migrate.python.analysis import Analysis, analyse
 from megapg.migrate.python.methods import class_of, is_super, kept, parameters, self_of
-from megapg.migrate.python.scopes import Alias, Opaque, Scope, Use, last_name, walk
+from megapg.migrate.python.scopes import Alias, FunctionNode, Opaque, Scope, Use, last_name, walk
 from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
 
 # Further than anybody follows what is reported.
@@ -349,7 +349,7 @@ class Callees:
     def _behind_of(self, called: _Called, depth: int) -> list[_Asked]:
         text, unit = self._text(called.path), called.function
         node = unit.node
-        if text is None or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if text is None or not isinstance(node, FunctionNode):
             return []
         asked = text.asked_by(node)
         found = list(_of_globals(asked, called, text.name))
@@ -377,7 +377,7 @@ def _has(unit: Scope, text: TextOfFile, beside: Iterable[str]) -> dict[str, str]
     method also those about which its object is asked.
     """
     node, own = unit.node, dict.fromkeys(beside, self_of(unit))
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+    if not isinstance(node, FunctionNode):
         return {}
     asked = [each for each in text.asked_by(node) if not each.by_core]
     if any(each.carrier == GLOBALS for each in asked):

@@ -14,8 +14,8 @@ from megapg.migrate.edit.mixing import GLOBALS, Asking, TextOfFile
 from megapg.migrate.edit.values import Calls
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.migration import Callee
-from megapg.migrate.python.methods import class_of, parameters, self_of
-from megapg.migrate.python.scopes import Scope, Use
+from megapg.migrate.python.methods import class_of, passed
+from megapg.migrate.python.scopes import FunctionNode, Scope, Use
 from megapg.upstream.mapping import COLLECTION_NAMES
 
 # Further than anybody hands a model on.
@@ -42,7 +42,7 @@ class Handed:
             return
         for use, call in self.calls_in(path).get(unit, ()):
             for function, at in self.called(use, call, unit, path):
-                found = next(self._asked(function, at, _passed(function, call), own), None)
+                found = next(self._asked(function, at, passed(function, call), own), None)
                 if found is not None and function is not unit:
                     yield call, _reported(text.name, call, unit, function, *found)
                     break
@@ -62,7 +62,7 @@ class Handed:
         self, function: Scope, path: Path, name: str, axes: frozenset[str], depth: int
     ) -> Iterator[tuple[Asking, str]]:
         text, node = self.text(path), function.node
-        if text is None or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if text is None or not isinstance(node, FunctionNode):
             return
         for each in text.asked_by(node):
             if each.carrier == name and not each.by_core and axes_of(each.what) & axes:
@@ -70,7 +70,7 @@ class Handed:
         for use, call in self.calls_in(path).get(function, ()) if depth < _DEEPEST else ():
             if any(_is_named(each, name) for each in _given(call)):
                 for called, at in self.called(use, call, function, path):
-                    for parameter, given in _passed(called, call).items():
+                    for parameter, given in passed(called, call).items():
                         if _is_named(given, name) and called is not function:
                             yield from self._behind(called, at, parameter, axes, depth + 1)
 
@@ -92,19 +92,10 @@ def _reported(
 
 def _of_globals(function: ast.AST, text: TextOfFile) -> frozenset[str]:
     """The kinds of groups about which a function asks the globals itself."""
-    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+    if not isinstance(function, FunctionNode):
         return frozenset()
     asked = (e for e in text.asked_by(function) if e.carrier == GLOBALS and not e.by_core)
     return frozenset[str]().union(*(axes_of(each.what) for each in asked))
-
-
-def _passed(function: Scope, call: ast.Call) -> dict[str, ast.expr]:
-    """What a call passes for the parameters of a function, as far as that shows."""
-    named = {each.arg: each.value for each in call.keywords if each.arg}
-    if any(isinstance(each, ast.Starred) for each in call.args):
-        return named
-    names = [each.arg for each in parameters(function.node)][1 if self_of(function) else 0 :]
-    return {**dict(zip(names, call.args, strict=False)), **named}
 
 
 def _given(call: ast.Call) -> Iterator[ast.expr]:

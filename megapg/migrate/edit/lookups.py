@@ -27,7 +27,7 @@ from megapg.migrate.python.flow import (
     statements_in,
     within,
 )
-from megapg.migrate.python.scopes import Instance, Opaque, Scope, last_name
+from megapg.migrate.python.scopes import FunctionNode, Instance, Opaque, Scope, last_name
 from megapg.upstream.mapping import Takes
 
 # What each model is built with. Who has a pipeline's group has those of its embeddings, be they
@@ -35,7 +35,7 @@ from megapg.upstream.mapping import Takes
 _OF_EACH_MODEL = frozenset({"tp", "pp", "mp", "cp", "dp", "dp_cp", "embd", "pos_embd"})
 
 
-_OWN = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef  # with a scope of its own
+_OWN = FunctionNode | ast.ClassDef  # with a scope of its own
 
 
 @dataclass(frozen=True, eq=False)

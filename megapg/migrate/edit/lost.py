@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 from megapg.migrate.edit.mixing import CONSTRUCTOR, PASSED, kept_or_handed_on
 from megapg.migrate.python.methods import parameters
-from megapg.migrate.python.scopes import last_name, walk
-
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
+from megapg.migrate.python.scopes import FunctionNode, last_name, walk
 
 
 def lost_in(tree: ast.Module) -> Iterator[str]:
@@ -18,14 +16,14 @@ def lost_in(tree: ast.Module) -> Iterator[str]:
     """
     for node in ast.walk(tree):
         body = node.body if isinstance(node, ast.ClassDef) else ()
-        methods = [each for each in body if isinstance(each, _Function)]
+        methods = [each for each in body if isinstance(each, FunctionNode)]
         if isinstance(node, ast.ClassDef) and any(map(_drops, methods)):
             others = (each for each in methods if each.name != CONSTRUCTOR)
             if any(_asks_self(call) for each in others for call in walk(each)):
                 yield node.name
 
 
-def _drops(method: _Function) -> bool:
+def _drops(method: FunctionNode) -> bool:
     """Whether a constructor takes a collection, and neither keeps it nor hands it on whole."""
     if method.name != CONSTRUCTOR or all(each.arg != PASSED for each in parameters(method)):
         return False

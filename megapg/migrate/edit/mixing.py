@@ -27,14 +27,13 @@ from megapg.migrate.python.methods import (
     parameters,
     setting_up,
 )
-from megapg.migrate.python.scopes import children_of, last_name, walk
+from megapg.migrate.python.scopes import FunctionNode, children_of, last_name, walk
 from megapg.upstream.mapping import COLLECTION_NAMES
 from megapg.upstream.signatures import VERSIONS
 
 PASSED, GLOBALS = "pg_collection", "the globals"
 """What was passed, else the globals; and the globals alone."""
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
 CONSTRUCTOR = "__init__"
 # What a collection has beside its fields.
 _OTHERS = frozenset({"rank", "size", "ranks", "extras", "holds", "require"})
@@ -69,9 +68,9 @@ class Mixed:
         )
 
 
-def definitions_in(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+def definitions_in(tree: ast.Module) -> list[FunctionNode | ast.ClassDef]:
     """The functions and classes of a file, in an order that no edit changes."""
-    return [each for each in walk(tree) if isinstance(each, _Function | ast.ClassDef)]
+    return [each for each in walk(tree) if isinstance(each, FunctionNode | ast.ClassDef)]
 
 
 def mixed(
@@ -101,7 +100,7 @@ def mixed(
         for klass in file.classes:
             everywhere[klass.node.name].append(klass)
         for number, node in enumerate(file.definitions if name in trees else ()):
-            if isinstance(node, _Function):
+            if isinstance(node, FunctionNode):
                 asked = file.asked_by(node)
                 found = [*_apart(node.name, number, asked)]
                 yield from (
@@ -166,12 +165,12 @@ def kept_or_handed_on(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
             yield from (*each.args, *(keyword.value for keyword in each.keywords))
 
 
-def _makes_groups(function: _Function) -> bool:
+def _makes_groups(function: FunctionNode) -> bool:
     called = (last_name(e.func) for e in walk(function) if isinstance(e, ast.Call))
     return any(each in ("initialize_model_parallel", "destroy_model_parallel") for each in called)
 
 
-def _is_passed(carrier: str, method: _Function) -> bool:
+def _is_passed(carrier: str, method: FunctionNode) -> bool:
     return any(each.arg == carrier for each in parameters(method))
 
 
@@ -214,7 +213,7 @@ class TextOfFile:
     ) -> None:
         self.name = name
         nodes = list(walk(tree))
-        self.definitions = [each for each in nodes if isinstance(each, _Function | ast.ClassDef)]
+        self.definitions = [each for each in nodes if isinstance(each, FunctionNode | ast.ClassDef)]
         imports = [each for each in nodes if isinstance(each, ast.Import | ast.ImportFrom)]
         self.names = Names(imports, versions, has_core, runtime)
         self.classes = [
@@ -229,9 +228,9 @@ class TextOfFile:
             if (isinstance(each, ast.Name) and (each.id in said or self.names.has_star))
             or (isinstance(each, ast.Attribute) and each.attr in COLLECTION_NAMES)
         )
-        self._asked: dict[_Function, list[Asking]] = {}
+        self._asked: dict[FunctionNode, list[Asking]] = {}
 
-    def asked_by(self, function: _Function) -> list[Asking]:
+    def asked_by(self, function: FunctionNode) -> list[Asking]:
         """All that a function asks."""
         if function not in self._asked:
             begin = bisect_left(self._lines, function.lineno)
@@ -249,7 +248,7 @@ class _Class:
     @property
     def asked(self) -> Iterator[Asking]:
         """What its methods ask, of the object or of the globals."""
-        methods = [each for each in self.node.body if isinstance(each, _Function)]
+        methods = [each for each in self.node.body if isinstance(each, FunctionNode)]
         makers = [each for each in methods if each.name == CONSTRUCTOR]
         takes_one = any(e.arg in COLLECTION_NAMES for each in makers for e in parameters(each))
         without_one, of_object = making(self.node), setting_up(self.node)
@@ -278,7 +277,7 @@ class _Class:
         """What its constructor asked for each attribute that it gives the object."""
         found: dict[str, list[Asking]] = {}
         for each in self.node.body:
-            if not isinstance(each, _Function) or each.name != CONSTRUCTOR:
+            if not isinstance(each, FunctionNode) or each.name != CONSTRUCTOR:
                 continue
             asked = self.file.asked_by(each)
             for attribute, nodes in attributes_kept(each).items() if asked else ():
@@ -291,7 +290,11 @@ class _Class:
     ) -> Iterator[list[Asking]]:
         """What each of its methods asks, with what a constructor asked for what that one reads."""
         for each in self.node.body if any(kept) else ():
-            if not isinstance(each, _Function) or each.name == CONSTRUCTOR or _makes_groups(each):
+            if (
+                not isinstance(each, FunctionNode)
+                or each.name == CONSTRUCTOR
+                or _makes_groups(each)
+            ):
                 continue
             others = [e for e in self.file.asked_by(each) if e.carrier not in ("self", GLOBALS)]
             read = attributes_read(each) if others else set()
@@ -306,7 +309,9 @@ class _Class:
 class _Reading:
     """What one function asks, without the functions in it that have a model of their own."""
 
-    def __init__(self, function: _Function, names: Names, around: _Reading | None = None) -> None:
+    def __init__(
+        self, function: FunctionNode, names: Names, around: _Reading | None = None
+    ) -> None:
         self._function, self._names = function, names
         # Variables -> since which lines each holds a collection, and of which carrier. A model.
         self._holds: dict[str, list[tuple[int, str]]] = defaultdict(list)
@@ -314,12 +319,12 @@ class _Reading:
         if around:
             self._holds.update({name: list(held) for name, held in around._holds.items()})
         self._nodes: list[ast.AST] = []
-        self._inner: list[_Function] = []
+        self._inner: list[FunctionNode] = []
         waiting: list[ast.AST] = [function]
         while waiting:
             each = waiting.pop()
             self._nodes.append(each)
-            if isinstance(each, _Function) and each is not function:
+            if isinstance(each, FunctionNode) and each is not function:
                 self._inner.append(each)
             else:
                 waiting += children_of(each)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from megapg.migrate.edit.handed import Called
 from megapg.migrate.edit.mixing import PASSED, TextOfFile
-from megapg.migrate.edit.values import Calls, argument
+from megapg.migrate.edit.values import Calls
 from megapg.migrate.find.axes import axes_of
-from megapg.migrate.python.methods import parameters
-from megapg.migrate.python.scopes import Opaque, Scope, Use
+from megapg.migrate.python.methods import parameters, passed
+from megapg.migrate.python.scopes import FunctionNode, Opaque, Scope, Use
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Modelled:
     def _of_passed(self, function: Scope, path: Path) -> set[str]:
         """The kinds of groups about which a function asks what it is passed."""
         text, node = self.text_of(path), function.node
-        asked = text.asked_by(node) if text is not None and isinstance(node, _Function) else ()
+        asked = text.asked_by(node) if text is not None and isinstance(node, FunctionNode) else ()
         return {axis for e in asked if e.carrier == PASSED for axis in axes_of(e.what)}
 
     def _asked(
@@ -54,18 +54,15 @@ class Modelled:
         """
         text, node = self.text_of(path), function.node
         is_free = function.parent is not None and function.parent.kind == "module"
-        if text is None or not is_free or not isinstance(node, _Function):
+        if text is None or not is_free or not isinstance(node, FunctionNode):
             return
         takes = {each.arg for each in parameters(node)}
         if PASSED in takes:
             return
         for each in text.asked_by(node):
             is_one = each.carrier in takes and not each.by_core and axes_of(each.what) & axes
-            if is_one and _is_passed_on(argument(function, each.carrier, call), use.scope):
+            if is_one and _is_passed_on(passed(function, call).get(each.carrier), use.scope):
                 yield each.carrier
-
-
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _hands_it_on(given: ast.keyword) -> bool:

@@ -4,7 +4,6 @@ with what the other methods of its object ask.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,7 @@ from megapg.migrate.edit.mixing import CONSTRUCTOR, PASSED, TextOfFile
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.meaning import Resolver
 from megapg.migrate.python.methods import class_of, kept, self_of
-from megapg.migrate.python.scopes import Scope
-
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
+from megapg.migrate.python.scopes import FunctionNode, Scope
 
 
 def methods_of(klass: Scope) -> Iterator[Scope]:
@@ -69,7 +66,7 @@ class Objects:
                 continue
             for method in methods_of(each):
                 of_it = ("self", PASSED) if method.name == CONSTRUCTOR else ("self",)
-                asked = text.asked_by(method.node) if isinstance(method.node, _Function) else ()
+                asked = text.asked_by(method.node) if isinstance(method.node, FunctionNode) else ()
                 for asking in asked:
                     if asking.carrier in of_it and not asking.by_core:
                         for axis in axes_of(asking.what):

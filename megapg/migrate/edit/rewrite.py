@@ -29,13 +29,12 @@ from megapg.migrate.python.insert import (
 )
 from megapg.migrate.python.locate import quote_in
 from megapg.migrate.python.methods import body_of, first_parameter, parameters
-from megapg.migrate.python.scopes import Imported, Scope, Use
+from megapg.migrate.python.scopes import FunctionNode, Imported, Scope, Use
 from megapg.migrate.python.source import Source
 from megapg.migrate.python.unused import names_of
 
 # What a collection is called that several reads of a function share; the first that is free.
 _LOCAL_NAMES = ("pg", "groups", "process_groups", "pg_")
-_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Writer:
@@ -108,7 +107,7 @@ class Writer:
         that.
         """
         node = taking.function.node
-        if not isinstance(node, _FUNCTION):
+        if not isinstance(node, FunctionNode):
             return False
         if not taking.is_new:
             self._edits += (edits := self._keep(taking, node))
@@ -132,7 +131,7 @@ class Writer:
         self._edits += edits
         return True
 
-    def _keep(self, taking: Taking, node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[Edit]:
+    def _keep(self, taking: Taking, node: FunctionNode) -> list[Edit]:
         instance, body = first_parameter(node), body_of(node)
         if not instance or not body:
             return []
@@ -235,7 +234,7 @@ class Writer:
                 for scope in _further_in(function, each.members):
                     taken[scope].add(name)  # it reads that of the function around
                 looked_up = self._in_quotes(f"{name} = {self._collection(base, each.needs)}")
-                if isinstance(each.before, _FUNCTION):
+                if isinstance(each.before, FunctionNode):
                     looked_up += newline_of(self._source)  # and a blank line before that
                 # The comment above it is about that, and no heading of several.
                 is_its_own = any(blocks(each.before)) or self._ends_a_paragraph(each.before)
@@ -269,7 +268,7 @@ class Writer:
         return next(free, None)
 
 
-def _is_annotated(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+def _is_annotated(node: FunctionNode) -> bool:
     annotations = [each.annotation for each in parameters(node)]
     return any(each is not None for each in (*annotations, node.returns))
 

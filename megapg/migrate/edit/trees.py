@@ -18,10 +18,10 @@ from typing import Any, TypeAlias
 from megapg.migrate.edit.texts import NEWLINE, ends_in_comment, expression, open_quotes
 from megapg.migrate.migration import EXCUSE, Edit
 from megapg.migrate.python.methods import is_docstring, parameters
-from megapg.migrate.python.scopes import last_name
+from megapg.migrate.python.scopes import FunctionNode, last_name
 from megapg.migrate.python.source import Source
 
-_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_Function: TypeAlias = FunctionNode | ast.Lambda
 Pair: TypeAlias = tuple[ast.AST, ast.AST]
 _Lists: TypeAlias = tuple[list[Any], list[Any]]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import Resolver, Thing
-from megapg.migrate.python.methods import parameters, self_of
+from megapg.migrate.python.methods import parameters, passed, self_of
 from megapg.migrate.python.scopes import Opaque, Scope, Use, last_name
 
 # Further than anybody hands a function on.
@@ -45,7 +45,7 @@ class Values:
                 if isinstance(each.node, ast.Name) and each.scope.find(each.node.id) is not None
             }
             for name in called & {each.arg for each in parameters(thing.scope.node)}:
-                yield from self._things(argument(thing.scope, name, call), use, path)
+                yield from self._things(passed(thing.scope, call).get(name), use, path)
 
     def bound(self, use: Use, call: ast.Call, path: Path) -> Iterator[Thing]:
         """The function of which a call is ``functools.partial``."""
@@ -71,7 +71,7 @@ class Values:
                         for each in self.resolver.expression(use.node, use.scope, file)
                     ):
                         continue
-                    given = argument(function, name, call)
+                    given = passed(function, call).get(name)
                     yield from self._things(given, use, file)
                     further = _parameter(given, use.scope)
                     if further is not None and further[0] is not function:
@@ -87,13 +87,3 @@ def _parameter(node: ast.expr | None, scope: Scope) -> tuple[Scope, str] | None:
     is_one = len(bound) == 1 and isinstance(bound[0], Opaque) and bound[0].parameter
     is_free = owner.kind == "function" and owner.parent is not None
     return (owner, node.id) if is_one and is_free and not self_of(owner) else None
-
-
-def argument(function: Scope, name: str, call: ast.Call) -> ast.expr | None:
-    """What a call gives for a parameter."""
-    if any(isinstance(each, ast.Starred) for each in call.args):
-        return None
-    names = [each.arg for each in parameters(function.node)]
-    position = names.index(name) if name in names else len(call.args)
-    named = (each.value for each in call.keywords if each.arg == name)
-    return call.args[position] if position < len(call.args) else next(named, None)

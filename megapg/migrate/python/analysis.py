@@ -13,6 +13,7 @@ from megapg.migrate.python.scopes import (
     Alias,
     Binding,
     Defined,
+    FunctionNode,
     Imported,
     Instance,
     Opaque,
@@ -22,7 +23,6 @@ from megapg.migrate.python.scopes import (
     children_of,
 )
 
-_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 _Comprehension: TypeAlias = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
@@ -95,7 +95,7 @@ class _Analyser:
 
     # -- scopes ------------------------------------------------------------------------------
 
-    def _function(self, node: _Function, scope: Scope, parents: Parents) -> None:
+    def _function(self, node: FunctionNode, scope: Scope, parents: Parents) -> None:
         inner = Scope("function", node.name, node, scope)
         scope.bind(node.name, Defined(inner, node.lineno))
         inside = Parents(node, parents)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from megapg.migrate.python.scopes import Parents, Use, last_name, walk
+from megapg.migrate.python.scopes import FunctionNode, Parents, Use, last_name, walk
 
-_OWN_SCOPE = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+_OWN_SCOPE = FunctionNode | ast.Lambda | ast.ClassDef
 LOOP = ast.For | ast.AsyncFor | ast.While
 _WITH = ast.With | ast.AsyncWith
 TRY = ast.Try | ast.TryStar
@@ -427,7 +427,7 @@ def certainly_reads(statement: ast.stmt, uses: Iterable[Use]) -> bool:
     """Whether a statement, before which something can be put, certainly makes one of some uses in
     it. Those in its inner blocks it never makes for certain, and they may be left out.
     """
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if isinstance(statement, FunctionNode | ast.ClassDef):
         return False
     return any(is_certain(use.node, use.parents, statement) for use in uses)
 

@@ -15,12 +15,10 @@ from megapg.migrate.migration import Edit
 from megapg.migrate.python.analysis import Analysis
 from megapg.migrate.python.insert import newline_of
 from megapg.migrate.python.methods import first_line, is_docstring, kept
-from megapg.migrate.python.scopes import Imported, Use, bound_name, walk
+from megapg.migrate.python.scopes import FunctionNode, Imported, Use, bound_name, walk
 from megapg.migrate.python.sorting import Order, Placed, placed
 from megapg.migrate.python.source import Source
 from megapg.migrate.python.unused import Import, Unused
-
-_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Origin(NamedTuple):
@@ -315,7 +313,7 @@ class Imports:
         lead += newline if after is not None else ""
         text = source.text[at:]
         blank = text[: len(text) - len(text.lstrip())].count(newline)
-        wanted = 2 if isinstance(behind[0], _FUNCTION | ast.ClassDef) else 1
+        wanted = 2 if isinstance(behind[0], FunctionNode | ast.ClassDef) else 1
         rest = newline * max(0, wanted - blank)
         return Edit(at, at, f"{lead}{new}{newline}{rest}", "import")
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from megapg.migrate.migration import Edit
 from megapg.migrate.python.methods import first_line
+from megapg.migrate.python.scopes import FunctionNode
 from megapg.migrate.python.source import Source, tokens
 
 # Behind a statement, where nothing else follows.
@@ -36,7 +37,7 @@ class _List:
 
 def add_parameter(
     source: Source,
-    node: ast.FunctionDef | ast.AsyncFunctionDef,
+    node: FunctionNode,
     parameter: str,
     *,
     by_place: bool = False,

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Concatenate, ParamSpec, TypeVar
 
-from megapg.migrate.python.scopes import Defined, Scope, last_name, walk
+from megapg.migrate.python.scopes import Defined, FunctionNode, Scope, last_name, walk
 
 Of = TypeVar("Of")
 P = ParamSpec("P")
@@ -43,6 +43,15 @@ def first_parameter(function: ast.AST) -> str:
     given = getattr(function, "args", None)
     positional = [*given.posonlyargs, *given.args] if isinstance(given, ast.arguments) else []
     return positional[0].arg if positional else ""
+
+
+def passed(function: Scope, call: ast.Call) -> dict[str, ast.expr]:
+    """What a call passes for the parameters of a function, as far as that shows."""
+    named = {each.arg: each.value for each in call.keywords if each.arg}
+    if any(isinstance(each, ast.Starred) for each in call.args):
+        return named
+    names = [each.arg for each in parameters(function.node)][1 if self_of(function) else 0 :]
+    return {**dict(zip(names, call.args, strict=False)), **named}
 
 
 def left_out(function: Scope, call: ast.Call) -> frozenset[str]:
@@ -114,11 +123,9 @@ def _called_by_the_constructor(
     return {*waiting[1:]}
 
 
-def _methods(klass: ast.AST) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+def _methods(klass: ast.AST) -> dict[str, FunctionNode]:
     return {
-        each.name: each
-        for each in getattr(klass, "body", ())
-        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+        each.name: each for each in getattr(klass, "body", ()) if isinstance(each, FunctionNode)
     }
 
 
@@ -255,7 +262,7 @@ def is_docstring(statement: ast.stmt) -> bool:
     return False
 
 
-def body_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.stmt]:
+def body_of(function: FunctionNode) -> list[ast.stmt]:
     """The statements of a function without its docstring."""
     return function.body[1:] if is_docstring(function.body[0]) else function.body
 

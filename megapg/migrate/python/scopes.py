@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
+FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+"""A function that has a name."""
+
 # Fields in which there is no node, or none that has anything in it.
 _BARE = frozenset(
     {"id", "attr", "ctx", "op", "ops", "kind", "type_comment", "module", "level", "asname"}

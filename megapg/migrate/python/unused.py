@@ -11,12 +11,11 @@ from typing import TypeAlias
 from megapg.migrate.migration import EXCUSE, Edit
 from megapg.migrate.python.analysis import Analysis
 from megapg.migrate.python.flow import blocks, statements_in
-from megapg.migrate.python.scopes import Imported, Use, bound_name, last_name, scopes
+from megapg.migrate.python.scopes import FunctionNode, Imported, Use, bound_name, last_name, scopes
 from megapg.migrate.python.source import Source
 
 _DELIBERATE = re.compile(r"#\s*(?:noqa|megapg:\s*keep|isort:|pylint:)")
 Import: TypeAlias = ast.Import | ast.ImportFrom
-_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 _FOR_TYPES = "TYPE_CHECKING"
 _NOTICING_IMPORTS = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
 
@@ -172,14 +171,14 @@ def _plain_imports(tree: ast.Module) -> Iterator[Import]:
                     if not all(isinstance(each, Import) for each in block):
                         yield statement
                 elif not isinstance(statement, ast.Try | ast.If):
-                    waiting.append((statement, in_function or isinstance(statement, _FUNCTION)))
+                    waiting.append((statement, in_function or isinstance(statement, FunctionNode)))
                 elif in_function and not _notices_imports(statement):
                     waiting.append((statement, True))
                 elif isinstance(statement, ast.If) and last_name(statement.test) != _FOR_TYPES:
                     waiting.append((statement, False))
                 else:
                     inner = list(statements_in(statement))
-                    waiting += [(e, True) for e in inner if isinstance(e, _FUNCTION)]
+                    waiting += [(e, True) for e in inner if isinstance(e, FunctionNode)]
                     waiting += [(e, False) for e in inner if isinstance(e, ast.ClassDef)]
                     yield from _as_good_without(statement)
 
@@ -205,7 +204,7 @@ def _imports_within(block: Sequence[ast.stmt]) -> Iterator[Import]:
     """The imports in a block, and in those in it that no error leaves, with others behind them."""
     yield from (each for each in block[:-1] if isinstance(each, Import))
     for each in block:
-        if not isinstance(each, _FUNCTION | ast.ClassDef | ast.Try):
+        if not isinstance(each, FunctionNode | ast.ClassDef | ast.Try):
             for inner in blocks(each):
                 yield from _imports_within(inner)
 
