@@ -13,6 +13,7 @@ from pathlib import Path
 from megapg.migrate.config import Config
 from megapg.migrate.decide.decisions import GLOBALS, Decision, Passing
 from megapg.migrate.decide.facts import FallenBack
+from megapg.migrate.decide.functions import Functions
 from megapg.migrate.decide.rules import make_plan
 from megapg.migrate.edit.callees import Callees, Calling
 from megapg.migrate.edit.outside import imported_through, names_taken, patched_through
@@ -26,6 +27,7 @@ from megapg.migrate.find.meaning import PARALLEL_STATE
 from megapg.migrate.find.sites import Site
 from megapg.migrate.migration import Edit, Left, Migration, Rewritten, Root, Served, Why, applied
 from megapg.migrate.python.analysis import Analysis
+from megapg.migrate.python.methods import kept
 from megapg.migrate.python.scopes import Scope
 from megapg.migrate.python.source import Problem, Source
 from megapg.migrate.python.tree import is_test
@@ -46,11 +48,11 @@ def migrate(
     """
     index = Index(paths, config)
     findings = index.run(on_progress)
-    runtimes = Runtimes(index, config)
+    functions, runtimes = Functions(index), Runtimes(index, config)
     frozen: dict[Path, str] = {}
     unmixed = Unmixed(index)
     while True:  # a file that fails verification takes no part, and then others may not rely on it
-        attempt = _Attempt(index, runtimes, frozen, unmixed.fallen, unsafe, on_progress)
+        attempt = _Attempt(index, functions, runtimes, frozen, unmixed.fallen, unsafe, on_progress)
         frozen |= attempt.failed
         if attempt.failed or unmixed.finds_more(attempt.trees):
             continue
@@ -73,6 +75,7 @@ class _Attempt:
     def __init__(
         self,
         index: Index,
+        functions: Functions,
         runtimes: Runtimes,
         frozen: Mapping[Path, str],
         fallen: FallenBack,
@@ -84,7 +87,7 @@ class _Attempt:
         self.trees: dict[Path, ast.Module] = {}
         self._why = dict(fallen.why)
         planned = partial(on_progress, "deciding")
-        self._plan = make_plan(index, frozen, fallen, unsafe=unsafe, on_progress=planned)
+        self._plan = make_plan(index, functions, frozen, fallen, unsafe=unsafe, on_progress=planned)
         self._styles = Styles(index.root)
         self._writers: dict[Path, Writer] = {}
         self._requires: dict[Path, set[str]] = defaultdict(set)
@@ -176,22 +179,12 @@ class _Attempt:
         if not edits:
             return None
         source, _ = self._looked(path)
-        after = applied(source.text, edits)
-        file = Rewritten(
-            source.name,
-            path,
-            source.data,
-            source.encoded(after),
-            source.text,
-            tuple(edits),
-            frozenset(self._requires[path]),
-        )
-        found = verified(file, source)
+        file, found = _with_edits(source, tuple(edits))
         if isinstance(found, str):
             self.failed[path] = found
             return None
         self.trees[path] = found
-        return file
+        return replace(file, requires=frozenset(self._requires[path]))
 
     def _fell_back(self, decision: Decision) -> str:
         """Why the globals serve a use, where the check of what was written had them do so."""
@@ -245,6 +238,16 @@ class _Attempt:
             noticed=sorted(self._plan.noticed, key=lambda each: (each.file, each.line)),
             callees=[each.callee for each in calling],
         )
+
+
+@kept
+def _with_edits(source: Source, edits: tuple[Edit, ...]) -> tuple[Rewritten, ast.Module | str]:
+    """A file with edits, and its new tree or what is wrong with it, which attempts that write the
+    same have in common.
+    """
+    after = source.encoded(applied(source.text, edits))
+    file = Rewritten(source.name, source.path, source.data, after, source.text, edits)
+    return file, verified(file, source)
 
 
 def _order(site: Site) -> tuple[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -120,9 +119,9 @@ class Facts:
             return frozenset()
         return frozenset(
             unit
-            for unit, uses in self.calls_in(path).items()
-            for call in (use.parents.node for use in uses)
-            if isinstance(call, ast.Call) and ast.unparse(call).endswith("resolve(None)")
+            for unit, calls in self.calls_in(path).items()
+            for _, call in calls
+            if ast.unparse(call).endswith("resolve(None)")
         )
 
     def written_at(self, located: Located) -> Site | None:
@@ -236,16 +235,10 @@ class Facts:
                         if decorated.node is outer:
                             yield decorated, at
 
-    @kept
-    def calls_in(self, path: Path) -> Mapping[Scope | None, Sequence[Use]]:
+    def calls_in(self, path: Path) -> Mapping[Scope | None, Sequence[tuple[Use, ast.Call]]]:
         """What is called in a file, by the functions that do."""
-        found: dict[Scope | None, list[Use]] = defaultdict(list)
         analysis = self._index.analysis(path)
-        for use in analysis.uses if analysis else ():
-            parent = use.parents.node
-            if isinstance(parent, ast.Call) and parent.func is use.node:
-                found[use.scope.unit].append(use)
-        return found
+        return analysis.calls if analysis else {}
 
     @kept
     def without_a_group(self, unit: Scope, path: Path) -> Sequence[Use]:
@@ -254,8 +247,8 @@ class Facts:
         """
         return [
             use
-            for use in self.calls_in(path).get(unit, ())
-            if group_argument(use.parents.node)
+            for use, call in self.calls_in(path).get(unit, ())
+            if group_argument(call)
             and (
                 self.is_of_globals_module(use, path)  # as the older ones had it
                 or any(
@@ -282,9 +275,9 @@ class Facts:
             passed: the calls that pass one, by their identity.
         """
         found: dict[Scope, Path] = {}
-        for use in self.calls_in(path).get(unit, ()):
+        for use, call in self.calls_in(path).get(unit, ()):
             if (
-                id(use.parents.node) in passed
+                id(call) in passed
                 or not isinstance(use.node, ast.Attribute)
                 or use.node.attr != "apply"
             ):
@@ -316,7 +309,7 @@ class Facts:
         return list(self._find_called(unit, path))
 
     def _find_called(self, unit: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
-        for use in self.calls_in(path).get(unit, ()):
+        for use, _ in self.calls_in(path).get(unit, ()):
             for thing in self._index.resolver.expression(use.node, use.scope, path):
                 seen = thing.path is not None and self._index.modules.sees(path, thing.path)
                 if seen and thing.scope is not None and thing.path is not None:

@@ -14,7 +14,6 @@ from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions, only_reads_fields
 from megapg.migrate.decide.references import Reference
 from megapg.migrate.decide.threads import Threads, stands_in_for
-from megapg.migrate.find.carriers import carriers
 from megapg.migrate.find.index import Index
 from megapg.migrate.migration import How
 from megapg.migrate.python.methods import left_out
@@ -42,13 +41,12 @@ def handed_on(plan: Plan, facts: Facts, threads: Threads, index: Index) -> Itera
         path, asking = decisions[0].located.path, [e for e in decisions if _is_at_hand(e.base)]
         if not asking or facts.is_of_globals(unit, path):
             continue
-        for use in facts.calls_in(path).get(unit, ()):
-            call = use.parents.node
+        for use, call in facts.calls_in(path).get(unit, ()):
             called = [e.scope for e in index.resolver.expression(use.node, use.scope, path)]
             function = called[0] if len(called) == 1 else None
-            if not isinstance(call, ast.Call) or function is None or id(call) in passed:
+            if function is None or id(call) in passed:
                 continue
-            base = facts.best(carriers(use, path, index.resolver), unit, path) or asking[0].base
+            base = facts.best(index.carriers(use, path), unit, path) or asking[0].base
             found = _wanted(_constructor(function), call, by_unit, taking, base)
             if found is None or base.made_here:
                 continue

@@ -25,7 +25,6 @@ from megapg.migrate.decide.starts import starts
 from megapg.migrate.decide.threads import Threads, is_usual_method
 from megapg.migrate.decide.unpassed import passed_to_nobody
 from megapg.migrate.find.axes import asked_about, group_argument, takes_group
-from megapg.migrate.find.carriers import carriers
 from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.meaning import is_in_core
 from megapg.migrate.find.sites import Kind, Site
@@ -39,6 +38,7 @@ from megapg.upstream.mapping import COLLECTION_NAMES, Refusal, Replacement, Take
 
 def make_plan(
     index: Index,
+    functions: Functions,
     frozen: Collection[Path] = (),
     fallen: FallenBack | None = None,
     *,
@@ -49,12 +49,12 @@ def make_plan(
 
     Args:
         index: the project.
+        functions: of the same index.
         frozen: files that must stay as they are.
         fallen: functions that fall back, as the check of an earlier plan's result found.
         unsafe: also rewrite what may behave differently where groups are missing.
         on_progress: called with the number of sites done and to do.
     """
-    functions = Functions(index)
     facts = Facts(index, functions.references, fallen or FallenBack())
     facts.handed |= handed_to(facts, Threads(index, functions, facts, frozen), functions)
     while True:  # what the globals come to serve as well may be beside something else
@@ -463,7 +463,7 @@ class _Planner:
                 continue
             for use in self.facts.without_a_group(unit, path):
                 call, argument = use.parents.node, group_argument(use.parents.node)
-                found = self.facts.best(carriers(use, path, self.index.resolver), unit, path)
+                found = self.facts.best(self.index.carriers(use, path), unit, path)
                 if found is None and unit in taking:
                     found = Base(how(unit), "resolve", PARAMETER)
                 elif found is None and base.expression == self_of(unit):

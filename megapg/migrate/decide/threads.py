@@ -14,7 +14,6 @@ from megapg.migrate.decide.decisions import Base
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.references import Reference, calls_by_another_name
-from megapg.migrate.find.carriers import carriers
 from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.roles import has_another_role
@@ -391,7 +390,7 @@ class Threads:
                 continue
             if function in self._facts.passable and self._facts.calls_what_fakes(of, path):
                 continue
-            found = [] if just_passed else carriers(reference.use, path, self._index.resolver)
+            found = [] if just_passed else self._index.carriers(reference.use, path)
             supply = self._facts.best(found, unit, reference.path)
             if supply is not None:
                 if call is not None or not _is_rebound(supply, reference.use.scope):

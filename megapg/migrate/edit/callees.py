@@ -8,7 +8,6 @@ Nothing here knows how the edits were planned: the new text is read, and what is
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +17,7 @@ from megapg.layout import FIELDS
 from megapg.migrate.edit.absent import for_none
 from megapg.migrate.edit.handed import Handed
 from megapg.migrate.edit.lacking import all_of_groups, not_applied_to, not_passed
-from megapg.migrate.edit.mixing import GLOBALS, PASSED, Asking, TextOfFile, definitions_in
+from megapg.migrate.edit.mixing import GLOBALS, PASSED, Asking, TextOfFile, definitions_in, text_of
 from megapg.migrate.edit.modelled import Modelled
 from megapg.migrate.edit.objects import Objects
 from megapg.migrate.edit.values import Values
@@ -117,7 +116,6 @@ class Callees:
 
     # -- texts -------------------------------------------------------------------------------
 
-    @kept
     def _analysis(self, path: Path) -> Analysis | None:
         tree = self._trees.get(path)
         return self._index.analysis(path) if tree is None else analyse(tree)
@@ -129,7 +127,7 @@ class Callees:
             return None
         config, tree = self._index.config, self._trees.get(path, looked[0].tree)
         runtime = config.vendored or "megapg"
-        return TextOfFile(looked[0].name, tree, config.versions, self._has_core, runtime)
+        return text_of(tree, looked[0].name, config.versions, self._has_core, runtime)
 
     @cached_property
     def _has_core(self) -> bool:
@@ -137,16 +135,10 @@ class Callees:
         core = "megatron/core/tensor_parallel"
         return any(core in path.as_posix() for path, _ in self._index.analyses())
 
-    @kept
     def _calls_in(self, path: Path) -> Mapping[Scope | None, Sequence[tuple[Use, ast.Call]]]:
         """What is called in a file, by the functions that do."""
-        found: dict[Scope | None, list[tuple[Use, ast.Call]]] = defaultdict(list)
         analysis = self._analysis(path)
-        for use in analysis.uses if analysis else ():
-            parent = use.parents.node
-            if isinstance(parent, ast.Call) and parent.func is use.node:
-                found[use.scope.unit].append((use, parent))
-        return found
+        return analysis.calls if analysis else {}
 
     def _is_new(self, unit: Scope, path: Path) -> bool:
         """Whether a migration changed a function, be it an earlier one."""

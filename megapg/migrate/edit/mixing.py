@@ -23,6 +23,7 @@ from megapg.migrate.find.roles import is_of_another_role
 from megapg.migrate.python.methods import (
     attributes_kept,
     attributes_read,
+    kept,
     making,
     parameters,
     setting_up,
@@ -93,7 +94,8 @@ def mixed(
     # A core in the project is code like the other.
     has_core = any("megatron/core/tensor_parallel" in file for file in every)
     files = {
-        name: TextOfFile(name, tree, versions, has_core, runtime) for name, tree in every.items()
+        name: text_of(tree, name, tuple(versions), has_core, runtime)
+        for name, tree in every.items()
     }
     everywhere: dict[str, list[_Class]] = defaultdict(list)
     for name, file in files.items():
@@ -237,6 +239,14 @@ class TextOfFile:
             says = bisect_right(self._lines, function.end_lineno or function.lineno) > begin
             self._asked[function] = _Reading(function, self.names).asked() if says else []
         return self._asked[function]
+
+
+@kept
+def text_of(
+    tree: ast.Module, name: str, versions: tuple[int, ...], has_core: bool, runtime: str
+) -> TextOfFile:
+    """What is in a file, which is found out once for all who ask about its tree."""
+    return TextOfFile(name, tree, versions, has_core, runtime)
 
 
 class _Class:

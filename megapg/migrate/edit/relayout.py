@@ -19,6 +19,7 @@ from megapg.migrate.migration import Edit, applied
 from megapg.migrate.python.flow import blocks
 from megapg.migrate.python.insert import newline_of
 from megapg.migrate.python.layout import Statement, Unsure, laid_out, read
+from megapg.migrate.python.methods import kept
 from megapg.migrate.python.source import Source
 
 # What nobody leaves on one line, where a project says nothing about its lines.
@@ -26,7 +27,8 @@ _LONG = 120
 _GROWS = frozenset({"argument", "gradient", "parameter", "statement"})
 
 
-def relaid(source: Source, edits: Sequence[Edit], style: Style) -> list[Edit]:
+@kept
+def relaid(source: Source, edits: tuple[Edit, ...], style: Style) -> list[Edit]:
     """Edits with what lays the statements around them out, in the order of the file.
 
     Args:

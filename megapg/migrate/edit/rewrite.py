@@ -98,7 +98,7 @@ class Writer:
         """
         imports = self._imports.edits(self._gone, kept)
         edits = sorted([*self._edits, *imports], key=lambda each: (each.start, each.stop))
-        return relaid(self._source, edits, self._style)
+        return relaid(self._source, tuple(edits), self._style)
 
     # -- parameters and arguments --------------------------------------------------------------
 

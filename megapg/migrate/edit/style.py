@@ -45,11 +45,13 @@ _SECTION_NAMES = {"stdlib": "standard-library", "thirdparty": "third-party"} | {
 
 
 def quote_of(source: Source, style: Style) -> str:
-    """The quote that a file is to have around strings: the one that is asked for, else a single one
-    where all strings that may have either, two or more, have it.
-    """
-    if style.quote:
-        return style.quote
+    """The quote that a file is to have around strings: the one that is asked for, else its own."""
+    return style.quote or _quote_in(source)
+
+
+@kept
+def _quote_in(source: Source) -> str:
+    """A single quote where all strings of a file that may have either, two or more, have it."""
     found: list[str] = []
     waiting: list[ast.AST] = [source.tree]
     while waiting:

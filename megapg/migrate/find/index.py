@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from megapg.migrate.config import Config
-from megapg.migrate.find.carriers import carriers
+from megapg.migrate.find import carriers
 from megapg.migrate.find.meaning import (
     GLOBALS,
     ONLY_UNKNOWN,
@@ -24,7 +24,7 @@ from megapg.migrate.find.meaning import (
 )
 from megapg.migrate.find.namesakes import Namesake, find_namesakes
 from megapg.migrate.find.privates import as_it_is_read
-from megapg.migrate.find.sites import Kind, Site
+from megapg.migrate.find.sites import Carrier, Kind, Site
 from megapg.migrate.python.analysis import Analysis, analyse
 from megapg.migrate.python.locate import locate, parses_to
 from megapg.migrate.python.methods import kept
@@ -217,6 +217,11 @@ class Index:
         """The files that were parsed, with their scopes and uses."""
         return [(path, analysis) for path, (_, analysis) in self._parsed.items()]
 
+    @kept
+    def carriers(self, use: Use, path: Path) -> tuple[Carrier, ...]:
+        """What is in scope at a use: collections, and models that may carry one."""
+        return carriers.carriers(use, path, self.resolver)
+
     def mentioning(self, word: str, seen_from: Path) -> Sequence[Path]:
         """The files that have a word, in text that may be a comment, as far as a file sees them."""
         return [path for path in self.everywhere(word) if self.modules.sees(seen_from, path)]
@@ -345,7 +350,7 @@ class Index:
             arguments=arguments,
             function=function.qualname if function else "",
             class_name=klass.qualname if klass else "",
-            carriers=carriers(use, source.path, self.resolver),
+            carriers=self.carriers(use, source.path),
             answer=answer,
             keep=any(_KEEP.search(source.line_text(line)) for line in lines),
             in_fstring=any(isinstance(each, ast.JoinedStr) for each in use.parents),

@@ -5,10 +5,13 @@ a name or a chain of attributes.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
+from megapg.migrate.python.methods import kept
 from megapg.migrate.python.scopes import (
     Alias,
     Binding,
@@ -34,7 +37,18 @@ class Analysis:
     uses: list[Use]  # in the order of the source
     deleted: set[str]  # names in ``del`` statements, which are no uses
 
+    @cached_property
+    def calls(self) -> Mapping[Scope | None, Sequence[tuple[Use, ast.Call]]]:
+        """What is called in it by a name, or a chain, by the functions that do."""
+        found: dict[Scope | None, list[tuple[Use, ast.Call]]] = defaultdict(list)
+        for use in self.uses:
+            parent = use.parents.node
+            if isinstance(parent, ast.Call) and parent.func is use.node:
+                found[use.scope.unit].append((use, parent))
+        return dict(found)
 
+
+@kept
 def analyse(tree: ast.Module) -> Analysis:
     """Scopes and uses of a module."""
     return _Analyser(tree).run()
