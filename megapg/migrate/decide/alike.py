@@ -37,7 +37,15 @@ from megapg.migrate.python.flow import (
     runs_before,
     statements_around,
 )
-from megapg.migrate.python.methods import class_of, is_self, making, parameters, self_of, setting_up
+from megapg.migrate.python.methods import (
+    class_of,
+    is_self,
+    kept,
+    making,
+    parameters,
+    self_of,
+    setting_up,
+)
 from megapg.migrate.python.scopes import Alias, Opaque, Scope, Use, last_name
 from megapg.migrate.reasons import FALLBACK, UNSERVED
 from megapg.upstream.mapping import COLLECTION_NAMES, MODEL_ATTRIBUTES, Takes
@@ -149,12 +157,22 @@ def _by_itself(asked: Sequence[_Asking]) -> Iterator[_Asking]:
     constructor that is one object's, be it passed or kept.
     """
     for unit, path in {each.unit: each.path for each in asked}.items():
-        for node in unit.nodes if class_of(unit) is None else ():
-            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
-                continue
-            of, axes = node.value, axes_of(node.attr)
-            if axes and last_name(of) in COLLECTION_NAMES and (name := _had_of(of, unit)):
-                yield _Asking(unit, path, axes, Base(How.COLLECTION, "plain", name))
+        for name, axes in _read_of_collections(unit) if class_of(unit) is None else ():
+            yield _Asking(unit, path, axes, Base(How.COLLECTION, "plain", name))
+
+
+@kept
+def _read_of_collections(unit: Scope) -> list[tuple[str, frozenset[str]]]:
+    """The variables of whose collections a function reads groups, and of which kinds."""
+    return [
+        (name, axes)
+        for node in unit.nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Load)
+        and last_name(node.value) in COLLECTION_NAMES
+        and (axes := axes_of(node.attr))
+        and (name := _had_of(node.value, unit))
+    ]
 
 
 def _had_of(collection: ast.expr, unit: Scope) -> str:
@@ -417,13 +435,16 @@ def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
                 yield _Asking(unit, located.path, AXES, None)
 
 
-def stands_in(use: Use, names: Collection[str]) -> bool:
+def stands_in(use: Use, names: tuple[str, ...]) -> bool:
     """Whether a use is for where there is nothing in a variable of its function that has one of
     some names; or fills a collection there.
     """
     unit = use.scope.unit
-    if unit is None or not (names := unit.bindings.keys() & {*names}):
-        return False
+    return unit is not None and _stands_in(unit, use, names)
+
+
+@kept
+def _stands_in(unit: Scope, use: Use, names: tuple[str, ...]) -> bool:
     around = statements_around(use.parents, unit.node)
     return any(
         is_ruled_out(name, around, unit.node)
@@ -432,7 +453,7 @@ def stands_in(use: Use, names: Collection[str]) -> bool:
             and begins_ruled_out(name, around, unit.node)
             and is_filled(name, unit)
         )
-        for name in names
+        for name in unit.bindings.keys() & {*names}
     )
 
 

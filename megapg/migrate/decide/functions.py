@@ -174,6 +174,7 @@ class Functions:
             for each, _ in self.references.made_of(klass.name, path)
         )
 
+    @kept
     def oddity(self, klass: Scope, path: Path) -> Why | None:
         """Why the constructor of a class is not called as it is written, with ``self`` alone."""
         for each in ancestry(klass, path, self._index.resolver):
@@ -278,6 +279,7 @@ def _takes_anything(function: ast.AST) -> bool:
     return arguments is not None and None not in (arguments.vararg, arguments.kwarg)
 
 
+@kept
 def _shows_attributes(klass: Scope) -> bool:
     """Whether a class looks at its attributes all together, or saves what its constructor takes."""
     one_by_one = {

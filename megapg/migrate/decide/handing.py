@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from megapg.layout import FIELDS
 from megapg.migrate.decide.decisions import Base, Decision, Passing, Plan
@@ -43,11 +43,12 @@ def handed_on(plan: Plan, facts: Facts, threads: Threads, index: Index) -> Itera
             continue
         for use, call in facts.calls_in(path).get(unit, ()):
             called = [e.scope for e in index.resolver.expression(use.node, use.scope, path)]
-            function = called[0] if len(called) == 1 else None
-            if function is None or id(call) in passed:
+            of = called[0] if len(called) == 1 else None
+            function = _constructor(of) if of is not None else None
+            if function is None or function not in by_unit or id(call) in passed:
                 continue
             base = facts.best(index.carriers(use, path), unit, path) or asking[0].base
-            found = _wanted(_constructor(function), call, by_unit, taking, base)
+            found = _wanted(function, call, by_unit[function], taking, base)
             if found is None or base.made_here:
                 continue
             at = Reference(path, use, call, call.func)
@@ -80,16 +81,16 @@ def _constructor(called: Scope) -> Scope:
 def _wanted(
     function: Scope,
     call: ast.Call,
-    by_unit: Mapping[Scope, Sequence[Decision]],
+    asked: Sequence[Decision],
     taking: Collection[Scope],
     base: Base,
 ) -> tuple[str, tuple[str, ...]] | None:
     """The parameter for a group that a call is to pass, empty for a collection, and the fields that
     are read of it; None where it is to pass neither.
     """
-    lacking, asked = left_out(function, call), by_unit.get(function, ())
-    if function in taking or not asked:
+    if function in taking:
         return None
+    lacking = left_out(function, call)
     of_it = [e for e in asked if e.base.expression == PARAMETER and e.base.form == "resolve"]
     if (
         PARAMETER in lacking

@@ -19,7 +19,7 @@ from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.roles import has_another_role
 from megapg.migrate.migration import How, Why
 from megapg.migrate.python.flow import is_ruled_out, runs_before, statements_around
-from megapg.migrate.python.insert import add_argument
+from megapg.migrate.python.insert import can_be_given
 from megapg.migrate.python.methods import (
     body_of,
     calls_of_bases,
@@ -358,8 +358,7 @@ class Threads:
         if any(isinstance(each, ast.JoinedStr) for each in reference.use.parents):
             return False
         looked = self._index.look(path)
-        fits = looked is not None and (not call or add_argument(looked[0], call, PARAMETER))
-        return bool(fits)
+        return looked is not None and (not call or can_be_given(call, looked[0]))
 
     def all_pass(
         self, function: Scope, references: Sequence[Reference], taking: Collection[Scope]

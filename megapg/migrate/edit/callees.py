@@ -226,8 +226,12 @@ class Callees:
 
     # -- who is called -----------------------------------------------------------------------
 
-    def _called(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> Iterator[_Called]:
+    @kept
+    def _called(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> list[_Called]:
         """The functions of the project that a call runs."""
+        return list(self._find_called(use, call, unit, path))
+
+    def _find_called(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> Iterator[_Called]:
         for of, at in self._run_by(self._resolver.expression(use.node, use.scope, path)):
             yield _Called(of, at, not_passed(of, call, unit))
         if not isinstance(use.node, ast.Attribute):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection
 
 from megapg.migrate.find.sites import Site
+from megapg.migrate.python.methods import kept
 from megapg.migrate.python.scopes import last_name
 from megapg.upstream.mapping import (
     GROUP_PARAMETERS,
@@ -18,17 +19,19 @@ from megapg.upstream.mapping import (
 # What asks for state of the job is answered alike wherever it is asked.
 _OF_THE_JOB = re.compile(r"initiali[sz]e|virtual|split_rank")
 _WORDS = {
-    "tp": "tp|mp|tensor|get_model_parallel",
-    "pp": "pp|mp|pipeline|embd|embedding|get_model_parallel",
-    "dp": "dp|data",
-    "cp": "cp|context",
-    "ep": "ep|expt|expert",
+    **dict.fromkeys(("mp", "get_model_parallel"), ("tp", "pp")),
+    **dict.fromkeys(("tp", "tensor"), ("tp",)),
+    **dict.fromkeys(("pp", "pipeline", "embd", "embedding"), ("pp",)),
+    **dict.fromkeys(("dp", "data"), ("dp",)),
+    **dict.fromkeys(("cp", "context"), ("cp",)),
+    **dict.fromkeys(("ep", "expt", "expert"), ("ep",)),
 }
-AXES = frozenset(_WORDS)
+AXES = frozenset(axis for axes in _WORDS.values() for axis in axes)
 """All kinds."""
-_AXES = {axis: re.compile(rf"(?:\A|_)(?:{words})(?:_|\Z)") for axis, words in _WORDS.items()}
+_A_WORD = re.compile(rf"(?:\A|(?<=_))(?:{'|'.join(_WORDS)})(?=_|\Z)")
 
 
+@kept
 def asked_about(site: Site) -> frozenset[str]:
     """The axes that a use is about, by its getter and by the fields that serve it: its arguments
     may say that it is about more than its name does.
@@ -41,7 +44,7 @@ def axes_of(name: str) -> frozenset[str]:
     """The axes that the groups span which a field, or a getter, is about."""
     if _OF_THE_JOB.search(name):
         return frozenset()
-    found = frozenset(axis for axis, words in _AXES.items() if words.search(name))
+    found = frozenset(axis for word in _A_WORD.findall(name) for axis in _WORDS[word])
     return found - {"tp", "dp"} if "ep" in found else found
 
 

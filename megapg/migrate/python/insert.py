@@ -13,7 +13,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from megapg.migrate.migration import Edit
-from megapg.migrate.python.methods import first_line
+from megapg.migrate.python.methods import first_line, kept
 from megapg.migrate.python.scopes import FunctionNode
 from megapg.migrate.python.source import Source, tokens
 
@@ -71,6 +71,12 @@ def add_argument(
         return []  # it would need parentheses of its own
     _, end = source.extent(call.func)
     return _append(source, end, [argument], "argument", width)
+
+
+@kept
+def can_be_given(call: ast.Call, source: Source) -> bool:
+    """Whether an argument can be added behind the others of a call."""
+    return bool(add_argument(source, call, ""))
 
 
 def add_statement(

@@ -144,6 +144,7 @@ def is_self(value: ast.expr, method: Scope) -> bool:
     return isinstance(value, ast.Name) and value.id in method.instances
 
 
+@kept
 def attributes_kept(constructor: ast.AST) -> dict[str, set[int]]:
     """The attributes that a constructor gives its object, and the nodes of which the value of each
     comes, be it by a variable.
@@ -165,6 +166,7 @@ def attributes_kept(constructor: ast.AST) -> dict[str, set[int]]:
     return found
 
 
+@kept
 def attributes_read(method: ast.AST) -> set[str]:
     """The attributes that a method reads of its object."""
     own = first_parameter(method)
@@ -207,6 +209,7 @@ def of_its_class(method: ast.AST) -> Iterator[ast.AST]:
         ]
 
 
+@kept
 def calls_of_bases(constructor: ast.AST) -> list[ast.Call]:
     """The calls in a constructor that may be of the constructors of its bases."""
     own = first_parameter(constructor)
