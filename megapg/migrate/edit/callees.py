@@ -169,7 +169,8 @@ class Callees:
             own, direct = _has(unit, text, beside), _has(unit, text, ())
             found: list[tuple[ast.Call, Callee, _Asked, bool]] = []
             for use, call in calls if own else ():
-                has = {axis: each for axis, each in own.items() if _is_there(each, unit, call)}
+                there = {each for each in {*own.values()} if _is_there(each, unit, call)}
+                has = {axis: each for axis, each in own.items() if each in there}
                 found += self._of_call(use, call, has, bool(direct), path)
             handed = [] if direct else list(self._handed.reported(unit, path))
             if handed and self._makes_groups(unit, path, 0):

@@ -290,8 +290,9 @@ class _Class:
             if not isinstance(each, FunctionNode) or each.name != CONSTRUCTOR:
                 continue
             asked = self.file.asked_by(each)
+            lines_of = {id(e): e.lineno for e in walk(each) if asked and isinstance(e, ast.expr)}
             for attribute, nodes in attributes_kept(each).items() if asked else ():
-                lines = {n.lineno for n in walk(each) if id(n) in nodes and isinstance(n, ast.expr)}
+                lines = {lines_of[node] for node in nodes & lines_of.keys()}
                 found.setdefault(attribute, []).extend(e for e in asked if e.line in lines)
         return found
 

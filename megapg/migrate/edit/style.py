@@ -52,7 +52,7 @@ def quote_of(source: Source, style: Style) -> str:
 @kept
 def _quote_in(source: Source) -> str:
     """A single quote where all strings of a file that may have either, two or more, have it."""
-    found: list[str] = []
+    single = 0
     waiting: list[ast.AST] = [source.tree]
     while waiting:
         node = waiting.pop()
@@ -63,8 +63,10 @@ def _quote_in(source: Source) -> str:
             begin, end = source.extent(node)
             literal = source.text[begin:end].lstrip(string.ascii_letters)
             if not literal.startswith(('"""', "'''")) and not {"'", '"'} & {*literal[1:-1]}:
-                found.append(literal[:1])
-    return "'" if len(found) > 1 and {*found} == {"'"} else '"'
+                if literal[:1] != "'":
+                    return '"'
+                single += 1
+    return "'" if single > 1 else '"'
 
 
 @dataclass(frozen=True)

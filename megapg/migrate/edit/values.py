@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import Resolver, Thing
-from megapg.migrate.python.methods import parameters, passed, self_of
+from megapg.migrate.python.methods import kept, parameters, passed, self_of
 from megapg.migrate.python.scopes import Opaque, Scope, Use, last_name
 
 # Further than anybody hands a function on.
@@ -32,7 +32,7 @@ class Values:
     def handed_to(self, use: Use, path: Path) -> list[Thing]:
         """What a function that is called by a parameter may be, as the source hands it on."""
         owner = _parameter(use.node, use.scope)
-        return [] if owner is None else list(self._given(*owner, path, 0))
+        return [] if owner is None else self._given(*owner, path, 0)
 
     def handed_by(self, use: Use, call: ast.Call, path: Path) -> Iterator[Thing]:
         """The functions that a call hands to a function of the project which calls them itself."""
@@ -59,8 +59,12 @@ class Values:
             if each.kind in ("function", "class"):
                 yield each
 
-    def _given(self, function: Scope, name: str, path: Path, depth: int) -> Iterator[Thing]:
+    @kept
+    def _given(self, function: Scope, name: str, path: Path, depth: int) -> list[Thing]:
         """What the calls of a function give for one of its parameters."""
+        return list(self._find_given(function, name, path, depth))
+
+    def _find_given(self, function: Scope, name: str, path: Path, depth: int) -> Iterator[Thing]:
         for file in self.index.everywhere(function.name) if depth < _DEEPEST else ():
             if self.index.modules.is_test(file):
                 continue

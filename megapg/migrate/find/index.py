@@ -199,14 +199,15 @@ class Index:
 
     def look(self, path: Path) -> tuple[Source, Analysis] | None:
         """The file, parsed when it is first asked for."""
-        if path not in self._parsed and path not in self._failed:
+        known = self._parsed.get(path)
+        if known is None and path not in self._failed:
             source = parse(path, self._files[path].name, self.data(path))
             if isinstance(source, Problem):
                 self._problems.append(source)
                 self._failed.add(path)
             else:
-                self._parsed[path] = source, analyse(source.tree)
-        return self._parsed.get(path)
+                known = self._parsed[path] = source, analyse(source.tree)
+        return known
 
     def analysis(self, path: Path) -> Analysis | None:
         """The file's scopes and uses; None where it can't be parsed."""

@@ -23,9 +23,12 @@ def kept(method: Callable[Concatenate[Of, P], R]) -> Callable[Concatenate[Of, P]
     @functools.wraps(method)
     def answer(of: Of, /, *arguments: P.args, **named: P.kwargs) -> R:
         known: dict[object, R] = of.__dict__.setdefault(name, {})
-        if arguments not in known:
-            known[arguments] = method(of, *arguments, **named)
-        return known[arguments]
+        try:
+            return known[arguments]
+        except KeyError:  # most are asked again, and what is asked takes its time to be hashed
+            pass
+        found = known[arguments] = method(of, *arguments, **named)
+        return found
 
     return answer
 

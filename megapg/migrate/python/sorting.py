@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 
+from megapg.migrate.python.methods import kept
+
 STANDARD_LIBRARY, THIRD_PARTY, FIRST_PARTY = "standard-library", "third-party", "first-party"
 FUTURE, LOCAL_FOLDER = "future", "local-folder"
 SECTIONS = (FUTURE, STANDARD_LIBRARY, THIRD_PARTY, FIRST_PARTY, LOCAL_FOLDER)
@@ -35,6 +37,7 @@ class Order:
         name = self._section(module)
         return self.sections.index(name) if name in self.sections else len(self.sections)
 
+    @kept
     def _section(self, module: str) -> str:
         if module.startswith("."):
             return LOCAL_FOLDER

@@ -11,6 +11,7 @@ from typing import TypeAlias
 from megapg.migrate.migration import EXCUSE, Edit
 from megapg.migrate.python.analysis import Analysis
 from megapg.migrate.python.flow import blocks, statements_in
+from megapg.migrate.python.methods import kept
 from megapg.migrate.python.scopes import FunctionNode, Imported, Use, bound_name, last_name, scopes
 from megapg.migrate.python.source import Source
 
@@ -160,8 +161,13 @@ def names_of(uses: Iterable[Use]) -> set[str]:
     return {use.root for use in uses if use.root}
 
 
-def _plain_imports(tree: ast.Module) -> Iterator[Import]:
+@kept
+def _plain_imports(tree: ast.Module) -> list[Import]:
     """Imports that run whenever what is around them does, with other statements beside them."""
+    return list(_find_plain_imports(tree))
+
+
+def _find_plain_imports(tree: ast.Module) -> Iterator[Import]:
     waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
     while waiting:
         outer, in_function = waiting.pop()
