@@ -109,6 +109,24 @@ def test_what_tests_notice_is_told_with_its_place(tmp_path: Path) -> None:
     assert details[15] == ""  # nobody passes anything to that one
 
 
+def test_what_stands_in_for_an_autograd_function_is_told(tmp_path: Path) -> None:
+    source = (
+        "import torch\nfrom megatron.core import mpu\n\n\n"
+        "class Sum(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n"
+        "        return x + mpu.get_tensor_model_parallel_rank()\n\n    @staticmethod\n"
+        "    def backward(ctx, grad):\n        return grad\n\n\n"
+        "def step(model, x):\n    return Sum.apply(x)\n"
+    )
+    test = (
+        'import importlib\n\na = getattr(importlib, "import_module")("a")\n\n\n'
+        "def test_sum(monkeypatch):\n    loader = a.loader()\n"
+        '    loader.forward = print\n    monkeypatch.setattr(a.Sum, "apply", lambda x: x)\n'
+    )
+    found = migrated(tmp_path, {"a.py": source, "tests/test_a.py": test})
+    what = "stands in for Sum, which is passed pg_collection now"
+    assert [(each.line, each.what) for each in found.noticed] == [(9, what)]
+
+
 def test_where_the_source_assigns_is_said(tmp_path: Path) -> None:
     found = migrated(tmp_path, CASES["a getter that source assigns"])
     assert [each.detail for each in found.left] == [

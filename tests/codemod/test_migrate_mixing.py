@@ -34,6 +34,15 @@ TEXTS = {
     "def f(model):\n    run(lambda x: x)\n    def g(model):\n        return model.x\n"
     "    if megapg.resolve(None).rank('tp'):\n"
     "        return g, megapg.groups_of(model, 'tp').tp\n": ["f"],
+    # A function in it that has a model of its own, where the globals are asked around it.
+    "def f(run):\n    pg = megapg.resolve(None)\n"
+    "    def step(model):\n        return megapg.groups_of(model, 'cp').rank('cp')\n"
+    "    def loss():\n        return pg.cp\n    return run(step, loss)\n": ["f"],
+    "def f(run, model):\n    def step(module):\n"
+    "        return megapg.groups_of(module, 'cp').rank('cp')\n"
+    "    return run(step, megapg.groups_of(model, 'cp').cp)\n": [],
+    "def f(run):\n    def step(pg_collection):\n        return megapg.resolve(pg_collection).tp\n"
+    "    return run(step, megapg.resolve(None).cp)\n": [],
     # One carrier, or several that are about several kinds, or that are one.
     "def f(model):\n    pg = megapg.groups_of(model, 'tp')\n"
     "    return pg.rank('tp'), megapg.groups_of(model, 'tp').tp\n": [],

@@ -22,7 +22,8 @@ def stand_ins(taking: Taking, index: Index, functions: Functions) -> Iterator[No
     """Where tests put something in the place of a function, or a class, that takes the parameter
     now and that the source passes it.
     """
-    called = class_of(taking.function) or taking.function
+    of_autograd = taking.function.parent if taking.applied is not None else None
+    called = of_autograd or class_of(taking.function) or taking.function
     thing = Thing(called.kind, path=taking.path, scope=called)
     for path, line in functions.replaced_by_tests(thing):
         looked = index.look(path)

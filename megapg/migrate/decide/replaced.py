@@ -39,9 +39,11 @@ _MAY_HAVE_KEYWORDS = re.compile(rb"\.multiple\(|patch\.dict\(")
 # What something is written to, and what a string may say. A look at the whole file for each name
 # would take a file with many functions twice as long for each line.
 _WRITTEN = re.compile(rb"\.([\w\x80-\xff]+)(?=\s*=[^=])")
-_CONSTRUCTOR_WRITTEN = re.compile(rb"\.__init__\s*=[^=]")
+# By what a class is run: its constructor, or what applies an autograd function.
+_RUNNING = ("__init__", "apply")
+_RUN_WRITTEN = re.compile(rb"\.(?:__init__|apply)\s*=[^=]")
 _QUOTED = re.compile(rb"[\"'.}]([\w\x80-\xff]+)(?=[\"'])")
-_CONSTRUCTOR_QUOTED = re.compile(rb",\s*[\"']__init__[\"']")
+_RUN_QUOTED = re.compile(rb",\s*[\"'](?:__init__|apply)[\"']")
 _LAST_WORD = re.compile(rb"[\w\x80-\xff]+\Z")
 _LONGEST_WORD = 1000
 _OF_OBJECTS = frozenset({"self", "cls"})
@@ -89,10 +91,10 @@ class Replaced:
     @kept
     def _words(self, file: Path) -> _Words:
         data = self._index.data(file)
-        written = {*_WRITTEN.findall(data), *_before(data, _CONSTRUCTOR_WRITTEN)}
+        written = {*_WRITTEN.findall(data), *_before(data, _RUN_WRITTEN)}
         if not _MAY_PATCH.search(data):  # as with most
             return _Words(frozenset(written))
-        quoted = {*_QUOTED.findall(data), *_before(data, _CONSTRUCTOR_QUOTED)}
+        quoted = {*_QUOTED.findall(data), *_before(data, _RUN_QUOTED)}
         has_keywords = _MAY_HAVE_KEYWORDS.search(data) is not None
         return _Words(frozenset(written), frozenset(quoted), has_keywords)
 
@@ -130,16 +132,18 @@ class Replaced:
         if thing.scope is None or not isinstance(call, ast.Call):
             return False
         *module, last = text.split(".")
-        if last != thing.scope.name and text != "__init__":
+        if last != thing.scope.name and text not in _RUNNING:
             return False
         if module:
             return any(self._has(at, last, thing) for at in self._index.modules.ending(module))
         first = call.args[0] if call.args else None
         if first is None or first is use.node:
-            return last != "__init__"
+            return last not in _RUNNING
         owners = self._index.resolver.expression(first, use.scope, file)
-        if last == "__init__":  # a mock in its place takes whatever it is given
-            return last_name(call.func) == "setattr" and thing in owners
+        if last in _RUNNING:  # a mock in its place takes whatever it is given
+            is_unknown = not owners or UNKNOWN in owners
+            is_it = thing in owners or (is_unknown and last_name(first) == thing.scope.name)
+            return last_name(call.func) == "setattr" and is_it
         return not owners or any(self._may_have(owner, last, thing) for owner in owners)
 
     def _may_have(self, owner: Thing, name: str, thing: Thing) -> bool:
@@ -182,7 +186,7 @@ def _line_of(name: bytes, data: bytes) -> int:
     has it.
     """
     word = rb"(?<![\w\x80-\xff])" + re.escape(name) + rb"(?![\w\x80-\xff])"
-    written, constructor = _CONSTRUCTOR_WRITTEN.pattern, _CONSTRUCTOR_QUOTED.pattern
+    written, constructor = _RUN_WRITTEN.pattern, _RUN_QUOTED.pattern
     said = (rb"\." + word + rb"\s*=[^=]", word + written, word + constructor, word + rb"[\"']")
     found = next(filter(None, (re.search(sought, data) for sought in (*said, word))), None)
     return data[: found.end()].count(b"\n") + 1 if found is not None else 0

@@ -318,7 +318,9 @@ class _Class:
 
 
 class _Reading:
-    """What one function asks, without the functions in it that have a model of their own."""
+    """What one function asks. The functions in it that have a model of their own count where it
+    asks the globals.
+    """
 
     def __init__(
         self, function: FunctionNode, names: Names, around: _Reading | None = None
@@ -378,10 +380,16 @@ class _Reading:
             for asking in self._of(each):
                 stands_in = absent and asking.carrier in means
                 found.append(replace(asking, carrier=absent) if stands_in else asking)
+        of_inner: list[Asking] = []  # what functions in it ask that have a model of their own
         for each in self._inner:
             of_it = {one.arg for one in parameters(each)}
-            asked = _Reading(each, self._names, self).asked()
-            found += [asking for asking in asked if asking.carrier not in of_it]
+            for asking in _Reading(each, self._names, self).asked():
+                if asking.carrier not in of_it:
+                    found.append(asking)
+                elif asking.carrier not in COLLECTION_NAMES:
+                    of_inner.append(asking)
+        if any(each.carrier == GLOBALS and not each.by_core for each in found):
+            found += of_inner  # the globals are beside no model, whosever it is
         own = [
             each
             for each in found

@@ -10,8 +10,9 @@ import re
 from megapg.migrate.python.methods import kept
 from megapg.migrate.python.scopes import Alias, Scope, Use, last_name, walk
 
-# No draft model and no average of weights: they are on the ranks of the one that is trained.
-_ROLES = "teacher|student|reference|ref|reward|critic"
+# No student, which is the one that is trained; no draft model and no average of weights: they are
+# on its ranks.
+_ROLES = "teacher|reference|ref|reward|critic"
 _MODEL = re.compile(rf"_*(?:(?:un)?wrapped_|mcore_)?({_ROLES})_(?:model|module)s?|(teacher)s?")
 _OF_THE_TRAINED = re.compile(r"_*(?:(?:un)?wrapped_|mcore_|student_)*(?:model|module)s?")
 
