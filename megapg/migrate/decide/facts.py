@@ -177,6 +177,15 @@ class Facts:
                 found.update(self._called_by(each, at))
         return False
 
+    def has_its_own_made(self, constructor: Scope) -> bool:
+        """Whether a function is a constructor of objects that have a method which makes the groups:
+        nobody has a collection of these when such an object is made.
+        """
+        klass = class_of(constructor)
+        return klass is not None and any(
+            each.parent is klass for each in self.owning if each is not constructor
+        )
+
     def is_closed(self, unit: Scope | None) -> bool:
         """Whether nothing but the globals may serve a function, as it fakes a rank or the like."""
         return unit in self.tainted and unit not in self.passable

@@ -103,7 +103,8 @@ class Roots:
             return self._known.get(forward, Why.UNSEEN)
         hindrance = self._functions.in_the_way(unit, path)
         if hindrance is None:
-            return Why.MAKES_GROUPS if self._facts.makes_groups(unit, path) else Why.TOO_FAR
+            makes_them = self._facts.makes_groups(unit, path) or self._facts.has_its_own_made(unit)
+            return Why.MAKES_GROUPS if makes_them else Why.TOO_FAR
         klass = unit.parent
         if hindrance not in (Why.METHOD, Why.ANY_KEYWORD, Why.DECORATED) or klass is None:
             return hindrance

@@ -103,6 +103,8 @@ class Threads:
             return False
         if class_of(function) is None and self._facts.makes_groups(function, path):
             return False  # nobody has them before; an object may be given others to keep
+        if self._facts.has_its_own_made(function):
+            return False
         applied = self._functions.references.autograd.of(function, path)
         both = (applied.forward, applied.backward) if applied is not None else ()
         if any(self._facts.is_of_globals(each, path) for each in both if each is not None):
