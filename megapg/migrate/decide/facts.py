@@ -17,7 +17,7 @@ from megapg.migrate.find.sites import Carrier, Kind, Site
 from megapg.migrate.migration import How
 from megapg.migrate.python.methods import class_of, kept, left_out, self_of
 from megapg.migrate.python.scopes import FunctionNode, Scope, Use
-from megapg.upstream.mapping import RANK_GLOBALS
+from megapg.upstream.mapping import RANK_GLOBALS, Takes
 
 # Writes that make a rank or size differ from what the groups say.
 _FAKING = frozenset({"setter", "assigned"})
@@ -178,13 +178,21 @@ class Facts:
         return False
 
     def has_its_own_made(self, constructor: Scope) -> bool:
-        """Whether a function is a constructor of objects that have a method which makes the groups:
-        nobody has a collection of these when such an object is made.
+        """Whether a function is a constructor of objects that have a method which makes the groups,
+        whether there are any or not: nobody has a collection of these when such an object is made.
         """
         klass = class_of(constructor)
-        return klass is not None and any(
-            each.parent is klass for each in self.owning if each is not constructor
-        )
+        made = self.owning - self._minding - {constructor}
+        return klass is not None and any(each.parent is klass for each in made)
+
+    @cached_property
+    def _minding(self) -> set[Scope | None]:
+        """Functions that ask whether there are groups."""
+        return {
+            each.use.scope.unit
+            for each in self._index.located
+            if getattr(each.site.answer, "takes", None) is Takes.OPTIONAL
+        }
 
     def is_closed(self, unit: Scope | None) -> bool:
         """Whether nothing but the globals may serve a function, as it fakes a rank or the like."""
