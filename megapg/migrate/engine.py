@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -48,11 +48,11 @@ def migrate(
     """
     index = Index(paths, config)
     findings = index.run(on_progress)
-    functions, runtimes = Functions(index), Runtimes(index, config)
+    project = _Project(index, Functions(index), Styles(index.root), Runtimes(index, config))
     frozen: dict[Path, str] = {}
     unmixed = Unmixed(index)
     while True:  # a file that fails verification takes no part, and then others may not rely on it
-        attempt = _Attempt(index, functions, runtimes, frozen, unmixed.fallen, unsafe, on_progress)
+        attempt = _Attempt(project, frozen, unmixed.fallen, unsafe, on_progress)
         frozen |= attempt.failed
         if attempt.failed or unmixed.finds_more(attempt.trees):
             continue
@@ -62,6 +62,16 @@ def migrate(
         calling = callees.of_globals()
         if not unmixed.falls_back_for(calling, attempt.taking, attempt.unpassed):
             return attempt.migration(findings, calling)
+
+
+@dataclass(frozen=True)
+class _Project:
+    """What all attempts have in common."""
+
+    index: Index
+    functions: Functions
+    styles: Styles
+    runtimes: Runtimes
 
 
 class _Attempt:
@@ -74,21 +84,21 @@ class _Attempt:
 
     def __init__(
         self,
-        index: Index,
-        functions: Functions,
-        runtimes: Runtimes,
+        project: _Project,
         frozen: Mapping[Path, str],
         fallen: FallenBack,
         unsafe: bool,
         on_progress: Progress,
     ) -> None:
-        self._index, self._runtimes, self._frozen = index, runtimes, frozen
+        self._index, self._runtimes, self._styles = project.index, project.runtimes, project.styles
+        self._frozen = frozen
         self.failed: dict[Path, str] = {}
         self.trees: dict[Path, ast.Module] = {}
         self._why = dict(fallen.why)
         planned = partial(on_progress, "deciding")
-        self._plan = make_plan(index, functions, frozen, fallen, unsafe=unsafe, on_progress=planned)
-        self._styles = Styles(index.root)
+        self._plan = make_plan(
+            project.index, project.functions, frozen, fallen, unsafe=unsafe, on_progress=planned
+        )
         self._writers: dict[Path, Writer] = {}
         self._requires: dict[Path, set[str]] = defaultdict(set)
         self._texts: dict[Decision, str] = {}

@@ -174,7 +174,7 @@ class Facts:
             if not self.owning.isdisjoint(found):
                 return True
             for each, at in list(found.items()):
-                found.update(self._called_by(each, at))
+                found.update(self._references.called_by(each, at))
         return False
 
     def has_its_own_made(self, constructor: Scope) -> bool:
@@ -206,7 +206,7 @@ class Facts:
 
     def calls_what_fakes(self, unit: Scope | None, path: Path) -> bool:
         """Whether a function has a rank or a size faked: what it calls then is to hear that."""
-        called = self._called_by(unit, path) if unit is not None and self._faking else ()
+        called = self._references.called_by(unit, path) if unit is not None and self._faking else ()
         return any(each in self._faking for each, _ in called)
 
     def _reached_by_fakes(self) -> tuple[set[Scope], set[Scope]]:
@@ -228,7 +228,7 @@ class Facts:
         waiting = list(found.items())
         while waiting:
             caller, path = waiting.pop()
-            for callee, at in self._called_by(caller, path):
+            for callee, at in self._references.called_by(caller, path):
                 if callee not in found and self._index.modules.sees(at, path):
                     found[callee] = at
                     waiting.append((callee, at))
@@ -307,7 +307,7 @@ class Facts:
                         found.update((each, thing.path) for some in of for each in some)
         for _ in range(_DEEPEST):
             for each, at in list(found.items()):
-                found.update(self._called_by(each, at))
+                found.update(self._references.called_by(each, at))
         return found
 
     def beside(self, unit: Scope, path: Path) -> list[Scope]:
@@ -321,20 +321,15 @@ class Facts:
         return [each for each in self.calls_in(path) if each and each.parent is klass]
 
     @kept
-    def _called_by(self, unit: Scope, path: Path) -> Sequence[tuple[Scope, Path]]:
-        """The functions that a function calls; of a class its constructor."""
-        return list(self._find_called(unit, path))
-
-    def _find_called(self, unit: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
-        for use, _ in self.calls_in(path).get(unit, ()):
-            for thing in self._index.resolver.expression(use.node, use.scope, path):
-                seen = thing.path is not None and self._index.modules.sees(path, thing.path)
-                if seen and thing.scope is not None and thing.path is not None:
-                    if thing.kind == "function":
-                        yield thing.scope, thing.path
-                    elif thing.kind == "class":
-                        for constructor in thing.scope.defined("__init__"):
-                            yield constructor, thing.path
+    def calls_of_one(self, unit: Scope, path: Path) -> Sequence[tuple[Use, ast.Call, Scope]]:
+        """The calls of a function by which one function, or class, is called, and that."""
+        found = []
+        for use, call in self.calls_in(path).get(unit, ()):
+            things = self._index.resolver.expression(use.node, use.scope, path)
+            called = next(iter(things)).scope if len(things) == 1 else None
+            if called is not None:
+                found.append((use, call, called))
+        return found
 
 
 def _is_replaced(located: Located) -> bool:

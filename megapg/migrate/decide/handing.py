@@ -41,11 +41,9 @@ def handed_on(plan: Plan, facts: Facts, threads: Threads, index: Index) -> Itera
         path, asking = decisions[0].located.path, [e for e in decisions if _is_at_hand(e.base)]
         if not asking or facts.is_of_globals(unit, path):
             continue
-        for use, call in facts.calls_in(path).get(unit, ()):
-            called = [e.scope for e in index.resolver.expression(use.node, use.scope, path)]
-            of = called[0] if len(called) == 1 else None
-            function = _constructor(of) if of is not None else None
-            if function is None or function not in by_unit or id(call) in passed:
+        for use, call, called in facts.calls_of_one(unit, path):
+            function = _constructor(called)
+            if function not in by_unit or id(call) in passed:
                 continue
             base = facts.best(index.carriers(use, path), unit, path) or asking[0].base
             found = _wanted(function, call, by_unit[function], taking, base)

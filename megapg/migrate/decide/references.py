@@ -77,6 +77,23 @@ class References:
         """
         return list(self._find(function, path))
 
+    @kept
+    def called_by(self, unit: Scope, path: Path) -> Sequence[tuple[Scope, Path]]:
+        """The functions that a function calls; of a class its constructor."""
+        return list(self._find_called(unit, path))
+
+    def _find_called(self, unit: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
+        analysis = self._index.analysis(path)
+        for use, _ in analysis.calls.get(unit, ()) if analysis is not None else ():
+            for thing in self._index.resolver.expression(use.node, use.scope, path):
+                seen = thing.path is not None and self._index.modules.sees(path, thing.path)
+                if seen and thing.scope is not None and thing.path is not None:
+                    if thing.kind == "function":
+                        yield thing.scope, thing.path
+                    elif thing.kind == "class":
+                        for constructor in thing.scope.defined("__init__"):
+                            yield constructor, thing.path
+
     def _mentioning(self, word: str, path: Path) -> Sequence[Path]:
         """The files that have a word and may name something of a file by it."""
         if self._in_tests:

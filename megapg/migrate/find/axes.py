@@ -71,6 +71,7 @@ def takes_group(node: ast.AST | None, versions: Collection[int]) -> bool:
     return found is not None and all(each >= found.since for each in versions)
 
 
+@kept
 def is_argument(node: ast.AST, function: ast.AST) -> bool:
     """Whether a function hands something on to what it calls."""
     return any(

@@ -130,6 +130,7 @@ class Index:
         self._notebooks = sum(isinstance(each, Notebook) for each in found)
         self._data: dict[Path, bytes] = {}
         self._parsed: dict[Path, tuple[Source, Analysis]] = {}
+        self._words: dict[Path, frozenset[bytes]] = {}  # of those
         self.modules = Modules(self._files.values())
         source = [path for path in self._files if not self.modules.is_test(path)]
         self._namesakes = find_namesakes(
@@ -207,6 +208,7 @@ class Index:
                 self._failed.add(path)
             else:
                 known = self._parsed[path] = source, analyse(source.tree)
+                self._words[path] = frozenset(_WORD.findall(source.data))
         return known
 
     def analysis(self, path: Path) -> Analysis | None:
@@ -230,19 +232,19 @@ class Index:
     @kept
     def everywhere(self, word: str) -> Sequence[Path]:
         """The files that have a word, in source and in tests."""
-        return [path for path in self._files if self._has_word(path, word)]
-
-    def _has_word(self, path: Path, word: str) -> bool:
-        sought = word.encode()
-        if path not in self._parsed or not word.isascii():
-            if sought not in self.data(path):  # much faster
-                return False
-            return re.search(rb"\b" + re.escape(sought) + rb"\b", self.data(path)) is not None
-        return sought in self._words(path)  # it is asked about each of its functions
-
-    @kept
-    def _words(self, path: Path) -> frozenset[bytes]:
-        return frozenset(_WORD.findall(self.data(path)))
+        sought, is_ascii = word.encode(), word.isascii()
+        in_text = re.compile(rb"\b" + re.escape(sought) + rb"\b").search
+        found = []
+        for path in self._files:
+            words = self._words.get(path) if is_ascii else None
+            if words is not None:  # it is asked about each of its functions
+                has_it = sought in words
+            else:
+                data = self.data(path)
+                has_it = sought in data and in_text(data) is not None  # the first is much faster
+            if has_it:
+                found.append(path)
+        return found
 
     def _may_define(self, path: Path, name: str) -> bool:
         if path in self._parsed:
