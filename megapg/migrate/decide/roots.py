@@ -57,7 +57,7 @@ class Roots:
         if unit is None:
             return Why.MODULE_LEVEL
         if unit in self._facts.tainted and unit not in self._taking:
-            return Why.MAKES_GROUPS if unit in self._facts.owning else Why.FAKES
+            return Why.MAKES_GROUPS if unit in self._facts.making else Why.FAKES
         if base.expression == "None":
             return Why.ALIKE if unit in self._facts.parted else self._of(unit, path)
         if base.expression == PARAMETER and unit not in self._taking:
@@ -150,7 +150,7 @@ class Roots:
         if self._facts.is_of_globals(unit, reference.path):
             if unit in self._facts.parted or unit not in self._facts.tainted:
                 return Why.ALIKE
-            return Why.MAKES_GROUPS if unit in self._facts.owning else Why.FAKES
+            return Why.MAKES_GROUPS if unit in self._facts.making else Why.FAKES
         keywords = {each.arg for each in reference.call.keywords} if reference.call else set()
         if keywords & {None, PARAMETER, *GROUP_PARAMETERS}:
             return Why.HAS_GROUPS

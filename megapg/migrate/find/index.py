@@ -335,7 +335,7 @@ class Index:
         begin, end, exact = locate(source, node, use.parents)
         span = source.span(begin, end)
         arguments = _arguments(source, node, exact) if kind is Kind.CALL else ()
-        or_several = name in OF_SEVERAL_PIPELINES and _may_be_a_list(use, node)
+        or_several = name in OF_SEVERAL_PIPELINES and _may_be_a_list(use, name)
         answer = _refused(kind, name, things) or replacement(
             name, arguments, self.config.versions, or_several=or_several
         )
@@ -381,20 +381,36 @@ def _of_a_member(name: str, node: ast.expr, parent: ast.AST) -> tuple[Kind, str,
     return Kind.PRIVATE if name.startswith("_") else Kind.VALUE, name, node
 
 
-def _may_be_a_list(use: Use, value: ast.expr) -> bool:
-    """Whether a function asks about the variable that gets a value whether it is a list."""
-    bound = next((each for each in use.parents if each is not value), None)
-    if not isinstance(bound, ast.Assign) or bound.value is not value:
-        return False
-    names = {each.id for each in bound.targets if isinstance(each, ast.Name)}
+def _may_be_a_list(use: Use, getter: str) -> bool:
+    """Whether a function knows that what a getter gives may be a list: it asks that of what the
+    getter gave it, or goes through it.
+    """
+    nodes = use.scope.nodes
+    bound = [e for e in nodes if isinstance(e, ast.Assign) and _calls(getter, e.value)]
+    names = {n.id for e in bound for n in e.targets if isinstance(n, ast.Name)}
     return any(
-        isinstance(each, ast.Call)
-        and last_name(each.func) == "isinstance"
-        and len(each.args) == 2
-        and last_name(each.args[0]) in names
-        and any(isinstance(of, ast.Name) and of.id == "list" for of in ast.walk(each.args[1]))
-        for each in use.scope.nodes
+        _calls(getter, each) or (isinstance(each, ast.Name) and each.id in names)
+        for node in nodes
+        for each in _taken_for_lists(node)
     )
+
+
+def _calls(getter: str, node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and last_name(node.func) == getter
+
+
+def _taken_for_lists(node: ast.AST) -> Iterator[ast.expr]:
+    """What a node asks about whether it is a list, or goes through."""
+    match node:
+        case ast.Call(ast.Name("isinstance"), [asked, of]):
+            if any(isinstance(each, ast.Name) and each.id == "list" for each in ast.walk(of)):
+                yield asked
+        case ast.Call(ast.Name("enumerate" | "len"), [gone_through, *_]):
+            yield gone_through
+        case ast.For(iter=gone_through) | ast.comprehension(iter=gone_through):
+            yield gone_through
+        case ast.Call(ast.Name("zip"), several):
+            yield from several
 
 
 def _is_of(things: Things) -> bool:
