@@ -28,7 +28,7 @@ from megapg.migrate.find.sites import Site
 from megapg.migrate.migration import Edit, Left, Migration, Rewritten, Root, Served, Why, applied
 from megapg.migrate.python.analysis import Analysis
 from megapg.migrate.python.methods import kept
-from megapg.migrate.python.scopes import Scope
+from megapg.migrate.python.scopes import Imported, Scope
 from megapg.migrate.python.source import Problem, Source
 from megapg.migrate.python.tree import is_test
 
@@ -156,7 +156,10 @@ class _Attempt:
         """
         released = {path: each.released for path, each in self._writers.items()}
         moving = list(imported_through(self._index, released))
-        taken = names_taken(self._index, released, {each[1] for each in moving})
+        apart = {each[1] for each in moving}
+        taken = names_taken(self._index, released, apart)
+        if going := set(self._going(released, taken)):
+            taken = names_taken(self._index, released, apart | going)
         for path, imported, name, source in moving:
             kept = taken.get(source, ())
             drops = path not in self._frozen and self._writers[source].drops(imported.member, kept)
@@ -184,6 +187,23 @@ class _Attempt:
             for path, name in through.items():
                 taken[path].add(name)
         return taken
+
+    def _going(
+        self, released: Mapping[Path, Collection[str]], taken: Mapping[Path, Collection[str]]
+    ) -> Iterator[Imported]:
+        """The imports of names from such files that go themselves."""
+        for path, names in released.items():
+            _, analysis = self._looked(path)
+            for name in names if path not in self._frozen else ():
+                for bound in analysis.module.bindings.get(name, ()):
+                    if (
+                        isinstance(bound, Imported)
+                        and any(
+                            e.path in released for e in self._index.resolver.module(bound, path)
+                        )
+                        and self._writers[path].drops(name, taken.get(path, ()))
+                    ):
+                        yield bound
 
     def _rewritten(self, path: Path, edits: list[Edit]) -> Rewritten | None:
         if not edits:

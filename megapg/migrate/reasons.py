@@ -85,7 +85,7 @@ _ALL = (
         "a layout has no such split. What asks about it is rewritten; what sets it, or looks at "
         "its variables, is not. Where the two have tensor parallel sizes of their own a rank may "
         "be in several pipelines, up to 0.13: pg.pp and the ranks of its neighbours raise "
-        "MissingGlobalGroupError there, unless the code asks isinstance(..., list) of them, or goes "
+        "MissingGlobalGroupError there, unless the code asks isinstance(..., list) of them or goes "
         "through them.",
         "Delete the code, or ask getters.pipeline_split_rank(pg): None where nothing is split.",
     ),

@@ -48,6 +48,12 @@ class _Change:
     new: str
 
 
+def _gaps(statement: Statement) -> list[str]:
+    """The space between its tokens."""
+    places = (statement.gap(number) for number in range(1, len(statement.kept) + 1))
+    return [statement.text[start:stop] for start, stop in places]
+
+
 class _Relayout:
     """Finds what changes, and puts it into the edits or beside them."""
 
@@ -126,10 +132,10 @@ class _Relayout:
         ]
 
     def _is_certain(self, old: Statement, new: Statement, newline: str) -> bool:
-        gaps = [old.text[slice(*old.gap(number))] for number in range(1, len(old.kept) + 1)]
         if self._style.is_formatted:
-            return gaps == self._laid_out(old, newline)
-        return newline not in "".join(gaps) and self._length(old) <= self._width < self._length(new)
+            return _gaps(old) == self._laid_out(old, newline)
+        is_one_line = newline not in "".join(_gaps(new))
+        return is_one_line and self._length(old) <= self._width < self._length(new)
 
     def _laid_out(self, statement: Statement, newline: str) -> list[str]:
         splits = self._style.splits_message

@@ -23,7 +23,7 @@ from megapg.migrate.find.meaning import (
     is_parallel_state,
 )
 from megapg.migrate.find.namesakes import Namesake, find_namesakes
-from megapg.migrate.find.privates import as_it_is_read
+from megapg.migrate.find.privates import as_it_is_read, as_it_is_taken
 from megapg.migrate.find.sites import Carrier, Kind, Site
 from megapg.migrate.python.analysis import Analysis, analyse
 from megapg.migrate.python.locate import locate, parses_to
@@ -341,6 +341,8 @@ class Index:
         )
         if kind is Kind.PRIVATE and isinstance(answer, Replacement):
             answer = as_it_is_read(name, use, node, answer)
+        if kind is Kind.CALL and isinstance(answer, Replacement):
+            answer = as_it_is_taken(use, node, answer)
         function, klass = use.scope.enclosing("function"), use.scope.enclosing("class")
         lines = range(span.line, span.end_line + 1)
         site = Site(

@@ -1,6 +1,6 @@
-"""What a function does with a private variable of the globals that lists the ranks of a group.
+"""What a function does with what lists the ranks of a group: a private variable, or a getter.
 
-Before there are groups the variable is None, which a collection can't be; and it is a list, which
+Before there are groups a variable is None, which a collection can't be; and it is a list, which
 somebody may change. Where it is only read, as a list of ranks, the ranks of the group serve.
 """
 
@@ -28,6 +28,15 @@ def as_it_is_read(name: str, use: Use, node: ast.expr, answer: Replacement) -> R
         return answer
     template = f'$pg.ranks("{field}")' if _takes_any(node, around[0]) else answer.template
     return replace(answer, template=template, caution="")
+
+
+def as_it_is_taken(use: Use, call: ast.expr, answer: Replacement) -> Replacement:
+    """What is written for a getter: a list of ranks only where none is made of it anyway."""
+    template = f'$pg.ranks("{answer.field}")'
+    around = [each for each in use.parents if each is not call]
+    if answer.template != f"list({template})" or not _only_reads(call, around):
+        return answer
+    return replace(answer, template=template) if _takes_any(call, around[0]) else answer
 
 
 def _within(chain: ast.AST, node: ast.expr) -> list[ast.AST]:
