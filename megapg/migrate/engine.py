@@ -158,8 +158,8 @@ class _Attempt:
         moving = list(imported_through(self._index, released))
         apart = {each[1] for each in moving}
         taken = names_taken(self._index, released, apart)
-        if going := set(self._going(released, taken)):
-            taken = names_taken(self._index, released, apart | going)
+        if leaving := set(self._going(released, taken)):
+            taken = names_taken(self._index, released, apart | leaving)
         for path, imported, name, source in moving:
             kept = taken.get(source, ())
             drops = path not in self._frozen and self._writers[source].drops(imported.member, kept)
