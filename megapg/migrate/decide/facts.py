@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megapg.migrate.decide.decisions import Base, best
+from megapg.migrate.decide.exchanged import exchanging
 from megapg.migrate.decide.references import References
 from megapg.migrate.find.axes import group_argument
 from megapg.migrate.find.index import Index, Located
@@ -16,7 +17,7 @@ from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.sites import Carrier, Kind, Site
 from megapg.migrate.migration import How
 from megapg.migrate.python.methods import class_of, kept, left_out, self_of
-from megapg.migrate.python.scopes import FunctionNode, Scope, Use, last_name
+from megapg.migrate.python.scopes import FunctionNode, Scope, Use
 from megapg.upstream.mapping import RANK_GLOBALS, Takes
 
 # Writes that make a rank or size differ from what the groups say.
@@ -45,6 +46,7 @@ class Facts:
     Attributes:
         tainted: functions in which nothing but the globals, and what is passed, can serve: they
             fake a rank or size, are called by one that does, or have the groups made or exchanged.
+        making: those of them that have the groups made, or exchanged, themselves.
         passable: those of them that are free, and are only called by one that fakes: others may
             pass them a collection.
         parted: functions that the globals serve as well, and the kinds of groups about which they
@@ -64,10 +66,11 @@ class Facts:
     def __init__(self, index: Index, references: References, fallen: FallenBack) -> None:
         self._index, self._references, self.fallen = index, references, fallen
         faking, reached = self._reached_by_fakes()
-        self.tainted = reached | self.owning | self.exchanging
+        self.making = self.owning | exchanging(index, references)
+        self.tainted = reached | self.making
         self.passable = {
             each
-            for each in reached - faking - self.owning - self.exchanging
+            for each in reached - faking - self.making
             if each.parent is not None and each.parent.kind == "module"
         }
         self._faking = faking
@@ -163,26 +166,6 @@ class Facts:
             if each.site.kind is Kind.CALL and each.site.name in _OWNING
             if (unit := each.use.scope.unit) is not None
         }
-
-    @cached_property
-    def exchanging(self) -> set[Scope]:
-        """Functions that put other groups into the globals, be it by way of others: what they hold,
-        or are passed, has those of before.
-        """
-        found: set[Scope] = set()
-        waiting = [(e.use.scope.unit, e.path) for e in self._index.located if _puts_a_group(e)]
-        while waiting:
-            unit, path = waiting.pop()
-            if unit is not None and unit not in found:
-                found.add(unit)
-                calls = self._references.of(unit, path)
-                waiting += [(e.use.scope.unit, e.path) for e in calls if e.call is not None]
-        return found
-
-    @property
-    def making(self) -> set[Scope]:
-        """Functions of both kinds."""
-        return self.owning | self.exchanging
 
     @kept
     def makes_groups(self, unit: Scope | None, path: Path) -> bool:
@@ -360,32 +343,6 @@ def _is_replaced(located: Located) -> bool:
     return (
         isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "setattr"
     )
-
-
-def _puts_a_group(located: Located) -> bool:
-    """Whether a site puts another group, or the ranks of one, in the place of what the globals
-    have; or whatever a table of them says.
-    """
-    site, call = located.site, located.use.parents.node
-    if site.kind is Kind.MODULE and isinstance(call, ast.Call) and last_name(call.func) == "vars":
-        bound = located.use.parents.above.node if located.use.parents.above else None
-        names = {e.id for e in getattr(bound, "targets", ()) if isinstance(e, ast.Name)}
-        return any(_fills(each, call, names) for each in located.use.scope.nodes)
-    if site.kind is Kind.PATCHED:
-        return not site.name and _is_replaced(located)
-    is_a_group = site.name.startswith("_") and "_GROUP" in site.name
-    return site.kind is Kind.ASSIGNED and (is_a_group or site.name in RANK_GLOBALS)
-
-
-def _fills(node: ast.AST, table: ast.expr, names: Collection[str]) -> bool:
-    """Whether an expression puts something into a table, or a variable that it is bound to."""
-    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-        of: ast.AST = node.value
-    elif isinstance(node, ast.Attribute) and node.attr == "update":
-        of = node.value
-    else:
-        return False
-    return of is table or (isinstance(of, ast.Name) and of.id in names)
 
 
 def _writes_a_variable(site: Site) -> bool:
