@@ -115,6 +115,13 @@ class Facts:
         """
         return unit in self.tainted or unit in self.parted or unit in self._served_before(path)
 
+    def asks_globals(self, base: Base, unit: Scope | None, path: Path) -> bool:
+        """Whether the globals serve a function; or, where it would ask its object, other methods of
+        the class, since a run of before.
+        """
+        others = self.beside(unit, path) if unit and base.expression == self_of(unit) else ()
+        return any(self.is_of_globals(each, path) for each in (unit, *others))
+
     @kept
     def _served_before(self, path: Path) -> frozenset[Scope | None]:
         """The functions of a file in which ``resolve(None)`` is written already."""

@@ -179,7 +179,7 @@ def _by_globals(planner: _Planner, located: Located) -> None:
 def _by_what_there_is(planner: _Planner, located: Located) -> None:
     base, unit, path = planner.best(located), located.use.scope.unit, located.path
     is_guard = _takes(located) is Takes.OPTIONAL and planner.facts.makes_groups(unit, path)
-    if base is None or base.optional or planner.facts.is_of_globals(unit, path) or is_guard:
+    if base is None or base.optional or is_guard or planner.facts.asks_globals(base, unit, path):
         planner.optional.append(located)
     else:
         planner.decide(located, base)
