@@ -161,8 +161,9 @@ class _Attempt:
         if leaving := set(self._going(released, taken)):
             taken = names_taken(self._index, released, apart | leaving)
         for path, imported, name, source in moving:
-            kept = taken.get(source, ())
-            drops = path not in self._frozen and self._writers[source].drops(imported.member, kept)
+            needed = taken.get(source, ())
+            changeable = path not in self._frozen
+            drops = changeable and self._writers[source].drops(imported.member, needed)
             if drops and self._writer(path).import_the_globals(imported, name):
                 self._requires[path].add(self._looked(source)[0].name)
             else:
@@ -191,19 +192,18 @@ class _Attempt:
     def _going(
         self, released: Mapping[Path, Collection[str]], taken: Mapping[Path, Collection[str]]
     ) -> Iterator[Imported]:
-        """The imports of names from such files that go themselves."""
-        for path, names in released.items():
-            _, analysis = self._looked(path)
-            for name in names if path not in self._frozen else ():
-                for bound in analysis.module.bindings.get(name, ()):
-                    if (
-                        isinstance(bound, Imported)
-                        and any(
-                            e.path in released for e in self._index.resolver.module(bound, path)
-                        )
-                        and self._writers[path].drops(name, taken.get(path, ()))
-                    ):
-                        yield bound
+        """The imports that a file drops of names which it took from another file that releases
+        names.
+        """
+        for path in released.keys() - self._frozen.keys():
+            bindings, writer = self._looked(path)[1].module.bindings, self._writers[path]
+            dropped = [name for name in released[path] if writer.drops(name, taken.get(path, ()))]
+            bound = (each for name in dropped for each in bindings.get(name, ()))
+            for each in bound:
+                if isinstance(each, Imported):
+                    homes = self._index.resolver.module(each, path)
+                    if any(home.path in released for home in homes):
+                        yield each
 
     def _rewritten(self, path: Path, edits: list[Edit]) -> Rewritten | None:
         if not edits:

@@ -323,8 +323,10 @@ def _have_models_since(together: list[_Asking], plan: Plan, facts: Facts) -> boo
     found = {
         e.unit for e in together if e.unit in apart and e.base is not None and not _is_of_self(e)
     }
-    asking = [(each.located.use, each.base) for each in plan.decisions if found]
-    asking += [(each.reference.use, each.base) for each in plan.passing if found]
+    if not found:
+        return False
+    asking = [(each.located.use, each.base) for each in plan.decisions]
+    asking += [(each.reference.use, each.base) for each in plan.passing]
     for unit in list(found):
         keeping = [each for each in unit.nodes if _keeps_a_model(each, unit)]
         for use, base in asking if _sets_up_objects(unit) and keeping else ():

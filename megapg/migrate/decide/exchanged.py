@@ -1,4 +1,6 @@
-"""Who puts other groups into the globals: what such a function holds has those of before."""
+"""Which functions put other groups into the globals. A model that such a function holds has the
+groups of before.
+"""
 
 from __future__ import annotations
 

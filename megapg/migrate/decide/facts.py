@@ -116,8 +116,8 @@ class Facts:
         return unit in self.tainted or unit in self.parted or unit in self._served_before(path)
 
     def asks_globals(self, base: Base, unit: Scope | None, path: Path) -> bool:
-        """Whether the globals serve a function; or, where it would ask its object, other methods of
-        the class, since a run of before.
+        """Whether the globals serve a function, or, where it would ask its object, another method
+        of the class, be it since an earlier run.
         """
         others = self.beside(unit, path) if unit and base.expression == self_of(unit) else ()
         return any(self.is_of_globals(each, path) for each in (unit, *others))

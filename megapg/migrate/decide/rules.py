@@ -279,8 +279,8 @@ RULES = (
         _left("lifecycle", "about the groups that its function makes or ends"),
     ),
     Rule(
-        "its function fakes ranks, is a method that is called by what does, or has other groups "
-        "put into the globals: these serve",
+        "its function fakes ranks, is a method that is called by what does, or has the groups of "
+        "the globals exchanged: the globals serve",
         lambda planner, located: planner.facts.is_closed(located.use.scope.unit),
         _by_globals,
     ),

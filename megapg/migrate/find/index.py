@@ -130,7 +130,7 @@ class Index:
         self._notebooks = sum(isinstance(each, Notebook) for each in found)
         self._data: dict[Path, bytes] = {}
         self._parsed: dict[Path, tuple[Source, Analysis]] = {}
-        self._words: dict[Path, frozenset[bytes]] = {}  # of those
+        self._words: dict[Path, frozenset[bytes]] = {}  # of those, once a word is looked for
         self.modules = Modules(self._files.values())
         source = [path for path in self._files if not self.modules.is_test(path)]
         self._namesakes = find_namesakes(
@@ -208,7 +208,6 @@ class Index:
                 self._failed.add(path)
             else:
                 known = self._parsed[path] = source, analyse(source.tree)
-                self._words[path] = frozenset(_WORD.findall(source.data))
         return known
 
     def analysis(self, path: Path) -> Analysis | None:
@@ -236,9 +235,10 @@ class Index:
         in_text = re.compile(rb"\b" + re.escape(sought) + rb"\b").search
         found = []
         for path in self._files:
-            words = self._words.get(path) if is_ascii else None
-            if words is not None:  # it is asked about each of its functions
-                has_it = sought in words
+            if is_ascii and path in self._parsed:  # it is asked about each of its functions
+                if path not in self._words:
+                    self._words[path] = frozenset(_WORD.findall(self.data(path)))
+                has_it = sought in self._words[path]
             else:
                 data = self.data(path)
                 has_it = sought in data and in_text(data) is not None  # the first is much faster

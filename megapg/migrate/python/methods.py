@@ -63,9 +63,8 @@ def left_out(function: Scope, call: ast.Call) -> frozenset[str]:
     shows = shows and all(each.arg is not None for each in call.keywords)
     if not shows or last_name(call.func) == "partial":
         return frozenset()
-    names = [each.arg for each in parameters(function.node)]
-    by_position = names[1 if self_of(function) else 0 :][: len(call.args)]
-    return frozenset(names) - {*by_position, *(each.arg for each in call.keywords)}
+    names = frozenset(each.arg for each in parameters(function.node))
+    return names.difference(passed(function, call))
 
 
 def decorators(node: ast.AST) -> set[str]:
