@@ -114,6 +114,9 @@ class Callee:
     instead: str  # what to write
 
 
+# What a docstring that describes each parameter says of ours; the second with its type.
+DESCRIPTION = "pg_collection: The process groups; None for the globals."
+TYPED = DESCRIPTION.replace(":", " (ProcessGroupCollection, optional):", 1)
 EXCUSE = "  # noqa: F401"
 
 
@@ -125,9 +128,9 @@ class Edit:
     stop: int  # index behind the last one
     new: str  # what is there instead
     # ``site``, which may be of a function that ``functools.partial`` of it replaces; ``parameter``,
-    # ``argument``, ``gradient`` (one more returned), ``statement`` or ``import``; ``layout``
-    # for what is between tokens; ``excuse`` for a comment to the linter; ``text`` for that of a
-    # file that is ours.
+    # ``argument``, ``gradient`` (one more returned), ``statement`` or ``import``; ``docstring`` for
+    # a line of one; ``layout`` for what is between tokens; ``excuse`` for a comment to the linter;
+    # ``text`` for that of a file that is ours.
     what: str
 
 

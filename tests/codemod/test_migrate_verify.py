@@ -23,7 +23,7 @@ from migrate_cases import PROGRAMS, cases
 from old_core import core_folders
 
 from megapg.migrate.edit.soundness import verify
-from megapg.migrate.migration import Edit, Rewritten
+from megapg.migrate.migration import DESCRIPTION, Edit, Rewritten
 from megapg.migrate.python.insert import add_argument, add_parameter, add_statement
 from megapg.migrate.python.source import Source, parse
 
@@ -107,6 +107,11 @@ WRONG |= {
     "a statement taken -> beyond": "x = 1\n⟦statement|y = 2\n|z = 2\n⟧",
     "another newline -> newline": "x = 1\n⟦import||import a\r\n⟧y = 2\n",
     "half a newline -> newline": "x = 1\r⟦import||import a\r\n⟧\ny = 2\n",
+    "a line in another string -> would change": 'x = """a⟦docstring||\n' + DESCRIPTION + '⟧"""',
+    "a string in two -> not the docstring": 'def f():\n    """a⟦docstring||""" """⟧b"""',
+    "a line in place of another -> would change": 'def f():\n    """a⟦docstring|\nb|\nc⟧"""',
+    "a line with a meaning -> would change": 'def f():\n    """a⟦docstring||\n\\x41⟧"""',
+    "a site in a docstring -> would change": 'def f():\n    """a⟦site||\nb⟧"""',
     "outside of a function -> compile": "def f():\n    x = 1\n⟦statement||await g()\n⟧",
 }
 

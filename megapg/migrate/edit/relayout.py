@@ -71,7 +71,7 @@ class _Relayout:
         changes: list[_Change] = []
         seen: set[int] = set()
         for number, edit in enumerate(self._edits):
-            if edit.what == "import":
+            if edit.what in ("import", "docstring"):
                 continue
             old = None if edit.what == "statement" else self._statement_at(edit.start)
             if edit.what == "statement":

@@ -18,6 +18,7 @@ from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.meaning import PARALLEL_STATE
 from megapg.migrate.migration import Edit
 from megapg.migrate.python.analysis import Analysis
+from megapg.migrate.python.described import described
 from megapg.migrate.python.flow import blocks
 from megapg.migrate.python.imports import MEGAPG, Imports, Runtime
 from megapg.migrate.python.insert import (
@@ -128,6 +129,7 @@ class Writer:
             edits += [Edit(at, at, ", None", "gradient") for at in applied.gradients]
         if taking.kept:
             edits += self._keep(taking, node)
+        edits += described(self._source, taking.function, width)
         self._edits += edits
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import os
 import re
 import string
 import tomllib
@@ -154,7 +155,7 @@ class Styles:
             for name, table in places:
                 found = _read(each / name, table)
                 if found is not None:
-                    return found
+                    return _extended(found, each / name) if places is _RUFF else found
         return None
 
     def _upwards(self, folder: Path) -> Iterator[Path]:
@@ -165,6 +166,33 @@ class Styles:
             yield each
             if each == end:
                 return
+
+
+def _extended(table: dict[str, object], file: Path) -> dict[str, object]:
+    """A table of ruff's with what it does not say itself, but a file does that it extends; each
+    folder of sources is one of the file that names it, and by default of the first.
+    """
+    table.setdefault("src", [".", "src"])
+    seen: set[Path] = set()
+    found: dict[str, object] = {}
+    while table and file not in seen:
+        seen.add(file)
+        if "src" in table:
+            table["src"] = [str(file.parent / each) for each in _strings(table, "src")]
+        found = _merged(table, found)
+        file = Path(os.path.normpath(file.parent / str(table.get("extend", ""))))
+        base = next((_read(file, place) for name, place in _RUFF if name == file.name), None)
+        table = base or {}
+    return found
+
+
+def _merged(base: _Table, own: _Table) -> dict[str, object]:
+    """Two tables, and those in them, in one; what both say is said by the second."""
+    merged = {**base, **own}
+    for name in base.keys() & own.keys():
+        if isinstance(base[name], dict) and isinstance(own[name], dict):
+            merged[name] = _merged(_below(base, name), _below(own, name))
+    return merged
 
 
 def _read(file: Path, table: tuple[str, ...]) -> dict[str, object] | None:

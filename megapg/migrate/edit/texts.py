@@ -10,8 +10,18 @@ import tokenize
 import warnings
 from contextlib import suppress
 
+from megapg.migrate.migration import DESCRIPTION, TYPED
+
 NEWLINE = re.compile(r"\r\n|\r|\n")
 """What ends a line."""
+_DESCRIBING = re.compile(
+    rf"(?:{NEWLINE.pattern})[ \t]*(?:{re.escape(DESCRIPTION)}|{re.escape(TYPED)})"
+)
+
+
+def describes(text: str) -> bool:
+    """Whether a text is the line about our parameter, which means nothing in any string."""
+    return _DESCRIBING.fullmatch(text) is not None
 
 
 def expression(text: str) -> ast.expr | None:

@@ -15,9 +15,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-from megapg.migrate.edit.texts import NEWLINE, ends_in_comment, expression, open_quotes
+from megapg.migrate.edit.texts import NEWLINE, describes, ends_in_comment, expression, open_quotes
 from megapg.migrate.migration import EXCUSE, Edit
-from megapg.migrate.python.methods import is_docstring, parameters
+from megapg.migrate.python.methods import docstrings_of, is_docstring, parameters
 from megapg.migrate.python.scopes import FunctionNode, last_name
 from megapg.migrate.python.source import Source
 
@@ -121,6 +121,7 @@ class TakingBack(_Walk):
             self._after.append((start, start + len(edit.new)))
             shift += len(edit.new) - (edit.stop - edit.start)
         self._kinds = {edit.what for edit in edits}
+        self._docstrings = set(docstrings_of(old.tree)) if "docstring" in self._kinds else set()
         self._undone: set[int] = set()
         self.came: list[ast.AST] = []
         self.went: list[ast.AST] = []
@@ -200,7 +201,7 @@ class TakingBack(_Walk):
         place = _extent(self._old, old)
         number = _around(self._before, *place)
         if number is None or self._edits[number].what != "site":
-            return False
+            return old in self._docstrings and self._says_more(old, new)
         begin, end = _extent(self._new, new)
         if not (
             _wraps(self._old.text, self._before[number], place)
@@ -210,6 +211,20 @@ class TakingBack(_Walk):
         _readable(old, new, self._new.text[begin:end])
         self._undone.add(number)
         return True
+
+    def _says_more(self, old: ast.expr, new: ast.expr) -> bool:
+        """Whether a docstring got lines in which nothing has a meaning of its own."""
+        begin, end = _extent(self._old, old)
+        within = {n for n, (start, _) in enumerate(self._before) if begin < start < end}
+        if isinstance(new, ast.Constant) and all(self._describes(n, end) for n in within):
+            self._undone |= within
+        return not within.isdisjoint(self._undone)
+
+    def _describes(self, number: int, end: int) -> bool:
+        """Whether an edit puts our line behind one of the docstring that ends there."""
+        edit, rest = self._edits[number], self._old.text[self._edits[number].start : end]
+        is_added = (edit.what, edit.start) == ("docstring", edit.stop) and describes(edit.new)
+        return is_added and (rest[:1] in "\r\n" or len(rest) == len('"""'))
 
     # Elements of lists that came or went.
 

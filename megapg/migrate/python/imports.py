@@ -218,9 +218,15 @@ class Imports:
     def _has_order(self) -> bool:
         """Whether the imports at the top are to be in order, each with its lines for itself."""
         leading = self._leading()
-        texts = [self.source.text[slice(*self.source.lines(each))] for each in leading]
-        alone = not any(";" in text for text in texts)
+        alone = all(map(self._is_alone, leading))
         return bool(leading) and alone and (self.is_sorted or self.order.is_shown_by(leading))
+
+    def _is_alone(self, statement: ast.stmt) -> bool:
+        """Whether no other statement is on its lines."""
+        begin, end = self.source.lines(statement)
+        before = self.source.text[begin : self.source.extent(statement)[0]]
+        behind = self.source.text[self.source.end(statement) : end].partition("#")[0]
+        return ";" not in before + behind
 
     def _stretch(self, at: Placed) -> list[Edit]:
         """The edits between two imports that stay."""

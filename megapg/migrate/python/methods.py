@@ -267,6 +267,15 @@ def is_docstring(statement: ast.stmt) -> bool:
     return False
 
 
+def docstrings_of(tree: ast.Module) -> Iterator[ast.expr]:
+    """The docstrings of a module and of what is in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | FunctionNode):
+            yield from (
+                e.value for e in node.body[:1] if is_docstring(e) and isinstance(e, ast.Expr)
+            )
+
+
 def body_of(function: FunctionNode) -> list[ast.stmt]:
     """The statements of a function without its docstring."""
     return function.body[1:] if is_docstring(function.body[0]) else function.body
