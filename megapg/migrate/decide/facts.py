@@ -167,12 +167,25 @@ class Facts:
         """Functions that make or end the groups themselves: what they read is what they made, and
         a model that they have may carry groups of before.
         """
-        return {
-            unit
+        found = {
+            each.use.scope.unit
             for each in self._index.located
             if each.site.kind is Kind.CALL and each.site.name in _OWNING
-            if (unit := each.use.scope.unit) is not None
         }
+        for path in {path for name in _OWNING for path in self._index.everywhere(name)}:
+            for unit, calls in self.calls_in(path).items():
+                if any(self._is_of_a_maker(*each, path) for each in calls):
+                    found.add(unit)
+        return {unit for unit in found if unit is not None}
+
+    def _is_of_a_maker(self, use: Use, call: ast.Call, path: Path) -> bool:
+        """Whether a call is of a method of something unknown, such as Megatron-Bridge's providers
+        of models.
+        """
+        if not isinstance(call.func, ast.Attribute) or call.func.attr not in _OWNING:
+            return False
+        found = self._index.resolver.expression(call.func, use.scope, path)
+        return all(each.kind == "unknown" for each in found)
 
     @kept
     def makes_groups(self, unit: Scope | None, path: Path) -> bool:

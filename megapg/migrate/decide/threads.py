@@ -103,7 +103,7 @@ class Threads:
             return False
         if class_of(function) is None and self._facts.makes_groups(function, path):
             return False  # nobody has them before; an object may be given others to keep
-        if self._facts.has_its_own_made(function):
+        if function in self._facts.owning or self._facts.has_its_own_made(function):
             return False
         applied = self._functions.references.autograd.of(function, path)
         both = (applied.forward, applied.backward) if applied is not None else ()
