@@ -315,6 +315,54 @@ def test_the_outermost_that_holds_all_comes_first(pg):
         assert groups_of(outer, "tp") is pg  # the first submodule
 
 
+def of_two_layouts(pg, other):
+    """A model of two, as one that sees and speaks is: each has its groups, and it has none."""
+    model = nn.Module()
+    model.encoder, model.decoder = Holder(nn.Module()), Holder(nn.Module())
+    model.encoder.pg_collection, model.decoder.pg_collection = pg, other
+    return model
+
+
+@pytest.mark.usefixtures("initialised")
+def test_submodules_of_different_groups_do_not_answer_for_the_model():
+    tp, dp = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_data_parallel_group(),
+    )
+    one, other = (ProcessGroupCollection.from_groups(tp=each, pp=tp) for each in (dp, tp))
+    model = of_two_layouts(one, other)
+    for owner in (model, [model], Holder(model)):
+        with pytest.warns(GlobalGroupsWarning) as caught:
+            assert groups_of(owner, "tp").tp is tp
+    assert str(caught[0].message).startswith(
+        "Holder carries no collection with tp (but several, of different tp), which test_sub"
+    )
+    with no_globals():
+        assert groups_of(model, "pp") is one
+
+
+def test_a_submodule_answers_for_what_is_inside_and_for_what_the_others_do_not_have(pg):
+    part = ProcessGroupCollection.from_groups(tp=pg.tp)
+    other = ProcessGroupCollection.from_groups(tp=pg.dp, pp=pg.cp)
+    model = of_two_layouts(pg, part)
+    model.encoder.inner = Holder(nn.Module())
+    model.encoder.inner.pg_collection = other
+    with no_globals():
+        assert groups_of(model, "tp") is pg
+        assert groups_of(model, "dp") is pg
+        model.decoder.pg_collection = other
+        with pytest.raises(MissingGlobalGroupError, match="several, of different tp"):
+            _ = groups_of(model, "tp", "pp").tp
+        with pytest.raises(MissingGlobalGroupError, match=r"no collection \(but several, of"):
+            _ = groups_of(model).tp
+        assert groups_of(model.encoder, "tp") is pg
+        assert groups_of(model.decoder, "tp") is other
+        model.pg_collection = pg
+        assert groups_of(model, "tp") is pg
+        layers = nn.ModuleList([Holder(model.encoder), Holder(model.decoder)])
+        assert groups_of(Holder(layers), "tp") is pg  # those of a list are built alike
+
+
 def test_each_module_of_a_class_is_asked(pg):
     class Computed(nn.Module):
         def __init__(self, held):

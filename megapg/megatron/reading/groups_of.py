@@ -8,10 +8,11 @@ code wraps these modules: for mixed precision, for data parallelism, in lists of
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, cast
 
+import torch
 import torch.distributed as dist
 
 from megapg.collection import Groups, ProcessGroupCollection
@@ -32,6 +33,8 @@ _NOTHING: Mapping[str, object] = MappingProxyType({})
 # What is looked into as well, but only where it is a module: others use the name for other things.
 _MAY_BE_MODULES = ("net",)
 _TELLING = frozenset((*COLLECTION_NAMES, *MODEL_ATTRIBUTES, *_MAY_BE_MODULES))
+
+_LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 
 # Modules of the core that keep groups of the collection that they were built with, and not that:
 # where their classes are -> attribute -> its field. The same in every core, as far as it has them.
@@ -60,7 +63,9 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
     object with a ``pg_collection``, or a collection. It is searched from the outside in: its own
     ``pg_collection``, then what it wraps, then its submodules in order; the answer is the first
     collection found that has all fields of ``needs``, since the inner modules of Megatron-core
-    keep just the fields they use.
+    keep just the fields they use. Where submodules, other than those of one list, have different
+    groups for one of these, as an encoder and a decoder of different layouts do, none of them
+    answers for the whole model.
     Its experts, MoE layers and routers keep single groups (``ep_group``, say) in place of one, and
     answer with these where they have all of ``needs``. Last, a module that is asked itself answers
     with what it was built with, where it shows: a parallel linear or an embedding with its
@@ -71,20 +76,22 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
             tp = megapg.groups_of(model, "tp").tp
             torch.distributed.all_reduce(norm, group=tp)
 
-    Where a model holds two models of different layouts, ask for the groups of the one you mean.
+    Of a model that holds models of different layouts ask for the groups of the one you mean, or
+    set the ``pg_collection`` of the whole.
     A :class:`GlobalGroups` that something carries (a trainer, say, that kept what this gave before
     there was a model) is what the globals stood in for, not a collection: the search goes on.
 
     Megatron-core's own collections are converted, once each. Of properties and ``__getattr__`` only
     those are run that may give a collection; a property ``model`` may load one from disk.
 
-    Where nothing is found, or ``owner`` is None, the answer is a :class:`GlobalGroups`, as
-    :func:`resolve` gives it: with a :class:`~megapg.errors.GlobalGroupsWarning` once per place,
-    and as ``MEGAPG_GLOBALS`` allows. As there, all that waits until a field is read, its rank or
-    its size, and is then said of the place that called this: the call can stand in front of the
-    test whether the globals are initialised, and be an argument of what may not need it. Where
-    nothing is read nothing has happened. One that is carried, the outermost, is passed on instead,
-    and tells of the place that first asked for it.
+    Where nothing is found, or what differs, or ``owner`` is None, the answer is a
+    :class:`GlobalGroups`, as :func:`resolve` gives it: with a
+    :class:`~megapg.errors.GlobalGroupsWarning` once per place, and as ``MEGAPG_GLOBALS`` allows.
+    As there, all that waits until a field is read, its rank or its size, and is then said of the
+    place that called this: the call can stand in front of the test whether the globals are
+    initialised, and be an argument of what may not need it. Where nothing is read nothing has
+    happened. One that is carried, the outermost, is passed on instead, and tells of the place that
+    first asked for it.
 
     The search costs a microsecond or so where the model itself carries a collection, and grows
     with the number of modules where none does: in a loop, call it once before.
@@ -108,8 +115,9 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
     itself = as_collection(owner)
     if itself is not None:
         return resolve(itself, needs=needs, owner="groups_of")
-    partial = stand_in = None
-    for carried in _carried(owner, needs):
+    found = partial = stand_in = None
+    answering: set[int] = set()
+    for holder, place, carried in _carried(owner, needs, answering):
         pg = as_collection(carried)
         if pg is None:
             continue
@@ -121,52 +129,64 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
                 partial = partial or pg
                 continue
             pg.require(*needs, owner=f"groups_of({_name(_innermost(owner))})")
+        if found is not None and (differing := _differing(found, pg, needs)):
+            but = f"several, of different {', '.join(differing)}"
+            return StandIn(_wanted(_innermost(owner), needs, but, sys._getframe(1)))
+        found = found or pg
+        if holder is owner or any(holder is each for each in _inwards(owner)):
+            break
+        answering.add(place)
+    if found is not None:
         watching = hook.active()
         if watching is not None:
             frame = sys._getframe(1)
             name = _name(_innermost(owner))
-            watching.resolved(hook.Resolved(name, pg, needs, frame, _home(frame)))
-        return pg
+            watching.resolved(hook.Resolved(name, found, needs, frame, _home(frame)))
+        return found
     check_names(needs)
     if stand_in is not None:
         return stand_in
-    lacking = _lacking(partial, needs) if partial is not None else ()
-    return StandIn(_wanted(_innermost(owner), needs, lacking, sys._getframe(1)))
+    but = f"one without {', '.join(_lacking(partial, needs))}" if partial is not None else ""
+    return StandIn(_wanted(_innermost(owner), needs, but, sys._getframe(1)))
 
 
-def _wanted(
-    kind: type, needs: tuple[GroupName, ...], lacking: Sequence[str], caller: FrameType
-) -> Wanted:
+def _wanted(kind: type, needs: tuple[GroupName, ...], but: str, caller: FrameType) -> Wanted:
     """What a model of class ``kind`` does not carry, and ``caller`` asks for.
 
-    ``lacking`` are those of ``needs`` that the collections found do not have. The model itself may
-    have to go before what is made of this.
+    ``but`` is what it carries in place of that. The model itself may have to go before what is made
+    of this.
     """
     site, wanted = Place.of(caller), f" with {', '.join(needs)}" if needs else ""
-    if lacking:
-        wanted += f" (but one without {', '.join(lacking)})"
+    wanted += f" (but {but})" if but else ""
     asked = f"{site.f_code.co_qualname} asks groups_of() for"
     lack = f"{_name(kind)} carries no collection{wanted}, which {asked}"
     return Wanted(_name(kind), needs, lack, _advice(kind), site, _home(site))
 
 
-def _carried(owner: object, needs: Sequence[GroupName]) -> Iterator[object]:
-    """What may be a collection, from the outside in, whatever is odd about ``owner``."""
+def _carried(
+    owner: object, needs: Sequence[GroupName], answering: Collection[int]
+) -> Iterator[tuple[object, int, object]]:
+    """What may be a collection, from the outside in, whatever is odd about ``owner``; with what has
+    it, and the place that it answers for: the list of layers around it, which are built alike, else
+    itself. Of a place in ``answering`` nothing more comes.
+    """
     seen = {id(None)}
     quiet: set[type] = set()  # torch's modules that compute none: a model has many of few classes
     single: dict[type, Mapping[str, str]] = {}  # what those of the core keep group by group
-    waiting = [owner]
+    waiting: list[tuple[object, int]] = [(owner, 0)]
     while waiting:
-        each = waiting.pop()
-        if id(each) in seen:
+        each, around = waiting.pop()
+        if id(each) in seen or around in answering:
             continue
         seen.add(id(each))
+        place = around or id(each)
         kind = type(each)
         if kind in quiet:
             plain: Mapping[str, object] = each.__dict__
             submodules = cast("dict[str, object] | None", plain.get(SUBMODULES))
         elif issubclass(kind, (list, tuple)):
-            waiting.extend(reversed(cast("Sequence[object]", each)))
+            chunks = cast("Sequence[object]", each)
+            waiting.extend((chunk, around) for chunk in reversed(chunks))
             continue
         else:
             plain, submodules = _opened(each)
@@ -174,13 +194,13 @@ def _carried(owner: object, needs: Sequence[GroupName]) -> Iterator[object]:
         if telling:
             for name in COLLECTION_NAMES:
                 if name in plain:
-                    yield plain[name]
+                    yield each, place, plain[name]
         if kind not in quiet:
             # What torch's own __getattr__ finds, and costs, is found among the submodules.
             torch_s = submodules is not None
             asked = [n for n in COLLECTION_NAMES if not torch_s or _asked(kind, n) is not None]
             for name in asked:
-                yield _asked(each, name)
+                yield each, place, _asked(each, name)
             if torch_s and not asked:
                 quiet.add(kind)
             if torch_s and (fields := _single_groups(kind)):
@@ -188,14 +208,17 @@ def _carried(owner: object, needs: Sequence[GroupName]) -> Iterator[object]:
         if kind in single:
             kept = _kept_singly(plain, single[kind], needs)
             if kept:
-                yield ProcessGroupCollection.from_groups(**cast("Groups", kept))
+                yield each, place, ProcessGroupCollection.from_groups(**cast("Groups", kept))
+        if place in answering:
+            continue
         if submodules:
-            waiting.extend(reversed(submodules.values()))
+            inside = place if issubclass(kind, _LISTS) else around
+            waiting.extend((module, inside) for module in reversed(submodules.values()))
             telling = telling or not submodules.keys().isdisjoint(_TELLING)
         if telling:
-            waiting.extend(_wrapped(plain, submodules))
+            waiting.extend((inner, around) for inner in _wrapped(plain, submodules))
     for each in _inwards(owner):
-        yield from _built_with(each, needs)
+        yield from ((each, id(each), carried) for carried in _built_with(each, needs))
 
 
 def _built_with(module: object, needs: Sequence[GroupName]) -> Iterator[object]:
@@ -303,6 +326,17 @@ def _asked(value: object, name: str) -> object:
 def _lacking(pg: ProcessGroupCollection, needs: Sequence[str]) -> list[str]:
     held = vars(pg)
     return [name for name in needs if name not in held and name not in pg.extras]
+
+
+def _differing(
+    one: ProcessGroupCollection, other: ProcessGroupCollection, needs: Sequence[str]
+) -> list[str]:
+    """The needed fields for which two collections have different groups; of all that both have,
+    where nothing is needed.
+    """
+    both = [{**vars(each), **each.extras} for each in (one, other)]
+    names = needs or both[0].keys() & both[1].keys()
+    return sorted(name for name in names if both[0].get(name) != both[1].get(name))
 
 
 def _innermost(owner: object) -> type:

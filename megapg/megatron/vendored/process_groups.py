@@ -12,7 +12,7 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 # Field -> the middle of the names of its getters, and the flags that choose its group.
@@ -118,27 +118,42 @@ def resolve(pg_collection: object = None) -> ProcessGroupCollection:
 
 def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
     """The groups that a model carries: the first collection in it, from the outside in, that has
-    the fields ``needs``; else those of Megatron-core's globals. ``owner`` may also be what wraps a
-    model, a list of these, or a collection.
+    the fields ``needs``; else those of Megatron-core's globals, as where its submodules have
+    different groups. ``owner`` may also be what wraps a model, a list of these, or a collection.
     """
     if _is_collection(owner):
         return resolve(owner)
-    waiting, seen = [owner], {id(None)}
+    found, waiting, seen = None, [(owner, False)], {id(None)}
     while waiting:
-        each = waiting.pop()
+        each, is_inside = waiting.pop()
         if id(each) in seen:
             continue
         seen.add(id(each))
+        pg = _carried(each, needs)
+        if pg is not None:
+            if not is_inside:
+                return pg
+            if found is not None and any(getattr(found, e) != getattr(pg, e) for e in needs):
+                return resolve()
+            found = found or pg
+            continue
         held = getattr(each, "__dict__", {})
-        for name in ("pg_collection", "_pg_collection", "model_comm_pgs", "grad_comm_pgs"):
-            pg = getattr(each, name, None) if hasattr(type(each), name) else held.get(name)
-            if _is_collection(pg) and all(hasattr(resolve(pg), field) for field in needs):
-                return resolve(pg)
         submodules = held.get("_modules") or {}
-        inside = [*submodules.values(), *(each if isinstance(each, (list, tuple)) else ())]
-        waiting += reversed(inside)
-        waiting += [held.get(name, submodules.get(name)) for name in _WRAPPED]
-    return resolve()
+        chunks = each if isinstance(each, (list, tuple)) else ()
+        waiting += [(inside, True) for inside in reversed(submodules.values())]
+        waiting += [(chunk, is_inside) for chunk in reversed(chunks)]
+        waiting += [(held.get(n, submodules.get(n)), is_inside) for n in _WRAPPED]
+    return found or resolve()
+
+
+def _carried(module: object, needs: Sequence[str]) -> ProcessGroupCollection | None:
+    """The collection that an object itself has, with some fields."""
+    held = getattr(module, "__dict__", {})
+    for name in ("pg_collection", "_pg_collection", "model_comm_pgs", "grad_comm_pgs"):
+        pg = getattr(module, name, None) if hasattr(type(module), name) else held.get(name)
+        if _is_collection(pg) and all(hasattr(resolve(pg), field) for field in needs):
+            return resolve(pg)
+    return None
 
 
 def _is_collection(value: object) -> bool:

@@ -1,17 +1,45 @@
-"""Which functions put other groups into the globals. A model that such a function holds has the
-groups of before.
+"""Which functions make the groups of the globals, or put others in their place. A model that such
+a function holds has the groups of before.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Collection
+from pathlib import Path
 
 from megapg.migrate.decide.references import References
 from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.sites import Kind
-from megapg.migrate.python.scopes import Scope, last_name
+from megapg.migrate.python.scopes import Scope, Use, last_name
 from megapg.upstream.mapping import RANK_GLOBALS
+
+_MAKING = frozenset({"initialize_model_parallel", "destroy_model_parallel"})
+
+
+def making(index: Index) -> set[Scope]:
+    """The functions that make or end the groups, or have an object of another project do so."""
+    found = {
+        each.use.scope.unit
+        for each in index.located
+        if each.site.kind is Kind.CALL and each.site.name in _MAKING
+    }
+    for path in {path for name in _MAKING for path in index.everywhere(name)}:
+        analysis = index.analysis(path)
+        for unit, calls in analysis.calls.items() if analysis is not None else ():
+            if any(_is_of_a_maker(use, call, path, index) for use, call in calls):
+                found.add(unit)
+    return {unit for unit in found if unit is not None}
+
+
+def _is_of_a_maker(use: Use, call: ast.Call, path: Path, index: Index) -> bool:
+    """Whether a call is of a method of something unknown, such as Megatron-Bridge's providers of
+    models.
+    """
+    if not isinstance(call.func, ast.Attribute) or call.func.attr not in _MAKING:
+        return False
+    found = index.resolver.expression(call.func, use.scope, path)
+    return all(each.kind == "unknown" for each in found)
 
 
 def exchanging(index: Index, references: References) -> set[Scope]:

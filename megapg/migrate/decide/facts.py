@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megapg.migrate.decide.decisions import Base, best
-from megapg.migrate.decide.exchanged import exchanging
+from megapg.migrate.decide.exchanged import exchanging, making
 from megapg.migrate.decide.references import References
 from megapg.migrate.find.axes import group_argument
 from megapg.migrate.find.index import Index, Located
@@ -22,7 +22,6 @@ from megapg.upstream.mapping import RANK_GLOBALS, Takes
 
 # Writes that make a rank or size differ from what the groups say.
 _FAKING = frozenset({"setter", "assigned"})
-_OWNING = frozenset({"initialize_model_parallel", "destroy_model_parallel"})
 # Further than anyone has the groups made.
 _DEEPEST = 5
 
@@ -167,25 +166,7 @@ class Facts:
         """Functions that make or end the groups themselves: what they read is what they made, and
         a model that they have may carry groups of before.
         """
-        found = {
-            each.use.scope.unit
-            for each in self._index.located
-            if each.site.kind is Kind.CALL and each.site.name in _OWNING
-        }
-        for path in {path for name in _OWNING for path in self._index.everywhere(name)}:
-            for unit, calls in self.calls_in(path).items():
-                if any(self._is_of_a_maker(*each, path) for each in calls):
-                    found.add(unit)
-        return {unit for unit in found if unit is not None}
-
-    def _is_of_a_maker(self, use: Use, call: ast.Call, path: Path) -> bool:
-        """Whether a call is of a method of something unknown, such as Megatron-Bridge's providers
-        of models.
-        """
-        if not isinstance(call.func, ast.Attribute) or call.func.attr not in _OWNING:
-            return False
-        found = self._index.resolver.expression(call.func, use.scope, path)
-        return all(each.kind == "unknown" for each in found)
+        return making(self._index)
 
     @kept
     def makes_groups(self, unit: Scope | None, path: Path) -> bool:
