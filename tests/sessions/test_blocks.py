@@ -26,9 +26,10 @@ from megapg.rendezvous.joint_work import JointWork
 from megapg.rendezvous.rendezvous import Rendezvous
 from megapg.testing import run_distributed
 
-SIZE = 120
-IN_BLOCKS, FLAT = 70, SIZE  # up to how many ranks the leader hears each one by itself
-HEAD, MEMBER, IN_FIRST = 33, 50, 5  # blocks are of 11 ranks
+SIZE, LAST = 55, 54
+IN_BLOCKS, FLAT = 30, SIZE  # up to how many ranks the leader hears each one by itself
+HEAD, MEMBER, IN_FIRST = 16, 27, 5  # blocks are of 8 ranks, the last one of 7
+LATER, LATER_HEAD = 44, 40  # of the block but one after the member's
 TIMEOUT, TEAM_TIMEOUT = 20.0, 30.0
 # Beyond a timeout: until followers give their leader up, in two rounds, and a few pauses.
 GRACE = 15.0
@@ -136,7 +137,7 @@ def test_nobody_is_blamed_that_came_where_the_leader_was_too_late_to_answer(flat
 
     ends = job.each(lambda rank: rank == MEMBER or come(rank))
     assert blamed.keys() == set(others(MEMBER))
-    knowing = {0, *range(44, 55), *range(11, SIZE, 11)}  # its block, and all heads
+    knowing = {0, *range(24, 32), *range(8, SIZE, 8)}  # its block, and all heads
     for rank, missing in blamed.items():
         if flat == FLAT or rank in knowing:
             assert list(missing) == [MEMBER], (rank, missing)
@@ -156,7 +157,7 @@ def test_a_rank_may_come_late(late):
     assert set(both_ways(lambda job: job.each(lambda rank: come(job, rank)))) == {"None"}
 
 
-@pytest.mark.parametrize("odd", [[MEMBER], [HEAD], [0], [IN_FIRST], range(HEAD, HEAD + 11)])
+@pytest.mark.parametrize("odd", [[MEMBER], [HEAD], [0], [IN_FIRST], range(HEAD, HEAD + 8)])
 def test_other_settings_are_named_on_every_rank(odd):
     def meet(job, rank):
         job.sessions[rank].meet({"tp": "4" if rank in odd else "8"}, timeout=TIMEOUT)
@@ -197,7 +198,7 @@ def test_nobody_waits_for_a_rank_that_declines(declining):
         assert "gave up: ValueError: no GPU" in ends[rank]
 
 
-@pytest.mark.parametrize("late", [105, 77])  # blocks later, the first of one among them
+@pytest.mark.parametrize("late", [LATER, LATER_HEAD])
 def test_nor_does_a_rank_that_comes_when_the_others_have_gone(late):
     def come(job, rank):
         if rank == MEMBER:
@@ -339,11 +340,13 @@ def test_all_hear_the_same_words_even_those_that_differ_and_come_late(late):
         for turn in range(3):
             word = f"{turn} of {rank}" if rank in (MEMBER, HEAD, 0, 7) else f"{turn}"
             heard[turn] = job.sessions[rank].exchange("talk", word, timeout=TIMEOUT)
-        return {t: (len(h), h[MEMBER], h[HEAD], h[0], h[7], h[119], h[8]) for t, h in heard.items()}
+        return {
+            t: (len(h), h[MEMBER], h[HEAD], h[0], h[7], h[LAST], h[8]) for t, h in heard.items()
+        }
 
     ends = both_ways_once_open(lambda job: job.each(lambda rank: say(job, rank)))
     assert len(set(ends)) == 1
-    assert f"(120, '2 of {MEMBER}', '2 of {HEAD}', '2 of 0', '2 of 7', '2', '2')" in ends[0]
+    assert f"({SIZE}, '2 of {MEMBER}', '2 of {HEAD}', '2 of 0', '2 of 7', '2', '2')" in ends[0]
 
 
 def test_what_all_have_heard_is_taken_back():
@@ -430,7 +433,7 @@ def test_what_a_rank_says_at_the_end_is_heard_also_where_it_had_said_all_was_wel
             session._store.multi_set(session._bye(""))
             job.wait(5)
             return session.part(KeyboardInterrupt(), timeout=TIMEOUT) and None
-        if rank == 105:
+        if rank == LATER:
             job.wait(10)
         return session.part(None, timeout=TIMEOUT)
 
@@ -462,7 +465,7 @@ def working(job: Job, rank: int, step) -> object:
         found = team.collect("written", b"%d" % rank * (20_000 if rank == HEAD else 1), final=True)
         step("last")
         team.announce("done", b"yes")
-    return [found[r][:3] for r in (0, MEMBER, HEAD, 119)] + [len(found)] if found else None
+    return [found[r][:3] for r in (0, MEMBER, HEAD, LAST)] + [len(found)] if found else None
 
 
 @pytest.mark.parametrize("reporting", [True, False])
@@ -473,7 +476,7 @@ def test_work_in_steps(reporting):
         return job.each(lambda rank: working(job, rank, lambda step: None))
 
     ends = both_ways(work)
-    assert ends[0] == f"[b'0', b'{MEMBER}', b'333', b'119', {SIZE}]"
+    assert ends[0] == f"[b'0', b'{MEMBER}', b'161', b'{LAST}', {SIZE}]"
     assert set(ends[1:]) == {"None"}
 
 
