@@ -214,7 +214,7 @@ def load(training, root):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """``ran(world_size, name)``: the directory, and what every rank found; run at the first call."""
+    """``ran(world_size, name)``: the directory, and what all ranks found; run at the first call."""
     runs = {}
 
     def run(world_size, slow):
