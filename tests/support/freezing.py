@@ -7,8 +7,8 @@ freezes; the one that they give to megapg is another.
 import contextlib
 import os
 import signal
-import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -17,25 +17,26 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-_HOST = """
-import ctypes, signal, sys, torch.distributed as dist
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-signal.pause()
-"""
+from megapg.testing import Ranks
+
+
+def _host(said, port):
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    (whole := said.with_suffix(".whole")).write_text(f"{os.getpid()} {store.port}")
+    whole.rename(said)
+    signal.pause()
 
 
 @contextlib.contextmanager
 def hosting(port=0):
     """A process that hosts a store, as a launcher does: its pid and the port."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _HOST, str(port)], stdout=subprocess.PIPE, text=True
-    ) as host:
-        try:
-            yield host.pid, int(host.stdout.readline())
-        finally:
-            host.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        said = Path(folder, "said")
+        with Ranks(partial(_host, said, port), 1) as host:
+            while not said.exists():
+                if host.done(timeout=0.01):
+                    host.results()
+            yield tuple(map(int, said.read_text().split()))
 
 
 def has_stopped(pid):
