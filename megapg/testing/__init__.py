@@ -23,7 +23,7 @@ _HOMES = {
     "Ranks": "megapg.testing.distributed",
     "fake_collection": "megapg.testing.fake",
     "megatron_on_cpu": "megapg.testing.cpu",
-    "preloaded": "megapg.testing.distributed",
+    "preloaded": "megapg.testing._guard",
     "refuse_closed_groups": "megapg.testing.strict",
     "run_distributed": "megapg.testing.distributed",
 }

@@ -13,12 +13,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe
-from typing import Protocol
-
-from torch.distributed import TCPStore
+from typing import TYPE_CHECKING, Protocol
 
 from megapg.launch.environment import overridden
 from megapg.testing import _ranks
+
+if TYPE_CHECKING:  # who only starts an interpreter has no need of torch
+    from torch.distributed import TCPStore
 
 _GUARD_S = 10.0
 """How long the guard may take to kill and reap everything."""
