@@ -168,12 +168,15 @@ def surroundings() -> dict[str, object]:
     folder = "/proc/self/ns"
     with open("/proc/self/status") as status:
         lines = dict(line.split(":", 1) for line in status)
+    # Without glibc's own two: make leaves them ignored, and in a process of several threads glibc
+    # does not, so that no fork would ever fit there.
+    ignored = [each for each in signal.valid_signals() if int(lines["SigIgn"], 16) >> each - 1 & 1]
     return {
         "interpreter": (sys.executable, sys.version),
         "user": (os.getresuid(), os.getresgid(), sorted(os.getgroups())),
         "limits": {name: resource.getrlimit(getattr(resource, name)) for name in names},
         "namespaces": {name: os.readlink(f"{folder}/{name}") for name in os.listdir(folder)},
-        "status": [lines[name] for name in ("Umask", "SigIgn", "CapEff")],
+        "status": [lines["Umask"], lines["CapEff"], sorted(map(int, ignored))],
         "root": os.stat("/").st_ino,
         "nice": os.nice(0),
         "cores": sorted(os.sched_getaffinity(0)),

@@ -536,6 +536,30 @@ def test_preloaded_modules_are_imported_once(monkeypatch: pytest.MonkeyPatch) ->
     assert gone([interpreter])
 
 
+SPAWNED = """
+    import os, sys
+    sys.path.insert(0, os.environ["SUPPORT"])
+    from megapg.testing import preloaded, run_distributed
+    from rank_functions import where
+
+    with preloaded("rank_functions"):
+        ((me, importer, _),) = run_distributed(where, 1, preload=())
+    sys.exit(me == importer)
+"""
+
+
+def test_preloaded_interpreter_below_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts commands as posix_spawn does, which leaves glibc's own two signals ignored until
+    there is a second thread: in the caller, which has torch, and not in the interpreter.
+    """
+    monkeypatch.setenv("SUPPORT", str(Path(rank_functions.__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pid = os.posix_spawn(
+        sys.executable, [sys.executable, "-c", textwrap.dedent(SPAWNED)], os.environ
+    )
+    assert os.waitpid(pid, 0)[1] == 0, "each rank has imported the module by itself"
+
+
 def test_preloaded_interpreter_that_cannot_import(capfd: pytest.CaptureFixture[str]) -> None:
     with preloaded("no_such_module"):
         assert run_without_torch(rank, 2) == [0, 1]
