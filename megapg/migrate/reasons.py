@@ -107,8 +107,11 @@ _ALL = (
         "unchecked",
         "tolerates groups that are not there",
         "check_initialized=False gives None where nothing is initialised; a collection has no "
-        "such state for ranks, nor for a group that is chosen at run time.",
-        "Ask whether there is a collection (pg_collection is not None) and leave the argument out.",
+        "such state for ranks, nor for a group that is chosen at run time. Or a try around it goes "
+        "on after any error, and nothing but the globals serves: where these are forbidden, it "
+        "would swallow the error that says so.",
+        "Ask whether there is a collection (pg_collection is not None) and leave the argument, or "
+        "the try, out.",
     ),
     Reason(
         "arguments",

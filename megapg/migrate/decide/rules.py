@@ -22,6 +22,7 @@ from megapg.migrate.decide.passed import all_fed, ask_the_object, fields_read, g
 from megapg.migrate.decide.references import Reference
 from megapg.migrate.decide.roots import Roots
 from megapg.migrate.decide.starts import starts
+from megapg.migrate.decide.swallowed import without_what_is_swallowed
 from megapg.migrate.decide.threads import Threads, is_usual_method
 from megapg.migrate.decide.unpassed import passed_to_nobody
 from megapg.migrate.find.axes import asked_about, group_argument, takes_group
@@ -64,7 +65,7 @@ def make_plan(
             planner.look_at(located)
         plan = planner.plan()
         if not have_answered_alike(plan, index, facts, functions.references):
-            return plan
+            return without_what_is_swallowed(plan)
 
 
 # -- the rules -------------------------------------------------------------------------------------
@@ -354,8 +355,7 @@ class _Planner:
             heard = heard_as(located, self.index)
             self.result.left.append(Left(site, answer.reason, answer.detail, heard))
         else:
-            applying = ((i, rule) for i, rule in enumerate(RULES) if rule.applies(self, located))
-            number, rule = next(applying)
+            number, rule = next(e for e in enumerate(RULES) if e[1].applies(self, located))
             rule.then(self, located)
             self.result.decided_by.append((site, number))
 
