@@ -114,9 +114,6 @@ class Callee:
     instead: str  # what to write
 
 
-# What a docstring that describes each parameter says of ours; the second with its type.
-DESCRIPTION = "pg_collection: The process groups; None for the globals."
-TYPED = DESCRIPTION.replace(":", " (ProcessGroupCollection, optional):", 1)
 EXCUSE = "  # noqa: F401"
 
 

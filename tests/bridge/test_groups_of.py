@@ -359,8 +359,6 @@ def test_a_submodule_answers_for_what_is_inside_and_for_what_the_others_do_not_h
         assert groups_of(model.decoder, "tp") is other
         model.pg_collection = pg
         assert groups_of(model, "tp") is pg
-        layers = nn.ModuleList([Holder(model.encoder), Holder(model.decoder)])
-        assert groups_of(Holder(layers), "tp") is pg  # those of a list are built alike
 
 
 def test_each_module_of_a_class_is_asked(pg):

@@ -23,7 +23,8 @@ from migrate_cases import PROGRAMS, cases
 from old_core import core_folders
 
 from megapg.migrate.edit.soundness import verify
-from megapg.migrate.migration import DESCRIPTION, Edit, Rewritten
+from megapg.migrate.edit.texts import DESCRIPTION
+from megapg.migrate.migration import Edit, Rewritten
 from megapg.migrate.python.insert import add_argument, add_parameter, add_statement
 from megapg.migrate.python.source import Source, parse
 

@@ -1,6 +1,5 @@
 """``megapg demo`` as a user types it."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from processes import captured
 from typer.testing import CliRunner
 
 from megapg.cli import app
-from megapg.demo import ranks, show
+from megapg.demo import ranks
 from megapg.demo.job import GPTRun, TrainingResult
 from megapg.demo.ranks import RankReport, Usage
 from megapg.demo.text import NoTextError, read_text
@@ -57,10 +56,7 @@ def test_the_default_layout_holds_every_row():
     assert "resumed as tp2: the same loss" in " ".join(verdict.split())
 
 
-def test_experts_and_the_users_own_text(tmp_path, monkeypatch):
-    # The ranks are forked off the interpreter of all tests; the test above has the demo's own.
-    monkeypatch.setattr(show, "preloaded", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(show, "_QUIET", {"PYTHONWARNINGS": "ignore"})
+def test_experts_and_the_users_own_text(tmp_path):
     text = tmp_path / "book.txt"
     text.write_bytes(b"call me Ishmael. " * 100)
     two = "--world-size 2 --tp 2 --ep 2 --expt-tp 1 --experts 4"

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, cast
 
-import torch
 import torch.distributed as dist
 
 from megapg.collection import Groups, ProcessGroupCollection
@@ -33,8 +32,6 @@ _NOTHING: Mapping[str, object] = MappingProxyType({})
 # What is looked into as well, but only where it is a module: others use the name for other things.
 _MAY_BE_MODULES = ("net",)
 _TELLING = frozenset((*COLLECTION_NAMES, *MODEL_ATTRIBUTES, *_MAY_BE_MODULES))
-
-_LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
 
 # Modules of the core that keep groups of the collection that they were built with, and not that:
 # where their classes are -> attribute -> its field. The same in every core, as far as it has them.
@@ -63,9 +60,8 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
     object with a ``pg_collection``, or a collection. It is searched from the outside in: its own
     ``pg_collection``, then what it wraps, then its submodules in order; the answer is the first
     collection found that has all fields of ``needs``, since the inner modules of Megatron-core
-    keep just the fields they use. Where submodules, other than those of one list, have different
-    groups for one of these, as an encoder and a decoder of different layouts do, none of them
-    answers for the whole model.
+    keep just the fields they use. Where submodules have different groups for one of these, as an
+    encoder and a decoder of different layouts do, none of them answers for the whole model.
     Its experts, MoE layers and routers keep single groups (``ep_group``, say) in place of one, and
     answer with these where they have all of ``needs``. Last, a module that is asked itself answers
     with what it was built with, where it shows: a parallel linear or an embedding with its
@@ -84,7 +80,7 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
     Megatron-core's own collections are converted, once each. Of properties and ``__getattr__`` only
     those are run that may give a collection; a property ``model`` may load one from disk.
 
-    Where nothing is found, or what differs, or ``owner`` is None, the answer is a
+    Where nothing is found, or submodules differ, or ``owner`` is None, the answer is a
     :class:`GlobalGroups`, as :func:`resolve` gives it: with a
     :class:`~megapg.errors.GlobalGroupsWarning` once per place, and as ``MEGAPG_GLOBALS`` allows.
     As there, all that waits until a field is read, its rank or its size, and is then said of the
@@ -94,7 +90,7 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
     first asked for it.
 
     The search costs a microsecond or so where the model itself carries a collection, and grows
-    with the number of modules where none does: in a loop, call it once before.
+    with the number of modules where it does not: in a loop, call it once before.
 
     Args:
         owner: the model.
@@ -116,8 +112,8 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
     if itself is not None:
         return resolve(itself, needs=needs, owner="groups_of")
     found = partial = stand_in = None
-    answering: set[int] = set()
-    for holder, place, carried in _carried(owner, needs, answering):
+    answering: set[int] = set()  # submodules, for what is inside of them as well
+    for holder, carried in _carried(owner, needs, answering):
         pg = as_collection(carried)
         if pg is None:
             continue
@@ -133,9 +129,9 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
             but = f"several, of different {', '.join(differing)}"
             return StandIn(_wanted(_innermost(owner), needs, but, sys._getframe(1)))
         found = found or pg
-        if holder is owner or any(holder is each for each in _inwards(owner)):
+        if any(holder is each for each in _inwards(owner)):
             break
-        answering.add(place)
+        answering.add(id(holder))
     if found is not None:
         watching = hook.active()
         if watching is not None:
@@ -165,28 +161,25 @@ def _wanted(kind: type, needs: tuple[GroupName, ...], but: str, caller: FrameTyp
 
 def _carried(
     owner: object, needs: Sequence[GroupName], answering: Collection[int]
-) -> Iterator[tuple[object, int, object]]:
-    """What may be a collection, from the outside in, whatever is odd about ``owner``; with what has
-    it, and the place that it answers for: the list of layers around it, which are built alike, else
-    itself. Of a place in ``answering`` nothing more comes.
+) -> Iterator[tuple[object, object]]:
+    """What may be a collection, with the module that has it, from the outside in, whatever is odd
+    about ``owner``; nothing from inside of the modules in ``answering``.
     """
     seen = {id(None)}
     quiet: set[type] = set()  # torch's modules that compute none: a model has many of few classes
     single: dict[type, Mapping[str, str]] = {}  # what those of the core keep group by group
-    waiting: list[tuple[object, int]] = [(owner, 0)]
+    waiting = [owner]
     while waiting:
-        each, around = waiting.pop()
-        if id(each) in seen or around in answering:
+        each = waiting.pop()
+        if id(each) in seen:
             continue
         seen.add(id(each))
-        place = around or id(each)
         kind = type(each)
         if kind in quiet:
             plain: Mapping[str, object] = each.__dict__
             submodules = cast("dict[str, object] | None", plain.get(SUBMODULES))
         elif issubclass(kind, (list, tuple)):
-            chunks = cast("Sequence[object]", each)
-            waiting.extend((chunk, around) for chunk in reversed(chunks))
+            waiting.extend(reversed(cast("Sequence[object]", each)))
             continue
         else:
             plain, submodules = _opened(each)
@@ -194,13 +187,13 @@ def _carried(
         if telling:
             for name in COLLECTION_NAMES:
                 if name in plain:
-                    yield each, place, plain[name]
+                    yield each, plain[name]
         if kind not in quiet:
             # What torch's own __getattr__ finds, and costs, is found among the submodules.
             torch_s = submodules is not None
             asked = [n for n in COLLECTION_NAMES if not torch_s or _asked(kind, n) is not None]
             for name in asked:
-                yield each, place, _asked(each, name)
+                yield each, _asked(each, name)
             if torch_s and not asked:
                 quiet.add(kind)
             if torch_s and (fields := _single_groups(kind)):
@@ -208,17 +201,16 @@ def _carried(
         if kind in single:
             kept = _kept_singly(plain, single[kind], needs)
             if kept:
-                yield each, place, ProcessGroupCollection.from_groups(**cast("Groups", kept))
-        if place in answering:
+                yield each, ProcessGroupCollection.from_groups(**cast("Groups", kept))
+        if id(each) in answering:
             continue
         if submodules:
-            inside = place if issubclass(kind, _LISTS) else around
-            waiting.extend((module, inside) for module in reversed(submodules.values()))
+            waiting.extend(reversed(submodules.values()))
             telling = telling or not submodules.keys().isdisjoint(_TELLING)
         if telling:
-            waiting.extend((inner, around) for inner in _wrapped(plain, submodules))
+            waiting.extend(_wrapped(plain, submodules))
     for each in _inwards(owner):
-        yield from ((each, id(each), carried) for carried in _built_with(each, needs))
+        yield from ((each, carried) for carried in _built_with(each, needs))
 
 
 def _built_with(module: object, needs: Sequence[GroupName]) -> Iterator[object]:

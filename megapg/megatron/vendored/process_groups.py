@@ -133,7 +133,8 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
         if pg is not None:
             if not is_inside:
                 return pg
-            if found is not None and any(getattr(found, e) != getattr(pg, e) for e in needs):
+            both = [e for e in needs or _FIELDS if hasattr(found, e) and hasattr(pg, e)]
+            if any(getattr(found, e) != getattr(pg, e) for e in both):
                 return resolve()
             found = found or pg
             continue

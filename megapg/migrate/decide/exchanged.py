@@ -17,7 +17,7 @@ from megapg.upstream.mapping import RANK_GLOBALS
 _MAKING = frozenset({"initialize_model_parallel", "destroy_model_parallel"})
 
 
-def making(index: Index) -> set[Scope]:
+def owning(index: Index) -> set[Scope]:
     """The functions that make or end the groups, or have an object of another project do so."""
     found = {
         each.use.scope.unit

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megapg.migrate.decide.decisions import Base, best
-from megapg.migrate.decide.exchanged import exchanging, making
+from megapg.migrate.decide.exchanged import exchanging, owning
 from megapg.migrate.decide.references import References
 from megapg.migrate.find.axes import group_argument
 from megapg.migrate.find.index import Index, Located
@@ -166,7 +166,7 @@ class Facts:
         """Functions that make or end the groups themselves: what they read is what they made, and
         a model that they have may carry groups of before.
         """
-        return making(self._index)
+        return owning(self._index)
 
     @kept
     def makes_groups(self, unit: Scope | None, path: Path) -> bool:

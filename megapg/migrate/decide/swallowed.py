@@ -23,14 +23,14 @@ def without_what_is_swallowed(plan: Plan) -> Plan:
     """A plan with such uses left. They ask the globals as they did: what all others ask does not
     depend on it.
     """
-    swallowed = [
-        each
-        for each in plan.decisions
-        if _is_of_globals(each.base) and _is_swallowed(each.located.use)
-    ]
-    for site in (each.located.site for each in swallowed):
-        plan.left.append(Left(site, "unchecked", _DETAIL, site.replacement))
-    plan.decisions[:] = [each for each in plan.decisions if each not in swallowed]
+    decisions = []
+    for each in plan.decisions:
+        if _is_of_globals(each.base) and _is_swallowed(each.located.use):
+            site = each.located.site
+            plan.left.append(Left(site, "unchecked", _DETAIL, site.replacement))
+        else:
+            decisions.append(each)
+    plan.decisions = decisions
     return plan
 
 

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from megapg.migrate.decide.decisions import Base, Decision, Passing, Taking
 from megapg.migrate.decide.functions import PARAMETER
+from megapg.migrate.edit.described import described
 from megapg.migrate.edit.lookups import look_ups
 from megapg.migrate.edit.relayout import relaid
 from megapg.migrate.edit.style import Style, quote_of
@@ -18,7 +19,6 @@ from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.meaning import PARALLEL_STATE
 from megapg.migrate.migration import Edit
 from megapg.migrate.python.analysis import Analysis
-from megapg.migrate.python.described import described
 from megapg.migrate.python.flow import blocks
 from megapg.migrate.python.imports import MEGAPG, Imports, Runtime
 from megapg.migrate.python.insert import (

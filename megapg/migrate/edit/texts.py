@@ -10,10 +10,12 @@ import tokenize
 import warnings
 from contextlib import suppress
 
-from megapg.migrate.migration import DESCRIPTION, TYPED
-
 NEWLINE = re.compile(r"\r\n|\r|\n")
 """What ends a line."""
+DESCRIPTION = "pg_collection: The process groups; None for the globals."
+"""What a docstring that describes each parameter says of ours."""
+TYPED = DESCRIPTION.replace(":", " (ProcessGroupCollection, optional):", 1)
+"""The same where it has the types of parameters, too."""
 _DESCRIBING = re.compile(
     rf"(?:{NEWLINE.pattern})[ \t]*(?:{re.escape(DESCRIPTION)}|{re.escape(TYPED)})"
 )

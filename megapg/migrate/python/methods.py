@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable, Iterator
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeGuard, TypeVar
 
 from megapg.migrate.python.scopes import Defined, FunctionNode, Scope, last_name, walk
 
@@ -259,7 +259,7 @@ def mentions(function: Scope, name: str) -> bool:
     return False
 
 
-def is_docstring(statement: ast.stmt) -> bool:
+def is_docstring(statement: ast.stmt) -> TypeGuard[ast.Expr]:
     """Whether a statement is a string, as the first one of a body that is its docstring."""
     match statement:
         case ast.Expr(ast.Constant(str())):
@@ -271,9 +271,7 @@ def docstrings_of(tree: ast.Module) -> Iterator[ast.expr]:
     """The docstrings of a module and of what is in it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | FunctionNode):
-            yield from (
-                e.value for e in node.body[:1] if is_docstring(e) and isinstance(e, ast.Expr)
-            )
+            yield from (each.value for each in node.body[:1] if is_docstring(each))
 
 
 def body_of(function: FunctionNode) -> list[ast.stmt]:

@@ -1,11 +1,14 @@
-"""What a docstring says of a parameter, where it describes each, as Google's style has it."""
+"""The line about our parameter, in a docstring that describes each of the others as Google's style
+has it.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
 
-from megapg.migrate.migration import DESCRIPTION, TYPED, Edit
+from megapg.migrate.edit.texts import DESCRIPTION, TYPED
+from megapg.migrate.migration import Edit
 from megapg.migrate.python.insert import newline_of
 from megapg.migrate.python.methods import is_docstring, parameters
 from megapg.migrate.python.scopes import FunctionNode, Scope
