@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 import pathlib
 import shlex
 import sys
@@ -128,6 +129,7 @@ def main(
     sizes = QUICK_WORLDS if quick else _worlds(worlds)
     parts = set(only or Part)
     console = Console()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all ranks are on CPUs; `make test-gpu` is apart
     warnings.simplefilter("ignore")  # Megatron-core warns of every package that it could use
     with console.status("importing torch and Megatron-core"):
         from benchmarks.report import Report

@@ -1,6 +1,6 @@
 """What this machine's GPUs show of giving communicator memory back: `make test-gpu`.
 
-    python -m benchmarks.gpu [--cycles 100]
+    python -m benchmarks.gpu [--cycles 10]
 
 With one GPU every communicator has one rank; with more, those of a layout over all of them are
 tried too. Each way of suspending runs in processes of its own: create, use, suspend, resume, use,
@@ -205,7 +205,7 @@ def _ok(lives: Sequence[Life]) -> bool:
 def main() -> int:
     """Run what this machine can, print it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cycles", type=int, default=100, help="suspend and resume so often")
+    parser.add_argument("--cycles", type=int, default=10, help="suspend and resume so often")
     parser.add_argument(
         "--on-gloo", type=int, metavar="RANKS", help="try the script itself, without a GPU"
     )
@@ -221,6 +221,7 @@ def main() -> int:
     for world_size in sorted({options.on_gloo} if options.on_gloo else {1, gpus}):
         lives = []
         for way in WAYS:
+            print(f"{world_size} ranks, {way} ...", file=sys.stderr, flush=True)
             work = partial(live, way, backend, options.cycles)
             lives.append((way, run_distributed(work, world_size, deadline=600.0)))
             fine = fine and _ok(lives[-1][1])

@@ -13,6 +13,9 @@ from megapg.testing import preloaded
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The tests are of ranks on CPUs, more of them than a machine has GPUs.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 # torch's store looks up a name for the address of everyone who connects, in the one thread that
 # serves all of them. Where a name server loses one question in thirty, that thread stands still for
 # the resolver's five seconds, and with it all ranks of a test.

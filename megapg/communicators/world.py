@@ -341,6 +341,15 @@ def _meet_on(device: torch.device, timeout: float) -> None:
             f"s on {device} of {socket.gethostname()}. NCCL_DEBUG=INFO shows which network it "
             "tries; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another."
         ) from None
+    except dist.DistBackendError as error:
+        last = str(error).strip().splitlines()[-1]
+        advice = "NCCL_DEBUG=WARN shows more."
+        if "Duplicate GPU" in last:
+            advice = "Start at most one rank per GPU, or choose backend='gloo'."
+        raise RendezvousError(
+            f"all ranks came, but a barrier of their accelerators failed on {device} of "
+            f"{socket.gethostname()}: {last}. {advice}"
+        ) from error
 
 
 def _interfaces(wanted: str | Sequence[str], backend: str, rendezvous: Rendezvous) -> Network:

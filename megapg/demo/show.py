@@ -29,8 +29,13 @@ from megapg.megatron.watching.trace import empty_table
 from megapg.testing import Ranks, preloaded
 
 _PRELOAD = (RankReport.__module__, f"{__package__}.gpt")  # the second imports Megatron-core
-# Megatron-core warns of everything that a CPU lacks, on every rank.
-_QUIET = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+# There are more ranks than a machine may have GPUs. Megatron-core warns of everything that a CPU
+# lacks, on every rank.
+_ON_CPUS = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 Work: TypeAlias = Callable[[GPTRun, bytes, Path], RankReport]
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -54,7 +59,7 @@ def show(
     before = _children()
     with (
         tempfile.TemporaryDirectory(prefix="megapg-demo-") as directory,
-        overridden(_QUIET),
+        overridden(_ON_CPUS),
         preloaded(*_PRELOAD),  # one interpreter for the ranks of all runs: it imports for seconds
     ):
         saving = Checkpoints(directory, save_after=max(1, run.steps // 2))

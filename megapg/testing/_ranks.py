@@ -30,7 +30,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import process, spawn
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, TypedDict
@@ -53,6 +53,7 @@ MOST_DESCRIPTORS = 253
 # What these variables say is read when an interpreter starts or a library is imported.
 _READ_EARLY = ("CUDA_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_")
 
+_ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _WARNINGS = "PYTHONWARNINGS"
 # What it may say for a fork to follow suit.
 _ACTIONS = ("default", "error", "always", "ignore", "module", "once")
@@ -116,8 +117,7 @@ def serve() -> None:
     os.chdir(config["directory"])
     with socket.socket(fileno=config["listener"]) as listener:
         while 0 not in select.select([0, listener.fileno()], [], [])[0]:
-            for name in config["modules"]:  # for the first caller; then they are there
-                importlib.import_module(name)
+            _preload(config["modules"])  # for the first caller; then they are there
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no guard stays as a zombie
             caller, _ = listener.accept()
             if not os.fork():
@@ -258,8 +258,7 @@ def _launch(job: Job) -> NoReturn:
                 stream.reconfigure(line_buffering=True)
         sys.path[:] = job["sys_path"]
         os.chdir(job["directory"])
-        for name in job["preload"]:
-            importlib.import_module(name)
+        _preload(job["preload"])
         signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])
         faulthandler.unregister(STACK_SIGNAL)
         me = os.getpid()
@@ -291,6 +290,23 @@ def _launch(job: Job) -> NoReturn:
                 exit_code = os.waitstatus_to_exitcode(status)
                 reports.send((running.pop(pid), exit_code, time.monotonic()))
     os._exit(0)
+
+
+def _preload(modules: Sequence[str]) -> None:
+    """Import what the ranks shall find imported, and leave CUDA to them.
+
+    Some modules ask at import whether there is a GPU. torch would ask CUDA, which no fork of this
+    process could use from then on; NVML's answer does no harm.
+    """
+    asked = os.environ.get(_ASKS_NVML)
+    os.environ[_ASKS_NVML] = "1"
+    try:
+        for name in modules:
+            importlib.import_module(name)
+    finally:
+        del os.environ[_ASKS_NVML]
+        if asked is not None:
+            os.environ[_ASKS_NVML] = asked
 
 
 def _run(rank: int, job: Job) -> NoReturn:

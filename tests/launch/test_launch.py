@@ -592,3 +592,23 @@ def test_accelerators_that_cannot_talk_are_named(monkeypatch):
     with pytest.raises(RendezvousError, match=r"did not end within 0.2 s on cuda:1 of"):
         world._meet_on(torch.device("cuda", 1), 0.2)
     assert used == [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+def test_what_nccl_says_of_accelerators_is_passed_on(monkeypatch):
+    import torch
+    import torch.distributed as dist
+
+    from megapg.communicators import world
+
+    def barrier(device_ids):
+        # As torch 2.11 with NCCL 2.28.9 said of two ranks on one H200.
+        raise dist.DistBackendError(
+            "NCCL error in: NCCLUtils.cpp:93, invalid usage, NCCL version 2.28.9\n"
+            "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+            "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 60\n"
+        )
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "barrier", barrier)
+    with pytest.raises(RendezvousError, match=r"rank 0 and rank 1 both .* one rank per GPU, or"):
+        world._meet_on(torch.device("cuda", 0), 60)

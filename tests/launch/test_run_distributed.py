@@ -23,7 +23,9 @@ import pytest
 import rank_functions
 from processes import captured
 from rank_functions import (
+    ASKS_NVML,
     LIMIT,
+    asked_whom,
     die_each_in_its_way,
     give_birth,
     hang_in_a_collective,
@@ -340,6 +342,21 @@ def test_deadline_before_the_ranks_start(tmp_path: Path, monkeypatch: pytest.Mon
         run_distributed(rank, 2, deadline=6, preload=["slow_to_import"])
     assert "not yet started (preload=['slow_to_import'])" in str(caught.value.failures[1])
     assert "slow_to_import.py" in caught.value.failures[0].__notes__[0]
+
+
+@either_way
+@pytest.mark.parametrize("told", [None, "0"])
+def test_a_preload_leaves_cuda_to_the_ranks(
+    told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch asks CUDA whether there is a GPU, if not told otherwise, and no fork could use it then.
+    (tmp_path / "asks_for_a_gpu.py").write_text(
+        f"import os\n\nASKS_NVML = os.environ.get({ASKS_NVML!r})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv(ASKS_NVML, raising=False)
+    env = {} if told is None else {ASKS_NVML: told}
+    assert run_distributed(asked_whom, 1, preload=["asks_for_a_gpu"], env=env) == [("1", told)]
 
 
 @either_way

@@ -28,6 +28,16 @@ def total(start: int) -> tuple[int, int]:
     return dist.get_rank(), int(value)
 
 
+ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+
+def asked_whom() -> tuple[str | None, str | None]:
+    """What torch would have been told at a preload, and what it is told in a rank."""
+    import asks_for_a_gpu
+
+    return asks_for_a_gpu.ASKS_NVML, os.environ.get(ASKS_NVML)
+
+
 def surroundings() -> dict[str, str]:
     return {**os.environ, "cwd": os.getcwd(), "stdin": sys.stdin.read(), "pid": str(os.getpid())}
 
