@@ -54,6 +54,7 @@ _SIGNS = (
 
 _GLOO = tuple(name for name in GETTERS if name.startswith("gloo."))
 _ABSENT = object()
+_LISTED = ("hcp", "pp")  # of what Megatron-core itself has lists: of levels, of several pipelines
 
 
 class GlobalGroups(ProcessGroupCollection):
@@ -207,8 +208,8 @@ class GlobalGroups(ProcessGroupCollection):
             found = nothing if question is None else call(*question)
         except AssertionError:
             return nothing
-        if not isinstance(found, list):
-            return found
+        if not isinstance(found, list) or name not in _LISTED:
+            return found  # a list of another field is a fork's own, and its code takes that
         # 0.12 leaves an empty list where there are no levels.
         return tuple(found) or None if name == "hcp" else _ABSENT
 

@@ -17,8 +17,8 @@ from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.sites import Carrier, Kind, Site
 from megapg.migrate.migration import How
 from megapg.migrate.python.methods import class_of, kept, left_out, self_of
-from megapg.migrate.python.scopes import FunctionNode, Scope, Use
-from megapg.upstream.mapping import RANK_GLOBALS, Takes
+from megapg.migrate.python.scopes import FunctionNode, Scope, Use, last_name
+from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS, RANK_GLOBALS, Takes
 
 # Writes that make a rank or size differ from what the groups say.
 _FAKING = frozenset({"setter", "assigned"})
@@ -188,6 +188,20 @@ class Facts:
         klass = class_of(constructor)
         made = self.owning - self._minding - {constructor}
         return klass is not None and any(each.parent is klass for each in made)
+
+    def has_parts_built(self, constructor: Scope, path: Path) -> bool:
+        """Whether a function is a constructor of objects that have Megatron-core build their parts
+        by a specification, and pass them no groups: these ask the globals.
+        """
+        klass = class_of(constructor)
+        return klass is not None and any(
+            last_name(call.func) == "build_module"
+            and not any(
+                each.arg in (None, *COLLECTION_NAMES, *GROUP_PARAMETERS) for each in call.keywords
+            )
+            for method in self._calling_in(klass, path)
+            for _, call in self.calls_in(path).get(method, ())
+        )
 
     @cached_property
     def _minding(self) -> set[Scope | None]:

@@ -319,11 +319,22 @@ class Threads:
         """Whether a function is to take the parameter though nobody may have something to pass: no
         autograd function is.
         """
+        path = self.paths[function]
         return not (
-            self._functions.references.autograd.of(function, self.paths[function])
+            self._functions.references.autograd.of(function, path)
             or function in self._facts.passable
             or self._has_its_own(function)
             or self._is_called_from_outside(function)
+            or self._is_called_back(function)
+            or self._facts.has_parts_built(function, path)
+            or self._index.modules.is_test(path)
+        )
+
+    def _is_called_back(self, function: Scope) -> bool:
+        """Whether a function is only handed to what calls it, by arguments of its own."""
+        known = self._functions.references.of(function, self.paths[function])
+        return bool(known) and not any(
+            each.call is not None or calls_by_another_name(each) for each in known
         )
 
     def _is_called_from_outside(self, function: Scope) -> bool:
