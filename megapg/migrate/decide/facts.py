@@ -189,20 +189,6 @@ class Facts:
         made = self.owning - self._minding - {constructor}
         return klass is not None and any(each.parent is klass for each in made)
 
-    def has_parts_built(self, constructor: Scope, path: Path) -> bool:
-        """Whether a function is a constructor of objects that have Megatron-core build their parts
-        by a specification, and pass them no groups: these ask the globals.
-        """
-        klass = class_of(constructor)
-        return klass is not None and any(
-            last_name(call.func) == "build_module"
-            and not any(
-                each.arg in (None, *COLLECTION_NAMES, *GROUP_PARAMETERS) for each in call.keywords
-            )
-            for method in self._calling_in(klass, path)
-            for _, call in self.calls_in(path).get(method, ())
-        )
-
     @cached_property
     def _minding(self) -> set[Scope | None]:
         """Functions that ask whether there are groups."""
@@ -348,6 +334,18 @@ class Facts:
             if called is not None:
                 found.append((use, call, called))
         return found
+
+
+def has_parts_built(facts: Facts, constructor: Scope, path: Path) -> bool:
+    """Whether a function is a constructor of objects that have Megatron-core build their parts by a
+    specification, and pass them no groups: these ask the globals.
+    """
+    named = (None, *COLLECTION_NAMES, *GROUP_PARAMETERS)
+    return class_of(constructor) is not None and any(
+        last_name(call.func) == "build_module" and not any(e.arg in named for e in call.keywords)
+        for method in facts.beside(constructor, path)
+        for _, call in facts.calls_in(path).get(method, ())
+    )
 
 
 def _is_replaced(located: Located) -> bool:

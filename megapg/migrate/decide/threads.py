@@ -11,7 +11,7 @@ from pathlib import Path
 from megapg.errors import UnsupportedOptionError
 from megapg.migrate.decide.autograd import kept_in
 from megapg.migrate.decide.decisions import Base
-from megapg.migrate.decide.facts import Facts
+from megapg.migrate.decide.facts import Facts, has_parts_built
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.references import Reference, calls_by_another_name
 from megapg.migrate.find.index import Index, Located
@@ -326,7 +326,7 @@ class Threads:
             or self._has_its_own(function)
             or self._is_called_from_outside(function)
             or self._is_called_back(function)
-            or self._facts.has_parts_built(function, path)
+            or has_parts_built(self._facts, function, path)
             or self._index.modules.is_test(path)
         )
 
