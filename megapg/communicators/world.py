@@ -342,7 +342,7 @@ def _meet_on(device: torch.device, timeout: float) -> None:
             "tries; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another."
         ) from None
     except dist.DistBackendError as error:
-        last = str(error).strip().splitlines()[-1]
+        last = (str(error).strip() or repr(error)).splitlines()[-1]
         advice = "NCCL_DEBUG=WARN shows more."
         if "Duplicate GPU" in last:
             advice = "Start at most one rank per GPU, or choose backend='gloo'."

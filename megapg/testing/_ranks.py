@@ -304,7 +304,7 @@ def _preload(modules: Sequence[str]) -> None:
         for name in modules:
             importlib.import_module(name)
     finally:
-        del os.environ[_ASKS_NVML]
+        os.environ.pop(_ASKS_NVML, None)
         if asked is not None:
             os.environ[_ASKS_NVML] = asked
 

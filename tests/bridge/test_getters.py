@@ -100,6 +100,7 @@ def test_the_view_holds_what_the_globals_hold_each_field_by_itself(configuration
         # A fork's own, of a group and who controls it, is for code of that fork.
         parallel_state._TENSOR_MODEL_PARALLEL_GROUP = of_fork = [whole.tp, (0, 4)]
         assert view.tp is getters.present_group(view, "tp") is of_fork
+        assert "tp" not in view.present()  # as a collection it is none
 
 
 # Their getters say so of rank and size where torch.distributed is not initialised.

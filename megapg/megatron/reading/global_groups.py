@@ -223,7 +223,11 @@ class GlobalGroups(ProcessGroupCollection):
     ) -> dict[str, object]:
         """Those of the fields that are present in the globals now, and what they hold."""
         found = {field: self._held(field, call) for field in fields}
-        return {field: value for field, value in found.items() if value is not _ABSENT}
+        return {
+            field: value
+            for field, value in found.items()
+            if value is not _ABSENT and not isinstance(value, list)
+        }
 
     def _member(self, field: str) -> Membership:
         name, _, level = field.partition(".")

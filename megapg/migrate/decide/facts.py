@@ -17,7 +17,7 @@ from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.sites import Carrier, Kind, Site
 from megapg.migrate.migration import How
 from megapg.migrate.python.methods import class_of, kept, left_out, self_of
-from megapg.migrate.python.scopes import FunctionNode, Scope, Use, last_name
+from megapg.migrate.python.scopes import FunctionNode, Scope, Use
 from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS, RANK_GLOBALS, Takes
 
 # Writes that make a rank or size differ from what the groups say.
@@ -342,7 +342,9 @@ def has_parts_built(facts: Facts, constructor: Scope, path: Path) -> bool:
     """
     named = (None, *COLLECTION_NAMES, *GROUP_PARAMETERS)
     return class_of(constructor) is not None and any(
-        last_name(call.func) == "build_module" and not any(e.arg in named for e in call.keywords)
+        isinstance(call.func, ast.Name)
+        and call.func.id == "build_module"
+        and not any(each.arg in named for each in call.keywords)
         for method in facts.beside(constructor, path)
         for _, call in facts.calls_in(path).get(method, ())
     )

@@ -19,7 +19,6 @@ from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.handing import handed_on, handed_to
 from megapg.migrate.decide.noticed import heard_as, stand_ins, with_what_is_unheard
 from megapg.migrate.decide.passed import all_fed, ask_the_object, fields_read, globals_passed
-from megapg.migrate.decide.plain import read_what_is_kept
 from megapg.migrate.decide.references import Reference
 from megapg.migrate.decide.roots import Roots
 from megapg.migrate.decide.starts import starts
@@ -64,8 +63,9 @@ def make_plan(
         for done, located in enumerate(index.located):
             on_progress(done, len(index.located))
             planner.look_at(located)
-        if not have_answered_alike(plan := planner.plan(), index, facts, functions.references):
-            return read_what_is_kept(without_what_is_swallowed(plan), index, functions.references)
+        plan = planner.plan()
+        if not have_answered_alike(plan, index, facts, functions.references):
+            return without_what_is_swallowed(plan)
 
 
 # -- the rules -------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from megapg.migrate.python.methods import (
     kept_behind,
     self_of,
 )
-from megapg.migrate.python.scopes import Opaque, Scope, Use
+from megapg.migrate.python.scopes import Opaque, Scope, Use, last_name
 from megapg.upstream.mapping import GROUP_PARAMETERS, Replacement
 
 # Further than anyone has to thread a parameter.
@@ -331,11 +331,19 @@ class Threads:
         )
 
     def _is_called_back(self, function: Scope) -> bool:
-        """Whether a function is only handed to what calls it, by arguments of its own."""
+        """Whether a function is nothing but an argument of calls: these call it as they know it."""
         known = self._functions.references.of(function, self.paths[function])
-        return bool(known) and not any(
-            each.call is not None or calls_by_another_name(each) for each in known
-        )
+        is_argument = [
+            isinstance(outer, ast.keyword)
+            or (
+                isinstance(outer, ast.Call)
+                and each.node is not outer.func
+                and last_name(outer.func) != "partial"
+            )
+            for each in known
+            for outer in (each.use.parents.node,)
+        ]
+        return class_of(function) is None and bool(known) and all(is_argument)
 
     def _is_called_from_outside(self, function: Scope) -> bool:
         """Whether nothing but methods that another project calls, of data sets and of autograd
