@@ -333,17 +333,7 @@ class Threads:
     def _is_called_back(self, function: Scope) -> bool:
         """Whether a function is nothing but an argument of calls: these call it as they know it."""
         known = self._functions.references.of(function, self.paths[function])
-        is_argument = [
-            isinstance(outer, ast.keyword)
-            or (
-                isinstance(outer, ast.Call)
-                and each.node is not outer.func
-                and last_name(outer.func) != "partial"
-            )
-            for each in known
-            for outer in (each.use.parents.node,)
-        ]
-        return class_of(function) is None and bool(known) and all(is_argument)
+        return class_of(function) is None and bool(known) and all(map(_is_argument, known))
 
     def _is_called_from_outside(self, function: Scope) -> bool:
         """Whether nothing but methods that another project calls, of data sets and of autograd
@@ -453,6 +443,16 @@ def stands_in_for(located: Located, function: Scope, name: str) -> bool:
         and (name in _ANY_GROUP or answer.field in GROUP_PARAMETERS.get(name, ()))
         and is_ruled_out(name, statements_around(located.use.parents, function.node), function.node)
     )
+
+
+def _is_argument(reference: Reference) -> bool:
+    """Whether a call is given a function as it is, and not to bind arguments of it."""
+    match reference.use.parents.node:
+        case ast.keyword():
+            return True
+        case ast.Call(func):
+            return reference.node is not func and last_name(func) != "partial"
+    return False
 
 
 def _is_rebound(supply: Base, function: Scope) -> bool:
