@@ -236,6 +236,34 @@ def test_inner_modules_have_only_the_fields_they_use():
             assert isinstance(groups_of(Holder(alone), "dp"), GlobalGroups)
 
 
+@pytest.mark.usefixtures("initialised")  # with tp=2
+def test_a_part_of_another_layout_is_not_completed_by_the_globals():
+    """The model's dp would be of one layout, and its tp of another."""
+    groups = {"tp": dist.new_group([0, 1, 2, 3]), "dp": dist.new_group([3, 7])}
+    whole = ProcessGroupCollection.from_groups(**groups)
+    part = ProcessGroupCollection.from_groups(tp=whole.tp)
+    model = types.SimpleNamespace(pg_collection=part)
+    view = groups_of(model, "tp", "dp")
+    assert isinstance(view, GlobalGroups)  # nothing is read yet
+    for read in (lambda: view.dp, lambda: view.rank("tp"), lambda: view.size("dp")):
+        with pytest.raises(MissingGroupError, match=r"dp\).*their tp has other ranks\. Give it a"):
+            read()
+    with globals_policy("silent"), pytest.raises(MissingGroupError) as caught:
+        _ = groups_of(model, "dp").dp
+    assert not isinstance(caught.value, AssertionError)  # no handler around a getter means it
+    # Nor by what is of another layout further in.
+    model.module = types.SimpleNamespace(pg_collection=whole)
+    assert groups_of(model, "dp") is whole
+    groups["tp"] = dist.new_group([2, 3])
+    model.module.pg_collection = ProcessGroupCollection.from_groups(**groups)
+    with pytest.raises(MissingGroupError, match=r"several, of different tp\).* other ranks"):
+        _ = groups_of(model, "dp").dp
+    model.pg_collection = ProcessGroupCollection.from_groups(tp=groups["tp"])
+    model.module = None
+    with globals_policy("silent"):  # the ranks of the globals
+        assert groups_of(model, "dp").dp is parallel_state.get_data_parallel_group()
+
+
 @needs_injection
 def test_what_the_core_leaves_unset_is_not_held(pg):
     """On 0.19 a field that nobody has set reads as None."""

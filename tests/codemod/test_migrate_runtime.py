@@ -9,12 +9,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from recording import recorded_megatron
+from recording import initialised_megatron, recorded_megatron
 from trees import contents, write
 from typer.testing import CliRunner
 
@@ -539,6 +540,26 @@ def test_a_model_is_searched_from_the_outside_in() -> None:
     holding = Wrapper(outer)
     vars(holding)["pg_collection"] = resolve(None)  # kept before there was a model
     assert groups_of(holding, "tp").passed is vars(outer)["pg_collection"]
+
+
+def test_a_part_of_another_layout_is_not_completed_by_the_globals() -> None:
+    holder = SimpleNamespace()
+    with initialised_megatron(3, 8, 2):
+        tp = dist.new_group([0, 1, 2, 3])
+        holder.pg_collection = Core(tp=tp)
+        view = groups_of(holder, "tp", "dp")  # nothing is read yet
+        for ask in (lambda: view.dp, lambda: view.rank("tp"), lambda: view.size("dp")):
+            with pytest.raises(RuntimeError, match="their tp has other ranks"):
+                ask()
+        inside = SimpleNamespace(pg_collection=Core(tp=dist.new_group([2, 3]), dp=tp))
+        holder.module = inside  # of another layout, too
+        with pytest.raises(RuntimeError, match="their tp has other ranks"):
+            _ = groups_of(holder, "dp").dp
+        inside.pg_collection = Core(tp=tp, dp=tp)
+        assert groups_of(holder, "dp").passed is inside.pg_collection
+        del holder.module
+        holder.pg_collection = Core(tp=dist.new_group([2, 3]))  # the ranks of the globals
+        assert groups_of(holder, "dp").ranks("dp") == (1, 3, 5, 7)
 
 
 GATHERS = """\

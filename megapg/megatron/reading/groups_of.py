@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
 
 from megapg.collection import Groups, ProcessGroupCollection
-from megapg.errors import MegapgError
+from megapg.errors import MegapgError, MissingGroupError
 from megapg.layout import GroupName
 from megapg.megatron.convert import as_collection
 from megapg.megatron.core import parameters_of
-from megapg.megatron.reading.global_groups import GlobalGroups
+from megapg.megatron.reading.global_groups import GlobalGroups, value_in_globals
 from megapg.megatron.reading.resolve import Place, StandIn, Wanted, check_names, resolve
 from megapg.megatron.watching import hook
 from megapg.torch_private import SUBMODULES
@@ -103,6 +104,8 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
         UnknownFieldError: a name in ``needs`` is no field.
 
     What a read raises where nothing was found:
+        MissingGroupError: it carries a collection without a field of ``needs``, whose other groups
+            have other ranks than those of the globals.
         NoCollectionError: ``MEGAPG_GLOBALS`` forbids the globals, which serve.
         MissingGlobalGroupError: the getter fails with an AssertionError. The error is one too, and
             a ``MissingGroupError``.
@@ -125,9 +128,13 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
                 partial = partial or pg
                 continue
             pg.require(*needs, owner=f"groups_of({_name(_innermost(owner))})")
-        if found is not None and (differing := _differing(found, pg, needs)):
+        if found is not None:
+            differing = _differing(found, pg, needs)
+        else:  # what is found further in belongs to what was passed over, as far as both tell
+            differing = _differing(partial, pg, ()) if partial is not None else []
+        if differing:
             but = f"several, of different {', '.join(differing)}"
-            return StandIn(_wanted(_innermost(owner), needs, but, sys._getframe(1)))
+            return StandIn(_wanted(_innermost(owner), needs, but, sys._getframe(1), partial))
         found = found or pg
         if any(holder is each for each in _inwards(owner)):
             break
@@ -143,20 +150,53 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
     if stand_in is not None:
         return stand_in
     but = f"one without {', '.join(_lacking(partial, needs))}" if partial is not None else ""
-    return StandIn(_wanted(_innermost(owner), needs, but, sys._getframe(1)))
+    return StandIn(_wanted(_innermost(owner), needs, but, sys._getframe(1), partial))
 
 
-def _wanted(kind: type, needs: tuple[GroupName, ...], but: str, caller: FrameType) -> Wanted:
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class _Partial(Wanted):
+    """What a model carries a part of: the globals serve the whole where that part is theirs. Else
+    two questions about one model, of which it can answer one, would be answered by two layouts.
+    """
+
+    part: ProcessGroupCollection
+
+    def check(self) -> None:
+        """Raise a MissingGroupError where the globals have other ranks for what is carried."""
+        other = [name for name, group in vars(self.part).items() if _differs(group, name)]
+        if other:
+            raise MissingGroupError(
+                f"{self.lack}. The globals may not stand in: their {', '.join(other)} has other "
+                f"ranks. Give it a collection with {', '.join(self.needs)}, too."
+            )
+
+
+def _differs(group: object, name: str) -> bool:
+    """Whether the globals have a group of other ranks for a field, as far as both are groups."""
+    of_globals = value_in_globals(name)
+    if of_globals is None or of_globals is group or not isinstance(group, dist.ProcessGroup):
+        return False
+    return dist.get_process_group_ranks(group) != dist.get_process_group_ranks(of_globals)
+
+
+def _wanted(
+    kind: type,
+    needs: tuple[GroupName, ...],
+    but: str,
+    caller: FrameType,
+    partial: ProcessGroupCollection | None = None,
+) -> Wanted:
     """What a model of class ``kind`` does not carry, and ``caller`` asks for.
 
-    ``but`` is what it carries in place of that. The model itself may have to go before what is made
-    of this.
+    ``but`` is what it carries in place of that, such as ``partial``. The model itself may have to
+    go before what is made of this.
     """
     site, wanted = Place.of(caller), f" with {', '.join(needs)}" if needs else ""
     wanted += f" (but {but})" if but else ""
     asked = f"{site.f_code.co_qualname} asks groups_of() for"
     lack = f"{_name(kind)} carries no collection{wanted}, which {asked}"
-    return Wanted(_name(kind), needs, lack, _advice(kind), site, _home(site))
+    said = _name(kind), needs, lack, _advice(kind), site, _home(site)
+    return Wanted(*said) if partial is None else _Partial(*said, partial)
 
 
 def _carried(

@@ -207,6 +207,9 @@ class Wanted:
         """The error where the globals have nothing either, of which ``text`` says more."""
         return MissingGlobalGroupError(f"{self.lack}. {text}")
 
+    def check(self) -> None:
+        """Raise where the globals, which have an answer, may not serve whatever the policy."""
+
 
 class NotGiven(Wanted):
     """What a function needs that was called without ``pg_collection``."""
@@ -227,8 +230,11 @@ class NotGiven(Wanted):
 
 
 def let_globals_serve(wanted: Wanted, policy: GlobalsPolicy) -> None:
-    """Let the globals serve, or raise a NoCollectionError by the policy; who listens is told."""
+    """Let the globals serve, or raise what ``wanted`` has to say, or a NoCollectionError by the
+    policy; who listens is told.
+    """
     lack, advice, caller = wanted.lack, wanted.advice.replace("$pg", "pg"), wanted.caller
+    wanted.check()
     if policy == "error":
         raise NoCollectionError(
             f"{lack} at {_place(caller)}, and the globals may not serve it: "

@@ -60,8 +60,21 @@ class MissingGroupError(AttributeError, AssertionError):
 class ProcessGroupCollection:
     """The groups of the collection that was passed; where that is None, those of the globals."""
 
-    def __init__(self, passed: object = None) -> None:
+    def __init__(self, passed: object = None, part: object = None) -> None:
         self.passed = passed
+        self._part = part  # what was found, and lacks what is asked for
+
+    def _check(self) -> None:
+        """Raise where the globals stand in for what has groups of other ranks than they have."""
+        of_group = importlib.import_module("torch.distributed").get_process_group_ranks
+        for field in _FIELDS if self._part is not None else ():
+            one, other = getattr(self._part, field, None), getattr(resolve(), field, None)
+            groups = not isinstance(one, (list, tuple)) and not isinstance(other, (list, tuple))
+            if one and other and one is not other and groups and of_group(one) != of_group(other):
+                raise RuntimeError(
+                    "the collection of a model lacks a group, and the globals may not stand in: "
+                    f"their {field} has other ranks. Give the model a collection with all groups."
+                )
 
     def __getattr__(self, field: str) -> Any:
         """The group of a field."""
@@ -69,6 +82,7 @@ class ProcessGroupCollection:
             raise AttributeError(f"{type(self).__name__} has no attribute {field!r}")
         found, is_there = getattr(self.passed, field, None), hasattr(self.passed, field)
         if self.passed is None:
+            self._check()
             getter, is_there = _getter(field, "groups" if field == "hcp" else "group"), True
             with contextlib.suppress(AssertionError):
                 found = None if getter is None else getter()
@@ -93,6 +107,7 @@ class ProcessGroupCollection:
 
     def _number(self, field: str, ending: str, of_group: Callable[[Any], Any]) -> Any:
         if self.passed is None and (getter := _getter(field, ending)) is not None:
+            self._check()
             return getter()
         group = getattr(self, field)
         if group is None or isinstance(group, (list, tuple)):
@@ -123,38 +138,43 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
     """
     if _is_collection(owner):
         return resolve(owner)
-    found, waiting, seen = None, [(owner, False)], {id(None)}
+    found = part = None
+    waiting, seen = [(owner, False)], {id(None)}
     while waiting:
         each, is_inside = waiting.pop()
         if id(each) in seen:
             continue
         seen.add(id(each))
-        pg = _carried(each, needs)
+        carried = _carried(each)
+        pg = next((pg for pg in carried if all(hasattr(pg, field) for field in needs)), None)
         if pg is not None:
+            if _differ(found, pg, needs) if found else _differ(part, pg):
+                return ProcessGroupCollection(None, part)
             if not is_inside:
                 return pg
-            both = [e for e in needs or _FIELDS if hasattr(found, e) and hasattr(pg, e)]
-            if any(getattr(found, e) != getattr(pg, e) for e in both):
-                return resolve()
             found = found or pg
             continue
+        part = part or next(iter(carried), None)
         held = getattr(each, "__dict__", {})
         submodules = held.get("_modules") or {}
         chunks = each if isinstance(each, (list, tuple)) else ()
         waiting += [(inside, True) for inside in reversed(submodules.values())]
         waiting += [(chunk, is_inside) for chunk in reversed(chunks)]
         waiting += [(held.get(n, submodules.get(n)), is_inside) for n in _WRAPPED]
-    return found or resolve()
+    return found or ProcessGroupCollection(None, part)
 
 
-def _carried(module: object, needs: Sequence[str]) -> ProcessGroupCollection | None:
-    """The collection that an object itself has, with some fields."""
+def _differ(one: object, other: object, fields: Sequence[str] = ()) -> bool:
+    both = [e for e in fields or _FIELDS if hasattr(one, e) and hasattr(other, e)]
+    return any(getattr(one, e) != getattr(other, e) for e in both)
+
+
+def _carried(module: object) -> list[ProcessGroupCollection]:
+    """The collections that an object itself has."""
     held = getattr(module, "__dict__", {})
-    for name in ("pg_collection", "_pg_collection", "model_comm_pgs", "grad_comm_pgs"):
-        pg = getattr(module, name, None) if hasattr(type(module), name) else held.get(name)
-        if _is_collection(pg) and all(hasattr(resolve(pg), field) for field in needs):
-            return resolve(pg)
-    return None
+    names = ("pg_collection", "_pg_collection", "model_comm_pgs", "grad_comm_pgs")
+    found = (getattr(module, n, None) if hasattr(type(module), n) else held.get(n) for n in names)
+    return [resolve(pg) for pg in found if _is_collection(pg)]
 
 
 def _is_collection(value: object) -> bool:
