@@ -143,3 +143,85 @@ def test_the_report_names_them(tmp_path: Path) -> None:
         "place": "pkg/lib.py:36",
         "instead": 'pass it dp_group=megapg.groups_of(model, "dp").dp',
     }
+
+
+OBJECTS = {
+    "pkg/__init__.py": "",
+    "pkg/objects.py": """\
+from megatron.core import mpu
+
+
+class Counter:
+    def __init__(self, start=0):
+        self.start = start
+
+    def place(self):
+        return self.start + mpu.get_tensor_model_parallel_rank()
+
+    def further(self):
+        return self.place() + 1
+
+    @classmethod
+    def of_the_class(cls):
+        return 0
+
+
+class Other(Counter):
+    pass
+
+
+_COUNTER = None
+
+
+def get_counter() -> Counter:
+    return _COUNTER
+
+
+def get_one_of(model) -> Counter:
+    return Counter(model)
+
+
+def get_any():
+    return _COUNTER
+""",
+    "pkg/use.py": """\
+from megatron.core import mpu
+from pkg.objects import Counter, Other, get_any, get_counter, get_one_of
+
+
+def asks(model):
+    rank = mpu.get_tensor_model_parallel_rank()
+    counter = get_counter()
+    if model is None:
+        counter = get_counter()
+    counter.place()
+    get_counter().further()
+    Other().place()  # is passed it
+    for_any, of_a_model, again = get_any(), get_one_of(model), Counter(model)
+    for_any.place(), of_a_model.place(), again.place()
+    return rank, counter.start, counter.of_the_class()
+
+
+def asks_another(model):
+    rank = mpu.get_pipeline_model_parallel_rank()
+    return rank, get_counter().place()
+
+
+def step(model):
+    model.load()
+    return asks(model), asks_another(model)
+""",
+}
+
+
+def test_the_object_that_a_call_gives_was_handed_no_collection(tmp_path: Path) -> None:
+    """A singleton, or what is made of nothing: it asks itself, and has nothing else to ask."""
+    found = migrated(write(tmp_path, OBJECTS)).callees
+    assert [(each.function, each.line, each.callee, each.what) for each in found] == [
+        ("asks", 11, "Counter.place", "tp"),
+        ("asks", 12, "Counter.further", "tp"),
+    ]
+    given = 'megapg.groups_of(model, "tp")'
+    assert {each.instead for each in found} == {
+        f"pass Counter a collection where it is made, such as {given}"
+    }

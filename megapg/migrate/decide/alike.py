@@ -23,6 +23,7 @@ from megapg.migrate.find.axes import (
     axes_of,
     is_argument,
     is_of_a_group,
+    named_in,
     takes_group,
 )
 from megapg.migrate.find.carriers import MODEL_NAMES, is_filled
@@ -421,12 +422,17 @@ def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
             yield _Asking(unit, passing.reference.path, axes, passing.base, hands_on=True)
     left = {id(each.site) for each in plan.left if each.reason not in _OF_NO_GROUP}
     own = {id(each.site) for each in plan.left if each.reason == "unknown-name"}
+    of_others = {id(each.site) for each in plan.left if each.reason == "not-in-core"}
     for located in index.located:
         unit = located.use.scope.unit
         if id(located.site) in own and unit is not None and is_of_a_group(located.site.name):
             # No object of a class has a group of a fork's own, so a method stays as it is.
             if located.site.kind is Kind.CALL and not self_of(unit):
                 yield _Asking(unit, located.path, AXES, None)
+        elif id(located.site) in of_others and unit is not None:
+            # A group of an older Megatron-core: its ranks are told together with those of others.
+            if located.site.kind is Kind.CALL and is_of_a_group(located.site.name):
+                yield _Asking(unit, located.path, named_in(located.site.name), None)
         elif id(located.site) in left and unit is not None:
             if located.site.kind is Kind.CALL:
                 yield _Asking(unit, located.path, asked_about(located.site), None)

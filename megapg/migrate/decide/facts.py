@@ -11,12 +11,13 @@ from pathlib import Path
 from megapg.migrate.decide.decisions import Base, best
 from megapg.migrate.decide.exchanged import exchanging, owning
 from megapg.migrate.decide.references import References
-from megapg.migrate.find.axes import group_argument
+from megapg.migrate.find.axes import group_argument, takes_group
 from megapg.migrate.find.index import Index, Located
+from megapg.migrate.find.meaning import Thing, is_in_core
 from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.sites import Carrier, Kind, Site
 from megapg.migrate.migration import How
-from megapg.migrate.python.methods import class_of, kept, left_out, self_of
+from megapg.migrate.python.methods import class_of, kept, left_out, parameters, self_of
 from megapg.migrate.python.scopes import FunctionNode, Scope, Use
 from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS, RANK_GLOBALS, Takes
 
@@ -273,11 +274,21 @@ class Facts:
             and (
                 self.is_of_globals_module(use, path)  # as the older ones had it
                 or any(
-                    each.kind == "name" and each.name.startswith("megatron.core.")
+                    (each.kind == "name" and each.name.startswith("megatron.core."))
+                    or self._takes_a_group(each, call)
                     for each in self._index.resolver.expression(use.node, use.scope, path)
                 )
             )
         ]
+
+    def _takes_a_group(self, called: Thing, call: ast.Call) -> bool:
+        """Whether a function is of a Megatron-core in the project, and can be passed the group."""
+        argument = group_argument(call)
+        if called.kind != "function" or not called.path or not called.scope or not argument:
+            return False
+        named = {each.arg for each in parameters(called.scope.node)}
+        is_known = takes_group(call, self._index.config.versions)
+        return is_known and argument.name in named and is_in_core(called.path)
 
     def is_of_globals_module(self, use: Use, path: Path) -> bool:
         """Whether what is used is taken from ``parallel_state``."""

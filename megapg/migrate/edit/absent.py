@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.python.flow import blocks
+from megapg.migrate.python.scopes import Scope, walk
 from megapg.upstream.mapping import COLLECTION_NAMES
 
 _MAY_BE_NONE = frozenset({*COLLECTION_NAMES, *MODEL_NAMES})
@@ -26,6 +27,31 @@ def for_none(node: ast.AST, names: Collection[str] = _MAY_BE_NONE) -> Iterator[t
                 yield from ((said[0], inner) for inner in without)
                 if other and isinstance(other[-1], ast.Return | ast.Raise):
                     yield from ((said[0], behind) for behind in block[at + 1 :])
+
+
+def in_place_of(unit: Scope, names: Sequence[str]) -> set[int]:
+    """What in a function runs only where a variable of some names is None."""
+    return {
+        id(inner)
+        for each in unit.nodes
+        for _, branch in for_none(each, names)
+        for inner in walk(branch)
+    }
+
+
+def lines_in_place_of(unit: Scope, name: str) -> set[int]:
+    """The lines of what a function does only where a parameter for a group is None."""
+    standing = [branch for each in unit.nodes for _, branch in for_none(each, (name,))]
+    standing += [
+        each
+        for each in unit.nodes
+        if isinstance(each, ast.BoolOp)
+        and isinstance(each.op, ast.Or)
+        and isinstance(each.values[0], ast.Name)
+        and each.values[0].id == name
+    ]
+    placed = (each for each in standing if isinstance(each, ast.stmt | ast.expr))
+    return {line for e in placed for line in range(e.lineno, (e.end_lineno or e.lineno) + 1)}
 
 
 def _says_none(test: ast.expr, names: Collection[str]) -> tuple[str, bool] | None:

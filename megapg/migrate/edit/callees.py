@@ -14,9 +14,15 @@ from functools import cached_property
 from pathlib import Path
 
 from megapg.layout import FIELDS
-from megapg.migrate.edit.absent import for_none
+from megapg.migrate.edit.absent import in_place_of, lines_in_place_of
 from megapg.migrate.edit.handed import Handed
-from megapg.migrate.edit.lacking import all_of_groups, not_applied_to, not_passed
+from megapg.migrate.edit.lacking import (
+    OF_GROUPS,
+    all_of_groups,
+    handed,
+    not_applied_to,
+    not_passed,
+)
 from megapg.migrate.edit.mixing import GLOBALS, PASSED, Asking, TextOfFile, definitions_in, text_of
 from megapg.migrate.edit.modelled import Modelled
 from megapg.migrate.edit.objects import Objects
@@ -28,7 +34,7 @@ from megapg.migrate.find.models import ancestry
 from megapg.migrate.migration import Callee
 from megapg.migrate.python.analysis import Analysis, analyse
 from megapg.migrate.python.methods import class_of, is_super, kept, parameters, self_of
-from megapg.migrate.python.scopes import Alias, FunctionNode, Opaque, Scope, Use, last_name, walk
+from megapg.migrate.python.scopes import Alias, FunctionNode, Opaque, Scope, Use, last_name
 from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
 
 # Further than anybody follows what is reported.
@@ -44,12 +50,12 @@ class _Called:
     function: Scope
     path: Path
     left_out: frozenset[str]  # the parameters that it is not passed
+    handed_none: str = ""  # the class of its object, where that was handed no collection
 
     @property
     def key(self) -> tuple[Scope, frozenset[str]]:
         """By which it is told from the same function, called with other parameters."""
-        of_groups = {*COLLECTION_NAMES, *GROUP_PARAMETERS}
-        return self.function, self.left_out & of_groups
+        return self.function, self.left_out & OF_GROUPS | {self.handed_none}
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class _Asked:
     place: str
     unless: str = ""  # the parameter that would have been asked, had it been passed
     applied: str = ""  # the autograd function that asks, or has it asked
+    of: str = ""  # the class whose object is asked, and was handed no collection
 
 
 @dataclass(frozen=True)
@@ -175,7 +182,7 @@ class Callees:
             handed = [] if direct else list(self._handed.reported(unit, path))
             if handed and self._makes_groups(unit, path, 0):
                 handed = []
-            stands_in = _in_place_of(unit, COLLECTION_NAMES) if found or handed else set()
+            stands_in = in_place_of(unit, COLLECTION_NAMES) if found or handed else set()
             asking = {unit: path, **dict(beside.values())}
             if found and any(self._is_new(each, at) for each, at in asking.items()):
                 for call, callee, asked, lacks_it in found:
@@ -237,6 +244,8 @@ class Callees:
             yield _Called(of, at, not_passed(of, call, unit))
         if not isinstance(use.node, ast.Attribute):
             return
+        for method, at, handed_none in self._objects.methods_called(use, path):
+            yield _Called(method, at, not_passed(method, call, unit), handed_none)
         if use.node.attr == "apply":
             yield from self._of_autograd(use.node.value, call, use, path)
         elif use.node.attr == "__init__" and is_super(use.node.value, unit):
@@ -350,21 +359,28 @@ class Callees:
             return []
         asked = text.asked_by(node)
         found = list(_of_globals(asked, called, text.name))
-        own = {
-            axis
+        answered = [
+            each
             for each in asked
-            if each.carrier != GLOBALS and each.carrier not in called.left_out
-            for axis in axes_of(each.what)
-        }
+            if each.carrier != GLOBALS
+            and each.carrier not in called.left_out
+            and not (called.handed_none and each.carrier == self_of(unit))
+        ]
         takes_one = not {*COLLECTION_NAMES}.isdisjoint(unit.bindings)
-        stands_in = _in_place_of(unit, COLLECTION_NAMES) if takes_one else set()
+        stands_in = in_place_of(unit, COLLECTION_NAMES) if takes_one else set()
         for use, call in self._calls_in(called.path).get(unit, ()):
             is_asked = id(call) not in stands_in or called.left_out & {*COLLECTION_NAMES}
+            there = (e.what for e in answered if _is_there(e.carrier, unit, call))
+            own = frozenset[str]().union(*map(axes_of, there))
             for each in self._called(use, call, unit, called.path) if is_asked else ():
-                handed = _Called(each.function, each.path, each.left_out | _handed(call, called))
-                for one in self._behind(handed, depth + 1):
+                of = called.handed_none if _is_of_self(use.node, unit) else each.handed_none
+                filled = handed(each.function, call, called.left_out)
+                further = _Called(each.function, each.path, each.left_out.union(filled), of)
+                for one in self._behind(further, depth + 1):
+                    unless = filled.get(one.unless, "")
+                    unless = "" if unless in COLLECTION_NAMES else unless
                     if not one.axes <= own:
-                        found.append(_Asked(one.axes - own, one.what, one.place, "", one.applied))
+                        found.append(replace(one, axes=one.axes - own, unless=unless))
         applied = self._applied(called)
         return [replace(each, applied=applied) for each in found] if applied else found
 
@@ -385,54 +401,26 @@ def _has(unit: Scope, text: TextOfFile, beside: Iterable[str]) -> dict[str, str]
 def _of_globals(asked: Sequence[Asking], called: _Called, file: str) -> Iterator[_Asked]:
     """What a function asks of the globals, as it is called."""
     named = {each.arg for each in parameters(called.function.node)}
-    of_groups = named & GROUP_PARAMETERS.keys()
-    instead = {each: _lines_in_place_of(called.function, each) for each in of_groups}
+    of_groups = named & (OF_GROUPS - {*COLLECTION_NAMES})
+    instead = {each: lines_in_place_of(called.function, each) for each in of_groups}
     for each in asked:
         axes, place = axes_of(each.what), f"{file}:{each.line}"
         if each.by_core or not axes:
             continue
         if each.carrier in COLLECTION_NAMES and each.carrier in named & called.left_out:
             yield _Asked(axes, each.what, place, each.carrier)
+        elif called.handed_none and each.carrier == self_of(called.function):
+            yield _Asked(axes, each.what, place, of=called.handed_none)
         elif each.carrier == GLOBALS:
             passed = [name for name, lines in instead.items() if each.line in lines]
             if not passed or called.left_out & {*passed}:
                 yield _Asked(axes, each.what, place, next(iter(passed), ""))
 
 
-def _handed(call: ast.Call, caller: _Called) -> frozenset[str]:
-    """The parameters that a call fills with what its function was not passed."""
-    return frozenset(
-        each.arg
-        for each in call.keywords
-        if each.arg in COLLECTION_NAMES
-        for node in walk(each.value)
-        if isinstance(node, ast.Name) and node.id in caller.left_out & {*COLLECTION_NAMES}
-    )
-
-
-def _in_place_of(unit: Scope, names: Sequence[str]) -> set[int]:
-    """What in a function runs only where a variable of some names is None."""
-    return {
-        id(inner)
-        for each in unit.nodes
-        for _, branch in for_none(each, names)
-        for inner in walk(branch)
-    }
-
-
-def _lines_in_place_of(unit: Scope, name: str) -> set[int]:
-    """The lines of what a function does only where a parameter for a group is None."""
-    standing = [branch for each in unit.nodes for _, branch in for_none(each, (name,))]
-    standing += [
-        each
-        for each in unit.nodes
-        if isinstance(each, ast.BoolOp)
-        and isinstance(each.op, ast.Or)
-        and isinstance(each.values[0], ast.Name)
-        and each.values[0].id == name
-    ]
-    placed = (each for each in standing if isinstance(each, ast.stmt | ast.expr))
-    return {line for e in placed for line in range(e.lineno, (e.end_lineno or e.lineno) + 1)}
+def _is_of_self(node: ast.expr, unit: Scope) -> bool:
+    """Whether it is an attribute of the object of a method."""
+    owner = node.value if isinstance(node, ast.Attribute) else None
+    return isinstance(owner, ast.Name) and owner.id == self_of(unit)
 
 
 @kept
@@ -470,6 +458,8 @@ def _reported(
     written = carrier if carrier in COLLECTION_NAMES else f"megapg.groups_of({carrier}{fields})"
     if found.unless in COLLECTION_NAMES:
         instead = f"pass it {found.unless}={written}"
+    elif found.of:
+        instead = f"pass {found.of} a collection where it is made, such as {written}"
     elif found.unless:
         instead = f"pass it {found.unless}={written}.{field}"
     elif found.applied:

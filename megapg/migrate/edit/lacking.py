@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 
-from megapg.migrate.python.methods import left_out, parameters
-from megapg.migrate.python.scopes import Alias, Scope, last_name
+from megapg.migrate.python.methods import left_out, parameters, passed
+from megapg.migrate.python.scopes import Alias, Scope, last_name, walk
 from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
+
+OF_GROUPS = frozenset({*COLLECTION_NAMES, *GROUP_PARAMETERS, "group", "process_group"})
+"""What parameters for groups and collections are called; the last two are for any group."""
 
 
 def all_of_groups(function: Scope) -> frozenset[str]:
     """The parameters of a function for groups, which whoever calls a value does not pass."""
     named = {each.arg for each in parameters(function.node)}
-    return frozenset(named & {*COLLECTION_NAMES, *GROUP_PARAMETERS})
+    return frozenset(named & OF_GROUPS)
 
 
 def not_passed(function: Scope, call: ast.Call, unit: Scope) -> frozenset[str]:
@@ -33,6 +36,20 @@ def not_applied_to(method: Scope, call: ast.Call) -> frozenset[str]:
         return frozenset()
     by_place = parameters(method.node)[1:]  # without the context
     return frozenset({each.arg for each in by_place[len(call.args) :]} & {*COLLECTION_NAMES})
+
+
+def handed(function: Scope, call: ast.Call, left_out: frozenset[str]) -> dict[str, str]:
+    """The parameters of a function that a call fills with parameters of its own function, for
+    groups, which that was not passed; and these.
+    """
+    unfilled = left_out & OF_GROUPS
+    return {
+        name: node.id
+        for name, given in passed(function, call).items()
+        if name in OF_GROUPS and unfilled
+        for node in (walk(given) if name in COLLECTION_NAMES else (given,))
+        if isinstance(node, ast.Name) and node.id in unfilled
+    }
 
 
 def _is_made_in(dictionary: ast.expr, unit: Scope) -> bool:

@@ -4,6 +4,7 @@ with what the other methods of its object ask.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,10 @@ from megapg.migrate.edit.mixing import CONSTRUCTOR, PASSED, TextOfFile
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.meaning import Resolver
 from megapg.migrate.python.methods import class_of, kept, self_of
-from megapg.migrate.python.scopes import FunctionNode, Scope
+from megapg.migrate.python.scopes import Alias, FunctionNode, Scope, Use, last_name
+
+# Further than anybody gives a value other names.
+_DEEPEST = 4
 
 
 def methods_of(klass: Scope) -> Iterator[Scope]:
@@ -42,6 +46,41 @@ class Objects:
             for thing in self.resolver.expression(base, klass.parent or klass, path):
                 if thing.kind == "class" and thing.scope is not None and thing.path is not None:
                     yield thing.scope, thing.path
+
+    def methods_called(self, use: Use, path: Path) -> Iterator[tuple[Scope, Path, str]]:
+        """The methods that a call runs of an object which was made beside it, or comes from a
+        function that says of which class it is; and the class of one that can't have been handed
+        the collection that is there: no argument goes to the function, or to the constructor.
+        """
+        owner = use.node.value if isinstance(use.node, ast.Attribute) else None
+        for klass, at, empty in self._made(owner, use.scope, path, 0) if owner is not None else ():
+            for each, where in self._line(klass, at):
+                if methods := each.defined(last_name(use.node)):
+                    yield from ((one, where, empty) for one in methods if self_of(one))
+                    break
+
+    def _made(
+        self, value: ast.expr, scope: Scope, path: Path, depth: int
+    ) -> Iterator[tuple[Scope, Path, str]]:
+        """The classes of which a value is, as far as that is written."""
+        if isinstance(value, ast.Name) and depth < _DEEPEST:
+            _, bound = scope.find(value.id) or (scope, ())
+            aliases = [each for each in bound if isinstance(each, Alias)]
+            for each in aliases if len(aliases) == len(bound) else ():
+                yield from self._made(each.value, each.scope, path, depth + 1)
+        if not isinstance(value, ast.Call):
+            return
+        empty = not (value.args or value.keywords)
+        for thing in self.resolver.expression(value.func, scope, path):
+            of, at = thing.scope, thing.path
+            if of is None or at is None or of.parent is None:
+                continue
+            if thing.kind == "class":
+                yield of, at, of.qualname if empty else ""
+            said = getattr(of.node, "returns", None) if thing.kind == "function" else None
+            for one in self.resolver.expression(said, of.parent, at) if said is not None else ():
+                if one.kind == "class" and one.scope is not None and one.path is not None:
+                    yield one.scope, one.path, one.scope.qualname if empty else ""
 
     def are_of_one(self, method: Scope, other: Scope, path: Path) -> bool:
         """Whether a method is one of the object of another one, and no constructor."""

@@ -44,8 +44,15 @@ def axes_of(name: str) -> frozenset[str]:
     """The axes that the groups span which a field, or a getter, is about."""
     if _OF_THE_JOB.search(name):
         return frozenset()
-    found = frozenset(axis for word in _A_WORD.findall(name) for axis in _WORDS[word])
+    found = named_in(name)
     return found - {"tp", "dp"} if "ep" in found else found
+
+
+def named_in(name: str) -> frozenset[str]:
+    """The axes that a field, or a getter, names, also where what they span with experts is a
+    group of its own.
+    """
+    return frozenset(axis for word in _A_WORD.findall(name) for axis in _WORDS[word])
 
 
 def is_of_a_group(name: str) -> bool:
