@@ -225,3 +225,97 @@ def test_the_object_that_a_call_gives_was_handed_no_collection(tmp_path: Path) -
     assert {each.instead for each in found} == {
         f"pass Counter a collection where it is made, such as {given}"
     }
+
+
+CORE = {
+    "megatron/core/__init__.py": "",
+    "megatron/core/package_info.py": "MAJOR = 0\nMINOR = 16\nPATCH = 0\n",
+    "megatron/core/tensor_parallel/__init__.py": "from .mappings import *\n",
+    "megatron/core/tensor_parallel/mappings.py": """\
+from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+
+def _if_none(tp_group, **kwargs):
+    if tp_group is None:
+        tp_group = get_tensor_model_parallel_group()
+    return tp_group
+
+
+def gather_from_tensor_model_parallel_region(x, group=None, **kwargs):
+    return x, _if_none(group)
+
+
+def scatter_to_tensor_model_parallel_region(x, **kwargs):
+    return x, _if_none(None)
+
+
+def gather(x, **given):
+    return x, _if_none(**given)
+""",
+    "train.py": """\
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel.mappings import gather, gather_from_tensor_model_parallel_region
+
+
+def logits(model, x):
+    group = parallel_state.get_tensor_model_parallel_group()
+    if parallel_state.get_tensor_model_parallel_rank():
+        return gather_from_tensor_model_parallel_region(x)
+    y = gather_from_tensor_model_parallel_region(x, None)
+    z = gather_from_tensor_model_parallel_region(x, group)
+    return y, z, tensor_parallel.scatter_to_tensor_model_parallel_region(x), gather(x)
+""",
+}
+
+
+def test_a_core_of_the_project_is_passed_the_group_or_the_call_is_named(tmp_path: Path) -> None:
+    """What it does for want of a group that it was handed is done for its caller, too."""
+    found = migrated(write(tmp_path, CORE))
+    (train,) = (each for each in found.files if each.file == "train.py")
+    assert b"return gather_from_tensor_model_parallel_region(x, group=pg.tp)" in train.after
+    assert [(each.line, each.callee, each.what, each.instead) for each in found.callees] == [
+        (
+            *(11, "gather_from_tensor_model_parallel_region", "tp"),
+            'pass it group=megapg.groups_of(model, "tp").tp',
+        ),
+        (13, "scatter_to_tensor_model_parallel_region", "tp", f'{IN}(model, "tp")'),
+    ]
+
+
+BEFORE = {
+    "a.py": """\
+from megatron.core import mpu
+
+
+def loader(**kwargs):
+    return mpu.get_data_parallel_rank()
+
+
+def made(**kwargs):
+    return object()
+
+
+def finetune(**kwargs):
+    data = loader()
+    model = made()
+    return data, mpu.get_data_parallel_world_size(), loader()
+
+
+def handed(model, **kwargs):
+    return mpu.get_data_parallel_world_size(), loader()
+
+
+def uses(model):
+    handed(model)
+    return finetune(), mpu.get_data_parallel_rank()
+"""
+}
+
+
+def test_what_is_asked_before_a_model_is_made_is_not_asked_of_it(tmp_path: Path) -> None:
+    found = migrated(write(tmp_path, BEFORE))
+    assert [(each.function, each.callee, each.place) for each in found.callees] == [
+        ("finetune", "loader", "a.py:5"),  # behind the model
+        ("handed", "loader", "a.py:5"),
+        ("uses", "finetune", "a.py:5"),  # before it
+    ]

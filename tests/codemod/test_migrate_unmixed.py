@@ -104,3 +104,40 @@ def test_the_report_says_which_uses_fell_back(
     )
     explained = CliRunner().invoke(app, ["explain", f"{tmp_path / 'a.py'}:6"])
     assert "f would ask the globals (get_data_parallel_rank)" in " ".join(explained.output.split())
+
+
+EXPERTS = """\
+import torch
+from megatron.core import mpu
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, config, **kwargs):
+        super().__init__()
+        self.share = config.size // mpu.get_expert_model_parallel_world_size()
+
+    def place(self):
+        return mpu.get_expert_model_parallel_rank(), mpu.get_data_modulo_expert_parallel_rank()
+
+    def replica(self):
+        return mpu.get_data_parallel_rank()
+
+    def stage(self):
+        return mpu.get_pipeline_model_parallel_rank()
+
+
+def split(model):
+    if model.extended:
+        return mpu.get_tensor_and_expert_parallel_world_size()
+    return mpu.get_tensor_model_parallel_world_size()
+"""
+
+
+def test_a_group_of_an_older_core_counts_with_all_that_it_names(tmp_path: Path) -> None:
+    """Its ranks are told together with those of what it spans: in a checkpoint, or as a size."""
+    write(tmp_path, {"experts.py": EXPERTS})
+    (file,) = run(tmp_path).files
+    after = file.after.decode()
+    for one in ('.size("ep")', '.rank("ep")', '.rank("dp")', '.size("tp")'):
+        assert f"megapg.resolve(None){one}" in after
+    assert 'megapg.groups_of(self, "pp").rank("pp")' in after

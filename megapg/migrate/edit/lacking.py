@@ -24,10 +24,20 @@ def not_passed(function: Scope, call: ast.Call, unit: Scope) -> frozenset[str]:
     """
     dictionaries = [each.value for each in call.keywords if each.arg is None]
     if not dictionaries or not all(_is_made_in(each, unit) for each in dictionaries):
-        return left_out(function, call)
+        return left_out(function, call) | _passed_none(function, call)
     named = {each.arg for each in call.keywords}
     takes = {each.arg for each in parameters(function.node)} & {*COLLECTION_NAMES}
     return frozenset(takes - named - _keys_in(unit))
+
+
+def _passed_none(function: Scope, call: ast.Call) -> frozenset[str]:
+    """The parameters for a group that a call fills with None."""
+    none = {
+        name
+        for name, given in passed(function, call).items()
+        if isinstance(given, ast.Constant) and given.value is None
+    }
+    return frozenset(none & OF_GROUPS - {*COLLECTION_NAMES})
 
 
 def not_applied_to(method: Scope, call: ast.Call) -> frozenset[str]:
