@@ -326,6 +326,7 @@ class Threads:
             or self._has_its_own(function)
             or self._is_called_from_outside(function)
             or self._is_called_back(function)
+            or self._is_private(function)
             or has_parts_built(self._facts, function, path)
             or self._index.modules.is_test(path)
         )
@@ -334,6 +335,20 @@ class Threads:
         """Whether a function is nothing but an argument of calls: these call it as they know it."""
         known = self._functions.references.of(function, self.paths[function])
         return class_of(function) is None and bool(known) and all(map(_is_argument, known))
+
+    def _is_private(self, function: Scope) -> bool:
+        """Whether nobody but this project calls a function, and there nobody has a collection."""
+        if not function.name.startswith("_") or class_of(function) or self.edges[function]:
+            return False
+        known = self._functions.references.of(function, self.paths[function])
+        return bool(known) and all(map(self._is_without, known))
+
+    def _is_without(self, reference: Reference) -> bool:
+        """Whether a function is called where there is no collection."""
+        unit, path = reference.use.scope.unit, reference.path
+        if reference.call is None or self._facts.is_of_globals(unit, path):
+            return reference.call is not None
+        return self._facts.best(self._index.carriers(reference.use, path), unit, path) is None
 
     def _is_called_from_outside(self, function: Scope) -> bool:
         """Whether nothing but methods that another project calls, of data sets and of autograd
