@@ -8,7 +8,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from megapg.migrate.decide.decisions import Base, Decision, Passing
 from megapg.migrate.find.models import gives_a_model
@@ -27,6 +27,7 @@ from megapg.migrate.python.flow import (
     statements_in,
     within,
 )
+from megapg.migrate.python.methods import shown_until
 from megapg.migrate.python.scopes import FunctionNode, Instance, Opaque, Scope, last_name
 from megapg.upstream.mapping import Takes
 
@@ -61,7 +62,9 @@ def look_ups(
     for each in asking:
         place = _Place(each)
         function = place.use.scope.enclosing("function", "class", "module")
-        if function is not None and place.is_looked_up and place.may_have_a_variable(function):
+        if function is None or place.line <= shown_until(function):
+            continue  # what is bound before that would be seen among the variables
+        if place.is_looked_up and place.may_have_a_variable(function):
             key = (function, place.base.form, place.base.expression, place.base.passed_first)
             groups.setdefault(key, []).append(place)
     served: set[Decision | Passing] = set()
@@ -79,7 +82,7 @@ def look_ups(
             if function.kind == "function" and _means_the_same(other, function, places[0].base)
             for each in several
         ]
-        looking = _Function(function, is_free)
+        looking = _Function(function, partial(_is_free_behind, shown_until(function), is_free))
         for group in _of_one_collection(function, rest):
             together = [each for each in group if each.what not in served]
             if not together:
@@ -98,6 +101,10 @@ def look_ups(
             served |= {each for look_up in found for each in look_up.members}
             if found:
                 yield function, together[0].base, found
+
+
+def _is_free_behind(line: int, is_free: Callable[[ast.stmt], bool], statement: ast.stmt) -> bool:
+    return statement.lineno > line and is_free(statement)
 
 
 def _parts(test: ast.expr) -> list[ast.expr]:
@@ -119,8 +126,8 @@ def _means_the_same(function: Scope, outer: Scope, base: Base) -> bool:
     if base.form != "resolve" and is_set_once != [True]:
         return False
     while each is not outer and each.parent is not None and not each.given_to:
-        if each.kind == "class" or name in each.bindings:
-            return False
+        if each.kind == "class" or name in each.bindings or shown_until(each):
+            return False  # what it reads of the function around is seen among its own, too
         each = each.parent
     return function is not outer and each is outer
 
@@ -170,6 +177,7 @@ class _Place:
             is_lazy = what.answer.takes is Takes.LAZY
         else:
             self.use, self.needs, is_lazy = what.reference.use, what.needs, False
+        self.line = self.use.node.lineno
         self.is_looked_up = self.base.form != "plain" and not what.as_read
         # What carries it may lack what it asks for.
         self.is_apart = is_lazy and self.base.form == "groups_of"

@@ -7,7 +7,19 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Concatenate, ParamSpec, TypeGuard, TypeVar
 
-from megapg.migrate.python.scopes import Defined, FunctionNode, Scope, last_name, walk
+from megapg.migrate.python.flow import LOOP
+from megapg.migrate.python.scopes import (
+    Defined,
+    FunctionNode,
+    Scope,
+    children_of,
+    last_name,
+    walk,
+)
+
+# What gives the variables around a call, where it is passed nothing; and the frame that has them.
+_ALL_VARIABLES = frozenset({"locals", "vars", "dir"})
+_FRAMES = frozenset({"currentframe", "_getframe"})
 
 Of = TypeVar("Of")
 P = ParamSpec("P")
@@ -254,9 +266,35 @@ def mentions(function: Scope, name: str) -> bool:
     for each in function.nodes:
         if isinstance(each, ast.Name) and each.id in (name, "locals", "vars"):
             return True
-        if isinstance(each, ast.arg) and each.arg == name:
+        if (isinstance(each, ast.arg) and each.arg == name) or _shows_variables(each):
             return True
     return False
+
+
+@kept
+def shown_until(function: Scope) -> int:
+    """The last line from which something sees all variables that a function, or a module, has by
+    then; of a loop that does so the last one. 0 where nothing does.
+    """
+    last, waiting = 0, [(function.node, 0)]
+    while waiting:
+        outer, end_of_loop = waiting.pop()
+        for each in children_of(outer):
+            if isinstance(each, FunctionNode | ast.Lambda | ast.ClassDef):
+                continue  # it has variables of its own
+            end = getattr(each, "end_lineno", None) or 0
+            if _shows_variables(each):
+                last = max(last, end_of_loop or end)
+            waiting.append((each, end_of_loop or (end if isinstance(each, LOOP) else 0)))
+    return last
+
+
+def _shows_variables(node: ast.AST) -> bool:
+    """Whether it is a call that gives the variables around it: ``locals()``, or the frame."""
+    if not isinstance(node, ast.Call):
+        return False
+    is_bare = isinstance(node.func, ast.Name) and not (node.args or node.keywords)
+    return last_name(node.func) in _FRAMES or (is_bare and last_name(node.func) in _ALL_VARIABLES)
 
 
 def is_docstring(statement: ast.stmt) -> TypeGuard[ast.Expr]:
