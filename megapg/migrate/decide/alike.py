@@ -14,6 +14,7 @@ from typing import TypeGuard
 from megapg.migrate.decide.decisions import GLOBALS, Base, Plan
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER
+from megapg.migrate.decide.incomplete import ask_nothing_that_lacks_a_group
 from megapg.migrate.decide.kept import ask_what_the_constructor_asked
 from megapg.migrate.decide.references import References
 from megapg.migrate.decide.threads import is_usual_method
@@ -26,7 +27,8 @@ from megapg.migrate.find.axes import (
     named_in,
     takes_group,
 )
-from megapg.migrate.find.carriers import MODEL_NAMES, is_filled
+from megapg.migrate.find.carriers import MODEL_NAMES
+from megapg.migrate.find.filled import is_filled
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.models import ancestry, keeps_its_model
 from megapg.migrate.find.roles import has_another_role
@@ -87,6 +89,8 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
         facts: by which that was planned. The functions that make the groups or fake ranks mean
             these, and nothing beside them does.
     """
+    if ask_nothing_that_lacks_a_group(plan, facts):
+        return True
     of_functions: dict[Scope, list[_Asking]] = defaultdict(list)
     of_classes: dict[Scope, list[_Asking]] = defaultdict(list)
     paths: dict[Scope, Path] = {}

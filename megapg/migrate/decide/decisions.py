@@ -30,6 +30,7 @@ class Base:
     passed_first: bool = False  # whether what was passed to the function comes before it
     of_a_part: bool = False  # whether it may be a part of a model, which carries what it uses
     reads: tuple[str, ...] = ()  # of an object: what its constructor reads of its collection
+    fields: frozenset[str] | None = None  # all that it certainly has; None where nobody can tell
 
     def as_read(self, field: str) -> str:
         """A group, as the constructor of the object reads it; empty where it does not."""
@@ -123,9 +124,11 @@ def best(found: Sequence[Carrier]) -> Base | None:
             reads=carrier.reads,
         )
     if carrier.may_be_none:
-        return Base(How.RESOLVED, "resolve", carrier.expression, optional=True)
+        return Base(
+            How.RESOLVED, "resolve", carrier.expression, optional=True, fields=carrier.fields
+        )
     if carrier.origin == "attribute":
         # It may have some of the fields only; groups_of() of its owner looks further then.
         owner = carrier.expression.rpartition(".")[0]
         return Base(How.COLLECTION, "groups_of", owner, reads=carrier.reads)
-    return Base(How.COLLECTION, "resolve", carrier.expression)
+    return Base(How.COLLECTION, "resolve", carrier.expression, fields=carrier.fields)

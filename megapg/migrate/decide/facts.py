@@ -59,6 +59,7 @@ class Facts:
         of_passed: constructors that ask their object, which has the model that they would ask.
         of_kept: methods that ask their object, and no model, since they read of it what its
             constructor asked.
+        of_complete: functions that ask no collection which lacks some groups, since they need these.
         handed: functions that ask what they are passed, and no model, as who calls them does.
         of_self: methods that nothing else serves than their object, as it does its other methods.
     """
@@ -79,12 +80,15 @@ class Facts:
         self.of_models: set[Scope] = set()
         self.of_passed: set[Scope] = set()
         self.of_kept: set[Scope] = set()
+        self.of_complete: set[Scope | None] = set()
         self.handed: set[Scope] = set()
         self.of_self: set[Scope] = set()
 
     def best(self, found: Sequence[Carrier], unit: Scope | None, path: Path) -> Base | None:
         """The first certain of the carriers that are found somewhere in a function."""
         found = [each for each in found if not self._is_left_out(each, unit, path)]
+        if unit in self.of_complete:
+            found = [each for each in found if each.fields is None]
         if unit in self.handed:
             found = [each for each in found if each.kind == "collection"]
         if unit in self.of_one:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megapg.migrate.find.filled import fields_of, is_filled
 from megapg.migrate.find.meaning import Resolver, Thing
 from megapg.migrate.find.models import (
     ancestry,
@@ -234,6 +235,7 @@ class _Search:
             or any(isinstance(b, Alias) and _is_plain(b.value) for b in bindings)
         ):
             return
+        fields = fields_of(bindings, self._path, self._resolver) if kind == "collection" else None
         parameter = next((b for b in bindings if isinstance(b, Opaque) and b.parameter), None)
         if parameter is not None:
             if kind == "model" and _cannot_be_a_model(name, scope.node):
@@ -245,14 +247,14 @@ class _Search:
             certain = self._is_still_one(name, bindings, scope, kind)
             is_part = name in _OF_ALL_MODULES
             origin = "parameter" if scope is self._use.scope.unit else "inner"
-            yield Carrier(kind, name, origin, may_be_none, certain, is_part)
+            yield Carrier(kind, name, origin, may_be_none, certain, is_part, fields=fields)
             return
         known = all(isinstance(each, Alias | Opaque) for each in bindings)
         held = Holding(name, is_nothing).at(around, scope.node)
         before = known and held is Held.SOMETHING
         before = before and self._is_still_one(name, bindings, scope, kind)
         if before or any(b.line < around[0].lineno for b in bindings if around):
-            yield Carrier(kind, name, "local", False, before)
+            yield Carrier(kind, name, "local", False, before, fields=fields)
 
     def _is_still_one(
         self, name: str, bindings: Sequence[Binding], scope: Scope, kind: str
@@ -419,17 +421,6 @@ def _is_hidden(name: str, inner: Iterable[Scope]) -> bool:
         or name in scope.declared
         or (name in scope.elsewhere and scope.elsewhere[name].kind == "module")
         for scope in inner
-    )
-
-
-def is_filled(name: str, function: Scope) -> bool:
-    """Whether a function puts groups into a collection: until then it lacks them."""
-    return any(
-        isinstance(each, ast.Attribute)
-        and not isinstance(each.ctx, ast.Load)
-        and isinstance(each.value, ast.Name)
-        and each.value.id == name
-        for each in function.nodes
     )
 
 

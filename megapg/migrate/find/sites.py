@@ -34,6 +34,8 @@ class Carrier:
     is_part: bool = False  # it may be a part of a model
     # What its constructor reads of the collection that it keeps, as in ``self.pg_collection.cp``.
     reads: tuple[str, ...] = ()
+    # Of a collection: the groups that it certainly has; None where nobody can tell.
+    fields: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)

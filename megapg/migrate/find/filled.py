@@ -1,0 +1,134 @@
+"""What a collection certainly has that a function makes, and fills: the other groups it lacks."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from pathlib import Path
+
+from megapg.migrate.find.meaning import Resolver, Thing
+from megapg.migrate.python.flow import blocks, statements_in
+from megapg.migrate.python.scopes import Alias, Binding, Scope
+
+# What Megatron-core calls the classes of collections. One has what it is made with.
+_CLASSES = frozenset(
+    {"ProcessGroupCollection", "ModelCommProcessGroups", "GradCommProcessGroups"}
+    | {"GradFinalizeProcessGroups"}
+)
+# Further than anybody hands on what another function makes.
+_DEEPEST = 4
+
+
+def is_filled(name: str, function: Scope) -> bool:
+    """Whether a function puts groups into a collection: until then it lacks them."""
+    return any(
+        isinstance(each, ast.Attribute)
+        and not isinstance(each.ctx, ast.Load)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == name
+        for each in function.nodes
+    )
+
+
+def fields_of(
+    bindings: Iterable[Binding], path: Path, resolver: Resolver, depth: int = 0
+) -> frozenset[str] | None:
+    """The fields that what a variable holds certainly has; None where nobody can tell.
+
+    Args:
+        bindings: of the variable.
+        path: of its file.
+        resolver: what names stand for.
+        depth: how many functions have handed it on.
+    """
+    values = [each for each in bindings if isinstance(each, Alias)]
+    return _least(_fields(each.value, each.scope, path, resolver, depth) for each in values)
+
+
+def _least(found: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
+    """What all of some collections have that can be told about."""
+    known = [each for each in found if each is not None]
+    return frozenset.intersection(*known) if known else None
+
+
+def _fields(
+    value: ast.expr, scope: Scope, path: Path, resolver: Resolver, depth: int
+) -> frozenset[str] | None:
+    if isinstance(value, ast.BoolOp | ast.IfExp):
+        either = value.values if isinstance(value, ast.BoolOp) else [value.body, value.orelse]
+        return _least(_fields(each, scope, path, resolver, depth) for each in either)
+    if not isinstance(value, ast.Call) or depth > _DEEPEST:
+        return None
+    called = resolver.expression(value.func, scope, path)
+    if called and all(map(_is_a_collection, called)):
+        names = {each.arg for each in value.keywords}
+        shows = not value.args and None not in names
+        return frozenset(each for each in names if each) if shows else None
+    return _least(_filled_by(each, resolver, depth) for each in called)
+
+
+def _is_a_collection(thing: Thing) -> bool:
+    if thing.kind == "class" and thing.scope is not None:
+        return thing.scope.name in _CLASSES
+    return thing.kind == "name" and thing.name.rpartition(".")[2] in _CLASSES
+
+
+def _filled_by(thing: Thing, resolver: Resolver, depth: int) -> frozenset[str] | None:
+    """The fields that what a function returns certainly has."""
+    function, path = thing.scope, thing.path
+    if thing.kind != "function" or function is None or path is None:
+        return None
+    found = []
+    for each in statements_in(function.node):
+        if isinstance(each, ast.Return) and each.value is not None:
+            if isinstance(each.value, ast.Name):
+                found.append(_filled_until(each, each.value.id, function, path, resolver, depth))
+            else:
+                found.append(_fields(each.value, function, path, resolver, depth + 1))
+    return None if None in found else _least(found)
+
+
+def _filled_until(
+    end: ast.Return, name: str, function: Scope, path: Path, resolver: Resolver, depth: int
+) -> frozenset[str] | None:
+    """The fields of a variable that a function returns, which nothing else may fill."""
+    bindings = function.bindings.get(name, ())
+    made = fields_of(bindings, path, resolver, depth + 1) if len(bindings) == 1 else None
+    if made is None or _is_handed_on(name, function):
+        return None
+    return made | {
+        target.attr
+        for each in _before(end, function.node) or ()
+        if isinstance(each, ast.Assign)
+        for target in each.targets
+        if isinstance(target, ast.Attribute)
+        and isinstance(target.value, ast.Name)
+        and target.value.id == name
+    }
+
+
+def _is_handed_on(name: str, function: Scope) -> bool:
+    """Whether a function does anything with a variable but fill, read and return it."""
+    called = {id(each.func) for each in function.nodes if isinstance(each, ast.Call)}
+    harmless = {
+        id(each.value)
+        for each in function.nodes
+        if isinstance(each, ast.Return) or (isinstance(each, ast.Attribute) and id(each) not in called)
+    }
+    return any(
+        isinstance(each, ast.Name)
+        and each.id == name
+        and isinstance(each.ctx, ast.Load)
+        and id(each) not in harmless
+        for each in function.nodes
+    )
+
+
+def _before(statement: ast.stmt, outer: ast.AST) -> list[ast.stmt] | None:
+    """The statements that have run when one is come to, without those in their blocks."""
+    for block in blocks(outer):
+        for at, each in enumerate(block):
+            inner = [] if each is statement else _before(statement, each)
+            if inner is not None:
+                return [*block[:at], *inner]
+    return None
