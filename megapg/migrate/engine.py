@@ -134,7 +134,7 @@ class _Attempt:
         for passing in self._plan.passing:
             asking[passing.reference.path].append(passing)
         for path, places in asking.items():
-            self._writer(path).share(places)
+            self._writer(path).share(places, partial(self._plan.renewed_until, path))
         for path, decisions in by_file.items():
             texts = self._writer(path).serve(decisions)
             self._texts |= texts

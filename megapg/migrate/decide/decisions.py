@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -96,6 +96,8 @@ class Plan:
     use.
     """
 
+    # Of a file, and a function of it, the last line up to which the groups may be made anew there.
+    renewed_until: Callable[[Path, Scope], int]
     decisions: list[Decision] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     taking: list[Taking] = field(default_factory=list)

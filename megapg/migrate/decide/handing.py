@@ -45,9 +45,9 @@ def handed_on(plan: Plan, facts: Facts, threads: Threads, index: Index) -> Itera
             function = _constructor(called)
             if function not in by_unit or id(call) in passed:
                 continue
-            base = facts.best(index.carriers(use, path), unit, path) or asking[0].base
+            base = facts.best(index.carriers(use, path), use, path) or asking[0].base
             found = _wanted(function, call, by_unit[function], taking, base)
-            if found is None or base.made_here:
+            if found is None or base.made_here or facts.is_outlived(base.expression, use, path):
                 continue
             at = Reference(path, use, call, call.func)
             if threads.may_pass(at):

@@ -337,14 +337,14 @@ class _Planner:
         self.functions: Functions = functions
         self.facts: Facts = facts
         self.threads: Threads = Threads(index, self.functions, self.facts, frozen)
-        self.result = Plan()
+        self.result = Plan(facts.renewed_until)
         self.optional: list[Located] = []
         self.of_self: list[tuple[Located, Scope]] = []
         self.of_locals: list[tuple[Located, Base]] = []
 
     def best(self, located: Located) -> Base | None:
         """What serves a use as it is, where anything does."""
-        return self.facts.best(located.site.carriers, located.use.scope.unit, located.path)
+        return self.facts.best(located.site.carriers, located.use, located.path)
 
     def look_at(self, located: Located) -> None:
         """Decide about a use, as far as that depends on no other one."""
@@ -464,7 +464,7 @@ class _Planner:
                 continue
             for use in self.facts.without_a_group(unit, path):
                 call, argument = use.parents.node, group_argument(use.parents.node)
-                found = self.facts.best(self.index.carriers(use, path), unit, path)
+                found = self.facts.best(self.index.carriers(use, path), use, path)
                 if found is None and unit in taking:
                     found = Base(how(unit), "resolve", PARAMETER)
                 elif found is None and base.expression == self_of(unit):

@@ -416,7 +416,7 @@ class Threads:
             if function in self._facts.passable and self._facts.calls_what_fakes(of, path):
                 continue
             found = [] if just_passed else self._index.carriers(reference.use, path)
-            supply = self._facts.best(found, unit, reference.path)
+            supply = self._facts.best(found, reference.use, path)
             if supply is not None:
                 if call is not None or not _is_rebound(supply, reference.use.scope):
                     keeper = None  # what its object carries, it was passed: that comes first

@@ -49,7 +49,9 @@ class LookUp:
 
 
 def look_ups(
-    asking: Sequence[Decision | Passing], is_free: Callable[[ast.stmt], bool]
+    asking: Sequence[Decision | Passing],
+    is_free: Callable[[ast.stmt], bool],
+    renewed_until: Callable[[Scope], int],
 ) -> Iterator[tuple[Scope, Base, list[LookUp]]]:
     """The look-ups that several places of a function share, or that one in a loop has before it:
     for each function and expression those that may have one variable.
@@ -57,13 +59,14 @@ def look_ups(
     Args:
         asking: all that ask for a collection, in one file.
         is_free: whether a statement can be put before another one.
+        renewed_until: the last line of a function up to which the groups may be made anew.
     """
     groups: dict[tuple[Scope, str, str, bool], list[_Place]] = {}
     for each in asking:
         place = _Place(each)
         function = place.use.scope.enclosing("function", "class", "module")
-        if function is None or place.line <= shown_until(function):
-            continue  # what is bound before that would be seen among the variables
+        if function is None or place.line <= max(shown_until(function), renewed_until(function)):
+            continue  # what is bound before that is seen among the variables, or of other groups
         if place.is_looked_up and place.may_have_a_variable(function):
             key = (function, place.base.form, place.base.expression, place.base.passed_first)
             groups.setdefault(key, []).append(place)
@@ -82,7 +85,8 @@ def look_ups(
             if function.kind == "function" and _means_the_same(other, function, places[0].base)
             for each in several
         ]
-        looking = _Function(function, partial(_is_free_behind, shown_until(function), is_free))
+        line = max(shown_until(function), renewed_until(function))
+        looking = _Function(function, partial(_is_free_behind, line, is_free))
         for group in _of_one_collection(function, rest):
             together = [each for each in group if each.what not in served]
             if not together:

@@ -6,7 +6,7 @@ import ast
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
 from megapg.migrate.decide.decisions import Base, Decision, Passing, Taking
@@ -222,10 +222,12 @@ class Writer:
 
     # -- one look-up for several places --------------------------------------------------------
 
-    def share(self, asking: Sequence[Decision | Passing]) -> None:
+    def share(
+        self, asking: Sequence[Decision | Passing], renewed_until: Callable[[Scope], int]
+    ) -> None:
         """Look up once what several places of a function ask for, or one in a loop."""
         taken: dict[Scope, set[str]] = defaultdict(set)
-        for function, base, found in look_ups(asking, self._is_free):
+        for function, base, found in look_ups(asking, self._is_free, renewed_until):
             of_experts = all("ep" in axes_of(need) for each in found for need in each.needs)
             wanted = ("expert_pg",) if of_experts and taken[function] else _LOCAL_NAMES
             name = self._free_name(function, wanted, taken[function])

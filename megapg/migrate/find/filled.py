@@ -113,7 +113,8 @@ def _is_handed_on(name: str, function: Scope) -> bool:
     harmless = {
         id(each.value)
         for each in function.nodes
-        if isinstance(each, ast.Return) or (isinstance(each, ast.Attribute) and id(each) not in called)
+        if isinstance(each, ast.Return)
+        or (isinstance(each, ast.Attribute) and id(each) not in called)
     }
     return any(
         isinstance(each, ast.Name)
