@@ -20,6 +20,7 @@ from megapg.migrate.edit.outside import imported_through, names_taken, patched_t
 from megapg.migrate.edit.rewrite import Writer
 from megapg.migrate.edit.runtimes import Runtimes
 from megapg.migrate.edit.soundness import verified
+from megapg.migrate.edit.spans import Spans
 from megapg.migrate.edit.style import Styles
 from megapg.migrate.edit.unmixed import Unmixed
 from megapg.migrate.find.index import Findings, Index, Progress, unseen
@@ -134,7 +135,7 @@ class _Attempt:
         for passing in self._plan.passing:
             asking[passing.reference.path].append(passing)
         for path, places in asking.items():
-            self._writer(path).share(places, partial(self._plan.renewed_until, path))
+            self._writer(path).share(places, Spans(partial(self._plan.renewals, path)))
         for path, decisions in by_file.items():
             texts = self._writer(path).serve(decisions)
             self._texts |= texts

@@ -96,8 +96,8 @@ class Plan:
     use.
     """
 
-    # Of a file, and a function of it, the last line up to which the groups may be made anew there.
-    renewed_until: Callable[[Path, Scope], int]
+    # Of a file, and a function of it, the lines in which the groups may be made anew.
+    renewals: Callable[[Path, Scope], Sequence[range]]
     decisions: list[Decision] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     taking: list[Taking] = field(default_factory=list)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megapg.migrate.decide.decisions import Base, best
 from megapg.migrate.decide.exchanged import exchanging, owning
-from megapg.migrate.decide.outlived import is_outlived, last_line_of
+from megapg.migrate.decide.outlived import Renewals
 from megapg.migrate.decide.references import References
 from megapg.migrate.find.axes import group_argument, takes_group
 from megapg.migrate.find.index import Index, Located
@@ -60,13 +60,15 @@ class Facts:
         of_passed: constructors that ask their object, which has the model that they would ask.
         of_kept: methods that ask their object, and no model, since they read of it what its
             constructor asked.
-        of_complete: functions that ask no collection which lacks some groups, since they need these.
+        renewals: where functions have the groups made anew.
+        of_complete: functions that ask no collection which lacks some groups: they need these.
         handed: functions that ask what they are passed, and no model, as who calls them does.
         of_self: methods that nothing else serves than their object, as it does its other methods.
     """
 
     def __init__(self, index: Index, references: References, fallen: FallenBack) -> None:
         self._index, self._references, self.fallen = index, references, fallen
+        self.renewals = Renewals(index, self.makes_groups)
         faking, reached = self._reached_by_fakes()
         self.making = self.owning | exchanging(index, references)
         self.tainted = reached | self.making
@@ -88,12 +90,8 @@ class Facts:
     def best(self, found: Sequence[Carrier], use: Use, path: Path) -> Base | None:
         """The first certain of the carriers that are found somewhere."""
         unit = use.scope.unit
-        found = [
-            each
-            for each in found
-            if not self._is_left_out(each, unit, path)
-            and not self.is_outlived(each.expression, use, path)
-        ]
+        found = [each for each in found if not self._is_left_out(each, unit, path)]
+        found = [e for e in found if not self.renewals.outdate(e.expression, use, path)]
         if unit in self.of_complete:
             found = [each for each in found if each.fields is None]
         if unit in self.handed:
@@ -107,39 +105,6 @@ class Facts:
             found = [e for e in found if e.expression.partition(".")[0] == self_of(unit)]
         is_of_self = unit in self.of_self or unit in self.of_kept
         return best(found) or (Base(How.MODEL, "groups_of", self_of(unit)) if is_of_self else None)
-
-    def is_outlived(self, expression: str, use: Use, path: Path) -> bool:
-        """Whether a variable holds what is not the one about which something is asked."""
-        return expression.isidentifier() and is_outlived(
-            expression, use, self._making_in(use.scope.unit, path)
-        )
-
-    @kept
-    def _making_in(self, unit: Scope | None, path: Path) -> Sequence[Use]:
-        """The calls of a function that make or end the groups, be it by way of others."""
-        calls = self.calls_in(path).get(unit, ()) if self.makes_groups(unit, path) else ()
-        return [use for use, _ in calls if self._is_of_a_maker(use, path)]
-
-    def renewed_until(self, path: Path, function: Scope) -> int:
-        """The last line of a function up to which the groups may be made anew; 0 where they are
-        not.
-        """
-        making = self._making_in(function.unit, path)
-        return max(
-            (
-                last_line_of(each, function.node)
-                for each in making
-                if each.scope.enclosing("function") is function
-            ),
-            default=0,
-        )
-
-    def _is_of_a_maker(self, use: Use, path: Path) -> bool:
-        return any(
-            each.kind == "function" and self.makes_groups(each.scope, each.path)
-            for each in self._index.resolver.expression(use.node, use.scope, path)
-            if each.path is not None
-        )
 
     def _is_left_out(self, carrier: Carrier, unit: Scope | None, path: Path) -> bool:
         """Whether it is a parameter for a model that some caller leaves None."""
@@ -378,17 +343,6 @@ class Facts:
     @kept
     def _calling_in(self, klass: Scope, path: Path) -> list[Scope]:
         return [each for each in self.calls_in(path) if each and each.parent is klass]
-
-    @kept
-    def calls_of_one(self, unit: Scope, path: Path) -> Sequence[tuple[Use, ast.Call, Scope]]:
-        """The calls of a function by which one function, or class, is called, and that."""
-        found = []
-        for use, call in self.calls_in(path).get(unit, ()):
-            things = self._index.resolver.expression(use.node, use.scope, path)
-            called = next(iter(things)).scope if len(things) == 1 else None
-            if called is not None:
-                found.append((use, call, called))
-        return found
 
 
 def has_parts_built(facts: Facts, constructor: Scope, path: Path) -> bool:

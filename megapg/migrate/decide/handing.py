@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 from megapg.layout import FIELDS
 from megapg.migrate.decide.decisions import Base, Decision, Passing, Plan
@@ -16,8 +17,8 @@ from megapg.migrate.decide.references import Reference
 from megapg.migrate.decide.threads import Threads, stands_in_for
 from megapg.migrate.find.index import Index
 from megapg.migrate.migration import How
-from megapg.migrate.python.methods import left_out
-from megapg.migrate.python.scopes import Opaque, Scope
+from megapg.migrate.python.methods import kept, left_out
+from megapg.migrate.python.scopes import Opaque, Scope, Use
 from megapg.upstream.mapping import GROUP_PARAMETERS
 
 
@@ -41,17 +42,35 @@ def handed_on(plan: Plan, facts: Facts, threads: Threads, index: Index) -> Itera
         path, asking = decisions[0].located.path, [e for e in decisions if _is_at_hand(e.base)]
         if not asking or facts.is_of_globals(unit, path):
             continue
-        for use, call, called in facts.calls_of_one(unit, path):
+        for use, call, called in _calls_of_one(facts, unit, path, index):
             function = _constructor(called)
             if function not in by_unit or id(call) in passed:
                 continue
             base = facts.best(index.carriers(use, path), use, path) or asking[0].base
             found = _wanted(function, call, by_unit[function], taking, base)
-            if found is None or base.made_here or facts.is_outlived(base.expression, use, path):
+            if (
+                found is None
+                or base.made_here
+                or facts.renewals.outdate(base.expression, use, path)
+            ):
                 continue
             at = Reference(path, use, call, call.func)
             if threads.may_pass(at):
                 yield Passing(at, path, base, found[1], found[0])
+
+
+@kept
+def _calls_of_one(
+    facts: Facts, unit: Scope, path: Path, index: Index
+) -> Sequence[tuple[Use, ast.Call, Scope]]:
+    """The calls of a function by which one function, or class, is called, and that."""
+    found = []
+    for use, call in facts.calls_in(path).get(unit, ()):
+        things = index.resolver.expression(use.node, use.scope, path)
+        called = next(iter(things)).scope if len(things) == 1 else None
+        if called is not None:
+            found.append((use, call, called))
+    return found
 
 
 def handed_to(facts: Facts, threads: Threads, functions: Functions) -> set[Scope]:

@@ -5,9 +5,11 @@ the groups were made anew since they got theirs.
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from megapg.migrate.find.index import Index
 from megapg.migrate.python.flow import (
     LOOP,
     Held,
@@ -16,38 +18,66 @@ from megapg.migrate.python.flow import (
     blocks,
     statements_around,
 )
-from megapg.migrate.python.scopes import Use, children_of
+from megapg.migrate.python.methods import kept
+from megapg.migrate.python.scopes import Scope, Use, children_of
 
 
-def is_outlived(name: str, use: Use, making: Sequence[Use]) -> bool:
-    """Whether what a variable holds is not the one about which something is asked.
+@dataclass(frozen=True)
+class Renewals:
+    """Where the functions of a project have the groups made or ended, be it by way of others.
 
     Args:
-        name: of the variable.
-        use: the place that asks.
-        making: the calls of its function that make or end the groups, be it by way of others.
+        index: the project.
+        makes_groups: whether a function of a file does so.
     """
-    found = use.scope.find(name)
-    if found is None or name in found[0].instances or found[0].kind != "function":
-        return False
-    function = found[0].node
-    around = statements_around(use.parents, function)
-    if not around:
-        return False
-    if around[-1] in binding_statements(function, name) and not _reads(around[-1], name):
-        return True
-    ways = (statements_around(each.parents, function) for each in making)
-    last = _Lasting(name, lambda value: False, Held.SOMETHING, {way[-1] for way in ways if way})
-    return last.at(around, function) is not Held.SOMETHING
 
+    index: Index
+    makes_groups: Callable[[Scope | None, Path], bool]
 
-def last_line_of(making: Use, function: ast.AST) -> int:
-    """The last line that has run when a call has made the groups: in a loop, which may come round
-    again, that of the loop.
-    """
-    around = statements_around(making.parents, function)
-    last = next((each for each in around if isinstance(each, LOOP)), making.node)
-    return last.end_lineno or last.lineno
+    def outdate(self, expression: str, use: Use, path: Path) -> bool:
+        """Whether a variable holds what is not the one about which something is asked."""
+        found = use.scope.find(expression)
+        if found is None or expression in found[0].instances or found[0].kind != "function":
+            return False
+        function = found[0].node
+        around = statements_around(use.parents, function)
+        if not around:
+            return False
+        binding = binding_statements(function, expression)
+        if around[-1] in binding and not _reads(around[-1], expression):
+            return True
+        calls = self._calls(use.scope.unit, path)
+        ways = (statements_around(each.parents, function) for each in calls)
+        making = {way[-1] for way in ways if way}
+        last = _Lasting(expression, lambda value: False, Held.SOMETHING, making)
+        return bool(making) and last.at(around, function) is not Held.SOMETHING
+
+    @kept
+    def lines(self, path: Path, function: Scope) -> Sequence[range]:
+        """The lines of a function in which the groups may be made anew: of a loop, which may come
+        round again, all.
+        """
+        found = []
+        for each in self._calls(function.unit, path):
+            if each.scope.enclosing("function") is function:
+                around = statements_around(each.parents, function.node)
+                outer = next((one for one in around if isinstance(one, LOOP)), each.node)
+                found.append(range(outer.lineno, (outer.end_lineno or outer.lineno) + 1))
+        return found
+
+    @kept
+    def _calls(self, unit: Scope | None, path: Path) -> Sequence[Use]:
+        """The calls of a function that make the groups."""
+        analysis = self.index.analysis(path) if self.makes_groups(unit, path) else None
+        calls = analysis.calls.get(unit, ()) if analysis is not None else ()
+        return [use for use, _ in calls if self._is_of_a_maker(use, path)]
+
+    def _is_of_a_maker(self, use: Use, path: Path) -> bool:
+        return any(
+            each.kind == "function" and self.makes_groups(each.scope, each.path)
+            for each in self.index.resolver.expression(use.node, use.scope, path)
+            if each.path is not None
+        )
 
 
 def _reads(statement: ast.stmt, name: str) -> bool:

@@ -337,7 +337,7 @@ class _Planner:
         self.functions: Functions = functions
         self.facts: Facts = facts
         self.threads: Threads = Threads(index, self.functions, self.facts, frozen)
-        self.result = Plan(facts.renewed_until)
+        self.result = Plan(facts.renewals.lines)
         self.optional: list[Located] = []
         self.of_self: list[tuple[Located, Scope]] = []
         self.of_locals: list[tuple[Located, Base]] = []

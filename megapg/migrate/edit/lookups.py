@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from megapg.migrate.decide.decisions import Base, Decision, Passing
+from megapg.migrate.edit.spans import Spans
 from megapg.migrate.find.models import gives_a_model
 from megapg.migrate.python.flow import (
     LOOP,
@@ -51,7 +52,7 @@ class LookUp:
 def look_ups(
     asking: Sequence[Decision | Passing],
     is_free: Callable[[ast.stmt], bool],
-    renewed_until: Callable[[Scope], int],
+    spans: Spans,
 ) -> Iterator[tuple[Scope, Base, list[LookUp]]]:
     """The look-ups that several places of a function share, or that one in a loop has before it:
     for each function and expression those that may have one variable.
@@ -59,34 +60,34 @@ def look_ups(
     Args:
         asking: all that ask for a collection, in one file.
         is_free: whether a statement can be put before another one.
-        renewed_until: the last line of a function up to which the groups may be made anew.
+        spans: of the functions, each of which has look-ups of its own.
     """
-    groups: dict[tuple[Scope, str, str, bool], list[_Place]] = {}
+    groups: dict[tuple[Scope, int, str, str, bool], list[_Place]] = {}
     for each in asking:
         place = _Place(each)
         function = place.use.scope.enclosing("function", "class", "module")
-        if function is None or place.line <= max(shown_until(function), renewed_until(function)):
-            continue  # what is bound before that is seen among the variables, or of other groups
+        if function is None or (span := spans.of(place.line, function)) is None:
+            continue
         if place.is_looked_up and place.may_have_a_variable(function):
-            key = (function, place.base.form, place.base.expression, place.base.passed_first)
+            key = (function, span, place.base.form, place.base.expression, place.base.passed_first)
             groups.setdefault(key, []).append(place)
     served: set[Decision | Passing] = set()
     # The outermost first: what was passed, and looked up there, serves the functions in it, too.
     order = sorted(groups.items(), key=lambda each: (_depth(each[0][0]), -len(each[1])))
     within: dict[tuple[object, ...], list[tuple[Scope, list[_Place]]]] = defaultdict(list)
-    for (function, *of), places in order:
+    for (function, _, *of), places in order:
         for around in function.chain():
             within[around, *of].append((function, places))
-    for (function, *of), places in order:
+    for (function, span, *of), places in order:
         rest = [each for each in places if each.what not in served]
         inner = [
             each
             for other, several in within[function, *of]
             if function.kind == "function" and _means_the_same(other, function, places[0].base)
             for each in several
+            if spans.of(each.line, function) == span
         ]
-        line = max(shown_until(function), renewed_until(function))
-        looking = _Function(function, partial(_is_free_behind, line, is_free))
+        looking = _Function(function, is_free, partial(spans.has, span, function))
         for group in _of_one_collection(function, rest):
             together = [each for each in group if each.what not in served]
             if not together:
@@ -105,10 +106,6 @@ def look_ups(
             served |= {each for look_up in found for each in look_up.members}
             if found:
                 yield function, together[0].base, found
-
-
-def _is_free_behind(line: int, is_free: Callable[[ast.stmt], bool], statement: ast.stmt) -> bool:
-    return statement.lineno > line and is_free(statement)
 
 
 def _parts(test: ast.expr) -> list[ast.expr]:
@@ -301,7 +298,12 @@ class _Function:
     """A function in which look-ups are to be put."""
 
     scope: Scope
-    is_free: Callable[[ast.stmt], bool]
+    can_be_before: Callable[[ast.stmt], bool]
+    is_in_time: Callable[[ast.stmt], bool]  # whether what is bound there is what it is to be
+
+    def is_free(self, statement: ast.stmt) -> bool:
+        """Whether a look-up can be put before a statement."""
+        return self.is_in_time(statement) and self.can_be_before(statement)
 
     @cached_property
     def node(self) -> ast.AST:

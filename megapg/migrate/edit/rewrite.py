@@ -6,7 +6,7 @@ import ast
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
 from megapg.migrate.decide.decisions import Base, Decision, Passing, Taking
@@ -14,6 +14,7 @@ from megapg.migrate.decide.functions import PARAMETER
 from megapg.migrate.edit.described import described
 from megapg.migrate.edit.lookups import look_ups
 from megapg.migrate.edit.relayout import relaid
+from megapg.migrate.edit.spans import Spans
 from megapg.migrate.edit.style import Style, quote_of
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.meaning import PARALLEL_STATE
@@ -222,12 +223,10 @@ class Writer:
 
     # -- one look-up for several places --------------------------------------------------------
 
-    def share(
-        self, asking: Sequence[Decision | Passing], renewed_until: Callable[[Scope], int]
-    ) -> None:
+    def share(self, asking: Sequence[Decision | Passing], spans: Spans) -> None:
         """Look up once what several places of a function ask for, or one in a loop."""
         taken: dict[Scope, set[str]] = defaultdict(set)
-        for function, base, found in look_ups(asking, self._is_free, renewed_until):
+        for function, base, found in look_ups(asking, self._is_free, spans):
             of_experts = all("ep" in axes_of(need) for each in found for need in each.needs)
             wanted = ("expert_pg",) if of_experts and taken[function] else _LOCAL_NAMES
             name = self._free_name(function, wanted, taken[function])
