@@ -37,7 +37,7 @@ class Renewals:
     def outdate(self, expression: str, use: Use, path: Path) -> bool:
         """Whether a variable holds what is not the one about which something is asked."""
         found = use.scope.find(expression)
-        if found is None or expression in found[0].instances or found[0].kind != "function":
+        if found is None or expression in found[0].instances:
             return False
         function = found[0].node
         around = statements_around(use.parents, function)

@@ -85,7 +85,7 @@ def _filled_by(thing: Thing, resolver: Resolver, depth: int) -> frozenset[str] |
                 found.append(_filled_until(each, each.value.id, function, path, resolver, depth))
             else:
                 found.append(_fields(each.value, function, path, resolver, depth + 1))
-    return None if None in found else _least(found)
+    return _least(found)
 
 
 def _filled_until(
