@@ -16,6 +16,7 @@ from megapg.migrate.decide.facts import FallenBack
 from megapg.migrate.decide.functions import Functions
 from megapg.migrate.decide.rules import make_plan
 from megapg.migrate.edit.callees import Callees, Calling
+from megapg.migrate.edit.circles import Circles, Staying
 from megapg.migrate.edit.outside import imported_through, names_taken, patched_through
 from megapg.migrate.edit.rewrite import Writer
 from megapg.migrate.edit.runtimes import Runtimes
@@ -32,6 +33,7 @@ from megapg.migrate.python.methods import kept
 from megapg.migrate.python.scopes import Imported, Scope
 from megapg.migrate.python.source import Problem, Source
 from megapg.migrate.python.tree import is_test
+from megapg.migrate.python.unused import Removed
 
 _GLOBALS = ".".join(PARALLEL_STATE)
 
@@ -49,7 +51,10 @@ def migrate(
     """
     index = Index(paths, config)
     findings = index.run(on_progress)
-    project = _Project(index, Functions(index), Styles(index.root), Runtimes(index, config))
+    circles = Circles(index, paths)
+    project = _Project(
+        index, Functions(index), Styles(index.root), Runtimes(index, config), circles.staying
+    )
     frozen: dict[Path, str] = {}
     unmixed = Unmixed(index)
     while True:  # a file that fails verification takes no part, and then others may not rely on it
@@ -61,7 +66,9 @@ def migrate(
         if unmixed.hands_on_to(callees.of_models()):
             continue
         calling = callees.of_globals()
-        if not unmixed.falls_back_for(calling, attempt.taking, attempt.unpassed):
+        if unmixed.falls_back_for(calling, attempt.taking, attempt.unpassed):
+            continue
+        if not circles.finds_more(attempt.removed(), attempt.trees, attempt.tree_with):
             return attempt.migration(findings, calling)
 
 
@@ -73,6 +80,7 @@ class _Project:
     functions: Functions
     styles: Styles
     runtimes: Runtimes
+    staying: Mapping[Path, Staying]  # the imports that stay though nothing needs them
 
 
 class _Attempt:
@@ -106,13 +114,32 @@ class _Attempt:
         self._not_written: list[Left] = []
         self._redirected: set[Site] = set()
         self._write()
-        taken = self._taken()
+        self._kept = self._taken()
+        self._staying = {path: set(each) for path, each in project.staying.items()}
         self._files = []
-        for done, (path, writer) in enumerate(self._writers.items()):
+        for done, path in enumerate(self._writers):
             on_progress("rewriting", done, len(self._writers))
-            file = self._rewritten(path, writer.edits(taken.get(path, set())))
+            file = self._rewritten(path, self._edits(path))
             if file is not None:
                 self._files.append(file)
+
+    def _edits(self, path: Path, more: Staying | None = None) -> list[Edit]:
+        staying = self._staying.get(path, set()) | (more or set())
+        return self._writers[path].edits(self._kept.get(path, set()), staying)
+
+    def removed(self) -> dict[Path, list[Removed]]:
+        """The imports that go from each file, but for what stays of them."""
+        found = {}
+        for path in self.trees:
+            lines = {line for line, _ in self._staying.get(path, ())}
+            removed = self._writers[path].removed(self._kept.get(path, set()))
+            found[path] = [each for each in removed if each[0].lineno not in lines]
+        return found
+
+    def tree_with(self, path: Path, more: Staying) -> ast.Module | None:
+        """A file's new text, parsed, where some more imports stay; None where it is not sound."""
+        _, found = _with_edits(self._looked(path)[0], tuple(self._edits(path, more)))
+        return None if isinstance(found, str) else found
 
     def _writer(self, path: Path) -> Writer:
         if path not in self._writers:

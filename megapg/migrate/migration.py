@@ -115,6 +115,7 @@ class Callee:
 
 
 EXCUSE = "  # noqa: F401"
+WHY_UNUSED = "# Unused here, but without it circular imports fail."
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class Edit:
     new: str  # what is there instead
     # ``site``, which may be of a function that ``functools.partial`` of it replaces; ``parameter``,
     # ``argument``, ``gradient`` (one more returned), ``statement`` or ``import``; ``docstring`` for
-    # a line of one; ``layout`` for what is between tokens; ``excuse`` for a comment to the linter;
+    # a line of one; ``layout`` for what is between tokens; ``excuse`` for a comment on an import;
     # ``text`` for that of a file that is ours.
     what: str
 

@@ -33,7 +33,7 @@ from megapg.migrate.python.locate import quote_in
 from megapg.migrate.python.methods import body_of, first_parameter, parameters
 from megapg.migrate.python.scopes import FunctionNode, Imported, Scope, Use
 from megapg.migrate.python.source import Source
-from megapg.migrate.python.unused import names_of
+from megapg.migrate.python.unused import Removed, names_of
 
 # What a collection is called that several reads of a function share; the first that is free.
 _LOCAL_NAMES = ("pg", "groups", "process_groups", "pg_")
@@ -92,13 +92,18 @@ class Writer:
         new = f"from {'.'.join(package)} import {module}{renamed}"
         return self._imports.replace(imported, name, new)
 
-    def edits(self, kept: Collection[str]) -> list[Edit]:
+    def removed(self, kept: Collection[str]) -> list[Removed]:
+        """The imports that go, likewise."""
+        return self._imports.removed(self._gone, kept)
+
+    def edits(self, kept: Collection[str], staying: Collection[tuple[int, str]] = ()) -> list[Edit]:
         """All edits, in the order of the file.
 
         Args:
             kept: names that others import from this file.
+            staying: the lines of imports that stay all the same, each with a name.
         """
-        imports = self._imports.edits(self._gone, kept)
+        imports = self._imports.edits(self._gone, kept, staying)
         edits = sorted([*self._edits, *imports], key=lambda each: (each.start, each.stop))
         return relaid(self._source, tuple(edits), self._style)
 

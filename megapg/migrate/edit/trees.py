@@ -15,8 +15,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+from megapg.migrate.edit.excuses import is_comment
 from megapg.migrate.edit.texts import NEWLINE, describes, ends_in_comment, expression, open_quotes
-from megapg.migrate.migration import EXCUSE, Edit
+from megapg.migrate.migration import Edit
 from megapg.migrate.python.methods import docstrings_of, is_docstring, parameters
 from megapg.migrate.python.scopes import FunctionNode, last_name
 from megapg.migrate.python.source import Source
@@ -42,7 +43,6 @@ _LEAVING = (
 
 # What may be between two tokens whatever they mean: the trees are compared all the same.
 _BETWEEN = re.compile(r"[\s(),]*")
-_IMPORT = re.compile(r"\s*(from|import)\s")
 
 
 class Unsound(Exception):
@@ -130,22 +130,13 @@ class TakingBack(_Walk):
     def all_undone(self) -> None:
         """Raise where an edit is not one that could be taken back."""
         for number, edit in reversed([*enumerate(self._edits)]):
-            if self._is_excuse(edit):
+            if is_comment(edit, self._old):
                 continue
             if self._is_comma_of_next(number) or self._is_layout(number):
                 self._undone.add(number)
             if number not in self._undone:
                 raise Unsound(f"{self._line(number)}: not the {edit.what} that the edit says")
             self._comments_stay(number)
-
-    def _is_excuse(self, edit: Edit) -> bool:
-        """Whether an edit adds the comment for the linter, and nothing else, behind an import."""
-        if (edit.what, edit.new, edit.stop) != ("excuse", EXCUSE, edit.start):
-            return False
-        line = bisect_right(self._old.line_starts, edit.start)
-        before, behind = self._old.line_starts[line - 1], self._old.text[edit.start :]
-        of_import = _IMPORT.match(self._old.text[before : edit.start])
-        return of_import is not None and behind.lstrip(" \t\f")[:1] in ("", "\r", "\n")
 
     def _is_layout(self, number: int) -> bool:
         """Whether an edit changes nothing but what the trees do not have."""

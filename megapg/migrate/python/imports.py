@@ -18,7 +18,7 @@ from megapg.migrate.python.methods import first_line, is_docstring, kept
 from megapg.migrate.python.scopes import FunctionNode, Imported, Use, bound_name, walk
 from megapg.migrate.python.sorting import Order, Placed, placed
 from megapg.migrate.python.source import Source
-from megapg.migrate.python.unused import Import, Unused
+from megapg.migrate.python.unused import Import, Removed, Unused
 
 
 class Origin(NamedTuple):
@@ -156,14 +156,28 @@ class Imports:
                 found |= {str(getattr(node, name, "")) for name in ("name", "rest")}
         return found
 
-    def edits(self, gone: Collection[Use], kept: Collection[str]) -> list[Edit]:
+    def removed(self, gone: Collection[Use], kept: Collection[str]) -> list[Removed]:
+        """What goes, as :meth:`edits` has it where nothing has to stay."""
+        return list(self._unused.statements(set(gone), kept))
+
+    def edits(
+        self,
+        gone: Collection[Use],
+        kept: Collection[str],
+        staying: Collection[tuple[int, str]] = (),
+    ) -> list[Edit]:
         """The edits that add what is wanted and remove what is used no more.
 
         Args:
             gone: the uses that are not in the new text.
             kept: names that others take from this module.
+            staying: the lines of imports that stay, each with a name that it still imports.
         """
-        removed = list(self._unused.statements(set(gone), kept))
+        found = self.removed(gone, kept)
+        needed: dict[int, set[str]] = {}
+        for line, name in staying:
+            needed.setdefault(line, set()).add(name)
+        removed = [each for each in found if each[0].lineno not in needed]
         excused = list(self._unused.excused(set(gone), kept)) if self.is_linted else []
         # `import x` before `from x import`, as sorters of imports have it.
         wanted = sorted(self.wanted, key=lambda each: (each.startswith("from "), each))
@@ -171,6 +185,12 @@ class Imports:
         for statement, names in removed:
             if names is not None:
                 edits += self._unused.without(statement, names, self.order.joined)
+        left = [
+            edit
+            for each in found
+            if each[0].lineno in needed
+            for edit in self._unused.staying(each, needed[each[0].lineno])
+        ]
         whole = self._unused.leaving_no_block_empty(
             [each for each, names in removed if names is None]
         )
@@ -180,7 +200,7 @@ class Imports:
             for stretch in placed(leading, [e for e in whole if e in leading], new, self.order):
                 edits += self._stretch(stretch)
             edits += [self._removal(each, "") for each in whole if each not in leading]
-            return edits
+            return edits + left
         added = newline_of(self.source).join(wanted)
         for statement in whole:
             put = ""
@@ -189,7 +209,7 @@ class Imports:
             edits.append(self._removal(statement, put))
         if added:
             edits.append(self._addition(added))
-        return edits
+        return edits + left
 
     def replace(self, imported: Imported, name: str, statement: str) -> bool:
         """Have a statement at the top import a name in place of the one that does; False where

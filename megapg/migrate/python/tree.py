@@ -171,6 +171,10 @@ class Modules:
         """Whether a file is one of a test suite."""
         return path in self._tests
 
+    def sources(self) -> Iterator[Path]:
+        """The files that are in no test suite."""
+        return (path for path in self._parts if path not in self._tests)
+
     def sees(self, path: Path, other: Path) -> bool:
         """Whether what is in one file may matter for another one: tests see source, and source
         sees no tests, so that it is rewritten alike with them and without.

@@ -8,16 +8,20 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from megapg.migrate.migration import EXCUSE, Edit
+from megapg.migrate.migration import EXCUSE, WHY_UNUSED, Edit
 from megapg.migrate.python.analysis import Analysis
 from megapg.migrate.python.flow import blocks, statements_in
+from megapg.migrate.python.insert import newline_of
 from megapg.migrate.python.methods import kept
 from megapg.migrate.python.scopes import FunctionNode, Imported, Use, bound_name, last_name, scopes
 from megapg.migrate.python.source import Source
 
 _DELIBERATE = re.compile(r"#\s*(?:noqa|megapg:\s*keep|isort:|pylint:)")
 Import: TypeAlias = ast.Import | ast.ImportFrom
-_FOR_TYPES = "TYPE_CHECKING"
+Removed: TypeAlias = tuple[Import, list[str] | None]
+"""A statement with the names that go from it; None for all of them."""
+FOR_TYPES = "TYPE_CHECKING"
+"""What is true for a type checker alone."""
 _NOTICING_IMPORTS = frozenset({"ImportError", "ModuleNotFoundError", "Exception", "BaseException"})
 
 
@@ -30,10 +34,8 @@ class Unused:
     # The names that it gets from elsewhere, each with the line of its import.
     replaced: set[tuple[int, str]] = field(default_factory=set)
 
-    def statements(
-        self, gone: set[Use], kept: Collection[str]
-    ) -> Iterator[tuple[ast.Import | ast.ImportFrom, list[str] | None]]:
-        """Statements with the names to take out of each; None for all of them."""
+    def statements(self, gone: set[Use], kept: Collection[str]) -> Iterator[Removed]:
+        """Statements with the names to take out of each."""
         if "*" in kept:
             return
         plain = list(self._plain(gone))
@@ -75,6 +77,33 @@ class Unused:
                 here = {(each.lineno, bound_name(name)) for name in each.names}
                 if alone and each.lineno == each.end_lineno and not here.isdisjoint(idle):
                     yield Edit(end, end, EXCUSE, "excuse")
+
+    def staying(self, removed: Removed, needed: Collection[str]) -> Iterator[Edit]:
+        """Edits that leave of an import what circular imports need, and say so. Where names that
+        are in use stay with it, all do.
+        """
+        statement, names = removed
+        text, start = self.source.text, self.source.extent(statement)[0]
+        begin = self.source.line_starts[statement.lineno - 1]
+        if not text[begin:start].strip(" \t\f"):
+            why = f"{text[begin:start]}{WHY_UNUSED}{newline_of(self.source)}"
+            yield Edit(begin, begin, why, "excuse")
+        if names is None:
+            left = [each for each in statement.names if bound_name(each) in needed]
+            if len(left) < len(statement.names) or statement.lineno != statement.end_lineno:
+                new = ast.unparse(with_names(statement, left))
+                yield Edit(*self.source.extent(statement), new, "import")
+            ends = {self.source.end(statement)}
+        else:
+            out = [each for each in statement.names if bound_name(each) in names]
+            lines = {each.end_lineno or 0 for each in out}
+            ends = {self._end_of_code(line) for line in lines}
+        yield from (Edit(end, end, EXCUSE, "excuse") for end in sorted(ends))
+
+    def _end_of_code(self, line: int) -> int:
+        """The index behind what is no comment on a line of an import."""
+        code = self.source.line_text(line).partition("#")[0]
+        return self.source.line_starts[line - 1] + len(code.rstrip())
 
     def _plain(self, gone: set[Use]) -> Iterator[Import]:
         """Imports that nothing would miss, in any order."""
@@ -156,6 +185,13 @@ class Unused:
             yield Edit(begin, end, "", "import")
 
 
+def with_names(statement: Import, names: list[ast.alias]) -> Import:
+    """An import like another one, of other names."""
+    if isinstance(statement, ast.Import):
+        return ast.Import(names)
+    return ast.ImportFrom(statement.module, names, statement.level)
+
+
 def names_of(uses: Iterable[Use]) -> set[str]:
     """The names with which some uses begin."""
     return {use.root for use in uses if use.root}
@@ -178,9 +214,9 @@ def _find_plain_imports(tree: ast.Module) -> Iterator[Import]:
                         yield statement
                 elif not isinstance(statement, ast.Try | ast.If):
                     waiting.append((statement, in_function or isinstance(statement, FunctionNode)))
-                elif in_function and not _notices_imports(statement):
+                elif in_function and not notices_imports(statement):
                     waiting.append((statement, True))
-                elif isinstance(statement, ast.If) and last_name(statement.test) != _FOR_TYPES:
+                elif isinstance(statement, ast.If) and last_name(statement.test) != FOR_TYPES:
                     waiting.append((statement, False))
                 else:
                     inner = list(statements_in(statement))
@@ -189,7 +225,7 @@ def _find_plain_imports(tree: ast.Module) -> Iterator[Import]:
                     yield from _as_good_without(statement)
 
 
-def _notices_imports(statement: ast.Try | ast.If) -> bool:
+def notices_imports(statement: ast.Try | ast.If) -> bool:
     """Whether it does something else where an import in it fails."""
     return isinstance(statement, ast.Try) and any(
         each.type is None
@@ -221,7 +257,7 @@ def _as_good_without(statement: ast.Try | ast.If) -> Iterator[ast.Import | ast.I
     """
     imports = [each for each in statement.body if isinstance(each, ast.Import | ast.ImportFrom)]
     if isinstance(statement, ast.If):
-        if last_name(statement.test) == _FOR_TYPES:
+        if last_name(statement.test) == FOR_TYPES:
             yield from imports
         return
     for each in imports:
