@@ -249,8 +249,6 @@ class Replay:
         return True
 
     def _load(self, path: Path) -> None:
-        if path in self._bound:
-            return
         bound = self._bound[path] = set[str]()
         self.order[path] = None
         self._unfinished.add(path)
@@ -282,14 +280,16 @@ class Replay:
         if step.outside in self._missing:
             raise _Stopped
         for each in step.runs:
-            self._load(each)
+            if each not in self._bound:
+                self._load(each)
         of = step.of
         there = self._bound.get(of, set()) if of is not None else {_ANY}
         for taken in step.names:
             if taken.name == _ANY:
                 bound |= there
-            elif taken.module is not None and taken.name not in there:
-                self._load(taken.module)
+            elif taken.module is not None:
+                if taken.name not in there and taken.module not in self._bound:
+                    self._load(taken.module)
             elif taken.name and of in self._unfinished and there.isdisjoint({taken.name, *_EVERY}):
                 self.failed.add(Failed(path, of, taken.name))
                 raise _Stopped
@@ -308,7 +308,8 @@ class Replays:
     def __init__(
         self, reader: Reader, steps: Callable[[Path], Steps], missing: frozenset[str]
     ) -> None:
-        self._reader, self._empty = reader, Replay(steps, missing)
+        self._reader, self._steps = reader, steps
+        self._empty = Replay(steps, missing)
 
     @kept
     def failed(self, path: Path) -> frozenset[Failed] | None:
@@ -328,7 +329,20 @@ class Replays:
 
     def _then(self, packages: tuple[Path, ...], path: Path) -> Replay | None:
         found = self._behind(packages)
+        if found is self._empty and path.stem != "__init__":
+            found = self._behind(self._first_package(path))
+            if found is not None and path in found:  # which imports it in turn
+                found = self._empty
         if found is None or path in found:
             return found
         found = found.copy()
         return found if found.runs(path) else None
+
+    def _first_package(self, path: Path) -> tuple[Path, ...]:
+        """The package that a module imports first, so that it is replayed once for many."""
+        for step in self._steps(path):
+            if isinstance(step, Tries):
+                break
+            if isinstance(step, Imports) and (step.runs or not step.outside):
+                return tuple(each for each in step.runs[:1] if each.stem == "__init__")
+        return ()

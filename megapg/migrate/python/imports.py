@@ -173,11 +173,9 @@ class Imports:
             kept: names that others take from this module.
             staying: the lines of imports that stay, each with a name that it still imports.
         """
-        found = self.removed(gone, kept)
-        needed: dict[int, set[str]] = {}
-        for line, name in staying:
-            needed.setdefault(line, set()).add(name)
-        removed = [each for each in found if each[0].lineno not in needed]
+        found, lines = self.removed(gone, kept), {line for line, _ in staying}
+        left = [edit for each in found for edit in self._unused.staying(each, staying)]
+        removed = [each for each in found if each[0].lineno not in lines]
         excused = list(self._unused.excused(set(gone), kept)) if self.is_linted else []
         # `import x` before `from x import`, as sorters of imports have it.
         wanted = sorted(self.wanted, key=lambda each: (each.startswith("from "), each))
@@ -185,12 +183,6 @@ class Imports:
         for statement, names in removed:
             if names is not None:
                 edits += self._unused.without(statement, names, self.order.joined)
-        left = [
-            edit
-            for each in found
-            if each[0].lineno in needed
-            for edit in self._unused.staying(each, needed[each[0].lineno])
-        ]
         whole = self._unused.leaving_no_block_empty(
             [each for each, names in removed if names is None]
         )

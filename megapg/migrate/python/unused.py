@@ -78,11 +78,14 @@ class Unused:
                 if alone and each.lineno == each.end_lineno and not here.isdisjoint(idle):
                     yield Edit(end, end, EXCUSE, "excuse")
 
-    def staying(self, removed: Removed, needed: Collection[str]) -> Iterator[Edit]:
-        """Edits that leave of an import what circular imports need, and say so. Where names that
-        are in use stay with it, all do.
+    def staying(self, removed: Removed, staying: Collection[tuple[int, str]]) -> Iterator[Edit]:
+        """Edits that leave of an import what circular imports need, and say so: that are the lines
+        of imports, each with a name. Where names that are in use stay with it, all do.
         """
         statement, names = removed
+        needed = {name for line, name in staying if line == statement.lineno}
+        if not needed:
+            return
         text, start = self.source.text, self.source.extent(statement)[0]
         begin = self.source.line_starts[statement.lineno - 1]
         if not text[begin:start].strip(" \t\f"):
