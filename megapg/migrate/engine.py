@@ -128,13 +128,8 @@ class _Attempt:
         return self._writers[path].edits(self._kept.get(path, set()), staying)
 
     def removed(self) -> dict[Path, list[Removed]]:
-        """The imports that go from each file, but for what stays of them."""
-        found = {}
-        for path in self.trees:
-            lines = {line for line, _ in self._staying.get(path, ())}
-            removed = self._writers[path].removed(self._kept.get(path, set()))
-            found[path] = [each for each in removed if each[0].lineno not in lines]
-        return found
+        """The imports that go from each file, or stay for others alone."""
+        return {p: self._writers[p].removed(self._kept.get(p, set())) for p in self.trees}
 
     def tree_with(self, path: Path, more: Staying) -> ast.Module | None:
         """A file's new text, parsed, where some more imports stay; None where it is not sound."""

@@ -201,25 +201,69 @@ def test_each_circle_has_its_own(tmp_path: Path) -> None:
     assert LEFT in after["megatron/core/other.py"]
 
 
-def test_several_that_only_help_together(tmp_path: Path) -> None:
-    """Each of two ways to the state keeps the other one from failing."""
-    import_ = "from megatron.core import parallel_state\n"
-    asks = f"{import_}\nfrom .utils import where\n\n\ndef ask(pg_collection=None):\n"
-    asks += f"    return parallel_state.{GETTER}() + where()\n"
+def test_the_first_of_several_that_would_do(tmp_path: Path) -> None:
     files = {
-        "megatron/core/__init__.py": "try:\n    import megatron.core.one\nexcept ImportError:\n"
-        "    ONE = False\nimport megatron.core.loss\n",
-        "megatron/core/one.py": asks,
+        "megatron/core/loss.py": ASKS.replace(
+            "from .utils", "from .one import one\nfrom .utils"
+        ).replace("+ where()", "+ where() + one()"),
+        "megatron/core/one.py": ASKS.replace("loss", "one"),
     }
     after = migrated(tmp_path, CORE | files, "megatron.core")
-    assert (
-        f"{WHY_UNUSED}\nfrom megatron.core import parallel_state{EXCUSE}\n"
-        in after["megatron/core/one.py"]
-    )
+    assert LEFT in after["megatron/core/loss.py"]
+    assert GETTER not in after["megatron/core/one.py"]
+
+
+def test_what_only_helps_together(tmp_path: Path) -> None:
+    """Of two circles that a program comes upon, one after the other; what is beside them goes."""
+    files = {
+        "megatron/core/__init__.py": "import megatron.core.loss\nimport megatron.core.more\n"
+        "import megatron.core.beside\n",
+        "megatron/core/groups.py": STATE.replace(".utils", ".helpers"),
+        "megatron/core/helpers.py": UTILS.replace("parallel_state", "groups"),
+        "megatron/core/more.py": ASKS.replace("parallel_state", "groups").replace(
+            "utils", "helpers"
+        ),
+        "megatron/core/beside.py": ASKS,
+    }
+    after = migrated(tmp_path, CORE | files, "megatron.core", wrappers=("megatron.core.groups",))
+    assert LEFT in after["megatron/core/loss.py"]
+    assert LEFT.replace("parallel_state", "groups", 1) in after["megatron/core/more.py"]
+    assert GETTER not in after["megatron/core/beside.py"]
+
+
+def test_a_program_that_is_left_as_it_is(tmp_path: Path) -> None:
+    """Its own order of imports counts."""
+    asks = ASKS.replace("from .utils import where\n\n", "").replace(" + where()", "")
+    files = {
+        "megatron/core/__init__.py": "",
+        "megatron/core/loss.py": asks,
+        "train.py": "from megatron.core import loss\nfrom megatron.core import utils\n",
+    }
+    assert LEFT in migrated(tmp_path, CORE | files, "train")["megatron/core/loss.py"]
 
 
 LINES = {
     "of one name": (f"from megatron.core.parallel_state import {GETTER}", GETTER, None),
+    "of the shortest name": (
+        f"from megatron.core.parallel_state import {SIZE}, {GETTER}",
+        f"{SIZE}() + {GETTER}",
+        f"from megatron.core.parallel_state import {GETTER}",
+    ),
+    "in a block": (
+        "if True:\n    BEFORE = 1\n    from megatron.core import parallel_state\n",
+        f"parallel_state.{GETTER}",
+        f"    {WHY_UNUSED}\n    from megatron.core import parallel_state",
+    ),
+    "with a comment on its line": (
+        "from megatron.core import (\n    parallel_state,  # groups\n    things,\n)",
+        f"things.THING + parallel_state.{GETTER}",
+        f"from megatron.core import (\n    parallel_state,{EXCUSE}  # groups\n    things,\n)",
+    ),
+    "behind another statement": (
+        "BEFORE = 1; from megatron.core import parallel_state, things",
+        f"things.THING + parallel_state.{GETTER}",
+        f"BEFORE = 1; from megatron.core import parallel_state, things{EXCUSE}",
+    ),
     "of a name called otherwise": (
         f"from megatron.core.parallel_state import {GETTER} as rank",
         "rank",
@@ -270,7 +314,11 @@ def test_how_it_is_written(tmp_path: Path, name: str) -> None:
     after = migrated(tmp_path, CORE | files, "megatron.core")["megatron/core/loss.py"]
     left = left or f"{line}{EXCUSE}"
     left = left if EXCUSE in left else f"{left}{EXCUSE}"
-    assert f"{WHY_UNUSED}\n{left}\n" in after, after
+    above = "" if WHY_UNUSED in left or "; " in left else f"{WHY_UNUSED}\n"
+    assert f"{above}{left}\n" in after, after
+    assert after.count(WHY_UNUSED) == ("; " not in left)
+    if "BEFORE" in line:  # which ruff would not have before
+        return
     ran = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--no-cache", "megatron/core/loss.py"],
         cwd=tmp_path,
@@ -300,13 +348,14 @@ def test_it_is_no_use_and_is_undone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exclude", [(), ("megatron/core/parallel_state.py", "megatron/core/u*")])
-def test_it_stays_where_only_that_file_is_migrated(
-    tmp_path: Path, exclude: tuple[str, ...]
+@pytest.mark.parametrize("path", ["megatron/core/loss.py", "."])
+def test_it_stays_whatever_is_looked_at(
+    tmp_path: Path, exclude: tuple[str, ...], path: str
 ) -> None:
     write(tmp_path, CORE)
     config = Config(tmp_path, versions=(16,), exclude=exclude)
-    [file] = migrate([tmp_path / "megatron/core/loss.py"], config).files
-    assert LEFT.encode() in file.after
+    found = {each.file: each.after for each in migrate([tmp_path / path], config).files}
+    assert LEFT.encode() in found["megatron/core/loss.py"]
 
 
 def test_what_the_vendored_module_needs(tmp_path: Path) -> None:
@@ -321,7 +370,7 @@ def test_what_the_vendored_module_needs(tmp_path: Path) -> None:
 
 
 def test_only_such_comments_are_sound(tmp_path: Path) -> None:
-    text = "from a import (\n    b,\n)\nx = 1  # y\nimport c  # z\n"
+    text = "from a import (\n    b,\n)\nx = 1  # y\nimport c  # z\nz = 2; import d\n"
 
     def fault(at: str, new: str) -> str | None:
         place = text.index(at)
@@ -338,6 +387,8 @@ def test_only_such_comments_are_sound(tmp_path: Path) -> None:
     assert fault("import c", f"{WHY_UNUSED}\n") is None
     assert fault("\nimport c", EXCUSE)  # behind a comment, of no import
     assert fault("  # y", EXCUSE)
+    assert fault("\nz = 2", EXCUSE)  # behind the comment of an import
+    assert fault("import d", f"{WHY_UNUSED}\n")
     assert fault("a import", EXCUSE)
     assert fault("x = 1", f"{WHY_UNUSED}\n")
     assert fault("    b", f"{WHY_UNUSED}\n")

@@ -205,6 +205,8 @@ def _names_bound(statement: ast.stmt) -> Iterator[str]:
         for node in ast.walk(target) if target is not None else ():
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 yield node.id
+            elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
+                yield node.name
 
 
 class _Stopped(Exception):
