@@ -49,6 +49,7 @@ CASES = {
     "as a script": {"a.py": "if __name__ == '__main__':\n    import b\n", "b.py": B},
     "as none": {"a.py": "if __name__ == '__main__':\n    x = 1\nelse:\n    import b\n", "b.py": B},
     "everything": {"a.py": "from c import *\nimport b\n", "b.py": B, "c.py": "x = 1\n"},
+    "everything but that": {"a.py": "from c import *\nimport b\nx = 1\n", "b.py": B, "c.py": ""},
     "everything of others": {"a.py": "from os import *\nimport b\n", "b.py": "from a import sep\n"},
     "everything, too late": {"a.py": "import b\nfrom c import *\n", "b.py": B, "c.py": "x = 1\n"},
     "whatever it is asked": {"a.py": "def __getattr__(name):\n    return 1\nimport b\n", "b.py": B},
@@ -119,10 +120,8 @@ CASES = {
     },
     "tried before a package": {
         "a.py": "try:\n    import b\nexcept ImportError:\n    pass\nimport c\n",
-        "b.py": "from c.d import y\n",
-        "c/__init__.py": "import c.e\n",
-        "c/d.py": "from c.e import z\ny = 1\n",
-        "c/e.py": "import c.d\nz = 1\n",
+        "b.py": "from c import y\n",
+        "c/__init__.py": "import b\ny = 1\n",
     },
     "a package first": {
         "a.py": "import c\nimport b\nx = 1\n",
@@ -176,6 +175,14 @@ def test_one_replay_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     assert len(found.failed(tmp_path / "p/c.py") or ()) == 1
     assert found.failed(tmp_path / "p/b.py") == frozenset()  # the other one runs inside it
     assert found.failed(tmp_path / "p/d.py") == frozenset()
+
+
+def test_a_module_comes_with_what_failed_in_its_package(tmp_path: Path) -> None:
+    tries = "try:\n    import p.b\nexcept ImportError:\n    pass\n"
+    write(tmp_path, {"p/__init__.py": tries, "p/b.py": "from p import x\n", "p/c.py": ""})
+    found = replays(tmp_path)
+    assert found.failed(tmp_path / "p/c.py") == found.failed(tmp_path / "p/__init__.py")
+    assert len(found.failed(tmp_path / "p/c.py") or ()) == 1
 
 
 def test_without_what_is_missing(tmp_path: Path) -> None:

@@ -348,7 +348,9 @@ class Threads:
         unit, path = reference.use.scope.unit, reference.path
         if reference.call is None or self._facts.is_of_globals(unit, path):
             return reference.call is not None
-        return self._facts.best(self._index.carriers(reference.use, path), unit, path) is None
+        return (
+            self._facts.best(self._index.carriers(reference.use, path), reference.use, path) is None
+        )
 
     def _is_called_from_outside(self, function: Scope) -> bool:
         """Whether nothing but methods that another project calls, of data sets and of autograd

@@ -261,9 +261,6 @@ class Replay:
             raise
         finally:
             self._unfinished.discard(path)
-        package = (path.parent.parent if path.stem == "__init__" else path.parent) / "__init__.py"
-        if package in self._bound:
-            self._bound[package].add(path.parent.name if path.stem == "__init__" else path.stem)
 
     def _run(self, steps: Steps, path: Path, bound: set[str]) -> None:
         for step in steps:
@@ -289,7 +286,8 @@ class Replay:
         for taken in step.names:
             if taken.name == _ANY:
                 bound |= there
-            elif taken.module is not None:
+                continue
+            if taken.module is not None:
                 if taken.name not in there and taken.module not in self._bound:
                     self._load(taken.module)
             elif taken.name and of in self._unfinished and there.isdisjoint({taken.name, *_EVERY}):
