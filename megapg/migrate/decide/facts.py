@@ -284,20 +284,11 @@ class Facts:
                 self.is_of_globals_module(use, path)  # as the older ones had it
                 or any(
                     (each.kind == "name" and each.name.startswith("megatron.core."))
-                    or self._takes_a_group(each, call)
+                    or _takes_a_group(each, call, self._index)
                     for each in self._index.resolver.expression(use.node, use.scope, path)
                 )
             )
         ]
-
-    def _takes_a_group(self, called: Thing, call: ast.Call) -> bool:
-        """Whether a function is of a Megatron-core in the project, and can be passed the group."""
-        argument = group_argument(call)
-        if called.kind != "function" or not called.path or not called.scope or not argument:
-            return False
-        named = {each.arg for each in parameters(called.scope.node)}
-        is_known = takes_group(call, self._index.config.versions)
-        return is_known and argument.name in named and is_in_core(called.path)
 
     def is_of_globals_module(self, use: Use, path: Path) -> bool:
         """Whether what is used is taken from ``parallel_state``."""
@@ -343,6 +334,16 @@ class Facts:
     @kept
     def _calling_in(self, klass: Scope, path: Path) -> list[Scope]:
         return [each for each in self.calls_in(path) if each and each.parent is klass]
+
+
+def _takes_a_group(called: Thing, call: ast.Call, index: Index) -> bool:
+    """Whether a function is of a Megatron-core in the project, and can be passed the group."""
+    argument = group_argument(call)
+    if called.kind != "function" or not called.path or not called.scope or not argument:
+        return False
+    named = {each.arg for each in parameters(called.scope.node)}
+    is_known = takes_group(call, index.config.versions)
+    return is_known and argument.name in named and is_in_core(called.path)
 
 
 def has_parts_built(facts: Facts, constructor: Scope, path: Path) -> bool:
