@@ -438,7 +438,7 @@ def _all(plan: Plan, index: Index) -> Iterator[_Asking]:
             if located.site.kind is Kind.CALL and is_of_a_group(located.site.name):
                 yield _Asking(unit, located.path, named_in(located.site.name), None)
         elif id(located.site) in left and unit is not None:
-            if located.site.kind in (Kind.CALL, Kind.VALUE):
+            if located.site.kind is Kind.CALL:
                 yield _Asking(unit, located.path, asked_about(located.site), None)
             elif located.site.kind is Kind.PRIVATE:
                 axes = axes_of(located.site.name.lower())
