@@ -12,13 +12,12 @@ from megapg.migrate.decide.decisions import Base, best
 from megapg.migrate.decide.exchanged import exchanging, owning
 from megapg.migrate.decide.outlived import Renewals
 from megapg.migrate.decide.references import References
-from megapg.migrate.find.axes import group_argument, takes_group
+from megapg.migrate.find.axes import group_argument
 from megapg.migrate.find.index import Index, Located
-from megapg.migrate.find.meaning import Thing, is_in_core
 from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.sites import Carrier, Kind, Site
 from megapg.migrate.migration import How
-from megapg.migrate.python.methods import class_of, kept, left_out, parameters, self_of
+from megapg.migrate.python.methods import class_of, kept, left_out, self_of
 from megapg.migrate.python.scopes import FunctionNode, Scope, Use
 from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS, RANK_GLOBALS, Takes
 
@@ -283,8 +282,7 @@ class Facts:
             and (
                 self.is_of_globals_module(use, path)  # as the older ones had it
                 or any(
-                    (each.kind == "name" and each.name.startswith("megatron.core."))
-                    or _takes_a_group(each, call, self._index)
+                    each.kind == "name" and each.name.startswith("megatron.core.")
                     for each in self._index.resolver.expression(use.node, use.scope, path)
                 )
             )
@@ -334,16 +332,6 @@ class Facts:
     @kept
     def _calling_in(self, klass: Scope, path: Path) -> list[Scope]:
         return [each for each in self.calls_in(path) if each and each.parent is klass]
-
-
-def _takes_a_group(called: Thing, call: ast.Call, index: Index) -> bool:
-    """Whether a function is of a Megatron-core in the project, and can be passed the group."""
-    argument = group_argument(call)
-    if called.kind != "function" or not called.path or not called.scope or not argument:
-        return False
-    named = {each.arg for each in parameters(called.scope.node)}
-    is_known = takes_group(call, index.config.versions)
-    return is_known and argument.name in named and is_in_core(called.path)
 
 
 def has_parts_built(facts: Facts, constructor: Scope, path: Path) -> bool:
