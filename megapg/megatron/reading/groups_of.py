@@ -131,7 +131,8 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
         if found is not None:
             differing = _differing(found, pg, needs)
         else:  # what is found further in belongs to what was passed over, as far as both tell
-            differing = _differing(partial, pg, ()) if partial is not None else []
+            both = vars(pg).items() if partial is not None else ()
+            differing = [n for n, group in both if _are_apart(group, vars(partial).get(n))]
         if differing:
             but = f"several, of different {', '.join(differing)}"
             return StandIn(_wanted(_innermost(owner), needs, but, sys._getframe(1), partial))
@@ -173,10 +174,16 @@ class _Partial(Wanted):
 
 def _differs(group: object, name: str) -> bool:
     """Whether the globals have a group of other ranks for a field, as far as both are groups."""
-    of_globals = value_in_globals(name)
-    if of_globals is None or of_globals is group or not isinstance(group, dist.ProcessGroup):
+    return _are_apart(group, value_in_globals(name))
+
+
+def _are_apart(one: object, other: object) -> bool:
+    """Whether both are groups, of other ranks."""
+    if one is other or not isinstance(one, dist.ProcessGroup):
         return False
-    return dist.get_process_group_ranks(group) != dist.get_process_group_ranks(of_globals)
+    if not isinstance(other, dist.ProcessGroup):
+        return False
+    return dist.get_process_group_ranks(one) != dist.get_process_group_ranks(other)
 
 
 def _wanted(
