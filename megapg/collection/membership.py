@@ -36,6 +36,16 @@ def membership(field: str, group: ProcessGroup) -> Membership:
     return Membership(ranks.index(me), ranks)
 
 
+def known_ranks(group: object) -> tuple[int, ...]:
+    """Global ranks; empty for no group, and for one that torch does not know any more."""
+    if not isinstance(group, ProcessGroup):  # torch would take None for WORLD
+        return ()
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return ()
+
+
 def check_registered(owner: str, field: str, group: ProcessGroup) -> None:
     """Raise unless torch knows the group, at a cost that does not grow with it.
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megapg.collection.membership import known_ranks
 from megapg.errors import SessionError
 from megapg.layout import FIELDS
 from megapg.megatron.core import BRIDGE, parallel_state_module, parameters_of
@@ -218,8 +219,8 @@ class _Watch:
             with comparison._lock:
                 comparison.compared += 1
             return
-        passed = _ranks(group)
-        in_globals = [_ranks(state[name]) for name in names]
+        passed = known_ranks(group)
+        in_globals = [known_ranks(state[name]) for name in names]
         with comparison._lock:
             comparison.compared += 1
             if passed and passed in in_globals:
@@ -242,16 +243,6 @@ def _watched_parameters(frame: FrameType) -> tuple[str, ...]:
         return ()
     watched = (COLLECTION_PARAMETER, *GROUP_PARAMETERS)
     return tuple(name for name in parameters_of(frame.f_code) if name in watched)
-
-
-def _ranks(group: object) -> Ranks:
-    """Global ranks; empty for no group, and for one that torch does not know any more."""
-    if not isinstance(group, dist.ProcessGroup):  # torch would take None for WORLD
-        return ()
-    try:
-        return tuple(dist.get_process_group_ranks(group))
-    except (KeyError, ValueError, RuntimeError):
-        return ()
 
 
 def _words(ranks: Ranks, nothing: str) -> str:

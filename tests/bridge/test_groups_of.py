@@ -246,21 +246,30 @@ def test_a_part_of_another_layout_is_not_completed_by_the_globals():
     view = groups_of(model, "tp", "dp")
     assert isinstance(view, GlobalGroups)  # nothing is read yet
     for read in (lambda: view.dp, lambda: view.rank("tp"), lambda: view.size("dp")):
-        with pytest.raises(MissingGroupError, match=r"dp\).*their tp has other ranks\. Give it a"):
+        with pytest.raises(NoCollectionError, match=r"dp\).*their tp has other ranks\. Give that"):
             read()
-    with globals_policy("silent"), pytest.raises(MissingGroupError) as caught:
-        _ = groups_of(model, "dp").dp
-    assert not isinstance(caught.value, AssertionError)  # no handler around a getter means it
+    # Nothing that asks whether there is a group may take it for an answer, nor a handler around
+    # a getter.
+    for ask in (vars, lambda pg: hasattr(pg, "dp"), lambda pg: getattr(pg, "embd", None)):
+        with globals_policy("silent"), pytest.raises(NoCollectionError) as caught:
+            ask(groups_of(model, "dp", "embd"))
+        assert not isinstance(caught.value, AttributeError | AssertionError)
     # Nor by what is of another layout further in.
     model.module = types.SimpleNamespace(pg_collection=whole)
     assert groups_of(model, "dp") is whole
     groups["tp"] = dist.new_group([2, 3])
     model.module.pg_collection = ProcessGroupCollection.from_groups(**groups)
-    with pytest.raises(MissingGroupError, match=r"several, of different tp\).* other ranks"):
+    with pytest.raises(NoCollectionError, match=r"several, of different tp\).* other ranks"):
         _ = groups_of(model, "dp").dp
+    # A communicator of its own is no other layout.
+    other = {**groups, "tp": dist.new_group([0, 1, 2, 3])}
+    model.module.pg_collection = ProcessGroupCollection.from_groups(**other)
+    assert groups_of(model, "dp") is model.module.pg_collection
     model.pg_collection = ProcessGroupCollection.from_groups(tp=groups["tp"])
     model.module = None
     with globals_policy("silent"):  # the ranks of the globals
+        assert groups_of(model, "dp").dp is parallel_state.get_data_parallel_group()
+        dist.destroy_process_group(model.pg_collection.tp)  # nobody's layout
         assert groups_of(model, "dp").dp is parallel_state.get_data_parallel_group()
 
 

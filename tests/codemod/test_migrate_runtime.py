@@ -555,11 +555,18 @@ def test_a_part_of_another_layout_is_not_completed_by_the_globals() -> None:
         holder.module = inside  # of another layout, too
         with pytest.raises(RuntimeError, match="their tp has other ranks"):
             _ = groups_of(holder, "dp").dp
-        inside.pg_collection = Core(tp=tp, dp=tp)
-        assert groups_of(holder, "dp").passed is inside.pg_collection
+        for same in (tp, dist.new_group([0, 1, 2, 3])):
+            inside.pg_collection = Core(tp=same, dp=tp)
+            assert groups_of(holder, "dp").passed is inside.pg_collection
         del holder.module
         holder.pg_collection = Core(tp=dist.new_group([2, 3]))  # the ranks of the globals
         assert groups_of(holder, "dp").ranks("dp") == (1, 3, 5, 7)
+        dist.new_group([1, 2])  # for torch NON_GROUP_MEMBER has the ranks of this one
+        for nothing in (None, dist.GroupMember.NON_GROUP_MEMBER, tp):
+            if nothing is tp:
+                dist.destroy_process_group(tp)
+            holder.pg_collection = Core(tp=nothing)
+            assert groups_of(holder, "dp").ranks("dp") == (1, 3, 5, 7)
 
 
 GATHERS = """\

@@ -8,7 +8,7 @@ code wraps these modules: for mixed precision, for data parallelism, in lists of
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, cast
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, cast
 import torch.distributed as dist
 
 from megapg.collection import Groups, ProcessGroupCollection
-from megapg.errors import MegapgError, MissingGroupError
+from megapg.collection.membership import known_ranks
+from megapg.errors import MegapgError, NoCollectionError
 from megapg.layout import GroupName
 from megapg.megatron.convert import as_collection
 from megapg.megatron.core import parameters_of
@@ -104,9 +105,9 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
         UnknownFieldError: a name in ``needs`` is no field.
 
     What a read raises where nothing was found:
-        MissingGroupError: it carries a collection without a field of ``needs``, whose other groups
-            have other ranks than those of the globals.
-        NoCollectionError: ``MEGAPG_GLOBALS`` forbids the globals, which serve.
+        NoCollectionError: ``MEGAPG_GLOBALS`` forbids the globals, which serve; or they may not,
+            since a collection is carried that has not all of ``needs``, and for another field other
+            ranks than they have.
         MissingGlobalGroupError: the getter fails with an AssertionError. The error is one too, and
             a ``MissingGroupError``.
         UnsupportedOptionError: ``MEGAPG_GLOBALS`` is set to something unknown.
@@ -131,8 +132,7 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
         if found is not None:
             differing = _differing(found, pg, needs)
         else:  # what is found further in belongs to what was passed over, as far as both tell
-            both = vars(pg).items() if partial is not None else ()
-            differing = [n for n, group in both if _are_apart(group, vars(partial).get(n))]
+            differing = _apart(partial, vars(pg).get) if partial is not None else []
         if differing:
             but = f"several, of different {', '.join(differing)}"
             return StandIn(_wanted(_innermost(owner), needs, but, sys._getframe(1), partial))
@@ -163,27 +163,22 @@ class _Partial(Wanted):
     part: ProcessGroupCollection
 
     def check(self) -> None:
-        """Raise a MissingGroupError where the globals have other ranks for what is carried."""
-        other = [name for name, group in vars(self.part).items() if _differs(group, name)]
+        """Raise a NoCollectionError where the globals have other ranks for what is carried."""
+        other = _apart(self.part, value_in_globals)
         if other:
-            raise MissingGroupError(
+            raise NoCollectionError(
                 f"{self.lack}. The globals may not stand in: their {', '.join(other)} has other "
-                f"ranks. Give it a collection with {', '.join(self.needs)}, too."
+                f"ranks. Give that collection {', '.join(self.needs)}, too."
             )
 
 
-def _differs(group: object, name: str) -> bool:
-    """Whether the globals have a group of other ranks for a field, as far as both are groups."""
-    return _are_apart(group, value_in_globals(name))
-
-
-def _are_apart(one: object, other: object) -> bool:
-    """Whether both are groups, of other ranks."""
-    if one is other or not isinstance(one, dist.ProcessGroup):
-        return False
-    if not isinstance(other, dist.ProcessGroup):
-        return False
-    return dist.get_process_group_ranks(one) != dist.get_process_group_ranks(other)
+def _apart(one: ProcessGroupCollection, other: Callable[[str], object]) -> list[str]:
+    """The fields of a collection for which another one, of fields, has a group of other ranks."""
+    groups = ((name, group, other(name)) for name, group in vars(one).items())
+    both = ((name, known_ranks(a), known_ranks(b)) for name, a, b in groups if a is not b)
+    return sorted(
+        name for name, of_one, of_other in both if of_one and of_other not in ((), of_one)
+    )
 
 
 def _wanted(

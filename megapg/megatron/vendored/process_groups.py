@@ -66,15 +66,13 @@ class ProcessGroupCollection:
 
     def _check(self) -> None:
         """Raise where the globals stand in for what has groups of other ranks than they have."""
-        of_group = importlib.import_module("torch.distributed").get_process_group_ranks
         for field in _FIELDS if self._part is not None else ():
-            one, other = getattr(self._part, field, None), getattr(resolve(), field, None)
-            groups = not isinstance(one, (list, tuple)) and not isinstance(other, (list, tuple))
-            if one and other and one is not other and groups and of_group(one) != of_group(other):
+            if _are_apart(self._part, resolve(), field):
                 raise RuntimeError(
                     "the collection of a model lacks a group, and the globals may not stand in: "
                     f"their {field} has other ranks. Give the model a collection with all groups."
                 )
+        self._part = None
 
     def __getattr__(self, field: str) -> Any:
         """The group of a field."""
@@ -148,7 +146,8 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
         carried = _carried(each)
         pg = next((pg for pg in carried if all(hasattr(pg, field) for field in needs)), None)
         if pg is not None:
-            if _differ(found, pg, needs) if found else _differ(part, pg):
+            of_part = [] if found else [field for field in _FIELDS if _are_apart(part, pg, field)]
+            if of_part or _differ(found, pg, needs):
                 return ProcessGroupCollection(None, part)
             if not is_inside:
                 return pg
@@ -164,7 +163,19 @@ def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
     return found or ProcessGroupCollection(None, part)
 
 
-def _differ(one: object, other: object, fields: Sequence[str] = ()) -> bool:
+def _are_apart(one: object, other: object, field: str) -> bool:
+    """Whether two have groups for a field that torch knows, of other ranks."""
+    groups = [getattr(each, field, None) for each in (one, other)]
+    torch_s = importlib.import_module("torch.distributed")
+    if groups[0] is groups[1] or not all(isinstance(e, torch_s.ProcessGroup) for e in groups):
+        return False
+    with contextlib.suppress(KeyError, ValueError, RuntimeError):
+        ranks, others = map(torch_s.get_process_group_ranks, groups)
+        return bool(ranks != others)
+    return False
+
+
+def _differ(one: object, other: object, fields: Sequence[str]) -> bool:
     both = [e for e in fields or _FIELDS if hasattr(one, e) and hasattr(other, e)]
     return any(getattr(one, e) != getattr(other, e) for e in both)
 
