@@ -425,6 +425,9 @@ GROUP_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "pos_emb_group": ("pos_embd",),
 }
 
+ANY_GROUP = ("group", "process_group")
+"""Parameters that hold whichever group a caller means."""
+
 
 @dataclass(frozen=True)
 class GroupArgument:

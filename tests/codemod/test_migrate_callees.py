@@ -199,6 +199,9 @@ def asks(model):
     Other().place()  # is passed it
     for_any, of_a_model, again = get_any(), get_one_of(model), Counter(model)
     for_any.place(), of_a_model.place(), again.place()
+    given = get_counter()
+    given.pg_collection = model.pg_collection
+    given.place()
     return rank, counter.start, counter.of_the_class()
 
 

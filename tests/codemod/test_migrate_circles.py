@@ -179,6 +179,20 @@ def test_it_stays_for_a_run_without_what_may_be_missing(tmp_path: Path) -> None:
     assert LEFT in after["megatron/core/loss.py"]
 
 
+def test_it_stays_where_a_backslash_has_it_on_two_lines(tmp_path: Path) -> None:
+    """No comment can be behind a backslash."""
+    loss = f"""\
+from megatron.core import parallel_state, \\
+    utils
+
+
+def loss(pg_collection=None):
+    return parallel_state.{GETTER}() + utils.where()
+"""
+    after = migrated(tmp_path, CORE | {"megatron/core/loss.py": loss}, "megatron.core")
+    assert f"parallel_state, \\\n    utils{EXCUSE}\n" in after["megatron/core/loss.py"]
+
+
 def test_one_of_several_is_enough(tmp_path: Path) -> None:
     files = {
         "megatron/core/__init__.py": "import megatron.core.one\nimport megatron.core.loss\n",

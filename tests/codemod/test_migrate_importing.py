@@ -46,6 +46,18 @@ CASES = {
         "a.py": "TYPE_CHECKING = 0\nif TYPE_CHECKING:\n    x = 1\nelse:\n    import b\n",
         "b.py": B,
     },
+    "in one of many branches": {
+        "a.py": "if 0:\n    pass\n" + "elif 0:\n    pass\n" * 1500 + "else:\n    import b\n",
+        "b.py": B,
+    },
+    "bound before its first package": {
+        "a.py": "x = 1\nfrom p import y\n",
+        "p/__init__.py": f"{B}y = 1\n",
+    },
+    "for types in another branch": {
+        "a.py": "TYPE_CHECKING = 0\nif 0:\n    pass\nelif TYPE_CHECKING:\n    import b\n",
+        "b.py": B,
+    },
     "as a script": {"a.py": "if __name__ == '__main__':\n    import b\n", "b.py": B},
     "as none": {"a.py": "if __name__ == '__main__':\n    x = 1\nelse:\n    import b\n", "b.py": B},
     "everything": {"a.py": "from c import *\nimport b\n", "b.py": B, "c.py": "x = 1\n"},

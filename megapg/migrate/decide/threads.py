@@ -30,12 +30,10 @@ from megapg.migrate.python.methods import (
     self_of,
 )
 from megapg.migrate.python.scopes import Opaque, Scope, Use, last_name
-from megapg.upstream.mapping import GROUP_PARAMETERS, Replacement
+from megapg.upstream.mapping import ANY_GROUP, GROUP_PARAMETERS, Replacement
 
 # Further than anyone has to thread a parameter.
 _DEEPEST = 5
-# Parameters that hold whichever group a caller means.
-_ANY_GROUP = frozenset({"group", "process_group"})
 
 
 @dataclass(eq=False)
@@ -457,7 +455,7 @@ def stands_in_for(located: Located, function: Scope, name: str) -> bool:
     return (
         isinstance(bound[0], Opaque)
         and bound[0].parameter
-        and (name in _ANY_GROUP or answer.field in GROUP_PARAMETERS.get(name, ()))
+        and (name in ANY_GROUP or answer.field in GROUP_PARAMETERS.get(name, ()))
         and is_ruled_out(name, statements_around(located.use.parents, function.node), function.node)
     )
 

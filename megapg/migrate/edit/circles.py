@@ -33,11 +33,10 @@ class Circles:
 
     Args:
         index: the project.
-        paths: what is migrated of it.
+        paths: what is migrated of it. Modules beside them are read where they may import it.
 
     Attributes:
         staying: these imports, by their files.
-        reader: reads what the modules of the project do.
     """
 
     def __init__(self, index: Index, paths: Iterable[Path]) -> None:
@@ -84,6 +83,7 @@ class Circles:
 
     @cached_property
     def reader(self) -> Reader:
+        """Reads what the modules of the project do, tests and what is not migrated included."""
         root, exclude = self._index.root, self._index.config.exclude
         if root in map(Path, map(os.path.abspath, self._paths)) and not exclude:
             modules = self._index.modules
@@ -209,7 +209,7 @@ class _Search:
             return self._circles.before(path)
         here = frozenset(staying.get(path, ()))
         if (path, here) not in self._new:
-            tree = self._tree_with(path, set(here)) if here else self._trees[path]
-            steps = self._circles.reader.steps(tree, path) if tree is not None else ()
+            tree = self._tree_with(path, set(here)) if here else None
+            steps = self._circles.reader.steps(tree or self._trees[path], path)
             self._new[path, here] = steps
         return self._new[path, here]

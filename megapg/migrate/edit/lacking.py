@@ -6,10 +6,10 @@ import ast
 
 from megapg.migrate.python.methods import left_out, parameters, passed
 from megapg.migrate.python.scopes import Alias, Scope, last_name, walk
-from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
+from megapg.upstream.mapping import ANY_GROUP, COLLECTION_NAMES, GROUP_PARAMETERS
 
-OF_GROUPS = frozenset({*COLLECTION_NAMES, *GROUP_PARAMETERS, "group", "process_group"})
-"""What parameters for groups and collections are called; the last two are for any group."""
+OF_GROUPS = frozenset({*COLLECTION_NAMES, *GROUP_PARAMETERS, *ANY_GROUP})
+"""What parameters for groups and collections are called."""
 
 
 def all_of_groups(function: Scope) -> frozenset[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megapg.migrate.edit.mixing import CONSTRUCTOR, PASSED, TextOfFile
 from megapg.migrate.find.axes import axes_of
+from megapg.migrate.find.filled import is_filled
 from megapg.migrate.find.meaning import Resolver
 from megapg.migrate.python.methods import class_of, kept, self_of
 from megapg.migrate.python.scopes import Alias, FunctionNode, Scope, Use, last_name
@@ -50,13 +51,16 @@ class Objects:
     def methods_called(self, use: Use, path: Path) -> Iterator[tuple[Scope, Path, str]]:
         """The methods that a call runs of an object which was made beside it, or comes from a
         function that says of which class it is; and the class of one that can't have been handed
-        the collection that is there: no argument goes to the function, or to the constructor.
+        the collection that is there: no argument goes to the function, or to the constructor, and
+        no attribute of it is set.
         """
         owner = use.node.value if isinstance(use.node, ast.Attribute) else None
+        is_set = isinstance(owner, ast.Name) and is_filled(owner.id, use.scope)
         for klass, at, empty in self._made(owner, use.scope, path, 0) if owner is not None else ():
             for each, where in self._line(klass, at):
                 if methods := each.defined(last_name(use.node)):
-                    yield from ((one, where, empty) for one in methods if self_of(one))
+                    of = "" if is_set else empty
+                    yield from ((one, where, of) for one in methods if self_of(one))
                     break
 
     def _made(

@@ -235,7 +235,9 @@ class _Search:
             or any(isinstance(b, Alias) and _is_plain(b.value) for b in bindings)
         ):
             return
-        fields = fields_of(bindings, self._path, self._resolver) if kind == "collection" else None
+        fields = None
+        if kind == "collection":
+            fields = fields_of(name, scope, self._path, self._resolver)
         parameter = next((b for b in bindings if isinstance(b, Opaque) and b.parameter), None)
         if parameter is not None:
             if kind == "model" and _cannot_be_a_model(name, scope.node):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 from megapg.migrate.find.meaning import Resolver, Thing
 from megapg.migrate.python.flow import blocks, statements_in
@@ -18,6 +19,9 @@ _CLASSES = frozenset(
 # Further than anybody hands on what another function makes.
 _DEEPEST = 4
 
+_Makers: TypeAlias = tuple[Scope, ...]
+"""The functions that hand on what one makes, the outermost first."""
+
 
 def is_filled(name: str, function: Scope) -> bool:
     """Whether a function puts groups into a collection: until then it lacks them."""
@@ -30,19 +34,19 @@ def is_filled(name: str, function: Scope) -> bool:
     )
 
 
-def fields_of(
-    bindings: Iterable[Binding], path: Path, resolver: Resolver, depth: int = 0
-) -> frozenset[str] | None:
-    """The fields that what a variable holds certainly has; None where nobody can tell.
-
-    Args:
-        bindings: of the variable.
-        path: of its file.
-        resolver: what names stand for.
-        depth: how many functions have handed it on.
+def fields_of(name: str, scope: Scope, path: Path, resolver: Resolver) -> frozenset[str] | None:
+    """The fields that what a variable of a function, or module, holds certainly has; None where
+    nobody can tell: what has none, and is handed on, is filled there.
     """
+    found = _held(scope.bindings.get(name, ()), path, resolver, ())
+    return None if found == frozenset() and _is_handed_on(name, scope) else found
+
+
+def _held(
+    bindings: Iterable[Binding], path: Path, resolver: Resolver, makers: _Makers
+) -> frozenset[str] | None:
     values = [each for each in bindings if isinstance(each, Alias)]
-    return _least(_fields(each.value, each.scope, path, resolver, depth) for each in values)
+    return _least(_fields(each.value, each.scope, path, resolver, makers) for each in values)
 
 
 def _least(found: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
@@ -52,19 +56,19 @@ def _least(found: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
 
 
 def _fields(
-    value: ast.expr, scope: Scope, path: Path, resolver: Resolver, depth: int
+    value: ast.expr, scope: Scope, path: Path, resolver: Resolver, makers: _Makers
 ) -> frozenset[str] | None:
     if isinstance(value, ast.BoolOp | ast.IfExp):
         either = value.values if isinstance(value, ast.BoolOp) else [value.body, value.orelse]
-        return _least(_fields(each, scope, path, resolver, depth) for each in either)
-    if not isinstance(value, ast.Call) or depth > _DEEPEST:
+        return _least(_fields(each, scope, path, resolver, makers) for each in either)
+    if not isinstance(value, ast.Call):
         return None
     called = resolver.expression(value.func, scope, path)
     if called and all(map(_is_a_collection, called)):
         names = {each.arg for each in value.keywords}
         shows = not value.args and None not in names
         return frozenset(each for each in names if each) if shows else None
-    return _least(_filled_by(each, resolver, depth) for each in called)
+    return _least(_filled_by(each, resolver, makers) for each in called)
 
 
 def _is_a_collection(thing: Thing) -> bool:
@@ -73,32 +77,35 @@ def _is_a_collection(thing: Thing) -> bool:
     return thing.kind == "name" and thing.name.rpartition(".")[2] in _CLASSES
 
 
-def _filled_by(thing: Thing, resolver: Resolver, depth: int) -> frozenset[str] | None:
+def _filled_by(thing: Thing, resolver: Resolver, makers: _Makers) -> frozenset[str] | None:
     """The fields that what a function returns certainly has."""
     function, path = thing.scope, thing.path
     if thing.kind != "function" or function is None or path is None:
         return None
+    if function in makers or len(makers) > _DEEPEST:
+        return None
+    makers = (*makers, function)
     found = []
     for each in statements_in(function.node):
         if isinstance(each, ast.Return) and each.value is not None:
             if isinstance(each.value, ast.Name):
-                found.append(_filled_until(each, each.value.id, function, path, resolver, depth))
+                found.append(_filled_until(each, each.value.id, function, path, resolver, makers))
             else:
-                found.append(_fields(each.value, function, path, resolver, depth + 1))
+                found.append(_fields(each.value, function, path, resolver, makers))
     return _least(found)
 
 
 def _filled_until(
-    end: ast.Return, name: str, function: Scope, path: Path, resolver: Resolver, depth: int
+    end: ast.Return, name: str, function: Scope, path: Path, resolver: Resolver, makers: _Makers
 ) -> frozenset[str] | None:
     """The fields of a variable that a function returns, which nothing else may fill."""
     bindings = function.bindings.get(name, ())
-    made = fields_of(bindings, path, resolver, depth + 1) if len(bindings) == 1 else None
+    made = _held(bindings, path, resolver, makers) if len(bindings) == 1 else None
     if made is None or _is_handed_on(name, function):
         return None
     return made | {
         target.attr
-        for each in _before(end, function.node) or ()
+        for each in _before(end, function.node)
         if isinstance(each, ast.Assign)
         for target in each.targets
         if isinstance(target, ast.Attribute)
@@ -125,11 +132,15 @@ def _is_handed_on(name: str, function: Scope) -> bool:
     )
 
 
-def _before(statement: ast.stmt, outer: ast.AST) -> list[ast.stmt] | None:
+def _before(statement: ast.stmt, outer: ast.AST) -> list[ast.stmt]:
     """The statements that have run when one is come to, without those in their blocks."""
-    for block in blocks(outer):
-        for at, each in enumerate(block):
-            inner = [] if each is statement else _before(statement, each)
-            if inner is not None:
-                return [*block[:at], *inner]
-    return None
+    waiting: list[tuple[ast.AST, list[ast.stmt]]] = [(outer, [])]
+    while waiting:
+        node, ran = waiting.pop()
+        for block in blocks(node):
+            for at, each in enumerate(block):
+                if each is statement:
+                    return [*ran, *block[:at]]
+                if any(blocks(each)):
+                    waiting.append((each, [*ran, *block[:at]]))
+    return []

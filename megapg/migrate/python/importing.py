@@ -180,16 +180,20 @@ class Reader:
 
 def _that_run(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
     """The blocks of a statement that run when a module is imported, as far as that can be told."""
-    if isinstance(statement, ast.If):
+    while isinstance(statement, ast.If):  # a long chain of elif is no deep one
         test, is_not = statement.test, False
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             test, is_not = test.operand, True
-        if last_name(test) == FOR_TYPES:
-            yield statement.body if is_not else statement.orelse
+        is_for_types = last_name(test) == FOR_TYPES
+        is_script = isinstance(test, ast.Compare) and last_name(test.left) == "__name__"
+        if not is_script and (is_not or not is_for_types):
+            yield statement.body
+        if is_for_types and is_not:
             return
-        if isinstance(test, ast.Compare) and last_name(test.left) == "__name__":
+        if len(statement.orelse) != 1 or not isinstance(statement.orelse[0], ast.If):
             yield statement.orelse
             return
+        statement = statement.orelse[0]
     yield from blocks(statement)
 
 
@@ -331,7 +335,7 @@ class Replays:
         found = self._behind(packages)
         if found is self._empty and path.stem != "__init__":
             found = self._behind(self._first_package(path))
-            if found is not None and path in found:  # which imports it in turn
+            if found is None or path in found:  # it may import the module in turn
                 found = self._empty
         if found is None or path in found:
             return found

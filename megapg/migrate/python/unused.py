@@ -99,14 +99,17 @@ class Unused:
             ends = {self.source.end(statement)}
         else:
             out = [each for each in statement.names if bound_name(each) in names]
-            lines = {each.end_lineno or 0 for each in out}
-            ends = {self._end_of_code(line) for line in lines}
+            ends = {self._end_of_line(each.end_lineno or 0, statement) for each in out}
         yield from (Edit(end, end, EXCUSE, "excuse") for end in sorted(ends))
 
-    def _end_of_code(self, line: int) -> int:
-        """The index behind what is no comment on a line of an import."""
-        code = self.source.line_text(line).partition("#")[0]
-        return self.source.line_starts[line - 1] + len(code.rstrip())
+    def _end_of_line(self, line: int, statement: Import) -> int:
+        """The index behind what is no comment on a line of an import; behind the import where a
+        backslash is the last on that line.
+        """
+        code = self.source.line_text(line).partition("#")[0].rstrip()
+        if code.endswith("\\"):
+            return self.source.end(statement)
+        return self.source.line_starts[line - 1] + len(code)
 
     def _plain(self, gone: set[Use]) -> Iterator[Import]:
         """Imports that nothing would miss, in any order."""
