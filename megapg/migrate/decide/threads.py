@@ -344,11 +344,12 @@ class Threads:
     def _is_without(self, reference: Reference) -> bool:
         """Whether a function is called where there is no collection."""
         unit, path = reference.use.scope.unit, reference.path
-        if reference.call is None or self._facts.is_of_globals(unit, path):
-            return reference.call is not None
-        return (
-            self._facts.best(self._index.carriers(reference.use, path), reference.use, path) is None
-        )
+        if reference.call is None:
+            return False
+        if self._facts.is_of_globals(unit, path):
+            return True
+        carriers = self._index.carriers(reference.use, path)
+        return self._facts.best(carriers, reference.use, path) is None
 
     def _is_called_from_outside(self, function: Scope) -> bool:
         """Whether nothing but methods that another project calls, of data sets and of autograd

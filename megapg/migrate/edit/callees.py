@@ -33,7 +33,7 @@ from megapg.migrate.find.meaning import Thing
 from megapg.migrate.find.models import ancestry
 from megapg.migrate.migration import Callee
 from megapg.migrate.python.analysis import Analysis, analyse
-from megapg.migrate.python.methods import class_of, is_super, kept, parameters, self_of
+from megapg.migrate.python.methods import class_of, is_self, is_super, kept, parameters, self_of
 from megapg.migrate.python.scopes import Alias, FunctionNode, Opaque, Scope, Use, last_name
 from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
 
@@ -373,12 +373,12 @@ class Callees:
             there = (e.what for e in answered if _is_there(e.carrier, unit, call))
             own = frozenset[str]().union(*map(axes_of, there))
             for each in self._called(use, call, unit, called.path) if is_asked else ():
-                of = called.handed_none if _is_of_self(use.node, unit) else each.handed_none
+                is_own = isinstance(use.node, ast.Attribute) and is_self(use.node.value, unit)
+                of = called.handed_none if is_own else each.handed_none
                 filled = handed(each.function, call, called.left_out)
                 further = _Called(each.function, each.path, each.left_out.union(filled), of)
                 for one in self._behind(further, depth + 1):
-                    unless = filled.get(one.unless, "")
-                    unless = "" if unless in COLLECTION_NAMES else unless
+                    unless = "" if one.unless in COLLECTION_NAMES else filled.get(one.unless, "")
                     if not one.axes <= own:
                         found.append(replace(one, axes=one.axes - own, unless=unless))
         applied = self._applied(called)
@@ -415,12 +415,6 @@ def _of_globals(asked: Sequence[Asking], called: _Called, file: str) -> Iterator
             passed = [name for name, lines in instead.items() if each.line in lines]
             if not passed or called.left_out & {*passed}:
                 yield _Asked(axes, each.what, place, next(iter(passed), ""))
-
-
-def _is_of_self(node: ast.expr, unit: Scope) -> bool:
-    """Whether it is an attribute of the object of a method."""
-    owner = node.value if isinstance(node, ast.Attribute) else None
-    return isinstance(owner, ast.Name) and owner.id == self_of(unit)
 
 
 @kept
