@@ -14,8 +14,8 @@ from megapg.migrate.python.flow import (
     LOOP,
     Held,
     Holding,
-    binding_statements,
     blocks,
+    bound_by,
     statements_around,
 )
 from megapg.migrate.python.methods import kept
@@ -34,6 +34,7 @@ class Renewals:
     index: Index
     makes_groups: Callable[[Scope | None, Path], bool]
 
+    @kept
     def outdate(self, expression: str, use: Use, path: Path) -> bool:
         """Whether a variable holds what is not the one about which something is asked."""
         found = use.scope.find(expression)
@@ -43,8 +44,7 @@ class Renewals:
         around = statements_around(use.parents, function)
         if not around:
             return False
-        binding = binding_statements(function, expression)
-        if around[-1] in binding and not _reads(around[-1], expression):
+        if expression in bound_by(around[-1]) and not _reads(around[-1], expression):
             return True
         calls = self._calls(use.scope.unit, path)
         ways = (statements_around(each.parents, function) for each in calls)

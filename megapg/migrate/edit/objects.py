@@ -55,10 +55,10 @@ class Objects:
         no attribute of it is set.
         """
         owner = use.node.value if isinstance(use.node, ast.Attribute) else None
-        is_set = isinstance(owner, ast.Name) and is_filled(owner.id, use.scope)
         for klass, at, empty in self._made(owner, use.scope, path, 0) if owner is not None else ():
             for each, where in self._line(klass, at):
                 if methods := each.defined(last_name(use.node)):
+                    is_set = isinstance(owner, ast.Name) and is_filled(owner.id, use.scope)
                     of = "" if is_set else empty
                     yield from ((one, where, of) for one in methods if self_of(one))
                     break

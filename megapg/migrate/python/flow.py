@@ -117,10 +117,11 @@ def _block_of(outer: ast.AST, statement: ast.stmt) -> tuple[list[ast.stmt], int]
 
 def binding_statements(function: ast.AST, name: str) -> Iterator[ast.stmt]:
     """The statements of a function, nested ones included, that bind a name when they run."""
-    return (each for each in statements_in(function) if name in _bound_by(each))
+    return (each for each in statements_in(function) if name in bound_by(each))
 
 
-def _bound_by(statement: ast.stmt) -> set[str]:
+def bound_by(statement: ast.stmt) -> set[str]:
+    """The names that a statement binds where it runs, those of its blocks apart."""
     targets: list[ast.expr] = []
     if isinstance(statement, ast.Assign):
         targets = statement.targets
@@ -180,10 +181,10 @@ class Holding:
     def _on_entering(self, outer: ast.AST, block: list[ast.stmt], held: Held) -> Held:
         """What it holds at the beginning of one of the blocks of a statement."""
         if isinstance(outer, LOOP):
-            if self.name in _bound_by(outer) and block is outer.body:
+            if self.name in bound_by(outer) and block is outer.body:
                 return Held.SOMETHING
             return min(held, self._after_all(outer.body, held))  # it may have run before
-        if isinstance(outer, _WITH) and self.name in _bound_by(outer):
+        if isinstance(outer, _WITH) and self.name in bound_by(outer):
             return Held.SOMETHING
         if isinstance(outer, TRY) and block is not outer.body:
             after = self._after_all(outer.body, held)
@@ -199,7 +200,7 @@ class Holding:
     def _after(self, statement: ast.stmt, held: Held) -> Held:
         if isinstance(statement, ast.Assign | ast.AnnAssign):
             value = statement.value
-            if value is None or self.name not in _bound_by(statement):
+            if value is None or self.name not in bound_by(statement):
                 return held
             return Held.NOTHING if self.is_nothing(value) else Held.SOMETHING
         if isinstance(statement, ast.If):
@@ -209,7 +210,7 @@ class Holding:
                 return Held.SOMETHING
             return min(held, self._after_all(statement.body, held))
         if isinstance(statement, _WITH):
-            held = Held.SOMETHING if self.name in _bound_by(statement) else held
+            held = Held.SOMETHING if self.name in bound_by(statement) else held
             after = self._after_all(statement.body, held)
             return after if _lets_errors_pass(statement) else min(held, after)
         if isinstance(statement, TRY):
