@@ -160,9 +160,11 @@ def keeps_its_model(classes: Sequence[Scope], of: int = 0, name: str = "") -> as
     models = {each for each in models if len(constructor.bindings.get(each, ())) == 1}
     for statement in body:
         match statement:
-            case ast.Assign([ast.Attribute(owner, attribute)], ast.Name(value)):
+            case ast.Assign([ast.Attribute(owner, attribute)], ast.expr() as value) | ast.AnnAssign(
+                ast.Attribute(owner, attribute), _, ast.expr() as value
+            ):
                 is_kept = attribute in MODEL_ATTRIBUTES and is_self(owner, constructor)
-                if is_kept and value in models:
+                if is_kept and _unwrapped(value) in models:
                     return statement
             case ast.Expr(ast.Call() as call) if is_of_only_base(call, constructor):
                 passed = _parameters_of(call, constructor, classes[at + 1 :])
@@ -174,6 +176,24 @@ def keeps_its_model(classes: Sequence[Scope], of: int = 0, name: str = "") -> as
                 if any(keeps_its_model(classes, at + 1, each) for each in given):
                     return statement
     return None
+
+
+def _unwrapped(value: ast.expr) -> str:
+    """The variable whose model an expression is, be it without what is around it; empty where that
+    may be another one.
+    """
+    match value:
+        case ast.Name(name):
+            return name
+        case ast.Attribute(inner, attribute) if attribute in MODEL_ATTRIBUTES:
+            return _unwrapped(inner)
+        case ast.Subscript(inner) | ast.List([inner]) | ast.Tuple([inner]):
+            return _unwrapped(inner)
+        case ast.Call(called, [inner, *_]) if "unwrap" in last_name(called):
+            return _unwrapped(inner)
+        case ast.Call(called, [_, inner]) if last_name(called) == "cast":
+            return _unwrapped(inner)
+    return ""
 
 
 def _parameters_of(
