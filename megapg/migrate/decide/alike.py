@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeGuard
 
 from megapg.migrate.decide.decisions import GLOBALS, Base, Plan
 from megapg.migrate.decide.facts import Facts
@@ -30,7 +29,7 @@ from megapg.migrate.find.axes import (
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.find.filled import is_filled
 from megapg.migrate.find.index import Index
-from megapg.migrate.find.models import ancestry, keeps_its_model
+from megapg.migrate.find.models import ancestry, is_of_its_object, keeps_a_model, keeps_its_model
 from megapg.migrate.find.roles import has_another_role
 from megapg.migrate.find.sites import Kind
 from megapg.migrate.migration import How
@@ -42,7 +41,6 @@ from megapg.migrate.python.flow import (
 )
 from megapg.migrate.python.methods import (
     class_of,
-    is_self,
     kept,
     making,
     parameters,
@@ -51,7 +49,7 @@ from megapg.migrate.python.methods import (
 )
 from megapg.migrate.python.scopes import Alias, Opaque, Scope, Use, last_name
 from megapg.migrate.reasons import FALLBACK, UNSERVED
-from megapg.upstream.mapping import COLLECTION_NAMES, MODEL_ATTRIBUTES, Takes
+from megapg.upstream.mapping import COLLECTION_NAMES, Takes
 
 # What a variable with a collection, or with a model, is called.
 _NAMES = (*COLLECTION_NAMES, *MODEL_NAMES)
@@ -135,7 +133,9 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
     facts.of_self |= wanting
     if wanting or ask_what_the_constructor_asked(plan, index, facts):
         return True
-    if any(_have_models_since(of, plan, facts) for of in of_objects):
+    if _ask_their_objects(asked, taking, facts) or any(
+        _have_models_since(of, plan, facts) for of in of_objects
+    ):
         return True
     apart = {unit for unit, of in of_functions.items() if _is_apart(of)}
     several = {unit for unit, of in of_functions.items() if _asks_a_variable_too(unit, of)}
@@ -320,6 +320,22 @@ def _is_parameter(name: str, function: Scope) -> bool:
     return isinstance(first, Opaque) and first.parameter
 
 
+def _ask_their_objects(asked: Sequence[_Asking], taking: Collection[Scope], facts: Facts) -> bool:
+    """Have methods ask their object, in place of its model that a variable holds, where it may have
+    been passed a collection; whether there are any.
+    """
+    found = {
+        unit
+        for unit, of in {(each.unit, each.of) for each in asked}
+        if any(_takes_one(each, taking) for each in _makers(unit))
+        and is_of_its_object(of, unit)
+        and not has_another_role(unit)
+    } - facts.of_self
+    facts.of_self |= found
+    facts.of_one |= found
+    return bool(found)
+
+
 def _have_models_since(together: list[_Asking], plan: Plan, facts: Facts) -> bool:
     """Have methods ask their object that set it up, and ask a model that they make, where it has
     one by then; whether there are any.
@@ -333,7 +349,7 @@ def _have_models_since(together: list[_Asking], plan: Plan, facts: Facts) -> boo
     asking = [(each.located.use, each.base) for each in plan.decisions]
     asking += [(each.reference.use, each.base) for each in plan.passing]
     for unit in list(found):
-        keeping = [each for each in unit.nodes if _keeps_a_model(each, unit)]
+        keeping = [each for each in unit.nodes if keeps_a_model(each, unit)]
         for use, base in asking if _sets_up_objects(unit) and keeping else ():
             if use.scope.unit is unit and base.expression != self_of(unit):
                 around = statements_around(use.parents, unit.node)
@@ -344,14 +360,6 @@ def _have_models_since(together: list[_Asking], plan: Plan, facts: Facts) -> boo
     facts.of_self |= found
     facts.of_one |= found
     return bool(found)
-
-
-def _keeps_a_model(node: ast.AST, method: Scope) -> TypeGuard[ast.stmt]:
-    match node:
-        case ast.Assign([ast.Attribute(owner, attribute)], value):
-            is_none = isinstance(value, ast.Constant)
-            return attribute in MODEL_ATTRIBUTES and is_self(owner, method) and not is_none
-    return False
 
 
 def _have_models(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 from megapg.migrate.find.meaning import Resolver
 from megapg.migrate.python.flow import blocks, statements_in
 from megapg.migrate.python.methods import is_class_method, is_self, is_super, kept, parameters
-from megapg.migrate.python.scopes import Scope, last_name
+from megapg.migrate.python.scopes import Alias, Scope, last_name
 from megapg.upstream.mapping import COLLECTION_NAMES, MODEL_ATTRIBUTES
 
 _MODULES = ("torch.nn.Module", "torch.nn.modules.module.Module", "nn.Module")
@@ -164,7 +165,7 @@ def keeps_its_model(classes: Sequence[Scope], of: int = 0, name: str = "") -> as
                 ast.Attribute(owner, attribute), _, ast.expr() as value
             ):
                 is_kept = attribute in MODEL_ATTRIBUTES and is_self(owner, constructor)
-                if is_kept and _unwrapped(value) in models:
+                if is_kept and unwrapped(value) in models:
                     return statement
             case ast.Expr(ast.Call() as call) if is_of_only_base(call, constructor):
                 passed = _parameters_of(call, constructor, classes[at + 1 :])
@@ -178,7 +179,7 @@ def keeps_its_model(classes: Sequence[Scope], of: int = 0, name: str = "") -> as
     return None
 
 
-def _unwrapped(value: ast.expr) -> str:
+def unwrapped(value: ast.expr) -> str:
     """The variable whose model an expression is, be it without what is around it; empty where that
     may be another one.
     """
@@ -186,14 +187,30 @@ def _unwrapped(value: ast.expr) -> str:
         case ast.Name(name):
             return name
         case ast.Attribute(inner, attribute) if attribute in MODEL_ATTRIBUTES:
-            return _unwrapped(inner)
+            return unwrapped(inner)
         case ast.Subscript(inner) | ast.List([inner]) | ast.Tuple([inner]):
-            return _unwrapped(inner)
+            return unwrapped(inner)
         case ast.Call(called, [inner, *_]) if "unwrap" in last_name(called):
-            return _unwrapped(inner)
+            return unwrapped(inner)
         case ast.Call(called, [_, inner]) if last_name(called) == "cast":
-            return _unwrapped(inner)
+            return unwrapped(inner)
     return ""
+
+
+def keeps_a_model(node: ast.AST, method: Scope) -> TypeGuard[ast.stmt]:
+    """Whether it is a statement with which a method gives its object a model."""
+    match node:
+        case ast.Assign([ast.Attribute(owner, attribute)], value):
+            is_none = isinstance(value, ast.Constant)
+            return attribute in MODEL_ATTRIBUTES and is_self(owner, method) and not is_none
+    return False
+
+
+def is_of_its_object(name: str, method: Scope) -> bool:
+    """Whether a variable of a method has what its object has as a model, or a part of that."""
+    found = method.bindings.get(name, ())
+    taken = {unwrapped(each.value) if isinstance(each, Alias) else "" for each in found}
+    return bool(taken & method.instances) and taken <= {name, *method.instances}
 
 
 def _parameters_of(
