@@ -173,3 +173,67 @@ def test_without_such_a_caller_it_asks_the_model(tmp_path: Path) -> None:
     )
     new, _ = migrated(tmp_path, {"evalu.py": text})
     assert 'all_reduce(total, group=megapg.groups_of(model, "dp").dp)' in new["evalu.py"]
+
+
+ATTENTION = """
+from megatron.core import mpu
+
+
+class Attention:
+    def __init__(self, config, **kwargs):
+        self.heads = config.heads // mpu.get_tensor_model_parallel_world_size()
+
+
+class Dense:
+    def __init__(self, config, **kwargs):
+        self.width = config.width
+"""
+SPECIFIED = """
+from megatron.core.transformer.spec_utils import ModuleSpec
+from p.attention import Attention, Dense
+from p.layer import LayerSubmodules
+
+MOE = True
+LAYER = LayerSubmodules(
+    attention=ModuleSpec(module=Attention),
+    mlp=Dense,
+    router=Attention if MOE else Dense,
+    unused=Attention,
+)
+"""
+LAYER = """
+from dataclasses import dataclass
+
+from megatron.core import mpu
+from megatron.core.transformer.spec_utils import build_module
+
+
+@dataclass
+class LayerSubmodules:
+    attention: type
+    mlp: type
+    router: type
+
+
+class Layer:
+    def __init__(self, config, submodules, pg_collection=None):
+        self.pg_collection = pg_collection
+        self.attention = build_module(submodules.attention, config)
+        self.mlp = build_module(submodules.mlp, config)
+        self.router = build_module(submodules.router, config=config)
+
+    def place(self):
+        return mpu.get_tensor_model_parallel_rank()
+
+
+class Last(Layer):
+    def __init__(self, config, submodules, pg_collection=None):
+        super().__init__(config, submodules, pg_collection=pg_collection)
+"""
+
+
+def test_parts_that_are_built_by_a_specification_are_named(tmp_path: Path) -> None:
+    files = {"attention.py": ATTENTION, "specs.py": SPECIFIED, "layer.py": LAYER}
+    _, said = migrated(tmp_path, files)
+    takes = "have it take pg_collection, hand it on to there, and pass it pg_collection"
+    assert said == [f"Layer.__init__: Attention tp: {takes}"] * 2

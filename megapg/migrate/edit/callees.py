@@ -15,22 +15,22 @@ from pathlib import Path
 
 from megapg.layout import FIELDS
 from megapg.migrate.edit.absent import in_place_of, lines_in_place_of
+from megapg.migrate.edit.applied import Applied
 from megapg.migrate.edit.handed import Handed
 from megapg.migrate.edit.lacking import (
     OF_GROUPS,
     all_of_groups,
     handed,
-    not_applied_to,
     not_passed,
 )
 from megapg.migrate.edit.mixing import GLOBALS, PASSED, Asking, TextOfFile, definitions_in, text_of
 from megapg.migrate.edit.modelled import Modelled
 from megapg.migrate.edit.objects import Objects
+from megapg.migrate.edit.parts import Parts
 from megapg.migrate.edit.values import Values
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import Thing
-from megapg.migrate.find.models import ancestry
 from megapg.migrate.migration import Callee
 from megapg.migrate.python.analysis import Analysis, analyse
 from megapg.migrate.python.methods import class_of, is_self, is_super, kept, parameters, self_of
@@ -39,7 +39,6 @@ from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
 
 # Further than anybody follows what is reported.
 _DEEPEST = 4
-_OF_AUTOGRAD = ("forward", "backward")
 _MAKING = ("initialize_model_parallel", "destroy_model_parallel")
 
 
@@ -222,6 +221,9 @@ class Callees:
                 of_it = (self_of(unit), PASSED if class_of(unit) is not None else "")
                 axes = {each for each in has if has[each] not in of_it}  # that is its own matter
             asked = self._behind(called, 0)
+            if last_name(use.node) == "__init__":  # what a base asks, too, is named there
+                its = self._objects.asked_beside(called.function, called.path).keys()
+                asked = [each for each in asked if each.unless or its.isdisjoint(each.axes)]
             found = next((each for each in asked if each.axes & axes), None)
             lacking = next((each for each in asked if each.unless in COLLECTION_NAMES), None)
             if found is None and has and direct:  # about whatever it asks it is to be handed this
@@ -242,12 +244,16 @@ class Callees:
     def _find_called(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> Iterator[_Called]:
         for of, at in self._run_by(self._resolver.expression(use.node, use.scope, path)):
             yield _Called(of, at, not_passed(of, call, unit))
+        for part, as_its_own in self._parts.built(call):
+            for of, at in self._run_by((part,)):
+                yield _Called(of, at, not_passed(of, as_its_own, unit))
         if not isinstance(use.node, ast.Attribute):
             return
         for method, at, handed_none in self._objects.methods_called(use, path):
             yield _Called(method, at, not_passed(method, call, unit), handed_none)
         if use.node.attr == "apply":
-            yield from self._of_autograd(use.node.value, call, use, path)
+            for method, at, left_out in self._applied.run_by(use.node.value, call, use, path):
+                yield _Called(method, at, left_out)
         elif use.node.attr == "__init__" and is_super(use.node.value, unit):
             klass = class_of(unit)
             for above, at in self._objects.bases(klass, path) if klass is not None else ():
@@ -281,12 +287,20 @@ class Callees:
                 yield from self._constructor(each.scope, each.path)
 
     @cached_property
+    def _applied(self) -> Applied:
+        return Applied(self._resolver)
+
+    @cached_property
     def _handed(self) -> Handed:
         return Handed(self._text, self._calls_in, self._functions_called)
 
     @cached_property
     def _objects(self) -> Objects:
         return Objects(self._resolver, self._text)
+
+    @cached_property
+    def _parts(self) -> Parts:
+        return Parts(self._index, self._resolver, self._calls_in)
 
     @cached_property
     def _values(self) -> Values:
@@ -301,25 +315,6 @@ class Callees:
             self._constructor(each, at, depth + 1) for each, at in self._objects.bases(klass, path)
         )
         return next((each for each in found if each), [])
-
-    def _of_autograd(
-        self, applied: ast.expr, call: ast.Call, use: Use, path: Path
-    ) -> Iterator[_Called]:
-        for thing in self._resolver.expression(applied, use.scope, path):
-            if thing.scope is not None and thing.path is not None:
-                for name in _OF_AUTOGRAD if self._is_autograd(thing.scope, thing.path) else ():
-                    for each in thing.scope.defined(name):
-                        yield _Called(each, thing.path, not_applied_to(each, call))
-
-    def _is_autograd(self, klass: Scope, path: Path) -> bool:
-        above = ancestry(klass, path, self._resolver)
-        return any(isinstance(each, str) and each.endswith("autograd.Function") for each in above)
-
-    def _applied(self, called: _Called) -> str:
-        """The autograd function of which a method is; empty where it is of none."""
-        klass = called.function.parent if called.function.name in _OF_AUTOGRAD else None
-        is_one = klass is not None and self._is_autograd(klass, called.path)
-        return klass.qualname if klass is not None and is_one else ""
 
     @kept
     def _makes_groups(self, unit: Scope, path: Path, depth: int) -> bool:
@@ -381,7 +376,7 @@ class Callees:
                     unless = "" if one.unless in COLLECTION_NAMES else filled.get(one.unless, "")
                     if not one.axes <= own:
                         found.append(replace(one, axes=one.axes - own, unless=unless))
-        applied = self._applied(called)
+        applied = self._applied.of(unit, called.path)
         return [replace(each, applied=applied) for each in found] if applied else found
 
 
@@ -449,7 +444,9 @@ def _reported(
     of_groups = GROUP_PARAMETERS.get(found.unless, ())
     field = found.what if found.what in of_groups else next(iter(of_groups), found.what)
     fields = f', "{field}"' if field in FIELDS else ""
-    written = carrier if carrier in COLLECTION_NAMES else f"megapg.groups_of({carrier}{fields})"
+    is_being_made = class_of(unit) is not None and carrier == self_of(unit)  # and carries nothing
+    given = PASSED if is_being_made and PASSED in unit.bindings else carrier
+    written = given if given in COLLECTION_NAMES else f"megapg.groups_of({given}{fields})"
     if found.unless in COLLECTION_NAMES:
         instead = f"pass it {found.unless}={written}"
     elif found.of:
