@@ -110,7 +110,7 @@ class Callee:
     asks: str  # of what that asks, as it is written: a collection, or a model; or the globals
     callee: str  # what is called
     what: str  # a getter, or a field, that is asked of the other there or behind it
-    place: str  # where, as ``file:line``
+    place: str  # where, as ``file:line``; or the file of a Megatron-core outside
     instead: str  # what to write
 
 

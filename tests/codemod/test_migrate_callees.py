@@ -324,3 +324,55 @@ def test_what_is_asked_before_a_model_is_made_is_not_asked_of_it(tmp_path: Path)
         ("handed", "loader", "a.py:5"),
         ("uses", "finetune", "a.py:5"),  # before it
     ]
+
+
+SCHEDULES = """\
+from megatron.core import mpu
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+
+def run(model, data):
+    schedule = get_forward_backward_func()
+    return schedule(model=model, data_iterator=data)
+
+
+def losses(model, data):
+    found = run(model, data)
+    return found if mpu.is_pipeline_last_stage(ignore_virtual=True) else None
+
+
+def at_once(model, data):
+    found = get_forward_backward_func()(model=model, data_iterator=data)
+    return found if mpu.is_pipeline_last_stage(ignore_virtual=True) else None
+
+
+def calls_at_once(model, data):
+    return at_once(model, data), mpu.get_pipeline_model_parallel_rank()
+
+
+def with_sizes(model, data, config):
+    communicator = P2PCommunicator(mpu.get_pipeline_model_parallel_group(), config)
+    return get_forward_backward_func()(model=model, p2p_communicator=communicator)
+
+
+def about_others(model, data):
+    return run(model, data), mpu.get_data_parallel_rank()
+"""
+
+
+def test_the_schedule_that_a_core_outside_gives_is_one_of_the_globals(tmp_path: Path) -> None:
+    found = migrated(write(tmp_path, {"a.py": SCHEDULES})).callees
+    assert [(each.function, each.callee, each.instead) for each in found] == [
+        ("losses", "run", f'{IN}(model, "pp")'),
+        (
+            *("at_once", "get_forward_backward_func"),
+            "pass it pp_size= and vp_size=, and what it gives the p2p_communicator= of that group "
+            "and pg_collection=megapg.megatron.schedule_collection(megapg.groups_of(model))",
+        ),
+    ]
+    assert {each.place for each in found} == {"megatron/core/pipeline_parallel/schedules.py"}
+    core = "megatron/core/pipeline_parallel/__init__.py"
+    in_it = {"a.py": SCHEDULES, core: "def get_forward_backward_func():\n    return print\n"}
+    in_it["megatron/core/tensor_parallel/__init__.py"] = "from megatron.core import mpu\n"
+    assert not migrated(write(tmp_path / "with_core", in_it)).callees

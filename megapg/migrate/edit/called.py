@@ -6,9 +6,13 @@ import ast
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from megapg.migrate.find.axes import AXES
+from megapg.migrate.python.scopes import last_name
 from megapg.migrate.reasons import UNSERVED
 from megapg.upstream.expressions import known, replacement
 from megapg.upstream.mapping import Refusal
+
+GETTING_A_SCHEDULE = "get_forward_backward_func"
+"""Megatron-core's function that gives one."""
 
 # What nothing serves, and does not stand for a group either.
 _OF_NO_GROUP = UNSERVED - {"no-field"}
@@ -62,6 +66,11 @@ class Names:
             called = called.value
         home = self.homes.get(called.id, "") if isinstance(called, ast.Name) else ""
         return home.startswith("/megatron/core") and not self._has_core
+
+    def gets_a_schedule(self, call: ast.Call) -> bool:
+        """Whether Megatron-core is asked for its schedule, which is one for the globals' stages."""
+        is_one = last_name(call.func) == GETTING_A_SCHEDULE and self.is_of_core(call.func)
+        return is_one and not call.args and not call.keywords
 
     def is_private(self, node: ast.Attribute) -> bool:
         """Whether a private global of Megatron's is read."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from megapg.layout import FIELDS
 from megapg.migrate.edit.absent import in_place_of, lines_in_place_of
 from megapg.migrate.edit.applied import Applied
+from megapg.migrate.edit.called import GETTING_A_SCHEDULE
 from megapg.migrate.edit.handed import Handed
 from megapg.migrate.edit.lacking import (
     OF_GROUPS,
@@ -67,6 +68,10 @@ class _Asked:
     unless: str = ""  # the parameter that would have been asked, had it been passed
     applied: str = ""  # the autograd function that asks, or has it asked
     of: str = ""  # the class whose object is asked, and was handed no collection
+
+
+# Of the schedule that Megatron-core gives.
+_SCHEDULE = _Asked(frozenset({"pp"}), "pp", "megatron/core/pipeline_parallel/schedules.py")
 
 
 @dataclass(frozen=True)
@@ -211,8 +216,12 @@ class Callees:
     def _of_call(
         self, use: Use, call: ast.Call, has: Mapping[str, str], direct: bool, path: Path
     ) -> Iterator[tuple[ast.Call, Callee, _Asked, bool]]:
-        unit = use.scope.unit
+        unit, text = use.scope.unit, self._text(path)
         assert unit is not None  # that was asked
+        assert text is not None
+        if _is_left_a_schedule(call, unit, text) and not has.keys().isdisjoint(_SCHEDULE.axes):
+            reported = _reported(text.name, call, unit, has, GETTING_A_SCHEDULE, _SCHEDULE)
+            yield call, reported, _SCHEDULE, False
         for called in (*self._called(use, call, unit, path), *self._by_value(use, call, path)):
             if called.function is unit or self._makes_groups(called.function, called.path, 0):
                 continue
@@ -228,9 +237,9 @@ class Callees:
             lacking = next((each for each in asked if each.unless in COLLECTION_NAMES), None)
             if found is None and has and direct:  # about whatever it asks it is to be handed this
                 found = lacking
-            text = self._text(path)
-            if found is not None and text is not None:
-                reported = _reported(text.name, call, unit, has, called, found)
+            if found is not None:
+                name = (class_of(called.function) or called.function).qualname
+                reported = _reported(text.name, call, unit, has, name, found)
                 yield call, reported, found, lacking is not None
                 return
 
@@ -257,7 +266,7 @@ class Callees:
         elif use.node.attr == "__init__" and is_super(use.node.value, unit):
             klass = class_of(unit)
             for above, at in self._objects.bases(klass, path) if klass is not None else ():
-                for constructor, where in self._constructor(above, at):
+                for constructor, where in self._objects.constructor(above, at):
                     yield _Called(constructor, where, not_passed(constructor, call, unit))
 
     def _functions_called(
@@ -284,7 +293,7 @@ class Callees:
             if each.kind == "function":
                 yield each.scope, each.path
             elif each.kind == "class":
-                yield from self._constructor(each.scope, each.path)
+                yield from self._objects.constructor(each.scope, each.path)
 
     @cached_property
     def _applied(self) -> Applied:
@@ -305,16 +314,6 @@ class Callees:
     @cached_property
     def _values(self) -> Values:
         return Values(self._index, self._resolver, self._calls_in)
-
-    def _constructor(self, klass: Scope, path: Path, depth: int = 0) -> list[tuple[Scope, Path]]:
-        """The constructor of a class, be it inherited."""
-        own = [(each, path) for each in klass.defined("__init__")]
-        if own or depth > _DEEPEST:
-            return own
-        found = (
-            self._constructor(each, at, depth + 1) for each, at in self._objects.bases(klass, path)
-        )
-        return next((each for each in found if each), [])
 
     @kept
     def _makes_groups(self, unit: Scope, path: Path, depth: int) -> bool:
@@ -367,6 +366,8 @@ class Callees:
             is_asked = id(call) not in stands_in or called.left_out & {*COLLECTION_NAMES}
             there = (e.what for e in answered if _is_there(e.carrier, unit, call))
             own = frozenset[str]().union(*map(axes_of, there))
+            if _is_left_a_schedule(call, unit, text) and not _SCHEDULE.axes <= own:
+                found.append(_SCHEDULE)
             for each in self._called(use, call, unit, called.path) if is_asked else ():
                 is_own = isinstance(use.node, ast.Attribute) and is_self(use.node.value, unit)
                 of = called.handed_none if is_own else each.handed_none
@@ -436,19 +437,30 @@ def _is_there(carrier: str, unit: Scope, call: ast.Call) -> bool:
     return not makes_it and (is_passed or bound[0].line < call.lineno)
 
 
+def _is_left_a_schedule(call: ast.Call, unit: Scope, text: TextOfFile) -> bool:
+    """Whether a function has Megatron-core choose its schedule, and passes that no groups."""
+    named = (each.arg for each in unit.nodes if isinstance(each, ast.keyword))
+    return text.names.gets_a_schedule(call) and "p2p_communicator" not in named
+
+
 def _reported(
-    file: str, call: ast.Call, unit: Scope, own: Mapping[str, str], called: _Called, found: _Asked
+    file: str, call: ast.Call, unit: Scope, own: Mapping[str, str], name: str, found: _Asked
 ) -> Callee:
-    axis = min(found.axes & own.keys() or own.keys())
-    carrier, name = own[axis], (class_of(called.function) or called.function).qualname
+    carrier = own[min(found.axes & own.keys() or own.keys())]
     of_groups = GROUP_PARAMETERS.get(found.unless, ())
     field = found.what if found.what in of_groups else next(iter(of_groups), found.what)
     fields = f', "{field}"' if field in FIELDS else ""
     is_being_made = class_of(unit) is not None and carrier == self_of(unit)  # and carries nothing
     given = PASSED if is_being_made and PASSED in unit.bindings else carrier
+    whole = given if given in COLLECTION_NAMES else f"megapg.groups_of({given})"
     written = given if given in COLLECTION_NAMES else f"megapg.groups_of({given}{fields})"
     if found.unless in COLLECTION_NAMES:
         instead = f"pass it {found.unless}={written}"
+    elif name == GETTING_A_SCHEDULE and found is _SCHEDULE:
+        instead = (
+            f"pass it pp_size= and vp_size=, and what it gives the p2p_communicator= of that group "
+            f"and pg_collection=megapg.megatron.schedule_collection({whole})"
+        )
     elif found.of:
         instead = f"pass {found.of} a collection where it is made, such as {written}"
     elif found.unless:

@@ -48,6 +48,14 @@ class Objects:
                 if thing.kind == "class" and thing.scope is not None and thing.path is not None:
                     yield thing.scope, thing.path
 
+    def constructor(self, klass: Scope, path: Path, depth: int = 0) -> list[tuple[Scope, Path]]:
+        """The constructor of a class, be it inherited."""
+        own = [(each, path) for each in klass.defined(CONSTRUCTOR)]
+        if own or depth > _DEEPEST:
+            return own
+        found = (self.constructor(each, at, depth + 1) for each, at in self.bases(klass, path))
+        return next((each for each in found if each), [])
+
     def methods_called(self, use: Use, path: Path) -> Iterator[tuple[Scope, Path, str]]:
         """The methods that a call runs of an object which was made beside it, or comes from a
         function that says of which class it is; and the class of one that can't have been handed
