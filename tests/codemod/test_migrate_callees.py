@@ -376,3 +376,73 @@ def test_the_schedule_that_a_core_outside_gives_is_one_of_the_globals(tmp_path: 
     in_it = {"a.py": SCHEDULES, core: "def get_forward_backward_func():\n    return print\n"}
     in_it["megatron/core/tensor_parallel/__init__.py"] = "from megatron.core import mpu\n"
     assert not migrated(write(tmp_path / "with_core", in_it)).callees
+
+
+HANDED_ON = {
+    "train.py": """\
+from megatron.core import mpu
+
+
+def build(provider):
+    return provider(1)
+
+
+def prints(provider):
+    print(provider)
+
+
+def loaders(of):
+    return build(of)
+
+
+def pretrain(provider, model, x):
+    prints(provider)
+    data = loaders(of=provider)
+    return data, mpu.get_tensor_model_parallel_rank()
+""",
+    "data.py": """\
+from megatron.core import mpu
+
+
+class Settings:
+    def __init__(self, is_built):
+        self.is_built = is_built
+
+
+def is_built():
+    return mpu.get_tensor_model_parallel_rank() == 0
+
+
+def is_asked_for_nothing():
+    return True
+
+
+def settings():
+    return Settings(is_built=is_built), Settings(is_asked_for_nothing)
+
+
+def provider(n):
+    return n, settings()
+""",
+    "main.py": """\
+from data import Settings, is_built, provider
+from megatron.core import mpu
+from train import pretrain
+
+
+def keeps(model, x):
+    return Settings(is_built), mpu.get_tensor_model_parallel_world_size()
+
+
+pretrain(provider, print, 1)
+""",
+}
+
+
+def test_functions_that_are_handed_on_are_followed(tmp_path: Path) -> None:
+    """Through parameters to what calls them, and into objects that keep them."""
+    found = migrated(write(tmp_path, HANDED_ON)).callees
+    assert [(each.function, each.line, each.callee, each.place) for each in found] == [
+        ("keeps", 7, "is_built", "data.py:10"),
+        ("pretrain", 18, "provider", "data.py:10"),
+    ]

@@ -280,10 +280,15 @@ class Callees:
         assert unit is not None  # that was asked
         for of, at in self._run_by(values.handed_to(use, path)):
             yield _Called(of, at, not_passed(of, call, unit))
-        for of, at in self._run_by(values.handed_by(use, call, path)):
-            yield _Called(of, at, all_of_groups(of))
+        yield from self._later(values.handed_by(use, call, path))
+        yield from self._later(values.kept_by(use, call, path))
         for of, at in self._run_by(values.bound(use, call, path)):
             yield _Called(of, at, all_of_groups(of) - {each.arg for each in call.keywords})
+
+    def _later(self, things: Iterable[Thing]) -> Iterator[_Called]:
+        """What runs where some things are called by others, which pass them no groups."""
+        for of, at in self._run_by(things):
+            yield _Called(of, at, all_of_groups(of))
 
     def _run_by(self, things: Iterable[Thing]) -> Iterator[tuple[Scope, Path]]:
         """What runs where some things are called: of a class its constructor."""
@@ -368,7 +373,9 @@ class Callees:
             own = frozenset[str]().union(*map(axes_of, there))
             if _is_left_a_schedule(call, unit, text) and not _SCHEDULE.axes <= own:
                 found.append(_SCHEDULE)
-            for each in self._called(use, call, unit, called.path) if is_asked else ():
+            later = self._later(self._values.kept_by(use, call, called.path))
+            run = (*self._called(use, call, unit, called.path), *later)
+            for each in run if is_asked else ():
                 is_own = isinstance(use.node, ast.Attribute) and is_self(use.node.value, unit)
                 of = called.handed_none if is_own else each.handed_none
                 filled = handed(each.function, call, called.left_out)

@@ -35,17 +35,42 @@ class Values:
         return [] if owner is None else self._given(*owner, path, 0)
 
     def handed_by(self, use: Use, call: ast.Call, path: Path) -> Iterator[Thing]:
-        """The functions that a call hands to a function of the project which calls them itself."""
+        """The functions that a call hands to a function of the project which calls them, or hands
+        them on to one that does.
+        """
         for thing in self.resolver.expression(use.node, use.scope, path):
             if thing.kind != "function" or thing.scope is None or thing.path is None:
                 continue
-            called = {
-                each.node.id
-                for each, _ in self.calls_in(thing.path).get(thing.scope, ())
-                if isinstance(each.node, ast.Name) and each.scope.find(each.node.id) is not None
-            }
-            for name in called & {each.arg for each in parameters(thing.scope.node)}:
-                yield from self._things(passed(thing.scope, call).get(name), use, path)
+            for name, given in passed(thing.scope, call).items():
+                if self._runs(thing.scope, name, thing.path, 0):
+                    yield from self._things(given, use, path)
+                    further = _parameter(given, use.scope)
+                    yield from self._given(*further, path, 0) if further is not None else ()
+
+    @kept
+    def kept_by(self, use: Use, call: ast.Call, path: Path) -> list[Thing]:
+        """The functions that a call hands to an object which it makes: that calls them later."""
+        made = self.resolver.expression(use.node, use.scope, path)
+        given = _given_by(call) if any(each.kind == "class" for each in made) else ()
+        handed = (thing for each in given for thing in self._things(each, use, path))
+        return [each for each in handed if each.kind == "function"]
+
+    @kept
+    def _runs(self, function: Scope, name: str, path: Path, depth: int) -> bool:
+        """Whether a function calls what it is passed for one of its parameters, be it by others."""
+        is_one = any(each.arg == name for each in parameters(function.node))
+        calls = self.calls_in(path).get(function, ()) if is_one else ()
+        if any(_is_named(use.node, name) for use, _ in calls):
+            return True
+        return depth < _DEEPEST and any(
+            self._runs(thing.scope, parameter, thing.path, depth + 1)
+            for use, call in calls
+            if any(_is_named(each, name) for each in _given_by(call))
+            for thing in self.resolver.expression(use.node, use.scope, path)
+            if thing.kind == "function" and thing.scope is not None and thing.path is not None
+            for parameter, given in passed(thing.scope, call).items()
+            if _is_named(given, name)
+        )
 
     def bound(self, use: Use, call: ast.Call, path: Path) -> Iterator[Thing]:
         """The function of which a call is ``functools.partial``."""
@@ -80,6 +105,14 @@ class Values:
                     further = _parameter(given, use.scope)
                     if further is not None and further[0] is not function:
                         yield from self._given(*further, file, depth + 1)
+
+
+def _given_by(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(each.value for each in call.keywords)]
+
+
+def _is_named(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def _parameter(node: ast.expr | None, scope: Scope) -> tuple[Scope, str] | None:
