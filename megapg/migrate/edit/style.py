@@ -102,6 +102,9 @@ class Styles:
     def _of(self, folder: Path) -> Style:
         ruff, isort = self._table(folder, _RUFF), self._table(folder, _ISORT)
         black = self._table(folder, _BLACK)
+        is_by_ruff = self._runs("ruff-format") and not self._runs("black")
+        if is_by_ruff:  # then settings of black are left from before, or for an editor
+            black, ruff = None, ruff or {}
         flake8, pylint = self._table(folder, _FLAKE8), self._table(folder, _PYLINT)
         lint = {**ruff, **_below(ruff, "lint")} if ruff is not None else {}
         chosen = {*_strings(lint, "select"), *_strings(lint, "extend-select")}
@@ -117,12 +120,13 @@ class Styles:
             (pylint, "max-line-length", 100),
         ]
         written = _below(ruff or {}, "format")
-        wanted = self._ruff_of_hooks or str((ruff or {}).get("required-version", ""))
+        hooked = re.search(r"/ruff-pre-commit\W+rev\W+v?([\d.]+)", self._hooks)
+        wanted = hooked[1] if hooked else str((ruff or {}).get("required-version", ""))
         version = re.match(r"(?:==)?(\d+)\.(\d+)", wanted)
         is_old = version is not None and (int(version[1]), int(version[2])) < _SPLITS_MESSAGES
         quotes = str(written.get("quote-style", ""))
         normalizes = black is not None and not _is_set(black, "skip-string-normalization")
-        normalized = '"' if normalizes else ""
+        normalized = '"' if normalizes or is_by_ruff else ""
         inline = str(_below(lint, "flake8-quotes").get("inline-quotes", ""))
         return Style(
             order,
@@ -138,14 +142,16 @@ class Styles:
         )
 
     @cached_property
-    def _ruff_of_hooks(self) -> str:
-        """The version of ruff that the project's hooks of pre-commit run; empty where none does."""
+    def _hooks(self) -> str:
+        """The hooks of pre-commit that the project has; empty where it has none."""
         try:
-            text = (self._root / ".pre-commit-config.yaml").read_text("utf-8", "replace")
+            return (self._root / ".pre-commit-config.yaml").read_text("utf-8", "replace")
         except OSError:
             return ""
-        found = re.search(r"/ruff-pre-commit\W+rev\W+v?([\d.]+)", text)
-        return found[1] if found else ""
+
+    def _runs(self, hook: str) -> bool:
+        """Whether a hook of that name is run before a commit."""
+        return re.search(rf"(?m)^[-\s]*id:\s*{hook}\s*(#|$)", self._hooks) is not None
 
     def _table(
         self, folder: Path, places: Iterable[tuple[str, tuple[str, ...]]]
