@@ -402,11 +402,8 @@ class _Layout:
         """The brackets of a stretch with something in them, the last first."""
         closed = self.statement.closed
         outermost = [i for i in self._flat(begin, end) if i in closed]
-        calls = [i for i in outermost if _is_call(self.statement.kept, i)]
-        if self._delimiters(begin, end):
-            calls = []
-        chained = [i for i in calls if closed[i] + 1 < end and self._text(closed[i] + 1) == "."]
-        if len(chained) > 0 and len(calls) > 1:
+        chained = [i for i in outermost if closed[i] + 1 < end and self._text(closed[i] + 1) == "."]
+        if len(chained) > 1 and not self._delimiters(begin, end):
             raise Unsure  # a chain of calls, which has rules of its own
         for opened in reversed(outermost):
             if closed[opened] > opened + 1:
