@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megapg.migrate.decide.decisions import GLOBALS, Base, Plan
+from megapg.migrate.decide.early import is_early_and_late
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER
 from megapg.migrate.decide.incomplete import ask_nothing_that_lacks_a_group
@@ -145,6 +146,11 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
         return True
     more = [(unit, axes) for of in of_objects for unit, axes in _beside_the_globals(of)]
     more += [(unit, axes) for of in of_objects for unit, axes in _beside_another(of)]
+    more += [
+        (each.unit, each.axes)
+        for each in asked
+        if _is_of_self(each) and is_early_and_late(each.unit, each.path, taking, index, references)
+    ]
     for unit, of in of_functions.items():  # a function falls back as a whole
         if unit in apart or any(_beside_the_globals(of)) or _asks_the_globals_too(of):
             more.append((unit, frozenset[str]().union(*(each.axes for each in of))))

@@ -117,6 +117,16 @@ class References:
             for each in self._scopes_of(file)
         )
 
+    def is_called_elsewhere(self, method: Scope, path: Path) -> bool:
+        """Whether something may call a method, be it of whatever object, that is no constructor."""
+        return any(
+            isinstance(node, ast.Attribute) and node.attr == method.name
+            for file in self._mentioning(method.name, path)
+            for scope in self._scopes_of(file)
+            if scope.kind == "function" and class_of(scope) is None
+            for node in scope.nodes
+        )
+
     def _find(self, function: Scope, path: Path) -> Iterator[Reference]:
         klass = class_of(function)
         wanted = {Thing("function", path=path, scope=function)}
