@@ -10,11 +10,12 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from megapg.layout import FIELDS
+from megapg.migrate.decide.anyhow import stands_in_for
 from megapg.migrate.decide.decisions import Base, Decision, Passing, Plan
 from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions, only_reads_fields
 from megapg.migrate.decide.references import Reference
-from megapg.migrate.decide.threads import Threads, stands_in_for
+from megapg.migrate.decide.threads import Threads
 from megapg.migrate.find.index import Index
 from megapg.migrate.migration import How
 from megapg.migrate.python.methods import kept, left_out

@@ -9,16 +9,17 @@ from itertools import chain
 from pathlib import Path
 
 from megapg.errors import UnsupportedOptionError
+from megapg.migrate.decide.anyhow import Anyhow, Wanting
 from megapg.migrate.decide.autograd import kept_in
 from megapg.migrate.decide.decisions import Base
-from megapg.migrate.decide.facts import Facts, has_parts_built
+from megapg.migrate.decide.facts import Facts
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.references import Reference, calls_by_another_name
 from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.roles import has_another_role
-from megapg.migrate.migration import How, Why
-from megapg.migrate.python.flow import is_ruled_out, runs_before, statements_around
+from megapg.migrate.migration import How
+from megapg.migrate.python.flow import runs_before, statements_around
 from megapg.migrate.python.insert import can_be_given
 from megapg.migrate.python.methods import (
     body_of,
@@ -29,8 +30,8 @@ from megapg.migrate.python.methods import (
     kept_behind,
     self_of,
 )
-from megapg.migrate.python.scopes import Opaque, Scope, Use, last_name
-from megapg.upstream.mapping import ANY_GROUP, GROUP_PARAMETERS, Replacement
+from megapg.migrate.python.scopes import Scope, Use
+from megapg.upstream.mapping import GROUP_PARAMETERS, Replacement
 
 # Further than anyone has to thread a parameter.
 _DEEPEST = 5
@@ -85,6 +86,7 @@ class Threads:
     ) -> None:
         self._index, self._functions, self._facts = index, functions, facts
         self._frozen = frozen
+        self._anyhow = Anyhow(index, functions, facts)
         self.wanting: dict[Scope, list[Located]] = {}
         self.paths: dict[Scope, Path] = {}
         self.edges: dict[Scope, list[Edge]] = {}
@@ -305,7 +307,23 @@ class Threads:
                 for function in reached
                 if any(edge.caller in useful for edge in self.edges[function])
             }
+        waiting = [each for each in reached if each in useful]
+        for function in waiting:  # grows
+            below = [each for each in self._of_classes_below(function) if each in reached]
+            if useful.isdisjoint(below):
+                useful.update(below)
+                waiting += below
         return {function: None for function in reached if function in useful}
+
+    def _of_classes_below(self, constructor: Scope) -> list[Scope]:
+        """The constructors that call a constructor, of a class that nothing else is made of than
+        other classes: an object is passed by way of these what it is to keep.
+        """
+        known = self._functions.references.of(constructor, self.paths[constructor])
+        edges = self.edges[constructor]
+        if len(edges) < len(known) or not all(each.constructor for each in edges):
+            return []
+        return [each.caller for each in edges if each.caller is not None]
 
     def _needs_of(self, function: Scope) -> set[str]:
         """The fields that are read in a function and behind it, as far as that is known yet."""
@@ -314,66 +332,10 @@ class Threads:
         return own | self.of_methods.get(function, set()) | self._needed.get(function, set())
 
     def _wants_it_anyhow(self, function: Scope) -> bool:
-        """Whether a function is to take the parameter though nobody may have something to pass: no
-        autograd function is.
-        """
-        path = self.paths[function]
-        return not (
-            self._functions.references.autograd.of(function, path)
-            or function in self._facts.passable
-            or self._has_its_own(function)
-            or self._is_called_from_outside(function)
-            or self._is_called_back(function)
-            or self._is_private(function)
-            or has_parts_built(self._facts, function, path)
-            or self._index.modules.is_test(path)
-        )
-
-    def _is_called_back(self, function: Scope) -> bool:
-        """Whether a function is nothing but an argument of calls: these call it as they know it."""
-        known = self._functions.references.of(function, self.paths[function])
-        return class_of(function) is None and bool(known) and all(map(_is_argument, known))
-
-    def _is_private(self, function: Scope) -> bool:
-        """Whether nobody but this project calls a function, and there nobody has a collection."""
-        if not function.name.startswith("_") or class_of(function) or self.edges[function]:
-            return False
-        known = self._functions.references.of(function, self.paths[function])
-        return bool(known) and all(map(self._is_without, known))
-
-    def _is_without(self, reference: Reference) -> bool:
-        """Whether a function is called where there is no collection."""
-        unit, path = reference.use.scope.unit, reference.path
-        if reference.call is None:
-            return False
-        if self._facts.is_of_globals(unit, path):
-            return True
-        carriers = self._index.carriers(reference.use, path)
-        return self._facts.best(carriers, reference.use, path) is None
-
-    def _is_called_from_outside(self, function: Scope) -> bool:
-        """Whether nothing but methods that another project calls, of data sets and of autograd
-        functions, calls a function: they have no collection, and are passed none.
-        """
-        if self.edges[function] or class_of(function) is not None:
-            return False
-        known = self._functions.references.of(function, self.paths[function])
-        classes = [(e.use.scope.unit and e.use.scope.unit.parent, e.path) for e in known]
-        return bool(classes) and all(
-            klass is not None
-            and klass.kind == "class"
-            and self._functions.oddity(klass, path) in (Why.BASE_OUTSIDE, Why.AUTOGRAD)
-            for klass, path in classes
-        )
-
-    def _has_its_own(self, function: Scope) -> bool:
-        """Whether a function takes groups as it is, turns to the globals where it was passed none
-        only, and nobody in the project who calls it so has a collection.
-        """
-        sites = self.wanting[function]
-        if self.edges[function] or not sites or class_of(function) is not None:
-            return False
-        return all(_stands_in(located, function) for located in sites)
+        """Whether a function is to take the parameter though nobody may have something to pass."""
+        passing = [edge.reference for edge in self.edges[function]]
+        of = Wanting(function, self.paths[function], self.wanting[function], passing)
+        return self._anyhow.is_to_take(of)
 
     def may_pass(self, reference: Reference) -> bool:
         """Whether the parameter can be passed where a function is called."""
@@ -441,34 +403,6 @@ class Threads:
 def _name(function: Scope) -> str:
     """Of a constructor that of its class."""
     return (class_of(function) or function).qualname
-
-
-def _stands_in(located: Located, function: Scope) -> bool:
-    """Whether a use is what a function takes where a parameter of its own, for a group, is None."""
-    return any(stands_in_for(located, function, name) for name in function.bindings)
-
-
-def stands_in_for(located: Located, function: Scope, name: str) -> bool:
-    """Whether a use is what a function takes where that parameter, for a group, is None."""
-    answer, bound = located.site.answer, function.bindings[name]
-    if located.use.scope is not function or not isinstance(answer, Replacement):
-        return False
-    return (
-        isinstance(bound[0], Opaque)
-        and bound[0].parameter
-        and (name in ANY_GROUP or answer.field in GROUP_PARAMETERS.get(name, ()))
-        and is_ruled_out(name, statements_around(located.use.parents, function.node), function.node)
-    )
-
-
-def _is_argument(reference: Reference) -> bool:
-    """Whether a call is given a function as it is, and not to bind arguments of it."""
-    match reference.use.parents.node:
-        case ast.keyword():
-            return True
-        case ast.Call(func):
-            return reference.node is not func and last_name(func) != "partial"
-    return False
 
 
 def _is_rebound(supply: Base, function: Scope) -> bool:
