@@ -446,3 +446,23 @@ def test_functions_that_are_handed_on_are_followed(tmp_path: Path) -> None:
         ("keeps", 7, "is_built", "data.py:10"),
         ("pretrain", 18, "provider", "data.py:10"),
     ]
+
+
+def test_the_first_that_takes_no_collection_is_named(tmp_path: Path) -> None:
+    text = (
+        "from megatron.core import mpu\n\n\n"
+        "def top(model):\n"
+        "    return mpu.get_tensor_model_parallel_rank() + takes(1, model.pg_collection)\n\n\n"
+        "def takes(x, pg_collection):\n"
+        "    return pg_collection.pp.size() + between(x)\n\n\n"
+        "def between(x, **given):\n"
+        "    return asks(x, **given)\n\n\n"
+        "def asks(x, **given):\n"
+        "    return x * mpu.get_tensor_model_parallel_world_size()\n"
+    )
+    (found,) = migrated(write(tmp_path, {"a.py": text.encode()})).callees
+    assert (found.function, found.callee, found.what) == ("top", "takes", "tp")
+    assert found.instead == (
+        "have between take pg_collection, hand it on to there, "
+        'and pass it megapg.groups_of(model, "tp") by way of takes'
+    )

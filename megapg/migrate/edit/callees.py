@@ -68,6 +68,7 @@ class _Asked:
     unless: str = ""  # the parameter that would have been asked, had it been passed
     applied: str = ""  # the autograd function that asks, or has it asked
     of: str = ""  # the class whose object is asked, and was handed no collection
+    first: str = ""  # on the way there that takes no collection
 
 
 # Of the schedule that Megatron-core gives.
@@ -384,6 +385,8 @@ class Callees:
                     unless = "" if one.unless in COLLECTION_NAMES else filled.get(one.unless, "")
                     if not one.axes <= own:
                         found.append(replace(one, axes=one.axes - own, unless=unless))
+        if not takes_one:
+            found = [replace(each, first=_name(unit)) for each in found]
         applied = self._applied.of(unit, called.path)
         return [replace(each, applied=applied) for each in found] if applied else found
 
@@ -425,6 +428,11 @@ def _assignments(unit: Scope) -> list[tuple[int, int]]:
     """The first and the last lines of the assignments in a function."""
     assigned = (each for each in unit.nodes if isinstance(each, ast.Assign))
     return [(each.lineno, each.end_lineno or each.lineno) for each in assigned]
+
+
+def _name(function: Scope) -> str:
+    """Of a constructor that of its class."""
+    return (class_of(function) or function).qualname
 
 
 def _is_there(carrier: str, unit: Scope, call: ast.Call) -> bool:
@@ -479,5 +487,7 @@ def _reported(
             f"from {written}"
         )
     else:
-        instead = f"have it take {PASSED}, hand it on to there, and pass it {written}"
+        other = found.first not in ("", name)
+        it, way = (found.first, f" by way of {name}") if other else ("it", "")
+        instead = f"have {it} take {PASSED}, hand it on to there, and pass it {written}{way}"
     return Callee(file, call.lineno, unit.qualname, carrier, name, found.what, found.place, instead)
