@@ -385,10 +385,16 @@ class Callees:
                     unless = "" if one.unless in COLLECTION_NAMES else filled.get(one.unless, "")
                     if not one.axes <= own:
                         found.append(replace(one, axes=one.axes - own, unless=unless))
-        if not takes_one:
-            found = [replace(each, first=_name(unit)) for each in found]
-        applied = self._applied.of(unit, called.path)
-        return [replace(each, applied=applied) for each in found] if applied else found
+        return _by_way_of(
+            found, self._applied.of(unit, called.path), "" if takes_one else _name(unit)
+        )
+
+
+def _by_way_of(asked: list[_Asked], applied: str, first: str) -> list[_Asked]:
+    """What is asked behind a method of an autograd function, or behind one without a collection."""
+    return [
+        replace(each, applied=applied or each.applied, first=first or each.first) for each in asked
+    ]
 
 
 def _has(unit: Scope, text: TextOfFile, beside: Iterable[str]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from megapg.migrate.python.flow import (
     common_block,
     first_read,
     is_certain,
+    is_dead,
     is_repeated,
     runs_before,
     statements_around,
@@ -184,9 +185,9 @@ class _Place:
         self.is_apart = is_lazy and self.base.form == "groups_of"
 
     def may_have_a_variable(self, around: Scope) -> bool:
-        """Whether a variable may be bound for it: in a function, or in what a script runs alone."""
+        """Whether a variable may be bound for it, where a function, or a script alone, runs it."""
         if around.kind == "function":
-            return True
+            return not is_dead(self.around(around.node), around.node)
         first = next(iter(self.around(around.node)), None)
         is_script = isinstance(first, ast.If) and "__name__" in map(last_name, _parts(first.test))
         return around.kind == "module" and is_script

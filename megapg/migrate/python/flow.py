@@ -80,6 +80,15 @@ def runs_before(statement: ast.stmt, around: Sequence[ast.stmt], function: ast.A
     return False
 
 
+def is_dead(around: Sequence[ast.stmt], function: ast.AST) -> bool:
+    """Whether some statements, from the outside in, are never come to, behind one that leaves."""
+    for outer, each in zip((function, *around), around, strict=False):
+        block, at = _block_of(outer, each) or ([], 0)
+        if any(_leaves(block[: i + 1]) for i in range(at)):
+            return True
+    return False
+
+
 def begins_before(statement: ast.stmt, around: Sequence[ast.stmt], function: ast.AST) -> bool:
     """Whether a statement of a function has begun whenever an expression is evaluated, be it a loop
     that has nothing to run for. Arguments are those of :func:`runs_before`.
