@@ -144,7 +144,7 @@ def have_answered_alike(plan: Plan, index: Index, facts: Facts, references: Refe
     facts.of_one |= of_one
     if any(_have_models(of, taking, paths, index, facts) for of in of_objects):
         return True
-    more = [(unit, axes) for of in of_objects for unit, axes in _beside_the_globals(of)]
+    more = [each for of in of_objects for each in _of_a_class(of, taking)]
     more += [(unit, axes) for of in of_objects for unit, axes in _beside_another(of)]
     more += [
         (each.unit, each.axes)
@@ -295,6 +295,22 @@ def _beside_the_globals(together: list[_Asking]) -> Iterator[tuple[Scope, frozen
         if asking.axes & globals_ and not _is_of_globals(asking.base):
             # What it does not hand on it has asked of the globals, beside what it asks itself.
             yield asking.unit, AXES if asking.hands_on else asking.axes
+
+
+def _of_a_class(
+    together: list[_Asking], taking: Collection[Scope]
+) -> Iterator[tuple[Scope, frozenset[str]]]:
+    """The same of the methods of a class. One whose constructor takes a collection uses that for
+    all kinds, or for none.
+    """
+    found = list(_beside_the_globals(together))
+    takes_one = any(_takes_one(one, taking) for each in together for one in _makers(each.unit))
+    if not found or not takes_one:
+        yield from found
+        return
+    for asking in together:
+        if not _is_of_globals(asking.base):
+            yield asking.unit, AXES
 
 
 def _takes_one(constructor: Scope, taking: Collection[Scope]) -> bool:
