@@ -4,12 +4,12 @@ kind of group. Where nothing can, the globals do.
 
 from __future__ import annotations
 
-import ast
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megapg.migrate.decide.already import read_of_collections
 from megapg.migrate.decide.decisions import GLOBALS, Base, Plan
 from megapg.migrate.decide.early import is_early_and_late
 from megapg.migrate.decide.facts import Facts
@@ -48,7 +48,7 @@ from megapg.migrate.python.methods import (
     self_of,
     setting_up,
 )
-from megapg.migrate.python.scopes import Alias, Opaque, Scope, Use, last_name
+from megapg.migrate.python.scopes import Alias, Opaque, Scope, Use
 from megapg.migrate.reasons import FALLBACK, UNSERVED
 from megapg.upstream.mapping import COLLECTION_NAMES, Takes
 
@@ -168,39 +168,8 @@ def _by_itself(asked: Sequence[_Asking]) -> Iterator[_Asking]:
     constructor that is one object's, be it passed or kept.
     """
     for unit, path in {each.unit: each.path for each in asked}.items():
-        for name, axes in _read_of_collections(unit) if class_of(unit) is None else ():
+        for name, axes in read_of_collections(unit) if class_of(unit) is None else ():
             yield _Asking(unit, path, axes, Base(How.COLLECTION, "plain", name))
-
-
-@kept
-def _read_of_collections(unit: Scope) -> list[tuple[str, frozenset[str]]]:
-    """The variables of whose collections a function reads groups, and of which kinds."""
-    return [
-        (name, axes)
-        for node in unit.nodes
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Load)
-        and last_name(node.value) in COLLECTION_NAMES
-        and (axes := axes_of(node.attr))
-        and (name := _had_of(node.value, unit))
-    ]
-
-
-def _had_of(collection: ast.expr, unit: Scope) -> str:
-    """The variable with a collection, or with the model of which it is had."""
-    bound = unit.bindings.get(last_name(collection), ())
-    first = bound[0].value if len(bound) == 1 and isinstance(bound[0], Alias) else None
-    if isinstance(collection, ast.Name) and isinstance(first, ast.Call) and first.args:
-        of = _root(first.args[0])
-        if of in MODEL_NAMES or of in unit.instances:
-            return of
-    return _root(collection)
-
-
-def _root(node: ast.expr) -> str:
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return last_name(node)
 
 
 def _by_core(asked: Sequence[_Asking], plan: Plan, index: Index, facts: Facts) -> Iterator[_Asking]:
