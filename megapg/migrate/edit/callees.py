@@ -252,10 +252,10 @@ class Callees:
         return list(self._find_called(use, call, unit, path))
 
     def _find_called(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> Iterator[_Called]:
-        for of, at in self._run_by(self._resolver.expression(use.node, use.scope, path)):
+        for of, at in self._objects.run_by(self._resolver.expression(use.node, use.scope, path)):
             yield _Called(of, at, not_passed(of, call, unit))
         for part, as_its_own in self._parts.built(call):
-            for of, at in self._run_by((part,)):
+            for of, at in self._objects.run_by((part,)):
                 yield _Called(of, at, not_passed(of, as_its_own, unit))
         if not isinstance(use.node, ast.Attribute):
             return
@@ -279,27 +279,23 @@ class Callees:
         """The functions that a call runs, or that run later, as values which are handed on."""
         unit, values = use.scope.unit, self._values
         assert unit is not None  # that was asked
-        for of, at in self._run_by(values.handed_to(use, path)):
+        for of, at in self._objects.run_by(values.handed_to(use, path)):
             yield _Called(of, at, not_passed(of, call, unit))
         yield from self._later(values.handed_by(use, call, path))
         yield from self._later(values.kept_by(use, call, path))
-        for of, at in self._run_by(values.bound(use, call, path)):
+        for of, at in self._objects.run_by(values.bound(use, call, path)):
             yield _Called(of, at, all_of_groups(of) - {each.arg for each in call.keywords})
+
+    @kept
+    def _run_behind(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> list[_Called]:
+        """The functions that a call runs, or hands to what runs them later."""
+        later = self._later(self._values.kept_by(use, call, path))
+        return [*self._called(use, call, unit, path), *later]
 
     def _later(self, things: Iterable[Thing]) -> Iterator[_Called]:
         """What runs where some things are called by others, which pass them no groups."""
-        for of, at in self._run_by(things):
+        for of, at in self._objects.run_by(things):
             yield _Called(of, at, all_of_groups(of))
-
-    def _run_by(self, things: Iterable[Thing]) -> Iterator[tuple[Scope, Path]]:
-        """What runs where some things are called: of a class its constructor."""
-        for each in things:
-            if each.scope is None or each.path is None:
-                continue
-            if each.kind == "function":
-                yield each.scope, each.path
-            elif each.kind == "class":
-                yield from self._objects.constructor(each.scope, each.path)
 
     @cached_property
     def _applied(self) -> Applied:
@@ -370,13 +366,15 @@ class Callees:
         stands_in = in_place_of(unit, COLLECTION_NAMES) if takes_one else set()
         for use, call in self._calls_in(called.path).get(unit, ()):
             is_asked = id(call) not in stands_in or called.left_out & {*COLLECTION_NAMES}
+            run = self._run_behind(use, call, unit, called.path) if is_asked else []
+            is_left = _is_left_a_schedule(call, unit, text)
+            if not run and not is_left:
+                continue
             there = (e.what for e in answered if _is_there(e.carrier, unit, call))
             own = frozenset[str]().union(*map(axes_of, there))
-            if _is_left_a_schedule(call, unit, text) and not _SCHEDULE.axes <= own:
+            if is_left and not _SCHEDULE.axes <= own:
                 found.append(_SCHEDULE)
-            later = self._later(self._values.kept_by(use, call, called.path))
-            run = (*self._called(use, call, unit, called.path), *later)
-            for each in run if is_asked else ():
+            for each in run:
                 is_own = isinstance(use.node, ast.Attribute) and is_self(use.node.value, unit)
                 of = called.handed_none if is_own else each.handed_none
                 filled = handed(each.function, call, called.left_out)

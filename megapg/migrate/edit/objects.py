@@ -5,14 +5,14 @@ with what the other methods of its object ask.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megapg.migrate.edit.mixing import CONSTRUCTOR, PASSED, TextOfFile
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.filled import is_filled
-from megapg.migrate.find.meaning import Resolver
+from megapg.migrate.find.meaning import Resolver, Thing
 from megapg.migrate.python.methods import class_of, kept, self_of
 from megapg.migrate.python.scopes import Alias, FunctionNode, Scope, Use, last_name
 
@@ -55,6 +55,16 @@ class Objects:
             return own
         found = (self.constructor(each, at, depth + 1) for each, at in self.bases(klass, path))
         return next((each for each in found if each), [])
+
+    def run_by(self, things: Iterable[Thing]) -> Iterator[tuple[Scope, Path]]:
+        """What runs where some things are called: of a class its constructor."""
+        for each in things:
+            if each.scope is None or each.path is None:
+                continue
+            if each.kind == "function":
+                yield each.scope, each.path
+            elif each.kind == "class":
+                yield from self.constructor(each.scope, each.path)
 
     def methods_called(self, use: Use, path: Path) -> Iterator[tuple[Scope, Path, str]]:
         """The methods that a call runs of an object which was made beside it, or comes from a

@@ -47,7 +47,6 @@ class Values:
                     further = _parameter(given, use.scope)
                     yield from self._given(*further, path, 0) if further is not None else ()
 
-    @kept
     def kept_by(self, use: Use, call: ast.Call, path: Path) -> list[Thing]:
         """The functions that a call hands to an object which it makes: that calls them later."""
         made = self.resolver.expression(use.node, use.scope, path)
