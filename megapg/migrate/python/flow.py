@@ -21,6 +21,7 @@ _NO_SUPPRESSORS = frozenset(
     {"no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "autocast", "device"}
     | {"nullcontext", "open", "init_empty_weights"}
 )
+_LEAVING = frozenset({ast.Return, ast.Raise, ast.Continue, ast.Break})
 _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
@@ -84,7 +85,7 @@ def is_dead(around: Sequence[ast.stmt], function: ast.AST) -> bool:
     """Whether some statements, from the outside in, are never come to, behind one that leaves."""
     for outer, each in zip((function, *around), around, strict=False):
         block, at = _block_of(outer, each) or ([], 0)
-        if any(_leaves(block[: i + 1]) for i in range(at)):
+        if any(before.__class__ in _LEAVING for before in block[:at]):  # a block may be long
             return True
     return False
 
@@ -349,7 +350,7 @@ def _may_bind(node: ast.AST, name: str) -> bool:
 
 def _leaves(block: Sequence[ast.stmt]) -> bool:
     """Whether what stands behind the statement around a block is not reached from it."""
-    return bool(block) and isinstance(block[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)
+    return bool(block) and block[-1].__class__ in _LEAVING
 
 
 def _lets_errors_pass(statement: ast.With | ast.AsyncWith) -> bool:
