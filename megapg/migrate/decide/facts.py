@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megapg.migrate.decide.decisions import Base, best
 from megapg.migrate.decide.exchanged import exchanging, owning
+from megapg.migrate.decide.gaps import Gaps
 from megapg.migrate.decide.outlived import Renewals
 from megapg.migrate.decide.references import References
 from megapg.migrate.find.axes import group_argument
@@ -67,6 +68,7 @@ class Facts:
 
     def __init__(self, index: Index, references: References, fallen: FallenBack) -> None:
         self._index, self._references, self.fallen = index, references, fallen
+        self._gaps = Gaps(index)
         self.renewals = Renewals(index, self.makes_groups)
         faking, reached = self._reached_by_fakes()
         self.making = self.owning | exchanging(index, references)
@@ -89,6 +91,7 @@ class Facts:
     def best(self, found: Sequence[Carrier], use: Use, path: Path) -> Base | None:
         """The first certain of the carriers that are found somewhere."""
         unit = use.scope.unit
+        found = [self._gaps.told(each, use, path) for each in found]
         found = [each for each in found if not self._is_left_out(each, unit, path)]
         found = [e for e in found if not self.renewals.outdate(e.expression, use, path)]
         if unit in self.of_complete:

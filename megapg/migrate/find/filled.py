@@ -12,7 +12,7 @@ from megapg.migrate.python.flow import blocks, statements_in
 from megapg.migrate.python.scopes import Alias, Binding, Scope
 
 # What Megatron-core calls the classes of collections. One has what it is made with.
-_CLASSES = frozenset(
+CLASSES = frozenset(
     {"ProcessGroupCollection", "ModelCommProcessGroups", "GradCommProcessGroups"}
     | {"GradFinalizeProcessGroups"}
 )
@@ -42,14 +42,30 @@ def fields_of(name: str, scope: Scope, path: Path, resolver: Resolver) -> frozen
     return None if found == frozenset() and _is_handed_on(name, scope) else found
 
 
+def fields_handed_on(
+    value: ast.expr, scope: Scope, path: Path, resolver: Resolver
+) -> frozenset[str] | None:
+    """The fields that what is handed on certainly has, of a variable with those that are filled in
+    right behind where it is made; None where nobody can tell.
+    """
+    if not isinstance(value, ast.Name):
+        return _fields(value, scope, path, resolver, ())
+    found, name = [], value.id
+    for each in scope.bindings.get(name, ()):
+        made = _held([each], path, resolver, ())
+        if made is not None and isinstance(each, Alias):
+            found.append((made | _filled_in(_behind(each.value, scope.node), name)) or None)
+    return least(found)
+
+
 def _held(
     bindings: Iterable[Binding], path: Path, resolver: Resolver, makers: _Makers
 ) -> frozenset[str] | None:
     values = [each for each in bindings if isinstance(each, Alias)]
-    return _least(_fields(each.value, each.scope, path, resolver, makers) for each in values)
+    return least(_fields(each.value, each.scope, path, resolver, makers) for each in values)
 
 
-def _least(found: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
+def least(found: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
     """What all of some collections have that can be told about."""
     known = [each for each in found if each is not None]
     return frozenset.intersection(*known) if known else None
@@ -60,7 +76,7 @@ def _fields(
 ) -> frozenset[str] | None:
     if isinstance(value, ast.BoolOp | ast.IfExp):
         either = value.values if isinstance(value, ast.BoolOp) else [value.body, value.orelse]
-        return _least(_fields(each, scope, path, resolver, makers) for each in either)
+        return least(_fields(each, scope, path, resolver, makers) for each in either)
     if not isinstance(value, ast.Call):
         return None
     called = resolver.expression(value.func, scope, path)
@@ -68,13 +84,13 @@ def _fields(
         names = {each.arg for each in value.keywords}
         shows = not value.args and None not in names
         return frozenset(each for each in names if each) if shows else None
-    return _least(_filled_by(each, resolver, makers) for each in called)
+    return least(_filled_by(each, resolver, makers) for each in called)
 
 
 def _is_a_collection(thing: Thing) -> bool:
     if thing.kind == "class" and thing.scope is not None:
-        return thing.scope.name in _CLASSES
-    return thing.kind == "name" and thing.name.rpartition(".")[2] in _CLASSES
+        return thing.scope.name in CLASSES
+    return thing.kind == "name" and thing.name.rpartition(".")[2] in CLASSES
 
 
 def _filled_by(thing: Thing, resolver: Resolver, makers: _Makers) -> frozenset[str] | None:
@@ -92,7 +108,7 @@ def _filled_by(thing: Thing, resolver: Resolver, makers: _Makers) -> frozenset[s
                 found.append(_filled_until(each, each.value.id, function, path, resolver, makers))
             else:
                 found.append(_fields(each.value, function, path, resolver, makers))
-    return _least(found)
+    return least(found)
 
 
 def _filled_until(
@@ -103,15 +119,20 @@ def _filled_until(
     made = _held(bindings, path, resolver, makers) if len(bindings) == 1 else None
     if made is None or _is_handed_on(name, function):
         return None
-    return made | {
+    return made | _filled_in(_before(end, function.node), name)
+
+
+def _filled_in(statements: Iterable[ast.stmt], name: str) -> frozenset[str]:
+    """The fields that some statements fill of what a variable holds."""
+    return frozenset(
         target.attr
-        for each in _before(end, function.node)
+        for each in statements
         if isinstance(each, ast.Assign)
         for target in each.targets
         if isinstance(target, ast.Attribute)
         and isinstance(target.value, ast.Name)
         and target.value.id == name
-    }
+    )
 
 
 def _is_handed_on(name: str, function: Scope) -> bool:
@@ -130,6 +151,16 @@ def _is_handed_on(name: str, function: Scope) -> bool:
         and id(each) not in harmless
         for each in function.nodes
     )
+
+
+def _behind(value: ast.expr, outer: ast.AST) -> list[ast.stmt]:
+    """The statements of its block behind the one that gives a variable a value."""
+    for each in (outer, *statements_in(outer)):
+        for block in blocks(each):
+            for at, one in enumerate(block):
+                if isinstance(one, ast.Assign | ast.AnnAssign) and one.value is value:
+                    return block[at + 1 :]
+    return []
 
 
 def _before(statement: ast.stmt, outer: ast.AST) -> list[ast.stmt]:
