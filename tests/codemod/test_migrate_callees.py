@@ -367,8 +367,9 @@ def test_the_schedule_that_a_core_outside_gives_is_one_of_the_globals(tmp_path: 
         ("losses", "run", f'{IN}(model, "pp")'),
         (
             *("at_once", "get_forward_backward_func"),
-            "pass it pp_size= and vp_size=, and what it gives the p2p_communicator= of that group "
-            "and pg_collection=megapg.megatron.schedule_collection(megapg.groups_of(model))",
+            "pass it pp_size= and vp_size=, and what it gives "
+            "pg_collection=megapg.megatron.schedule_collection(megapg.groups_of(model)), "
+            "and where there are stages the p2p_communicator= of its pp",
         ),
     ]
     assert {each.place for each in found} == {"megatron/core/pipeline_parallel/schedules.py"}
@@ -376,6 +377,109 @@ def test_the_schedule_that_a_core_outside_gives_is_one_of_the_globals(tmp_path: 
     in_it = {"a.py": SCHEDULES, core: "def get_forward_backward_func():\n    return print\n"}
     in_it["megatron/core/tensor_parallel/__init__.py"] = "from megatron.core import mpu\n"
     assert not migrated(write(tmp_path / "with_core", in_it)).callees
+
+
+OWN_SCHEDULES = {
+    "megatron/core/tensor_parallel/__init__.py": "",
+    "megatron/core/schedules.py": """\
+from megatron.core import parallel_state
+
+
+def get_forward_backward_func():
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        chosen = with_stages
+    else:
+        chosen = without_any
+    return chosen
+
+
+def without_any(model, *, pg_collection=None):
+    group = parallel_state.get_pipeline_model_parallel_group()
+    return model(pg_collection.pp if pg_collection is not None else group)
+
+
+def with_stages(model, *, p2p_communicator=None, pg_collection=None):
+    if p2p_communicator is None and pg_collection is None:
+        group = parallel_state.get_pipeline_model_parallel_group()
+    else:
+        group = pg_collection.pp
+    return model(group)
+
+
+def get_one():
+    return get_forward_backward_func()
+
+
+def counted():
+    def counting(model):
+        return model.n
+
+    return counting
+
+
+def picked(n):
+    return with_stages if n else without_any
+""",
+    "train.py": """\
+from megatron.core import mpu
+from megatron.core.schedules import counted, get_forward_backward_func, get_one, picked
+
+
+def at_once(model):
+    return get_one()(model=model), mpu.get_pipeline_model_parallel_rank()
+
+
+def step(model, schedule):
+    found = schedule(model=model)
+    return found if mpu.is_pipeline_last_stage(ignore_virtual=True) else None
+
+
+def train(model):
+    schedule = get_forward_backward_func()
+    return step(model, schedule)
+
+
+def run(model):
+    schedule = picked(model.n)
+    return schedule(model)
+
+
+def losses(model):
+    return run(model), mpu.get_pipeline_model_parallel_rank()
+
+
+def is_handed_it(model, sender):
+    schedule, count = get_one(), counted()
+    found = schedule(model, p2p_communicator=sender, pg_collection=model.pg_collection)
+    return found, count(model), mpu.get_pipeline_model_parallel_rank()
+
+
+class Loop:
+    def __init__(self, schedule):
+        self.schedule = schedule
+
+
+def loop(model):
+    return Loop(get_one()), mpu.get_pipeline_model_parallel_rank()
+""",
+}
+
+
+def test_functions_that_others_return_are_followed(tmp_path: Path) -> None:
+    """Such as the schedules of a Megatron-core in the project."""
+    found = migrated(write(tmp_path, OWN_SCHEDULES)).callees
+    instead = (
+        "pass it pg_collection=megapg.megatron.schedule_collection(megapg.groups_of(model)), "
+        "and where there are stages the p2p_communicator= of its pp"
+    )
+    assert [(each.function, each.line, each.callee, each.instead) for each in found] == [
+        ("at_once", 8, "with_stages", instead),
+        ("step", 12, "with_stages", instead),
+        ("train", 18, "with_stages", instead),
+        ("losses", 27, "run", f"{IN}(model)"),
+        ("loop", 44, "with_stages", instead),
+    ]
+    assert {each.place for each in found} == {"megatron/core/schedules.py:20"}
 
 
 HANDED_ON = {

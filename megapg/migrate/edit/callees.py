@@ -18,17 +18,12 @@ from megapg.migrate.edit.absent import in_place_of, lines_in_place_of
 from megapg.migrate.edit.applied import Applied
 from megapg.migrate.edit.called import GETTING_A_SCHEDULE
 from megapg.migrate.edit.handed import Handed
-from megapg.migrate.edit.lacking import (
-    OF_GROUPS,
-    all_of_groups,
-    handed,
-    not_passed,
-)
+from megapg.migrate.edit.lacking import OF_GROUPS, all_of_groups, handed, not_passed
 from megapg.migrate.edit.mixing import GLOBALS, PASSED, Asking, TextOfFile, definitions_in, text_of
 from megapg.migrate.edit.modelled import Modelled
 from megapg.migrate.edit.objects import Objects
 from megapg.migrate.edit.parts import Parts
-from megapg.migrate.edit.values import Values
+from megapg.migrate.edit.values import Values, in_order
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import Thing
@@ -41,6 +36,7 @@ from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
 # Further than anybody follows what is reported.
 _DEEPEST = 4
 _MAKING = ("initialize_model_parallel", "destroy_model_parallel")
+_SENDING = "p2p_communicator"  # the parameter of a schedule for who sends
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +65,7 @@ class _Asked:
     applied: str = ""  # the autograd function that asks, or has it asked
     of: str = ""  # the class whose object is asked, and was handed no collection
     first: str = ""  # on the way there that takes no collection
+    sends: bool = False  # whether that is a schedule, with a communicator beside its collection
 
 
 # Of the schedule that Megatron-core gives.
@@ -239,8 +236,7 @@ class Callees:
             if found is None and has and direct:  # about whatever it asks it is to be handed this
                 found = lacking
             if found is not None:
-                name = (class_of(called.function) or called.function).qualname
-                reported = _reported(text.name, call, unit, has, name, found)
+                reported = _reported(text.name, call, unit, has, _name(called.function), found)
                 yield call, reported, found, lacking is not None
                 return
 
@@ -252,11 +248,12 @@ class Callees:
         return list(self._find_called(use, call, unit, path))
 
     def _find_called(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> Iterator[_Called]:
-        for of, at in self._objects.run_by(self._resolver.expression(use.node, use.scope, path)):
-            yield _Called(of, at, not_passed(of, call, unit))
-        for part, as_its_own in self._parts.built(call):
-            for of, at in self._objects.run_by((part,)):
-                yield _Called(of, at, not_passed(of, as_its_own, unit))
+        things = in_order(self._resolver.expression(use.node, use.scope, path))
+        handed_back = self._values.handed_back(use, call, path)
+        named = ((each, call) for each in things)
+        for thing, its_call in (*named, *self._parts.built(call), *handed_back):
+            for of, at in self._objects.run_by((thing,)):
+                yield _Called(of, at, not_passed(of, its_call, unit))
         if not isinstance(use.node, ast.Attribute):
             return
         for method, at, handed_none in self._objects.methods_called(use, path):
@@ -411,20 +408,21 @@ def _has(unit: Scope, text: TextOfFile, beside: Iterable[str]) -> dict[str, str]
 def _of_globals(asked: Sequence[Asking], called: _Called, file: str) -> Iterator[_Asked]:
     """What a function asks of the globals, as it is called."""
     named = {each.arg for each in parameters(called.function.node)}
-    of_groups = named & (OF_GROUPS - {*COLLECTION_NAMES})
+    of_groups = sorted(named & OF_GROUPS - {*COLLECTION_NAMES})
     instead = {each: lines_in_place_of(called.function, each) for each in of_groups}
     for each in asked:
         axes, place = axes_of(each.what), f"{file}:{each.line}"
         if each.by_core or not axes:
             continue
         if each.carrier in COLLECTION_NAMES and each.carrier in named & called.left_out:
-            yield _Asked(axes, each.what, place, each.carrier)
+            yield _Asked(axes, each.what, place, each.carrier, sends=_SENDING in named)
         elif called.handed_none and each.carrier == self_of(called.function):
             yield _Asked(axes, each.what, place, of=called.handed_none)
         elif each.carrier == GLOBALS:
             passed = [name for name, lines in instead.items() if each.line in lines]
             if not passed or called.left_out & {*passed}:
-                yield _Asked(axes, each.what, place, next(iter(passed), ""))
+                of_it = (name for name in passed if each.what in GROUP_PARAMETERS.get(name, ()))
+                yield _Asked(axes, each.what, place, next(iter([*of_it, *passed]), ""))
 
 
 @kept
@@ -459,7 +457,7 @@ def _is_there(carrier: str, unit: Scope, call: ast.Call) -> bool:
 def _is_left_a_schedule(call: ast.Call, unit: Scope, text: TextOfFile) -> bool:
     """Whether a function has Megatron-core choose its schedule, and passes that no groups."""
     named = (each.arg for each in unit.nodes if isinstance(each, ast.keyword))
-    return text.names.gets_a_schedule(call) and "p2p_communicator" not in named
+    return text.names.gets_a_schedule(call) and _SENDING not in named
 
 
 def _reported(
@@ -473,13 +471,14 @@ def _reported(
     given = PASSED if is_being_made and PASSED in unit.bindings else carrier
     whole = given if given in COLLECTION_NAMES else f"megapg.groups_of({given})"
     written = given if given in COLLECTION_NAMES else f"megapg.groups_of({given}{fields})"
-    if found.unless in COLLECTION_NAMES:
-        instead = f"pass it {found.unless}={written}"
-    elif name == GETTING_A_SCHEDULE and found is _SCHEDULE:
+    if found is _SCHEDULE or (found.sends and found.unless):
+        it = "it" if found.unless else "it pp_size= and vp_size=, and what it gives"
         instead = (
-            f"pass it pp_size= and vp_size=, and what it gives the p2p_communicator= of that group "
-            f"and pg_collection=megapg.megatron.schedule_collection({whole})"
+            f"pass {it} {PASSED}=megapg.megatron.schedule_collection({whole}), "
+            f"and where there are stages the {_SENDING}= of its pp"
         )
+    elif found.unless in COLLECTION_NAMES:
+        instead = f"pass it {found.unless}={written}"
     elif found.of:
         instead = f"pass {found.of} a collection where it is made, such as {written}"
     elif found.unless:

@@ -1,18 +1,19 @@
 """Which functions a call runs that were handed on as values: to the function that calls them by a
-parameter, or by ``functools.partial``.
+parameter, by ``functools.partial``, or back by a function that returns them.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import Resolver, Thing
+from megapg.migrate.python.flow import statements_in
 from megapg.migrate.python.methods import kept, parameters, passed, self_of
-from megapg.migrate.python.scopes import Opaque, Scope, Use, last_name
+from megapg.migrate.python.scopes import Alias, Opaque, Scope, Use, last_name
 
 # Further than anybody hands a function on.
 _DEEPEST = 4
@@ -28,6 +29,39 @@ class Values:
     index: Index
     resolver: Resolver
     calls_in: Callable[[Path], Calls]
+
+    def handed_back(self, use: Use, call: ast.Call, path: Path) -> Iterator[tuple[Thing, ast.Call]]:
+        """The functions that a call runs since another one returns them, to a variable or to be
+        called at once; and the call that does.
+        """
+        above = use.parents.above
+        outer = above.node if above is not None else None
+        if isinstance(outer, ast.Call) and outer.func is call:
+            yield from ((each, outer) for each in self._returned(call, use.scope, path, 0))
+        yield from ((each, call) for each in self._returned(use.node, use.scope, path, 0))
+
+    def _returned(self, node: ast.expr, scope: Scope, path: Path, depth: int) -> Iterator[Thing]:
+        """The functions that an expression stands for since others of the project return them."""
+        if isinstance(node, ast.Name) and depth < _DEEPEST:
+            _, bound = scope.find(node.id) or (scope, ())
+            for each in bound:
+                if isinstance(each, Alias) and isinstance(each.value, ast.Name | ast.Call):
+                    yield from self._returned(each.value, each.scope, path, depth + 1)
+        elif isinstance(node, ast.Call):
+            for of in self.resolver.expression(node.func, scope, path):
+                if of.kind == "function" and of.scope is not None and of.path is not None:
+                    yield from self._returned_by(of.scope, of.path, depth)
+
+    @kept
+    def _returned_by(self, function: Scope, path: Path, depth: int) -> list[Thing]:
+        """The functions that one returns; but those in it, which ask what it does."""
+        found: list[Thing] = []
+        for each in statements_in(function.node):
+            if isinstance(each, ast.Return) and each.value is not None:
+                found += in_order(self.resolver.expression(each.value, function, path))
+                if depth < _DEEPEST:
+                    found += self._returned(each.value, function, path, depth + 1)
+        return [each for each in found if each.kind == "function" and _is_unit(each.scope)]
 
     def handed_to(self, use: Use, path: Path) -> list[Thing]:
         """What a function that is called by a parameter may be, as the source hands it on."""
@@ -82,6 +116,7 @@ class Values:
         for each in self.resolver.expression(node, use.scope, path) if node is not None else ():
             if each.kind in ("function", "class"):
                 yield each
+        yield from self._returned(node, use.scope, path, 0) if node is not None else ()
 
     @kept
     def _given(self, function: Scope, name: str, path: Path, depth: int) -> list[Thing]:
@@ -106,12 +141,28 @@ class Values:
                         yield from self._given(*further, file, depth + 1)
 
 
+def in_order(things: Collection[Thing]) -> list[Thing]:
+    """What a name may stand for: the first is reported, which is what takes most parameters."""
+    return sorted(things, key=_place) if len(things) > 1 else [*things]
+
+
+def _place(thing: Thing) -> tuple[int, str, int]:
+    if thing.scope is None:
+        return 0, str(thing.path or ""), 0
+    node = thing.scope.node
+    return -len(parameters(node)), str(thing.path or ""), getattr(node, "lineno", 0)
+
+
 def _given_by(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(each.value for each in call.keywords)]
 
 
 def _is_named(node: ast.expr, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
+
+
+def _is_unit(function: Scope | None) -> bool:
+    return function is not None and function.unit is function
 
 
 def _parameter(node: ast.expr | None, scope: Scope) -> tuple[Scope, str] | None:
