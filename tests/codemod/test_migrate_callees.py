@@ -570,3 +570,11 @@ def test_the_first_that_takes_no_collection_is_named(tmp_path: Path) -> None:
         "have between take pg_collection, hand it on to there, "
         'and pass it megapg.groups_of(model, "tp") by way of takes'
     )
+
+
+def test_a_package_whose_name_ends_like_megatron_is_no_core(tmp_path: Path) -> None:
+    beside = "hcu_megatron/core/tensor_parallel/layers.py"
+    (found,) = migrated(
+        write(tmp_path, {"a.py": SCHEDULES[: SCHEDULES.index("def at_once")], beside: "x = 1\n"})
+    ).callees
+    assert (found.function, found.callee) == ("losses", "run")

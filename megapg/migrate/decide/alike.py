@@ -270,16 +270,16 @@ def _of_a_class(
     together: list[_Asking], taking: Collection[Scope]
 ) -> Iterator[tuple[Scope, frozenset[str]]]:
     """The same of the methods of a class. One whose constructor takes a collection uses that for
-    all kinds, or for none.
+    all kinds, or for none, in what it does itself or calls of the classes above.
     """
     found = list(_beside_the_globals(together))
-    takes_one = any(_takes_one(one, taking) for each in together for one in _makers(each.unit))
-    if not found or not takes_one:
-        yield from found
-        return
-    for asking in together:
-        if not _is_of_globals(asking.base):
-            yield asking.unit, AXES
+    own = [each.unit for each in together if each.unit.parent is together[0].unit.parent]
+    said = {name for unit in own for of, name in unit.said if of == self_of(unit)}
+    if any(_takes_one(each, taking) for unit in own for each in _makers(unit)) and any(
+        unit in own or unit.name in said for unit, _ in found
+    ):
+        found += [(each.unit, AXES) for each in together if not _is_of_globals(each.base)]
+    yield from found
 
 
 def _takes_one(constructor: Scope, taking: Collection[Scope]) -> bool:

@@ -14,6 +14,12 @@ from megapg.upstream.mapping import Refusal
 GETTING_A_SCHEDULE = "get_forward_backward_func"
 """Megatron-core's function that gives one."""
 
+
+def is_of_a_core(file: str) -> bool:
+    """Whether a file of a project is of a Megatron-core in it, which is code like the other."""
+    return "/megatron/core/tensor_parallel" in f"/{file}"
+
+
 # What nothing serves, and does not stand for a group either.
 _OF_NO_GROUP = UNSERVED - {"no-field"}
 

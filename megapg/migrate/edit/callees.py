@@ -16,7 +16,7 @@ from pathlib import Path
 from megapg.layout import FIELDS
 from megapg.migrate.edit.absent import in_place_of, lines_in_place_of
 from megapg.migrate.edit.applied import Applied
-from megapg.migrate.edit.called import GETTING_A_SCHEDULE
+from megapg.migrate.edit.called import GETTING_A_SCHEDULE, is_of_a_core
 from megapg.migrate.edit.handed import Handed
 from megapg.migrate.edit.lacking import OF_GROUPS, all_of_groups, handed, not_passed
 from megapg.migrate.edit.mixing import GLOBALS, PASSED, Asking, TextOfFile, definitions_in, text_of
@@ -140,9 +140,7 @@ class Callees:
 
     @cached_property
     def _has_core(self) -> bool:
-        """Whether a core in the project is code like the other."""
-        core = "megatron/core/tensor_parallel"
-        return any(core in path.as_posix() for path, _ in self._index.analyses())
+        return any(is_of_a_core(path.as_posix()) for path, _ in self._index.analyses())
 
     def _calls_in(self, path: Path) -> Mapping[Scope | None, Sequence[tuple[Use, ast.Call]]]:
         """What is called in a file, by the functions that do."""

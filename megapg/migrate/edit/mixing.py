@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import combinations
 
 from megapg.migrate.edit.absent import for_none
-from megapg.migrate.edit.called import Names
+from megapg.migrate.edit.called import Names, is_of_a_core
 from megapg.migrate.find.axes import axes_of, group_argument
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.find.roles import is_of_another_role
@@ -91,8 +91,7 @@ def mixed(
         runtime: what the new texts import.
     """
     every = {**(unchanged or {}), **trees}
-    # A core in the project is code like the other.
-    has_core = any("megatron/core/tensor_parallel" in file for file in every)
+    has_core = any(map(is_of_a_core, every))
     files = {
         name: text_of(tree, name, tuple(versions), has_core, runtime)
         for name, tree in every.items()
