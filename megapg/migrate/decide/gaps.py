@@ -18,7 +18,7 @@ from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import ONLY_UNKNOWN, Thing
 from megapg.migrate.find.sites import Carrier
 from megapg.migrate.python.methods import class_of, kept, parameters, passed
-from megapg.migrate.python.scopes import Scope, Use, last_name, scopes
+from megapg.migrate.python.scopes import Scope, Use, is_named, last_name, scopes
 from megapg.upstream.mapping import COLLECTION_NAMES
 
 _Parameter: TypeAlias = tuple[Scope, str]
@@ -63,7 +63,7 @@ class Gaps:
                 if (function, name) not in found or not known <= fields:
                     found[function, name] = known & fields
                     further = self._handed_on_by(function, path)
-                    waiting += [(e, known & fields) for e in further if _is_named(e.value, name)]
+                    waiting += [(e, known & fields) for e in further if is_named(e.value, name)]
         return found
 
     def _filled(self) -> Iterator[tuple[_Handed, frozenset[str]]]:
@@ -138,7 +138,3 @@ def _functions_of(thing: Thing) -> Iterator[_Function]:
     if scope is not None and path is not None and thing.kind in ("function", "class"):
         found = [scope] if thing.kind == "function" else scope.defined("__init__")
         yield from ((each, path) for each in found)
-
-
-def _is_named(value: ast.expr, name: str) -> bool:
-    return isinstance(value, ast.Name) and value.id == name

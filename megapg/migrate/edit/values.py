@@ -13,7 +13,7 @@ from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import Resolver, Thing
 from megapg.migrate.python.flow import statements_in
 from megapg.migrate.python.methods import kept, parameters, passed, self_of
-from megapg.migrate.python.scopes import Alias, Opaque, Scope, Use, last_name
+from megapg.migrate.python.scopes import Alias, Opaque, Scope, Use, is_named, last_name
 
 # Further than anybody hands a function on.
 _DEEPEST = 4
@@ -93,16 +93,16 @@ class Values:
         """Whether a function calls what it is passed for one of its parameters, be it by others."""
         is_one = any(each.arg == name for each in parameters(function.node))
         calls = self.calls_in(path).get(function, ()) if is_one else ()
-        if any(_is_named(use.node, name) for use, _ in calls):
+        if any(is_named(use.node, name) for use, _ in calls):
             return True
         return depth < _DEEPEST and any(
             self._runs(thing.scope, parameter, thing.path, depth + 1)
             for use, call in calls
-            if any(_is_named(each, name) for each in _given_by(call))
+            if any(is_named(each, name) for each in _given_by(call))
             for thing in self.resolver.expression(use.node, use.scope, path)
             if thing.kind == "function" and thing.scope is not None and thing.path is not None
             for parameter, given in passed(thing.scope, call).items()
-            if _is_named(given, name)
+            if is_named(given, name)
         )
 
     def bound(self, use: Use, call: ast.Call, path: Path) -> Iterator[Thing]:
@@ -155,10 +155,6 @@ def _place(thing: Thing) -> tuple[int, str, int]:
 
 def _given_by(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(each.value for each in call.keywords)]
-
-
-def _is_named(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
 
 
 def _is_unit(function: Scope | None) -> bool:

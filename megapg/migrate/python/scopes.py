@@ -294,6 +294,11 @@ def last_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def is_named(node: ast.AST, name: str) -> bool:
+    """Whether a node is a variable of that name."""
+    return isinstance(node, ast.Name) and node.id == name
+
+
 def bound_name(alias: ast.alias) -> str:
     """The name that an import binds, or one of its parts."""
     return alias.asname or alias.name.partition(".")[0]
