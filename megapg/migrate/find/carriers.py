@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megapg.migrate.find.filled import fields_of, is_filled
+from megapg.migrate.find.filled import fields_of, is_filled, is_filled_before
 from megapg.migrate.find.meaning import Resolver, Thing
 from megapg.migrate.find.models import (
     ancestry,
@@ -230,7 +230,7 @@ class _Search:
         if name in scope.deleted or holds_nothing:
             return
         if kind == "collection" and (
-            is_filled(name, scope)
+            (is_filled(name, scope) and not is_filled_before(name, around, scope))
             or _is_asked_about(name, self._use.parents)
             or any(isinstance(b, Alias) and _is_plain(b.value) for b in bindings)
         ):

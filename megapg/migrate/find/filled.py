@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
 from megapg.migrate.find.meaning import Resolver, Thing
-from megapg.migrate.python.flow import blocks, statements_in
-from megapg.migrate.python.scopes import Alias, Binding, Scope
+from megapg.migrate.python.flow import LOOP, blocks, statements_in
+from megapg.migrate.python.scopes import Alias, Binding, Scope, walk
 
 # What Megatron-core calls the classes of collections. One has what it is made with.
 CLASSES = frozenset(
@@ -25,19 +26,42 @@ _Makers: TypeAlias = tuple[Scope, ...]
 
 def is_filled(name: str, function: Scope) -> bool:
     """Whether a function puts groups into a collection: until then it lacks them."""
-    return any(
-        isinstance(each, ast.Attribute)
-        and not isinstance(each.ctx, ast.Load)
-        and isinstance(each.value, ast.Name)
-        and each.value.id == name
-        for each in function.nodes
+    return any(_is_put_into(name, each) for each in function.nodes)
+
+
+def is_filled_before(name: str, around: Sequence[ast.stmt], function: Scope) -> bool:
+    """Whether a function puts groups into a collection nowhere but in what is behind it when an
+    expression is evaluated, given the statements around that, from the outside in.
+    """
+    outer: ast.AST = function.node
+    puts = sum(_is_put_into(name, each) for each in function.nodes)
+    for each in around:
+        for block in blocks(outer):
+            if each in block:
+                before = chain.from_iterable(map(walk, block[: block.index(each)]))
+                puts -= sum(_is_put_into(name, node) for node in before)
+        if isinstance(each, LOOP):
+            break  # an earlier turn may have bound it anew
+        outer = each
+    return puts == 0
+
+
+def _is_put_into(name: str, node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and not isinstance(node.ctx, ast.Load)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == name
     )
 
 
 def fields_of(name: str, scope: Scope, path: Path, resolver: Resolver) -> frozenset[str] | None:
-    """The fields that what a variable of a function, or module, holds certainly has; None where
-    nobody can tell: what has none, and is handed on, is filled there.
+    """The fields that what a variable of a function, or module, holds certainly has, filled where
+    the function does so; None where nobody can tell: what has none, and is handed on, is filled
+    there.
     """
+    if scope.kind == "function" and is_filled(name, scope):
+        return fields_handed_on(ast.Name(name), scope, path, resolver)
     found = _held(scope.bindings.get(name, ()), path, resolver, ())
     return None if found == frozenset() and _is_handed_on(name, scope) else found
 
