@@ -1,8 +1,8 @@
 """The rules: from where each use is to be served, or why it is left.
 
-Best first: a collection in scope, a model that carries one, a parameter that is threaded
-from callers that have one of these, and last ``megapg.resolve()``, which takes what was passed and
-else the globals. Each is chosen only where it gives what the getter would have given.
+Best first: a collection in scope, a model that carries one, a parameter threaded from callers that
+have one of these, and last ``megapg.resolve()``, which takes what was passed, else the globals.
+Each is chosen only where it gives what the getter would have given.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megapg.migrate.decide.facts import Facts, FallenBack
 from megapg.migrate.decide.functions import PARAMETER, Functions
 from megapg.migrate.decide.handing import handed_on, handed_to
 from megapg.migrate.decide.noticed import heard_as, stand_ins, with_what_is_unheard
+from megapg.migrate.decide.own import ask_what_is_kept
 from megapg.migrate.decide.passed import all_fed, ask_the_object, fields_read, globals_passed
 from megapg.migrate.decide.references import Reference
 from megapg.migrate.decide.roots import Roots
@@ -65,7 +66,7 @@ def make_plan(
             planner.look_at(located)
         plan = planner.plan()
         if not have_answered_alike(plan, index, facts, functions.references):
-            return without_what_is_swallowed(plan)
+            return without_what_is_swallowed(ask_what_is_kept(plan, index, functions.references))
 
 
 # -- the rules -------------------------------------------------------------------------------------
@@ -128,8 +129,8 @@ def _does_not_fit(planner: _Planner, located: Located) -> bool:
         return False
     if looked is None or is_shown(looked[0], located.use.parents):
         return True
-    quoted = '"' in located.site.replacement
-    return quoted and quote_in(looked[0], located.begin, located.use.parents) is None
+    needs_quotes = '"' in located.site.replacement
+    return needs_quotes and quote_in(looked[0], located.begin, located.use.parents) is None
 
 
 def _answers_zero_at_import(planner: _Planner, located: Located) -> bool:
@@ -332,8 +333,7 @@ class _Planner:
         facts: Facts,
     ) -> None:
         self.index: Index = index
-        self.frozen: Collection[Path] = frozen
-        self.unsafe: bool = unsafe
+        self.frozen, self.unsafe = frozen, unsafe
         self.functions: Functions = functions
         self.facts: Facts = facts
         self.threads: Threads = Threads(index, self.functions, self.facts, frozen)
