@@ -148,6 +148,18 @@ def test_no_import_of_megapg_is_left(tmp_path: Path) -> None:
             compile(text, name, "exec")
 
 
+@pytest.mark.parametrize("module", ["process_groups", "pg"])
+def test_no_variable_is_called_like_the_module(tmp_path: Path, module: str) -> None:
+    reads = "from megatron.core import mpu\ndef train(model, groups, {}):\n    {}\n".format(
+        "pg" if module == "process_groups" else "process_groups",
+        "return mpu.get_tensor_model_parallel_rank() + mpu.get_data_parallel_rank()",
+    )
+    write(tmp_path, {"trainer/__init__.py": "", "trainer/train.py": reads})
+    ended(0, "migrate", tmp_path, "--write", "--runtime", f"vendored:{module}")
+    after = (tmp_path / "trainer/train.py").read_text()
+    assert f"    pg_ = {module}.groups_of(model" in after
+
+
 def test_a_second_run_writes_the_same(tmp_path: Path) -> None:
     after = migrated(tmp_path, TREE)
     assert "0 uses: 0 can be rewritten in 0 files" in ended(0, "migrate", tmp_path)

@@ -57,6 +57,7 @@ class Writer:
             source, analysis, style.order, style.is_sorted, style.is_linted, runtime
         )
         self._style = style
+        self._called = {each.name for each in runtime}
         self._edits: list[Edit] = []
         self._gone: set[Use] = set()
         self._shared: dict[Decision | Passing, str] = {}
@@ -267,11 +268,12 @@ class Writer:
     def _free_name(
         self, function: Scope, wanted: Sequence[str], taken: Collection[str]
     ) -> str | None:
-        """The first of some names that is no word of a function."""
+        """The first of some names that is no word of a function, nor what new text calls."""
         text = self._source.text
         if isinstance(function.node, ast.stmt):  # and no script
             begin, end = self._source.extent(function.node)
             text = text[begin:end]
+        taken = {*taken, *self._called}
         free = (n for n in wanted if n not in taken and not re.search(rf"\b{n}\b", text))
         return next(free, None)
 
