@@ -221,9 +221,11 @@ class Facts:
         )
 
     def calls_what_fakes(self, unit: Scope | None, path: Path) -> bool:
-        """Whether a function has a rank or a size faked: what it calls then is to hear that."""
+        """Whether a function has a rank or a size faked: what it calls then is to hear that. What
+        has the groups made as well, as Megatron's ``initialize_megatron``, fakes none beside these.
+        """
         called = self._references.called_by(unit, path) if unit is not None and self._faking else ()
-        return any(each in self._faking for each, _ in called)
+        return any(e in self._faking and not self.makes_groups(e, at) for e, at in called)
 
     def _reached_by_fakes(self) -> tuple[set[Scope], set[Scope]]:
         """Functions that fake a rank or a size, and those that are decorated with one or handed to
