@@ -170,7 +170,12 @@ def run(corpus: Corpus) -> Outcome:
 @contextmanager
 def _copy_of(corpus: Corpus) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="megapg-bench-") as folder:
-        yield Path(shutil.copytree(corpus.wheel.tree(), Path(folder, "tree")))
+        # Published trees have links to files that they do not publish.
+        yield Path(
+            shutil.copytree(
+                corpus.wheel.tree(), Path(folder, "tree"), ignore_dangling_symlinks=True
+            )
+        )
 
 
 def _migration(corpus: Corpus, tree: Path) -> tuple[Migration, float]:
