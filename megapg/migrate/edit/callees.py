@@ -13,13 +13,27 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from megapg.layout import FIELDS
-from megapg.migrate.edit.absent import in_place_of, lines_in_place_of
+from megapg.migrate.edit.absent import in_place_of
 from megapg.migrate.edit.applied import Applied
+from megapg.migrate.edit.asked import (
+    SCHEDULE,
+    SENDING,
+    Asked,
+    Called,
+    by_way_of,
+    name_of,
+    of_globals,
+    reported,
+)
 from megapg.migrate.edit.called import GETTING_A_SCHEDULE, is_of_a_core
 from megapg.migrate.edit.handed import Handed
-from megapg.migrate.edit.lacking import OF_GROUPS, all_of_groups, handed, not_passed
-from megapg.migrate.edit.mixing import GLOBALS, PASSED, Asking, TextOfFile, definitions_in, text_of
+from megapg.migrate.edit.lacking import (
+    all_of_groups,
+    handed,
+    not_passed,
+    without_any,
+)
+from megapg.migrate.edit.mixing import GLOBALS, PASSED, TextOfFile, definitions_in, text_of
 from megapg.migrate.edit.modelled import Modelled
 from megapg.migrate.edit.objects import Objects
 from megapg.migrate.edit.parts import Parts
@@ -29,47 +43,13 @@ from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import Thing
 from megapg.migrate.migration import Callee
 from megapg.migrate.python.analysis import Analysis, analyse
-from megapg.migrate.python.methods import class_of, is_self, is_super, kept, parameters, self_of
+from megapg.migrate.python.methods import class_of, is_self, is_super, kept, self_of
 from megapg.migrate.python.scopes import Alias, FunctionNode, Opaque, Scope, Use, last_name
-from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
+from megapg.upstream.mapping import COLLECTION_NAMES
 
 # Further than anybody follows what is reported.
 _DEEPEST = 4
 _MAKING = ("initialize_model_parallel", "destroy_model_parallel")
-_SENDING = "p2p_communicator"  # the parameter of a schedule for who sends
-
-
-@dataclass(frozen=True, eq=False)
-class _Called:
-    """A function that a call calls, or that stands behind it."""
-
-    function: Scope
-    path: Path
-    left_out: frozenset[str]  # the parameters that it is not passed
-    handed_none: str = ""  # the class of its object, where that was handed no collection
-
-    @property
-    def key(self) -> tuple[Scope, frozenset[str]]:
-        """By which it is told from the same function, called with other parameters."""
-        return self.function, self.left_out & OF_GROUPS | {self.handed_none}
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What is asked of the globals behind a call."""
-
-    axes: frozenset[str]
-    what: str
-    place: str
-    unless: str = ""  # the parameter that would have been asked, had it been passed
-    applied: str = ""  # the autograd function that asks, or has it asked
-    of: str = ""  # the class whose object is asked, and was handed no collection
-    first: str = ""  # on the way there that takes no collection
-    sends: bool = False  # whether that is a schedule, with a communicator beside its collection
-
-
-# Of the schedule that Megatron-core gives.
-_SCHEDULE = _Asked(frozenset({"pp"}), "pp", "megatron/core/pipeline_parallel/schedules.py")
 
 
 @dataclass(frozen=True)
@@ -97,7 +77,7 @@ class Callees:
     def __init__(self, index: Index, trees: Mapping[Path, ast.Module]) -> None:
         self._index, self._trees = index, trees
         self._resolver = index.resolver_of(self._analysis)
-        self._known: dict[tuple[Scope, frozenset[str]], list[_Asked]] = {}
+        self._known: dict[tuple[Scope, frozenset[str]], list[Asked]] = {}
         self._asking: set[tuple[Scope, frozenset[str]]] = set()
         self._cut = 0  # how often a circle was cut short: what came of it is not for keeps
 
@@ -174,7 +154,7 @@ class Callees:
                 continue
             beside = self._objects.asked_beside(unit, path)
             own, direct = _has(unit, text, beside), _has(unit, text, ())
-            found: list[tuple[ast.Call, Callee, _Asked, bool]] = []
+            found: list[tuple[ast.Call, Callee, Asked, bool]] = []
             for use, call in calls if own else ():
                 there = {each for each in {*own.values()} if _is_there(each, unit, call)}
                 has = {axis: each for axis, each in own.items() if each in there}
@@ -198,7 +178,7 @@ class Callees:
         unit: Scope,
         path: Path,
         callee: Callee,
-        asked: _Asked,
+        asked: Asked,
         beside: Mapping[str, tuple[Scope, Path]],
         lacks_it: bool,
     ) -> Calling:
@@ -211,13 +191,13 @@ class Callees:
 
     def _of_call(
         self, use: Use, call: ast.Call, has: Mapping[str, str], direct: bool, path: Path
-    ) -> Iterator[tuple[ast.Call, Callee, _Asked, bool]]:
+    ) -> Iterator[tuple[ast.Call, Callee, Asked, bool]]:
         unit, text = use.scope.unit, self._text(path)
         assert unit is not None  # that was asked
         assert text is not None
-        if _is_left_a_schedule(call, unit, text) and not has.keys().isdisjoint(_SCHEDULE.axes):
-            reported = _reported(text.name, call, unit, has, GETTING_A_SCHEDULE, _SCHEDULE)
-            yield call, reported, _SCHEDULE, False
+        if _is_left_a_schedule(call, unit, text) and not has.keys().isdisjoint(SCHEDULE.axes):
+            schedule = reported(text.name, call, unit, has, GETTING_A_SCHEDULE, SCHEDULE)
+            yield call, schedule, SCHEDULE, False
         for called in (*self._called(use, call, unit, path), *self._by_value(use, call, path)):
             if called.function is unit or self._makes_groups(called.function, called.path, 0):
                 continue
@@ -234,63 +214,63 @@ class Callees:
             if found is None and has and direct:  # about whatever it asks it is to be handed this
                 found = lacking
             if found is not None:
-                reported = _reported(text.name, call, unit, has, _name(called.function), found)
-                yield call, reported, found, lacking is not None
+                callee = reported(text.name, call, unit, has, name_of(called.function), found)
+                yield call, callee, found, lacking is not None
                 return
 
     # -- who is called -----------------------------------------------------------------------
 
     @kept
-    def _called(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> list[_Called]:
+    def _called(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> list[Called]:
         """The functions of the project that a call runs."""
         return list(self._find_called(use, call, unit, path))
 
-    def _find_called(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> Iterator[_Called]:
+    def _find_called(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> Iterator[Called]:
         things = in_order(self._resolver.expression(use.node, use.scope, path))
         handed_back = self._values.handed_back(use, call, path)
         named = ((each, call) for each in things)
         for thing, its_call in (*named, *self._parts.built(call), *handed_back):
             for of, at in self._objects.run_by((thing,)):
-                yield _Called(of, at, not_passed(of, its_call, unit))
+                yield Called(of, at, not_passed(of, its_call, unit))
         if not isinstance(use.node, ast.Attribute):
             return
         for method, at, handed_none in self._objects.methods_called(use, path):
-            yield _Called(method, at, not_passed(method, call, unit), handed_none)
+            yield Called(method, at, not_passed(method, call, unit), handed_none)
         if use.node.attr == "apply":
             for method, at, left_out in self._applied.run_by(use.node.value, call, use, path):
-                yield _Called(method, at, left_out)
+                yield Called(method, at, left_out)
         elif use.node.attr == "__init__" and is_super(use.node.value, unit):
             klass = class_of(unit)
             for above, at in self._objects.bases(klass, path) if klass is not None else ():
                 for constructor, where in self._objects.constructor(above, at):
-                    yield _Called(constructor, where, not_passed(constructor, call, unit))
+                    yield Called(constructor, where, not_passed(constructor, call, unit))
 
     def _functions_called(
         self, use: Use, call: ast.Call, unit: Scope, path: Path
     ) -> list[tuple[Scope, Path]]:
         return [(e.function, e.path) for e in self._called(use, call, unit, path)]
 
-    def _by_value(self, use: Use, call: ast.Call, path: Path) -> Iterator[_Called]:
+    def _by_value(self, use: Use, call: ast.Call, path: Path) -> Iterator[Called]:
         """The functions that a call runs, or that run later, as values which are handed on."""
         unit, values = use.scope.unit, self._values
         assert unit is not None  # that was asked
         for of, at in self._objects.run_by(values.handed_to(use, path)):
-            yield _Called(of, at, not_passed(of, call, unit))
+            yield Called(of, at, not_passed(of, call, unit))
         yield from self._later(values.handed_by(use, call, path))
         yield from self._later(values.kept_by(use, call, path))
         for of, at in self._objects.run_by(values.bound(use, call, path)):
-            yield _Called(of, at, all_of_groups(of) - {each.arg for each in call.keywords})
+            yield Called(of, at, all_of_groups(of) - {each.arg for each in call.keywords})
 
     @kept
-    def _run_behind(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> list[_Called]:
+    def _run_behind(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> list[Called]:
         """The functions that a call runs, or hands to what runs them later."""
         later = self._later(self._values.kept_by(use, call, path))
         return [*self._called(use, call, unit, path), *later]
 
-    def _later(self, things: Iterable[Thing]) -> Iterator[_Called]:
+    def _later(self, things: Iterable[Thing]) -> Iterator[Called]:
         """What runs where some things are called by others, which pass them no groups."""
         for of, at in self._objects.run_by(things):
-            yield _Called(of, at, all_of_groups(of))
+            yield Called(of, at, all_of_groups(of))
 
     @cached_property
     def _applied(self) -> Applied:
@@ -325,7 +305,7 @@ class Callees:
             if each.function is not unit
         )
 
-    def _behind(self, called: _Called, depth: int) -> list[_Asked]:
+    def _behind(self, called: Called, depth: int) -> list[Asked]:
         """What a function asks of the globals, or those that it calls: its own first. What it asks
         something else about is its own matter.
         """
@@ -343,13 +323,13 @@ class Callees:
             self._known[called.key] = found
         return found
 
-    def _behind_of(self, called: _Called, depth: int) -> list[_Asked]:
+    def _behind_of(self, called: Called, depth: int) -> list[Asked]:
         text, unit = self._text(called.path), called.function
         node = unit.node
         if text is None or not isinstance(node, FunctionNode):
             return []
         asked = text.asked_by(node)
-        found = list(_of_globals(asked, called, text.name))
+        found = list(of_globals(asked, called, text.name))
         answered = [
             each
             for each in asked
@@ -367,27 +347,21 @@ class Callees:
                 continue
             there = (e.what for e in answered if _is_there(e.carrier, unit, call))
             own = frozenset[str]().union(*map(axes_of, there))
-            if is_left and not _SCHEDULE.axes <= own:
-                found.append(_SCHEDULE)
+            if is_left and not SCHEDULE.axes <= own:
+                found.append(SCHEDULE)
             for each in run:
                 is_own = isinstance(use.node, ast.Attribute) and is_self(use.node.value, unit)
                 of = called.handed_none if is_own else each.handed_none
                 filled = handed(each.function, call, called.left_out)
-                further = _Called(each.function, each.path, each.left_out.union(filled), of)
+                lacking = each.left_out | without_any(each.function, call, called.left_out)
+                further = Called(each.function, each.path, lacking, of)
                 for one in self._behind(further, depth + 1):
                     unless = "" if one.unless in COLLECTION_NAMES else filled.get(one.unless, "")
                     if not one.axes <= own:
                         found.append(replace(one, axes=one.axes - own, unless=unless))
-        return _by_way_of(
-            found, self._applied.of(unit, called.path), "" if takes_one else _name(unit)
+        return by_way_of(
+            found, self._applied.of(unit, called.path), "" if takes_one else name_of(unit)
         )
-
-
-def _by_way_of(asked: list[_Asked], applied: str, first: str) -> list[_Asked]:
-    """What is asked behind a method of an autograd function, or behind one without a collection."""
-    return [
-        replace(each, applied=applied or each.applied, first=first or each.first) for each in asked
-    ]
 
 
 def _has(unit: Scope, text: TextOfFile, beside: Iterable[str]) -> dict[str, str]:
@@ -403,36 +377,11 @@ def _has(unit: Scope, text: TextOfFile, beside: Iterable[str]) -> dict[str, str]
     return own | {axis: each.carrier for each in asked for axis in axes_of(each.what)}
 
 
-def _of_globals(asked: Sequence[Asking], called: _Called, file: str) -> Iterator[_Asked]:
-    """What a function asks of the globals, as it is called."""
-    named = {each.arg for each in parameters(called.function.node)}
-    of_groups = sorted(named & OF_GROUPS - {*COLLECTION_NAMES})
-    instead = {each: lines_in_place_of(called.function, each) for each in of_groups}
-    for each in asked:
-        axes, place = axes_of(each.what), f"{file}:{each.line}"
-        if each.by_core or not axes:
-            continue
-        if each.carrier in COLLECTION_NAMES and each.carrier in named & called.left_out:
-            yield _Asked(axes, each.what, place, each.carrier, sends=_SENDING in named)
-        elif called.handed_none and each.carrier == self_of(called.function):
-            yield _Asked(axes, each.what, place, of=called.handed_none)
-        elif each.carrier == GLOBALS:
-            passed = [name for name, lines in instead.items() if each.line in lines]
-            if not passed or called.left_out & {*passed}:
-                of_it = (name for name in passed if each.what in GROUP_PARAMETERS.get(name, ()))
-                yield _Asked(axes, each.what, place, next(iter([*of_it, *passed]), ""))
-
-
 @kept
 def _assignments(unit: Scope) -> list[tuple[int, int]]:
     """The first and the last lines of the assignments in a function."""
     assigned = (each for each in unit.nodes if isinstance(each, ast.Assign))
     return [(each.lineno, each.end_lineno or each.lineno) for each in assigned]
-
-
-def _name(function: Scope) -> str:
-    """Of a constructor that of its class."""
-    return (class_of(function) or function).qualname
 
 
 def _is_there(carrier: str, unit: Scope, call: ast.Call) -> bool:
@@ -455,40 +404,4 @@ def _is_there(carrier: str, unit: Scope, call: ast.Call) -> bool:
 def _is_left_a_schedule(call: ast.Call, unit: Scope, text: TextOfFile) -> bool:
     """Whether a function has Megatron-core choose its schedule, and passes that no groups."""
     named = (each.arg for each in unit.nodes if isinstance(each, ast.keyword))
-    return text.names.gets_a_schedule(call) and _SENDING not in named
-
-
-def _reported(
-    file: str, call: ast.Call, unit: Scope, own: Mapping[str, str], name: str, found: _Asked
-) -> Callee:
-    carrier = own[min(found.axes & own.keys() or own.keys())]
-    of_groups = GROUP_PARAMETERS.get(found.unless, ())
-    field = found.what if found.what in of_groups else next(iter(of_groups), found.what)
-    fields = f', "{field}"' if field in FIELDS else ""
-    is_being_made = class_of(unit) is not None and carrier == self_of(unit)  # and carries nothing
-    given = PASSED if is_being_made and PASSED in unit.bindings else carrier
-    whole = given if given in COLLECTION_NAMES else f"megapg.groups_of({given})"
-    written = given if given in COLLECTION_NAMES else f"megapg.groups_of({given}{fields})"
-    if found is _SCHEDULE or (found.sends and found.unless):
-        it = "it" if found.unless else "it pp_size= and vp_size=, and what it gives"
-        instead = (
-            f"pass {it} {PASSED}=megapg.megatron.schedule_collection({whole}), "
-            f"and where there are stages the {_SENDING}= of its pp"
-        )
-    elif found.unless in COLLECTION_NAMES:
-        instead = f"pass it {found.unless}={written}"
-    elif found.of:
-        instead = f"pass {found.of} a collection where it is made, such as {written}"
-    elif found.unless:
-        instead = f"pass it {found.unless}={written}.{field}"
-    elif found.applied:
-        instead = (
-            f"have {found.applied}.forward take the group as its last argument, and keep it on ctx "
-            "for backward, which returns one more None, also where it is called by hand; pass it "
-            f"from {written}"
-        )
-    else:
-        other = found.first not in ("", name)
-        it, way = (found.first, f" by way of {name}") if other else ("it", "")
-        instead = f"have {it} take {PASSED}, hand it on to there, and pass it {written}{way}"
-    return Callee(file, call.lineno, unit.qualname, carrier, name, found.what, found.place, instead)
+    return text.names.gets_a_schedule(call) and SENDING not in named

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megapg.layout import FIELDS
+from megapg.migrate.edit.absent import lines_in_place_of
+from megapg.migrate.edit.lacking import none_at_first, not_passed, without_any
 from megapg.migrate.edit.mixing import GLOBALS, Asking, TextOfFile
 from megapg.migrate.edit.values import Calls
 from megapg.migrate.find.axes import axes_of
@@ -42,37 +44,57 @@ class Handed:
             return
         for use, call in self.calls_in(path).get(unit, ()):
             for function, at in self.called(use, call, unit, path):
-                found = next(self._asked(function, at, passed(function, call), own), None)
+                lacking = not_passed(function, call, unit)
+                given = passed(function, call)
+                found = next(self._asked(function, at, given, own, lacking), None)
                 if found is not None and function is not unit:
                     yield call, _reported(text.name, call, unit, function, *found)
                     break
 
     def _asked(
-        self, function: Scope, path: Path, passed: Mapping[str, ast.expr], axes: frozenset[str]
+        self,
+        function: Scope,
+        path: Path,
+        passed: Mapping[str, ast.expr],
+        axes: frozenset[str],
+        left_out: frozenset[str],
     ) -> Iterator[tuple[Asking, str, ast.expr]]:
         """What is asked of the parameters of a function about some kinds of groups, where, and what
         they are passed.
         """
         for name, given in passed.items():
             if name not in COLLECTION_NAMES and not isinstance(given, ast.Constant):
-                for asking, place in self._behind(function, path, name, axes, 0):
+                for asking, place in self._behind(function, path, name, axes, left_out, 0):
                     yield asking, place, given
 
     def _behind(
-        self, function: Scope, path: Path, name: str, axes: frozenset[str], depth: int
+        self,
+        function: Scope,
+        path: Path,
+        name: str,
+        axes: frozenset[str],
+        left_out: frozenset[str],
+        depth: int,
     ) -> Iterator[tuple[Asking, str]]:
         text, node = self.text(path), function.node
         if text is None or not isinstance(node, FunctionNode):
             return
-        for each in text.asked_by(node):
-            if each.carrier == name and not each.by_core and axes_of(each.what) & axes:
+        asked = text.asked_by(node)
+        # What is asked only for want of a parameter that is passed is not asked.
+        passed_one = none_at_first(function) - left_out if asked else ()
+        unasked = {line for one in passed_one for line in lines_in_place_of(function, one)}
+        for each in asked:
+            is_asked = each.carrier == name and not each.by_core and each.line not in unasked
+            if is_asked and axes_of(each.what) & axes:
                 yield each, f"{text.name}:{each.line}"
         for use, call in self.calls_in(path).get(function, ()) if depth < _DEEPEST else ():
             if any(_is_named(each, name) for each in _given(call)):
                 for called, at in self.called(use, call, function, path):
+                    lacking = not_passed(called, call, function)
+                    lacking |= without_any(called, call, left_out)
                     for parameter, given in passed(called, call).items():
                         if _is_named(given, name) and called is not function:
-                            yield from self._behind(called, at, parameter, axes, depth + 1)
+                            yield from self._behind(called, at, parameter, axes, lacking, depth + 1)
 
 
 def _reported(

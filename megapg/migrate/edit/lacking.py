@@ -13,9 +13,23 @@ OF_GROUPS = frozenset({*COLLECTION_NAMES, *GROUP_PARAMETERS, *ANY_GROUP})
 
 
 def all_of_groups(function: Scope) -> frozenset[str]:
-    """The parameters of a function for groups, which whoever calls a value does not pass."""
+    """The parameters of a function which whoever calls a value does not pass: those for groups, and
+    others that may be None.
+    """
     named = {each.arg for each in parameters(function.node)}
-    return frozenset(named & OF_GROUPS)
+    return frozenset(named & OF_GROUPS | none_at_first(function))
+
+
+def none_at_first(function: Scope) -> frozenset[str]:
+    """The parameters of a function that are None where nothing is passed for them."""
+    given = getattr(function.node, "args", None)
+    if not isinstance(given, ast.arguments):
+        return frozenset()
+    by_place = [*given.posonlyargs, *given.args]
+    at_the_end = by_place[len(by_place) - len(given.defaults) :]
+    defaults = (*zip(at_the_end, given.defaults, strict=True),)
+    named = (*zip(given.kwonlyargs, given.kw_defaults, strict=True),)
+    return frozenset(each.arg for each, value in (*defaults, *named) if _is_none(value))
 
 
 def not_passed(function: Scope, call: ast.Call, unit: Scope) -> frozenset[str]:
@@ -31,13 +45,13 @@ def not_passed(function: Scope, call: ast.Call, unit: Scope) -> frozenset[str]:
 
 
 def _passed_none(function: Scope, call: ast.Call) -> frozenset[str]:
-    """The parameters for a group that a call fills with None."""
-    none = {
-        name
-        for name, given in passed(function, call).items()
-        if isinstance(given, ast.Constant) and given.value is None
-    }
-    return frozenset(none & OF_GROUPS - {*COLLECTION_NAMES})
+    """The parameters, but for collections, that a call fills with None."""
+    none = {name for name, given in passed(function, call).items() if _is_none(given)}
+    return frozenset(none - {*COLLECTION_NAMES})
+
+
+def _is_none(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def not_applied_to(method: Scope, call: ast.Call) -> frozenset[str]:
@@ -60,6 +74,14 @@ def handed(function: Scope, call: ast.Call, left_out: frozenset[str]) -> dict[st
         for node in (walk(given) if name in COLLECTION_NAMES else (given,))
         if isinstance(node, ast.Name) and node.id in unfilled
     }
+
+
+def without_any(function: Scope, call: ast.Call, left_out: frozenset[str]) -> frozenset[str]:
+    """The parameters of a function that a call fills with parameters of its own function which that
+    was not passed.
+    """
+    given = passed(function, call).items() if left_out else ()
+    return frozenset(n for n, each in given if isinstance(each, ast.Name) and each.id in left_out)
 
 
 def _is_made_in(dictionary: ast.expr, unit: Scope) -> bool:
