@@ -137,6 +137,29 @@ def test_it_runs_on_what_it_is_applied_to(tmp_path: Path) -> None:
         assert grown(lambda one: made["scale"](one, pg_collection=pg)) == (20, 12)
 
 
+def test_it_runs_as_torch_decorates_it_with_further_gradients(tmp_path: Path) -> None:
+    code = CODE.replace(FORWARD, f"    @amp.custom_fwd(device_type='cpu')\n{FORWARD}")
+    code = code.replace("(ctx, grad):", "(ctx, grad, *_):").replace(
+        "    def backward", "    @amp.custom_bwd(device_type='cpu')\n    def backward"
+    )
+    made: dict[str, Any] = {}
+    exec(migrated(tmp_path, {"a.py": f"from torch import amp\n{code}"}), made)
+    with fake_collection(tp=4, world_size=8, rank=3) as pg, forbid_global_reads():
+        assert grown(lambda one: made["scale"](one, pg_collection=pg)) == (20, 12)
+
+
+@pytest.mark.parametrize("returned", ["rest", "(grad, *rest)", "grad"])
+def test_what_is_behind_the_named_gradients_may_be_many(tmp_path: Path, returned: str) -> None:
+    code = (
+        "import torch\nfrom megatron.core import mpu\n\n\nclass F(torch.autograd.Function):\n"
+        "    @staticmethod\n    def forward(ctx, x):\n"
+        "        return x * mpu.get_tensor_model_parallel_rank()\n\n    @staticmethod\n"
+        f"    def backward(ctx, grad, *rest):\n        return {returned}\n\n\n"
+        "def f(model, x):\n    return F.apply(x)\n"
+    )
+    assert ("F.apply(x, " in migrated(tmp_path, {"a.py": code})) is (returned == "grad")
+
+
 def test_who_applies_it_as_before_has_the_globals(tmp_path: Path) -> None:
     """The None that is returned for the collection is dropped where none is passed."""
     made: dict[str, Any] = {}

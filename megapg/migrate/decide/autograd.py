@@ -17,7 +17,14 @@ from pathlib import Path
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.models import ancestry
 from megapg.migrate.python.insert import add_statement
-from megapg.migrate.python.methods import body_of, decorators, first_parameter, kept, mentions
+from megapg.migrate.python.methods import (
+    body_of,
+    decorators,
+    first_parameter,
+    kept,
+    mentions,
+    parameters,
+)
 from megapg.migrate.python.scopes import Alias, FunctionNode, Opaque, Scope
 from megapg.migrate.python.source import Source
 from megapg.upstream.mapping import COLLECTION_NAMES
@@ -27,6 +34,8 @@ _METHODS = frozenset({"forward", "backward"})
 _OTHER_WAYS = frozenset(
     {"symbolic", "setup_context", "vmap", "jvp", "vjp", "apply", "generate_vmap_rule"}
 )
+# What torch offers to decorate the methods with: each hands on all that it is passed, and returned.
+_HANDING_ON = frozenset({"staticmethod", "custom_fwd", "custom_bwd", "once_differentiable"})
 _COUNTED = "needs_input_grad"  # as long as there are arguments
 _END_OF_TUPLE = re.compile(r"[\s,]*\)?")
 _OF_TUPLES = frozenset({"count", "index"})
@@ -90,20 +99,27 @@ def _mentions_a_count(klass: ast.AST) -> bool:
 
 
 def _only(klass: Scope, name: str) -> Scope | None:
-    """The one static method of that name, where it takes its arguments by place alone."""
+    """The one static method of that name, where it takes what it is passed by place alone."""
     bound, methods = klass.bindings.get(name, ()), klass.defined(name)
     if len(bound) != 1 or len(methods) != 1:
         return None
     method, node = methods[0], methods[0].node
-    if not isinstance(node, ast.FunctionDef) or decorators(node) != {"staticmethod"}:
+    if not isinstance(node, ast.FunctionDef) or not _is_plain(node):
         return None
     given = node.args
-    if given.vararg or given.kwarg or given.kwonlyargs or not count_of_arguments(method):
+    # Whatever is behind the gradients that backward names is handed to it as before.
+    has_rest = given.vararg is not None and name == "forward"
+    if has_rest or given.kwarg or given.kwonlyargs or not count_of_arguments(method):
         return None
     is_bound_anew = len(method.bindings.get(first_parameter(node), ())) != 1
     if is_bound_anew or any(mentions(method, each) for each in COLLECTION_NAMES):
         return None
     return method
+
+
+def _is_plain(method: ast.FunctionDef) -> bool:
+    """Whether a method is static, and nothing else is made of it than torch does."""
+    return "staticmethod" in decorators(method) <= _HANDING_ON
 
 
 def _by_place(function: ast.AST) -> list[ast.arg]:
@@ -141,7 +157,9 @@ def _is_one(value: ast.expr, backward: Scope) -> bool:
     bound = backward.bindings.get(value.id, ())
     if len(bound) != 1 or not isinstance(bound[0], Alias | Opaque):
         return False
-    return (isinstance(bound[0], Opaque) and bound[0].parameter) or any(
+    if isinstance(bound[0], Opaque) and bound[0].parameter:
+        return any(each.arg == value.id for each in parameters(backward.node))  # not all the rest
+    return any(
         isinstance(each, ast.Attribute)
         and isinstance(each.value, ast.Name)
         and each.value.id == value.id
