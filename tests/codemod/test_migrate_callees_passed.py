@@ -65,3 +65,52 @@ def test_what_is_asked_only_for_want_of_an_argument_is_not_where_that_is_passed(
         ("leaves_it_out", "hands_on"),
         ("lacks_it", "by_way"),
     ]
+
+
+APPLIED = """\
+import megapg
+import torch
+from megatron.core import mpu
+
+
+def gathered(x, group=None, sizes=None):
+    if group is None:
+        group = mpu.get_tensor_model_parallel_group()
+    return x, group, sizes
+
+
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def symbolic(graph, x, group=None, sizes=None):
+        return gathered(x, group, sizes)
+
+    @staticmethod
+    def forward(ctx, x, group=None, sizes=None):
+        return gathered(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
+
+
+def gather(x, group=None, sizes=None):
+    return Gathered.apply(x, group, sizes)
+
+
+def passes_it(model, x):
+    pg = megapg.groups_of(model, "tp")
+    return gather(x, pg.tp), Gathered.apply(x, pg.tp)
+
+
+def lacks_it(model, x):
+    pg = megapg.groups_of(model, "tp")
+    return gather(x), Gathered.apply(x, None), pg.rank("tp")
+"""
+
+
+def test_what_an_autograd_function_is_applied_to_decides_it_too(tmp_path: Path) -> None:
+    found = migrate([write(tmp_path, {"a.py": APPLIED})], Config(tmp_path, versions=(16,))).callees
+    assert [(each.function, each.callee, each.instead) for each in found] == [
+        ("lacks_it", "gather", 'pass it group=megapg.groups_of(model, "tp").tp'),
+        ("lacks_it", "Gathered.forward", 'pass it group=megapg.groups_of(model, "tp").tp'),
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from megapg.migrate.python.methods import left_out, parameters, passed
+from megapg.migrate.python.methods import left_out, parameters, passed, self_of
 from megapg.migrate.python.scopes import Alias, Scope, last_name, walk
 from megapg.upstream.mapping import ANY_GROUP, COLLECTION_NAMES, GROUP_PARAMETERS
 
@@ -55,11 +55,25 @@ def _is_none(node: ast.expr | None) -> bool:
 
 
 def not_applied_to(method: Scope, call: ast.Call) -> frozenset[str]:
-    """The parameters for collections that the method of an autograd function is not passed."""
+    """The parameters that the method of an autograd function is not passed."""
     if any(isinstance(each, ast.Starred) for each in call.args):
         return frozenset()
     by_place = parameters(method.node)[1:]  # without the context
-    return frozenset({each.arg for each in by_place[len(call.args) :]} & {*COLLECTION_NAMES})
+    left_out = frozenset(each.arg for each in by_place[len(call.args) :])
+    none = (each.arg for each, given in zip(by_place, call.args, strict=False) if _is_none(given))
+    return left_out.union({*none} - {*COLLECTION_NAMES}) if method.name == "forward" else left_out
+
+
+def _passed(function: Scope, call: ast.Call) -> dict[str, ast.expr]:
+    """What a call passes for the parameters of a function, be it one that is applied."""
+    klass = function.parent
+    is_method = klass is not None and klass.kind == "class" and not self_of(function)
+    if not is_method or last_name(call.func) != "apply":
+        return passed(function, call)
+    if function.name != "forward" or any(isinstance(each, ast.Starred) for each in call.args):
+        return {}  # backward has what its context keeps
+    names = [each.arg for each in parameters(function.node)[1:]]
+    return dict(zip(names, call.args, strict=False))
 
 
 def handed(function: Scope, call: ast.Call, left_out: frozenset[str]) -> dict[str, str]:
@@ -69,7 +83,7 @@ def handed(function: Scope, call: ast.Call, left_out: frozenset[str]) -> dict[st
     unfilled = left_out & OF_GROUPS
     return {
         name: node.id
-        for name, given in passed(function, call).items()
+        for name, given in _passed(function, call).items()
         if name in OF_GROUPS and unfilled
         for node in (walk(given) if name in COLLECTION_NAMES else (given,))
         if isinstance(node, ast.Name) and node.id in unfilled
@@ -80,7 +94,7 @@ def without_any(function: Scope, call: ast.Call, left_out: frozenset[str]) -> fr
     """The parameters of a function that a call fills with parameters of its own function which that
     was not passed.
     """
-    given = passed(function, call).items() if left_out else ()
+    given = _passed(function, call).items() if left_out else ()
     return frozenset(n for n, each in given if isinstance(each, ast.Name) and each.id in left_out)
 
 
