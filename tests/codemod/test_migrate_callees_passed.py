@@ -67,6 +67,63 @@ def test_what_is_asked_only_for_want_of_an_argument_is_not_where_that_is_passed(
     ]
 
 
+BY_WAY_OF_OTHERS = """\
+import torch
+from megatron.core import mpu
+
+
+def parts():
+    return mpu.get_tensor_model_parallel_world_size()
+
+
+def by_way():
+    return parts()
+
+
+class Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        torch.distributed.all_reduce(x, group=mpu.get_tensor_model_parallel_group())
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def reduced(*given):
+    return Reduced.apply(*given)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.n = n // by_way()
+
+    def forward(self, x):
+        return reduced(x)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, n, pg_collection=None):
+        super().__init__()
+        self.layer = Layer(n)
+        self.rank = mpu.get_tensor_model_parallel_rank()
+"""
+
+
+def test_an_object_goes_with_what_functions_answer_for_it(tmp_path: Path) -> None:
+    """Its size would come of what it was passed, and its collectives would run on the globals'."""
+    files = {"a.py": BY_WAY_OF_OTHERS}
+    found = migrate([write(tmp_path, files)], Config(tmp_path, versions=(16,)))
+    (file,) = found.files
+    after = file.after.decode()
+    assert "    def __init__(self, n):\n" in after
+    assert "        self.n = n // by_way()\n" in after
+    (callee,) = found.callees
+    assert (callee.function, callee.callee, callee.what) == ("Model.__init__", "Layer", "tp")
+
+
 APPLIED = """\
 import megapg
 import torch

@@ -37,6 +37,7 @@ from megapg.migrate.edit.mixing import GLOBALS, PASSED, TextOfFile, definitions_
 from megapg.migrate.edit.modelled import Modelled
 from megapg.migrate.edit.objects import Objects
 from megapg.migrate.edit.parts import Parts
+from megapg.migrate.edit.shared import Shared
 from megapg.migrate.edit.values import Values, in_order
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.index import Index
@@ -282,7 +283,11 @@ class Callees:
 
     @cached_property
     def _objects(self) -> Objects:
-        return Objects(self._resolver, self._text)
+        return Objects(self._resolver, self._text, self._shared)
+
+    @cached_property
+    def _shared(self) -> Shared:
+        return Shared(self._resolver, self._text, self._calls_in)
 
     @cached_property
     def _parts(self) -> Parts:

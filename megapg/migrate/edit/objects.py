@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megapg.migrate.edit.mixing import CONSTRUCTOR, PASSED, TextOfFile
+from megapg.migrate.edit.shared import Shared
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.find.filled import is_filled
 from megapg.migrate.find.meaning import Resolver, Thing
@@ -32,6 +33,7 @@ class Objects:
 
     resolver: Resolver
     text_of: Callable[[Path], TextOfFile | None]
+    shared: Shared
 
     def asked_beside(self, method: Scope, path: Path) -> Mapping[str, tuple[Scope, Path]]:
         """About which kinds of groups the object of a method is asked, and a method that does. What
@@ -132,4 +134,6 @@ class Objects:
                     if asking.carrier in of_it and not asking.by_core:
                         for axis in axes_of(asking.what):
                             found.setdefault(axis, (method, at))
+                for axis in self.shared.asked(method, at) if self_of(method) else ():
+                    found.setdefault(axis, (method, at))
         return found
