@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from megapg.migrate.find.carriers import MODEL_NAMES
 from megapg.migrate.python.flow import blocks
+from megapg.migrate.python.methods import kept
 from megapg.migrate.python.scopes import Scope, walk
 from megapg.upstream.mapping import COLLECTION_NAMES
 
@@ -39,6 +40,7 @@ def in_place_of(unit: Scope, names: Sequence[str]) -> set[int]:
     }
 
 
+@kept
 def lines_in_place_of(unit: Scope, name: str) -> set[int]:
     """The lines of what a function does only where a parameter for a group is None."""
     standing = [branch for each in unit.nodes for _, branch in for_none(each, (name,))]

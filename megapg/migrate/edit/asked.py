@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megapg.layout import FIELDS
 from megapg.migrate.edit.absent import lines_in_place_of
+from megapg.migrate.edit.called import GETTING_A_SCHEDULE
 from megapg.migrate.edit.lacking import OF_GROUPS, none_at_first
-from megapg.migrate.edit.mixing import GLOBALS, PASSED, Asking
+from megapg.migrate.edit.mixing import GLOBALS, PASSED, Asking, TextOfFile
 from megapg.migrate.find.axes import axes_of
 from megapg.migrate.migration import Callee
 from megapg.migrate.python.methods import class_of, parameters, self_of
@@ -47,6 +48,7 @@ class Asked:
     applied: str = ""  # the autograd function that asks, or has it asked
     of: str = ""  # the class whose object is asked, and was handed no collection
     first: str = ""  # on the way there that takes no collection
+    outside: str = ""  # what to do about a function outside of the project
     sends: bool = False  # whether that is a schedule, with a communicator beside its collection
 
 
@@ -56,12 +58,14 @@ SCHEDULE = Asked(frozenset({"pp"}), "pp", "megatron/core/pipeline_parallel/sched
 
 def of_globals(asked: Sequence[Asking], called: Called, file: str) -> Iterator[Asked]:
     """What a function asks of the globals, as it is called."""
+    if not asked:
+        return
     named = {each.arg for each in parameters(called.function.node)}
-    of_groups = named & OF_GROUPS | none_at_first(called.function)
-    instead = {
-        each: lines_in_place_of(called.function, each)
-        for each in (sorted(of_groups - {*COLLECTION_NAMES}) if asked else ())
-    }
+    instead = {}
+    if any(each.carrier == GLOBALS for each in asked):
+        of_groups = named & OF_GROUPS | none_at_first(called.function)
+        for name in sorted(of_groups - {*COLLECTION_NAMES}):
+            instead[name] = lines_in_place_of(called.function, name)
     for each in asked:
         axes, place = axes_of(each.what), f"{file}:{each.line}"
         if each.by_core or not axes:
@@ -76,6 +80,32 @@ def of_globals(asked: Sequence[Asking], called: Called, file: str) -> Iterator[A
                 of_it = (name for name in passed if each.what in GROUP_PARAMETERS.get(name, ()))
                 groups = (name for name in passed if name in OF_GROUPS)
                 yield Asked(axes, each.what, place, next(iter([*of_it, *groups]), ""))
+
+
+def asked_outside(
+    call: ast.Call,
+    unit: Scope,
+    text: TextOfFile,
+    versions: Collection[int],
+    behind: Called | None = None,
+) -> list[tuple[str, Asked]]:
+    """What a call has asked by a function outside of the project, and that one's name; be it a call
+    behind another one.
+    """
+    named = (each.arg for each in unit.nodes if isinstance(each, ast.keyword))
+    if text.names.gets_a_schedule(call) and SENDING not in named:
+        return [(GETTING_A_SCHEDULE, SCHEDULE)]
+    found = text.names.asks_outside(call, behind.left_out if behind else ())
+    if found is None:
+        return []
+    name, asking, unless = found
+    argument, field = asking.instead, asking.field
+    instead = "call {1} within megapg.megatron.published({2})"
+    if argument is not None and all(each >= argument.since for each in versions):
+        given = f".{field}" if argument.name.endswith("group") else f'.rank("{field}")'
+        instead = "" if behind else f"pass it {argument.name}={{0}}{given}"
+    place = f"{asking.package} ({name})"
+    return [(name, Asked(axes_of(field), field, place, unless, outside=instead))]
 
 
 def by_way_of(asked: list[Asked], applied: str, first: str) -> list[Asked]:
@@ -113,6 +143,8 @@ def reported(
         instead = f"pass {found.of} a collection where it is made, such as {written}"
     elif found.unless:
         instead = f"pass it {found.unless}={written}.{field}"
+    elif found.outside:
+        instead = found.outside.format(written, name, whole)
     elif found.applied:
         instead = (
             f"have {found.applied}.forward take the group as its last argument, and keep it on ctx "

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from megapg.migrate.find.axes import AXES
 from megapg.migrate.python.scopes import last_name
 from megapg.migrate.reasons import UNSERVED
+from megapg.upstream.askers import ASKING, Asking
 from megapg.upstream.expressions import known, replacement
-from megapg.upstream.mapping import Refusal
+from megapg.upstream.mapping import GroupArgument, Refusal
 
 GETTING_A_SCHEDULE = "get_forward_backward_func"
 """Megatron-core's function that gives one."""
@@ -33,6 +34,7 @@ class Names:
         self.megapg, self.getters, self.modules = set[str](), set[str](), set[str]()
         self.members: dict[str, str] = {}
         self.homes: dict[str, str] = {}  # of what is imported: the folder, or file, that has it
+        self.originals: dict[str, str] = {}  # what is imported by another name
         self._versions, self._has_core, self._runtime = versions, has_core, runtime
         self._served: dict[str, bool] = {}
         self.has_star = False  # whether the getters come by a star
@@ -53,6 +55,7 @@ class Names:
     def _imported_from(self, module: str, names: Sequence[ast.alias]) -> None:
         for each in names:
             bound = each.asname or each.name
+            self.originals[bound] = each.name
             if module == "megapg.megatron" and each.name == "getters":
                 self.getters.add(bound)
             elif each.name == self._runtime:
@@ -68,10 +71,31 @@ class Names:
 
     def is_of_core(self, called: ast.expr) -> bool:
         """Whether what is called is imported from Megatron-core."""
+        return self._home(called).startswith("/megatron/core") and not self._has_core
+
+    def _home(self, called: ast.expr) -> str:
+        """From where what is called is imported."""
         while isinstance(called, ast.Attribute):
             called = called.value
-        home = self.homes.get(called.id, "") if isinstance(called, ast.Name) else ""
-        return home.startswith("/megatron/core") and not self._has_core
+        return self.homes.get(called.id, "") if isinstance(called, ast.Name) else ""
+
+    def asks_outside(
+        self, call: ast.Call, left_out: Collection[str]
+    ) -> tuple[str, Asking, str] | None:
+        """The function of Megatron-core, or of its training loop, that asks the globals when it is
+        called where some parameters are left out; what it asks; and which of those it would be
+        passed.
+        """
+        name = last_name(call.func)
+        if isinstance(call.func, ast.Name):
+            name = self.originals.get(name, name)
+        found = ASKING.get(name)
+        home = self._home(call.func).replace("/", ".") if found is not None else ""
+        if found is None or not f"{home}.".startswith(f".{found.package}."):
+            return None
+        given = _given(call, found.instead)
+        unless = given.id if isinstance(given, ast.Name) and given.id in left_out else ""
+        return None if given is not None and not unless else (name, found, unless)
 
     def gets_a_schedule(self, call: ast.Call) -> bool:
         """Whether Megatron-core is asked for its schedule, which is one for the globals' stages."""
@@ -112,3 +136,14 @@ class Names:
                 not isinstance(each, Refusal) or each.reason not in _OF_NO_GROUP for each in answers
             )
         return self._served[name]
+
+
+def _given(call: ast.Call, instead: GroupArgument | None) -> ast.expr | None:
+    """What a call passes for what it would be asked for, or may pass; None where that is None."""
+    if instead is None:
+        return None
+    named = {each.arg: each.value for each in call.keywords}
+    starred = next((each for each in call.args if isinstance(each, ast.Starred)), named.get(None))
+    by_place = call.args[instead.after] if len(call.args) > instead.after else None
+    given = starred or named.get(instead.name, by_place)
+    return None if isinstance(given, ast.Constant) and given.value is None else given

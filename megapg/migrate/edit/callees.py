@@ -16,16 +16,15 @@ from pathlib import Path
 from megapg.migrate.edit.absent import in_place_of
 from megapg.migrate.edit.applied import Applied
 from megapg.migrate.edit.asked import (
-    SCHEDULE,
-    SENDING,
     Asked,
     Called,
+    asked_outside,
     by_way_of,
     name_of,
     of_globals,
     reported,
 )
-from megapg.migrate.edit.called import GETTING_A_SCHEDULE, is_of_a_core
+from megapg.migrate.edit.called import is_of_a_core
 from megapg.migrate.edit.handed import Handed
 from megapg.migrate.edit.lacking import (
     all_of_groups,
@@ -33,6 +32,7 @@ from megapg.migrate.edit.lacking import (
     not_passed,
     without_any,
 )
+from megapg.migrate.edit.makers import Makers
 from megapg.migrate.edit.mixing import GLOBALS, PASSED, TextOfFile, definitions_in, text_of
 from megapg.migrate.edit.modelled import Modelled
 from megapg.migrate.edit.objects import Objects
@@ -50,7 +50,6 @@ from megapg.upstream.mapping import COLLECTION_NAMES
 
 # Further than anybody follows what is reported.
 _DEEPEST = 4
-_MAKING = ("initialize_model_parallel", "destroy_model_parallel")
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ class Callees:
                 has = {axis: each for axis, each in own.items() if each in there}
                 found += self._of_call(use, call, has, bool(direct), path)
             handed = [] if direct else list(self._handed.reported(unit, path))
-            if handed and self._makes_groups(unit, path, 0):
+            if handed and self._makers.has(unit, path):
                 handed = []
             stands_in = in_place_of(unit, COLLECTION_NAMES) if found or handed else set()
             asking = {unit: path, **dict(beside.values())}
@@ -196,11 +195,13 @@ class Callees:
         unit, text = use.scope.unit, self._text(path)
         assert unit is not None  # that was asked
         assert text is not None
-        if _is_left_a_schedule(call, unit, text) and not has.keys().isdisjoint(SCHEDULE.axes):
-            schedule = reported(text.name, call, unit, has, GETTING_A_SCHEDULE, SCHEDULE)
-            yield call, schedule, SCHEDULE, False
-        for called in (*self._called(use, call, unit, path), *self._by_value(use, call, path)):
-            if called.function is unit or self._makes_groups(called.function, called.path, 0):
+        of_project = self._called(use, call, unit, path)
+        versions = self._index.config.versions
+        for name, one in () if of_project else asked_outside(call, unit, text, versions):
+            if not has.keys().isdisjoint(one.axes):
+                yield call, reported(text.name, call, unit, has, name, one), one, False
+        for called in (*of_project, *self._by_value(use, call, path)):
+            if called.function is unit or self._makers.has(called.function, called.path):
                 continue
             axes = {*has}
             if self_of(called.function) and self._objects.are_of_one(called.function, unit, path):
@@ -282,6 +283,10 @@ class Callees:
         return Handed(self._text, self._calls_in, self._functions_called)
 
     @cached_property
+    def _makers(self) -> Makers:
+        return Makers(self._calls_in, self._functions_called)
+
+    @cached_property
     def _objects(self) -> Objects:
         return Objects(self._resolver, self._text, self._shared)
 
@@ -296,19 +301,6 @@ class Callees:
     @cached_property
     def _values(self) -> Values:
         return Values(self._index, self._resolver, self._calls_in)
-
-    @kept
-    def _makes_groups(self, unit: Scope, path: Path, depth: int) -> bool:
-        """Whether a function has the groups made, be it by way of others: what it asks is these."""
-        called = list(self._calls_in(path).get(unit, ()))
-        if any(last_name(each.func) in _MAKING for _, each in called):
-            return True
-        return depth < _DEEPEST and any(
-            self._makes_groups(each.function, each.path, depth + 1)
-            for use, call in called
-            for each in self._called(use, call, unit, path)
-            if each.function is not unit
-        )
 
     def _behind(self, called: Called, depth: int) -> list[Asked]:
         """What a function asks of the globals, or those that it calls: its own first. What it asks
@@ -342,18 +334,21 @@ class Callees:
             and each.carrier not in called.left_out
             and not (called.handed_none and each.carrier == self_of(unit))
         ]
+        versions = self._index.config.versions
         takes_one = not {*COLLECTION_NAMES}.isdisjoint(unit.bindings)
         stands_in = in_place_of(unit, COLLECTION_NAMES) if takes_one else set()
         for use, call in self._calls_in(called.path).get(unit, ()):
             is_asked = id(call) not in stands_in or called.left_out & {*COLLECTION_NAMES}
             run = self._run_behind(use, call, unit, called.path) if is_asked else []
-            is_left = _is_left_a_schedule(call, unit, text)
-            if not run and not is_left:
+            to_core = is_asked and not run
+            outside = asked_outside(call, unit, text, versions, called) if to_core else []
+            if not run and not outside:
                 continue
             there = (e.what for e in answered if _is_there(e.carrier, unit, call))
             own = frozenset[str]().union(*map(axes_of, there))
-            if is_left and not SCHEDULE.axes <= own:
-                found.append(SCHEDULE)
+            for _, one in outside:
+                if not one.axes <= own:
+                    found.append(replace(one, axes=one.axes - own) if one.axes & own else one)
             for each in run:
                 is_own = isinstance(use.node, ast.Attribute) and is_self(use.node.value, unit)
                 of = called.handed_none if is_own else each.handed_none
@@ -404,9 +399,3 @@ def _is_there(carrier: str, unit: Scope, call: ast.Call) -> bool:
     lines = range(max(around, default=call.lineno), end + 1)
     makes_it = any(each.line in lines for each in bound[is_passed:])
     return not makes_it and (is_passed or bound[0].line < call.lineno)
-
-
-def _is_left_a_schedule(call: ast.Call, unit: Scope, text: TextOfFile) -> bool:
-    """Whether a function has Megatron-core choose its schedule, and passes that no groups."""
-    named = (each.arg for each in unit.nodes if isinstance(each, ast.keyword))
-    return text.names.gets_a_schedule(call) and SENDING not in named

@@ -79,14 +79,11 @@ class Handed:
         text, node = self.text(path), function.node
         if text is None or not isinstance(node, FunctionNode):
             return
-        asked = text.asked_by(node)
-        # What is asked only for want of a parameter that is passed is not asked.
-        passed_one = none_at_first(function) - left_out if asked else ()
-        unasked = {line for one in passed_one for line in lines_in_place_of(function, one)}
-        for each in asked:
-            is_asked = each.carrier == name and not each.by_core and each.line not in unasked
-            if is_asked and axes_of(each.what) & axes:
-                yield each, f"{text.name}:{each.line}"
+        for each in text.asked_by(node):
+            if each.carrier == name and not each.by_core and axes_of(each.what) & axes:
+                passed_one = none_at_first(function) - left_out  # for want of which others ask
+                if not any(each.line in lines_in_place_of(function, one) for one in passed_one):
+                    yield each, f"{text.name}:{each.line}"
         for use, call in self.calls_in(path).get(function, ()) if depth < _DEEPEST else ():
             if any(_is_named(each, name) for each in _given(call)):
                 for called, at in self.called(use, call, function, path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from megapg.migrate.python.methods import left_out, parameters, passed, self_of
+from megapg.migrate.python.methods import kept, left_out, parameters, passed, self_of
 from megapg.migrate.python.scopes import Alias, Scope, last_name, walk
 from megapg.upstream.mapping import ANY_GROUP, COLLECTION_NAMES, GROUP_PARAMETERS
 
@@ -16,10 +16,16 @@ def all_of_groups(function: Scope) -> frozenset[str]:
     """The parameters of a function which whoever calls a value does not pass: those for groups, and
     others that may be None.
     """
+    return _may_lack(function)
+
+
+@kept
+def _may_lack(function: Scope) -> frozenset[str]:
     named = {each.arg for each in parameters(function.node)}
     return frozenset(named & OF_GROUPS | none_at_first(function))
 
 
+@kept
 def none_at_first(function: Scope) -> frozenset[str]:
     """The parameters of a function that are None where nothing is passed for them."""
     given = getattr(function.node, "args", None)
@@ -38,7 +44,7 @@ def not_passed(function: Scope, call: ast.Call, unit: Scope) -> frozenset[str]:
     """
     dictionaries = [each.value for each in call.keywords if each.arg is None]
     if not dictionaries or not all(_is_made_in(each, unit) for each in dictionaries):
-        return left_out(function, call) | _passed_none(function, call)
+        return left_out(function, call) & _may_lack(function) | _passed_none(function, call)
     named = {each.arg for each in call.keywords}
     takes = {each.arg for each in parameters(function.node)} & {*COLLECTION_NAMES}
     return frozenset(takes - named - _keys_in(unit))
@@ -59,7 +65,7 @@ def not_applied_to(method: Scope, call: ast.Call) -> frozenset[str]:
     if any(isinstance(each, ast.Starred) for each in call.args):
         return frozenset()
     by_place = parameters(method.node)[1:]  # without the context
-    left_out = frozenset(each.arg for each in by_place[len(call.args) :])
+    left_out = _may_lack(method) & {each.arg for each in by_place[len(call.args) :]}
     none = (each.arg for each, given in zip(by_place, call.args, strict=False) if _is_none(given))
     return left_out.union({*none} - {*COLLECTION_NAMES}) if method.name == "forward" else left_out
 

@@ -1,0 +1,58 @@
+"""Functions of Megatron-core and its training loop that ask the globals for their caller, and how
+they are kept from that, as data.
+
+What is left out: functions of the whole job, such as those that start it, or load and save its
+state; what the globals' getters choose from arguments; and what communicates on the globals' tensor
+parallel group where it is passed none, :data:`~megapg.upstream.mapping.TAKING_A_GROUP`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megapg.upstream.mapping import GroupArgument
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A function that asks the globals.
+
+    Attributes:
+        package: in which it is.
+        field: of a collection that has what it asks for.
+        instead: the parameter for a group, or a rank, for want of which it asks; None where it has
+            none. ``after`` is 99 of one that is passed by its name alone.
+    """
+
+    package: str
+    field: str
+    instead: GroupArgument | None = None
+
+
+_TRAINING, _CORE = "megatron.training", "megatron.core"
+
+ASKING: Mapping[str, Asking] = {
+    "is_first_or_last_pipeline_stage": Asking(_TRAINING, "pp"),
+    "calc_params_l2_norm": Asking(_TRAINING, "mp"),
+    "average_losses_across_data_parallel_group": Asking(
+        _TRAINING, "dp", GroupArgument("group", 1, 19)
+    ),
+    **{
+        f"{of}_across_model_parallel_group": Asking(_TRAINING, "mp", GroupArgument("group", 1, 19))
+        for of in ("reduce_max_stat", "logical_and")
+    },
+    **{name: Asking(_CORE, "pp") for name in ("mtp_on_this_rank", "get_mtp_num_layers_to_build")},
+    "check_param_hashes_across_dp_replicas": Asking(_CORE, "dp"),
+    "clip_qk": Asking(_CORE, "dp_cp"),
+    **{
+        name: Asking(_CORE, "pp", GroupArgument("pp_rank", 2, 16))
+        for name in ("get_num_layers_to_build", "get_transformer_layer_offset")
+    },
+    "get_tensor_model_parallel_group_if_none": Asking(
+        _CORE, "tp", GroupArgument("tp_group", 0, 12)
+    ),
+    "param_is_not_tensor_parallel_duplicate": Asking(_CORE, "tp", GroupArgument("tp_group", 1, 16)),
+    "get_updated_expert_bias": Asking(_CORE, "tp_dp_cp", GroupArgument("tp_dp_cp_group", 3, 19)),
+}
+"""By their names."""

@@ -1,0 +1,113 @@
+"""Functions of Megatron-core, and of its training loop, that ask the globals for their caller."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import megatron.core as core_package
+import pytest
+from trees import write
+
+from megapg.migrate.config import Config
+from megapg.migrate.engine import migrate
+from megapg.migrate.python.methods import parameters
+from megapg.migrate.python.scopes import last_name
+from megapg.upstream.askers import ASKING
+from megapg.upstream.signatures import SIGNATURES
+
+CORE = "megatron.core"
+CODE = """\
+from megatron.core import mpu, utils
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank as on_this_rank
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.training.utils import average_losses_across_data_parallel_group
+from megatron.training import print_rank_0
+
+
+def stages(model, config):
+    print_rank_0(1)
+    return on_this_rank(config), mpu.get_pipeline_model_parallel_rank()
+
+
+def offset(model, config, rank):
+    rank = mpu.get_pipeline_model_parallel_rank()
+    with_it = get_transformer_layer_offset(config, 0, rank)
+    return with_it + get_transformer_layer_offset(config, pp_rank=None)
+
+
+def losses(model, x):
+    return average_losses_across_data_parallel_group([x]), mpu.get_data_parallel_world_size()
+
+
+def asks_about_others(model, x):
+    return average_losses_across_data_parallel_group([x]), mpu.get_context_parallel_rank()
+
+
+def has_none(x):
+    return average_losses_across_data_parallel_group([x])
+
+
+def group(tp_group=None, **kwargs):  # for want of which it is asked
+    return utils.get_tensor_model_parallel_group_if_none(tp_group)
+
+
+def behind(model, given):
+    rank = mpu.get_tensor_model_parallel_rank()
+    return rank, utils.get_tensor_model_parallel_group_if_none(given), group(given), group()
+"""
+
+
+def test_they_are_named_with_what_to_do(tmp_path: Path) -> None:
+    found = migrate([write(tmp_path, {"a.py": CODE})], Config(tmp_path, versions=(16,))).callees
+    within = "within megapg.megatron.published(megapg.groups_of(model))"
+    losses, offset = "average_losses_across_data_parallel_group", "get_transformer_layer_offset"
+    assert [(each.function, each.line, each.callee, each.instead) for each in found] == [
+        ("stages", 11, "mtp_on_this_rank", f"call mtp_on_this_rank {within}"),
+        (
+            *("offset", 17, offset),
+            'pass it pp_rank=megapg.groups_of(model, "pp").rank("pp")',
+        ),
+        ("losses", 21, losses, f"call {losses} {within}"),
+        (
+            *("behind", 38, "group"),
+            'pass it tp_group=megapg.groups_of(model, "tp").tp',
+        ),
+    ]
+
+
+def test_those_of_the_project_are_read(tmp_path: Path) -> None:
+    own = "def average_losses_across_data_parallel_group(losses):\n    return losses\n"
+    files = {"a.py": CODE, "megatron/training/utils.py": own}
+    found = migrate([write(tmp_path, files)], Config(tmp_path, versions=(16,))).callees
+    assert "losses" not in {each.function for each in found}
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    "name", [each for each in ASKING if "megatron.core" in ASKING[each].package]
+)
+def test_those_of_the_core_ask_the_globals(name: str) -> None:
+    """And the parameters that are said keep them from that."""
+    found = list(_functions(name))
+    if not found:
+        pytest.skip("this Megatron-core has none")
+    instead, minor = ASKING[name].instead, int(version("megatron-core").split(".")[1])
+    for each in found:
+        assert {
+            last_name(e.func) for e in ast.walk(each) if isinstance(e, ast.Call)
+        } & SIGNATURES.keys()
+        if instead is not None and minor >= instead.since:
+            assert instead.name in {one.arg for one in parameters(each)}
+
+
+def _functions(name: str) -> Iterator[ast.FunctionDef]:
+    """The functions of Megatron-core that have a name."""
+    (core,) = core_package.__path__
+    for path in Path(core).rglob("*.py"):
+        text = path.read_text()
+        for node in ast.parse(text).body if f"def {name}(" in text else ():
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                yield node
