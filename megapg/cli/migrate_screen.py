@@ -26,8 +26,9 @@ _NAMESAKE = (
     "[tool.megapg]) says so."
 )
 _OLD_CORE = (
-    "the tree's own Megatron-core is older than 0.12, and beside it what megapg migrate writes "
-    "raises UnsupportedVersionError where it turns to the globals: bring that copy up to 0.12 first"
+    "the tree's own Megatron-core is older than 0.12. Where nothing is passed, what megapg migrate "
+    "writes asks that copy's getters, as before; sessions, and the stages of a collection that is "
+    "passed, need a newer one (UnsupportedVersionError): bring that copy up to 0.12 first"
 )
 _DIFF_STYLES = {"@": "cyan", "+": "green", "-": "red"}
 
