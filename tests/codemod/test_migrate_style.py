@@ -13,7 +13,8 @@ from test_migrate_engine import Case, check
 from trees import write
 
 import megapg.migrate
-from megapg.migrate.python.layout import Unsure, laid_out, read
+from megapg.migrate.python.layout import laid_out
+from megapg.migrate.python.logical import Unsure, read
 from megapg.migrate.python.source import line_starts
 
 STYLE = cases("style")

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from megapg.migrate.decide.decisions import Base, Decision, Passing
+from megapg.migrate.edit.places import LookUp, Place, blocks_in, of_one_collection
 from megapg.migrate.edit.spans import Spans
 from megapg.migrate.find.models import gives_a_model
 from megapg.migrate.python.flow import (
@@ -18,36 +19,18 @@ from megapg.migrate.python.flow import (
     TRY,
     begins_before,
     binding_statements,
-    blocks,
     common_block,
     first_read,
     is_certain,
-    is_dead,
     is_repeated,
     runs_before,
-    statements_around,
     statements_in,
     within,
 )
 from megapg.migrate.python.methods import shown_until
-from megapg.migrate.python.scopes import FunctionNode, Instance, Opaque, Scope, last_name
-from megapg.upstream.mapping import Takes
-
-# What each model is built with. Who has a pipeline's group has those of its embeddings, be they
-# None; the others are left out of a collection where a model has no use for them.
-_OF_EACH_MODEL = frozenset({"tp", "pp", "mp", "cp", "dp", "dp_cp", "embd", "pos_embd"})
-
+from megapg.migrate.python.scopes import FunctionNode, Instance, Opaque, Scope
 
 _OWN = FunctionNode | ast.ClassDef  # with a scope of its own
-
-
-@dataclass(frozen=True, eq=False)
-class LookUp:
-    """A variable that is to have a collection."""
-
-    before: ast.stmt  # where it is bound
-    needs: tuple[str, ...]  # the fields that are asked for
-    members: tuple[Decision | Passing, ...]  # who reads it
 
 
 def look_ups(
@@ -63,9 +46,9 @@ def look_ups(
         is_free: whether a statement can be put before another one.
         spans: of the functions, each of which has look-ups of its own.
     """
-    groups: dict[tuple[Scope, int, str, str, bool], list[_Place]] = {}
+    groups: dict[tuple[Scope, int, str, str, bool], list[Place]] = {}
     for each in asking:
-        place = _Place(each)
+        place = Place(each)
         function = place.use.scope.enclosing("function", "class", "module")
         if function is None or (span := spans.of(place.line, function)) is None:
             continue
@@ -75,7 +58,7 @@ def look_ups(
     served: set[Decision | Passing] = set()
     # The outermost first: what was passed, and looked up there, serves the functions in it, too.
     order = sorted(groups.items(), key=lambda each: (_depth(each[0][0]), -len(each[1])))
-    within: dict[tuple[object, ...], list[tuple[Scope, list[_Place]]]] = defaultdict(list)
+    within: dict[tuple[object, ...], list[tuple[Scope, list[Place]]]] = defaultdict(list)
     for (function, _, *of), places in order:
         for around in function.chain():
             within[around, *of].append((function, places))
@@ -89,7 +72,7 @@ def look_ups(
             if spans.of(each.line, function) == span
         ]
         looking = _Function(function, is_free, partial(spans.has, span, function))
-        for group in _of_one_collection(function, rest):
+        for group in of_one_collection(function, rest):
             together = [each for each in group if each.what not in served]
             if not together:
                 continue
@@ -107,11 +90,6 @@ def look_ups(
             served |= {each for look_up in found for each in look_up.members}
             if found:
                 yield function, together[0].base, found
-
-
-def _parts(test: ast.expr) -> list[ast.expr]:
-    """The sides of a comparison."""
-    return [test.left, *test.comparators] if isinstance(test, ast.Compare) else []
 
 
 def _depth(function: Scope) -> int:
@@ -134,7 +112,7 @@ def _means_the_same(function: Scope, outer: Scope, base: Base) -> bool:
     return function is not outer and each is outer
 
 
-def _shared_with(look_up: LookUp, inner: Sequence[_Place], function: Scope) -> LookUp:
+def _shared_with(look_up: LookUp, inner: Sequence[Place], function: Scope) -> LookUp:
     """A look-up with the functions further in that it serves as well."""
     serving = [each for each in inner if each.is_served_behind(look_up, function)]
     found = list(_behind(look_up.before, serving, function))
@@ -143,155 +121,13 @@ def _shared_with(look_up: LookUp, inner: Sequence[_Place], function: Scope) -> L
     return replace(look_up, needs=needed, members=(*look_up.members, *found))
 
 
-def _calls(name: str, block: Sequence[ast.stmt]) -> bool:
-    """Whether statements call a function by its name, whichever of their branches are taken."""
-    for each in block:
-        if isinstance(each, ast.If) and _calls(name, each.body) and _calls(name, each.orelse):
-            return True
-        if not isinstance(each, _OWN) and not any(blocks(each)):
-            called = (e.func for e in ast.walk(each) if isinstance(e, ast.Call))
-            if any(last_name(of) == name for of in called):
-                return True
-    return False
-
-
-def _blocks_in(function: Scope) -> Iterator[list[ast.stmt]]:
-    """The lists of statements in a function."""
-    return (each for at in function.nodes for each in blocks(at))
-
-
 def _behind(
-    before: ast.stmt, places: Iterable[_Place], function: Scope
+    before: ast.stmt, places: Iterable[Place], function: Scope
 ) -> Iterator[Decision | Passing]:
     """Of some places those that are only come to when a statement of a function has begun."""
     for each in places:
         if begins_before(before, each.around(function.node), function.node):
             yield each.what
-
-
-class _Place:
-    """A place that asks for a collection."""
-
-    def __init__(self, what: Decision | Passing) -> None:
-        self.what, self.base = what, what.base
-        if isinstance(what, Decision):
-            self.use, self.needs = what.located.use, what.answer.needs
-            is_lazy = what.answer.takes is Takes.LAZY
-        else:
-            self.use, self.needs, is_lazy = what.reference.use, what.needs, False
-        self.line = self.use.node.lineno
-        self.is_looked_up = self.base.form != "plain" and not what.as_read
-        # What carries it may lack what it asks for.
-        self.is_apart = is_lazy and self.base.form == "groups_of"
-
-    def may_have_a_variable(self, around: Scope) -> bool:
-        """Whether a variable may be bound for it, where a function, or a script alone, runs it."""
-        if around.kind == "function":
-            return not is_dead(self.around(around.node), around.node)
-        first = next(iter(self.around(around.node)), None)
-        is_script = isinstance(first, ast.If) and "__name__" in map(last_name, _parts(first.test))
-        return around.kind == "module" and is_script
-
-    def is_served_by(self, fields: Collection[str]) -> bool:
-        """Whether what has some fields has all that it asks for."""
-        if self.base.form == "resolve":
-            return True
-        lacking = {*self.needs} - {*fields}
-        return not self.is_apart and not lacking - (
-            set() if self.base.of_a_part else _OF_EACH_MODEL
-        )
-
-    def is_served_behind(self, look_up: LookUp, function: Scope) -> bool:
-        """Whether a look-up in the function around its own serves it; one of what a part of a model
-        carries does where it comes to that.
-        """
-        if self.is_served_by(look_up.needs):
-            return True
-        all_parts = {*look_up.needs, *(self.needs if {*self.needs} <= _OF_EACH_MODEL else ())}
-        return self.is_served_by(all_parts) and self._is_called_behind(look_up.before, function)
-
-    def _is_called_behind(self, before: ast.stmt, function: Scope) -> bool:
-        """Whether the function that it is in is called in the block of a statement, or behind."""
-        own = self.use.scope.enclosing("function")
-        block = next((b for b in _blocks_in(function) if before in b), [])
-        return own is not None and _calls(own.name, block[block.index(before) :] if block else [])
-
-    def around(self, function: ast.AST) -> list[ast.stmt]:
-        """The statements of a function around it, from the outside in."""
-        return statements_around(self.use.parents, function)
-
-
-def _of_one_collection(function: Scope, places: Sequence[_Place]) -> Iterator[list[_Place]]:
-    """The places that one collection serves. What a model carries has to have all fields that are
-    asked for; so it is not asked, for those who may not come to it, for what it may lack.
-    """
-    apart: dict[tuple[str, ...], list[_Place]] = {}
-    for each in places:
-        if each.is_apart:
-            apart.setdefault(tuple(each.needs), []).append(each)
-    yield from apart.values()
-    places = [each for each in places if not each.is_apart]
-    if not places:
-        return
-    first = first_read(function.node, [each.use for each in places])
-    needed: set[str] = set()
-    if first is not None:
-        chains = [each.around(function.node) for each in places]
-        depth = next(chain.index(first) for chain in chains if first in chain) + 1
-        inner = {id(each) for each, it in zip(places, chains, strict=True) if len(it) > depth}
-        needed = {need for each in places if id(each) not in inner for need in each.needs}
-    groups: dict[frozenset[str], list[_Place]] = {}
-    for each in places:
-        lacking = {*each.needs} - needed
-        if not each.base.of_a_part or first is not None:
-            lacking -= _OF_EACH_MODEL
-        special = frozenset(lacking) if each.base.form == "groups_of" else frozenset()
-        groups.setdefault(special, []).append(each)
-    main = groups.pop(frozenset(), [])
-    bare = [] if any(each.needs for each in main) else main  # they take what the others look up
-    if main and not bare:
-        yield main
-    rest = [each for some in groups.values() for each in some]
-    if main and first_read(function.node, [each.use for each in rest]) is not None:
-        yield from _of_one_collection(function, rest)
-    else:
-        yield from sorted(_merged(function, groups.values()), key=lambda each: -len(each))
-    if bare:
-        yield bare
-
-
-def _merged(function: Scope, groups: Iterable[list[_Place]]) -> list[list[_Place]]:
-    """Some groups of places, those as one of which each certainly asks, in one block."""
-    found: list[list[list[_Place]]] = []
-    for group in groups:
-        for others in found:
-            if _are_read_together(function, [*others, group]):
-                others.append(group)
-                break
-        else:
-            found.append([group])
-    return [[place for group in each for place in group] for each in found]
-
-
-def _are_read_together(function: Scope, groups: Sequence[Sequence[_Place]]) -> bool:
-    places = [place for group in groups for place in group]
-    chains = {i: each.around(function.node) for i, each in enumerate(places)}
-    common = common_block(chains, function.node)
-    if common is None:
-        return False
-    certain = {
-        id(place)
-        for place, chain in zip(places, chains.values(), strict=True)
-        if len(chain) == common.depth + 1
-        and is_certain(place.use.node, place.use.parents, chain[-1])
-    }
-    statements = [each for each, _ in common.runs]
-    lines = range(statements[0].lineno, statements[-1].lineno)
-    leaves = any(
-        isinstance(each, ast.Return | ast.Raise | ast.Break | ast.Continue) and each.lineno in lines
-        for each in statements_in(common.outer)
-    )
-    return not leaves and all(any(id(place) in certain for place in each) for each in groups)
 
 
 @dataclass(frozen=True)
@@ -311,7 +147,7 @@ class _Function:
         """The function's node."""
         return self.scope.node
 
-    def with_functions(self, inner: Sequence[_Place], places: Sequence[_Place]) -> Iterator[LookUp]:
+    def with_functions(self, inner: Sequence[Place], places: Sequence[Place]) -> Iterator[LookUp]:
         """The look-ups of places that one collection serves: before the first of the functions in
         this one that can use it, too, where such a function comes before them.
         """
@@ -322,7 +158,7 @@ class _Function:
             first = self._first_function(inner, places, each)
             yield each if first is None else replace(each, before=first)
 
-    def _with_one(self, inner: Sequence[_Place], place: _Place) -> Iterator[LookUp]:
+    def _with_one(self, inner: Sequence[Place], place: Place) -> Iterator[LookUp]:
         """The look-up that one place shares with functions in this one, if any."""
         around = place.around(self.node)
         if (
@@ -340,7 +176,7 @@ class _Function:
             yield looked_up
 
     def _first_function(
-        self, inner: Sequence[_Place], places: Sequence[_Place], found: LookUp
+        self, inner: Sequence[Place], places: Sequence[Place], found: LookUp
     ) -> ast.stmt | None:
         """The first of the functions with some places in them that is before a look-up."""
         if not inner or not self._is_passed(inner[0].base.expression):
@@ -364,14 +200,14 @@ class _Function:
 
     def _is_next_to(self, function: ast.stmt, before: ast.stmt) -> bool:
         """Whether a statement follows a function, be it behind others."""
-        for block in _blocks_in(self.scope):
+        for block in blocks_in(self.scope):
             if function in block and before in block:
                 return all(
                     isinstance(e, _OWN) for e in block[block.index(function) : block.index(before)]
                 )
         return False
 
-    def of_the_same(self, places: Sequence[_Place], found: LookUp) -> Iterator[_Place]:
+    def of_the_same(self, places: Sequence[Place], found: LookUp) -> Iterator[Place]:
         """The places that would look up the same as is there already: of a parameter that is never
         bound anew, or an object that is given no model in between.
         """
@@ -389,10 +225,14 @@ class _Function:
             for each in bindings
         )
 
-    def look_ups(self, places: Sequence[_Place]) -> Iterator[LookUp]:
+    def look_ups(self, places: Sequence[Place]) -> Iterator[LookUp]:
         """The look-ups of places that one collection serves."""
         chains = {i: each.around(self.node) for i, each in enumerate(places)}
-        waiting: list[tuple[Sequence[int], ast.AST, int]] = [([*chains], self.node, 0)]
+        since: dict[int, list[int]] = {}  # the object got its last model
+        for i, each in enumerate(places):
+            since.setdefault(self._models_before(each), []).append(i)
+        waiting: list[tuple[Sequence[int], ast.AST, int]]
+        waiting = [(some, self.node, 0) for some in since.values()]
         while waiting:
             some, outer, depth = waiting.pop()
             # An error of a look-up belongs to the try that a read is in.
@@ -416,7 +256,7 @@ class _Function:
     def _before(
         self,
         chains: Mapping[int, Sequence[ast.stmt]],
-        places: Sequence[_Place],
+        places: Sequence[Place],
         outer: ast.AST,
         depth: int,
     ) -> ast.stmt | None:
@@ -440,7 +280,7 @@ class _Function:
                 return before
         return None
 
-    def _fits(self, around: Sequence[ast.stmt], last: ast.stmt, some: Sequence[_Place]) -> bool:
+    def _fits(self, around: Sequence[ast.stmt], last: ast.stmt, some: Sequence[Place]) -> bool:
         """Whether what is looked up before a statement is what some places would look up."""
         before, expression = around[-1], some[0].base.expression
         if isinstance(before, _OWN) or not self.is_free(before):
@@ -455,14 +295,24 @@ class _Function:
 
     def _may_get_a_model(self, instance: str, first: ast.stmt, last: ast.stmt) -> bool:
         """Whether an object that is to be asked may be given a model in between."""
+        end = last.end_lineno or last.lineno
+        given = self._given_models if instance in self.scope.instances else ()
+        return any(first.lineno <= each <= end for each in given)
+
+    def _models_before(self, place: Place) -> int:
+        """How many times the object that is asked may have been given a model before."""
+        given = self._given_models if place.base.expression in self.scope.instances else ()
+        return sum(each < place.line for each in given)
+
+    @cached_property
+    def _given_models(self) -> list[int]:
+        """The lines in which an object is given a model."""
         klass = self.scope.parent
-        if instance not in self.scope.instances or klass is None:
-            return False
-        return any(
-            gives_a_model(each, self.scope, [klass], 0)
-            for each in statements_in(self.node)
-            if first.lineno <= each.lineno <= (last.end_lineno or last.lineno)
-        )
+        return [
+            each.lineno
+            for each in (statements_in(self.node) if klass is not None else ())
+            if klass is not None and gives_a_model(each, self.scope, [klass], 0)
+        ]
 
 
 def _is_bound(

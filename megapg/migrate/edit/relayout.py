@@ -18,7 +18,8 @@ from megapg.migrate.edit.style import Style
 from megapg.migrate.migration import Edit, applied
 from megapg.migrate.python.flow import blocks
 from megapg.migrate.python.insert import newline_of
-from megapg.migrate.python.layout import Statement, Unsure, laid_out, read
+from megapg.migrate.python.layout import laid_out
+from megapg.migrate.python.logical import Statement, Unsure, read
 from megapg.migrate.python.methods import kept
 from megapg.migrate.python.source import Source
 

@@ -8,16 +8,12 @@ there is what is there then.
 from __future__ import annotations
 
 import keyword
-import re
-import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
 
-from megapg.migrate.python.source import tokens
+from megapg.migrate.python.logical import CLOSING, OPENING, Statement, Unsure, at_depth, is_call
 
 _INDENT = "    "
-_OPENING, _CLOSING = frozenset("([{"), frozenset(")]}")
 # What a long line is split at, the first kind that there is; behind a comma, before others.
 _KINDS = (
     frozenset({"for", "async"}),
@@ -33,95 +29,6 @@ _KINDS = (
     frozenset({"*", "/", "//", "%", "@"}),
 )
 _COMPREHENSION, _COMMA = 0, 1
-_ASSIGNING = re.compile(r"(?:\*\*|//|<<|>>|[-+*/%@&|^])?=")
-
-
-class Unsure(Exception):
-    """A statement with something that no rule here is about."""
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token, or an f-string, and where it is."""
-
-    text: str
-    start: int
-    stop: int
-    is_string: bool = False
-
-
-@dataclass
-class Statement:
-    """The tokens of one logical line, without what a layout may add or take."""
-
-    text: str  # of the file
-    indent: str  # of the line
-    stop: int  # index behind the last token
-    kept: list[Token]
-    # For each opening bracket the index of its closing one.
-    closed: dict[int, int]
-    magic: set[int]  # brackets that a comma before their end keeps open
-    optional: tuple[int, int] | None  # what may have parentheses or not, as a half-open range
-
-    def gap(self, number: int) -> tuple[int, int]:
-        """Where the text before a token is, and that behind the last one."""
-        begin = self.kept[number - 1].stop
-        return begin, self.kept[number].start if number < len(self.kept) else self.stop
-
-
-def read(text: str, begin: int, *, magic_comma: bool = True) -> Statement:
-    """The statement, or the head of one, that begins at an index.
-
-    Raises:
-        Unsure: it has comments, strings over several lines, or the like.
-    """
-    found = list(_tokens(text, begin))
-    start = max(text.rfind("\n", 0, begin), text.rfind("\r", 0, begin)) + 1
-    indent = text[start:begin]
-    if indent.strip(" ") or not found:
-        raise Unsure
-    strings = [each.is_string for each in found]
-    if any(one and other for one, other in pairwise(strings)):
-        raise Unsure
-    pairs = _pairs(found)
-    dropped: set[int] = set()
-    magic: set[int] = set()
-    for opened, closed in pairs.items():
-        if found[closed - 1].text == "," and closed - 1 > opened:
-            inner = _at_depth(found, pairs, opened + 1, closed)
-            commas = sum(found[i].text == "," for i in inner)
-            is_call, bracket = _is_call(found, opened), found[opened].text
-            if commas > 1 or (bracket == "(") == is_call:  # not what makes one value a tuple
-                dropped.add(closed - 1)
-                if magic_comma:
-                    magic.add(opened)
-    whole = _expression(found, pairs)
-    if whole is not None:
-        first, last = whole
-        if (
-            found[first].text == "("
-            and pairs[first] == last - 1
-            and _is_redundant(found, pairs, first, last - 1)
-        ):
-            dropped |= {first, last - 1}
-            whole = first + 1, last - 1
-    places = {old: new for new, old in enumerate(i for i in range(len(found)) if i not in dropped)}
-    places[len(found)] = len(places)
-
-    def place(index: int) -> int:
-        while index not in places:
-            index += 1
-        return places[index]
-
-    return Statement(
-        text=text,
-        indent=indent,
-        stop=found[-1].stop,
-        kept=[each for i, each in enumerate(found) if i not in dropped],
-        closed={places[o]: places[c] for o, c in pairs.items() if o not in dropped},
-        magic={places[each] for each in magic if each in places},
-        optional=(place(whole[0]), place(whole[1])) if whole else None,
-    )
 
 
 def laid_out(
@@ -134,98 +41,6 @@ def laid_out(
         Unsure: no rule here says how.
     """
     return _Layout(statement, width, newline, splits_message).run()
-
-
-# ---- reading -----------------------------------------------------------------------------------
-
-
-def _tokens(text: str, begin: int) -> Iterator[Token]:
-    """The tokens up to the end of the logical line."""
-    inside: list[int] = []
-    end = begin
-    try:
-        for token, start, stop in tokens(text, begin):
-            name = tokenize.tok_name[token.type]
-            if name.endswith("STRING_START"):
-                inside.append(start)
-            elif name.endswith("STRING_END"):
-                start = inside.pop()
-            if inside or token.type == tokenize.NL:
-                continue
-            if token.type in (tokenize.NEWLINE, tokenize.ENDMARKER):
-                return
-            between, said = text[end:start], text[start:stop]
-            if token.type == tokenize.COMMENT or said == ";" or "\\" in between:
-                raise Unsure
-            is_string = name == "STRING" or name.endswith("STRING_END")
-            if is_string and ("\n" in said or "\r" in said):
-                raise Unsure
-            yield Token(said, start, stop, is_string)
-            end = stop
-    except (tokenize.TokenError, SyntaxError, IndexError) as error:
-        raise Unsure from error
-
-
-def _pairs(found: Sequence[Token]) -> dict[int, int]:
-    pairs: dict[int, int] = {}
-    opened: list[int] = []
-    for i, each in enumerate(found):
-        if each.text in _OPENING:
-            opened.append(i)
-        elif each.text in _CLOSING:
-            if not opened:
-                raise Unsure
-            pairs[opened.pop()] = i
-    if opened:
-        raise Unsure
-    return pairs
-
-
-def _at_depth(found: Sequence[Token], pairs: dict[int, int], begin: int, end: int) -> Iterator[int]:
-    """The tokens of a stretch that are in no bracket of it; of these the opening ones."""
-    at = begin
-    while at < end:
-        yield at
-        at = pairs[at] + 1 if at in pairs else at + 1
-
-
-def _is_call(found: Sequence[Token], opened: int) -> bool:
-    """Whether a bracket opens what is called or looked up with."""
-    if not opened:
-        return False
-    before = found[opened - 1]
-    if before.is_string or before.text in _CLOSING:
-        return True
-    return before.text.isidentifier() and not keyword.iskeyword(before.text)
-
-
-def _expression(found: Sequence[Token], pairs: dict[int, int]) -> tuple[int, int] | None:
-    """The expression of a statement around which parentheses mean nothing."""
-    first, last = found[0].text, len(found)
-    if first in ("if", "elif", "while"):
-        return 1, last - 1
-    if first == "return" and last > 1:
-        return 1, last
-    at_depth = _at_depth(found, pairs, 0, last)  # up to a lambda, which has its own = and commas
-    flat = list(takewhile(lambda i: found[i].text != "lambda", at_depth))
-    if first == "assert":
-        behind = [i for i in flat if found[i].text == ","]
-        return (1, behind[0]) if behind else None
-    if first == "for":
-        behind = [i for i in flat if found[i].text == "in"]
-        return (behind[0] + 1, last - 1) if behind else None
-    if keyword.iskeyword(first) and first not in ("await", "None", "True", "False", "not"):
-        return None
-    behind = [i for i in flat if _ASSIGNING.fullmatch(found[i].text)]
-    return (behind[-1] + 1, last) if behind else None
-
-
-def _is_redundant(found: Sequence[Token], pairs: dict[int, int], opened: int, closed: int) -> bool:
-    words = {found[i].text for i in _at_depth(found, pairs, opened + 1, closed)}
-    return closed > opened + 1 and words.isdisjoint((",", "for", ":=", "yield", "await"))
-
-
-# ---- laying out --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -300,8 +115,10 @@ class _Layout:
     def _with_optional(self, begin: int, end: int, count: int) -> None:
         """Lay out a statement whose expression may stand in parentheses."""
         indent = self.statement.indent
-        is_tuple = any(self._text(each) == "," for each in self._flat(begin, end))
-        if is_tuple or not self._fits(0, begin, indent, " ("):
+        commas = [each for each in self._flat(begin, end) if self._text(each) == ","]
+        is_returned = self._text(0) == "return" and commas[-1:] < [end - 1]
+        is_sure = is_returned and (len(commas) > 1 or self._text(end - 1) in CLOSING)
+        if (commas and not is_sure) or not self._fits(0, begin, indent, " ("):
             raise Unsure
         deeper = indent + _INDENT
         if self._may_do_without(begin, end):
@@ -341,7 +158,7 @@ class _Layout:
         last = next((o for o, c in closed.items() if c == end - 1 and o >= begin), None)
         if last is None or closed[last] == last + 1:
             return False
-        if self._text(last) == "[" and _is_call(self.statement.kept, last):
+        if self._text(last) == "[" and is_call(self.statement.kept, last):
             return False
         others = any(begin <= each < last for each in closed)
         return others or deeper + len(self._joined(begin, last + 1)) <= self.width
@@ -419,7 +236,7 @@ class _Layout:
         delimiters = self._delimiters(opened + 1, closed)
         commas = delimiters and self._text(delimiters[0]) == ","
         is_def = "def" in [each.text for each in self.statement.kept[:2]] and not begin
-        is_display = not _is_call(self.statement.kept, opened)
+        is_display = not is_call(self.statement.kept, opened)
         if opened in self.statement.magic or (is_def and not commas) or (is_display and commas):
             if commas:
                 self._at_each(delimiters, opened + 1, closed, deeper, "")
@@ -435,7 +252,7 @@ class _Layout:
         return self.statement.kept[number].text
 
     def _flat(self, begin: int, end: int) -> Iterator[int]:
-        return _at_depth(self.statement.kept, self.statement.closed, begin, end)
+        return at_depth(self.statement.kept, self.statement.closed, begin, end)
 
     def _fits(self, begin: int, end: int, indent: str, trail: str = "") -> bool:
         closed = self.statement.closed
@@ -456,9 +273,9 @@ class _Layout:
             return between
         if not between.strip(" ") and not between:
             return ""
-        if before in _OPENING or here in _CLOSING or here in (",", ":", ".") or before == ".":
+        if before in OPENING or here in CLOSING or here in (",", ":", ".") or before == ".":
             return ""
-        if here in ("(", "[") and "(" not in between and _is_call(self.statement.kept, number):
+        if here in ("(", "[") and "(" not in between and is_call(self.statement.kept, number):
             return ""
         return " "
 
@@ -468,10 +285,14 @@ class _Layout:
             return []  # what it binds stays together
         flat = list(self._flat(begin, end))
         words = {self._text(i) for i in flat}
-        if "lambda" in words or ":=" in words or "yield" in words:
+        if ":=" in words or "yield" in words:
             raise Unsure
         for number, kind in enumerate(_KINDS):
             found = [i for i in flat if self._text(i) in kind and self._divides(i, begin, end)]
+            if "lambda" in words and number <= _COMMA:
+                found = [i for i in found if not self._is_of_a_lambda(i, flat)]
+            elif "lambda" in words:
+                raise Unsure
             if found and number == _COMPREHENSION:
                 if "else" in words or "async" in words:
                     raise Unsure
@@ -480,6 +301,11 @@ class _Layout:
             if found:
                 return found
         return []
+
+    def _is_of_a_lambda(self, number: int, flat: Sequence[int]) -> bool:
+        """Whether a token stands between a ``lambda`` and its colon."""
+        marks = [self._text(i) for i in flat if i < number and self._text(i) in ("lambda", ":")]
+        return marks[-1:] == ["lambda"]
 
     def _divides(self, number: int, begin: int, end: int) -> bool:
         if number == begin or self.statement.kept[number].is_string:
@@ -490,7 +316,7 @@ class _Layout:
         if here in ("not", "in"):
             following = self._text(number + 1) if number + 1 < end else ""
             return (here == "not") == (following == "in") and before != "not"
-        unary = before in _OPENING or before in (",", "=", ":") or keyword.iskeyword(before)
+        unary = before in OPENING or before in (",", "=", ":") or keyword.iskeyword(before)
         operator = not before.isidentifier() and before[:1] in "+-*/%@&|^<>=!~"
         if here in ("+", "-", "*", "**"):
             return not (unary and before not in ("None", "True", "False")) and not operator
