@@ -19,18 +19,20 @@ class Asking:
     """A function that asks the globals.
 
     Attributes:
-        package: in which it is.
+        packages: in which it is, or was; the first is the one that has it today.
         field: of a collection that has what it asks for.
         instead: the parameter for a group, or a rank, for want of which it asks; None where it has
             none. ``after`` is 99 of one that is passed by its name alone.
+        until: the first version, of 0, that has none, or one that asks nothing.
     """
 
-    package: str
+    packages: tuple[str, ...]
     field: str
     instead: GroupArgument | None = None
+    until: int = 99
 
 
-_TRAINING, _CORE = "megatron.training", "megatron.core"
+_TRAINING, _CORE = ("megatron.training", "megatron.utils"), ("megatron.core",)
 
 ASKING: Mapping[str, Asking] = {
     "is_first_or_last_pipeline_stage": Asking(_TRAINING, "pp"),
@@ -53,6 +55,19 @@ ASKING: Mapping[str, Asking] = {
         _CORE, "tp", GroupArgument("tp_group", 0, 12)
     ),
     "param_is_not_tensor_parallel_duplicate": Asking(_CORE, "tp", GroupArgument("tp_group", 1, 16)),
+    "get_batch_on_this_tp_rank": Asking(_TRAINING, "mp", until=19),
+    "get_batch_on_this_cp_rank": Asking(
+        (*_CORE, *_TRAINING), "cp", GroupArgument("cp_group", 1, 16), until=19
+    ),
+    **{
+        name: Asking(("megatron.core.pipeline_parallel",), "pp", until=15)
+        for name in (
+            *("recv_forward", "send_forward", "recv_backward", "send_backward"),
+            *("send_forward_recv_backward", "send_backward_recv_forward"),
+            *("send_forward_recv_forward", "send_backward_recv_backward"),
+            "send_forward_backward_recv_forward_backward",
+        )
+    },
     "get_updated_expert_bias": Asking(_CORE, "tp_dp_cp", GroupArgument("tp_dp_cp_group", 3, 19)),
 }
 """By their names."""

@@ -78,6 +78,59 @@ def test_they_are_named_with_what_to_do(tmp_path: Path) -> None:
     ]
 
 
+BATCHES = """\
+from megatron.core import mpu, utils
+from megatron.core.pipeline_parallel import p2p_communication as p2p
+from megatron.core.pipeline_parallel.p2p_communication import recv_forward
+from megatron.training.utils import get_batch_on_this_tp_rank
+from megatron.utils import get_batch_on_this_cp_rank
+
+
+def get_batch(model, data_iterator):
+    if not mpu.is_pipeline_first_stage() and mpu.get_context_parallel_rank():
+        return None
+    batch = get_batch_on_this_tp_rank(data_iterator)
+    batch = utils.get_batch_on_this_cp_rank(batch)
+    batch = utils.get_batch_on_this_cp_rank(batch, cp_group=batch["group"])
+    return get_batch_on_this_cp_rank(batch)
+
+
+def step(model, batch, config):
+    batch["input"] = recv_forward(batch["shape"], config)
+    p2p.send_forward(model(batch), config)
+
+
+def evaluate(model, batches, config):
+    for batch in batches:
+        step(model, batch, config)
+    p2p.send_backward_recv_backward(None, True, (1,), config)
+    return mpu.is_pipeline_last_stage()
+"""
+
+
+def test_those_that_older_versions_have_are_named(tmp_path: Path) -> None:
+    """Where one that is read has them."""
+    tree, model = write(tmp_path, {"a.py": BATCHES}), "megapg.groups_of(model)"
+
+    def named(*versions: int) -> list[tuple[str, str, str]]:
+        found = migrate([tree], Config(tmp_path, versions=versions)).callees
+        return [(each.function, each.callee, each.instead) for each in found]
+
+    def within(function: str, name: str) -> tuple[str, str, str]:
+        return function, name, f"call {name} within megapg.megatron.published({model})"
+
+    tp, cp = "get_batch_on_this_tp_rank", "get_batch_on_this_cp_rank"
+    passes_it = ("get_batch", cp, 'pass it cp_group=megapg.groups_of(model, "cp").cp')
+    assert named(12, 19) == [
+        within("get_batch", tp),
+        *[within("get_batch", cp)] * 2,
+        within("evaluate", "step"),
+        within("evaluate", "send_backward_recv_backward"),
+    ]
+    assert named(16) == [within("get_batch", tp), passes_it, passes_it]
+    assert named(19) == []
+
+
 def test_those_of_the_project_are_read(tmp_path: Path) -> None:
     own = "def average_losses_across_data_parallel_group(losses):\n    return losses\n"
     files = {"a.py": CODE, "megatron/training/utils.py": own}
@@ -87,18 +140,19 @@ def test_those_of_the_project_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.contract
 @pytest.mark.parametrize(
-    "name", [each for each in ASKING if "megatron.core" in ASKING[each].package]
+    "name", [each for each in ASKING if any(CORE in package for package in ASKING[each].packages)]
 )
 def test_those_of_the_core_ask_the_globals(name: str) -> None:
     """And the parameters that are said keep them from that."""
-    found = list(_functions(name))
-    if not found:
+    found, minor = list(_functions(name)), int(version("megatron-core").split(".")[1])
+    if not found or minor >= ASKING[name].until:
         pytest.skip("this Megatron-core has none")
-    instead, minor = ASKING[name].instead, int(version("megatron-core").split(".")[1])
+    instead = ASKING[name].instead
     for each in found:
-        assert {
-            last_name(e.func) for e in ast.walk(each) if isinstance(e, ast.Call)
-        } & SIGNATURES.keys()
+        # One that sends has that, or the one of its name, ask.
+        behind = {name, "_communicate"} if ASKING[name].until == 15 else set()
+        called = {last_name(e.func) for e in ast.walk(each) if isinstance(e, ast.Call)}
+        assert called & (SIGNATURES.keys() | behind)
         if instead is not None and minor >= instead.since:
             assert instead.name in {one.arg for one in parameters(each)}
 

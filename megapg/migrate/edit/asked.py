@@ -104,7 +104,7 @@ def asked_outside(
     if argument is not None and all(each >= argument.since for each in versions):
         given = f".{field}" if argument.name.endswith("group") else f'.rank("{field}")'
         instead = "" if behind else f"pass it {argument.name}={{0}}{given}"
-    place = f"{asking.package} ({name})"
+    place = f"{asking.packages[0]} ({name})"
     return [(name, Asked(axes_of(field), field, place, unless, outside=instead))]
 
 

@@ -90,8 +90,10 @@ class Names:
         if isinstance(call.func, ast.Name):
             name = self.originals.get(name, name)
         found = ASKING.get(name)
-        home = self._home(call.func).replace("/", ".") if found is not None else ""
-        if found is None or not f"{home}.".startswith(f".{found.package}."):
+        if found is None or all(each >= found.until for each in self._versions):
+            return None
+        home = self._home(call.func).replace("/", ".")
+        if not f"{home}.".startswith(tuple(f".{each}." for each in found.packages)):
             return None
         given = _given(call, found.instead)
         unless = given.id if isinstance(given, ast.Name) and given.id in left_out else ""
