@@ -290,7 +290,7 @@ class Kept:
     def __init__(self):
         self.size = 1
     def rank(self):
-        return mpu.get_data_parallel_rank()  # groups_of(self, "dp") | the constructor | nobody
+        return mpu.get_data_parallel_rank()  # resolve(self.pg_collection) | the constructor | nobody
 def shown():
     return f"{mpu.get_data_parallel_rank()=}"  # [in-a-string] | it is in an f-string
 """
