@@ -473,11 +473,12 @@ def _is_of_globals(base: Base | None) -> bool:
 
 
 def _is_of_self(asking: _Asking) -> bool:
-    """Whether the object of a method is asked; or what its constructor is passed, which is the
-    same.
+    """Whether the object of a method is asked, be it by a variable for its model; or what its
+    constructor is passed, which is the same.
     """
     if asking.base is None:
         return False
     if asking.of in COLLECTION_NAMES and class_of(asking.unit) is not None:
         return True
-    return bool(asking.of) and asking.of == self_of(asking.unit)
+    own = self_of(asking.unit)
+    return bool(own) and (asking.of == own or is_of_its_object(asking.of, asking.unit))
