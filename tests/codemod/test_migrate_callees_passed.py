@@ -179,3 +179,92 @@ def test_what_an_autograd_function_is_applied_to_decides_it_too(tmp_path: Path) 
         ("lacks_it", "gather", 'pass it group=megapg.groups_of(model, "tp").tp'),
         ("lacks_it", "Gathered.forward", 'pass it group=megapg.groups_of(model, "tp").tp'),
     ]
+
+
+BOUND_LATER = {
+    "loss.py": """\
+from functools import partial
+
+from megatron.core import mpu
+
+
+def log_probs(x, *, args):
+    return x * mpu.get_context_parallel_world_size()
+
+
+def values(x, *, args, **given):
+    return x, mpu.get_context_parallel_rank()
+
+
+def asks_nothing(x, *, args):
+    return x
+
+
+def takes_one(x, *, args, pg_collection=None):
+    return x, mpu.get_context_parallel_rank()
+
+
+def policy(x, *, args, **given):
+    return x, mpu.get_context_parallel_world_size()
+
+
+def chosen(model, x):
+    match model.kind:
+        case "policy":
+            func = policy
+        case "value":
+            func = values
+        case _:
+            func = asks_nothing
+    return func(x, args=1), mpu.get_context_parallel_rank()
+
+
+def forward_only(f, model, schedule):
+    def step(data, model):
+        rank = mpu.get_context_parallel_rank()
+        given = {"args": rank}
+        return model(data), partial(f, **given)
+
+    return schedule(step)
+
+
+def passes_it(f, model):
+    rank = mpu.get_context_parallel_rank()
+    given = {"args": rank}
+    given["pg_collection"] = model.pg_collection
+    return partial(f, **given), partial(f, pg_collection=model.pg_collection)
+""",
+    "actor.py": """\
+from functools import partial
+
+from loss import asks_nothing, forward_only, log_probs, passes_it, takes_one, values
+from megatron.core import mpu
+
+
+def computes(model, schedule):
+    rank = mpu.get_context_parallel_rank()
+    passes_it(takes_one, model)
+    forward_only(asks_nothing, model, schedule)
+    forward_only(partial(takes_one, pg_collection=model.pg_collection), model, schedule)
+    return rank, forward_only(log_probs, model, schedule)
+
+
+def computes_values(model, schedule):
+    return forward_only(values, model, schedule), forward_only(takes_one, model, schedule)
+""",
+}
+
+
+def test_what_is_bound_by_a_parameter_is_followed(tmp_path: Path) -> None:
+    """And each of the functions that a name may stand for is named."""
+    tree = write(tmp_path, BOUND_LATER)
+    found = migrate([tree], Config(tmp_path, versions=(16,))).callees
+    assert [(each.function, each.callee) for each in found] == [
+        ("computes", "log_probs"),
+        ("chosen", "values"),
+        ("chosen", "policy"),
+        ("forward_only", "log_probs"),
+        ("forward_only", "values"),
+        ("forward_only", "takes_one"),
+    ]
+    assert found[-1].instead == 'pass it pg_collection=megapg.groups_of(model, "cp")'

@@ -29,6 +29,7 @@ from megapg.migrate.edit.handed import Handed
 from megapg.migrate.edit.lacking import (
     all_of_groups,
     handed,
+    named_in,
     not_passed,
     without_any,
 )
@@ -44,7 +45,7 @@ from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import Thing
 from megapg.migrate.migration import Callee
 from megapg.migrate.python.analysis import Analysis, analyse
-from megapg.migrate.python.methods import class_of, is_self, is_super, kept, self_of
+from megapg.migrate.python.methods import class_of, is_self, is_super, kept, parameters, self_of
 from megapg.migrate.python.scopes import Alias, FunctionNode, Opaque, Scope, Use, last_name
 from megapg.upstream.mapping import COLLECTION_NAMES
 
@@ -155,10 +156,12 @@ class Callees:
             beside = self._objects.asked_beside(unit, path)
             own, direct = _has(unit, text, beside), _has(unit, text, ())
             found: list[tuple[ast.Call, Callee, Asked, bool]] = []
-            for use, call in calls if own else ():
+            for use, call in calls:
+                inner = _has_inside(use.scope, unit, text)
                 there = {each for each in {*own.values()} if _is_there(each, unit, call)}
-                has = {axis: each for axis, each in own.items() if each in there}
-                found += self._of_call(use, call, has, bool(direct), path)
+                has = inner | {axis: each for axis, each in own.items() if each in there}
+                if has:
+                    found += self._of_call(use, call, has, bool(direct or inner), path)
             handed = [] if direct else list(self._handed.reported(unit, path))
             if handed and self._makers.has(unit, path):
                 handed = []
@@ -200,6 +203,7 @@ class Callees:
         for name, one in () if of_project else asked_outside(call, unit, text, versions):
             if not has.keys().isdisjoint(one.axes):
                 yield call, reported(text.name, call, unit, has, name, one), one, False
+        cures = set[str]()
         for called in (*of_project, *self._by_value(use, call, path)):
             if called.function is unit or self._makers.has(called.function, called.path):
                 continue
@@ -217,8 +221,9 @@ class Callees:
                 found = lacking
             if found is not None:
                 callee = reported(text.name, call, unit, has, name_of(called.function), found)
-                yield call, callee, found, lacking is not None
-                return
+                if (cure := found.unless or callee.callee) not in cures:  # one argument serves all
+                    cures.add(cure)
+                    yield call, callee, found, lacking is not None
 
     # -- who is called -----------------------------------------------------------------------
 
@@ -261,7 +266,7 @@ class Callees:
         yield from self._later(values.handed_by(use, call, path))
         yield from self._later(values.kept_by(use, call, path))
         for of, at in self._objects.run_by(values.bound(use, call, path)):
-            yield Called(of, at, all_of_groups(of) - {each.arg for each in call.keywords})
+            yield Called(of, at, all_of_groups(of) - named_in(call, unit))
 
     @kept
     def _run_behind(self, use: Use, call: ast.Call, unit: Scope, path: Path) -> list[Called]:
@@ -375,6 +380,20 @@ def _has(unit: Scope, text: TextOfFile, beside: Iterable[str]) -> dict[str, str]
     if any(each.carrier == GLOBALS for each in asked):
         return own  # it asks these for everything else
     return own | {axis: each.carrier for each in asked for axis in axes_of(each.what)}
+
+
+def _has_inside(scope: Scope, unit: Scope, text: TextOfFile) -> dict[str, str]:
+    """The same of the functions in one in which something is, as far as they ask models of their
+    own.
+    """
+    inner = scope if scope is not unit else None
+    found: dict[str, str] = {}
+    while inner is not None and inner is not unit:
+        named = {each.arg for each in parameters(inner.node)} - {*COLLECTION_NAMES}
+        own = _has(inner, text, ()) if named else {}
+        found = {axis: each for axis, each in own.items() if each in named} | found
+        inner = inner.parent
+    return found
 
 
 @kept

@@ -50,6 +50,14 @@ def not_passed(function: Scope, call: ast.Call, unit: Scope) -> frozenset[str]:
     return frozenset(takes - named - _keys_in(unit))
 
 
+def named_in(call: ast.Call, unit: Scope | None) -> set[str]:
+    """What a call passes by name: of a dictionary the collections that its function puts in it."""
+    named = {each.arg for each in call.keywords if each.arg}
+    if unit is None or len(named) == len(call.keywords):
+        return named
+    return named | {*COLLECTION_NAMES} & _keys_in(unit)
+
+
 def _passed_none(function: Scope, call: ast.Call) -> frozenset[str]:
     """The parameters, but for collections, that a call fills with None."""
     none = {name for name, given in passed(function, call).items() if _is_none(given)}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megapg.migrate.edit.lacking import OF_GROUPS, named_in
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import Resolver, Thing
 from megapg.migrate.python.flow import statements_in
@@ -93,7 +94,7 @@ class Values:
         """Whether a function calls what it is passed for one of its parameters, be it by others."""
         is_one = any(each.arg == name for each in parameters(function.node))
         calls = self.calls_in(path).get(function, ()) if is_one else ()
-        if any(is_named(use.node, name) for use, _ in calls):
+        if any(_runs_it(use, call, name) for use, call in calls):
             return True
         return depth < _DEEPEST and any(
             self._runs(thing.scope, parameter, thing.path, depth + 1)
@@ -106,13 +107,15 @@ class Values:
         )
 
     def bound(self, use: Use, call: ast.Call, path: Path) -> Iterator[Thing]:
-        """The function of which a call is ``functools.partial``."""
-        if last_name(call.func) == "partial" and call.args:
+        """The functions of which a call is ``functools.partial``, be it of a parameter."""
+        if _is_partial(call):
             yield from self._things(call.args[0], use, path)
+            owner = _parameter(call.args[0], use.scope)
+            yield from self._given(*owner, path, 0) if owner is not None else ()
 
     def _things(self, node: ast.expr | None, use: Use, path: Path) -> Iterator[Thing]:
-        if isinstance(node, ast.Call) and last_name(node.func) == "partial" and node.args:
-            node = node.args[0]
+        if isinstance(node, ast.Call) and _is_partial(node):
+            node = None if _passes_groups(node, use) else node.args[0]
         for each in self.resolver.expression(node, use.scope, path) if node is not None else ():
             if each.kind in ("function", "class"):
                 yield each
@@ -155,6 +158,20 @@ def _place(thing: Thing) -> tuple[int, str, int]:
 
 def _given_by(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(each.value for each in call.keywords)]
+
+
+def _is_partial(call: ast.Call) -> bool:
+    return last_name(call.func) == "partial" and bool(call.args)
+
+
+def _runs_it(use: Use, call: ast.Call, name: str) -> bool:
+    """Whether a call is one of a parameter, or binds it, and passes it no groups."""
+    is_one = is_named(use.node, name) or (_is_partial(call) and is_named(call.args[0], name))
+    return is_one and not _passes_groups(call, use)
+
+
+def _passes_groups(call: ast.Call, use: Use) -> bool:
+    return not OF_GROUPS.isdisjoint(named_in(call, use.scope.unit))
 
 
 def _is_unit(function: Scope | None) -> bool:
