@@ -289,8 +289,8 @@ def maybe():
 class Kept:
     def __init__(self):
         self.size = 1
-    def rank(self):
-        return mpu.get_data_parallel_rank()  # resolve(self.pg_collection) | the constructor | nobody
+    def f(self):
+        return mpu.get_data_parallel_rank()  # (self.pg_collection) | the constructor | nobody
 def shown():
     return f"{mpu.get_data_parallel_rank()=}"  # [in-a-string] | it is in an f-string
 """
