@@ -165,3 +165,38 @@ def _functions(name: str) -> Iterator[ast.FunctionDef]:
         for node in ast.parse(text).body if f"def {name}(" in text else ():
             if isinstance(node, ast.FunctionDef) and node.name == name:
                 yield node
+
+
+PARTS = """\
+from megatron.core import mpu
+
+
+def layers(config, pg_collection):
+    return Block(config, 2)
+
+
+class Layer:
+    def __init__(self, config):
+        self.size = config // mpu.get_tensor_model_parallel_world_size()
+        self.group = mpu._TENSOR_MODEL_PARALLEL_GROUP_OF_A_FORK
+
+
+class Block:
+    def __init__(self, config, n):
+        self.stages = mpu.get_pipeline_model_parallel_world_size()
+        self.build(config, n)
+
+    def build(self, config, n):
+        self.layers = [Layer(config) for each in range(n)]
+
+    def more(self, config):
+        return Layer(config), mpu.get_pipeline_model_parallel_rank()
+"""
+
+
+def test_parts_of_what_is_passed_a_collection_are_named(tmp_path: Path) -> None:
+    """Whatever kind of groups they ask about; others only where that is the same."""
+    found = migrate([write(tmp_path, {"a.py": PARTS})], Config(tmp_path, versions=(16,))).callees
+    assert [(each.function, each.callee, each.what) for each in found] == [
+        ("Block.build", "Layer", "tp")
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from megapg.migrate.find.index import Index, Located
 from megapg.migrate.find.models import ancestry
 from megapg.migrate.find.sites import Carrier, Kind, Site
 from megapg.migrate.migration import How
+from megapg.migrate.python.flow import blocks, statements_around
 from megapg.migrate.python.methods import class_of, kept, left_out, self_of
 from megapg.migrate.python.scopes import FunctionNode, Scope, Use
 from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS, RANK_GLOBALS, Takes
@@ -79,6 +80,7 @@ class Facts:
             if each.parent is not None and each.parent.kind == "module"
         }
         self._faking = faking
+        self._leaving = _returning(each for each in index.located if _fakes(each.site))
         self.parted: dict[Scope, frozenset[str]] = dict(fallen.parted)
         self.of_one: set[Scope] = set()
         self.of_models: set[Scope] = set()
@@ -221,11 +223,13 @@ class Facts:
         )
 
     def calls_what_fakes(self, unit: Scope | None, path: Path) -> bool:
-        """Whether a function has a rank or a size faked: what it calls then is to hear that. What
-        has the groups made as well, as Megatron's ``initialize_megatron``, fakes none beside these.
+        """Whether a function has a rank or a size faked: what it calls then is to hear that. Where
+        a function fakes and returns, as Megatron's ``initialize_megatron``, and has the groups made
+        elsewhere, nothing is faked beside these.
         """
         called = self._references.called_by(unit, path) if unit is not None and self._faking else ()
-        return any(e in self._faking and not self.makes_groups(e, at) for e, at in called)
+        faking = [(each, at) for each, at in called if each in self._faking]
+        return any(e not in self._leaving or not self.makes_groups(e, at) for e, at in faking)
 
     def _reached_by_fakes(self) -> tuple[set[Scope], set[Scope]]:
         """Functions that fake a rank or a size, and those that are decorated with one or handed to
@@ -233,11 +237,8 @@ class Facts:
         """
         found: dict[Scope, Path] = {}
         for located in self._index.located:
-            site, unit = located.site, located.use.scope.unit
-            fakes = site.reason in _FAKING and (
-                site.name.startswith(("set_", "_MPU_")) or site.kind is Kind.ASSIGNED
-            )
-            if fakes and unit is not None:
+            unit = located.use.scope.unit
+            if unit is not None and _fakes(located.site):
                 found[unit] = located.path
         for unit, path in list(found.items()):
             handed = self._handed_to(unit, path)
@@ -351,6 +352,26 @@ def has_parts_built(facts: Facts, constructor: Scope, path: Path) -> bool:
         for method in facts.beside(constructor, path)
         for _, call in facts.calls_in(path).get(method, ())
     )
+
+
+def _fakes(site: Site) -> bool:
+    """Whether a rank or a size is faked there."""
+    return site.reason in _FAKING and (
+        site.name.startswith(("set_", "_MPU_")) or site.kind is Kind.ASSIGNED
+    )
+
+
+def _returning(places: Iterable[Located]) -> set[Scope]:
+    """The functions that return right behind each of some places."""
+    staying, found = set[Scope](), set[Scope]()
+    for each in places:
+        unit = each.use.scope.unit
+        if unit is not None:
+            around = statements_around(each.use.parents, unit.node)
+            outer = around[-2] if len(around) > 1 else unit.node
+            last = next(block[-1] for block in blocks(outer) if around[-1] in block)
+            (found if isinstance(last, ast.Return) else staying).add(unit)
+    return found - staying
 
 
 def _is_replaced(located: Located) -> bool:

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from megapg.migrate.decide.decisions import Base, Passing, Plan, Taking
 from megapg.migrate.decide.functions import PARAMETER
-from megapg.migrate.decide.references import References
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.models import ancestry, has_a_model
-from megapg.migrate.python.methods import calls_of_bases, class_of, self_of
-from megapg.migrate.python.scopes import Scope, Use, is_named, last_name
+from megapg.migrate.python.analysis import Analysis
+from megapg.migrate.python.methods import class_of, kept, self_of
+from megapg.migrate.python.scopes import Scope, Use, is_named, last_name, scopes
+from megapg.upstream.mapping import MODEL_ATTRIBUTES
 
 # What a class may be made of outside of the project: nothing that gives its objects anything.
 _PLAIN = frozenset({"object", "ABC", "Generic"})
 # By which an object may lack what its constructor gives it, or have more.
 _OTHERWISE = frozenset(
-    {"__new__", "__getattr__", "__getattribute__", "__setattr__", "__setstate__", "__reduce__"}
-    | {"__reduce_ex__", "__copy__", "__deepcopy__", "__slots__"}
+    {"__new__", "__getattr__", "__getattribute__", "__setattr__", "__getstate__", "__setstate__"}
+    | {"__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__", "__slots__"}
 )
 
 
-def ask_what_is_kept(plan: Plan, index: Index, references: References) -> Plan:
+def ask_what_is_kept(plan: Plan, index: Index) -> Plan:
     """Have objects that carry nothing else asked for the collection that they were passed."""
-    kept = _Kept(plan, index, references)
+    kept = _Kept(plan, index)
     for at, decision in enumerate(plan.decisions):
         located = decision.located
         if kept.serves(decision.base, located.use, located.path):
@@ -45,13 +47,12 @@ def _of_kept(base: Base, form: str = "resolve") -> Base:
     return replace(base, form=form, expression=f"{base.expression}.{PARAMETER}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Kept:
     """Finds out which methods find on their object what it was passed, and nothing else."""
 
     plan: Plan
     index: Index
-    references: References
 
     def serves(self, base: Base, use: Use, path: Path) -> bool:
         """Whether what serves a use is what its object was passed."""
@@ -82,79 +83,100 @@ class _Kept:
         return found
 
     def _keeps_nothing_else(self, klass: Scope, taking: Taking) -> bool:
+        above = list(ancestry(klass, taking.path, self.index.resolver))
         return (
             taking.is_new
             and taking.at_first
-            and self._is_plainly_made(klass, taking.path)
+            and len(klass.bindings["__init__"]) == 1
             and all(
-                self._is_made_as(klass, each, path)
-                for each, path in self._below(klass, taking.path)
+                each.rpartition(".")[2] in _PLAIN if isinstance(each, str) else _is_as_written(each)
+                for each in above
             )
-            and not self._is_called_with_others(klass)
+            and all(self._is_only_made(e.name) for e in above if isinstance(e, Scope))
             and not {*self.index.everywhere("__new__")} & {*self.index.everywhere(klass.name)}
         )
 
-    def _below(self, klass: Scope, path: Path) -> Iterator[tuple[Scope, Path]]:
-        """The classes that are made of one, at any remove."""
-        found = [(klass, path)]
-        for above, at in found:  # grows
-            for each in self.references.made_of(above.name, at):
-                if each not in found:
-                    found.append(each)
-                    yield each
-
-    def _is_plainly_made(self, klass: Scope, path: Path) -> bool:
-        """Whether what a class and those above it say is all that its objects have."""
-        return all(
-            each.rpartition(".")[2] in _PLAIN if isinstance(each, str) else _is_as_written(each)
-            for each in ancestry(klass, path, self.index.resolver)
-        )
-
-    def _is_made_as(self, klass: Scope, below: Scope, path: Path) -> bool:
-        """Whether objects of a class below have what those of this class have, and nothing else."""
-        makers = below.defined("__init__")
-        return self._is_plainly_made(below, path) and all(
-            any(
-                isinstance(each, ast.Expr) and each.value in calls_of_bases(maker.node)
-                for each in getattr(maker.node, "body", ())
-            )
-            for maker in makers
-        )
-
-    def _is_called_with_others(self, klass: Scope) -> bool:
-        """Whether a method is read from the class, and may be called with any object."""
-        methods = {name for name in klass.bindings if any(map(self_of, klass.defined(name)))}
-        analyses = map(self.index.analysis, self.index.everywhere(klass.name))
-        return any(
-            isinstance(use.node, ast.Attribute)
-            and use.node.attr in methods - {"__init__"}
-            and is_named(use.node.value, klass.name)
-            and not _is_called_with_self(use)
-            for each in analyses
-            if each is not None
-            for use in each.uses
-        )
+    @kept
+    def _is_only_made(self, klass: str) -> bool:
+        """Whether all that is done with the classes of a name, in source and in tests, is to make
+        objects, and nobody gives these a model: none is made of it that may leave its constructor
+        out, none of its methods is called with something else.
+        """
+        for path in self.index.everywhere(klass):
+            analysis = self.index.analysis(path)
+            words = None if analysis is None else _words_of(analysis)
+            if words is None or klass in words.renamed or words.gives_models:
+                return False
+            if not all(_makes(use, klass) for use in words.uses.get(klass, ())):
+                return False
+        return True
 
 
-def _is_called_with_self(use: Use) -> bool:
-    """Whether a method calls that of a class above for its own object."""
-    call, method = use.parents.node, use.scope.unit
-    if not isinstance(call, ast.Call) or method is None or not call.args:
+@dataclass(frozen=True)
+class _Words:
+    """What a file does with names."""
+
+    uses: Mapping[str, Sequence[Use]]  # where each is said, be it within a chain
+    renamed: Collection[str]  # what is imported under another name
+    gives_models: bool  # whether what is no ``self`` is given a model, or another class
+
+
+@kept
+def _words_of(analysis: Analysis) -> _Words:
+    uses: dict[str, list[Use]] = defaultdict(list)
+    for use in analysis.uses:
+        node = use.node
+        while isinstance(node, ast.Attribute):
+            uses[node.attr].append(use)
+            node = node.value
+        if isinstance(node, ast.Name):
+            uses[node.id].append(use)
+    nodes = [node for scope in scopes(analysis.module) for node in scope.nodes]
+    given = (each for each in nodes if isinstance(each, ast.Attribute))
+    return _Words(
+        uses,
+        {e.name for n in nodes if isinstance(n, ast.ImportFrom) for e in n.names if e.asname},
+        any(
+            isinstance(each.ctx, ast.Store)
+            and each.attr in (*MODEL_ATTRIBUTES, "__class__")
+            and not is_named(each.value, "self")
+            for each in given
+        ),
+    )
+
+
+def _makes(use: Use, klass: str) -> bool:
+    """Whether a class is called there, or says what something is."""
+    outer = use.parents.node
+    if last_name(use.node) != klass:
         return False
-    return is_named(call.args[0], self_of(method))
+    if isinstance(outer, ast.Call):
+        return outer.func is use.node or last_name(outer.func) == "isinstance"
+    return isinstance(outer, ast.arg | ast.FunctionDef) or (
+        isinstance(outer, ast.AnnAssign) and outer.annotation is use.node
+    )
 
 
+@kept
 def _is_as_written(klass: Scope) -> bool:
     node = klass.node
     sets_by_name = any(
-        is_named(each, "setattr") or (isinstance(each, ast.Attribute) and each.attr == "__dict__")
+        is_named(each, "setattr")
+        or (isinstance(each, ast.Attribute) and each.attr == "__dict__")
+        or (isinstance(each, ast.Call) and _saves_its_object(each))
         for each in ast.walk(node)
     )
     return (
         isinstance(node, ast.ClassDef)
         and not node.decorator_list
         and not node.keywords
-        and klass.bindings.keys().isdisjoint(_OTHERWISE)
+        and klass.bindings.keys().isdisjoint({*_OTHERWISE, *MODEL_ATTRIBUTES})
         and not sets_by_name
         and not has_a_model(klass)
     )
+
+
+def _saves_its_object(call: ast.Call) -> bool:
+    """Whether what was written before the migration may be read after it."""
+    saves = last_name(call.func) in ("dump", "dumps", "save")
+    return saves and any(is_named(each, "self") for each in call.args)

@@ -66,7 +66,7 @@ def make_plan(
             planner.look_at(located)
         plan = planner.plan()
         if not have_answered_alike(plan, index, facts, functions.references):
-            return without_what_is_swallowed(ask_what_is_kept(plan, index, functions.references))
+            return without_what_is_swallowed(ask_what_is_kept(plan, index))
 
 
 # -- the rules -------------------------------------------------------------------------------------

@@ -45,7 +45,15 @@ from megapg.migrate.find.index import Index
 from megapg.migrate.find.meaning import Thing
 from megapg.migrate.migration import Callee
 from megapg.migrate.python.analysis import Analysis, analyse
-from megapg.migrate.python.methods import class_of, is_self, is_super, kept, parameters, self_of
+from megapg.migrate.python.methods import (
+    class_of,
+    is_self,
+    is_super,
+    kept,
+    parameters,
+    self_of,
+    setting_up,
+)
 from megapg.migrate.python.scopes import Alias, FunctionNode, Opaque, Scope, Use, last_name
 from megapg.upstream.mapping import COLLECTION_NAMES
 
@@ -107,8 +115,7 @@ class Callees:
     # -- texts -------------------------------------------------------------------------------
 
     def _analysis(self, path: Path) -> Analysis | None:
-        tree = self._trees.get(path)
-        return self._index.analysis(path) if tree is None else analyse(tree)
+        return analyse(tree) if (tree := self._trees.get(path)) else self._index.analysis(path)
 
     @kept
     def _text(self, path: Path) -> TextOfFile | None:
@@ -125,8 +132,7 @@ class Callees:
 
     def _calls_in(self, path: Path) -> Mapping[Scope | None, Sequence[tuple[Use, ast.Call]]]:
         """What is called in a file, by the functions that do."""
-        analysis = self._analysis(path)
-        return analysis.calls if analysis else {}
+        return analysis.calls if (analysis := self._analysis(path)) else {}
 
     def _is_new(self, unit: Scope, path: Path) -> bool:
         """Whether a migration changed a function, be it an earlier one."""
@@ -219,6 +225,8 @@ class Callees:
             lacking = next((each for each in asked if each.unless in COLLECTION_NAMES), None)
             if found is None and has and direct:  # about whatever it asks it is to be handed this
                 found = lacking
+            if found is None and class_of(called.function) and _sets_up(unit, has):
+                found = next(iter(asked), None)  # so is a part of an object
             if found is not None:
                 callee = reported(text.name, call, unit, has, name_of(called.function), found)
                 if (cure := found.unless or callee.callee) not in cures:  # one argument serves all
@@ -367,6 +375,18 @@ class Callees:
         return by_way_of(
             found, self._applied.of(unit, called.path), "" if takes_one else name_of(unit)
         )
+
+
+def _sets_up(unit: Scope, has: Mapping[str, str]) -> bool:
+    """Whether a method makes an object what it is, which was passed a collection: its parts are
+    to have that, whatever they ask it for.
+    """
+    klass = unit.parent
+    if klass is None or klass.kind != "class" or not {self_of(unit), PASSED} & {*has.values()}:
+        return False
+    makers = klass.defined("__init__")
+    taking = any(e.arg in COLLECTION_NAMES for each in makers for e in parameters(each.node))
+    return taking and (unit in makers or unit.name in setting_up(klass.node))
 
 
 def _has(unit: Scope, text: TextOfFile, beside: Iterable[str]) -> dict[str, str]:

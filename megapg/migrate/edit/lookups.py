@@ -290,6 +290,8 @@ class _Function:
         reads = last is before and any(is_certain(e.node, e.parents, before) for e in uses)
         if not _is_bound(expression, around, last, self.scope, reads=reads):
             return False
+        if isinstance(before, LOOP):  # the next turn reads it as well
+            return not self._may_get_a_model(expression, before, before)
         sure = first_read(self.node, uses) is before
         return sure or not self._may_get_a_model(expression, before, last)
 
@@ -306,10 +308,10 @@ class _Function:
 
     @cached_property
     def _given_models(self) -> list[int]:
-        """The lines in which an object is given a model."""
+        """The lines behind which an object has been given a model."""
         klass = self.scope.parent
         return [
-            each.lineno
+            each.end_lineno or each.lineno
             for each in (statements_in(self.node) if klass is not None else ())
             if klass is not None and gives_a_model(each, self.scope, [klass], 0)
         ]

@@ -8,15 +8,26 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
+from megapg.layout import FIELDS
 from megapg.migrate.find.meaning import Resolver, Thing
 from megapg.migrate.python.flow import LOOP, blocks, statements_in
-from megapg.migrate.python.scopes import Alias, Binding, Scope, walk
+from megapg.migrate.python.scopes import (
+    Alias,
+    Binding,
+    Opaque,
+    Scope,
+    is_named,
+    last_name,
+    walk,
+)
+from megapg.upstream.mapping import ROWS
 
 # What Megatron-core calls the classes of collections. One has what it is made with.
 CLASSES = frozenset(
     {"ProcessGroupCollection", "ModelCommProcessGroups", "GradCommProcessGroups"}
     | {"GradFinalizeProcessGroups"}
 )
+_WHOLE = "use_mpu_process_groups"  # what makes one of all groups of the globals
 # Further than anybody hands on what another function makes.
 _DEEPEST = 4
 
@@ -30,8 +41,13 @@ def is_filled(name: str, function: Scope) -> bool:
 
 
 def is_filled_before(name: str, around: Sequence[ast.stmt], function: Scope) -> bool:
-    """Whether a function puts groups into a collection nowhere but in what is behind it when an
-    expression is evaluated, given the statements around that, from the outside in.
+    """Whether a function makes a collection, and puts groups into it, nowhere but in what is behind
+    it when an expression is evaluated; and these are the globals' own, each in its field.
+
+    Args:
+        name: of the variable.
+        around: the statements around the expression, from the outside in.
+        function: that has the variable.
     """
     outer: ast.AST = function.node
     puts = sum(_is_put_into(name, each) for each in function.nodes)
@@ -43,15 +59,60 @@ def is_filled_before(name: str, around: Sequence[ast.stmt], function: Scope) -> 
         if isinstance(each, LOOP):
             break  # an earlier turn may have bound it anew
         outer = each
-    return puts == 0
+    return puts == 0 and _is_of_the_globals(name, function)
+
+
+def _is_of_the_globals(name: str, function: Scope) -> bool:
+    """Whether the one collection that a function makes has the globals' own groups, but for what it
+    puts into one that has them all.
+    """
+    made = [each.value for each in function.bindings[name] if isinstance(each, Alias)]
+    others = (each for each in function.bindings[name] if not isinstance(each, Alias))
+    if len(made) != 1 or not all(isinstance(e, Opaque) and e.parameter for e in others):
+        return False
+    value, put = made[0], _put_into(name, function)
+    if not isinstance(value, ast.Call) or value.args or value.keywords:
+        return False
+    if len(put) != sum(_is_put_into(name, each) for each in function.nodes):
+        return False
+    return last_name(value.func) == _WHOLE or (
+        last_name(value.func) in CLASSES
+        and all(_field_got(given, function) == field for field, given in put)
+    )
+
+
+def _put_into(name: str, function: Scope) -> list[tuple[str, ast.expr]]:
+    """What a function puts into a collection, a statement for each: the field, and the group."""
+    return [
+        (target.attr, each.value)
+        for each in function.nodes
+        if isinstance(each, ast.Assign)
+        for target in each.targets[:1]
+        if isinstance(target, ast.Attribute) and _is_put_into(name, target)
+    ]
+
+
+def _field_got(value: ast.expr, function: Scope) -> str:
+    """The field of the group that a getter of the globals gives, be it by way of a variable; empty
+    where something else is given.
+    """
+    if isinstance(value, ast.Name):
+        bound = function.bindings.get(value.id, ())
+        if len(bound) != 1 or not isinstance(bound[0], Alias):
+            return ""
+        value = bound[0].value
+    if not isinstance(value, ast.Call) or value.args:
+        return ""
+    of = last_name(value.func).removeprefix("get_").removesuffix("_group")
+    true = {e.arg for e in value.keywords if ast.unparse(e.value) == "True"}
+    return next((row.field for row in ROWS.get(of, ()) if {*row.true} <= true), "")
 
 
 def _is_put_into(name: str, node: ast.AST) -> bool:
     return (
         isinstance(node, ast.Attribute)
         and not isinstance(node.ctx, ast.Load)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == name
+        and is_named(node.value, name)
     )
 
 
@@ -61,6 +122,9 @@ def fields_of(name: str, scope: Scope, path: Path, resolver: Resolver) -> frozen
     there.
     """
     if scope.kind == "function" and is_filled(name, scope):
+        made = (each.value for each in scope.bindings[name] if isinstance(each, Alias))
+        if any(isinstance(each, ast.Call) and last_name(each.func) == _WHOLE for each in made):
+            return frozenset(FIELDS) - {field for field, _ in _put_into(name, scope)}
         return fields_handed_on(ast.Name(name), scope, path, resolver)
     found = _held(scope.bindings.get(name, ()), path, resolver, ())
     return None if found == frozenset() and _is_handed_on(name, scope) else found
@@ -103,6 +167,12 @@ def _fields(
         return least(_fields(each, scope, path, resolver, makers) for each in either)
     if not isinstance(value, ast.Call):
         return None
+    if last_name(value.func) == _WHOLE and (value.args or value.keywords):
+        listed = [*value.args, *(each.value for each in value.keywords)][0]
+        known = isinstance(listed, ast.List) and all(
+            isinstance(e, ast.Constant) for e in listed.elts
+        )
+        return frozenset(map(str, ast.literal_eval(listed))) if known else None
     called = resolver.expression(value.func, scope, path)
     if called and all(map(_is_a_collection, called)):
         names = {each.arg for each in value.keywords}

@@ -304,8 +304,10 @@ class _Layout:
 
     def _is_of_a_lambda(self, number: int, flat: Sequence[int]) -> bool:
         """Whether a token stands between a ``lambda`` and its colon."""
-        marks = [self._text(i) for i in flat if i < number and self._text(i) in ("lambda", ":")]
-        return marks[-1:] == ["lambda"]
+        opened = 0
+        for text in (self._text(i) for i in flat if i < number):
+            opened += (text == "lambda") - (text == ":" and opened > 0)
+        return opened > 0
 
     def _divides(self, number: int, begin: int, end: int) -> bool:
         if number == begin or self.statement.kept[number].is_string:
