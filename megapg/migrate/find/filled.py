@@ -77,7 +77,7 @@ def _is_of_the_globals(name: str, function: Scope) -> bool:
         return False
     return last_name(value.func) == _WHOLE or (
         last_name(value.func) in CLASSES
-        and all(_field_got(given, function) == field for field, given in put)
+        and all(_field_got(given, name, function) == field for field, given in put)
     )
 
 
@@ -92,15 +92,19 @@ def _put_into(name: str, function: Scope) -> list[tuple[str, ast.expr]]:
     ]
 
 
-def _field_got(value: ast.expr, function: Scope) -> str:
-    """The field of the group that a getter of the globals gives, be it by way of a variable; empty
-    where something else is given.
+def _field_got(value: ast.expr, name: str, function: Scope) -> str:
+    """The field of the group that a getter of the globals gives, be it by way of a variable, which
+    else has that of the collection of some name; empty where something else is given.
     """
     if isinstance(value, ast.Name):
         bound = function.bindings.get(value.id, ())
-        if len(bound) != 1 or not isinstance(bound[0], Alias):
+        values = [each.value for each in bound if isinstance(each, Alias)]
+        if len(values) < len(bound) or any(isinstance(each, ast.Name) for each in values):
             return ""
-        value = bound[0].value
+        got = {_field_got(each, name, function) for each in values}
+        return got.pop() if len(got) == 1 else ""
+    if isinstance(value, ast.Attribute):
+        return value.attr if is_named(value.value, name) else ""
     if not isinstance(value, ast.Call) or value.args:
         return ""
     of = last_name(value.func).removeprefix("get_").removesuffix("_group")
