@@ -223,9 +223,9 @@ class Facts:
         )
 
     def calls_what_fakes(self, unit: Scope | None, path: Path) -> bool:
-        """Whether a function has a rank or a size faked: what it calls then is to hear that. Where
-        a function fakes and returns, as Megatron's ``initialize_megatron``, and has the groups made
-        elsewhere, nothing is faked beside these.
+        """Whether a function has a rank or a size faked: what it calls then is to hear that. One
+        that fakes and returns at once, and else has the groups made, does not count: Megatron's
+        ``initialize_megatron`` fakes only where it is told to wait.
         """
         called = self._references.called_by(unit, path) if unit is not None and self._faking else ()
         faking = [(each, at) for each, at in called if each in self._faking]

@@ -1,4 +1,6 @@
-"""What objects ask that have nothing but the collection which they were passed: that, as it is."""
+"""Which objects carry nothing but the collection that their constructor was passed. Their methods
+read that, ``self.pg_collection``, where others have ``groups_of(self)`` look for it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from megapg.migrate.decide.decisions import Base, Passing, Plan, Taking
 from megapg.migrate.decide.functions import PARAMETER
+from megapg.migrate.find.carriers import PLAIN, is_as_written
 from megapg.migrate.find.index import Index
 from megapg.migrate.find.models import ancestry, has_a_model
 from megapg.migrate.python.analysis import Analysis
@@ -18,11 +21,9 @@ from megapg.migrate.python.methods import class_of, kept, self_of
 from megapg.migrate.python.scopes import Scope, Use, is_named, last_name, scopes
 from megapg.upstream.mapping import MODEL_ATTRIBUTES
 
-# What a class may be made of outside of the project: nothing that gives its objects anything.
-_PLAIN = frozenset({"object", "ABC", "Generic"})
 # By which an object may lack what its constructor gives it, or have more.
 _OTHERWISE = frozenset(
-    {"__new__", "__getattr__", "__getattribute__", "__setattr__", "__getstate__", "__setstate__"}
+    {"__setattr__", "__getstate__", "__setstate__"}
     | {"__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__", "__slots__"}
 )
 
@@ -89,7 +90,7 @@ class _Kept:
             and taking.at_first
             and len(klass.bindings["__init__"]) == 1
             and all(
-                each.rpartition(".")[2] in _PLAIN if isinstance(each, str) else _is_as_written(each)
+                each.rpartition(".")[2] in PLAIN if isinstance(each, str) else _shows_all(each)
                 for each in above
             )
             and all(self._is_only_made(e.name) for e in above if isinstance(e, Scope))
@@ -98,9 +99,9 @@ class _Kept:
 
     @kept
     def _is_only_made(self, klass: str) -> bool:
-        """Whether all that is done with the classes of a name, in source and in tests, is to make
-        objects, and nobody gives these a model: none is made of it that may leave its constructor
-        out, none of its methods is called with something else.
+        """Whether source and tests do nothing with the classes of a name but make objects: no class
+        below may leave their constructor out, nobody calls their methods with another object, and
+        no file that names them gives an object a model from outside.
         """
         for path in self.index.everywhere(klass):
             analysis = self.index.analysis(path)
@@ -158,7 +159,8 @@ def _makes(use: Use, klass: str) -> bool:
 
 
 @kept
-def _is_as_written(klass: Scope) -> bool:
+def _shows_all(klass: Scope) -> bool:
+    """Whether the statements of a class tell all that its objects have."""
     node = klass.node
     sets_by_name = any(
         is_named(each, "setattr")
@@ -167,9 +169,7 @@ def _is_as_written(klass: Scope) -> bool:
         for each in ast.walk(node)
     )
     return (
-        isinstance(node, ast.ClassDef)
-        and not node.decorator_list
-        and not node.keywords
+        is_as_written(klass)
         and klass.bindings.keys().isdisjoint({*_OTHERWISE, *MODEL_ATTRIBUTES})
         and not sets_by_name
         and not has_a_model(klass)

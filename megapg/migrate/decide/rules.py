@@ -129,8 +129,8 @@ def _does_not_fit(planner: _Planner, located: Located) -> bool:
         return False
     if looked is None or is_shown(looked[0], located.use.parents):
         return True
-    needs_quotes = '"' in located.site.replacement
-    return needs_quotes and quote_in(looked[0], located.begin, located.use.parents) is None
+    quoted = '"' in located.site.replacement
+    return quoted and quote_in(looked[0], located.begin, located.use.parents) is None
 
 
 def _answers_zero_at_import(planner: _Planner, located: Located) -> bool:

@@ -81,7 +81,7 @@ _PARTS_OF_MODELS = frozenset(
     {"state_dict", "parameters", "named_parameters", "modules", "named_modules", "children"}
 )
 # What a class may be made of that is nothing else.
-_PLAIN = frozenset({"object", "ABC"})
+PLAIN = frozenset({"object", "ABC"})
 # Whose values are numbers, texts and containers.
 _PLAIN_VALUES = (
     *(ast.Dict, ast.List, ast.Set, ast.Tuple, ast.JoinedStr, ast.BinOp, ast.Compare),
@@ -299,9 +299,9 @@ class _Search:
             return False
         above = ancestry(thing.scope, thing.path, self._resolver)
         return all(
-            each.rpartition(".")[2] in _PLAIN
+            each.rpartition(".")[2] in PLAIN
             if isinstance(each, str)
-            else not has_a_model(each) and not has_a_collection(each) and _is_as_written(each)
+            else not has_a_model(each) and not has_a_collection(each) and is_as_written(each)
             for each in above
         )
 
@@ -389,7 +389,7 @@ def _read_in_constructors(classes: Iterable[Scope]) -> set[str]:
     }
 
 
-def _is_as_written(klass: Scope) -> bool:
+def is_as_written(klass: Scope) -> bool:
     """Whether nothing but its statements says what a class is, and what its objects have."""
     node = klass.node
     asks = ("__getattr__", "__getattribute__", "__new__", "__call__")

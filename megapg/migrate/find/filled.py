@@ -41,8 +41,8 @@ def is_filled(name: str, function: Scope) -> bool:
 
 
 def is_filled_before(name: str, around: Sequence[ast.stmt], function: Scope) -> bool:
-    """Whether a function makes a collection, and puts groups into it, nowhere but in what is behind
-    it when an expression is evaluated; and these are the globals' own, each in its field.
+    """Whether a collection that a function makes is complete when an expression is evaluated: the
+    function has put all groups into it, and each is the globals' own group for its field.
 
     Args:
         name: of the variable.
@@ -93,8 +93,8 @@ def _put_into(name: str, function: Scope) -> list[tuple[str, ast.expr]]:
 
 
 def _field_got(value: ast.expr, name: str, function: Scope) -> str:
-    """The field of the group that a getter of the globals gives, be it by way of a variable, which
-    else has that of the collection of some name; empty where something else is given.
+    """The field that a group belongs to: one that a getter of the globals gives, or one read from
+    the collection itself, be it held by a variable. Empty where the group is neither.
     """
     if isinstance(value, ast.Name):
         bound = function.bindings.get(value.id, ())
