@@ -1,0 +1,189 @@
+"""Runs the programs of the corpus: all of one kind and world size in the same ranks."""
+
+import ast
+import contextlib
+import importlib
+import math
+import os
+import random
+import traceback
+import warnings
+from collections import defaultdict
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from layouts import TIMEOUT, layouts_kept
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+import megapg
+from megapg.megatron import parallel_state
+from megapg.megatron.core import core_version
+from megapg.testing import Ranks, megatron_on_cpu
+
+HERE = Path(__file__).parent
+HAS_GUARD = hasattr(megapg, "guard")
+OUT_OF_STEP = 60.0
+"""Seconds that a rank waits for the others between two programs."""
+
+
+def names(kind):
+    """Every program of a kind, ``wrong`` or ``sound``."""
+    return sorted(path.stem for path in (HERE / kind).glob("*.py"))
+
+
+def applies(kind, name):
+    """True if the program is for the installed core. Reads the file without importing it."""
+    cores = constant(kind, name, "CORES", ())
+    installed = ".".join(map(str, core_version()[:2]))
+    return not cores or installed in cores
+
+
+@cache
+def constant(kind, name, wanted, default=None):
+    """A constant at the top of a program."""
+    for node in ast.parse((HERE / kind / f"{name}.py").read_text()).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == wanted:
+            return ast.literal_eval(node.value)
+    return default
+
+
+def in_ranks(kinds, parts=2):
+    """Run every program of these kinds, and return kind and name -> what each rank has to report.
+
+    Programs of one world size share their ranks. The ranks of all world sizes run at once.
+    """
+    by_world = defaultdict(list)
+    for kind in kinds:
+        for name in names(kind):
+            if applies(kind, name):
+                by_world[constant(kind, name, "WORLD")].append((kind, name))
+    with contextlib.ExitStack() as stack:
+        running = []
+        for world, programs in sorted(by_world.items(), reverse=True):
+            count = parts if world == 2 else 1
+            for part in filter(None, (programs[start::count] for start in range(count))):
+                run = Ranks(
+                    partial(run_all, part), world, deadline=280, preload=("settled", "corpus")
+                )
+                running.append(stack.enter_context(run))
+        reports = {}
+        for run in running:
+            for rank, report in enumerate(run.results()):
+                for program, outcome in report.items():
+                    reports.setdefault(program, {})[rank] = outcome
+    return reports
+
+
+# -- in a rank -------------------------------------------------------------------------------------
+
+
+def run_all(programs):
+    """Run the programs one after another in this rank."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    store = dist.PrefixStore("corpus", dist.distributed_c10d._get_default_store())
+    reports = {}
+    with megatron_on_cpu():
+        for turn, (kind, name) in enumerate(programs):
+            meet(store, turn)
+            reports[kind, name] = {"wrong": wrong, "sound": sound}[kind](name)
+            clear()
+    return reports
+
+
+def wrong(name):
+    """The outcomes of a wrong program without the guard, of what was meant, and with the guard."""
+    program = importlib.import_module(f"wrong.{name}")
+    with layouts_kept():
+        found = {
+            "silent": outcome(program.program, guard("off")),
+            "meant": outcome(program.meant, guard("error")),
+        }
+        if HAS_GUARD:
+            found["guarded"] = outcome(program.program, guard("error"))
+    return found
+
+
+def sound(name):
+    """The outcome of a sound program with the guard."""
+    program = importlib.import_module(f"sound.{name}")
+    with layouts_kept():
+        return {"guarded": outcome(program.program, guard("error"))}
+
+
+def guard(mode):
+    """The guard's mode for one run of a program."""
+    return megapg.guard(mode) if HAS_GUARD else nullcontext()
+
+
+def outcome(program, mode):
+    """Run a program from a fixed state: its value, or the error that it ended with."""
+    seed_everything()
+    try:
+        with mode:
+            return {"value": program(), "error": None}
+    except Exception as error:
+        return {
+            "value": None,
+            "error": type(error).__name__,
+            "message": str(error),
+            "trace": "".join(traceback.format_exception(error)),
+        }
+
+
+def seed_everything():
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    get_cuda_rng_tracker().reset()
+    get_cuda_rng_tracker().add("model-parallel-rng", 1)
+    get_cuda_rng_tracker().add("expert-parallel-rng", 2)
+
+
+def clear():
+    """Forget what a program that failed has left in the process."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_global_memory_buffer()
+
+
+def meet(store, turn):
+    """Wait for the other ranks, so that a program which fails on one rank delays no other."""
+    store.set(f"{turn}/{os.environ['RANK']}", "")
+    everyone = [f"{turn}/{rank}" for rank in range(dist.get_world_size())]
+    store.wait(everyone, TIMEOUT * (OUT_OF_STEP / TIMEOUT.total_seconds()))
+
+
+# -- what the tests ask ----------------------------------------------------------------------------
+
+
+def same(one, other):
+    """True if two results are equal; numbers that a float rounds apart count as equal."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, float):
+        return math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-7)
+    return one == other
+
+
+@cache
+def functions(file):
+    """The functions of a source file: name, first line, last line."""
+    nodes = ast.walk(ast.parse(Path(file).read_text()))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    return [
+        (getattr(node, "name", "<lambda>"), node.lineno, node.end_lineno)
+        for node in nodes
+        if isinstance(node, kinds)
+    ]
+
+
+def function_at(file, line):
+    """The innermost function at a line of a source file."""
+    around = [each for each in functions(file) if each[1] <= line <= each[2]]
+    return max(around, key=lambda each: (each[1], -each[2]))[0] if around else "<module>"

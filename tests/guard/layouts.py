@@ -1,0 +1,128 @@
+"""Layouts for the corpus: sessions and Megatron's globals with different ranks in one process."""
+
+import datetime
+import warnings
+from contextlib import ExitStack, contextmanager
+
+import torch.distributed as dist
+
+import megapg
+from megapg import torch_private
+from megapg.megatron import parallel_state
+
+TIMEOUT = datetime.timedelta(seconds=15)
+"""Ends a collective that another rank never enters, so that the next program can run."""
+
+_NAMES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "expt_tp": "expert_tensor_parallel_size",
+    "order": "order",
+}
+
+_kept = None  # (arguments -> what a layout gave, the stack that closes it), inside layouts_kept()
+
+
+@contextmanager
+def layouts_kept():
+    """Keep every layout open until the block ends, and give it again for the same arguments.
+
+    A program runs several times, and making and closing its groups is most of its time.
+    """
+    global _kept
+    with ExitStack() as stack:
+        _kept = {}, stack
+        try:
+            yield
+        finally:
+            _kept = None
+
+
+@contextmanager
+def session_and_globals(globals_sizes, /, **sizes):
+    """Open a session after another program has initialised the globals with other sizes.
+
+    Yields the collection of the session.
+    """
+    with _layout(_open_session_and_globals, globals_sizes, sizes) as pg:
+        yield pg
+
+
+@contextmanager
+def session_then_globals(globals_sizes, /, **sizes):
+    """Open a session, and have another program initialise the globals with other sizes later.
+
+    Yields the collection of the session.
+    """
+    with _layout(_open_session_then_globals, globals_sizes, sizes) as pg:
+        yield pg
+
+
+@contextmanager
+def two_sessions(first, second, /):
+    """Open two sessions; the globals are not initialised. Yields both collections."""
+    with _layout(_open_two_sessions, first, second) as both:
+        yield both
+
+
+@contextmanager
+def globals_of(**sizes):
+    """Initialise ``parallel_state``, and destroy its groups after the block."""
+    before = set(torch_private.known_groups())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parallel_state.initialize_model_parallel(
+            **{_NAMES[name]: size for name, size in sizes.items()},
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=TIMEOUT.total_seconds() / 60,
+        )
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        _destroy(set(torch_private.known_groups()) - before)
+
+
+def open_session(name="mine", **sizes):
+    """Open a session whose collectives end after :data:`TIMEOUT`."""
+    return megapg.session(name=name, timeout=30, collective_timeout=TIMEOUT, **sizes)
+
+
+def _destroy(groups):
+    for group in groups:
+        torch_private.part_in_peace(group)
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def _layout(opened, *arguments):
+    if _kept is None:
+        with opened(*arguments) as given:
+            yield given
+        return
+    layouts, stack = _kept
+    key = repr((opened.__name__, arguments))
+    if key not in layouts:
+        layouts[key] = stack.enter_context(opened(*arguments))
+    yield layouts[key]
+
+
+@contextmanager
+def _open_session_and_globals(globals_sizes, sizes):
+    with globals_of(**globals_sizes), open_session(**sizes) as session:
+        yield session.groups
+
+
+@contextmanager
+def _open_session_then_globals(globals_sizes, sizes):
+    with open_session(**sizes) as session, globals_of(**globals_sizes):
+        yield session.groups
+
+
+@contextmanager
+def _open_two_sessions(first, second):
+    with open_session("first", **first) as one, open_session("second", **second) as other:
+        yield one.groups, other.groups

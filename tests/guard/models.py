@@ -1,0 +1,53 @@
+"""Small models and inputs for the corpus."""
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+
+VOCABULARY = 32
+LENGTH = 8
+
+
+def config(pg, **changes):
+    """A configuration of one layer for the sizes of a collection."""
+    sizes = {
+        "tensor_model_parallel_size": pg.size("tp"),
+        "pipeline_model_parallel_size": pg.size("pp"),
+        "context_parallel_size": pg.size("cp"),
+        "expert_model_parallel_size": pg.size("ep"),
+        "expert_tensor_parallel_size": pg.size("expt_tp"),
+    }
+    small = {
+        "num_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+    }
+    if pg.size("pp") > 1:
+        small["pipeline_dtype"] = torch.float32
+    return TransformerConfig(**{**small, **sizes, **changes})
+
+
+def gpt(pg, experts=None, **changes):
+    """A GPT of one layer that was built on a collection."""
+    return GPTModel(
+        config(pg, num_moe_experts=experts, **changes),
+        get_gpt_layer_local_spec(num_experts=experts),
+        VOCABULARY,
+        LENGTH,
+        pg_collection=pg,
+    )
+
+
+def tokens(batch=1):
+    """The same tokens on every rank."""
+    return torch.arange(batch * LENGTH).view(batch, LENGTH) % VOCABULARY
+
+
+def share(pg, axis="tp", width=VOCABULARY, rows=4):
+    """This rank's columns of a matrix that the ranks of ``axis`` have together."""
+    whole = torch.linspace(-1, 3, rows * width).view(rows, width)
+    return whole.chunk(pg.size(axis), dim=1)[pg.rank(axis)].contiguous()

@@ -1,0 +1,62 @@
+"""Every program of the corpus: the wrong ones raise with the guard, the sound ones do not."""
+
+import re
+
+import corpus
+import pytest
+
+pytestmark = pytest.mark.contract
+
+ASKS = re.compile(r"(?P<file>[^\s:]+\.py):(?P<line>\d+):? (?P<function>\S+) asks ")
+GIVEN = re.compile(r"but (?P<function>\S+) \((?P<file>[^\s:]+\.py):(?P<line>\d+)\) was given ")
+
+needs_guard = pytest.mark.skipif(not corpus.HAS_GUARD, reason="there is no guard yet")
+
+
+@pytest.fixture(scope="module")
+def reports():
+    """Kind and name of every program -> rank -> its outcomes."""
+    return corpus.in_ranks(["wrong", "sound"])
+
+
+def outcomes(reports, kind, name):
+    """The outcomes of one program, by rank; skips if the installed core has no such bug."""
+    if not corpus.applies(kind, name):
+        pytest.skip(f"for cores {', '.join(corpus.constant(kind, name, 'CORES'))}")
+    return [report for _, report in sorted(reports[kind, name].items())]
+
+
+@pytest.mark.parametrize("name", corpus.names("wrong"))
+def test_a_wrong_program_is_silent_without_the_guard(reports, name):
+    ranks = outcomes(reports, "wrong", name)
+    for each in ranks:
+        for run in ("silent", "meant"):
+            assert each[run]["error"] is None, each[run]["trace"]
+    values = [(each["silent"]["value"], each["meant"]["value"]) for each in ranks]
+    assert not all(corpus.same(*pair) for pair in values), values
+
+
+@needs_guard
+@pytest.mark.parametrize("name", corpus.names("wrong"))
+def test_the_guard_names_both_places_of_a_wrong_program(reports, name):
+    ranks = outcomes(reports, "wrong", name)
+    reading = corpus.constant("wrong", name, "RANKS", range(len(ranks)))
+    for each in (ranks[rank]["guarded"] for rank in reading):
+        assert each["error"] == "WrongGroupError", each.get("trace", each["value"])
+        names_place(each["message"], ASKS, corpus.constant("wrong", name, "READER"))
+        if given := corpus.constant("wrong", name, "GIVEN"):
+            names_place(each["message"], GIVEN, given)
+
+
+def names_place(message, pattern, function):
+    """The message names a function, and a line of its source."""
+    found = pattern.search(message)
+    assert found, message
+    assert found["function"].rpartition(".")[2] == function, message
+    assert corpus.function_at(found["file"], int(found["line"])) == function, message
+
+
+@pytest.mark.parametrize("name", corpus.names("sound"))
+def test_a_sound_program_does_not_raise(reports, name):
+    for rank, each in enumerate(outcomes(reports, "sound", name)):
+        assert each["guarded"]["error"] is None, f"rank {rank}: {each['guarded']['trace']}"

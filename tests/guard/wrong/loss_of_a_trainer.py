@@ -1,0 +1,27 @@
+"""A trainer's loss takes the tp group, and Megatron-core's cross entropy has no such argument."""
+
+import torch
+from layouts import session_then_globals
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from models import share
+
+import megapg
+
+WORLD = 2
+READER = "forward"
+GIVEN = "masked_loss"
+
+
+def masked_loss(logits, labels, tp_group):
+    assert tp_group.size() == 2
+    return vocab_parallel_cross_entropy(logits, labels).mean().item()
+
+
+def program():
+    with session_then_globals({"tp": 1}, tp=2) as pg:
+        return masked_loss(share(pg).unsqueeze(1), torch.tensor([[0], [9], [20], [31]]), pg.tp)
+
+
+def meant():
+    with session_then_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
+        return masked_loss(share(pg).unsqueeze(1), torch.tensor([[0], [9], [20], [31]]), pg.tp)

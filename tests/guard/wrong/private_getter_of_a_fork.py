@@ -1,0 +1,29 @@
+"""A fork has a getter of its own, which reads a private global of ``parallel_state``."""
+
+from layouts import session_and_globals
+
+import megapg
+from megapg.megatron import parallel_state
+
+WORLD = 2
+READER = "get_tensor_rank"
+GIVEN = "rows_of"
+
+
+def get_tensor_rank():
+    return parallel_state._TENSOR_MODEL_PARALLEL_GROUP.rank()
+
+
+def rows_of(pg_collection, rows):
+    each = rows // pg_collection.size("tp")
+    return list(range(get_tensor_rank() * each, (get_tensor_rank() + 1) * each))
+
+
+def program():
+    with session_and_globals({"tp": 1}, tp=2) as pg:
+        return rows_of(pg, 8)
+
+
+def meant():
+    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
+        return rows_of(pg, 8)

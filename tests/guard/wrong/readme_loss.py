@@ -1,0 +1,24 @@
+"""A GPT on tp=2 whose cross entropy normalises over half of the vocabulary (our README)."""
+
+import megapg
+from layouts import session_and_globals
+from models import gpt, tokens
+
+WORLD = 2
+READER = "forward"
+GIVEN = "compute_language_model_loss"
+
+
+def first_loss(pg):
+    words = tokens()
+    return gpt(pg)(words, words, None, labels=words).mean().item()
+
+
+def program():
+    with session_and_globals({"tp": 1}, tp=2) as pg:
+        return first_loss(pg)
+
+
+def meant():
+    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
+        return first_loss(pg)

@@ -1,0 +1,37 @@
+"""A singleton of ranks that the first caller makes from the globals, inside a load of a model."""
+
+from layouts import session_and_globals
+from megatron.core import mpu
+
+import megapg
+
+WORLD = 2
+READER = "__init__"
+GIVEN = "load_checkpoint"
+
+
+class Ranks:
+    made = None
+
+    def __init__(self):
+        self.tensor = mpu.get_tensor_model_parallel_rank()
+
+    @classmethod
+    def get(cls):
+        cls.made = cls.made or cls()
+        return cls.made
+
+
+def load_checkpoint(model, pg_collection):
+    Ranks.made = None  # a process loads once; this one runs several times
+    return f"{model}/mp_rank_{Ranks.get().tensor:02d}"
+
+
+def program():
+    with session_and_globals({"tp": 1}, tp=2) as pg:
+        return load_checkpoint("policy", pg)
+
+
+def meant():
+    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
+        return load_checkpoint("policy", pg)
