@@ -9,7 +9,7 @@ import random
 import traceback
 import warnings
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 
@@ -175,9 +175,10 @@ def same(one, other):
 def functions(file):
     """The functions of a source file: name, first line, last line."""
     nodes = ast.walk(ast.parse(Path(file).read_text()))
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    unnamed = {ast.Lambda: "<lambda>", ast.GeneratorExp: "<genexpr>"}
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, *unnamed)
     return [
-        (getattr(node, "name", "<lambda>"), node.lineno, node.end_lineno)
+        (getattr(node, "name", unnamed.get(type(node))), node.lineno, node.end_lineno)
         for node in nodes
         if isinstance(node, kinds)
     ]

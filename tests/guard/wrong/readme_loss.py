@@ -1,8 +1,9 @@
 """A GPT on tp=2 whose cross entropy normalises over half of the vocabulary (our README)."""
 
-import megapg
 from layouts import session_and_globals
 from models import gpt, tokens
+
+import megapg
 
 WORLD = 2
 READER = "forward"

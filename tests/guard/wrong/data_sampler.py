@@ -1,0 +1,34 @@
+"""A sampler shards the data by the globals' data parallel rank: tensor ranks train on different rows."""
+
+from layouts import session_and_globals
+from megatron.core import parallel_state
+
+import megapg
+
+WORLD = 2
+READER = "__iter__"
+GIVEN = "first_batch"
+
+
+class Sampler:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        start = parallel_state.get_data_parallel_rank()
+        yield from range(start, self.rows, parallel_state.get_data_parallel_world_size())
+
+
+def first_batch(sampler, pg_collection):
+    rows = iter(sampler)
+    return [next(rows) for _ in range(4 // pg_collection.size("tp"))]
+
+
+def program():
+    with session_and_globals({"tp": 1}, tp=2) as pg:
+        return first_batch(Sampler(8), pg)
+
+
+def meant():
+    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
+        return first_batch(Sampler(8), pg)

@@ -1,0 +1,37 @@
+"""A decorator lets the first data parallel rank of the globals save; the other shard is not saved."""
+
+import functools
+
+from layouts import session_and_globals
+from megatron.core import mpu
+
+import megapg
+
+WORLD = 2
+READER = "wrapper"
+GIVEN = "wrapper"
+
+
+def on_first_replica(function):
+    @functools.wraps(function)
+    def wrapper(*args, pg_collection):
+        if mpu.get_data_parallel_rank() == 0:
+            return function(*args, pg_collection=pg_collection)
+        return "nothing"
+
+    return wrapper
+
+
+@on_first_replica
+def save(name, *, pg_collection):
+    return f"{name}_{pg_collection.rank('tp')}"
+
+
+def program():
+    with session_and_globals({"tp": 1}, tp=2) as pg:
+        return save("shard", pg_collection=pg)
+
+
+def meant():
+    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
+        return save("shard", pg_collection=pg)

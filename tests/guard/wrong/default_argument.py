@@ -1,0 +1,32 @@
+"""A gather has a group as its optional argument, and its caller has a group and does not pass it."""
+
+import torch
+import torch.distributed as dist
+from layouts import session_and_globals
+from megatron.core import mpu
+
+WORLD = 2
+READER = "gather_scores"
+GIVEN = "rank_answers"
+
+
+def gather_scores(scores, group=None):
+    if group is None:
+        group = mpu.get_data_parallel_group()
+    parts = [torch.empty_like(scores) for _ in range(group.size())]
+    dist.all_gather(parts, scores, group=group)
+    return torch.cat(parts)
+
+
+def rank_answers(scores, dp_group, **group):
+    return gather_scores(scores, **group).tolist() + [dp_group.size()]
+
+
+def program():
+    with session_and_globals({"tp": 2}) as pg:
+        return rank_answers(torch.tensor([float(pg.rank("dp"))]), pg.dp)
+
+
+def meant():
+    with session_and_globals({"tp": 2}) as pg:
+        return rank_answers(torch.tensor([float(pg.rank("dp"))]), pg.dp, group=pg.dp)

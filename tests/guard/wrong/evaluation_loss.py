@@ -1,0 +1,31 @@
+"""An evaluation divides by the globals' data parallel size; the sum is over the model's."""
+
+import torch
+import torch.distributed as dist
+from layouts import session_and_globals
+from megatron.core import mpu
+
+import megapg
+
+WORLD = 2
+READER = "<genexpr>"
+GIVEN = "evaluate"
+
+
+def evaluate(batches, pg_collection):
+    total = torch.tensor(0.0)
+    for batch in batches:
+        loss = batch.mean()
+        dist.all_reduce(loss, group=pg_collection.dp)
+        total += loss
+    return sum(part / mpu.get_data_parallel_world_size() for part in (total.item(), 1.0))
+
+
+def program():
+    with session_and_globals({"tp": 2}) as pg:
+        return evaluate([torch.ones(2), torch.full((2,), 3.0)], pg)
+
+
+def meant():
+    with session_and_globals({"tp": 2}) as pg, megapg.published(pg):
+        return evaluate([torch.ones(2), torch.full((2,), 3.0)], pg)

@@ -1,0 +1,30 @@
+"""A schedule scales the learning rate by the globals' data parallel size, in a lambda of torch's."""
+
+import torch
+from layouts import session_and_globals
+from megatron.core import mpu
+
+import megapg
+
+WORLD = 2
+READER = "<lambda>"
+GIVEN = "rates"
+
+
+def rates(steps, pg):
+    weight = torch.nn.Parameter(torch.zeros(pg.size("tp")))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scale = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: mpu.get_data_parallel_world_size() / (1 + step)
+    )
+    return scale.get_last_lr()[:steps]
+
+
+def program():
+    with session_and_globals({"tp": 1}, tp=2) as pg:
+        return rates(1, pg)
+
+
+def meant():
+    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
+        return rates(1, pg)

@@ -1,0 +1,32 @@
+"""One method of a trainer asks the globals, and the trainer keeps its collection (RESULTS: llm-jp)."""
+
+import torch
+import torch.distributed as dist
+from layouts import session_and_globals
+from megatron.core import mpu
+
+import megapg
+
+WORLD = 2
+READER = "token_count"
+GIVEN = "token_count"
+
+
+class Trainer:
+    def __init__(self, pg_collection):
+        self.pg_collection = pg_collection
+
+    def token_count(self, tokens):
+        count = torch.tensor(float(tokens))
+        dist.all_reduce(count, group=mpu.get_data_parallel_group(with_context_parallel=True))
+        return count.item()
+
+
+def program():
+    with session_and_globals({"tp": 1}, tp=2) as pg:
+        return Trainer(pg).token_count(10)
+
+
+def meant():
+    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
+        return Trainer(pg).token_count(10)

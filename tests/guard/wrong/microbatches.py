@@ -1,0 +1,30 @@
+"""A trainer divides its batch by the globals' data parallel size, and trains on half of the batch."""
+
+from functools import partial
+
+from layouts import session_and_globals
+from megatron.core.parallel_state import get_data_parallel_world_size
+
+import megapg
+
+WORLD = 2
+READER = "microbatches_of"
+GIVEN = "train"
+
+
+def microbatches_of(batch, micro):
+    return batch // (micro * get_data_parallel_world_size())
+
+
+def train(pg_collection, count=partial(microbatches_of, 16)):
+    return [count(micro=2), pg_collection.size("tp")]
+
+
+def program():
+    with session_and_globals({"tp": 1}, tp=2) as pg:
+        return train(pg)
+
+
+def meant():
+    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
+        return train(pg)

@@ -1,0 +1,33 @@
+"""Both tensor parallel ranks name their file ``mp_rank_00``: the name is of the globals' ranks."""
+
+from layouts import session_and_globals
+from megatron.core import mpu
+
+import megapg
+
+WORLD = 2
+READER = "checkpoint_name"
+GIVEN = "save"
+
+
+def checkpoint_name(step):
+    tensor, stage = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
+    return f"iter_{step:07d}/mp_rank_{tensor:02d}_{stage:03d}"
+
+
+class Saver:
+    def __init__(self, groups):
+        self.groups = groups
+
+    def save(self, step):
+        return checkpoint_name(step)
+
+
+def program():
+    with session_and_globals({"tp": 1}, tp=2) as pg:
+        return Saver(pg).save(5)
+
+
+def meant():
+    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
+        return Saver(pg).save(5)
