@@ -29,15 +29,19 @@ if TYPE_CHECKING:
     from megapg.launch import Launch
     from megapg.layout import ParallelLayout
     from megapg.megatron import (
+        allow_global_reads,
         from_megatron,
         from_parallel_state,
         groups_of,
+        guard,
+        open_sessions,
         published,
         resolve,
+        session,
         to_megatron,
     )
     from megapg.ownership.offload import OffloadReport
-    from megapg.ownership.opening import LayoutSizes, open_sessions, session
+    from megapg.ownership.opening import LayoutSizes
     from megapg.ownership.rebind import Rebound
     from megapg.ownership.session import Session
     from megapg.ownership.suspend_several import resume, suspend
@@ -64,23 +68,25 @@ _HOMES = {
     "RngState": "megapg.rng",
     "Session": "megapg.ownership.session",
     "WarmUpReport": "megapg.communicators.warm_up",
+    "allow_global_reads": "megapg.megatron",
     "capture_rng_state": "megapg.rng",
     "fork_rng": "megapg.rng",
     "from_megatron": "megapg.megatron",
     "from_mesh": "megapg.collection.mesh",
     "from_parallel_state": "megapg.megatron",
     "groups_of": "megapg.megatron",
+    "guard": "megapg.megatron",
     "latest": "megapg.checkpoint.directory",
     "list_checkpoints": "megapg.checkpoint.directory",
     "load_checkpoint": "megapg.checkpoint.load",
-    "open_sessions": "megapg.ownership.opening",
+    "open_sessions": "megapg.megatron",
     "published": "megapg.megatron",
     "resolve": "megapg.megatron",
     "resume": "megapg.ownership.suspend_several",
     "restore_rng_state": "megapg.rng",
     "save_checkpoint": "megapg.checkpoint.save",
     "seed_all": "megapg.rng",
-    "session": "megapg.ownership.opening",
+    "session": "megapg.megatron",
     "suspend": "megapg.ownership.suspend_several",
     "to_megatron": "megapg.megatron",
 }
@@ -107,12 +113,14 @@ __all__ = [
     "RngState",
     "Session",
     "WarmUpReport",
+    "allow_global_reads",
     "capture_rng_state",
     "fork_rng",
     "from_megatron",
     "from_mesh",
     "from_parallel_state",
     "groups_of",
+    "guard",
     "latest",
     "list_checkpoints",
     "load_checkpoint",

@@ -65,6 +65,17 @@ class GlobalReadError(MegapgError, RuntimeError):
     """Somebody read Megatron's globals where that is forbidden."""
 
 
+class WrongGroupError(MegapgError, RuntimeError):
+    """Megatron's globals answer with a group of another layout than the reading code was given.
+
+    It is no ``AssertionError``: handlers around Megatron's getters must not hide it.
+    """
+
+
+class WrongGroupWarning(UserWarning):
+    """What :class:`WrongGroupError` says, with ``MEGAPG_GUARD=warn``."""
+
+
 class NoCollectionError(MegapgError, RuntimeError):
     """A function needs process groups, was passed none, and the globals can't or mustn't serve."""
 

@@ -24,6 +24,8 @@ from megapg.megatron.drop_in import destroy_model_parallel, initialize_model_par
 from megapg.megatron.from_args import session_from_args
 from megapg.megatron.fsdp import fsdp_adapter, fsdp_index
 from megapg.megatron.grids import from_grid, to_grid
+from megapg.megatron.guarding.judge import allow_global_reads
+from megapg.megatron.guarding.switch import GuardMode, guard
 from megapg.megatron.modules import from_modules, to_modules
 from megapg.megatron.publish import published
 from megapg.megatron.reading.global_groups import GlobalGroups
@@ -32,6 +34,7 @@ from megapg.megatron.reading.resolve import globals_policy, resolve, resolves
 from megapg.megatron.resharding import for_resharding
 from megapg.megatron.watching.forbid import forbid_global_reads
 from megapg.megatron.watching.trace import GlobalRead, Trace, trace_global_reads
+from megapg.ownership.opening import open_sessions, session
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -45,10 +48,12 @@ __all__ = [
     "Disagreement",
     "GlobalGroups",
     "GlobalRead",
+    "GuardMode",
     "Leftover",
     "Recording",
     "Trace",
     "adopt",
+    "allow_global_reads",
     "compare_with_globals",
     "core_version",
     "destroy_model_parallel",
@@ -63,13 +68,16 @@ __all__ = [
     "getters",
     "globals_policy",
     "groups_of",
+    "guard",
     "initialize_model_parallel",
+    "open_sessions",
     "parallel_state",
     "published",
     "record_initialize",
     "resolve",
     "resolves",
     "schedule_collection",
+    "session",
     "session_arguments",
     "session_from_args",
     "to_grid",

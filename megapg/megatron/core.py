@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PACKAGE = "megatron.core"
 _PACKAGE_INFO = f"{_PACKAGE}.package_info"
 _NAMES = ("parallel_state", "mpu")  # of one module; the second is an alias
-_GLOBALS, _ALIAS = (f"{_PACKAGE}.{name}" for name in _NAMES)
+GLOBALS, _ALIAS = (f"{_PACKAGE}.{name}" for name in _NAMES)
 COLLECTIONS = "megatron.core.process_groups_config"
 
 BRIDGE = __name__.rpartition(".")[0]
@@ -157,7 +157,7 @@ def parallel_state_module() -> ModuleType:
         UnsupportedVersionError: Megatron-core is not installed.
     """
     installed_version()
-    return importlib.import_module(_GLOBALS)
+    return importlib.import_module(GLOBALS)
 
 
 def globals_of_core() -> Mapping[str, object]:
@@ -165,7 +165,7 @@ def globals_of_core() -> Mapping[str, object]:
 
     Nothing is initialised then, and importing it only to find that out takes seconds.
     """
-    module = sys.modules.get(_GLOBALS)
+    module = sys.modules.get(GLOBALS)
     return {} if module is None else vars(module)
 
 
@@ -177,7 +177,7 @@ def modules_at_hand() -> Sequence[ModuleType]:
     before the real module, which has what the stub lacks: most code reaches that as before.
     """
     modules = sys.modules
-    found = modules.get(_GLOBALS)
+    found = modules.get(GLOBALS)
     package = modules.get(_PACKAGE)
     if (
         package is not None
@@ -186,7 +186,7 @@ def modules_at_hand() -> Sequence[ModuleType]:
         and _ALIAS not in modules
     ):
         return () if found is None else (found,)
-    candidates = [modules.get(_GLOBALS), modules.get(_ALIAS)]
+    candidates = [modules.get(GLOBALS), modules.get(_ALIAS)]
     candidates += [getattr(package, name, None) for name in _NAMES]
     return sorted(filter(None, candidates), key=_is_real)
 
@@ -194,7 +194,7 @@ def modules_at_hand() -> Sequence[ModuleType]:
 def _is_real(module: ModuleType) -> bool:
     """Whether the import system has loaded it."""
     spec = getattr(module, "__spec__", None)
-    return spec is not None and spec.name == _GLOBALS
+    return spec is not None and spec.name == GLOBALS
 
 
 def collection_class() -> type[MegatronCollection]:

@@ -8,6 +8,7 @@ published(pg)`` all of them see ``pg``; afterwards every global is exactly what 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import re
 import sys
@@ -30,6 +31,8 @@ from megapg.layout import Field
 from megapg.megatron import missing
 from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.getters.memory import owners_buffer, shares_globals_buffer
+from megapg.megatron.guarding.changes import PUBLISHED, settle
+from megapg.megatron.guarding.stack import Running, running
 from megapg.megatron.tables import (
     GLOO_GLOBALS,
     GROUP_LIST,
@@ -45,7 +48,6 @@ from megapg.upstream.mapping import RANK_GLOBALS
 if TYPE_CHECKING:
     from types import CodeType, ModuleType
 
-_MARK = "__megapg_published__"  # where the open blocks live in parallel_state: no state of our own
 _STATE = re.compile(rf"_[A-Z]|{GROUP_LIST}$")  # how parallel_state spells what holds its state
 
 
@@ -92,7 +94,9 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
     module = parallel_state_module()
     _check_globals_for(pg, module)
     # setdefault, as two threads may come at once and one of them must find the other.
-    publishing: _Publishing = vars(module).setdefault(_MARK, _Publishing(module, pg.lease.owner))
+    publishing: _Publishing = vars(module).setdefault(
+        PUBLISHED, _Publishing(module, pg.lease.owner)
+    )
     block = publishing.open(pg)
     # The block must not keep groups alive that their session has replaced meanwhile.
     passed = [pg]
@@ -125,7 +129,23 @@ def _check_globals_for(pg: ProcessGroupCollection, module: ModuleType) -> None:
 
 def is_published(module: ModuleType) -> bool:
     """Whether the globals of ``parallel_state`` show somebody's collection at the moment."""
-    return _MARK in vars(module)
+    return PUBLISHED in vars(module)
+
+
+def hidden_by_published(state: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the globals as they are outside of all ``published()`` blocks.
+
+    Args:
+        state: the namespace of ``parallel_state``.
+    """
+    publishing = cast("_Publishing | None", state.get(PUBLISHED))
+    return state if publishing is None else publishing.hidden()
+
+
+def innermost(state: Mapping[str, object]) -> tuple[str, Running] | None:
+    """Return whose groups ``published()`` shows, and the frames that entered it; None outside."""
+    publishing = cast("_Publishing | None", state.get(PUBLISHED))
+    return None if publishing is None else publishing.innermost()
 
 
 @dataclass(eq=False)
@@ -139,6 +159,7 @@ class _Block:
     note: Callable[[], None] | None = None
     listed: int = sys.maxsize  # how many Megatron's list of all groups had, once it was shown
     left: bool = False
+    running: Running = dataclasses.field(default_factory=running)
 
 
 class _Publishing:
@@ -149,7 +170,7 @@ class _Publishing:
 
     def __init__(self, module: ModuleType, first: str) -> None:
         self._state = vars(module)
-        self._module = module.__name__
+        self._module = module
         self._first = first
         self._thread = threading.current_thread()
         self._blocks: list[_Block] = []
@@ -184,7 +205,16 @@ class _Publishing:
         if not self._blocks:
             for function, code in reversed(self._codes):
                 function.__code__ = code
-            del self._state[_MARK]
+            del self._state[PUBLISHED]
+            settle(self._module)
+
+    def hidden(self) -> Mapping[str, object]:
+        """Return the globals as they are outside of the outermost block."""
+        return self._blocks[0].before if self._blocks else self._state
+
+    def innermost(self) -> tuple[str, Running] | None:
+        """Return the owner of the groups that answer, and the frames that entered the block."""
+        return (self._blocks[-1].lease.owner, self._blocks[-1].running) if self._blocks else None
 
     def _show(self, block: _Block, answers: Mapping[str, object], where: dict[str, object]) -> None:
         where.update(answers)
@@ -253,7 +283,10 @@ class _Publishing:
         for name, value in list(self._state.items()):
             if name.startswith(tuple(OWNERS_CALLS)) and callable(value):
                 function = inspect.unwrap(value)  # somebody's wrapper may stay
-                if isinstance(function, FunctionType) and function.__module__ == self._module:
+                if (
+                    isinstance(function, FunctionType)
+                    and function.__module__ == self._module.__name__
+                ):
                     code = function.__code__
                     if not code.co_freevars:  # a wrapper that hides what it wraps
                         self._codes.append((function, code))

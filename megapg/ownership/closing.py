@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TypeVar
@@ -63,6 +63,18 @@ class Closing(abc.ABC):
         self._world_owner: Closing | None = None  # which lives as long as what is open on its WORLD
         self._way: How | None = None  # how the groups were suspended, while they are
         self._before_release: list[Callable[[], object]] = []
+        self._ranks_by_field: Mapping[str, tuple[int, ...]] = {}
+
+    def ranks_by_field(self) -> Mapping[str, tuple[int, ...]]:
+        """Return field -> ranks of this rank's group, also while the groups are suspended.
+
+        The ranks are empty if this rank is in no such group; for ``hcp`` all levels are in a row.
+        """
+        if self._groups is not None:
+            self._ranks_by_field = {
+                field: tuple(_flat(ranks)) for field, ranks in self._groups.describe().items()
+            }
+        return self._ranks_by_field
 
     @property
     def rank(self) -> int:
@@ -105,6 +117,7 @@ class Closing(abc.ABC):
         if not self._world.ours:
             self._world_owner = next((o for o in open_owners() if o._world.ours), None)
         _OPENED[next(_NUMBERS)] = self
+        _report_change()
         self._signals.when_stuck(_weakly(self._leave_without_the_main_thread))
 
     def _part(self, error: BaseException | None, alone: bool = False) -> dict[int, str]:
@@ -329,8 +342,11 @@ class Closing(abc.ABC):
     def _end(self, state: LeaseState, since: str) -> None:
         """Nobody may use the groups from now on."""
         self._state, self._groups, self._way = state, None, None
-        if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
-            self._lease.end(since, state)
+        try:
+            if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
+                self._lease.end(since, state)
+        finally:
+            _report_change()
 
     def _destroy(self, *, abort: bool) -> None:
         """End the communicators, and keep those that torch still knows for another attempt."""
@@ -355,6 +371,11 @@ def _end_beside(lease: Lease, *, abort: bool) -> None:
     lease.beside = list(filter(torch_private.knows, lease.beside))  # for another attempt
     if failures:
         raise TeardownError(f"{len(failures)} groups could not be closed", failures)
+
+
+def _flat(ranks: Sequence[int | list[int]] | None) -> Iterator[int]:
+    for each in ranks or ():
+        yield from [each] if isinstance(each, int) else each
 
 
 def _interruption(errors: Iterable[BaseException]) -> BaseException | None:
@@ -433,6 +454,20 @@ def open_owners() -> list[Closing]:
     """The owners of this process that have not been closed, in the order of opening."""
     opened = [owner for known in _OPENED.valuerefs() if (owner := known()) is not None]
     return [o for o in opened if not o.closed and o._lease.pid == os.getpid()]
+
+
+# Called after an owner has opened its groups, and after it has closed or lost them.
+_LISTENERS: list[Callable[[], None]] = []
+
+
+def on_open_or_close(listener: Callable[[], None]) -> None:
+    """Call ``listener()`` from now on when an owner of this process opens, closes or fails."""
+    _LISTENERS.append(listener)
+
+
+def _report_change() -> None:
+    for listener in _LISTENERS:
+        listener()
 
 
 def close_lost() -> None:

@@ -95,7 +95,7 @@ class Hook:
         self._state[HOOK] = self
         try:
             for getter, _ in self._getters:
-                getter.__code__ = _reporting_code(getter, self._reporter(getter))
+                getter.__code__ = calling_instead(getter, self._reporter(getter))
             self._module.__class__ = self._watching_class()
         except BaseException:
             self.uninstall()
@@ -141,6 +141,15 @@ def listening(listener: Listener, *, last: bool = False) -> Iterator[None]:
     Blocks may overlap and end in any order; when the last one has ended, ``parallel_state`` is
     exactly what it was. One that raises is to be told ``last``, so that the others know as well.
     """
+    attach(listener, last=last)
+    try:
+        yield
+    finally:
+        detach(listener)
+
+
+def attach(listener: Listener, *, last: bool = False) -> None:
+    """Report every read to ``listener`` from now on; see :func:`listening`."""
     module = parallel_state_module()
     with _installing:
         hook = active()
@@ -148,10 +157,13 @@ def listening(listener: Listener, *, last: bool = False) -> Iterator[None]:
             hook = Hook(module)
             hook.install()
         hook.listeners = (*hook.listeners, listener) if last else (listener, *hook.listeners)
-    try:
-        yield
-    finally:
-        with _installing:
+
+
+def detach(listener: Listener) -> None:
+    """End what :func:`attach` began, if it has not ended."""
+    with _installing:
+        hook = active()
+        if hook is not None:
             hook.listeners = tuple(other for other in hook.listeners if other is not listener)
             if not hook.listeners:
                 hook.uninstall()
@@ -204,20 +216,18 @@ def _twin(function: FunctionType) -> FunctionType:
     return FunctionType(function.__code__, function.__globals__, function.__name__)
 
 
-def _reporting_code(
-    getter: FunctionType, report: Callable[[dict[str, object]], object]
-) -> CodeType:
-    """Code with the getter's own parameters, since callers inspect them, that calls ``report``.
+def calling_instead(function: FunctionType, run: Callable[[dict[str, object]], object]) -> CodeType:
+    """Return code with the function's own parameters that calls ``run(arguments)``.
 
-    The reporter is among its constants and not in the module's namespace: a call that is under way
-    in another thread when the hook goes away still finds it.
+    ``run`` is among its constants and not in the module's namespace: a call that is under way in
+    another thread when the code is put back still finds it.
     """
-    names = list(inspect.signature(getter).parameters)
+    names = list(inspect.signature(function).parameters)
     arguments = ", ".join(f"{name!r}: {name}" for name in names)
-    source = f"def {getter.__name__}({', '.join(names)}):\n    _report = 'here'\n"
-    source += f"    return _report({{{arguments}}})\n"
+    source = f"def {function.__name__}({', '.join(names)}):\n    _run = 'here'\n"
+    source += f"    return _run({{{arguments}}})\n"
     scope: dict[str, FunctionType] = {}
     exec(compile(source, "<megapg>", "exec"), scope)  # names come from parallel_state
-    code = scope[getter.__name__].__code__
-    constants = tuple(report if value == "here" else value for value in code.co_consts)
-    return code.replace(co_consts=constants, co_qualname=getter.__code__.co_qualname)
+    code = scope[function.__name__].__code__
+    constants = tuple(run if value == "here" else value for value in code.co_consts)
+    return code.replace(co_consts=constants, co_qualname=function.__code__.co_qualname)

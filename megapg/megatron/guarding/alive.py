@@ -1,0 +1,86 @@
+"""The layouts that are alive in this process, and the fields on which they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from megapg.collection import LeaseState
+from megapg.collection.membership import known_ranks
+from megapg.megatron.core import globals_of_core
+from megapg.megatron.publish import hidden_by_published
+from megapg.megatron.tables import GROUP_GLOBALS
+from megapg.ownership.closing import open_owners
+
+Ranks: TypeAlias = tuple[int, ...]
+"""Global ranks of one group. Empty if this rank is outside; for ``hcp`` all levels in a row."""
+
+# field -> the global that holds its group: the first of several.
+_HOLDS: Mapping[str, str] = {field: name for name, field in reversed([*GROUP_GLOBALS.items()])}
+
+# Fields whose global is None on ranks that are in no such group.
+_OUTSIDE = ("embd", "pos_embd")
+
+# field -> the globals that set_*() overrides: (the size's, the rank's). They hold numbers.
+NUMBERS: Mapping[str, tuple[str, str]] = {
+    field: (f"_MPU_{axis}_PARALLEL_WORLD_SIZE", f"_MPU_{axis}_PARALLEL_RANK")
+    for field, axis in (
+        *(("tp", "TENSOR_MODEL"), ("pp", "PIPELINE_MODEL"), ("dp", "DATA")),
+        *(("ep", "EXPERT_MODEL"), ("expt_tp", "EXPERT_TENSOR")),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One layout of this process: its owner, and field -> ranks of this rank's group."""
+
+    owner: str
+    ranks: Mapping[str, Ranks]
+
+
+def layouts() -> list[Layout]:
+    """Return the layouts of all open owners, and that of the globals if they are initialised.
+
+    A suspended session counts. Globals that ``published()`` hides at the moment count as well.
+    """
+    found = [
+        Layout(owner._title, owner.ranks_by_field())
+        for owner in open_owners()
+        if owner._state in (LeaseState.LIVE, LeaseState.SUSPENDED)
+    ]
+    state = hidden_by_published(globals_of_core())
+    of_globals = {field: ranks_in_globals(state, field) for field in _HOLDS}
+    found.append(Layout("the globals", {f: r for f, r in of_globals.items() if r is not None}))
+    return found
+
+
+def differing(found: Iterable[Layout]) -> frozenset[str]:
+    """Return the fields for which two of the layouts have different ranks."""
+    seen: dict[str, Ranks] = {}
+    fields: set[str] = set()
+    for layout in found:
+        for field, ranks in layout.ranks.items():
+            if seen.setdefault(field, ranks) != ranks:
+                fields.add(field)
+    return frozenset(fields)
+
+
+def group_in_globals(state: Mapping[str, object], field: str) -> object:
+    """Return what ``parallel_state`` holds for a field: a group, a list of groups, or None."""
+    return state.get(_HOLDS.get(field, ""))
+
+
+def ranks_in_globals(state: Mapping[str, object], field: str) -> Ranks | None:
+    """Return the ranks of what ``parallel_state`` holds for a field; None if it holds nothing."""
+    held = group_in_globals(state, field)
+    if held is None and field in _OUTSIDE and group_in_globals(state, "pp") is not None:
+        return ()
+    return ranks_of(held)
+
+
+def ranks_of(held: object) -> Ranks | None:
+    """Return the ranks of a group or of several in a row; None if torch knows none of them."""
+    several = held if isinstance(held, Sequence) else (held,)
+    return tuple(rank for group in several for rank in known_ranks(group)) or None

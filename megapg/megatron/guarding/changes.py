@@ -1,0 +1,135 @@
+"""Reports when code initialises or destroys Megatron's globals.
+
+``parallel_state`` tells nobody. While a session is open, its ``initialize_*``, ``destroy_*`` and
+``set_*`` functions therefore run a wrapper around their own code, and names that were bound long
+before run it too. Getters are left alone, so a training step pays nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import CodeType, FunctionType, ModuleType
+
+from megapg.megatron.core import GLOBALS
+from megapg.megatron.watching.hook import calling_instead
+
+_MARK = "__megapg_changes__"  # where the wrappers live in parallel_state: no state of our own
+_CHANGES = ("initialize_model_parallel", "destroy_model_parallel", "set_")
+# Schedules call these for each microbatch, and they name no group.
+_NO_GROUP = "virtual_pipeline"
+
+PUBLISHED = "__megapg_published__"
+"""The name in ``parallel_state`` under which the open blocks of ``published()`` live."""
+
+
+@dataclass
+class _Watch:
+    on_change: Callable[[], None] | None  # None: put everything back
+    wrapped: dict[FunctionType, tuple[CodeType, CodeType]]  # the function's own code, the wrapper's
+    set_at: str = ""
+
+
+def report_changes(on_change: Callable[[], None] | None) -> None:
+    """Call ``on_change()`` after each change of the globals; None ends that.
+
+    If nobody has imported ``parallel_state`` yet, its import counts as a change.
+    """
+    sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _Import)]
+    module = sys.modules.get(GLOBALS)
+    if module is not None:
+        watch = vars(module).setdefault(_MARK, _Watch(None, {}))
+        watch.on_change = on_change
+        settle(module)
+    elif on_change is not None:
+        sys.meta_path.insert(0, _Import(on_change))
+
+
+def settle(module: ModuleType) -> None:
+    """Wrap the functions, or unwrap them, as was last asked for.
+
+    ``published()`` replaces the code of the same functions, so nothing is touched inside it. It
+    calls this at its end.
+    """
+    state = vars(module)
+    watch: _Watch | None = state.get(_MARK)
+    if watch is None or PUBLISHED in state:
+        return
+    for function, (own, wrapper) in list(watch.wrapped.items()):
+        if watch.on_change is None or function.__code__ is not wrapper:
+            if function.__code__ is wrapper:
+                function.__code__ = own
+            del watch.wrapped[function]
+    if watch.on_change is None:
+        del state[_MARK]
+        return
+    for name, value in list(state.items()):
+        if name.startswith(_CHANGES) and _NO_GROUP not in name and callable(value):
+            function = inspect.unwrap(value)
+            ours = isinstance(function, FunctionType) and function.__module__ == module.__name__
+            if ours and function not in watch.wrapped and not function.__code__.co_freevars:
+                own = function.__code__
+                function.__code__ = calling_instead(function, _reporter(function, watch))
+                watch.wrapped[function] = own, function.__code__
+
+
+def set_at(module: ModuleType) -> str:
+    """Return the file and line that last changed the globals; empty if nobody saw it."""
+    watch: _Watch | None = vars(module).get(_MARK)
+    return watch.set_at if watch is not None else ""
+
+
+def _reporter(function: FunctionType, watch: _Watch) -> Callable[[dict[str, object]], object]:
+    original = FunctionType(function.__code__, function.__globals__, function.__name__)
+
+    def run(arguments: dict[str, object]) -> object:
+        try:
+            return original(**arguments)
+        finally:
+            caller = sys._getframe(1).f_back
+            if caller is not None:
+                watch.set_at = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            if watch.on_change is not None:
+                watch.on_change()
+
+    return run
+
+
+class _Import(importlib.abc.MetaPathFinder):
+    """Waits for the import of ``parallel_state``, once."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != GLOBALS:
+            return None
+        sys.meta_path[:] = [each for each in sys.meta_path if each is not self]
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._on_change)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads a module with its own loader, and reports that it is there."""
+
+    def __init__(self, own: importlib.abc.Loader, on_change: Callable[[], None]) -> None:
+        self._own, self._on_change = own, on_change
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._own
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._own
+        self._own.exec_module(module)
+        self._on_change()

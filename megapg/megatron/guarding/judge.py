@@ -1,0 +1,206 @@
+"""Compares one read of the globals with the groups that the reading code was given."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import FrameType
+
+import torch.distributed as dist
+
+from megapg.megatron.core import globals_of_core, parallel_state_module
+from megapg.megatron.guarding.alive import (
+    NUMBERS,
+    Ranks,
+    group_in_globals,
+    ranks_in_globals,
+    ranks_of,
+)
+from megapg.megatron.guarding.changes import set_at
+from megapg.megatron.guarding.stack import SINGLE_GROUPS, Carried, Running, Search, running
+from megapg.megatron.publish import innermost
+from megapg.megatron.watching.advice import replacement
+
+# Reads that name no group, although a collection serves in their place.
+_NO_GROUP = frozenset(
+    {"get_global_memory_buffer", "get_virtual_pipeline_model_parallel_world_size"}
+)
+_ENDS_IN_GROUP = ("_group", "_group_gloo", "_groups", "_GROUP", "_GROUPS")
+
+# The frames that entered the innermost allow_global_reads() of this thread.
+_ALLOWED: ContextVar[Running] = ContextVar("megapg_allow_global_reads", default={})  # noqa: B039
+
+
+@contextlib.contextmanager
+def allow_global_reads() -> Iterator[None]:
+    """Let code inside the block read the globals, although another layout is alive.
+
+    For code that means the globals: an old model that was built on them, beside a session with
+    another layout. It says so for what the block calls, in this thread. A function inside that is
+    passed a group with other ranks than the globals have is still refused.
+    """
+    token = _ALLOWED.set(running())
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contradiction:
+    """One read that the guard refuses.
+
+    Attributes:
+        reader: file, line and function that reads.
+        read: the getter as it is called, or the private global.
+        field: the field of the group.
+        answer: what the globals answer, in words.
+        source: who set the globals.
+        given: what the nearest frame was given, in words; empty if no frame carries a group.
+    """
+
+    reader: str
+    read: str
+    field: str
+    answer: str
+    source: str
+    given: str
+
+    def __str__(self) -> str:
+        what = f"{self.reader} asks {self.read}: the globals answer {self.answer}, {self.source}"
+        if self.given:
+            ways = (
+                "Pass the collection to the function that asks, or show it to the globals "
+                "(`with megapg.published(pg):`). If the globals are meant,"
+            )
+            return f"{what}, but {self.given}. {ways} use `with megapg.allow_global_reads():`."
+        return (
+            f"{what}. This process has layouts with other ranks for {self.field}, and no function "
+            "on the stack was given a group. Pass the collection to the function that asks, or "
+            "show it to the globals (`with megapg.published(pg):`). If the globals are meant, use "
+            "`with megapg.allow_global_reads():`."
+        )
+
+
+class Judge:
+    """Judges reads while the layouts of this process differ for ``fields``."""
+
+    def __init__(self, fields: frozenset[str]) -> None:
+        self.fields = fields
+        self._search = Search()
+        self._fields_of: dict[tuple[object, ...], tuple[str, ...]] = {}
+
+    def judge(
+        self, name: str, arguments: Mapping[str, object], reader: FrameType
+    ) -> Contradiction | None:
+        """Return what is wrong with a read; None if nothing is.
+
+        Args:
+            name: a getter of ``parallel_state``, or one of its private globals.
+            arguments: all arguments of the getter.
+            reader: the frame that reads.
+        """
+        try:
+            fields = self._fields_of[name, *arguments.values()]
+        except (KeyError, TypeError):
+            fields = self._learn(name, arguments)
+        for field in fields:
+            if field in self.fields and (wrong := self._compare(name, field, reader)):
+                return wrong
+        return None
+
+    def _learn(self, name: str, arguments: Mapping[str, object]) -> tuple[str, ...]:
+        fields: tuple[str, ...] = ()
+        if name not in _NO_GROUP:
+            found = replacement(name, arguments).field.removeprefix("gloo.")
+            fields = tuple(filter(None, found.split(", ")))
+        with contextlib.suppress(TypeError):  # an argument that has no hash
+            self._fields_of[name, *arguments.values()] = fields
+        return fields
+
+    def _compare(self, name: str, field: str, reader: FrameType) -> Contradiction | None:
+        state = globals_of_core()
+        held = group_in_globals(state, field)
+        numbers = _numbers(state, name, field)
+        answer = None if numbers else ranks_in_globals(state, field)
+        if answer is None and not numbers:
+            return None  # the getter says that there is nothing
+        shown = innermost(state)
+        allowed = _ALLOWED.get()
+        stops = allowed if shown is None else ({**shown[1], **allowed} if allowed else shown[1])
+        carried = self._search.nearest(reader, field, stops)
+        if carried is None or (not carried and shown is not None):
+            return None
+        for each in carried:
+            if each.group is held and not numbers:
+                return None
+            if self._agrees(each, field, answer, numbers, state):
+                return None
+        code = reader.f_code
+        return Contradiction(
+            reader=f"{code.co_filename}:{reader.f_lineno}: {code.co_qualname}",
+            read=f"parallel_state.{name}" + ("" if name[0] == "_" else "()"),
+            field=field,
+            answer=_spelled(answer, numbers),
+            source=_source(shown),
+            given=_given(carried[0], field) if carried else "",
+        )
+
+    def _agrees(
+        self,
+        carried: Carried,
+        field: str,
+        answer: Ranks | None,
+        numbers: Mapping[str, int],
+        state: Mapping[str, object],
+    ) -> bool:
+        """Return True if what a frame carries is of the layout that answers."""
+        ranks = ranks_of(carried.group) or ()
+        if numbers:
+            have = {"size": len(ranks), "rank": _place(ranks)}
+            return all(have[what] == value for what, value in numbers.items())
+        if ranks == answer:
+            return True
+        # One name may stand for groups of several fields: tp_group is the experts' at times.
+        also = SINGLE_GROUPS.get(carried.single, ())
+        return any(ranks == ranks_in_globals(state, other) for other in also if other != field)
+
+
+def _numbers(state: Mapping[str, object], name: str, field: str) -> dict[str, int]:
+    """Return the size and the rank that ``set_*()`` has set, if the getter answers with these."""
+    if field not in NUMBERS or name.endswith(_ENDS_IN_GROUP):
+        return {}
+    size, rank = (state.get(each) for each in NUMBERS[field])
+    set_to = {"size": size, "rank": rank}
+    return {what: value for what, value in set_to.items() if isinstance(value, int)}
+
+
+def _place(ranks: Ranks) -> int:
+    return ranks.index(dist.get_rank()) if ranks else -1
+
+
+def _spelled(ranks: Ranks | None, numbers: Mapping[str, int]) -> str:
+    if numbers:
+        return " and ".join(f"{what} {value}" for what, value in numbers.items())
+    return f"ranks {ranks}" if ranks else "no group for this rank"
+
+
+def _source(shown: tuple[str, Running] | None) -> str:
+    if shown is not None:
+        return f"shown by published() of {shown[0]}"
+    where = set_at(parallel_state_module())
+    return f"set at {where}" if where else "set by initialize_model_parallel()"
+
+
+def _given(carried: Carried, field: str) -> str:
+    code, ranks = carried.frame.f_code, ranks_of(carried.group) or ()
+    with_ranks = f"ranks {ranks}" if ranks else "no group for this rank"
+    what = (
+        f"{carried.variable} = {with_ranks}"
+        if carried.single
+        else (f"{carried.variable} with {field} = {with_ranks}")
+    )
+    place = f"{code.co_filename}:{carried.frame.f_lineno}"
+    return f"{code.co_qualname} ({place}) was given {what}"

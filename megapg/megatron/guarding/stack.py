@@ -1,0 +1,210 @@
+"""Finds the nearest frame on the stack that carries a group for a field.
+
+A frame carries a group if a parameter, a local variable, or an attribute of its ``self`` or ``ctx``
+holds a collection, or one group under Megatron's name for it (``tp_group``). No code of the user
+runs, and submodules are not searched. The search ends at a frame that was running when the
+innermost ``published()`` or ``allow_global_reads()`` was entered: that block says nearer than the
+frame which groups are meant.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+
+from megapg.collection import ProcessGroupCollection
+from megapg.megatron.core import BRIDGE, COLLECTIONS
+from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
+
+Running: TypeAlias = Mapping[int, CodeType]
+"""The frames that ran at some moment: id of a frame -> its code. Frames would keep their locals."""
+
+# No frame of torch and of Python's own library is given a group, and there are many.
+_TORCH, _LIBRARY = f"{os.path.dirname(torch.__file__)}{os.sep}", sysconfig.get_path("stdlib")
+# In these modules collections and groups have known names, so no other variable is looked at.
+_KNOWN_NAMES = "megatron.core"
+_NAMES = frozenset((*COLLECTION_NAMES, *GROUP_PARAMETERS, "_tp_group"))
+_OBJECTS = ("self", "ctx")
+
+# name -> the fields of which it may hold the group
+SINGLE_GROUPS: Mapping[str, tuple[str, ...]] = {
+    **GROUP_PARAMETERS,
+    "_tp_group": GROUP_PARAMETERS["tp_group"],
+}
+_NAMES_OF: Mapping[str, tuple[str, ...]] = {
+    field: (*COLLECTION_NAMES, *(name for name, known in SINGLE_GROUPS.items() if field in known))
+    for fields in SINGLE_GROUPS.values()
+    for field in fields
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """A group that a frame carries for a field."""
+
+    group: object  # None if the collection says that this rank is in no such group
+    variable: str  # as the frame spells it: "pg", "self.tp_group"
+    single: str  # the name under which it is a single group; empty if a collection holds it
+    frame: FrameType
+
+
+class _Kind(enum.Enum):
+    OTHER = enum.auto()
+    COLLECTION = enum.auto()
+    SEVERAL = enum.auto()  # Megatron-core's collections of several modules
+    GROUP = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """Where frames of one code object may carry a group."""
+
+    code: CodeType  # kept, so that its id stays its own
+    names: tuple[str, ...] | None  # None: all variables
+    objects: tuple[str, ...]
+
+
+def running() -> Running:
+    """Return the frames that run now, less those of the bridge."""
+    found = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found[id(frame)] = frame.f_code
+        frame = frame.f_back
+    return found
+
+
+class Search:
+    """Searches stacks. It remembers what it learnt of each code object and each class."""
+
+    def __init__(self) -> None:
+        self._looks: dict[int, _Look | None] = {}
+        self._passed: list[CodeType] = []  # kept, so that their ids stay their own
+        self._kinds: dict[type, _Kind] = {}
+
+    def nearest(self, frame: FrameType | None, field: str, stops: Running) -> list[Carried] | None:
+        """Return what the nearest frame carries for ``field``; None if it is one of ``stops``.
+
+        The list is empty if no frame carries anything.
+        """
+        looks = self._looks
+        while frame is not None:
+            code = frame.f_code
+            try:
+                look = looks[id(code)]
+            except KeyError:
+                look = self._learn(code, frame)
+            if look is not None:
+                if stops and stops.get(id(frame)) is code:
+                    return None
+                if found := list(self._carried(frame, look, field)):
+                    return found
+            frame = frame.f_back
+        return []
+
+    def _learn(self, code: CodeType, frame: FrameType) -> _Look | None:
+        home, file = str(frame.f_globals.get("__name__", "")), code.co_filename
+        library = file.startswith((_LIBRARY, "<frozen ")) and "-packages" not in file
+        look = None
+        if not library and not file.startswith(_TORCH) and not home.startswith(f"{BRIDGE}."):
+            variables = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
+            objects = tuple(name for name in _OBJECTS if name in variables)
+            names: tuple[str, ...] | None = None
+            if home.startswith(_KNOWN_NAMES):
+                names = tuple(name for name in variables if name in _NAMES)
+            elif code.co_flags & inspect.CO_OPTIMIZED and not variables:
+                names = ()
+            if names != () or objects:
+                look = _Look(code, names, objects)
+        if look is None:
+            self._passed.append(code)
+        self._looks[id(code)] = look
+        return look
+
+    def _carried(self, frame: FrameType, look: _Look, field: str) -> Iterator[Carried]:
+        variables = frame.f_locals
+        yield from self._held(variables, look.names, field, "", frame)
+        for name in look.objects:
+            if name in variables:
+                held, known_names = _attributes(variables[name])
+                names = _NAMES_OF.get(field, COLLECTION_NAMES) if known_names else None
+                yield from self._held(held, names, field, f"{name}.", frame)
+
+    def _held(
+        self,
+        held: Mapping[str, object],
+        names: tuple[str, ...] | None,
+        field: str,
+        prefix: str,
+        frame: FrameType,
+    ) -> Iterator[Carried]:
+        kinds, single = self._kinds, _NAMES_OF.get(field, ())
+        for name in names if names is not None else list(held):
+            value = held.get(name)
+            kind = kinds.get(type(value)) or self._kind(type(value))
+            if kind is _Kind.OTHER:
+                continue
+            if kind is _Kind.GROUP:
+                if name in single:
+                    yield Carried(value, f"{prefix}{name}", name, frame)
+                continue
+            for pg in _collections(value) if kind is _Kind.SEVERAL else (value,):
+                group = _group(pg, field)
+                if group is not _ABSENT:
+                    yield Carried(group, f"{prefix}{name}", "", frame)
+
+    def _kind(self, kind: type) -> _Kind:
+        """Return what values of a class may carry."""
+        found = _Kind.OTHER
+        for each in kind.__mro__:
+            if each is ProcessGroupCollection and kind is ProcessGroupCollection:
+                found = _Kind.COLLECTION  # a subclass stands in for the globals
+            elif each is dist.ProcessGroup:
+                found = _Kind.GROUP
+            elif each.__module__ == COLLECTIONS:
+                several = each.__name__.startswith("MultiModule")
+                found = _Kind.SEVERAL if several else _Kind.COLLECTION
+        self._kinds[kind] = found
+        return found
+
+
+_ABSENT = object()
+
+
+def _group(pg: object, field: str) -> object:
+    held = cast("Mapping[str, object]", vars(pg))
+    if field in held:
+        group = held[field]
+        if group is None:  # of Megatron-core's own collection it may mean anything
+            outside = isinstance(pg, ProcessGroupCollection) and field in ("embd", "pos_embd")
+            return None if outside else _ABSENT
+        return group
+    if isinstance(pg, ProcessGroupCollection):
+        return pg.extras.get(field, _ABSENT)
+    return _ABSENT
+
+
+def _collections(several: object) -> list[object]:
+    held = vars(several).get("module_pgs")
+    return list(held.values()) if isinstance(held, dict) else []
+
+
+def _attributes(value: object) -> tuple[Mapping[str, object], bool]:
+    """Return the attributes of an object, and True if its class uses the known names only."""
+    try:
+        plain: object = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}, True
+    if not isinstance(plain, dict):
+        return {}, True
+    return plain, type(value).__module__.startswith(_KNOWN_NAMES)

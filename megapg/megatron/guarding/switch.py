@@ -1,0 +1,129 @@
+"""Starts the guard when a second layout appears, and stops it when that has gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Literal, TypeAlias, cast, get_args
+
+from megapg.errors import UnsupportedOptionError, WrongGroupError, WrongGroupWarning
+from megapg.launch.environment import overridden
+from megapg.megatron.core import globals_of_core
+from megapg.megatron.guarding.alive import differing, layouts
+from megapg.megatron.guarding.changes import report_changes
+from megapg.megatron.guarding.judge import Judge
+from megapg.megatron.watching.hook import Resolved, attach, detach
+from megapg.ownership.closing import on_open_or_close, open_owners
+
+GuardMode: TypeAlias = Literal["error", "warn", "off"]
+"""What the guard does about a read that it refuses."""
+
+VARIABLE = "MEGAPG_GUARD"
+_MARK = "__megapg_guard__"  # where the guard lives in parallel_state: no state of our own
+_looking = threading.RLock()
+
+
+@contextlib.contextmanager
+def guard(mode: GuardMode) -> Iterator[None]:
+    """Set what the guard does while the block runs.
+
+    The guard is on by default, and runs while two layouts with different ranks are alive in this
+    process: two open sessions, or a session beside globals that somebody initialised. A read of the
+    globals is refused if the nearest function on the stack that was given a group was given one
+    with other ranks. It is also refused outside of ``published()`` if no function was given one.
+    The block sets the environment variable ``MEGAPG_GUARD``, for all threads of this process and
+    for processes that start meanwhile.
+
+    Args:
+        mode: ``"error"`` raises :class:`~megapg.errors.WrongGroupError`, ``"warn"`` warns with
+            :class:`~megapg.errors.WrongGroupWarning` once per place, ``"off"`` does nothing.
+
+    Raises:
+        UnsupportedOptionError: another mode.
+    """
+    _check(mode, "guard()")
+    try:
+        with overridden({VARIABLE: mode}):
+            look()
+            yield
+    finally:
+        look()
+
+
+def mode_now() -> GuardMode:
+    """Return what ``MEGAPG_GUARD`` says.
+
+    Raises:
+        UnsupportedOptionError: it names no mode.
+    """
+    return _check(os.environ.get(VARIABLE) or "error", f"the environment variable {VARIABLE}")
+
+
+def judge_now() -> Judge | None:
+    """Return the judge of reads; None while the layouts of this process agree."""
+    guarding = cast("_Guard | None", globals_of_core().get(_MARK))
+    return None if guarding is None else guarding.judge
+
+
+def look() -> None:
+    """Start or stop the guard, as the layouts of this process demand."""
+    with _looking:
+        mode = mode_now()
+        report_changes(look if open_owners() and mode != "off" else None)
+        state = cast("dict[str, object]", globals_of_core())
+        running = cast("_Guard | None", state.pop(_MARK, None))
+        fields = differing(layouts()) if open_owners() and state else frozenset()
+        if running is not None and running.attached:
+            detach(running)
+        if fields:
+            keep = running.judge if running is not None else Judge(fields)
+            keep.fields = fields
+            started = _Guard(keep, mode)
+            if started.attached:
+                attach(started, last=True)
+            state[_MARK] = started
+
+
+@dataclass(frozen=True, eq=False)
+class _Guard:
+    """Listens to reads, and refuses those that contradict what their code was given."""
+
+    judge: Judge
+    mode: GuardMode
+
+    @property
+    def attached(self) -> bool:
+        return self.mode != "off"
+
+    def read(self, name: str, arguments: Mapping[str, object], caller: FrameType) -> None:
+        wrong = self.judge.judge(name, arguments, caller)
+        if wrong is None:
+            return
+        if self.mode == "error":
+            raise WrongGroupError(str(wrong))
+        warnings.warn_explicit(
+            str(wrong),
+            WrongGroupWarning,
+            caller.f_code.co_filename,
+            caller.f_lineno,
+            registry=caller.f_globals.setdefault("__warningregistry__", {}),
+        )
+
+    def resolved(self, answer: Resolved) -> None:
+        """Do nothing: each read of the globals is reported by itself."""
+
+
+def _check(mode: str, where: str) -> GuardMode:
+    if mode not in get_args(GuardMode):
+        raise UnsupportedOptionError(
+            f"{where}: {mode!r} is no mode of the guard; use {', '.join(get_args(GuardMode))}."
+        )
+    return cast("GuardMode", mode)
+
+
+on_open_or_close(look)
