@@ -9,10 +9,11 @@ import random
 import traceback
 import warnings
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 
+import layouts
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -22,10 +23,12 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 import megapg
 from megapg.megatron import parallel_state
 from megapg.megatron.core import core_version
+from megapg.megatron.guarding.switch import judge_now
+from megapg.megatron.watching import hook
+from megapg.ownership import closing
 from megapg.testing import Ranks, megatron_on_cpu
 
 HERE = Path(__file__).parent
-HAS_GUARD = hasattr(megapg, "guard")
 OUT_OF_STEP = 60.0
 """Seconds that a rank waits for the others between two programs."""
 
@@ -67,7 +70,10 @@ def in_ranks(kinds, parts=2):
             count = parts if world == 2 else 1
             for part in filter(None, (programs[start::count] for start in range(count))):
                 run = Ranks(
-                    partial(run_all, part), world, deadline=280, preload=("settled", "corpus")
+                    partial(run_all, part, world),
+                    world or 1,
+                    deadline=280,
+                    preload=("settled", "corpus"),
                 )
                 running.append(stack.enter_context(run))
         reports = {}
@@ -81,15 +87,18 @@ def in_ranks(kinds, parts=2):
 # -- in a rank -------------------------------------------------------------------------------------
 
 
-def run_all(programs):
-    """Run the programs one after another in this rank."""
+def run_all(programs, world):
+    """Run the programs one after another in this rank; for world 0 without torch.distributed."""
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    store = dist.PrefixStore("corpus", dist.distributed_c10d._get_default_store())
+    store = None
+    if world:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        store = dist.PrefixStore("corpus", dist.distributed_c10d._get_default_store())
     reports = {}
     with megatron_on_cpu():
         for turn, (kind, name) in enumerate(programs):
-            meet(store, turn)
+            if store is not None:
+                meet(store, turn)
             reports[kind, name] = {"wrong": wrong, "sound": sound}[kind](name)
             clear()
     return reports
@@ -100,24 +109,50 @@ def wrong(name):
     program = importlib.import_module(f"wrong.{name}")
     with layouts_kept():
         found = {
-            "silent": outcome(program.program, guard("off")),
-            "meant": outcome(program.meant, guard("error")),
+            "silent": outcome(program.program, megapg.guard("off")),
+            "meant": outcome(program.meant, megapg.guard("error")),
         }
-        if HAS_GUARD:
-            found["guarded"] = outcome(program.program, guard("error"))
+        found["guarded"] = outcome(program.program, megapg.guard("error"))
     return found
 
 
 def sound(name):
-    """The outcome of a sound program with the guard."""
+    """The outcome of a sound program with the guard, and what the guard did meanwhile."""
     program = importlib.import_module(f"sound.{name}")
-    with layouts_kept():
-        return {"guarded": outcome(program.program, guard("error"))}
+    with activity() as seen:
+        return {"guarded": outcome(program.program, megapg.guard("error")), "seen": seen}
 
 
-def guard(mode):
-    """The guard's mode for one run of a program."""
-    return megapg.guard(mode) if HAS_GUARD else nullcontext()
+class Activity:
+    """Counts reads, and those that the guard judged; True if the guard was ever active."""
+
+    def __init__(self):
+        self.reads, self.judged, self.active = 0, 0, False
+
+    def read(self, *_):
+        self.look()
+        self.reads += 1
+        self.judged += judge_now() is not None
+
+    def resolved(self, _):
+        pass
+
+    def look(self):
+        self.active = self.active or judge_now() is not None
+
+
+@contextmanager
+def activity():
+    """Watch the guard while the block runs."""
+    seen = Activity()
+    closing.on_open_or_close(seen.look)
+    layouts.ON_GLOBALS.append(seen.look)
+    try:
+        with hook.listening(seen):
+            yield seen
+    finally:
+        closing._LISTENERS.remove(seen.look)
+        layouts.ON_GLOBALS.remove(seen.look)
 
 
 def outcome(program, mode):
@@ -184,7 +219,6 @@ def functions(file):
     ]
 
 
-def function_at(file, line):
-    """The innermost function at a line of a source file."""
-    around = [each for each in functions(file) if each[1] <= line <= each[2]]
-    return max(around, key=lambda each: (each[1], -each[2]))[0] if around else "<module>"
+def functions_at(file, line):
+    """The names of the functions around a line of a source file."""
+    return [name for name, first, last in functions(file) if first <= line <= last]

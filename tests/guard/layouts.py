@@ -23,6 +23,9 @@ _NAMES = {
     "order": "order",
 }
 
+ON_GLOBALS = []
+"""Called after :func:`globals_of` has initialised the globals."""
+
 _kept = None  # (arguments -> what a layout gave, the stack that closes it), inside layouts_kept()
 
 
@@ -79,6 +82,8 @@ def globals_of(**sizes):
             create_gloo_process_groups=False,
             distributed_timeout_minutes=TIMEOUT.total_seconds() / 60,
         )
+    for each in ON_GLOBALS:
+        each()
     try:
         yield
     finally:

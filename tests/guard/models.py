@@ -1,9 +1,14 @@
 """Small models and inputs for the corpus."""
 
+from dataclasses import replace
+
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
+
+from megapg.demo import gpt as demo
+from megapg.demo.job import GPTRun
 
 VOCABULARY = 32
 LENGTH = 8
@@ -51,3 +56,23 @@ def share(pg, axis="tp", width=VOCABULARY, rows=4):
     """This rank's columns of a matrix that the ranks of ``axis`` have together."""
     whole = torch.linspace(-1, 3, rows * width).view(rows, width)
     return whole.chunk(pg.size(axis), dim=1)[pg.rank(axis)].contiguous()
+
+
+TEXT = bytes(range(256)) * 2
+TINY = GPTRun(layers=1, hidden=16, heads=2, seq_length=8, micro_batch_size=1, steps=2)
+
+
+def run_of(pg, **changes):
+    """A training job of two steps for the sizes of a collection."""
+    sizes = {"tp": pg.size("tp"), "pp": pg.size("pp"), "ep": pg.size("ep")}
+    if changes.get("experts"):
+        sizes["expt_tp"] = pg.size("expt_tp")
+    return replace(TINY, **{**sizes, "layers": pg.size("pp"), **changes})
+
+
+def train(pg, passed=True, **changes):
+    """Train with distributed optimizer and overlapped DDP; return the loss of each step.
+
+    Without ``passed`` the code is a script on the globals, which has no collection.
+    """
+    return demo.train(run_of(pg, **changes), TEXT, pg if passed else None).losses

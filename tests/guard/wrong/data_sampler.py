@@ -1,4 +1,4 @@
-"""A sampler shards the data by the globals' data parallel rank: tensor ranks train on different rows."""
+"""A sampler shards its rows by the globals' dp rank: tensor parallel ranks train on other rows."""
 
 from layouts import session_and_globals
 from megatron.core import parallel_state

@@ -1,4 +1,4 @@
-"""A decorator lets the first data parallel rank of the globals save; the other shard is not saved."""
+"""A decorator lets only the first dp rank of the globals save: one of two shards is not saved."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A gather has a group as its optional argument, and its caller has a group and does not pass it."""
+"""A gather takes an optional group, and its caller has a group and does not pass it."""
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ def gather_scores(scores, group=None):
 
 
 def rank_answers(scores, dp_group, **group):
-    return gather_scores(scores, **group).tolist() + [dp_group.size()]
+    return [*gather_scores(scores, **group).tolist(), dp_group.size()]
 
 
 def program():

@@ -1,4 +1,4 @@
-"""A schedule scales the learning rate by the globals' data parallel size, in a lambda of torch's."""
+"""A lambda scales the learning rate by the globals' dp size, called by a schedule of torch."""
 
 import torch
 from layouts import session_and_globals

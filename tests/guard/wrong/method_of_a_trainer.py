@@ -1,4 +1,4 @@
-"""One method of a trainer asks the globals, and the trainer keeps its collection (RESULTS: llm-jp)."""
+"""One method of a trainer asks the globals; the trainer has a collection (RESULTS: llm-jp)."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A trainer divides its batch by the globals' data parallel size, and trains on half of the batch."""
+"""A trainer divides its batch by the globals' dp size, and trains on half of the batch."""
 
 from functools import partial
 
@@ -16,7 +16,10 @@ def microbatches_of(batch, micro):
     return batch // (micro * get_data_parallel_world_size())
 
 
-def train(pg_collection, count=partial(microbatches_of, 16)):
+count_of = partial(microbatches_of, 16)
+
+
+def train(pg_collection, count=count_of):
     return [count(micro=2), pg_collection.size("tp")]
 
 

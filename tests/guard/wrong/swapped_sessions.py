@@ -1,4 +1,4 @@
-"""Teacher and student are swapped in one call: the logits of the teacher are split as the student's."""
+"""The student is published while the teacher's logits are split: two sessions were swapped."""
 
 import torch
 from layouts import two_sessions
@@ -26,5 +26,5 @@ def program():
 
 
 def meant():
-    with two_sessions({"tp": 2}, {}) as (teacher, student), megapg.published(teacher):
+    with two_sessions({"tp": 2}, {}) as (teacher, _), megapg.published(teacher):
         return distill(torch.arange(4), teacher)

@@ -1,4 +1,4 @@
-"""Zeros in a replicated gradient are counted on every rank: ``count_zeros_fp32`` got no tp group."""
+"""Zeros of a replicated gradient are counted on every rank: ``count_zeros_fp32`` got no group."""
 
 import torch
 from layouts import session_and_globals

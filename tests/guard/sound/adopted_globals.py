@@ -1,0 +1,15 @@
+"""``adopt()`` owns the groups of the globals, and old code trains on them as before."""
+
+from layouts import globals_of
+from models import TEXT, TINY
+
+from megapg.demo import gpt as demo
+from megapg.megatron import adopt
+
+WORLD = 2
+AMBIGUOUS = False
+
+
+def program():
+    with globals_of(), adopt():
+        assert len(demo.train(TINY, TEXT, None).losses) == 2

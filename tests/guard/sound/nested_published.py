@@ -1,0 +1,28 @@
+"""A reward is computed for the critic inside the actor's block, in a block of its own."""
+
+from layouts import two_sessions
+from megatron.core import mpu
+
+import megapg
+
+WORLD = 2
+
+
+def size():
+    return mpu.get_tensor_model_parallel_world_size()
+
+
+def reward(critic_groups):
+    with megapg.published(critic_groups):
+        return size()
+
+
+def rollout(actor_groups, critic_groups):
+    with megapg.published(actor_groups):
+        return [size(), reward(critic_groups), size()]
+
+
+def program():
+    with two_sessions({"tp": 2}, {"pp": 2}) as (actor, critic):
+        assert rollout(actor, critic) == [2, 1, 2]
+        assert rollout(critic, actor) == [1, 2, 1]

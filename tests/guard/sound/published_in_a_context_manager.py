@@ -1,0 +1,43 @@
+"""A project wraps ``published`` in a context manager and in a decorator of its own."""
+
+import functools
+from contextlib import ExitStack, contextmanager
+
+from layouts import two_sessions
+from megatron.core import mpu
+
+import megapg
+
+WORLD = 2
+
+
+@contextmanager
+def using(pg):
+    with megapg.published(pg):
+        yield
+
+
+def inside(pg):
+    def decorate(function):
+        @functools.wraps(function)
+        def wrapper(*args):
+            with using(pg):
+                return function(*args)
+
+        return wrapper
+
+    return decorate
+
+
+def size():
+    return mpu.get_tensor_model_parallel_world_size()
+
+
+def program():
+    with two_sessions({"tp": 2}, {"pp": 2}) as (actor, critic):
+        with using(critic):
+            assert size() == 1
+        assert inside(actor)(size)() == 2
+        with ExitStack() as stack:
+            stack.enter_context(using(actor))
+            assert size() == 2
