@@ -34,7 +34,7 @@ OUT_OF_STEP = 60.0
 
 
 def names(kind):
-    """Every program of a kind, ``wrong`` or ``sound``."""
+    """Every program of a kind: ``wrong``, ``sound`` or ``limits``."""
     return sorted(path.stem for path in (HERE / kind).glob("*.py"))
 
 
@@ -99,28 +99,39 @@ def run_all(programs, world):
         for turn, (kind, name) in enumerate(programs):
             if store is not None:
                 meet(store, turn)
-            reports[kind, name] = {"wrong": wrong, "sound": sound}[kind](name)
+            reports[kind, name] = RUNS[kind](name)
             clear()
     return reports
 
 
 def wrong(name):
     """The outcomes of a wrong program without the guard, of what was meant, and with the guard."""
-    program = importlib.import_module(f"wrong.{name}")
     with layouts_kept():
-        found = {
-            "silent": outcome(program.program, megapg.guard("off")),
-            "meant": outcome(program.meant, megapg.guard("error")),
+        return {
+            "silent": outcome("wrong", name, "program", "off"),
+            "meant": outcome("wrong", name, "meant"),
+            "guarded": outcome("wrong", name, "program"),
         }
-        found["guarded"] = outcome(program.program, megapg.guard("error"))
-    return found
+
+
+def limit(name):
+    """The outcomes of a program that the guard judges wrongly today."""
+    if constant("limits", name, "REFUSED"):
+        return {"guarded": outcome("limits", name, "program")}
+    with layouts_kept():
+        return {
+            "guarded": outcome("limits", name, "program"),
+            "meant": outcome("limits", name, "meant"),
+        }
 
 
 def sound(name):
     """The outcome of a sound program with the guard, and what the guard did meanwhile."""
-    program = importlib.import_module(f"sound.{name}")
     with activity() as seen:
-        return {"guarded": outcome(program.program, megapg.guard("error")), "seen": seen}
+        return {"guarded": outcome("sound", name, "program"), "seen": seen}
+
+
+RUNS = {"wrong": wrong, "sound": sound, "limits": limit}
 
 
 class Activity:
@@ -155,12 +166,13 @@ def activity():
         layouts.ON_GLOBALS.remove(seen.look)
 
 
-def outcome(program, mode):
-    """Run a program from a fixed state: its value, or the error that it ended with."""
+def outcome(kind, name, function, mode="error"):
+    """Run a function of a program from a fixed state: its value, or the error that it raises."""
     seed_everything()
     try:
-        with mode:
-            return {"value": program(), "error": None}
+        program = importlib.import_module(f"{kind}.{name}")
+        with megapg.guard(mode):
+            return {"value": getattr(program, function)(), "error": None}
     except Exception as error:
         return {
             "value": None,

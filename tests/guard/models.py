@@ -6,6 +6,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 from megapg.demo import gpt as demo
 from megapg.demo.job import GPTRun
@@ -45,6 +46,15 @@ def gpt(pg, experts=None, **changes):
         LENGTH,
         pg_collection=pg,
     )
+
+
+def moe_layer(pg, **options):
+    """An MoE layer of four experts, as the layer specification builds it."""
+    made = config(pg, num_moe_experts=4, add_bias_linear=False)
+    part = get_gpt_layer_local_spec(num_experts=4).submodules.mlp
+    if isinstance(part, ModuleSpec):
+        return build_module(part, config=made, layer_number=1, **options)
+    return part(config=made, layer_number=1, **options)
 
 
 def tokens(batch=1):

@@ -14,7 +14,7 @@ GIVEN = re.compile(r"but (?P<function>\S+) \((?P<file>[^\s:]+\.py):(?P<line>\d+)
 @pytest.fixture(scope="module")
 def reports():
     """Kind and name of every program -> rank -> its outcomes."""
-    return corpus.in_ranks(["wrong", "sound"])
+    return corpus.in_ranks(["wrong", "sound", "limits"])
 
 
 def outcomes(reports, kind, name):
@@ -62,3 +62,16 @@ def test_a_sound_program_does_not_raise(reports, name):
         assert each["guarded"]["error"] is None, f"rank {rank}: {each['guarded']['trace']}"
     active = [each["seen"].active for each in ranks]
     assert any(active) == corpus.constant("sound", name, "AMBIGUOUS", True)
+
+
+@pytest.mark.parametrize("name", corpus.names("limits"))
+def test_a_limit_is_still_one(reports, name):
+    """If this fails, the guard has learnt something: move the program to wrong/ or sound/."""
+    ranks = outcomes(reports, "limits", name)
+    errors = {each["guarded"]["error"] for each in ranks}
+    if corpus.constant("limits", name, "REFUSED"):
+        assert errors == {"WrongGroupError"}, ranks
+        return
+    assert errors == {None}, ranks
+    values = [(each["guarded"]["value"], each["meant"]["value"]) for each in ranks]
+    assert not all(corpus.same(*pair) for pair in values), values

@@ -1,4 +1,4 @@
-"""Groups of the globals are adopted, and a session of another layout trains while it is published."""
+"""Groups of the globals are adopted, and a session of another layout trains while published."""
 
 from layouts import globals_of, open_session
 from models import TEXT, TINY, train

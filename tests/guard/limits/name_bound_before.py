@@ -1,0 +1,27 @@
+"""A private global was imported by its name before, so it is a plain variable of the module."""
+
+import torch
+import torch.distributed as dist
+from layouts import session_and_globals
+
+import megapg
+from megapg.megatron import parallel_state
+
+WORLD = 2
+
+
+def total(value, pg_collection, group):
+    dist.all_reduce(value, group=group)
+    return value.item() / pg_collection.size("tp")
+
+
+def program():
+    with session_and_globals({"tp": 1}, tp=2) as pg:
+        with megapg.allow_global_reads():  # stands for an import before the session
+            group = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
+        return total(torch.ones(()), pg, group)
+
+
+def meant():
+    with session_and_globals({"tp": 1}, tp=2) as pg:
+        return total(torch.ones(()), pg, pg.tp)

@@ -1,0 +1,23 @@
+"""A getter answers None before anything is initialised, and torch takes None for all ranks."""
+
+import torch
+import torch.distributed as dist
+from layouts import two_sessions
+from megatron.core import mpu
+
+WORLD = 2
+
+
+def total(value, group):
+    dist.all_reduce(value, group=group)
+    return value.item()
+
+
+def program():
+    with two_sessions({}, {"tp": 2}):
+        return total(torch.ones(()), mpu.get_tensor_model_parallel_group(check_initialized=False))
+
+
+def meant():
+    with two_sessions({}, {"tp": 2}) as (policy, _):
+        return total(torch.ones(()), policy.tp)

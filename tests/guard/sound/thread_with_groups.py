@@ -1,0 +1,30 @@
+"""A thread measures with its own collection while the main thread trains inside ``published``."""
+
+import threading
+
+import torch
+import torch.distributed as dist
+from layouts import two_sessions
+from models import train
+
+import megapg
+
+WORLD = 2
+
+
+def measure(pg, totals):
+    for _ in range(20):
+        total = torch.ones(1)
+        dist.all_reduce(total, group=pg.dp)
+        totals.append(total.item() / pg.size("dp"))
+
+
+def program():
+    with two_sessions({"tp": 2}, {}) as (actor, monitor):
+        totals = []
+        thread = threading.Thread(target=measure, args=(monitor, totals))
+        with megapg.published(actor):
+            thread.start()
+            train(actor)
+            thread.join()
+        assert totals == [1.0] * 20

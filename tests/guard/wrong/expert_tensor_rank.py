@@ -1,0 +1,30 @@
+"""A loader cuts expert weights by the globals' expt_tp=2, and the model's experts are whole."""
+
+import torch
+from layouts import session_and_globals
+from megatron.core import parallel_state as ps
+
+import megapg
+
+WORLD = 4
+READER = "expert_part"
+GIVEN = "load_expert"
+
+
+def expert_part(weight):
+    size = ps.get_expert_tensor_parallel_world_size()
+    return weight.chunk(size)[ps.get_expert_tensor_parallel_rank()]
+
+
+def load_expert(weight, groups):
+    return expert_part(weight).tolist() + [0] * (groups.size("expt_tp") - 1)
+
+
+def program():
+    with session_and_globals({"tp": 2}, tp=2, ep=2, expt_tp=1) as pg:
+        return load_expert(torch.arange(4), pg)
+
+
+def meant():
+    with session_and_globals({"tp": 2}, tp=2, ep=2, expt_tp=1) as pg, megapg.published(pg):
+        return load_expert(torch.arange(4), pg)
