@@ -31,8 +31,6 @@ from megapg.layout import Field
 from megapg.megatron import missing
 from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.getters.memory import owners_buffer, shares_globals_buffer
-from megapg.megatron.guarding.changes import PUBLISHED, settle
-from megapg.megatron.guarding.stack import Running, running
 from megapg.megatron.tables import (
     GLOO_GLOBALS,
     GROUP_LIST,
@@ -43,6 +41,8 @@ from megapg.megatron.tables import (
     VIRTUAL_PIPELINE_SIZE,
     group_globals,
 )
+from megapg.megatron.watching.changes import PUBLISHED, settle
+from megapg.megatron.watching.stack import Running, running
 from megapg.upstream.mapping import RANK_GLOBALS
 
 if TYPE_CHECKING:

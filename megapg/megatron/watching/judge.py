@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,17 +12,17 @@ from types import FrameType
 import torch.distributed as dist
 
 from megapg.megatron.core import globals_of_core, parallel_state_module
-from megapg.megatron.guarding.alive import (
+from megapg.megatron.publish import innermost
+from megapg.megatron.watching.advice import replacement
+from megapg.megatron.watching.alive import (
     NUMBERS,
     Ranks,
     group_in_globals,
     ranks_in_globals,
     ranks_of,
 )
-from megapg.megatron.guarding.changes import set_at
-from megapg.megatron.guarding.stack import SINGLE_GROUPS, Carried, Running, Search, running
-from megapg.megatron.publish import innermost
-from megapg.megatron.watching.advice import replacement
+from megapg.megatron.watching.changes import set_at
+from megapg.megatron.watching.stack import SINGLE_GROUPS, Carried, Running, Search, running
 
 # Reads that name no group, although a collection serves in their place.
 _NO_GROUP = frozenset(
@@ -138,9 +139,8 @@ class Judge:
                 return None
             if self._agrees(each, field, answer, numbers, state):
                 return None
-        code = reader.f_code
         return Contradiction(
-            reader=f"{code.co_filename}:{reader.f_lineno}: {code.co_qualname}",
+            reader=f"{_place(reader)}: {_function(reader)}",
             read=f"parallel_state.{name}" + ("" if name[0] == "_" else "()"),
             field=field,
             answer=_spelled(answer, numbers),
@@ -159,7 +159,7 @@ class Judge:
         """Return True if what a frame carries is of the layout that answers."""
         ranks = ranks_of(carried.group) or ()
         if numbers:
-            have = {"size": len(ranks), "rank": _place(ranks)}
+            have = {"size": len(ranks), "rank": _index(ranks)}
             return all(have[what] == value for what, value in numbers.items())
         if ranks == answer:
             return True
@@ -177,7 +177,7 @@ def _numbers(state: Mapping[str, object], name: str, field: str) -> dict[str, in
     return {what: value for what, value in set_to.items() if isinstance(value, int)}
 
 
-def _place(ranks: Ranks) -> int:
+def _index(ranks: Ranks) -> int:
     return ranks.index(dist.get_rank()) if ranks else -1
 
 
@@ -195,12 +195,20 @@ def _source(shown: tuple[str, Running] | None) -> str:
 
 
 def _given(carried: Carried, field: str) -> str:
-    code, ranks = carried.frame.f_code, ranks_of(carried.group) or ()
+    ranks = ranks_of(carried.group) or ()
     with_ranks = f"ranks {ranks}" if ranks else "no group for this rank"
     what = (
         f"{carried.variable} = {with_ranks}"
         if carried.single
         else (f"{carried.variable} with {field} = {with_ranks}")
     )
-    place = f"{code.co_filename}:{carried.frame.f_lineno}"
-    return f"{code.co_qualname} ({place}) was given {what}"
+    return f"{_function(carried.frame)} ({_place(carried.frame)}) was given {what}"
+
+
+def _function(frame: FrameType) -> str:
+    """Return the name of the function that runs, also from inside a comprehension."""
+    return re.sub(r"(\.<locals>)?\.<(dict|list|set)comp>$", "", frame.f_code.co_qualname)
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -167,8 +167,8 @@ class Search:
         """Return what values of a class may carry."""
         found = _Kind.OTHER
         for each in kind.__mro__:
-            if each is ProcessGroupCollection and kind is ProcessGroupCollection:
-                found = _Kind.COLLECTION  # a subclass stands in for the globals
+            if each is ProcessGroupCollection and kind.__module__ == each.__module__:
+                found = _Kind.COLLECTION  # other subclasses stand in for the globals
             elif each is dist.ProcessGroup:
                 found = _Kind.GROUP
             elif each.__module__ == COLLECTIONS:

@@ -46,7 +46,7 @@ def layouts() -> list[Layout]:
     A suspended session counts. Globals that ``published()`` hides at the moment count as well.
     """
     found = [
-        Layout(owner._title, owner.ranks_by_field())
+        Layout(owner._title, owner.ranks_by_field)
         for owner in open_owners()
         if owner._state in (LeaseState.LIVE, LeaseState.SUSPENDED)
     ]
