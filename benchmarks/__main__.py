@@ -96,7 +96,7 @@ def main(
     **access** reads `pg.tp` and the like, against the getters of `parallel_state`.
 
     **bridge** takes a function's collection from `resolve`, against a read of the globals, and
-    traces the reads of a training step.
+    traces and guards the reads of a training step.
 
     **starting** starts four ranks that have Megatron-core, against `torch.multiprocessing.spawn`.
 
@@ -204,12 +204,13 @@ def _access(report: Report, progress: Progress) -> None:
 
 
 def _bridge(report: Report, progress: Progress) -> None:
-    from benchmarks import bridge, tracing
+    from benchmarks import bridge, guard, tracing
 
     task = progress.add_task("bridge", total=2)
     report.costs = bridge.run()
     progress.advance(task)
     report.costs += tracing.run().costs()
+    report.costs += guard.run().costs()
     progress.advance(task)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -151,6 +152,8 @@ class ProcessGroupCollection:
         object.__setattr__(self, "_members", dict(members))
         object.__setattr__(self, "_lease", lease)
         object.__setattr__(self, "layout", layout)
+        if type(self) is ProcessGroupCollection:
+            _OF_THIS_PROCESS[id(self)] = self
         single = (group for group in groups.values() if isinstance(group, dist.ProcessGroup))
         object.__setattr__(self, "_witness", next(single, None))
         object.__setattr__(self, "_extras", dict(extras))
@@ -375,6 +378,36 @@ class ProcessGroupCollection:
             "session (it makes every field), or pass the group: "
             f"ProcessGroupCollection.from_groups({missing[0]}=...)."
         )
+
+
+# id -> collection, for _after_fork() alone. It keeps none of them alive.
+_OF_THIS_PROCESS: weakref.WeakValueDictionary[int, ProcessGroupCollection] = (
+    weakref.WeakValueDictionary()
+)
+
+
+class _OfTheParent(ProcessGroupCollection):
+    """A collection in a forked child. Its groups are sockets of the parent, and would hang.
+
+    Ranks and sizes are plain numbers and can still be read.
+    """
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:
+
+        def __getattribute__(self, name: str) -> object:
+            if name in FIELDS or name == "extras":
+                object.__getattribute__(self, "_lease").check(f"pg.{name}")
+            return object.__getattribute__(self, name)
+
+
+def _after_fork() -> None:
+    for pg in list(_OF_THIS_PROCESS.values()):
+        object.__setattr__(pg, "__class__", _OfTheParent)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def groups_behind(pg: ProcessGroupCollection, field: str) -> tuple[ProcessGroup, ...]:

@@ -24,8 +24,6 @@ from megapg.megatron.drop_in import destroy_model_parallel, initialize_model_par
 from megapg.megatron.from_args import session_from_args
 from megapg.megatron.fsdp import fsdp_adapter, fsdp_index
 from megapg.megatron.grids import from_grid, to_grid
-from megapg.megatron.guarding.judge import allow_global_reads
-from megapg.megatron.guarding.switch import GuardMode, guard
 from megapg.megatron.modules import from_modules, to_modules
 from megapg.megatron.publish import published
 from megapg.megatron.reading.global_groups import GlobalGroups
@@ -33,6 +31,8 @@ from megapg.megatron.reading.groups_of import groups_of
 from megapg.megatron.reading.resolve import globals_policy, resolve, resolves
 from megapg.megatron.resharding import for_resharding
 from megapg.megatron.watching.forbid import forbid_global_reads
+from megapg.megatron.watching.guard import guard
+from megapg.megatron.watching.judge import allow_global_reads
 from megapg.megatron.watching.trace import GlobalRead, Trace, trace_global_reads
 from megapg.ownership.opening import open_sessions, session
 
@@ -48,7 +48,6 @@ __all__ = [
     "Disagreement",
     "GlobalGroups",
     "GlobalRead",
-    "GuardMode",
     "Leftover",
     "Recording",
     "Trace",

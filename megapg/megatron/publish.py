@@ -31,8 +31,6 @@ from megapg.layout import Field
 from megapg.megatron import missing
 from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.getters.memory import owners_buffer, shares_globals_buffer
-from megapg.megatron.guarding.changes import PUBLISHED, settle
-from megapg.megatron.guarding.stack import Running, running
 from megapg.megatron.tables import (
     GLOO_GLOBALS,
     GROUP_LIST,
@@ -43,6 +41,8 @@ from megapg.megatron.tables import (
     VIRTUAL_PIPELINE_SIZE,
     group_globals,
 )
+from megapg.megatron.watching.changes import PUBLISHED, settle
+from megapg.megatron.watching.stack import Running, running
 from megapg.upstream.mapping import RANK_GLOBALS
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def hidden_by_published(state: Mapping[str, object]) -> Mapping[str, object]:
 def innermost(state: Mapping[str, object]) -> tuple[str, Running] | None:
     """Return whose groups ``published()`` shows, and the frames that entered it; None outside."""
     publishing = cast("_Publishing | None", state.get(PUBLISHED))
-    return None if publishing is None else publishing.innermost()
+    return None if publishing is None else publishing.shown
 
 
 @dataclass(eq=False)
@@ -172,6 +172,8 @@ class _Publishing:
         self._state = vars(module)
         self._module = module
         self._first = first
+        # the owner of the groups that answer, and the frames that entered their block
+        self.shown: tuple[str, Running] | None = None
         self._thread = threading.current_thread()
         self._blocks: list[_Block] = []
         self._codes: list[tuple[FunctionType, CodeType]] = []
@@ -191,6 +193,7 @@ class _Publishing:
         try:
             self._show(block, _answers(pg, before), self._state)
             self._listen(block)
+            self.shown = block.lease.owner, block.running
             if not self._codes:
                 self._refuse_owners_calls()
         except BaseException:
@@ -202,7 +205,9 @@ class _Publishing:
         block.left = True
         while self._blocks and self._blocks[-1].left:
             self._leave(self._blocks.pop())
-        if not self._blocks:
+        last = self._blocks[-1] if self._blocks else None
+        self.shown = None if last is None else (last.lease.owner, last.running)
+        if last is None:
             for function, code in reversed(self._codes):
                 function.__code__ = code
             del self._state[PUBLISHED]
@@ -211,10 +216,6 @@ class _Publishing:
     def hidden(self) -> Mapping[str, object]:
         """Return the globals as they are outside of the outermost block."""
         return self._blocks[0].before if self._blocks else self._state
-
-    def innermost(self) -> tuple[str, Running] | None:
-        """Return the owner of the groups that answer, and the frames that entered the block."""
-        return (self._blocks[-1].lease.owner, self._blocks[-1].running) if self._blocks else None
 
     def _show(self, block: _Block, answers: Mapping[str, object], where: dict[str, object]) -> None:
         where.update(answers)

@@ -63,18 +63,8 @@ class Closing(abc.ABC):
         self._world_owner: Closing | None = None  # which lives as long as what is open on its WORLD
         self._way: How | None = None  # how the groups were suspended, while they are
         self._before_release: list[Callable[[], object]] = []
-        self._ranks_by_field: Mapping[str, tuple[int, ...]] = {}
-
-    def ranks_by_field(self) -> Mapping[str, tuple[int, ...]]:
-        """Return field -> ranks of this rank's group, also while the groups are suspended.
-
-        The ranks are empty if this rank is in no such group; for ``hcp`` all levels are in a row.
-        """
-        if self._groups is not None:
-            self._ranks_by_field = {
-                field: tuple(_flat(ranks)) for field, ranks in self._groups.describe().items()
-            }
-        return self._ranks_by_field
+        # of this rank's groups; they stay while the groups are suspended
+        self.ranks_by_field: Mapping[str, tuple[int, ...]] = {}
 
     @property
     def rank(self) -> int:
@@ -116,6 +106,9 @@ class Closing(abc.ABC):
         """The groups are open: from now on this owner is among :func:`open_owners`."""
         if not self._world.ours:
             self._world_owner = next((o for o in open_owners() if o._world.ours), None)
+        if self._groups is not None:
+            plain = self._groups.describe().items()
+            self.ranks_by_field = {field: tuple(_flat(ranks)) for field, ranks in plain}
         _OPENED[next(_NUMBERS)] = self
         _report_change()
         self._signals.when_stuck(_weakly(self._leave_without_the_main_thread))

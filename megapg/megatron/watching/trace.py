@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from megapg.megatron.core import parallel_state_module
 from megapg.megatron.tables import ALWAYS_SET
 from megapg.megatron.watching.advice import Replacement, replacement
+from megapg.megatron.watching.guard import judge_now
 from megapg.megatron.watching.hook import Resolved, listening
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class GlobalRead:
         answered_by: name of the collection whose groups the globals held at that moment.
         module: the reading module; for ``resolve``, that of the function that fell back.
         replacement: what to write there instead; empty where megapg knows nothing.
+        refused: why the guard refuses this read; empty if it does not. See :func:`megapg.guard`.
         count: number of reads.
     """
 
@@ -51,6 +53,7 @@ class GlobalRead:
     answered_by: str
     module: str = ""
     replacement: str = ""
+    refused: str = ""
     count: int = 1
 
 
@@ -72,7 +75,8 @@ class Trace:
         headings = ("place", "function", "reads", "write instead", "answered by", "count")
         table = empty_table("reads of Megatron's globals", headings)
         for read in sorted(self.reads, key=lambda read: -read.count):
-            what = (read.function, read.getter, read.replacement, read.answered_by)
+            answer = f"{read.answered_by}; refused by the guard" * bool(read.refused)
+            what = (read.function, read.getter, read.replacement, answer or read.answered_by)
             table.add_row(f"{read.module}:{read.line}", *what, f"{read.count:,}")
         return table
 
@@ -164,6 +168,8 @@ class _Recorder:
         with trace._lock:
             site = trace._sites.get(key)
             if site is None:
+                judge = judge_now() if instead is None else None
+                refused = judge.judge(name, arguments, caller) if judge is not None else None
                 instead = instead or replacement(name, arguments)
                 read = GlobalRead(
                     getter=name,
@@ -174,6 +180,7 @@ class _Recorder:
                     answered_by=answered_by,
                     module=module or caller.f_globals.get("__name__", ""),
                     replacement=instead.write,
+                    refused="" if refused is None else str(refused),
                 )
                 site = trace._sites[key] = _Site(read, code)
             site.count += 1

@@ -16,13 +16,12 @@ from megapg.ownership.closing import open_owners
 Ranks: TypeAlias = tuple[int, ...]
 """Global ranks of one group. Empty if this rank is outside; for ``hcp`` all levels in a row."""
 
-# field -> the global that holds its group: the first of several.
-_HOLDS: Mapping[str, str] = {field: name for name, field in reversed([*GROUP_GLOBALS.items()])}
+HOLDS: Mapping[str, str] = {field: name for name, field in reversed([*GROUP_GLOBALS.items()])}
+"""Field -> the global that holds its group: the first of several."""
 
 # Fields whose global is None on ranks that are in no such group.
 _OUTSIDE = ("embd", "pos_embd")
 
-# field -> the globals that set_*() overrides: (the size's, the rank's). They hold numbers.
 NUMBERS: Mapping[str, tuple[str, str]] = {
     field: (f"_MPU_{axis}_PARALLEL_WORLD_SIZE", f"_MPU_{axis}_PARALLEL_RANK")
     for field, axis in (
@@ -30,6 +29,7 @@ NUMBERS: Mapping[str, tuple[str, str]] = {
         *(("ep", "EXPERT_MODEL"), ("expt_tp", "EXPERT_TENSOR")),
     )
 }
+"""Field -> the globals with the size and the rank that ``set_*()`` has set."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ def layouts() -> list[Layout]:
     A suspended session counts. Globals that ``published()`` hides at the moment count as well.
     """
     found = [
-        Layout(owner._title, owner.ranks_by_field())
+        Layout(owner._title, owner.ranks_by_field)
         for owner in open_owners()
         if owner._state in (LeaseState.LIVE, LeaseState.SUSPENDED)
     ]
     state = hidden_by_published(globals_of_core())
-    of_globals = {field: ranks_in_globals(state, field) for field in _HOLDS}
+    of_globals = {field: ranks_in_globals(state, field) for field in HOLDS}
     found.append(Layout("the globals", {f: r for f, r in of_globals.items() if r is not None}))
     return found
 
@@ -69,7 +69,7 @@ def differing(found: Iterable[Layout]) -> frozenset[str]:
 
 def group_in_globals(state: Mapping[str, object], field: str) -> object:
     """Return what ``parallel_state`` holds for a field: a group, a list of groups, or None."""
-    return state.get(_HOLDS.get(field, ""))
+    return state.get(HOLDS.get(field, ""))
 
 
 def ranks_in_globals(state: Mapping[str, object], field: str) -> Ranks | None:

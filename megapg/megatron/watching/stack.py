@@ -14,10 +14,10 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,7 @@ _NAMES_OF: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Carried:
+class Carried(NamedTuple):
     """A group that a frame carries for a field."""
 
     group: object  # None if the collection says that this rank is in no such group
@@ -91,13 +90,14 @@ class Search:
         self._looks: dict[int, _Look | None] = {}
         self._passed: list[CodeType] = []  # kept, so that their ids stay their own
         self._kinds: dict[type, _Kind] = {}
+        self._others: set[type] = set()  # classes whose values carry no group
 
     def nearest(self, frame: FrameType | None, field: str, stops: Running) -> list[Carried] | None:
         """Return what the nearest frame carries for ``field``; None if it is one of ``stops``.
 
         The list is empty if no frame carries anything.
         """
-        looks = self._looks
+        looks, others = self._looks, self._others
         while frame is not None:
             code = frame.f_code
             try:
@@ -107,8 +107,18 @@ class Search:
             if look is not None:
                 if stops and stops.get(id(frame)) is code:
                     return None
-                if found := list(self._carried(frame, look, field)):
-                    return found
+                variables = frame.f_locals
+                # Most frames carry nothing, so they get the cheapest test that says so.
+                plain = look.names is None and others.issuperset(map(type, variables.values()))
+                if not plain or look.objects:
+                    found: list[Carried] = []
+                    if not plain:
+                        self._add_held(found, variables, look.names, field, "", frame)
+                    for name in look.objects:
+                        if name in variables:
+                            self._add_attributes(found, name, variables[name], field, frame)
+                    if found:
+                        return found
             frame = frame.f_back
         return []
 
@@ -131,50 +141,56 @@ class Search:
         self._looks[id(code)] = look
         return look
 
-    def _carried(self, frame: FrameType, look: _Look, field: str) -> Iterator[Carried]:
-        variables = frame.f_locals
-        yield from self._held(variables, look.names, field, "", frame)
-        for name in look.objects:
-            if name in variables:
-                held, known_names = _attributes(variables[name])
-                names = _NAMES_OF.get(field, COLLECTION_NAMES) if known_names else None
-                yield from self._held(held, names, field, f"{name}.", frame)
+    def _add_attributes(
+        self, found: list[Carried], name: str, value: object, field: str, frame: FrameType
+    ) -> None:
+        try:
+            plain: object = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return
+        if isinstance(plain, dict):
+            known_names = type(value).__module__.startswith(_KNOWN_NAMES)
+            names = _NAMES_OF.get(field, COLLECTION_NAMES) if known_names else None
+            self._add_held(found, plain, names, field, f"{name}.", frame)
 
-    def _held(
+    def _add_held(
         self,
+        found: list[Carried],
         held: Mapping[str, object],
         names: tuple[str, ...] | None,
         field: str,
         prefix: str,
         frame: FrameType,
-    ) -> Iterator[Carried]:
-        kinds, single = self._kinds, _NAMES_OF.get(field, ())
-        for name in names if names is not None else list(held):
+    ) -> None:
+        kinds = self._kinds
+        for name in names if names is not None else tuple(held):
             value = held.get(name)
             kind = kinds.get(type(value)) or self._kind(type(value))
             if kind is _Kind.OTHER:
                 continue
             if kind is _Kind.GROUP:
-                if name in single:
-                    yield Carried(value, f"{prefix}{name}", name, frame)
+                if name in _NAMES_OF.get(field, ()):
+                    found.append(Carried(value, f"{prefix}{name}", name, frame))
                 continue
             for pg in _collections(value) if kind is _Kind.SEVERAL else (value,):
                 group = _group(pg, field)
                 if group is not _ABSENT:
-                    yield Carried(group, f"{prefix}{name}", "", frame)
+                    found.append(Carried(group, f"{prefix}{name}", "", frame))
 
     def _kind(self, kind: type) -> _Kind:
         """Return what values of a class may carry."""
         found = _Kind.OTHER
         for each in kind.__mro__:
-            if each is ProcessGroupCollection and kind is ProcessGroupCollection:
-                found = _Kind.COLLECTION  # a subclass stands in for the globals
+            if each is ProcessGroupCollection and kind.__module__ == each.__module__:
+                found = _Kind.COLLECTION  # other subclasses stand in for the globals
             elif each is dist.ProcessGroup:
                 found = _Kind.GROUP
             elif each.__module__ == COLLECTIONS:
                 several = each.__name__.startswith("MultiModule")
                 found = _Kind.SEVERAL if several else _Kind.COLLECTION
         self._kinds[kind] = found
+        if found is _Kind.OTHER:
+            self._others.add(kind)
         return found
 
 
@@ -197,14 +213,3 @@ def _group(pg: object, field: str) -> object:
 def _collections(several: object) -> list[object]:
     held = vars(several).get("module_pgs")
     return list(held.values()) if isinstance(held, dict) else []
-
-
-def _attributes(value: object) -> tuple[Mapping[str, object], bool]:
-    """Return the attributes of an object, and True if its class uses the known names only."""
-    try:
-        plain: object = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}, True
-    if not isinstance(plain, dict):
-        return {}, True
-    return plain, type(value).__module__.startswith(_KNOWN_NAMES)

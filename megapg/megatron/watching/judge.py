@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -11,17 +12,11 @@ from types import FrameType
 import torch.distributed as dist
 
 from megapg.megatron.core import globals_of_core, parallel_state_module
-from megapg.megatron.guarding.alive import (
-    NUMBERS,
-    Ranks,
-    group_in_globals,
-    ranks_in_globals,
-    ranks_of,
-)
-from megapg.megatron.guarding.changes import set_at
-from megapg.megatron.guarding.stack import SINGLE_GROUPS, Carried, Running, Search, running
 from megapg.megatron.publish import innermost
 from megapg.megatron.watching.advice import replacement
+from megapg.megatron.watching.alive import HOLDS, NUMBERS, Ranks, ranks_in_globals, ranks_of
+from megapg.megatron.watching.changes import set_at
+from megapg.megatron.watching.stack import SINGLE_GROUPS, Carried, Running, Search, running
 
 # Reads that name no group, although a collection serves in their place.
 _NO_GROUP = frozenset(
@@ -84,13 +79,22 @@ class Contradiction:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What one getter asks: a field, and the globals that answer."""
+
+    field: str
+    group: str  # the global that holds the group
+    numbers: tuple[str, ...]  # the globals that set_*() sets, if they answer: size and rank
+
+
 class Judge:
     """Judges reads while the layouts of this process differ for ``fields``."""
 
     def __init__(self, fields: frozenset[str]) -> None:
         self.fields = fields
         self._search = Search()
-        self._fields_of: dict[tuple[object, ...], tuple[str, ...]] = {}
+        self._questions: dict[tuple[object, ...], tuple[_Question, ...]] = {}
 
     def judge(
         self, name: str, arguments: Mapping[str, object], reader: FrameType
@@ -103,44 +107,59 @@ class Judge:
             reader: the frame that reads.
         """
         try:
-            fields = self._fields_of[name, *arguments.values()]
+            questions = self._questions[name, *arguments.values()]
         except (KeyError, TypeError):
-            fields = self._learn(name, arguments)
-        for field in fields:
-            if field in self.fields and (wrong := self._compare(name, field, reader)):
-                return wrong
+            questions = self._learn(name, arguments)
+        for question in questions:
+            if question.field in self.fields:
+                wrong = self._compare(name, question, reader)
+                if wrong is not None:
+                    return wrong
         return None
 
-    def _learn(self, name: str, arguments: Mapping[str, object]) -> tuple[str, ...]:
-        fields: tuple[str, ...] = ()
+    def _learn(self, name: str, arguments: Mapping[str, object]) -> tuple[_Question, ...]:
+        questions: tuple[_Question, ...] = ()
         if name not in _NO_GROUP:
-            found = replacement(name, arguments).field.removeprefix("gloo.")
-            fields = tuple(filter(None, found.split(", ")))
+            fields = replacement(name, arguments).field.removeprefix("gloo.").split(", ")
+            questions = tuple(
+                _Question(
+                    field,
+                    HOLDS[field],
+                    () if name.endswith(_ENDS_IN_GROUP) else NUMBERS.get(field, ()),
+                )
+                for field in fields
+                if field in HOLDS
+            )
         with contextlib.suppress(TypeError):  # an argument that has no hash
-            self._fields_of[name, *arguments.values()] = fields
-        return fields
+            self._questions[name, *arguments.values()] = questions
+        return questions
 
-    def _compare(self, name: str, field: str, reader: FrameType) -> Contradiction | None:
-        state = globals_of_core()
-        held = group_in_globals(state, field)
-        numbers = _numbers(state, name, field)
-        answer = None if numbers else ranks_in_globals(state, field)
-        if answer is None and not numbers:
+    def _compare(self, name: str, question: _Question, reader: FrameType) -> Contradiction | None:
+        state, field = globals_of_core(), question.field
+        held = state.get(question.group)
+        numbers = {
+            what: value
+            for what, each in zip(("size", "rank"), question.numbers, strict=False)
+            if isinstance(value := state.get(each), int)
+        }
+        if held is None and not numbers and ranks_in_globals(state, field) is None:
             return None  # the getter says that there is nothing
-        shown = innermost(state)
-        allowed = _ALLOWED.get()
-        stops = allowed if shown is None else ({**shown[1], **allowed} if allowed else shown[1])
+        shown, stops = innermost(state), _ALLOWED.get()
+        if shown is not None:
+            stops = {**shown[1], **stops} if stops else shown[1]
         carried = self._search.nearest(reader, field, stops)
         if carried is None or (not carried and shown is not None):
             return None
         for each in carried:
-            if each.group is held and not numbers:
+            if each.group is held and held is not None and not numbers:
                 return None
-            if self._agrees(each, field, answer, numbers, state):
-                return None
-        code = reader.f_code
+        answer = None if numbers else ranks_in_globals(state, field)
+        if answer is None and not numbers:
+            return None  # a group that torch does not know any more
+        if any(_agrees(each, field, answer, numbers, state) for each in carried):
+            return None
         return Contradiction(
-            reader=f"{code.co_filename}:{reader.f_lineno}: {code.co_qualname}",
+            reader=f"{_place(reader)}: {_function(reader)}",
             read=f"parallel_state.{name}" + ("" if name[0] == "_" else "()"),
             field=field,
             answer=_spelled(answer, numbers),
@@ -148,36 +167,27 @@ class Judge:
             given=_given(carried[0], field) if carried else "",
         )
 
-    def _agrees(
-        self,
-        carried: Carried,
-        field: str,
-        answer: Ranks | None,
-        numbers: Mapping[str, int],
-        state: Mapping[str, object],
-    ) -> bool:
-        """Return True if what a frame carries is of the layout that answers."""
-        ranks = ranks_of(carried.group) or ()
-        if numbers:
-            have = {"size": len(ranks), "rank": _place(ranks)}
-            return all(have[what] == value for what, value in numbers.items())
-        if ranks == answer:
-            return True
-        # One name may stand for groups of several fields: tp_group is the experts' at times.
-        also = SINGLE_GROUPS.get(carried.single, ())
-        return any(ranks == ranks_in_globals(state, other) for other in also if other != field)
+
+def _agrees(
+    carried: Carried,
+    field: str,
+    answer: Ranks | None,
+    numbers: Mapping[str, int],
+    state: Mapping[str, object],
+) -> bool:
+    """Return True if what a frame carries is of the layout that answers."""
+    ranks = ranks_of(carried.group) or ()
+    if numbers:
+        have = {"size": len(ranks), "rank": _index(ranks)}
+        return all(have[what] == value for what, value in numbers.items())
+    if ranks == answer:
+        return True
+    # One name may stand for groups of several fields: tp_group is the experts' at times.
+    also = SINGLE_GROUPS.get(carried.single, ())
+    return any(ranks == ranks_in_globals(state, other) for other in also if other != field)
 
 
-def _numbers(state: Mapping[str, object], name: str, field: str) -> dict[str, int]:
-    """Return the size and the rank that ``set_*()`` has set, if the getter answers with these."""
-    if field not in NUMBERS or name.endswith(_ENDS_IN_GROUP):
-        return {}
-    size, rank = (state.get(each) for each in NUMBERS[field])
-    set_to = {"size": size, "rank": rank}
-    return {what: value for what, value in set_to.items() if isinstance(value, int)}
-
-
-def _place(ranks: Ranks) -> int:
+def _index(ranks: Ranks) -> int:
     return ranks.index(dist.get_rank()) if ranks else -1
 
 
@@ -195,12 +205,20 @@ def _source(shown: tuple[str, Running] | None) -> str:
 
 
 def _given(carried: Carried, field: str) -> str:
-    code, ranks = carried.frame.f_code, ranks_of(carried.group) or ()
+    ranks = ranks_of(carried.group) or ()
     with_ranks = f"ranks {ranks}" if ranks else "no group for this rank"
     what = (
         f"{carried.variable} = {with_ranks}"
         if carried.single
         else (f"{carried.variable} with {field} = {with_ranks}")
     )
-    place = f"{code.co_filename}:{carried.frame.f_lineno}"
-    return f"{code.co_qualname} ({place}) was given {what}"
+    return f"{_function(carried.frame)} ({_place(carried.frame)}) was given {what}"
+
+
+def _function(frame: FrameType) -> str:
+    """Return the name of the function that runs, also from inside a comprehension."""
+    return re.sub(r"(\.<locals>)?\.<(dict|list|set)comp>$", "", frame.f_code.co_qualname)
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

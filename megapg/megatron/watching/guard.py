@@ -14,10 +14,10 @@ from typing import Literal, TypeAlias, cast, get_args
 from megapg.errors import UnsupportedOptionError, WrongGroupError, WrongGroupWarning
 from megapg.launch.environment import overridden
 from megapg.megatron.core import globals_of_core
-from megapg.megatron.guarding.alive import differing, layouts
-from megapg.megatron.guarding.changes import report_changes
-from megapg.megatron.guarding.judge import Judge
+from megapg.megatron.watching.alive import differing, layouts
+from megapg.megatron.watching.changes import report_changes
 from megapg.megatron.watching.hook import Resolved, attach, detach
+from megapg.megatron.watching.judge import Judge
 from megapg.ownership.closing import on_open_or_close, open_owners
 
 GuardMode: TypeAlias = Literal["error", "warn", "off"]
@@ -65,28 +65,32 @@ def mode_now() -> GuardMode:
 
 
 def judge_now() -> Judge | None:
-    """Return the judge of reads; None while the layouts of this process agree."""
-    guarding = cast("_Guard | None", globals_of_core().get(_MARK))
-    return None if guarding is None else guarding.judge
+    """Return a judge of reads, also with ``MEGAPG_GUARD=off``; None while the layouts agree."""
+    state = globals_of_core()
+    if _MARK in state:
+        return cast("_Guard", state[_MARK]).judge
+    fields = differing(layouts()) if open_owners() and state else frozenset[str]()
+    return Judge(fields) if fields else None
 
 
 def look() -> None:
     """Start or stop the guard, as the layouts of this process demand."""
     with _looking:
         mode = mode_now()
-        report_changes(look if open_owners() and mode != "off" else None)
+        wanted = mode != "off" and bool(open_owners())
+        report_changes(look if wanted else None)
         state = cast("dict[str, object]", globals_of_core())
-        running = cast("_Guard | None", state.pop(_MARK, None))
-        fields = differing(layouts()) if open_owners() and state else frozenset()
-        if running is not None and running.attached:
+        fields = differing(layouts()) if wanted and state else frozenset[str]()
+        running = cast("_Guard | None", state.get(_MARK))
+        if running is not None and (not fields or running.mode != mode):
+            del state[_MARK]
             detach(running)
-        if fields:
-            keep = running.judge if running is not None else Judge(fields)
-            keep.fields = fields
-            started = _Guard(keep, mode)
-            if started.attached:
-                attach(started, last=True)
-            state[_MARK] = started
+            running = None
+        if running is not None:
+            running.judge.fields = fields
+        elif fields:
+            state[_MARK] = started = _Guard(Judge(fields), mode)
+            attach(started, last=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +99,6 @@ class _Guard:
 
     judge: Judge
     mode: GuardMode
-
-    @property
-    def attached(self) -> bool:
-        return self.mode != "off"
 
     def read(self, name: str, arguments: Mapping[str, object], caller: FrameType) -> None:
         wrong = self.judge.judge(name, arguments, caller)
