@@ -2,33 +2,41 @@
 
 import torch
 from layouts import session_and_globals
-from megatron.core import tensor_parallel
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from models import config
 
 import megapg
+from megapg.megatron import core_version
 
 WORLD = 2
 READER = "get_tensor_model_parallel_group_if_none"
 GIVEN = "gradient"
-CORES = ("0.16",)
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+class Layer(MultiTokenPredictionLayer):
+    def __init__(self, pg):
+        torch.nn.Module.__init__(self)  # without a transformer layer
+        self.config = config(pg, **RECOMPUTE)
+        self.config.distribute_saved_activations = True
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def _proj_and_transformer_layer(self, hidden_states, decoder_input=None, **_):
+        return hidden_states * self.scale
 
 
 def gradient(pg_collection):
-    layer = MultiTokenPredictionLayer.__new__(MultiTokenPredictionLayer)
-    torch.nn.Module.__init__(layer)  # without its transformer layer
-    layer.config = config(
-        pg_collection,
-        recompute_granularity="full",
-        recompute_method="uniform",
-        recompute_num_layers=1,
-    )
-    layer.config.distribute_saved_activations = True
-    weight = torch.ones((), requires_grad=True)
+    layer = Layer(pg_collection)
     hidden = torch.full((4,), 1.0 + pg_collection.rank("dp"), requires_grad=True)
-    layer._checkpointed_forward(lambda given: given * weight, hidden).sum().backward()
-    assert tensor_parallel.random is not None
-    return weight.grad.item()
+    first = (
+        (hidden, None) if core_version() >= (0, 18) else (layer._proj_and_transformer_layer, hidden)
+    )
+    layer._checkpointed_forward(*first).sum().backward()
+    return layer.scale.grad.item()
 
 
 def program():

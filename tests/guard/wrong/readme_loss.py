@@ -8,6 +8,7 @@ import megapg
 WORLD = 2
 READER = "forward"
 GIVEN = "compute_language_model_loss"
+CORES = ("0.16", "0.17", "0.18")
 
 
 def first_loss(pg):

@@ -1,0 +1,156 @@
+"""One rank of the corpus: runs programs one after another, and reports what each did."""
+
+import datetime
+import importlib.util
+import os
+import random
+import sys
+import traceback
+import warnings
+from contextlib import contextmanager
+from functools import cache
+
+import layouts
+import numpy as np
+import torch
+import torch.distributed as dist
+from corpus import HERE, constant
+from layouts import TIMEOUT, layouts_kept
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+import megapg
+from megapg.megatron import parallel_state
+from megapg.megatron.watching import hook
+from megapg.megatron.watching.guard import judge_now
+from megapg.ownership import closing
+from megapg.testing import megatron_on_cpu
+
+OUT_OF_STEP = 60.0
+"""Seconds that a rank waits for the others between two programs."""
+
+
+def run_all(programs, world):
+    """Run the programs one after another in this rank; for world 0 without torch.distributed."""
+    warnings.simplefilter("ignore")
+    store = None
+    if world:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        store = dist.PrefixStore("corpus", dist.distributed_c10d._get_default_store())
+    reports = {}
+    with megatron_on_cpu():
+        for turn, (kind, name) in enumerate(programs):
+            if store is not None:
+                meet(store, turn)
+            reports[kind, name] = RUNS[kind](name)
+            clear()
+    return reports
+
+
+def wrong(name):
+    """Run a wrong program without the guard and with it, and run the program that was meant."""
+    with layouts_kept():
+        return {
+            "silent": outcome("wrong", name, "program", "off"),
+            "meant": outcome("wrong", name, "meant"),
+            "guarded": outcome("wrong", name, "program"),
+        }
+
+
+def limit(name):
+    """Run a program that the guard misjudges today."""
+    if constant("limits", name, "REFUSED"):
+        return {"guarded": outcome("limits", name, "program")}
+    with layouts_kept():
+        return {
+            "guarded": outcome("limits", name, "program"),
+            "meant": outcome("limits", name, "meant"),
+        }
+
+
+def sound(name):
+    """Run a sound program with the guard, and watch the guard."""
+    with activity() as seen:
+        return {"guarded": outcome("sound", name, "program"), "seen": seen}
+
+
+RUNS = {"wrong": wrong, "sound": sound, "limits": limit}
+
+
+class Activity:
+    """Counts reads, and those that the guard judged; True if the guard was ever active."""
+
+    def __init__(self):
+        self.reads, self.judged, self.active = 0, 0, False
+
+    def read(self, *_):
+        self.look()
+        self.reads += 1
+        self.judged += judge_now() is not None
+
+    def resolved(self, _):
+        pass
+
+    def look(self):
+        self.active = self.active or judge_now() is not None
+
+
+@contextmanager
+def activity():
+    """Watch the guard while the block runs."""
+    seen = Activity()
+    closing.on_open_or_close(seen.look)
+    layouts.ON_GLOBALS.append(seen.look)
+    try:
+        with hook.listening(seen):
+            yield seen
+    finally:
+        closing._LISTENERS.remove(seen.look)
+        layouts.ON_GLOBALS.remove(seen.look)
+
+
+def outcome(kind, name, function, mode="error"):
+    """Run a function of a program from a fixed state: its value, or the error that it raises."""
+    seed_everything()
+    try:
+        run = getattr(loaded(kind, name), function)
+        with megapg.guard(mode):
+            return {"value": run(), "error": None}
+    except Exception as error:
+        return {
+            "value": None,
+            "error": type(error).__name__,
+            "message": str(error),
+            "trace": "".join(traceback.format_exception(error)),
+        }
+
+
+@cache
+def loaded(kind, name):
+    """The module of a program, by its path: programs are not on ``sys.path``."""
+    module = f"corpus_{kind}_{name}"
+    spec = importlib.util.spec_from_file_location(module, HERE / kind / f"{name}.py")
+    sys.modules[module] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[module])
+    return sys.modules[module]
+
+
+def seed_everything():
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    get_cuda_rng_tracker().reset()
+    get_cuda_rng_tracker().add("model-parallel-rng", 1)
+    get_cuda_rng_tracker().add("expert-parallel-rng", 2)
+
+
+def clear():
+    """Forget what a program that failed has left in the process."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_global_memory_buffer()
+
+
+def meet(store, turn):
+    """Wait for the other ranks, so that a program which fails on one rank delays no other."""
+    store.set(f"{turn}/{os.environ['RANK']}", "")
+    everyone = [f"{turn}/{rank}" for rank in range(dist.get_world_size())]
+    store.wait(everyone, datetime.timedelta(seconds=OUT_OF_STEP))
