@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from megapg.doctor.account import Finding, Level
+from megapg.doctor.rows import GUARD
 from megapg.doctor.survey import Facts
 from megapg.launch.network import GLOO_NAMES, NCCL_NAMES, PROBLEMS
 
@@ -70,6 +71,19 @@ class Rule:
 # What a value does is from torch's "ProcessGroupNCCL Environment Variables", the chapter
 # "Environment Variables" of NCCL's user guide, and torch/utils/_config_module.py.
 RULES = (
+    Rule(
+        ("MEGAPG_GUARD",),
+        lambda value: value not in ("", *GUARD),
+        f"the guard has no such mode, so no session opens; the modes are {', '.join(GUARD)}",
+        "Set {name}=error, or unset it.",
+        Level.ERROR,
+    ),
+    Rule(
+        ("MEGAPG_GUARD",),
+        lambda value: value == "off",
+        "in a process with two layouts, the globals may answer with a group of the wrong one",
+        'Unset {name}, and use megapg.guard("off") around the code that needs it.',
+    ),
     Rule(
         ("TORCH_DISTRIBUTED_USE_TORCHCOMMS",),
         lambda value: value not in ("", "0", "1"),

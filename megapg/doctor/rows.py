@@ -17,6 +17,13 @@ _SHARED = re.compile(
 # ... save those that name what a host alone has.
 _OWN = re.compile(r"NCCL_(SOCKET_IFNAME|IB_HCA|HOSTID|CONF_FILE|.*FILE|GRAPH_.*)$|TORCH_.*FILE$")
 
+GUARD = {
+    "error": "a read that contradicts the reader's own groups is an error",
+    "warn": "a read that contradicts the reader's own groups is a warning",
+    "off": "off: the globals may answer with a group of the wrong layout",
+}
+"""Mode of :func:`megapg.guard` -> what it does once a process has two layouts."""
+
 
 def rows(facts: Facts) -> Iterator[Row]:
     """The facts, one by one, as they are shown."""
@@ -56,6 +63,8 @@ def rows(facts: Facts) -> Iterator[Row]:
     for way, obstacle in facts.offload.items():
         text = f"no: {obstacle}" if obstacle else "yes"
         yield Row("offload", way, text, not obstacle, alike=True)
+    mode = facts.variable("MEGAPG_GUARD") or "error"
+    yield Row("guard", "two layouts in a process", GUARD.get(mode, mode), alike=True)
     for name, value in facts.environment.items():
         alike = bool(_SHARED.match(name)) and not _OWN.match(name)
         yield Row("environment", name, value, alike=alike)

@@ -81,6 +81,8 @@ def found(facts: Facts) -> list[tuple[str, str]]:
 
 # One variable that is set, and how bad that is.
 SET = (
+    (BARE, "MEGAPG_GUARD", "of", "error"),
+    (BARE, "MEGAPG_GUARD", "off", "warning"),
     (BARE, "NCCL_SOCKET_IFNAME", "ib", "error"),
     (BARE, "GLOO_SOCKET_IFNAME", "^lo", "error"),
     (BARE, "GLOO_SOCKET_IFNAME", "=eth0", "error"),

@@ -10,7 +10,7 @@ from megapg.collection import LeaseState
 from megapg.collection.membership import known_ranks
 from megapg.megatron.core import globals_of_core
 from megapg.megatron.publish import hidden_by_published
-from megapg.megatron.tables import GROUP_GLOBALS
+from megapg.megatron.tables import ALWAYS_SET, GROUP_GLOBALS
 from megapg.ownership.closing import open_owners
 
 Ranks: TypeAlias = tuple[int, ...]
@@ -32,6 +32,9 @@ NUMBERS: Mapping[str, tuple[str, str]] = {
 """Field -> the globals with the size and the rank that ``set_*()`` has set."""
 
 
+_NO_RANKS: Ranks = (-1,)  # of numbers that set_*() has set: equal to no group's
+
+
 @dataclass(frozen=True)
 class Layout:
     """One layout of this process: its owner, and field -> ranks of this rank's group."""
@@ -51,8 +54,16 @@ def layouts() -> list[Layout]:
         if owner._state in (LeaseState.LIVE, LeaseState.SUSPENDED)
     ]
     state = hidden_by_published(globals_of_core())
-    of_globals = {field: ranks_in_globals(state, field) for field in HOLDS}
-    found.append(Layout("the globals", {f: r for f, r in of_globals.items() if r is not None}))
+    # destroy_model_parallel() forgets to reset some others.
+    if any(state.get(name) is not None for name in ALWAYS_SET):
+        of_globals = {field: ranks_in_globals(state, field) for field in HOLDS}
+        found.append(Layout("the globals", {f: r for f, r in of_globals.items() if r is not None}))
+    numbers = {
+        field: _NO_RANKS
+        for field, names in NUMBERS.items()
+        if any(state.get(name) is not None for name in names)
+    }
+    found.append(Layout("set_*()", numbers))
     return found
 
 

@@ -76,8 +76,8 @@ def judge_now() -> Judge | None:
 def look() -> None:
     """Start or stop the guard, as the layouts of this process demand."""
     with _looking:
-        mode = mode_now()
-        wanted = mode != "off" and bool(open_owners())
+        mode = mode_now() if open_owners() else "off"
+        wanted = mode != "off"
         report_changes(look if wanted else None)
         state = cast("dict[str, object]", globals_of_core())
         fields = differing(layouts()) if wanted and state else frozenset[str]()

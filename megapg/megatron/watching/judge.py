@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
+from typing import cast
 
 import torch.distributed as dist
 
@@ -24,8 +24,7 @@ _NO_GROUP = frozenset(
 )
 _ENDS_IN_GROUP = ("_group", "_group_gloo", "_groups", "_GROUP", "_GROUPS")
 
-# The frames that entered the innermost allow_global_reads() of this thread.
-_ALLOWED: ContextVar[Running] = ContextVar("megapg_allow_global_reads", default={})  # noqa: B039
+_ALLOWED = "__megapg_allowed__"  # where the open blocks live in parallel_state: no state of our own
 
 
 @contextlib.contextmanager
@@ -33,14 +32,22 @@ def allow_global_reads() -> Iterator[None]:
     """Let code inside the block read the globals, although another layout is alive.
 
     For code that means the globals: an old model that was built on them, beside a session with
-    another layout. It says so for what the block calls, in this thread. A function inside that is
-    passed a group with other ranks than the globals have is still refused.
+    another layout. It holds in all threads, as ``published()`` does: backward passes run in others.
+    A function inside that is passed a group with other ranks than the globals have is still
+    refused.
+
+    Raises:
+        UnsupportedVersionError: Megatron-core is not installed.
     """
-    token = _ALLOWED.set(running())
+    state = vars(parallel_state_module())
+    block = running()
+    state[_ALLOWED] = (*state.get(_ALLOWED, ()), block)  # replaced: other threads read it
     try:
         yield
     finally:
-        _ALLOWED.reset(token)
+        state[_ALLOWED] = tuple(each for each in state[_ALLOWED] if each is not block)
+        if not state[_ALLOWED]:
+            del state[_ALLOWED]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +119,7 @@ class Judge:
             questions = self._learn(name, arguments)
         for question in questions:
             if question.field in self.fields:
-                wrong = self._compare(name, question, reader)
+                wrong = self._compare(name, arguments, question, reader)
                 if wrong is not None:
                     return wrong
         return None
@@ -134,7 +141,9 @@ class Judge:
             self._questions[name, *arguments.values()] = questions
         return questions
 
-    def _compare(self, name: str, question: _Question, reader: FrameType) -> Contradiction | None:
+    def _compare(
+        self, name: str, arguments: Mapping[str, object], question: _Question, reader: FrameType
+    ) -> Contradiction | None:
         state, field = globals_of_core(), question.field
         held = state.get(question.group)
         numbers = {
@@ -142,19 +151,18 @@ class Judge:
             for what, each in zip(("size", "rank"), question.numbers, strict=False)
             if isinstance(value := state.get(each), int)
         }
-        if held is None and not numbers and ranks_in_globals(state, field) is None:
-            return None  # the getter says that there is nothing
-        shown, stops = innermost(state), _ALLOWED.get()
-        if shown is not None:
-            stops = {**shown[1], **stops} if stops else shown[1]
+        nothing = held is None and not numbers and ranks_in_globals(state, field) is None
+        if nothing and arguments.get("check_initialized") is not False:
+            return None  # the getter says so
+        shown, allowed = innermost(state), cast("tuple[Running, ...]", state.get(_ALLOWED, ()))
+        stops = allowed if shown is None else (shown[1], *allowed)
         carried = self._search.nearest(reader, field, stops)
-        if carried is None or (not carried and shown is not None):
+        if carried is None or (not carried and (stops or nothing)):
             return None
-        for each in carried:
-            if each.group is held and held is not None and not numbers:
-                return None
+        if not numbers and held is not None and any(each.group is held for each in carried):
+            return None
         answer = None if numbers else ranks_in_globals(state, field)
-        if answer is None and not numbers:
+        if answer is None and held is not None and not numbers:
             return None  # a group that torch does not know any more
         if any(_agrees(each, field, answer, numbers, state) for each in carried):
             return None
@@ -177,6 +185,8 @@ def _agrees(
 ) -> bool:
     """Return True if what a frame carries is of the layout that answers."""
     ranks = ranks_of(carried.group) or ()
+    if answer is None and not numbers:
+        return len(ranks) < 2  # torch takes None for WORLD; a group of one rank is never used
     if numbers:
         have = {"size": len(ranks), "rank": _index(ranks)}
         return all(have[what] == value for what, value in numbers.items())
@@ -194,19 +204,25 @@ def _index(ranks: Ranks) -> int:
 def _spelled(ranks: Ranks | None, numbers: Mapping[str, int]) -> str:
     if numbers:
         return " and ".join(f"{what} {value}" for what, value in numbers.items())
+    return "None" if ranks is None else _of_ranks(ranks)
+
+
+def _of_ranks(ranks: Ranks) -> str:
     return f"ranks {ranks}" if ranks else "no group for this rank"
 
 
 def _source(shown: tuple[str, Running] | None) -> str:
     if shown is not None:
         return f"shown by published() of {shown[0]}"
+    if globals_of_core().get("_TENSOR_MODEL_PARALLEL_GROUP") is None:
+        return "which nobody has initialised"
     where = set_at(parallel_state_module())
     return f"set at {where}" if where else "set by initialize_model_parallel()"
 
 
 def _given(carried: Carried, field: str) -> str:
     ranks = ranks_of(carried.group) or ()
-    with_ranks = f"ranks {ranks}" if ranks else "no group for this rank"
+    with_ranks = _of_ranks(ranks)
     what = (
         f"{carried.variable} = {with_ranks}"
         if carried.single

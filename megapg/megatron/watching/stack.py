@@ -1,22 +1,24 @@
 """Finds the nearest frame on the stack that carries a group for a field.
 
-A frame carries a group if a parameter, a local variable, or an attribute of its ``self`` or ``ctx``
-holds a collection, or one group under Megatron's name for it (``tp_group``). No code of the user
-runs, and submodules are not searched. The search ends at a frame that was running when the
+A frame carries a group if a parameter, a local variable, or an attribute of its ``self``, ``ctx``
+or ``cls`` holds a collection, or one group under Megatron's name for it (``tp_group``). A model in
+a variable counts with its own ``pg_collection``. No code of the user runs, and submodules are not
+searched. The search ends at a frame that was running when the
 innermost ``published()`` or ``allow_global_reads()`` was entered: that block says nearer than the
 frame which groups are meant.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MemberDescriptorType
 from typing import NamedTuple, TypeAlias, cast
 
 import torch
@@ -24,17 +26,21 @@ import torch.distributed as dist
 
 from megapg.collection import ProcessGroupCollection
 from megapg.megatron.core import BRIDGE, COLLECTIONS
+from megapg.torch_private import SUBMODULES
 from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
 
-Running: TypeAlias = Mapping[int, CodeType]
-"""The frames that ran at some moment: id of a frame -> its code. Frames would keep their locals."""
+Callers: TypeAlias = tuple[tuple[int, int], ...]
+"""Of each caller of a frame, the nearest first: its id, and the instruction that called."""
+
+Running: TypeAlias = Mapping[int, tuple[CodeType, Callers]]
+"""The frames that ran at some moment: id -> code and callers. Frames would keep their locals."""
 
 # No frame of torch and of Python's own library is given a group, and there are many.
 _TORCH, _LIBRARY = f"{os.path.dirname(torch.__file__)}{os.sep}", sysconfig.get_path("stdlib")
 # In these modules collections and groups have known names, so no other variable is looked at.
 _KNOWN_NAMES = "megatron.core"
 _NAMES = frozenset((*COLLECTION_NAMES, *GROUP_PARAMETERS, "_tp_group"))
-_OBJECTS = ("self", "ctx")
+_OBJECTS = ("self", "ctx", "cls")
 
 # name -> the fields of which it may hold the group
 SINGLE_GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -61,6 +67,7 @@ class _Kind(enum.Enum):
     OTHER = enum.auto()
     COLLECTION = enum.auto()
     SEVERAL = enum.auto()  # Megatron-core's collections of several modules
+    MODEL = enum.auto()
     GROUP = enum.auto()
 
 
@@ -74,13 +81,28 @@ class _Look:
 
 
 def running() -> Running:
-    """Return the frames that run now, less those of the bridge."""
-    found = {}
+    """Return the frames that run now."""
+    frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found[id(frame)] = frame.f_code
+        frames.append(frame)
         frame = frame.f_back
-    return found
+    callers = tuple((id(each), each.f_lasti) for each in frames)
+    return {id(f): (f.f_code, callers[place + 1 :]) for place, f in enumerate(frames)}
+
+
+def _runs_on(frame: FrameType, running: Running) -> bool:
+    """Return True if ``frame`` is one of those that were running, and none that reuses its id.
+
+    While a frame runs, none of its callers moves on.
+    """
+    code, callers = running[id(frame)]
+    caller = frame.f_back
+    for known in callers:
+        if caller is None or (id(caller), caller.f_lasti) != known:
+            return False
+        caller = caller.f_back
+    return frame.f_code is code
 
 
 class Search:
@@ -92,8 +114,10 @@ class Search:
         self._kinds: dict[type, _Kind] = {}
         self._others: set[type] = set()  # classes whose values carry no group
 
-    def nearest(self, frame: FrameType | None, field: str, stops: Running) -> list[Carried] | None:
-        """Return what the nearest frame carries for ``field``; None if it is one of ``stops``.
+    def nearest(
+        self, frame: FrameType | None, field: str, stops: Sequence[Running]
+    ) -> list[Carried] | None:
+        """Return what the nearest frame carries for ``field``; None if a stop comes first.
 
         The list is empty if no frame carries anything.
         """
@@ -105,8 +129,9 @@ class Search:
             except KeyError:
                 look = self._learn(code, frame)
             if look is not None:
-                if stops and stops.get(id(frame)) is code:
-                    return None
+                for stop in stops:
+                    if id(frame) in stop and _runs_on(frame, stop):
+                        return None
                 variables = frame.f_locals
                 # Most frames carry nothing, so they get the cheapest test that says so.
                 plain = look.names is None and others.issuperset(map(type, variables.values()))
@@ -144,14 +169,10 @@ class Search:
     def _add_attributes(
         self, found: list[Carried], name: str, value: object, field: str, frame: FrameType
     ) -> None:
-        try:
-            plain: object = object.__getattribute__(value, "__dict__")
-        except AttributeError:
-            return
-        if isinstance(plain, dict):
-            known_names = type(value).__module__.startswith(_KNOWN_NAMES)
-            names = _NAMES_OF.get(field, COLLECTION_NAMES) if known_names else None
-            self._add_held(found, plain, names, field, f"{name}.", frame)
+        known_names = type(value).__module__.startswith(_KNOWN_NAMES)
+        names = _NAMES_OF.get(field, COLLECTION_NAMES) if known_names else None
+        for held in _attributes(value):
+            self._add_held(found, held, names, field, f"{name}.", frame)
 
     def _add_held(
         self,
@@ -172,10 +193,15 @@ class Search:
                 if name in _NAMES_OF.get(field, ()):
                     found.append(Carried(value, f"{prefix}{name}", name, frame))
                 continue
+            spelled = f"{prefix}{name}"
+            if kind is _Kind.MODEL:
+                value, spelled = _collection_of(value), f"{spelled}.pg_collection"
+                if (kinds.get(type(value)) or self._kind(type(value))) is not _Kind.COLLECTION:
+                    continue
             for pg in _collections(value) if kind is _Kind.SEVERAL else (value,):
                 group = _group(pg, field)
                 if group is not _ABSENT:
-                    found.append(Carried(group, f"{prefix}{name}", "", frame))
+                    found.append(Carried(group, spelled, "", frame))
 
     def _kind(self, kind: type) -> _Kind:
         """Return what values of a class may carry."""
@@ -185,6 +211,8 @@ class Search:
                 found = _Kind.COLLECTION  # other subclasses stand in for the globals
             elif each is dist.ProcessGroup:
                 found = _Kind.GROUP
+            elif each is torch.nn.Module:
+                found = _Kind.MODEL
             elif each.__module__ == COLLECTIONS:
                 several = each.__name__.startswith("MultiModule")
                 found = _Kind.SEVERAL if several else _Kind.COLLECTION
@@ -213,3 +241,40 @@ def _group(pg: object, field: str) -> object:
 def _collections(several: object) -> list[object]:
     held = vars(several).get("module_pgs")
     return list(held.values()) if isinstance(held, dict) else []
+
+
+def _collection_of(model: object) -> object:
+    """Return the ``pg_collection`` of a model, or of the model that it wraps; None without one."""
+    while model is not None:
+        held = _namespace(model)
+        if "pg_collection" in held:
+            return held["pg_collection"]
+        submodules = held.get(SUBMODULES)
+        model = submodules.get("module") if isinstance(submodules, dict) else None
+    return None
+
+
+def _attributes(value: object) -> Iterator[Mapping[str, object]]:
+    """Yield the attributes of an object, or of a class, that can be read without its code."""
+    if issubclass(type(value), type):  # isinstance() may run code of the value
+        yield dict(vars(value))
+        return
+    yield _namespace(value)
+    for kind in type(value).__mro__:
+        if "__slots__" in vars(kind):
+            yield dict(_in_slots(value, kind))
+
+
+def _namespace(value: object) -> Mapping[str, object]:
+    try:
+        plain: object = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return plain if isinstance(plain, dict) else {}
+
+
+def _in_slots(value: object, kind: type) -> Iterator[tuple[str, object]]:
+    for name, slot in vars(kind).items():
+        if isinstance(slot, MemberDescriptorType):
+            with contextlib.suppress(AttributeError):  # nothing is in it
+                yield name, slot.__get__(value)
