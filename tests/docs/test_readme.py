@@ -15,6 +15,8 @@ from processes import captured
 from typer.testing import CliRunner
 
 from megapg.cli import app
+from megapg.errors import RankFailedError, WrongGroupError
+from megapg.megatron import core_version
 from megapg.testing import run_distributed
 
 ROOT = Path(__file__).parents[2]
@@ -39,28 +41,51 @@ def as_script(script):
 
 
 def test_there_are_as_many_examples_as_tests_here():
-    assert (len(BLOCKS), len(BLOCKS_OF_SESSIONS)) == (5, 3)
+    assert (len(BLOCKS), len(BLOCKS_OF_SESSIONS)) == (6, 3)
+
+
+@pytest.mark.contract
+def test_the_bug_is_an_error_without_published(tmp_path):
+    """The losses are those of the table, whose figures are of Megatron-core 0.16.1."""
+    shown = "    with megapg.published(pg):"
+    assert shown in BLOCKS[0]
+    without = {
+        line: re.sub(f"{re.escape(shown)}.*", f"    {line}:", BLOCKS[0])
+        for line in ('with megapg.guard("off")', "if True")
+    }
+    for source, row in zip((BLOCKS[0], without['with megapg.guard("off")']), (0, 1), strict=True):
+        losses = sorted(re.findall(r"loss (\d\.\d{5})", on_two_ranks(tmp_path, source)))
+        assert len(losses) == 2
+        if core_version() == (0, 16, 1):  # 0.19 passes the group to its cross-entropy
+            assert losses == sorted(re.findall(r"\d\.\d{5}", README)[2 * row : 2 * row + 2])
+    with pytest.raises(RankFailedError) as caught:
+        on_two_ranks(tmp_path, without["if True"])
+    assert set(caught.value.failures) == {0, 1}
+    for failure in caught.value.failures.values():
+        assert isinstance(failure, WrongGroupError)
+        for part in ("asks parallel_state.get_tensor_model_parallel_", "was given self."):
+            assert part in str(failure)
 
 
 @pytest.mark.contract
 def test_the_training_example(tmp_path):
     """On ranks as torchrun starts them; test_launchers.py has torchrun itself."""
     said = re.findall(
-        r"rank (\d) of tp group \(0, 1\): loss (\d\.\d{4})", on_two_ranks(tmp_path, BLOCKS[0])
+        r"rank (\d) of tp group \(0, 1\): loss (\d\.\d{4})", on_two_ranks(tmp_path, BLOCKS[1])
     )
     assert sorted(rank for rank, _ in said) == ["0", "1"]
     assert len({loss for _, loss in said}) == 1
 
 
 def test_two_models_example(tmp_path):
-    said = re.findall(r"tp (\d), pp (\d) and (\d)", on_two_ranks(tmp_path, BLOCKS[1]))
+    said = re.findall(r"tp (\d), pp (\d) and (\d)", on_two_ranks(tmp_path, BLOCKS[2]))
     assert said == [("2", "2", "1")] * 2
 
 
 @pytest.mark.contract
 def test_the_checkpoint_example_and_the_commands_on_what_it_saved(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = on_two_ranks(tmp_path, BLOCKS[2])
+    said = on_two_ranks(tmp_path, BLOCKS[3])
     assert said.count("saved iter_0000010") == 2
     assert sorted(re.findall(r"rank (\d) goes on from step 10: .*?(tp 2 -> 1)", said)) == [
         ("0", "tp 2 -> 1"),
@@ -119,12 +144,12 @@ def megapg(command):
 
 def test_unit_test_example(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "example.py").write_text(BLOCKS[3])
+    (tmp_path / "example.py").write_text(BLOCKS[4])
     as_script(tmp_path / "example.py")
 
 
 def test_real_ranks_example(tmp_path):
-    (tmp_path / "example.py").write_text(BLOCKS[4])
+    (tmp_path / "example.py").write_text(BLOCKS[5])
     done = captured([sys.executable, "example.py"], timeout=200, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -23,6 +23,7 @@ import megapg
 from megapg import torch_private
 from megapg.demo import gpt
 from megapg.demo.job import GPTRun
+from megapg.errors import WrongGroupError
 from megapg.megatron import parallel_state, published, trace_global_reads
 from megapg.testing import megatron_on_cpu
 
@@ -143,7 +144,10 @@ def wrong_grid():
         on_globals(replace(run, tp=1), "wrong"),  # somebody else's layout
         megapg.session(tp=2, name="mine", timeout=30) as session,
     ):
-        silent = gpt.train(run, TEXT, session.groups).losses[0]
+        with pytest.raises(WrongGroupError):
+            gpt.train(run, TEXT, session.groups)
+        with megapg.guard("off"):
+            silent = gpt.train(run, TEXT, session.groups).losses[0]
         with published(session.groups):
             cured = gpt.train(run, TEXT, session.groups).losses[0]
     return right, silent, cured
@@ -151,7 +155,10 @@ def wrong_grid():
 
 @pytest.mark.smoke
 def test_the_silent_wrong_grid_of_the_readme():
-    """Groups with tp=2 while the globals say tp=1: no error, a wrong loss; published() cures."""
+    """Groups with tp=2 while the globals say tp=1: the guard raises, and published() cures.
+
+    Without the guard there is a wrong loss and no error.
+    """
     for right, silent, cured in distributed(wrong_grid, 2):
         assert abs(silent - right) > 0.1
         assert cured.hex() == right.hex()
