@@ -1,4 +1,4 @@
-"""A training step with explicit groups everywhere and a loss of the user's, outside of any block."""
+"""A training step with explicit groups and a loss of the user's, outside of any block."""
 
 import torch
 from layouts import session_and_globals

@@ -1,4 +1,4 @@
-"""A model on explicit groups computes its loss, whose cross entropy takes the group in this core."""
+"""A model on explicit groups computes its loss; the cross entropy takes the group in this core."""
 
 import torch
 from layouts import session_and_globals

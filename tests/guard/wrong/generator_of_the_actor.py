@@ -1,0 +1,32 @@
+"""A generator of the actor's batches is resumed where the critic is published."""
+
+from layouts import two_sessions
+from megatron.core import mpu
+
+import megapg
+
+WORLD = 2
+READER = "batches"
+GIVEN = "batches"
+
+
+def batches(rows, pg_collection):
+    assert pg_collection.size("tp") == 2
+    while True:
+        yield rows[mpu.get_data_parallel_rank() :: mpu.get_data_parallel_world_size()]
+
+
+def read(shown, made_for):
+    data = batches([0, 1, 2, 3], made_for)
+    with megapg.published(shown):
+        return next(data)
+
+
+def program():
+    with two_sessions({"tp": 2}, {}) as (actor, critic):
+        return read(critic, actor)
+
+
+def meant():
+    with two_sessions({"tp": 2}, {}) as (actor, _):
+        return read(actor, actor)
