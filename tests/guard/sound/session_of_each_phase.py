@@ -1,4 +1,4 @@
-"""A trainer opens the critic's session for each phase, inside the actor's, and publishes in turns."""
+"""A trainer opens a critic for each phase, inside the session of the actor, and publishes both."""
 
 from layouts import open_session
 from models import train
