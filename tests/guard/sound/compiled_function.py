@@ -7,6 +7,7 @@ from megatron.core import mpu
 import megapg
 
 WORLD = 2
+WITHOUT_KIT = True
 
 
 def scaled(values, pg_collection):

@@ -1,4 +1,4 @@
-"""A forked worker of a data loader reads the globals, which showed its groups when it was forked."""
+"""A forked worker of a data loader reads the globals, which showed its groups before the fork."""
 
 from layouts import session_and_globals
 from megatron.core import mpu
