@@ -1,4 +1,4 @@
-"""What the page "Find a wrong group" shows, run as it stands there."""
+"""What the pages "Find a wrong group" and "Types of tensors" show, run as it stands there."""
 
 import contextlib
 import io
@@ -11,10 +11,14 @@ from pathlib import Path
 import pytest
 
 from megapg.testing import run_distributed
+from megapg.torch_private.meshes import can_mesh
 
-PAGE = (Path(__file__).parents[2] / "migration_guide" / "wrong-group.md").read_text()
-SCRIPTS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-SHOWN = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+GUIDE = Path(__file__).parents[2] / "migration_guide"
+
+
+def shown(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", (GUIDE / page).read_text(), re.S)
+
 
 pytestmark = pytest.mark.contract
 
@@ -28,7 +32,15 @@ def as_script(script):
 
 def test_the_error_is_the_one_on_the_page(tmp_path):
     script = tmp_path / "evaluate.py"
-    script.write_text(SCRIPTS[0])
+    script.write_text(shown("wrong-group.md", "python")[0])
     for rank, printed in enumerate(run_distributed(partial(as_script, script), 2, deadline=120)):
-        shown = SHOWN[0].replace("ranks (0,)", f"ranks ({rank},)")
-        assert printed.split() == shown.split()
+        expected = shown("wrong-group.md", "text")[0].replace("ranks (0,)", f"ranks ({rank},)")
+        assert printed.split() == expected.split()
+
+
+@pytest.mark.skipif(not can_mesh(), reason="meshes take torch 2.13")
+def test_a_collection_is_the_mesh_of_the_type_checker(tmp_path):
+    script = tmp_path / "mlp.py"
+    script.write_text(shown("tensor-types.md", "python")[0])
+    (printed,) = run_distributed(partial(as_script, script), 1, deadline=120)
+    assert printed == shown("tensor-types.md", "text")[0]
