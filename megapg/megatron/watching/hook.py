@@ -17,6 +17,7 @@ for its caller.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import threading
@@ -26,7 +27,7 @@ from types import FrameType, FunctionType, MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 from megapg.collection import ProcessGroupCollection
-from megapg.megatron.core import BRIDGE, parallel_state_module
+from megapg.megatron.core import BRIDGE, parallel_state_module, parameters_of
 from megapg.megatron.watching.advice import NOT_READS
 
 if TYPE_CHECKING:
@@ -222,12 +223,17 @@ def calling_instead(function: FunctionType, run: Callable[[dict[str, object]], o
     ``run`` is among its constants and not in the module's namespace: a call that is under way in
     another thread when the code is put back still finds it.
     """
-    names = list(inspect.signature(function).parameters)
-    arguments = ", ".join(f"{name!r}: {name}" for name in names)
-    source = f"def {function.__name__}({', '.join(names)}):\n    _run = 'here'\n"
+    own = function.__code__
+    code = _template(function.__name__, parameters_of(own))
+    constants = tuple(run if value == "here" else value for value in code.co_consts)
+    return code.replace(co_consts=constants, co_qualname=own.co_qualname)
+
+
+@functools.cache  # to compile takes a tenth of a millisecond
+def _template(name: str, parameters: tuple[str, ...]) -> CodeType:
+    arguments = ", ".join(f"{each!r}: {each}" for each in parameters)
+    source = f"def {name}({', '.join(parameters)}):\n    _run = 'here'\n"
     source += f"    return _run({{{arguments}}})\n"
     scope: dict[str, FunctionType] = {}
     exec(compile(source, "<megapg>", "exec"), scope)  # names come from parallel_state
-    code = scope[function.__name__].__code__
-    constants = tuple(run if value == "here" else value for value in code.co_consts)
-    return code.replace(co_consts=constants, co_qualname=function.__code__.co_qualname)
+    return scope[name].__code__

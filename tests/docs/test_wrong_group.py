@@ -1,0 +1,46 @@
+"""What the pages "Find a wrong group" and "Types of tensors" show, run as it stands there."""
+
+import contextlib
+import io
+import os
+import re
+import runpy
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megapg.testing import run_distributed
+from megapg.torch_private.meshes import can_mesh
+
+GUIDE = Path(__file__).parents[2] / "migration_guide"
+
+
+def shown(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", (GUIDE / page).read_text(), re.S)
+
+
+pytestmark = pytest.mark.contract
+
+
+def as_script(script):
+    os.chdir(script.parent)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue().replace(str(script), script.name)
+
+
+def test_the_error_is_the_one_on_the_page(tmp_path):
+    script = tmp_path / "evaluate.py"
+    script.write_text(shown("wrong-group.md", "python")[0])
+    for rank, printed in enumerate(run_distributed(partial(as_script, script), 2, deadline=120)):
+        expected = shown("wrong-group.md", "text")[0].replace("ranks (0,)", f"ranks ({rank},)")
+        assert printed.split() == expected.split()
+
+
+@pytest.mark.skipif(not can_mesh(), reason="meshes take torch 2.13")
+def test_a_collection_is_the_mesh_of_the_type_checker(tmp_path):
+    script = tmp_path / "mlp.py"
+    script.write_text(shown("tensor-types.md", "python")[0])
+    (printed,) = run_distributed(partial(as_script, script), 1, deadline=120)
+    assert printed == shown("tensor-types.md", "text")[0]
