@@ -1,4 +1,24 @@
-"""Every program of the corpus: the wrong ones raise with the guard, the sound ones do not."""
+"""Every program of the corpus: the wrong ones raise with the guard, the sound ones do not.
+
+A program is one file. To add one, write the file; nothing else names it. Its docstring is one line
+that says what goes wrong, or what the program does. Its constants:
+
+* ``WORLD``: number of ranks; 0 for a process without torch.distributed.
+* ``CORES``: the Megatron-cores that it is for, as ``("0.16", "0.17")``; all unless given.
+* ``WITHOUT_KIT``: True if it runs outside of ``megatron_on_cpu()``.
+
+A program in ``wrong/`` has ``program()``, which a user wrote, and ``meant()``, the same with the
+groups that the user meant. Both return plain values, which differ on one rank or more without the
+guard. ``READER`` is the function that reads the globals. ``GIVEN`` is the function that was given
+other groups; empty if no function on the stack was. ``RANKS`` lists the ranks that read; all unless
+given.
+
+A program in ``sound/`` has ``program()``, which checks its own results. ``AMBIGUOUS`` is False if
+the process never has two layouts that differ.
+
+A program in ``limits/`` is one that the guard misjudges: it is wrong and nothing is raised, or it
+is sound and ``REFUSED``.
+"""
 
 import re
 
