@@ -1,4 +1,4 @@
-"""Experts over tp=2 with sequence parallelism compute with explicit groups, outside of any block."""
+"""Experts over tp=2 with sequence parallelism compute on explicit groups, outside of any block."""
 
 from layouts import session_and_globals
 from models import gpt, tokens
