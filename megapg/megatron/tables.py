@@ -162,6 +162,21 @@ OWNERS_CALLS: Mapping[str, str] = {
     ),
 }
 
+# Megatron-core's helper that asks the globals for a group where a function was passed none.
+GROUP_IF_NONE = "get_tensor_model_parallel_group_if_none"
+
+_LAYERS = "megatron.core.tensor_parallel.layers"
+USED_IF: Mapping[tuple[str, str], tuple[str, ...]] = {
+    (_LAYERS, "linear_with_grad_accumulation_and_async_allreduce"): (
+        "allreduce_dgrad",
+        "sequence_parallel",
+    ),
+    (_LAYERS, "linear_with_frozen_weight"): ("allreduce_dgrad", "sequence_parallel"),
+}
+"""Module and function of the core -> the parameters of which one must be true for the function to
+use the group that it asks for. Every ``RowParallelLinear`` asks so, in 0.16 to 0.19.
+"""
+
 # Name of a communicator in Megatron's NCCL configuration file -> the fields that it configures:
 # also those that are the same ranks while rematerialisation is off, so that they go on sharing it.
 NCCL_NAMES: Mapping[str, tuple[str, ...]] = {

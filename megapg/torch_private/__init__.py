@@ -469,6 +469,16 @@ def gloo_can_be_lazy() -> bool:
 
 # -- what others' objects hold ---------------------------------------------------------------------
 
+NOT_COMPILED = {
+    "_torchdynamo_disable": True,
+    "_torchdynamo_disable_msg": "megapg reports this read of Megatron's globals; "
+    'megapg.guard("off") lets it be compiled',
+}
+"""Attributes of a function that ``torch.compile`` calls and does not compile.
+
+Public: ``torch.compiler.disable``, which wraps the function. Other modules have bound it already.
+"""
+
 SUBMODULES = "_modules"
 """The attribute in which a module keeps its submodules.
 

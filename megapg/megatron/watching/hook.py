@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 from megapg.collection import ProcessGroupCollection
 from megapg.megatron.core import BRIDGE, parallel_state_module, parameters_of
 from megapg.megatron.watching.advice import NOT_READS
+from megapg.torch_private import NOT_COMPILED
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -97,6 +98,7 @@ class Hook:
         try:
             for getter, _ in self._getters:
                 getter.__code__ = calling_instead(getter, self._reporter(getter))
+                vars(getter).update(NOT_COMPILED)
             self._module.__class__ = self._watching_class()
         except BaseException:
             self.uninstall()
@@ -106,6 +108,8 @@ class Hook:
         self._module.__class__ = self._class
         for getter, code in self._getters:
             getter.__code__ = code
+            for name in NOT_COMPILED:
+                vars(getter).pop(name, None)
         del self._state[HOOK]
 
     def _reporter(self, getter: FunctionType) -> Callable[[dict[str, object]], object]:

@@ -11,8 +11,11 @@ from typing import cast
 
 import torch.distributed as dist
 
+from megapg.collection import ProcessGroupCollection
+from megapg.layout import GroupName
 from megapg.megatron.core import globals_of_core, parallel_state_module
 from megapg.megatron.publish import innermost
+from megapg.megatron.tables import GLOO_GLOBALS, GROUP_IF_NONE, HYBRID_GROUPS, USED_IF
 from megapg.megatron.watching.advice import replacement
 from megapg.megatron.watching.alive import HOLDS, NUMBERS, Ranks, ranks_in_globals, ranks_of
 from megapg.megatron.watching.changes import set_at
@@ -22,6 +25,7 @@ from megapg.megatron.watching.stack import SINGLE_GROUPS, Carried, Running, Sear
 _NO_GROUP = frozenset(
     {"get_global_memory_buffer", "get_virtual_pipeline_model_parallel_world_size"}
 )
+_HYBRID = ("get_hybrid_data_context_parallel_groups", HYBRID_GROUPS)
 _ENDS_IN_GROUP = ("_group", "_group_gloo", "_groups", "_GROUP", "_GROUPS")
 
 _ALLOWED = "__megapg_allowed__"  # where the open blocks live in parallel_state: no state of our own
@@ -127,7 +131,7 @@ class Judge:
     def _learn(self, name: str, arguments: Mapping[str, object]) -> tuple[_Question, ...]:
         questions: tuple[_Question, ...] = ()
         if name not in _NO_GROUP:
-            fields = replacement(name, arguments).field.removeprefix("gloo.").split(", ")
+            fields = _fields(name, arguments)
             questions = tuple(
                 _Question(
                     field,
@@ -166,6 +170,8 @@ class Judge:
             return None  # a group that torch does not know any more
         if any(_agrees(each, field, answer, numbers, state) for each in carried):
             return None
+        if _never_used(reader):
+            return None
         return Contradiction(
             reader=f"{_place(reader)}: {_function(reader)}",
             read=f"parallel_state.{name}" + ("" if name[0] == "_" else "()"),
@@ -176,6 +182,36 @@ class Judge:
         )
 
 
+def _fields(name: str, arguments: Mapping[str, object]) -> list[str]:
+    """Return the fields that a getter, or a private global, answers for."""
+    if name in GLOO_GLOBALS:
+        found = GLOO_GLOBALS[name]
+    elif name in _HYBRID:
+        found = "dp_cp"  # which the hybrid groups divide
+    else:
+        found = replacement(name, arguments).field
+    return found.removeprefix("gloo.").split(", ")
+
+
+def _never_used(reader: FrameType) -> bool:
+    """Return True if a function of Megatron-core asks for a group that it then does not use."""
+    caller = reader.f_back
+    if caller is None or reader.f_code.co_name != GROUP_IF_NONE:
+        return False
+    function = caller.f_globals.get("__name__"), caller.f_code.co_name
+    used_if = USED_IF.get(cast("tuple[str, str]", function))
+    return used_if is not None and not any(caller.f_locals.get(name, True) for name in used_if)
+
+
+def _ranks(carried: Carried, field: str) -> Ranks | None:
+    """Return the ranks of what a frame carries; None if torch has forgotten the group."""
+    if carried.group is None:
+        return ()
+    if isinstance(carried.holder, ProcessGroupCollection) and field != "hcp":
+        return carried.holder.ranks(cast("GroupName", field))
+    return ranks_of(carried.group)
+
+
 def _agrees(
     carried: Carried,
     field: str,
@@ -183,8 +219,10 @@ def _agrees(
     numbers: Mapping[str, int],
     state: Mapping[str, object],
 ) -> bool:
-    """Return True if what a frame carries is of the layout that answers."""
-    ranks = ranks_of(carried.group) or ()
+    """Return True if what a frame carries is of the layout that answers, as far as that shows."""
+    ranks = _ranks(carried, field)
+    if ranks is None:
+        return True
     if answer is None and not numbers:
         return len(ranks) < 2  # torch takes None for WORLD; a group of one rank is never used
     if numbers:
@@ -221,8 +259,7 @@ def _source(shown: tuple[str, Running] | None) -> str:
 
 
 def _given(carried: Carried, field: str) -> str:
-    ranks = ranks_of(carried.group) or ()
-    with_ranks = _of_ranks(ranks)
+    with_ranks = _of_ranks(_ranks(carried, field) or ())
     what = (
         f"{carried.variable} = {with_ranks}"
         if carried.single

@@ -27,10 +27,13 @@ import torch.distributed as dist
 from megapg.collection import ProcessGroupCollection
 from megapg.megatron.core import BRIDGE, COLLECTIONS
 from megapg.torch_private import SUBMODULES
-from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS
+from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS, MODEL_ATTRIBUTES
 
 Callers: TypeAlias = tuple[tuple[int, int], ...]
-"""Of each caller of a frame, the nearest first: its id, and the instruction that called."""
+"""Of each caller of a frame, the nearest first: its id, and the instruction that called.
+
+The last is a generator or a coroutine, if there is one: others may resume it.
+"""
 
 Running: TypeAlias = Mapping[int, tuple[CodeType, Callers]]
 """The frames that ran at some moment: id -> code and callers. Frames would keep their locals."""
@@ -41,6 +44,7 @@ _TORCH, _LIBRARY = f"{os.path.dirname(torch.__file__)}{os.sep}", sysconfig.get_p
 _KNOWN_NAMES = "megatron.core"
 _NAMES = frozenset((*COLLECTION_NAMES, *GROUP_PARAMETERS, "_tp_group"))
 _OBJECTS = ("self", "ctx", "cls")
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 # name -> the fields of which it may hold the group
 SINGLE_GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -58,6 +62,7 @@ class Carried(NamedTuple):
     """A group that a frame carries for a field."""
 
     group: object  # None if the collection says that this rank is in no such group
+    holder: object  # the collection that holds it, or None
     variable: str  # as the frame spells it: "pg", "self.tp_group"
     single: str  # the name under which it is a single group; empty if a collection holds it
     frame: FrameType
@@ -78,6 +83,7 @@ class _Look:
     code: CodeType  # kept, so that its id stays its own
     names: tuple[str, ...] | None  # None: all variables
     objects: tuple[str, ...]
+    chunks: tuple[str, ...]  # variables that may hold a list of model chunks
 
 
 def running() -> Running:
@@ -87,22 +93,32 @@ def running() -> Running:
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
-    callers = tuple((id(each), each.f_lasti) for each in frames)
-    return {id(f): (f.f_code, callers[place + 1 :]) for place, f in enumerate(frames)}
+    found: dict[int, tuple[CodeType, Callers]] = {}
+    callers: Callers = ()
+    for each in reversed(frames):
+        found[id(each)] = each.f_code, callers
+        suspends = each.f_code.co_flags & _SUSPENDS
+        callers = ((id(each), each.f_lasti), *(() if suspends else callers))
+    return found
 
 
 def _runs_on(frame: FrameType, running: Running) -> bool:
     """Return True if ``frame`` is one of those that were running, and none that reuses its id.
 
-    While a frame runs, none of its callers moves on.
+    While a frame runs, none of its callers moves on. A generator or a coroutine stays the same
+    frame while it is suspended.
     """
     code, callers = running[id(frame)]
+    if frame.f_code is not code:
+        return False
+    if code.co_flags & _SUSPENDS:
+        return True
     caller = frame.f_back
     for known in callers:
         if caller is None or (id(caller), caller.f_lasti) != known:
             return False
         caller = caller.f_back
-    return frame.f_code is code
+    return True
 
 
 class Search:
@@ -135,13 +151,18 @@ class Search:
                 variables = frame.f_locals
                 # Most frames carry nothing, so they get the cheapest test that says so.
                 plain = look.names is None and others.issuperset(map(type, variables.values()))
-                if not plain or look.objects:
+                if not plain or look.objects or look.chunks:
                     found: list[Carried] = []
                     if not plain:
                         self._add_held(found, variables, look.names, field, "", frame)
                     for name in look.objects:
                         if name in variables:
                             self._add_attributes(found, name, variables[name], field, frame)
+                    for name in look.chunks:
+                        chunks = variables.get(name)
+                        if type(chunks) in (list, tuple) and chunks:
+                            first = {f"{name}[0]": cast("Sequence[object]", chunks)[0]}
+                            self._add_held(found, first, None, field, "", frame)
                     if found:
                         return found
             frame = frame.f_back
@@ -154,13 +175,14 @@ class Search:
         if not library and not file.startswith(_TORCH) and not home.startswith(f"{BRIDGE}."):
             variables = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
             objects = tuple(name for name in _OBJECTS if name in variables)
+            chunks = tuple(name for name in variables if name in MODEL_ATTRIBUTES)
             names: tuple[str, ...] | None = None
             if home.startswith(_KNOWN_NAMES):
-                names = tuple(name for name in variables if name in _NAMES)
+                names, chunks = tuple(name for name in variables if name in _NAMES), ()
             elif code.co_flags & inspect.CO_OPTIMIZED and not variables:
                 names = ()
             if names != () or objects:
-                look = _Look(code, names, objects)
+                look = _Look(code, names, objects, chunks)
         if look is None:
             self._passed.append(code)
         self._looks[id(code)] = look
@@ -191,7 +213,7 @@ class Search:
                 continue
             if kind is _Kind.GROUP:
                 if name in _NAMES_OF.get(field, ()):
-                    found.append(Carried(value, f"{prefix}{name}", name, frame))
+                    found.append(Carried(value, None, f"{prefix}{name}", name, frame))
                 continue
             spelled = f"{prefix}{name}"
             if kind is _Kind.MODEL:
@@ -201,7 +223,7 @@ class Search:
             for pg in _collections(value) if kind is _Kind.SEVERAL else (value,):
                 group = _group(pg, field)
                 if group is not _ABSENT:
-                    found.append(Carried(group, spelled, "", frame))
+                    found.append(Carried(group, pg, spelled, "", frame))
 
     def _kind(self, kind: type) -> _Kind:
         """Return what values of a class may carry."""
