@@ -6,8 +6,6 @@ from megatron.core import mpu
 import megapg
 
 WORLD = 2
-READER = "timed"
-GIVEN = "timed"
 
 
 def build(width, pg_collection):
