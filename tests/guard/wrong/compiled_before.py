@@ -1,25 +1,28 @@
-"""A function was compiled while one layout was alive, and its code reads no globals any more."""
+"""A function was compiled while one layout was alive, and runs for a second one."""
 
 import torch
 from layouts import globals_of, open_session
 from megatron.core import mpu
 
 WORLD = 2
+READER = "scaled"
+GIVEN = "run"
 WITHOUT_KIT = True
 
 
-def scaled(values, pg_collection):
+def scaled(values):
     return values * mpu.get_tensor_model_parallel_world_size()
 
 
 def run(pg_collection, compiled):
-    return compiled(torch.ones(2), pg_collection).tolist()
+    assert pg_collection.size("tp") == 2
+    return compiled(torch.ones(2)).tolist()
 
 
 def program():
     compiled = torch.compile(scaled, backend="eager")
     with globals_of(tp=1):
-        compiled(torch.ones(2), None)
+        compiled(torch.ones(2))
         with open_session(tp=2) as session:
             found = run(session.groups, compiled)
     torch.compiler.reset()
