@@ -1,4 +1,4 @@
-"""What the guard costs: a training step, and one read, with a second layout in the process."""
+"""Measures the guard: a training step, and one read, in a process with two layouts."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class WrongGroupError(MegapgError, RuntimeError):
 
 
 class WrongGroupWarning(UserWarning):
-    """What :class:`WrongGroupError` says, with ``MEGAPG_GUARD=warn``."""
+    """The warning in place of :class:`WrongGroupError`, with ``MEGAPG_GUARD=warn``."""
 
 
 class NoCollectionError(MegapgError, RuntimeError):

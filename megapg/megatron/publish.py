@@ -133,7 +133,7 @@ def is_published(module: ModuleType) -> bool:
 
 
 def hidden_by_published(state: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the globals as they are outside of all ``published()`` blocks.
+    """Return the globals without what ``published()`` blocks show.
 
     Args:
         state: the namespace of ``parallel_state``.
@@ -214,7 +214,7 @@ class _Publishing:
             settle(self._module)
 
     def hidden(self) -> Mapping[str, object]:
-        """Return the globals as they are outside of the outermost block."""
+        """Return the globals without what the blocks show."""
         return self._blocks[0].before if self._blocks else self._state
 
     def _show(self, block: _Block, answers: Mapping[str, object], where: dict[str, object]) -> None:

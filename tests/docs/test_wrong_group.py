@@ -1,4 +1,4 @@
-"""What the pages "Find a wrong group" and "Types of tensors" show, run as it stands there."""
+"""Runs the examples of the pages "Find a wrong group" and "Types of tensors"."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""When the guard runs, what it costs otherwise, and what it says."""
+"""The guard starts and stops with a second layout, and its errors name both places."""
 
 import contextlib
 import os

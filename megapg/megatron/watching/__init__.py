@@ -1,4 +1,4 @@
-"""Who reads Megatron's globals: one hook, which records the reads, forbids them, or guards them.
+"""One hook reports the reads of Megatron's globals. Listeners record, forbid or guard them.
 
 The guard ends wrong answers. A process with two layouts has two answers to "which group?", and
 ``parallel_state`` has one. While two layouts are alive, :mod:`guard` checks every read of the

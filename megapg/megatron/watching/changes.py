@@ -1,8 +1,8 @@
 """Reports when code initialises or destroys Megatron's globals.
 
-``parallel_state`` tells nobody. While a session is open, its ``initialize_*``, ``destroy_*`` and
-``set_*`` functions therefore run a wrapper around their own code, and names that were bound long
-before run it too. Getters are left alone, so a training step pays nothing.
+While a session is open, a wrapper runs around the code of ``initialize_model_parallel``, of
+``destroy_model_parallel`` and of the ``set_*`` functions. Names that were bound before run the
+wrapper too. Getters are left alone, so a training step pays nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Watch:
 def report_changes(on_change: Callable[[], None] | None) -> None:
     """Call ``on_change()`` after each change of the globals; None ends that.
 
-    If nobody has imported ``parallel_state`` yet, its import counts as a change.
+    The import of ``parallel_state`` counts as a change, if it is not imported yet.
     """
     sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _Import)]
     module = sys.modules.get(GLOBALS)
@@ -79,7 +79,7 @@ def settle(module: ModuleType) -> None:
 
 
 def set_at(module: ModuleType) -> str:
-    """Return the file and line that last changed the globals; empty if nobody saw it."""
+    """Return the file and line that last changed the globals; empty if the change was not seen."""
     watch: _Watch | None = vars(module).get(_MARK)
     return watch.set_at if watch is not None else ""
 

@@ -32,10 +32,10 @@ _looking = threading.RLock()
 def guard(mode: GuardMode) -> Iterator[None]:
     """Set what the guard does while the block runs.
 
-    The guard is on by default, and runs while two layouts with different ranks are alive in this
-    process: two open sessions, or a session beside globals that somebody initialised. A read of the
-    globals is refused if the nearest function on the stack that was given a group was given one
-    with other ranks. It is also refused outside of ``published()`` if no function was given one.
+    The guard is on by default. It runs while this process has two layouts with different ranks: two
+    open sessions, or a session and globals that other code initialised. A read of the globals is
+    refused if the nearest function on the stack that was given a group was given one with other
+    ranks. Outside of ``published()``, a read is also refused if no function was given a group.
     The block sets the environment variable ``MEGAPG_GUARD``, for all threads of this process and
     for processes that start meanwhile.
 
@@ -115,7 +115,7 @@ class _Guard:
         )
 
     def resolved(self, answer: Resolved) -> None:
-        """Do nothing: each read of the globals is reported by itself."""
+        """Do nothing. The hook reports each read of the globals as well."""
 
 
 def _check(mode: str, where: str) -> GuardMode:

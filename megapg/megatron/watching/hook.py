@@ -224,8 +224,8 @@ def _twin(function: FunctionType) -> FunctionType:
 def calling_instead(function: FunctionType, run: Callable[[dict[str, object]], object]) -> CodeType:
     """Return code with the function's own parameters that calls ``run(arguments)``.
 
-    ``run`` is among its constants and not in the module's namespace: a call that is under way in
-    another thread when the code is put back still finds it.
+    ``run`` is one of its constants, and not a name of the module. So another thread that is inside
+    of the function finds it after the code was put back.
     """
     own = function.__code__
     code = _template(function.__name__, parameters_of(own))

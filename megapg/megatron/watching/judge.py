@@ -35,8 +35,8 @@ _ALLOWED = "__megapg_allowed__"  # where the open blocks live in parallel_state:
 def allow_global_reads() -> Iterator[None]:
     """Let code inside the block read the globals, although another layout is alive.
 
-    For code that means the globals: an old model that was built on them, beside a session with
-    another layout. It holds in all threads, as ``published()`` does: backward passes run in others.
+    For code that means the globals, such as an old model that was built on them. It holds in all
+    threads, as ``published()`` does: backward passes run in others.
     A function inside that is passed a group with other ranks than the globals have is still
     refused.
 
@@ -59,12 +59,12 @@ class Contradiction:
     """One read that the guard refuses.
 
     Attributes:
-        reader: file, line and function that reads.
-        read: the getter as it is called, or the private global.
+        reader: file, line and function of the read.
+        read: the getter, or the private global.
         field: the field of the group.
-        answer: what the globals answer, in words.
-        source: who set the globals.
-        given: what the nearest frame was given, in words; empty if no frame carries a group.
+        answer: the answer of the globals, in words.
+        source: the code or the session that set the globals.
+        given: the group of the nearest frame, in words. Empty if no frame carries a group.
     """
 
     reader: str
@@ -92,7 +92,7 @@ class Contradiction:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What one getter asks: a field, and the globals that answer."""
+    """The field that a getter asks for, and the globals that answer."""
 
     field: str
     group: str  # the global that holds the group
@@ -204,7 +204,7 @@ def _never_used(reader: FrameType) -> bool:
 
 
 def _ranks(carried: Carried, field: str) -> Ranks | None:
-    """Return the ranks of what a frame carries; None if torch has forgotten the group."""
+    """Return the ranks of the group that a frame carries; None if torch has forgotten it."""
     if carried.group is None:
         return ()
     if isinstance(carried.holder, ProcessGroupCollection) and field != "hcp":

@@ -1,9 +1,9 @@
 """Finds the nearest frame on the stack that carries a group for a field.
 
-A frame carries a group if a parameter, a local variable, or an attribute of its ``self``, ``ctx``
-or ``cls`` holds a collection, or one group under Megatron's name for it (``tp_group``). A model in
-a variable counts with its own ``pg_collection``. No code of the user runs, and submodules are not
-searched. The search ends at a frame that was running when the
+A frame carries a group if one of its variables holds a collection, or a group under Megatron's
+name for it (``tp_group``). Attributes of ``self``, ``ctx`` and ``cls`` count like variables. A
+model in a variable, or a list of chunks, counts with its own ``pg_collection``. No code of the user
+runs, and submodules are not searched. The search ends at a frame that was running when the
 innermost ``published()`` or ``allow_global_reads()`` was entered: that block says nearer than the
 frame which groups are meant.
 """

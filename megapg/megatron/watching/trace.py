@@ -41,7 +41,7 @@ class GlobalRead:
         answered_by: name of the collection whose groups the globals held at that moment.
         module: the reading module; for ``resolve``, that of the function that fell back.
         replacement: what to write there instead; empty where megapg knows nothing.
-        refused: why the guard refuses this read; empty if it does not. See :func:`megapg.guard`.
+        refused: the reason if the guard refuses this read; else empty. See :func:`megapg.guard`.
         count: number of reads.
     """
 
