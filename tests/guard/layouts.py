@@ -1,6 +1,7 @@
 """Layouts for the corpus: sessions and Megatron's globals with different ranks in one process."""
 
 import datetime
+import tempfile
 import warnings
 from contextlib import ExitStack, contextmanager
 
@@ -94,6 +95,18 @@ def globals_of(**sizes):
 def open_session(name="mine", **sizes):
     """Open a session whose collectives end after :data:`TIMEOUT`."""
     return megapg.session(name=name, timeout=30, collective_timeout=TIMEOUT, **sizes)
+
+
+@contextmanager
+def shared_folder():
+    """Make a folder on rank 0, for all ranks of WORLD, and delete it after the block."""
+    with ExitStack() as stack:
+        path = [None]
+        if dist.get_rank() == 0:
+            path = [stack.enter_context(tempfile.TemporaryDirectory())]
+        dist.broadcast_object_list(path, 0)
+        yield path[0]
+        dist.barrier()
 
 
 def _destroy(groups):

@@ -1,11 +1,7 @@
 """A checkpoint of the actor's layout is loaded into the critic's, without a block of the user's."""
 
-import os
-import tempfile
-
 import torch
-import torch.distributed as dist
-from layouts import two_sessions
+from layouts import shared_folder, two_sessions
 from models import gpt
 
 import megapg
@@ -14,11 +10,9 @@ WORLD = 2
 
 
 def program():
-    with two_sessions({"tp": 2}, {}) as (actor, critic):
-        folder = [tempfile.mkdtemp() if os.environ["RANK"] == "0" else None]
-        dist.broadcast_object_list(folder, 0)
-        megapg.save_checkpoint(folder[0], 1, model=gpt(actor), pg_collection=actor)
+    with two_sessions({"tp": 2}, {}) as (actor, critic), shared_folder() as folder:
+        megapg.save_checkpoint(folder, 1, model=gpt(actor), pg_collection=actor)
         model = gpt(critic)
         before = model.output_layer.weight.detach().clone()
-        megapg.load_checkpoint(folder[0], model=model, pg_collection=critic)
+        megapg.load_checkpoint(folder, model=model, pg_collection=critic)
         assert not torch.equal(before, model.output_layer.weight)

@@ -1,4 +1,4 @@
-"""A pipeline of four stages trains on explicit groups; its middle stages have no embedding group."""
+"""A pipeline of four stages trains on explicit groups; the middle ones have no embedding group."""
 
 from layouts import session_and_globals
 from models import train
