@@ -38,7 +38,7 @@ def constant(kind, name, wanted, default=None):
     return default
 
 
-def in_ranks(kinds, parts=2):
+def in_ranks(kinds, parts=3):
     """Run every program of these kinds, and return kind and name -> what each rank has to report.
 
     Programs of one world size share their ranks. The ranks of all world sizes run at once.
