@@ -19,6 +19,7 @@ from megapg.megatron.tables import GLOO_GLOBALS, GROUP_IF_NONE, HYBRID_GROUPS, U
 from megapg.megatron.watching.advice import replacement
 from megapg.megatron.watching.alive import HOLDS, NUMBERS, Ranks, ranks_in_globals, ranks_of
 from megapg.megatron.watching.changes import set_at
+from megapg.megatron.watching.forbid import is_below
 from megapg.megatron.watching.stack import SINGLE_GROUPS, Carried, Running, Search, running
 
 # Reads that name no group, although a collection serves in their place.
@@ -172,6 +173,8 @@ class Judge:
             return None
         if _never_used(reader):
             return None
+        while reader.f_back is not None and is_below(_module(reader), ("megapg",)):
+            reader = reader.f_back
         return Contradiction(
             reader=f"{_place(reader)}: {_function(reader)}",
             read=f"parallel_state.{name}" + ("" if name[0] == "_" else "()"),
@@ -198,8 +201,7 @@ def _never_used(reader: FrameType) -> bool:
     caller = reader.f_back
     if caller is None or reader.f_code.co_name != GROUP_IF_NONE:
         return False
-    function = caller.f_globals.get("__name__"), caller.f_code.co_name
-    used_if = USED_IF.get(cast("tuple[str, str]", function))
+    used_if = USED_IF.get((_module(caller), caller.f_code.co_name))
     return used_if is not None and not any(caller.f_locals.get(name, True) for name in used_if)
 
 
@@ -223,8 +225,9 @@ def _agrees(
     ranks = _ranks(carried, field)
     if ranks is None:
         return True
-    if answer is None and not numbers:
-        return len(ranks) < 2  # torch takes None for WORLD; a group of one rank is never used
+    if not numbers and (not answer or not ranks):
+        # None, "outside" and a group of one rank come to the same: nobody to talk to.
+        return len(ranks) < 2 and len(answer or ()) < 2
     if numbers:
         have = {"size": len(ranks), "rank": _index(ranks)}
         return all(have[what] == value for what, value in numbers.items())
@@ -271,6 +274,10 @@ def _given(carried: Carried, field: str) -> str:
 def _function(frame: FrameType) -> str:
     """Return the name of the function that runs, also from inside a comprehension."""
     return re.sub(r"(\.<locals>)?\.<(dict|list|set)comp>$", "", frame.f_code.co_qualname)
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _place(frame: FrameType) -> str:
