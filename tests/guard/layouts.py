@@ -11,7 +11,7 @@ import megapg
 from megapg import torch_private
 from megapg.megatron import parallel_state
 
-TIMEOUT = datetime.timedelta(seconds=15)
+TIMEOUT = datetime.timedelta(seconds=30)
 """Ends a collective that another rank never enters, so that the next program can run."""
 
 _NAMES = {
