@@ -198,5 +198,13 @@ class CheckpointSaveError(CheckpointError):
         self.problems = dict(problems or {})
 
 
+class ParityInputError(MegapgError, ValueError):
+    """A comparison of layouts can't be made: what was given does not fit, or is not comparable."""
+
+
+class ParityError(MegapgError, AssertionError):
+    """A model computes in another layout something else than on one rank."""
+
+
 class RngStateWarning(UserWarning):
     """Random streams could not be restored exactly; fresh ones were derived instead."""

@@ -1,0 +1,200 @@
+"""What the numbers of a wrong tensor suggest. Nothing is said that they do not show."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megapg.layout import Field
+from megapg.testing.agreement.cases import LayoutCase
+from megapg.testing.agreement.compare import Compared, Piece, largest
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What was found, and the axis that it points to; empty if to none."""
+
+    text: str
+    axis: str = ""
+
+
+def explain(found: Compared, case: LayoutCase, tolerance: float) -> Cause:
+    """Find what the wrong values of one parameter have in common."""
+    looking = _Looking(found, case, tolerance)
+    hypotheses = (looking.lost, looking.scaled, looking.apart, looking.elsewhere, looking.placed)
+    cause = next((each for each in (look() for look in hypotheses) if each), Cause(""))
+    axes = case.axes(expert=found.expert)
+    if not cause.axis and len(axes) == 1:
+        return Cause(cause.text, axes[0])
+    return cause
+
+
+def explain_number(value: float, wanted: float, case: LayoutCase) -> Cause:
+    """Find what one wrong number has to do with the sizes of the layout."""
+    axes = {*case.axes(expert=False), *case.axes(expert=True)}
+    sizes = {axis: len(case.layout.members(axis, 0)) for axis in sorted(axes)}
+    for size in sorted(set(sizes.values())):
+        among = " or ".join(axis for axis in sizes if sizes[axis] == size)
+        if math.isclose(value - wanted, math.log(size), rel_tol=1e-5):
+            return Cause(f"larger by log({size}), and {among} has {size} ranks", among)
+        if wanted and math.isclose(value / wanted, size, rel_tol=1e-5):
+            return Cause(f"{size} times as large, and {among} has {size} ranks", among)
+        if wanted and math.isclose(value / wanted, 1 / size, rel_tol=1e-5):
+            return Cause(f"1/{size} as large, and {among} has {size} ranks", among)
+    return Cause("", next(iter(sizes)) if len(sizes) == 1 else "")
+
+
+class _Looking:
+    """The hypotheses about one parameter, in the order in which they are tried."""
+
+    def __init__(self, found: Compared, case: LayoutCase, tolerance: float) -> None:
+        self._case, self._expert = case, found.expert
+        self._pieces, self._missing = found.pieces, found.missing
+        self._limit = max(tolerance, 1e-7) * found.scale * 10
+        self._wrong = found.wrong(tolerance)
+        self._axes = case.axes(expert=found.expert)
+        self._boxes: dict[object, list[Piece]] = defaultdict(list)
+        for piece in found.pieces:
+            self._boxes[piece.box].append(piece)
+
+    def lost(self) -> Cause | None:
+        """Parts of the whole that no rank holds."""
+        if not self._missing:
+            return None
+        return Cause(f"no rank holds {self._missing} of its elements")
+
+    def scaled(self) -> Cause | None:
+        """One factor on all ranks."""
+        factors = [self._factor(piece) for piece in self._pieces if largest(piece.wanted)]
+        known = [factor for factor in factors if factor is not None]
+        if len(known) < len(factors) or not known or max(known) - min(known) > 1e-4:
+            return None
+        factor = known[0]
+        if abs(factor) < 1e-4:
+            return Cause("zero on all ranks")
+        times = f"{_number(factor)} times the reference on all ranks"
+        for axes, size in self._sizes():
+            if math.isclose(factor, size, rel_tol=1e-4):
+                return Cause(f"{times}: as if summed over {axes} once too often", axes)
+            if math.isclose(factor, 1 / size, rel_tol=1e-4):
+                return Cause(f"{times}: as if divided by the size of {axes} once too often", axes)
+        return Cause(times)
+
+    def apart(self) -> Cause | None:
+        """Ranks that should hold the same values hold different ones."""
+        unlike = [box for box in self._boxes.values() if self._differ(box)]
+        if not unlike:
+            return None
+        axes = [axis for axis in self._axes if any(self._along(box, axis) for box in unlike)]
+        for axis in axes:
+            ranks = self._pair(unlike, axis)
+            held = f"{ranks} of a {axis} group hold different values of what they share"
+            if self._combine(axis, torch.Tensor.sum):
+                return Cause(f"{held}; their sum is the reference: not summed over {axis}", axis)
+            if self._combine(axis, torch.Tensor.mean):
+                return Cause(f"{held}; their mean is the reference: not averaged over {axis}", axis)
+        if not axes:
+            ranks = " and ".join(str(piece.rank) for piece in unlike[0][:2])
+            return Cause(f"ranks {ranks} hold different values of what they share")
+        names = " and ".join(axes)
+        return Cause(
+            f"{self._pair(unlike, axes[0])} of a {axes[0]} group hold different values of what "
+            f"they share{self._right()}",
+            names,
+        )
+
+    def elsewhere(self) -> Cause | None:
+        """Each wrong value is what another rank should have."""
+        for axis in self._axes:
+            origins = {}
+            for piece in self._pieces:
+                if piece.rank not in self._wrong:
+                    continue
+                group = self._group(axis, piece.rank)
+                same = [p for p in self._pieces if p.rank in group and p.box[1] != piece.box[1]]
+                origins[piece.rank] = next(
+                    (p.rank for p in same if self._equal(piece.value, p.wanted)), None
+                )
+            if origins and None not in origins.values():
+                rank, other = next(iter(origins.items()))
+                return Cause(f"rank {rank} holds what belongs to rank {other} of {axis}", axis)
+        return None
+
+    def placed(self) -> Cause | None:
+        """The wrong ranks have one place on an axis."""
+        holders = {piece.rank for piece in self._pieces}
+        for axis in self._axes:
+            places = {self._group(axis, rank).index(rank) for rank in self._wrong}
+            there = {r for r in holders if self._group(axis, r).index(r) in places}
+            if len(places) < len(self._group(axis, 0)) and there == {*self._wrong}:
+                which = ", ".join(map(str, sorted(places)))
+                return Cause(
+                    f"wrong on the ranks at place {which} of {axis}, right elsewhere", axis
+                )
+        return None
+
+    def _factor(self, piece: Piece) -> float | None:
+        """The factor between a rank's values and the reference, if there is one."""
+        square = float((piece.wanted * piece.wanted).sum())
+        factor = float((piece.value * piece.wanted).sum()) / square
+        return factor if self._equal(piece.value, factor * piece.wanted) else None
+
+    def _equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        return one.shape == other.shape and largest(one - other) <= self._limit
+
+    def _differ(self, box: Sequence[Piece]) -> bool:
+        return any(not self._equal(piece.value, box[0].value) for piece in box[1:])
+
+    def _sizes(self) -> Iterator[tuple[str, int]]:
+        """Axes, alone and in pairs, with their number of ranks; equal sizes are named together."""
+        size = {axis: len(self._group(axis, 0)) for axis in self._axes}
+        for number in sorted(set(size.values())):
+            yield " or ".join(axis for axis in self._axes if size[axis] == number), number
+        for one, other in itertools.combinations(self._axes, 2):
+            yield f"{one} and {other}", size[one] * size[other]
+
+    def _group(self, axis: Field, rank: int) -> tuple[int, ...]:
+        return self._case.layout.members(axis, rank)
+
+    def _along(self, box: Sequence[Piece], axis: Field) -> list[tuple[int, int]]:
+        """Pairs of ranks of one group of the axis that hold different values."""
+        values = {piece.rank: piece.value for piece in box}
+        return [
+            (rank, other)
+            for rank in values
+            for other in self._group(axis, rank)
+            if rank < other and other in values and not self._equal(values[rank], values[other])
+        ]
+
+    def _pair(self, boxes: Sequence[Sequence[Piece]], axis: Field) -> str:
+        rank, other = next(pair for box in boxes for pair in self._along(box, axis))
+        return f"ranks {rank} and {other}"
+
+    def _combine(self, axis: Field, how: Callable[..., torch.Tensor]) -> bool:
+        """True if the values of each group of the axis, put together, are the reference."""
+        for box in self._boxes.values():
+            values: Mapping[int, torch.Tensor] = {piece.rank: piece.value for piece in box}
+            for piece in box:
+                members = [values[each] for each in self._group(axis, piece.rank) if each in values]
+                if not self._equal(how(torch.stack(members), 0), piece.wanted):
+                    return False
+        return True
+
+    def _right(self) -> str:
+        holders = sorted({piece.rank for piece in self._pieces} - {*self._wrong})
+        if not holders:
+            return ""
+        return f"; those of {_ranks(holders)} are the reference's"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
