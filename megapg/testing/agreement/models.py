@@ -33,6 +33,7 @@ def gpt(
     mtp: int = 0,
     experts: int = 0,
     qk_layernorm: bool = False,
+    positions: str = "rope",
     **config: Any,
 ) -> GPTModel:
     """A GPT of four layers; ``config`` has fields of Megatron-core's TransformerConfig."""
@@ -42,6 +43,8 @@ def gpt(
         config["mtp_num_layers"] = mtp
     if experts:
         config["num_moe_experts"] = experts
+    if qk_layernorm:
+        config["qk_layernorm"] = True
     made = TransformerConfig(
         **{"num_layers": _LAYERS, "hidden_size": _HIDDEN, "num_attention_heads": _HEADS, **config},
         tensor_model_parallel_size=pg.size("tp"),
@@ -64,7 +67,7 @@ def gpt(
         pre_process=first and stage == 0,
         post_process=last and stage == (vpp or 1) - 1,
         share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
+        position_embedding_type=positions,
         mtp_block_spec=get_gpt_mtp_block_spec(
             made, layers, use_transformer_engine=False, vp_stage=vp_stage, pp_rank=pg.rank("pp")
         )

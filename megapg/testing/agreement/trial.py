@@ -234,7 +234,8 @@ class Trial:
         if self._config.calculate_per_token_loss:
             tokens = torch.tensor(output.numel())
             return output.sum(), tokens, known  # type: ignore[return-value]
-        return mean, known  # type: ignore[return-value]
+        # The schedule expects the rank's share of the loss over the whole sequence.
+        return mean / self._case.layout.cp, known  # type: ignore[return-value]
 
 
 def without_dropout(holder: object) -> None:
