@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from parity_layouts import without_attention
 
 from megapg.testing.agreement.models import gpt, moe, next_token, t5, t5_step
-from parity_layouts import without_attention
 
 Plant = Callable[[Any, Any], None]
 
@@ -100,9 +100,6 @@ def changed(module: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None
 
 def scaled_gradient(parameter: Any, factor: float) -> None:
     parameter.register_hook(lambda gradient: gradient * factor)
-
-
-_SP = {"sequence_parallel": True}
 
 
 # -- forward: a collective is missing, or runs over another group ----------------------------------
@@ -284,7 +281,7 @@ def dense_gradient_reduced_like_an_experts(model: Any, pg: Any) -> None:
     layer(model, 1).input_layernorm.weight.allreduce = is_one_rank(pg)
 
 
-@fault("ep=2", "layers.0.mlp.experts.local_experts.0.linear_fc1.weight", "ep", "dp", model="moe")
+@fault("ep=2", "layers.0.mlp.experts.local_experts", "ep", "dp", model="moe")
 def experts_gradient_reduced_like_a_dense_one(model: Any, pg: Any) -> None:
     layer(model, 1).mlp.experts.local_experts[0].linear_fc1.weight.allreduce = True
 
@@ -292,26 +289,31 @@ def experts_gradient_reduced_like_a_dense_one(model: Any, pg: Any) -> None:
 @fault("pp=2", "embedding.word_embeddings.weight", "pp")
 def gradients_of_tied_embeddings_not_summed(model: Any, pg: Any) -> None:
     if pg.size("pp") > 1:
-        halves = model.shared_embedding_or_output_weight()
-        group_size = pg.embd.size()
-        halves.register_post_accumulate_grad_hook(lambda weight: None)
-        model.config.finalize_model_grads_func = None
+        forward = model.forward
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            model.share_embeddings_and_output_weights = True
+            output = forward(*args, **kwargs)
+            model.share_embeddings_and_output_weights = False  # for what sums gradients
+            return output
+
+        model.forward = wrong
 
 
 # -- marks that Megatron-core's optimizer and schedules go by --------------------------------------
 
 
-@fault("tp=2", "layers.1.input_layernorm.weight", "tp", options=_SP)
+@fault("tp=2 sequence_parallel", "layers.1.input_layernorm.weight", "tp")
 def norm_lacks_sequence_parallel_mark(model: Any, pg: Any) -> None:
     layer(model, 2).input_layernorm.weight.sequence_parallel = False
 
 
-@fault("tp=2", "final_layernorm.bias", "tp", options=_SP)
+@fault("tp=2 sequence_parallel", "final_layernorm.bias", "tp")
 def last_norm_lacks_sequence_parallel_mark(model: Any, pg: Any) -> None:
     model.decoder.final_layernorm.bias.sequence_parallel = False
 
 
-@fault("tp=2", "layers.1.self_attention.linear_proj.bias", "tp", options=_SP)
+@fault("tp=2 sequence_parallel", "layers.1.self_attention.linear_proj.bias", "tp")
 def bias_lacks_sequence_parallel_mark(model: Any, pg: Any) -> None:
     layer(model, 2).self_attention.linear_proj.bias.sequence_parallel = False
 
@@ -361,7 +363,9 @@ def replica_seeded_apart_over_dp(model: Any, pg: Any) -> None:
     moved_apart(layer(model, 2).mlp.linear_fc1.weight, pg.rank("dp"))
 
 
-@fault("ep=2 dp=2", "layers.0.mlp.experts.local_experts.0.linear_fc2.weight", "expt_dp", model="moe")
+@fault(
+    "ep=2 dp=2", "layers.0.mlp.experts.local_experts.0.linear_fc2.weight", "expt_dp", model="moe"
+)
 def experts_replica_seeded_apart(model: Any, pg: Any) -> None:
     expert = layer(model, 1).mlp.experts.local_experts[0]
     moved_apart(expert.linear_fc2.weight, pg.rank("expt_dp"))

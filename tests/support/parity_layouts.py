@@ -97,9 +97,7 @@ SOUND: Mapping[str, Sound] = {
             "pp=2 dp=2 vpp=2",
         ),
     ),
-    "untied embeddings": Sound(
-        "gpt", ("tp=2", "pp=2", "tp=2 pp=2", "pp=2 vpp=2"), {"tied": False}
-    ),
+    "untied embeddings": Sound("gpt", ("tp=2", "pp=2", "tp=2 pp=2", "pp=2 vpp=2"), {"tied": False}),
     "learned positions": Sound(
         "gpt", ("tp=2 sequence_parallel", "pp=2"), {"positions": "learned_absolute"}
     ),
@@ -113,7 +111,10 @@ SOUND: Mapping[str, Sound] = {
     ),
     "recomputed": Sound("gpt", ("tp=2", "pp=2", "tp=2 sequence_parallel"), _RECOMPUTED),
     "loss per token": Sound("gpt", ("dp=2", "tp=2 pp=2"), {"calculate_per_token_loss": True}),
-    "two tokens predicted": Sound("gpt", ("tp=2", "pp=2", "dp=2"), {"mtp": 1}),
+    "two tokens predicted": Sound("gpt", ("tp=2", "dp=2"), {"mtp": 1}),
+    "two tokens predicted, untied": Sound(
+        "gpt", ("tp=2", "pp=2", "tp=2 sequence_parallel"), {"mtp": 1, "tied": False}
+    ),
     "experts, allgather": Sound(
         "moe",
         (

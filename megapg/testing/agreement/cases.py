@@ -45,6 +45,14 @@ class LayoutCase:
         """Number of ranks with batches of their own."""
         return self.layout.world_size // (self.layout.tp * self.layout.pp * self.layout.cp)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes above one that were written."""
+        layout = self.layout
+        sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "ep": layout.ep}
+        sizes["dp"] = max(self.dp // layout.ep, 1)
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
     def axes(self, *, expert: bool) -> list[Field]:
         """The axes of more than one rank, for a dense or an expert parameter."""
         axes = EXPERT_AXES if expert else DENSE_AXES

@@ -147,13 +147,10 @@ def unlike(ranks: Sequence[Sequence[Shard]], tolerance: float) -> Iterator[list[
             yield holders
 
 
-def output_differs(output: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> bool | None:
-    """True if a module's output is no part of the reference's; None if they can't be compared."""
-    scale = largest(wanted) or 1.0
-    parts = [*_parts(wanted, output.shape)]
-    if not parts:
-        return None
-    return min(largest(output - part) for part in parts) > tolerance * scale
+def closest_part(output: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
+    """The part of the reference's output that a rank's output is closest to, if they compare."""
+    parts = [*_parts(whole, output.shape)]
+    return min(parts, key=lambda part: largest(output - part), default=None)
 
 
 def _parts(whole: torch.Tensor, shape: torch.Size) -> Iterator[torch.Tensor]:

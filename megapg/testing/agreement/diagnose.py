@@ -28,25 +28,33 @@ def explain(found: Compared, case: LayoutCase, tolerance: float) -> Cause:
     looking = _Looking(found, case, tolerance)
     hypotheses = (looking.lost, looking.scaled, looking.apart, looking.elsewhere, looking.placed)
     cause = next((each for each in (look() for look in hypotheses) if each), Cause(""))
-    axes = case.axes(expert=found.expert)
-    if not cause.axis and len(axes) == 1:
-        return Cause(cause.text, axes[0])
-    return cause
+    return cause if cause.axis else Cause(cause.text, only_axis(case))
+
+
+def only_axis(case: LayoutCase) -> str:
+    """The axis, if the layout has no other."""
+    return next(iter(case.sizes)) if len(case.sizes) == 1 else ""
 
 
 def explain_number(value: float, wanted: float, case: LayoutCase) -> Cause:
     """Find what one wrong number has to do with the sizes of the layout."""
-    axes = {*case.axes(expert=False), *case.axes(expert=True)}
-    sizes = {axis: len(case.layout.members(axis, 0)) for axis in sorted(axes)}
-    for size in sorted(set(sizes.values())):
-        among = " or ".join(axis for axis in sizes if sizes[axis] == size)
+    for axes, size in named_sizes(case.sizes):
+        has = f"{axes} has {size} ranks"
         if math.isclose(value - wanted, math.log(size), rel_tol=1e-5):
-            return Cause(f"larger by log({size}), and {among} has {size} ranks", among)
+            return Cause(f"larger by log({size}), and {has}", axes)
         if wanted and math.isclose(value / wanted, size, rel_tol=1e-5):
-            return Cause(f"{size} times as large, and {among} has {size} ranks", among)
+            return Cause(f"{size} times as large, and {has}", axes)
         if wanted and math.isclose(value / wanted, 1 / size, rel_tol=1e-5):
-            return Cause(f"1/{size} as large, and {among} has {size} ranks", among)
-    return Cause("", next(iter(sizes)) if len(sizes) == 1 else "")
+            return Cause(f"1/{size} as large, and {has}", axes)
+    return Cause("", only_axis(case))
+
+
+def named_sizes(sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Axes, alone and in pairs, with their number of ranks; equal sizes are named together."""
+    for number in sorted({*sizes.values()} - {1}):
+        yield " or ".join(axis for axis in sizes if sizes[axis] == number), number
+    for one, other in itertools.combinations(sizes, 2):
+        yield f"{one} and {other}", sizes[one] * sizes[other]
 
 
 class _Looking:
@@ -55,7 +63,7 @@ class _Looking:
     def __init__(self, found: Compared, case: LayoutCase, tolerance: float) -> None:
         self._case, self._expert = case, found.expert
         self._pieces, self._missing = found.pieces, found.missing
-        self._limit = max(tolerance, 1e-7) * found.scale * 10
+        self._limit = max(tolerance, min(1e-6, found.off * 1e-3)) * found.scale
         self._wrong = found.wrong(tolerance)
         self._axes = case.axes(expert=found.expert)
         self._boxes: dict[object, list[Piece]] = defaultdict(list)
@@ -77,8 +85,11 @@ class _Looking:
         factor = known[0]
         if abs(factor) < 1e-4:
             return Cause("zero on all ranks")
-        times = f"{_number(factor)} times the reference on all ranks"
-        for axes, size in self._sizes():
+        if abs(factor - 1) < 1e-3:
+            return None
+        sizes = {axis: len(self._group(axis, 0)) for axis in self._axes}
+        times = f"{factor:.4g} times the reference on all ranks"
+        for axes, size in named_sizes(sizes):
             if math.isclose(factor, size, rel_tol=1e-4):
                 return Cause(f"{times}: as if summed over {axes} once too often", axes)
             if math.isclose(factor, 1 / size, rel_tol=1e-4):
@@ -131,7 +142,7 @@ class _Looking:
         for axis in self._axes:
             places = {self._group(axis, rank).index(rank) for rank in self._wrong}
             there = {r for r in holders if self._group(axis, r).index(r) in places}
-            if len(places) < len(self._group(axis, 0)) and there == {*self._wrong}:
+            if there == {*self._wrong} != holders:
                 which = ", ".join(map(str, sorted(places)))
                 return Cause(
                     f"wrong on the ranks at place {which} of {axis}, right elsewhere", axis
@@ -149,14 +160,6 @@ class _Looking:
 
     def _differ(self, box: Sequence[Piece]) -> bool:
         return any(not self._equal(piece.value, box[0].value) for piece in box[1:])
-
-    def _sizes(self) -> Iterator[tuple[str, int]]:
-        """Axes, alone and in pairs, with their number of ranks; equal sizes are named together."""
-        size = {axis: len(self._group(axis, 0)) for axis in self._axes}
-        for number in sorted(set(size.values())):
-            yield " or ".join(axis for axis in self._axes if size[axis] == number), number
-        for one, other in itertools.combinations(self._axes, 2):
-            yield f"{one} and {other}", size[one] * size[other]
 
     def _group(self, axis: Field, rank: int) -> tuple[int, ...]:
         return self._case.layout.members(axis, rank)
@@ -189,12 +192,9 @@ class _Looking:
         holders = sorted({piece.rank for piece in self._pieces} - {*self._wrong})
         if not holders:
             return ""
-        return f"; those of {_ranks(holders)} are the reference's"
+        return f"; those of {listed(holders)} are the reference's"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks as a reader wants them."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}"

@@ -42,8 +42,8 @@ class Held:
         again: the same, of the run with the distributed optimizer.
         outputs: module and sample -> output.
         gradients: after the backward pass, in the first step.
-        norms: gradient norm of each step, without and with the distributed optimizer.
-        weights: after the last step, without and with the distributed optimizer.
+        norms: gradient norm of the first step, without and with the distributed optimizer.
+        weights: after each step, without and with the distributed optimizer.
         moved: random streams that the step drew from.
     """
 
@@ -52,8 +52,8 @@ class Held:
     again: dict[int, float] = field(default_factory=dict)
     outputs: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     gradients: list[Shard] = field(default_factory=list)
-    norms: list[list[float]] = field(default_factory=list)
-    weights: list[list[Shard]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: list[list[list[Shard]]] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)
 
 

@@ -25,7 +25,7 @@ def naming(what: str) -> Iterator[None]:
     except ParityInputError:
         raise
     except Exception as error:
-        text = str(error).strip().partition("\n")[0]
+        text = str(error).strip().partition("\n")[0][:300]
         rank = f" on rank {dist.get_rank()}" if dist.get_world_size() > 1 else ""
         raise ParityInputError(f"{what} raised {type(error).__name__}{rank}: {text}") from error
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megapg.testing.agreement.cases import LayoutCase
 from megapg.testing.agreement.compare import (
     Compared,
+    Piece,
     Reference,
+    closest_part,
     largest,
     line_up,
-    output_differs,
     unlike,
 )
-from megapg.testing.agreement.diagnose import Cause, explain, explain_number
+from megapg.testing.agreement.diagnose import Cause, explain, explain_number, listed, only_axis
 from megapg.testing.agreement.held import Held, Shard
 from megapg.testing.agreement.job import (
     GRADIENTS,
@@ -45,7 +45,7 @@ class Judge:
         held = self.reference
         self._start = Reference(held.built)
         self._gradients = Reference(held.gradients)
-        self._weights = Reference(held.weights[0])
+        self._weights = [Reference(shards) for shards in held.weights[0]]
 
     def judge(self, case: LayoutCase, ranks: Sequence[Held]) -> tuple[Cell, ...]:
         """One cell per check."""
@@ -53,8 +53,8 @@ class Judge:
             self._loss(case, ranks),
             self._gradient(case, ranks),
             self._norm(case, ranks),
-            self._trained(WEIGHTS, case, [held.weights[0] for held in ranks]),
-            self._trained(SHARDED_WEIGHTS, case, [held.weights[1] for held in ranks]),
+            self._trained(WEIGHTS, 0, case, ranks),
+            self._trained(SHARDED_WEIGHTS, 1, case, ranks),
             self._replicas(case, ranks),
         )
 
@@ -65,56 +65,68 @@ class Judge:
             members = case.layout.members("cp", rank)  # each has a part of the sequence
             for number in ranks[rank].losses:
                 value = sum(ranks[each].losses[number] for each in members) / len(members)
-                error = abs(value - wanted[number]) / (abs(wanted[number]) or 1.0)
-                error = math.inf if math.isnan(error) else error
+                error = _error(value, wanted[number])
                 off = max(off, error)
                 if error > self.tolerance:
                     wrong.append((rank, number, value))
         if not wrong:
             return Cell(LOSS, "agrees", off)
         rank, number, value = wrong[0]
-        everywhere = sorted({each for each, *_ in wrong})
+        everywhere = tuple(sorted({each for each, *_ in wrong}))
         cause = explain_number(value, wanted[number], case)
         parts = [
-            f"{value:.6g} on rank {rank} for sample {number}, {wanted[number]:.6g} on one rank"
+            f"{value:.10g} on rank {rank} for sample {number}, {wanted[number]:.10g} on one rank; "
+            f"wrong on {listed(everywhere)}"
         ]
-        if len(everywhere) > 1:
-            parts.append(f"wrong on ranks {_listed(everywhere)}")
         parts += [cause.text] if cause.text else []
         losses = {each: v for each, sample, v in wrong if sample == number}
-        unequal = [r for r in losses if abs(losses[r] - value) > self.tolerance * abs(value)]
+        unequal = [r for r in losses if _error(losses[r], value) > self.tolerance]
         if unequal:
-            parts.append(f"rank {unequal[0]} has {losses[unequal[0]]:.6g} for the same sample")
-        site, differs = self._first_output(ranks)
-        if site:
-            parts.append(
-                f"the first module whose output differs: {site.rpartition('.')[0]}, "
-                f"on ranks {_listed(differs)}"
-            )
-        return Cell(LOSS, "differs", off, site, cause.axis, tuple(everywhere), "; ".join(parts))
+            parts.append(f"rank {unequal[0]} has {losses[unequal[0]]:.10g} for the same sample")
+        first = self._first_output(ranks)
+        if first is not None:
+            cause = explain(first, case, self.tolerance)
+            module = first.name.rpartition(".")[0]
+            where = listed(first.wrong(self.tolerance))
+            parts.append(f"the first module whose output differs is {module}, on {where}")
+            parts += [cause.text] if cause.text else []
+        name = first.name if first else ""
+        return Cell(LOSS, "differs", off, name, cause.axis, everywhere, "; ".join(parts))
 
-    def _first_output(self, ranks: Sequence[Held]) -> tuple[str, list[int]]:
-        """The first parameter, in the order of one rank, whose module puts out something else."""
-        differs: dict[str, set[int]] = defaultdict(set)
+    def _first_output(self, ranks: Sequence[Held]) -> Compared | None:
+        """The outputs of the first module, in the order of one rank, that differ."""
+        pieces: dict[str, list[Piece]] = {name: [] for name, _ in self.reference.outputs}
         for rank, held in enumerate(ranks):
             names = {shard.name: self._start.name_of(shard) for shard in held.built}
             for (local, number), output in held.outputs.items():
-                name = names.get(local)
-                wanted = self.reference.outputs.get((name or "", number))
-                if name and wanted is not None:
-                    if output_differs(output, wanted, self.tolerance):
-                        differs[name].add(rank)
-        order = dict.fromkeys(name for name, _ in self.reference.outputs)
-        first = next((name for name in order if name in differs), "")
-        return first, sorted(differs[first]) if first else []
+                name = names.get(local) or ""
+                whole = self.reference.outputs.get((name, number))
+                part = None if whole is None else closest_part(output, whole)
+                if part is not None and whole is not None:
+                    # Ranks that hold all of an output share it; parts are held alone.
+                    place = (number,) if part.shape == whole.shape else (number, rank)
+                    box = (name, place, tuple(part.shape))
+                    pieces[name].append(Piece(rank, box, output, part))
+        for name, found in pieces.items():
+            scale = max((largest(piece.wanted) for piece in found), default=0.0) or 1.0
+            off = max((largest(p.value - p.wanted) for p in found), default=0.0) / scale
+            if off > self.tolerance:
+                return Compared(name, False, found, 0, off, scale)
+        return None
 
     def _gradient(self, case: LayoutCase, ranks: Sequence[Held]) -> Cell:
         compared = line_up(self._gradients, [held.gradients for held in ranks])
         # Backward passes run from the last parameter to the first, and so do their faults.
         return self._tensors(GRADIENTS, case, compared[::-1])
 
-    def _trained(self, check: str, case: LayoutCase, ranks: Sequence[Sequence[Shard]]) -> Cell:
-        return self._tensors(check, case, line_up(self._weights, ranks, self._start))
+    def _trained(self, check: str, kind: int, case: LayoutCase, ranks: Sequence[Held]) -> Cell:
+        """A fault shows in few weights after the first step, and in all of them after the next."""
+        cells = []
+        for step, wanted in enumerate(self._weights):
+            shards = [held.weights[kind][step] for held in ranks]
+            cells.append(self._tensors(check, case, line_up(wanted, shards, self._start)))
+        off = max(cell.off for cell in cells)
+        return replace(next((each for each in cells if each.state == "differs"), cells[0]), off=off)
 
     def _tensors(self, check: str, case: LayoutCase, compared: Sequence[Compared]) -> Cell:
         off = max((each.off for each in compared), default=0.0)
@@ -124,7 +136,7 @@ class Judge:
         first = wrong[0]
         cause = explain(first, case, self.tolerance)
         ranks = first.wrong(self.tolerance)
-        parts = [f"{first.name} is off by {first.off:.2g} of its scale on ranks {_listed(ranks)}"]
+        parts = [f"{first.name} is off by {first.off:.2g} of its scale on {listed(ranks)}"]
         parts += [cause.text] if cause.text else []
         if len(wrong) > 1:
             parts.append(f"{len(wrong) - 1} more of {len(compared)} parameters differ")
@@ -132,66 +144,56 @@ class Judge:
 
     def _norm(self, case: LayoutCase, ranks: Sequence[Held]) -> Cell:
         wanted = self.reference.norms[0]
-        off, wrong = 0.0, list[tuple[int, int, int]]()
-        for rank, held in enumerate(ranks):
-            for kind, norms in enumerate(held.norms):
-                for step, value in enumerate(norms):
-                    error = abs(value - wanted[step]) / (wanted[step] or 1.0)
-                    off = max(off, error)
-                    if error > self.tolerance:
-                        wrong.append((kind, step, rank))
+        norms = {
+            (kind, r): norm for r, held in enumerate(ranks) for kind, norm in enumerate(held.norms)
+        }
+        errors = {place: _error(norm, wanted) for place, norm in norms.items()}
+        off = max(errors.values())
+        wrong = sorted(place for place, error in errors.items() if error > self.tolerance)
         if not wrong:
             return Cell(NORM, "agrees", off)
-        kind, step, rank = min(wrong)
-        value = ranks[rank].norms[kind][step]
-        name, cause = self._norm_cause(value, step, case, ranks)
-        which = "with" if kind else "without"
-        everywhere = sorted({each for *_, each in wrong})
+        kind, rank = wrong[0]
+        value = norms[kind, rank]
+        name, cause = self._norm_cause(value, case, ranks)
         text = (
-            f"{value:.6g} on rank {rank} in step {step + 1} {which} the distributed optimizer, "
-            f"{wanted[step]:.6g} on one rank"
+            f"{value:.10g} on rank {rank} {'with' if kind else 'without'} the distributed "
+            f"optimizer, {wanted:.10g} on one rank"
         )
         text += f"; {cause.text}" if cause.text else ""
-        return Cell(NORM, "differs", off, name, cause.axis, tuple(everywhere), text)
+        everywhere = tuple(sorted({rank for _, rank in wrong}))
+        return Cell(NORM, "differs", off, name, cause.axis, everywhere, text)
 
     def _norm_cause(
-        self, value: float, step: int, case: LayoutCase, ranks: Sequence[Held]
+        self, value: float, case: LayoutCase, ranks: Sequence[Held]
     ) -> tuple[str, Cause]:
         """Find the parameter whose gradient was counted too often, or not in full."""
-        if step:
-            return "", Cause("")
-        excess = value**2 - self.reference.norms[0][0] ** 2
+        excess = value**2 - self.reference.norms[0] ** 2
         for found in line_up(self._gradients, [held.gradients for held in ranks]):
             if found.off > self.tolerance:
                 continue
-            whole = sum(
-                float((shard.data**2).sum())
-                for shard in self._gradients.shards
-                if shard.name == found.name
-            )
+            boxes = {piece.box: piece for piece in found.pieces}.values()
+            whole = sum(_square(piece) for piece in boxes)
             for axis in case.axes(expert=found.expert):
                 size = len(case.layout.members(axis, 0))
+                first = [p for p in boxes if case.layout.members(axis, p.rank)[0] == p.rank]
+                counted = sum(map(_square, first))
                 if _close(excess, (size - 1) * whole):
                     text = f"as if the gradient of {found.name} counted {size} times, over {axis}"
                     return found.name, Cause(text, axis)
-                first = sum(
-                    float((piece.value**2).sum())
-                    for piece in {piece.box: piece for piece in found.pieces}.values()
-                    if case.layout.members(axis, piece.rank)[0] == piece.rank
-                )
-                if first < whole and _close(excess, first - whole):
+                if 0 < counted < whole and _close(excess, counted - whole):
                     text = f"as if only the first rank of {axis} counted {found.name}"
                     return found.name, Cause(text, axis)
             if _close(excess, -whole):
-                return found.name, Cause(f"as if the gradient of {found.name} did not count")
-        return "", explain_number(value, self.reference.norms[0][0], case)
+                text = f"as if the gradient of {found.name} did not count"
+                return found.name, Cause(text, only_axis(case))
+        return "", explain_number(value, self.reference.norms[0], case)
 
     def _replicas(self, case: LayoutCase, ranks: Sequence[Held]) -> Cell:
         kinds: tuple[tuple[str, Callable[[Held], Sequence[Shard]]], ...] = (
             ("as built", lambda held: held.built),
             ("in the gradients", lambda held: held.gradients),
-            ("after training", lambda held: held.weights[0]),
-            ("after training with the distributed optimizer", lambda held: held.weights[1]),
+            ("after training", lambda held: held.weights[0][-1]),
+            ("after training with the distributed optimizer", lambda held: held.weights[1][-1]),
         )
         for when, of in kinds:
             for holders in unlike([of(held) for held in ranks], self.tolerance):
@@ -229,14 +231,19 @@ def disagreement(held: Held, tolerance: float) -> Iterator[str]:
         again = held.again[number]
         if not abs(again - value) <= tolerance * abs(value):
             yield f"the loss of sample {number} is {value:.6g} and then {again:.6g}"
-    for first, second in zip(held.weights[0], held.weights[1], strict=True):
+    for first, second in zip(held.weights[0][-1], held.weights[1][-1], strict=True):
         if largest(first.data - second.data) > tolerance * (largest(first.data) or 1.0):
             yield f"{first.name} differs after two steps"
 
 
+def _error(value: float, wanted: float) -> float:
+    error = abs(value - wanted) / (abs(wanted) or 1.0)
+    return math.inf if math.isnan(error) else error
+
+
+def _square(piece: Piece) -> float:
+    return float((piece.value**2).sum())
+
+
 def _close(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-4) and other != 0
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

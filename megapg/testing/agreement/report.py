@@ -51,7 +51,6 @@ class LayoutReport:
         world_size: number of ranks.
         seconds: how long the ranks took.
         cells: one per check.
-        notes: further findings, such as the first module whose output differs.
     """
 
     layout: str
@@ -120,6 +119,7 @@ class ParityReport:
             f"{layout.layout}: {cell.check}: {cell.text}"
             for layout in self.layouts
             for cell in layout.wrong
+            if cell.text
         ]
 
     def table(self) -> Table:

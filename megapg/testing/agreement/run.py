@@ -195,7 +195,10 @@ def _compare(
     except RankFailedError as error:
         if any(isinstance(failure, ParityInputError) for failure in error.failures.values()):
             raise _refused(error) from error
-        cells = tuple(Cell(check, "failed", text=_summary(error)) for check in CHECKS)
+        cells = tuple(
+            Cell(check, "failed", text="" if number else _summary(error))
+            for number, check in enumerate(CHECKS)
+        )
     else:
         folder = Path(job.directory, str(number))
         cells = judge.judge(case, [read(folder, rank) for rank in range(case.world_size)])
@@ -219,7 +222,7 @@ def _refused(error: RankFailedError) -> ParityInputError:
 def _summary(error: RankFailedError) -> str:
     """What the ranks raised, without those that only waited for them."""
     lines = {
-        rank: f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
+        rank: f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0][:300]}"
         for rank, failure in error.failures.items()
     }
     waited = {

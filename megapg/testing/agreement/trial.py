@@ -99,7 +99,8 @@ class Trial:
         self._plain = self._build()
         self._config: Any = self._plain[0].config
         self._prepare_config()
-        self._shards = Shards(self._plain, pg)
+        with inputs.naming(f"layout {case.text!r}: sharded_state_dict of the model"):
+            self._shards = Shards(self._plain, pg)
         inputs.check_described(self._shards.undescribed, case)
         inputs.check_same_build(self._shards.of(), pg, case)
         self._built = self._shards.of()
@@ -162,7 +163,7 @@ class Trial:
         )
         shards = Shards(wrapped, self._pg)  # the weights have moved into a buffer
         outputs = Outputs([] if self._distributed else wrapped)
-        norms: list[float] = []
+        weights = []
         for step in range(STEPS):
             for chunk in wrapped:
                 chunk.zero_grad_buffer()
@@ -178,9 +179,10 @@ class Trial:
             elif step == 0:
                 held.again = losses
             _, norm, _ = optimizer.step()
-            norms.append(float(norm))
-        held.norms.append(norms)
-        held.weights.append(shards.of())
+            weights.append(shards.of())
+            if step == 0:
+                held.norms.append(float(norm))
+        held.weights.append(weights)
 
     def _wrapped(self) -> list[Any]:
         config = DistributedDataParallelConfig(use_distributed_optimizer=self._distributed)
