@@ -58,10 +58,15 @@ def parity(
     vocab_size: Annotated[
         int | None, typer.Option(min=2, help="Tokens to choose from. [default: the model's]")
     ] = None,
-    publish: Annotated[
-        bool,
-        typer.Option(help="Megatron's globals have the layout's groups; without, each rank alone."),
-    ] = True,
+    global_sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--globals",
+            metavar="SIZES",
+            help="Sizes of the groups in Megatron's globals, to find code that reads them in place "
+            "of pg. [default: the layout's]",
+        ),
+    ] = None,
     deadline: Annotated[int, typer.Option(min=1, help="Seconds for each layout.")] = 180,
     as_json: AsJson = False,
 ) -> None:
@@ -79,6 +84,7 @@ def parity(
     try:
         with console.status("importing torch and Megatron-core") as status:
             from megapg.testing import parity as compare
+            from megapg.testing.agreement.cases import parse_sizes
 
             report = compare(
                 model,
@@ -88,7 +94,7 @@ def parity(
                 precision=None if precision is None else precision.value,
                 seq_length=seq_length,
                 vocab_size=vocab_size,
-                publish=publish,
+                global_sizes=None if global_sizes is None else parse_sizes(global_sizes),
                 deadline=deadline,
                 progress=status.update,
             )

@@ -59,8 +59,8 @@ class _Float64ForFloat32(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        if func is torch.Tensor.float:
-            func, args = torch.Tensor.to, (args[0], torch.float64)
+        if func is torch.Tensor.float and isinstance(args[0], torch.Tensor):
+            return args[0].to(torch.float64, copy=True)  # as for weights of 16 bits
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             asking = sys._getframe(1).f_globals.get("__name__", "")
             if asking.startswith("megatron.core.optimizer."):  # it knows no DoubleTensor

@@ -58,6 +58,17 @@ class LayoutCase:
         axes = EXPERT_AXES if expert else DENSE_AXES
         return [axis for axis in axes if len(self.layout.members(axis, 0)) > 1]
 
+    def globals_of(self, sizes: Mapping[str, int]) -> ParallelLayout:
+        """A layout of other sizes over the same ranks.
+
+        Raises:
+            ParityInputError: the sizes do not fit the ranks.
+        """
+        try:
+            return ParallelLayout(world_size=self.world_size, **sizes)
+        except (LayoutError, TypeError) as error:
+            raise ParityInputError(f"layout {self.text!r}: globals={sizes}: {error}") from error
+
 
 def parse_layout(written: str | Mapping[str, Option]) -> LayoutCase:
     """Read one layout. The world is the product of the sizes tp, pp, cp, ep and dp.
@@ -82,6 +93,15 @@ def parse_layout(written: str | Mapping[str, Option]) -> LayoutCase:
     except LayoutError as error:
         raise ParityInputError(f"layout {text!r}: {error}") from error
     return LayoutCase(text or "one rank", layout, words)
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+    """Read sizes alone, such as ``"tp=2"``.
+
+    Raises:
+        ParityInputError: a word is no size.
+    """
+    return {name: _size(value, name, text) for name, value in _words(text).items()}
 
 
 def _words(text: str) -> dict[str, Option]:

@@ -55,8 +55,8 @@ class Job:
         samples: size of the global batch. A microbatch is one sample.
         seq_length: tokens in a sample; 0: what the model takes, 16 at most.
         vocab_size: number of different tokens; 0: what the model takes.
-        publish: Megatron's globals answer with the groups that ``build`` gets. If False, they
-            answer with each rank alone.
+        global_sizes: what Megatron's globals answer with on several ranks; None: the groups that
+            ``build`` gets.
         options: keyword arguments for ``build`` in every layout, the reference included.
         collective_timeout: seconds that a collective may wait.
     """
@@ -69,6 +69,6 @@ class Job:
     samples: int
     seq_length: int = 0
     vocab_size: int = 0
-    publish: bool = True
+    global_sizes: Mapping[str, int] | None = None
     options: Mapping[str, object] = field(default_factory=dict)
     collective_timeout: float = 60.0

@@ -34,6 +34,7 @@ def gpt(
     experts: int = 0,
     qk_layernorm: bool = False,
     positions: str = "rope",
+    parallel_output: bool = True,
     **config: Any,
 ) -> GPTModel:
     """A GPT of four layers; ``config`` has fields of Megatron-core's TransformerConfig."""
@@ -68,6 +69,7 @@ def gpt(
         post_process=last and stage == (vpp or 1) - 1,
         share_embeddings_and_output_weights=tied,
         position_embedding_type=positions,
+        parallel_output=parallel_output,
         mtp_block_spec=get_gpt_mtp_block_spec(
             made, layers, use_transformer_engine=False, vp_stage=vp_stage, pp_rank=pg.rank("pp")
         )

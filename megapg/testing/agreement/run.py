@@ -57,7 +57,7 @@ def parity(
     precision: Precision | None = None,
     seq_length: int | None = None,
     vocab_size: int | None = None,
-    publish: bool = True,
+    global_sizes: Mapping[str, int] | None = None,
     deadline: float = 180.0,
     progress: Progress | None = None,
 ) -> ParityReport:
@@ -88,8 +88,9 @@ def parity(
         precision: default is float64, and float32 if the model does not run in float64.
         seq_length: tokens in a sample. Default: 16, or ``model.max_sequence_length`` if less.
         vocab_size: number of tokens to choose from. Default: ``model.vocab_size``, or 64.
-        publish: Megatron's globals answer with the layout's groups. If False, each rank is alone
-            in them, and code that reads them instead of ``pg`` computes something else.
+        global_sizes: what Megatron's globals answer with, such as ``{"tp": 1}``. Then code that
+            reads the globals instead of ``pg`` computes something else. Default: the layout's
+            groups.
         deadline: seconds for each layout.
         progress: called with a line of text as the comparison goes on.
 
@@ -102,6 +103,8 @@ def parity(
     cases = [parse_layout(layout) for layout in layouts]
     if not cases:
         raise ParityInputError("give at least one layout, such as 'tp=2'.")
+    for case in cases:
+        case.globals_of(global_sizes or {})
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="megapg-parity-"))
         if _ranks.PRELOADED not in os.environ:
@@ -116,7 +119,7 @@ def parity(
             samples=_samples(cases),
             seq_length=seq_length or 0,
             vocab_size=vocab_size or 0,
-            publish=publish,
+            global_sizes=global_sizes,
             options=dict(options or {}),
             collective_timeout=min(60.0, deadline / 2),
         )

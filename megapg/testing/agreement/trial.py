@@ -64,7 +64,7 @@ def run_rank(job: Job, case: LayoutCase, number: int | None) -> None:
         megatron_on_cpu(),
         precision,
         megapg.session(case.layout, collective_timeout=timeout) as session,
-        _globals(job, session.groups),
+        _globals(job, case, session.groups),
     ):
         for distributed in (False, True):
             trial = Trial(job, case, session.groups, distributed)
@@ -76,13 +76,14 @@ def run_rank(job: Job, case: LayoutCase, number: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _globals(job: Job, pg: ProcessGroupCollection) -> Iterator[None]:
-    """Have Megatron's globals answer with these groups, or with each rank alone."""
-    if job.publish:
+def _globals(job: Job, case: LayoutCase, pg: ProcessGroupCollection) -> Iterator[None]:
+    """Have Megatron's globals answer with these groups, or with those of other sizes."""
+    if job.global_sizes is None or case.world_size == 1:
         with megapg.published(pg):
             yield
         return
-    with megapg.session(name="each rank alone") as alone, megapg.published(alone.groups):
+    layout = case.globals_of(job.global_sizes)
+    with megapg.session(layout, name="globals") as other, megapg.published(other.groups):
         yield
 
 
