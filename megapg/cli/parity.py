@@ -115,7 +115,8 @@ def parity(
         say(
             "agrees" if report.agrees else "differs",
             "green" if report.agrees else "bold red",
-            f"{len(report.layouts)} layouts in {report.precision}, {report.samples} samples, "
-            f"loss {report.loss:.6g} on one rank; up to {report.tolerance:.0e} counts as rounding",
+            f"{sum(each.agrees for each in report.layouts)} of {len(report.layouts)} layouts; "
+            f"{report.samples} samples in {report.precision}, loss {report.loss:.6g} on one rank; "
+            f"up to {report.tolerance:.0e} counts as rounding",
         )
     raise typer.Exit(0 if report.agrees else 1)

@@ -1,4 +1,4 @@
-"""Faults of Megatron-core itself that NVIDIA/Megatron-LM #7452 lists, as far as they run on a CPU."""
+"""Faults of Megatron-core itself, from NVIDIA/Megatron-LM #7452, that show on a CPU."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ def smoothed(model: Any, batch: Any, pg: Any) -> torch.Tensor:
     logits = model(batch["tokens"], batch["positions"], None)
     if logits.shape[:2] != batch["tokens"].shape:  # not the last stage
         return logits
-    losses = vocab_parallel_cross_entropy(
+    return vocab_parallel_cross_entropy(
         logits.transpose(0, 1).contiguous(), batch["labels"].transpose(0, 1).contiguous(), 0.1
     )
-    return losses
 
 
 _RECOMPUTED = {

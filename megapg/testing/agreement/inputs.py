@@ -74,7 +74,8 @@ def chunks_of(made: object, case: LayoutCase, pg: ProcessGroupCollection) -> lis
             "pg_collection=pg to the model."
         )
     odd = {str(p.dtype) for chunk in chunks for p in chunk.parameters() if p.is_floating_point()}
-    if odd - {"torch.float32", "torch.float64"}:
+    odd -= {"torch.float32", "torch.float64"}
+    if odd:
         raise ParityInputError(
             f"{where} makes parameters of {', '.join(sorted(odd))}, whose rounding hides faults. "
             "Build the model in float32; it is compared in float64 if it can be."

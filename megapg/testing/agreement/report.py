@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 State: TypeAlias = Literal["agrees", "differs", "failed"]
 
-_HEADINGS = ("loss", "gradients", "norm", "weights", "sharded Adam", "replicas")  # of CHECKS
+_HEADINGS = ("loss", "gradients", "norm", "weights", "sharded", "replicas")  # of CHECKS
 _STYLES = {"agrees": "green", "differs": "bold red", "failed": "bold red"}
 
 
@@ -100,8 +101,15 @@ class ParityReport:
             raise ParityError(f"not every layout computes what one rank computes\n{self.text()}")
 
     def as_dict(self) -> dict[str, object]:
-        """The report as plain values; ``schema.json`` describes them."""
-        return {"schema_version": 1, "agrees": self.agrees, **asdict(self)}
+        """The report as plain values for JSON; ``schema.json`` describes them."""
+        plain = asdict(self)
+        for cell in (cell for layout in plain["layouts"] for cell in layout["cells"]):
+            cell["off"] = cell["off"] if math.isfinite(cell["off"]) else None
+            cell["ranks"] = [*cell["ranks"]]
+        plain["layouts"], plain["notes"] = [*plain["layouts"]], [*plain["notes"]]
+        for layout in plain["layouts"]:
+            layout["cells"] = [*layout["cells"]]
+        return {"schema_version": 1, "agrees": self.agrees, **plain}
 
     def text(self) -> str:
         """The report as plain text."""

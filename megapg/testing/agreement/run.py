@@ -223,15 +223,12 @@ def _refused(error: RankFailedError) -> ParityInputError:
 
 
 def _summary(error: RankFailedError) -> str:
-    """What the ranks raised, without those that only waited for them."""
-    lines = {
-        rank: f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0][:300]}"
-        for rank, failure in error.failures.items()
-    }
-    waited = {
-        rank
-        for rank, failure in error.failures.items()
-        if isinstance(failure, TimeoutError) or "onnection" in str(failure)
-    }
-    shown = {rank: line for rank, line in lines.items() if rank not in waited} or lines
-    return "; ".join(f"rank {rank} raised {line}" for rank, line in shown.items())
+    """What the ranks raised, without those that failed because of them."""
+    by_kind: dict[int, list[str]] = {}
+    for rank, failure in error.failures.items():
+        text = str(failure).strip().partition("\n")[0][:300]
+        waited = any(words in text for words in ("Timed out", "onnection"))
+        kind = 2 if waited else 1 if isinstance(failure, TimeoutError) else 0
+        line = f"rank {rank}: {type(failure).__name__}: {text}"
+        by_kind.setdefault(kind, []).append(line)
+    return "; ".join(by_kind[min(by_kind)])

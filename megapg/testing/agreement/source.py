@@ -33,7 +33,8 @@ class Named:
         found = getattr(module := _module(self.place), self.name, None)
         if callable(found):
             return found
-        named = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        functions = [value for value in vars(module).values() if inspect.isfunction(value)]
+        named = [each.__name__ for each in functions if each.__module__ == module.__name__]
         raise ParityInputError(
             f"{self.place} has no function {self.name!r}. It has "
             f"{', '.join(named[:8]) or 'no function'}."
