@@ -199,11 +199,11 @@ class CheckpointSaveError(CheckpointError):
 
 
 class ParityInputError(MegapgError, ValueError):
-    """A comparison of layouts can't be made: what was given does not fit, or is not comparable."""
+    """Layouts can't be compared: the layouts, the model or the step do not allow it."""
 
 
 class ParityError(MegapgError, AssertionError):
-    """A model computes in another layout something else than on one rank."""
+    """A model does not compute in every layout what it computes on one rank."""
 
 
 class RngStateWarning(UserWarning):

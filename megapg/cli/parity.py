@@ -17,7 +17,7 @@ _DEFAULT = ("tp=2", "pp=2", "dp=2")
 
 
 class Precision(enum.StrEnum):
-    """What to compute in."""
+    """Precisions to choose from."""
 
     FLOAT64 = "float64"
     FLOAT32 = "float32"

@@ -14,8 +14,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megapg.testing.agreement.report import Cell, LayoutReport, ParityReport
-    from megapg.testing.agreement.run import parity
+    from megapg.testing.agreement.entry import parity
+    from megapg.testing.agreement.parity_report import Cell, LayoutReport, ParityReport
     from megapg.testing.cpu import megatron_on_cpu
     from megapg.testing.distributed import Ranks, preloaded, run_distributed
     from megapg.testing.fake import fake_collection
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 # Loaded when first used: the pytest plugin beside them must cost nothing where it has no work.
 _HOMES = {
-    "Cell": "megapg.testing.agreement.report",
-    "LayoutReport": "megapg.testing.agreement.report",
-    "ParityReport": "megapg.testing.agreement.report",
+    "Cell": "megapg.testing.agreement.parity_report",
+    "LayoutReport": "megapg.testing.agreement.parity_report",
+    "ParityReport": "megapg.testing.agreement.parity_report",
     "Ranks": "megapg.testing.distributed",
     "fake_collection": "megapg.testing.fake",
     "megatron_on_cpu": "megapg.testing.cpu",
-    "parity": "megapg.testing.agreement.run",
+    "parity": "megapg.testing.agreement.entry",
     "preloaded": "megapg.testing._guard",
     "refuse_closed_groups": "megapg.testing.strict",
     "run_distributed": "megapg.testing.distributed",

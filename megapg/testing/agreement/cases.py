@@ -16,7 +16,7 @@ FACTORS = ("tp", "pp", "cp", "ep", "dp")
 _SIZES = (*FACTORS, "expt_tp", "vpp", "world")
 _WORDS: Mapping[str, Option] = {"true": True, "false": False}
 
-# Axes that a rank has a place on, in the order in which a cause is looked for.
+# The axes of each grid, in the order in which a cause is looked for.
 DENSE_AXES: tuple[Field, ...] = ("tp", "cp", "dp", "pp")
 EXPERT_AXES: tuple[Field, ...] = ("expt_tp", "ep", "expt_dp", "pp")
 
@@ -42,7 +42,7 @@ class LayoutCase:
 
     @property
     def dp(self) -> int:
-        """Number of ranks with batches of their own."""
+        """Size of the data-parallel group."""
         return self.layout.world_size // (self.layout.tp * self.layout.pp * self.layout.cp)
 
     @property
@@ -64,10 +64,8 @@ class LayoutCase:
         Raises:
             ParityInputError: the sizes do not fit the ranks.
         """
-        try:
-            return ParallelLayout(world_size=self.world_size, **sizes)
-        except (LayoutError, TypeError) as error:
-            raise ParityInputError(f"layout {self.text!r}: globals={sizes}: {error}") from error
+        written = " ".join(f"{name}={size}" for name, size in sizes.items())
+        return parse_layout(f"{written} world={self.world_size}").layout
 
 
 def parse_layout(written: str | Mapping[str, Option]) -> LayoutCase:
@@ -88,7 +86,7 @@ def parse_layout(written: str | Mapping[str, Option]) -> LayoutCase:
             cp=sizes.get("cp", 1),
             ep=sizes.get("ep", 1),
             expt_tp=sizes.get("expt_tp", 0),
-            vpp=sizes.get("vpp"),
+            vpp=sizes.get("vpp", 1) if sizes.get("vpp", 1) > 1 else None,
         )
     except LayoutError as error:
         raise ParityInputError(f"layout {text!r}: {error}") from error

@@ -1,4 +1,4 @@
-"""What the numbers of a wrong tensor suggest. Nothing is said that they do not show."""
+"""Look for the cause of a wrong tensor in its numbers, and claim no more than they show."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 
 from megapg.layout import Field
 from megapg.testing.agreement.cases import LayoutCase
-from megapg.testing.agreement.compare import Compared, Piece, largest
+from megapg.testing.agreement.differences import Compared, Piece, largest
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What was found, and the axis that it points to; empty if to none."""
+    """A cause in words, and its axis; empty if the numbers point to none."""
 
     text: str
     axis: str = ""
 
 
 def explain(found: Compared, case: LayoutCase, tolerance: float) -> Cause:
-    """Find what the wrong values of one parameter have in common."""
+    """Find the cause that the wrong values of one parameter have in common."""
     looking = _Looking(found, case, tolerance)
     hypotheses = (looking.lost, looking.scaled, looking.apart, looking.elsewhere, looking.placed)
     cause = next((each for each in (look() for look in hypotheses) if each), Cause(""))
@@ -32,12 +32,12 @@ def explain(found: Compared, case: LayoutCase, tolerance: float) -> Cause:
 
 
 def only_axis(case: LayoutCase) -> str:
-    """The axis, if the layout has no other."""
+    """Return the axis if the layout has only one."""
     return next(iter(case.sizes)) if len(case.sizes) == 1 else ""
 
 
 def explain_number(value: float, wanted: float, case: LayoutCase) -> Cause:
-    """Find what one wrong number has to do with the sizes of the layout."""
+    """Compare one wrong number with the sizes of the layout."""
     for axes, size in named_sizes(case.sizes):
         has = f"{axes} has {size} ranks"
         if math.isclose(value - wanted, math.log(size), rel_tol=1e-5):
@@ -50,7 +50,7 @@ def explain_number(value: float, wanted: float, case: LayoutCase) -> Cause:
 
 
 def named_sizes(sizes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Axes, alone and in pairs, with their number of ranks; equal sizes are named together."""
+    """Yield axes with their number of ranks, alone and in pairs. Equal sizes share a name."""
     for number in sorted({*sizes.values()} - {1}):
         yield " or ".join(axis for axis in sizes if sizes[axis] == number), number
     for one, other in itertools.combinations(sizes, 2):
@@ -71,7 +71,7 @@ class _Looking:
             self._boxes[piece.box].append(piece)
 
     def lost(self) -> Cause | None:
-        """Parts of the whole that no rank holds."""
+        """Elements are held by no rank."""
         if not self._missing:
             return None
         return Cause(f"no rank holds {self._missing} of its elements")
@@ -87,7 +87,7 @@ class _Looking:
             return Cause("zero on all ranks")
         if abs(factor - 1) < 1e-3:
             return None
-        sizes = {axis: len(self._group(axis, 0)) for axis in self._axes}
+        sizes: dict[str, int] = {axis: len(self._group(axis, 0)) for axis in self._axes}
         times = f"{factor:.4g} times the reference on all ranks"
         for axes, size in named_sizes(sizes):
             if math.isclose(factor, size, rel_tol=1e-4):
@@ -120,7 +120,7 @@ class _Looking:
         )
 
     def elsewhere(self) -> Cause | None:
-        """Each wrong value is what another rank should have."""
+        """Each wrong shard belongs to another rank."""
         for axis in self._axes:
             origins = {}
             for piece in self._pieces:
@@ -196,5 +196,5 @@ class _Looking:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Ranks as a reader wants them."""
+    """Return the ranks in words."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

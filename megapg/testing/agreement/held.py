@@ -1,4 +1,4 @@
-"""What a rank holds after its training, and the file through which the comparison gets it."""
+"""The results of one rank, and the file that brings them to the comparison."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Shard:
     """A part of a whole tensor, as one rank holds it.
 
     Attributes:
-        name: of the parameter in the model of this rank; the key, if it is no parameter.
-        key: of the whole tensor in a checkpoint.
-        offset: where the part begins in the whole.
+        name: name of the parameter on this rank. A tensor that is no parameter has its key.
+        key: name of the whole tensor in a checkpoint.
+        offset: position of the part in the whole.
         whole: shape of the whole.
-        data: the values, in the dimensions of the whole.
+        data: the values. They have as many dimensions as the whole.
         expert: True if the parameter belongs to an expert.
         resizable: True if other layouts may pad the whole otherwise.
     """
@@ -34,7 +34,7 @@ class Shard:
 
 @dataclass
 class Held:
-    """What one rank holds; it goes through a file.
+    """The results of one rank.
 
     Attributes:
         built: the weights as ``build`` left them.
@@ -58,14 +58,14 @@ class Held:
 
 
 def write(folder: Path, rank: int, held: Held) -> None:
-    """Leave what a rank holds in the file of this rank."""
+    """Write the results of a rank to its file."""
     folder.mkdir(exist_ok=True)
     with (folder / f"{rank}.pickle").open("wb") as file:
         pickle.dump(held, file)
 
 
 def read(folder: Path, rank: int) -> Held:
-    """Return what a rank held."""
+    """Read the results of a rank."""
     with (folder / f"{rank}.pickle").open("rb") as file:
         held: Held = pickle.load(file)  # our own ranks wrote it
     return held

@@ -1,4 +1,4 @@
-"""Input that can't be compared: each check raises an error that says what to change."""
+"""Refuse input that can't be compared, with errors that say what to change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megapg.testing.agreement.held import Shard
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Turn what the block raises into an error that names the layout and the part."""
+    """Turn errors of the block into an error that names the layout and the part."""
     try:
         yield
     except ParityInputError:
@@ -46,10 +46,10 @@ def check_options(
 
 
 def chunks_of(made: object, case: LayoutCase, pg: ProcessGroupCollection) -> list[torch.nn.Module]:
-    """The chunks that ``build`` returned: Megatron-core modules that hold the groups."""
-    chunks = list(made) if isinstance(made, list | tuple) else [made]
+    """Return the chunks that ``build`` made, once they are known to be comparable."""
+    chunks: list[torch.nn.Module] = []
     where = f"layout {case.text!r}: build"
-    for chunk in chunks:
+    for chunk in made if isinstance(made, list | tuple) else [made]:
         if not isinstance(chunk, torch.nn.Module) or not hasattr(chunk, "sharded_state_dict"):
             raise ParityInputError(
                 f"{where} returned {type(chunk).__name__}. Return a Megatron-core module (it has "
@@ -62,6 +62,7 @@ def chunks_of(made: object, case: LayoutCase, pg: ProcessGroupCollection) -> lis
             )
         if not hasattr(chunk, "set_input_tensor") and case.layout.pp == 1:
             vars(chunk)["set_input_tensor"] = _take_no_input
+        chunks.append(chunk)
     expected = case.layout.vpp or 1
     if len(chunks) != expected:
         raise ParityInputError(
@@ -84,7 +85,7 @@ def chunks_of(made: object, case: LayoutCase, pg: ProcessGroupCollection) -> lis
 
 
 def _take_no_input(tensor: object) -> None:
-    """The first and only stage gets no input from another one."""
+    """Take the input of another stage: the only stage has none."""
 
 
 def _holds(chunk: torch.nn.Module, pg: ProcessGroupCollection) -> bool:
@@ -141,7 +142,7 @@ def check_same_build(shards: Sequence[Shard], pg: ProcessGroupCollection, case: 
 
 
 def moved(before: RngState, after: RngState) -> list[str]:
-    """The names of the random streams that were drawn from in between."""
+    """Return the names of the random streams that moved."""
     names = {"random_rng_state": "random", "np_rng_state": "numpy.random"}
     names["torch_rng_state"] = "torch's generator"
     found = [name for key, name in names.items() if _differ(before, after, key)]

@@ -1,4 +1,4 @@
-"""From what the ranks of a layout hold to the cells of the report."""
+"""Judge the results of a layout: one cell of the report per check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megapg.testing.agreement.cases import LayoutCase
-from megapg.testing.agreement.compare import (
+from megapg.testing.agreement.comparison import (
+    GRADIENTS,
+    LOSS,
+    NORM,
+    REPLICAS,
+    SHARDED_WEIGHTS,
+    WEIGHTS,
+)
+from megapg.testing.agreement.diagnose import Cause, explain, explain_number, listed, only_axis
+from megapg.testing.agreement.differences import (
     Compared,
     Piece,
     Reference,
@@ -16,17 +25,8 @@ from megapg.testing.agreement.compare import (
     line_up,
     unlike,
 )
-from megapg.testing.agreement.diagnose import Cause, explain, explain_number, listed, only_axis
 from megapg.testing.agreement.held import Held, Shard
-from megapg.testing.agreement.job import (
-    GRADIENTS,
-    LOSS,
-    NORM,
-    REPLICAS,
-    SHARDED_WEIGHTS,
-    WEIGHTS,
-)
-from megapg.testing.agreement.report import Cell
+from megapg.testing.agreement.parity_report import Cell
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Judge:
     """Compares the ranks of layouts with one rank.
 
     Attributes:
-        reference: what one rank holds.
+        reference: the results of one rank.
         tolerance: the largest difference that counts as rounding.
     """
 
@@ -94,7 +94,7 @@ class Judge:
         return Cell(LOSS, "differs", off, name, cause.axis, everywhere, "; ".join(parts))
 
     def _first_output(self, ranks: Sequence[Held]) -> Compared | None:
-        """The outputs of the first module, in the order of one rank, that differ."""
+        """Return the outputs of the first module that puts out something else."""
         pieces: dict[str, list[Piece]] = {name: [] for name, _ in self.reference.outputs}
         for rank, held in enumerate(ranks):
             names = {shard.name: self._start.name_of(shard) for shard in held.built}
@@ -226,7 +226,7 @@ class Judge:
 
 
 def disagreement(held: Held, tolerance: float) -> Iterator[str]:
-    """What differs between the two runs of one rank, from equal weights on equal data."""
+    """Yield the differences between the two runs of one rank on equal weights and data."""
     for number, value in held.losses.items():
         again = held.again[number]
         if not abs(again - value) <= tolerance * abs(value):

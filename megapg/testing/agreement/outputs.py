@@ -1,4 +1,4 @@
-"""What each module of a model puts out, to find the first one that goes wrong."""
+"""Record the outputs of modules, to find the first module that goes wrong."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Outputs:
 
     @contextlib.contextmanager
     def at(self, sample: int) -> Iterator[None]:
-        """Keep what the block's forward pass puts out for this sample."""
+        """Record the outputs of the block's forward pass for this sample."""
         self._sample = sample
         try:
             yield
@@ -46,6 +46,6 @@ class Outputs:
             self._sample = None
 
     def stop(self) -> None:
-        """Keep nothing more."""
+        """Record nothing more."""
         for hook in self._hooks:
             hook.remove()

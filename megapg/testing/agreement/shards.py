@@ -1,7 +1,6 @@
 """Tensors of a model as a checkpoint describes them: which part of which whole.
 
-Weights and gradients go through the model's own ``sharded_state_dict``. So what is compared here
-is what a checkpoint would save.
+Weights and gradients go through the model's own ``sharded_state_dict``, as for a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Value: TypeAlias = Callable[[torch.nn.Parameter], torch.Tensor | None]
 
 
 class Shards:
-    """The description of a model's tensors. It is made once, and serves values of any kind."""
+    """The description of a model's tensors, for values of any kind."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], pg: ProcessGroupCollection) -> None:
         metadata = optimizers.with_groups(optimizers.content_metadata(None), pg)
@@ -55,7 +54,7 @@ class Shards:
         self.undescribed = [name for parameter, name in names.items() if parameter not in found]
 
     def of(self, value: Value | None = None) -> list[Shard]:
-        """The shards of each parameter's value; without ``value``, of all that is in the state."""
+        """Return the shards of each parameter's value. Default: of every tensor in the state."""
         return [*self._of(value)]
 
     def _of(self, value: Value | None) -> Iterator[Shard]:
@@ -84,7 +83,7 @@ class Shards:
 def _owner(
     data: torch.Tensor, owners: Mapping[int, Sequence[torch.nn.Parameter]]
 ) -> torch.nn.Parameter | None:
-    """The parameter that a tensor is, or is a part of."""
+    """Return the parameter that contains a tensor."""
     for parameter in owners.get(data.untyped_storage().data_ptr(), ()):
         begin = data.storage_offset() - parameter.storage_offset()
         if data is parameter or (0 <= begin < parameter.numel() and data.numel()):
@@ -95,7 +94,7 @@ def _owner(
 def _same_part(
     value: torch.Tensor, part: torch.Tensor, parameter: torch.nn.Parameter
 ) -> torch.Tensor:
-    """The part of ``value`` that ``part`` is of ``parameter``."""
+    """Return the elements of ``value`` at the positions of ``part`` in ``parameter``."""
     if part.shape == parameter.shape:
         return value.view_as(part)
     begin = part.storage_offset() - parameter.storage_offset()

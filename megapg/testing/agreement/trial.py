@@ -1,7 +1,6 @@
-"""What a rank does: build the model, load the common weights, train two steps, keep what it holds.
+"""One rank's part: build the model, load the common weights, train two steps, keep the results.
 
-The optimizer runs twice, without and with sharded state, each time on a model that was built and
-loaded afresh.
+It does so twice: without and with the distributed optimizer.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from megapg.megatron import schedule_collection
 from megapg.rng import capture_rng_state
 from megapg.testing import megatron_on_cpu
 from megapg.testing.agreement import inputs
+from megapg.testing.agreement.built_in import next_token, random_tokens
 from megapg.testing.agreement.cases import LayoutCase
+from megapg.testing.agreement.comparison import REFERENCE, SEED, STEPS, Batch, Job
 from megapg.testing.agreement.held import Held, write
-from megapg.testing.agreement.job import REFERENCE, SEED, STEPS, Batch, Job
-from megapg.testing.agreement.models import next_token, random_tokens
 from megapg.testing.agreement.outputs import Outputs
 from megapg.testing.agreement.shards import Shards
 from megapg.testing.double import float64_for_float32
@@ -132,7 +131,7 @@ class Trial:
         config.overlap_p2p_comm, config.batch_p2p_comm = vpp is not None, vpp is None
 
     def load(self, *, save: bool) -> None:
-        """Load the common weights; with ``save`` they are those of this model, and are saved."""
+        """Load the common weights. With ``save``, save this model's weights as the common ones."""
         common = Path(self._job.directory, "weights")
         if save:
             _vary(self._plain)
@@ -148,7 +147,7 @@ class Trial:
             ) from error
 
     def train(self, held: Held) -> None:
-        """Train two steps, and put what they leave into ``held``."""
+        """Train two steps, and put the results into ``held``."""
         wrapped = self._wrapped()
         optimizer: Any = get_megatron_optimizer(
             OptimizerConfig(
@@ -200,7 +199,7 @@ class Trial:
         return wrapped
 
     def _forward_backward(self, wrapped: Sequence[Any], outputs: Outputs) -> dict[int, float]:
-        """One pass over this rank's share of the global batch; the loss of each sample."""
+        """Run this rank's share of the global batch, and return the loss of each sample."""
         pg, layout, job = self._pg, self._case.layout, self._job
         step = job.step or next_token
         seq_length, sample = random_tokens(job, unwrap_model(list(wrapped))[0], pg)

@@ -1,4 +1,4 @@
-"""Functions that a user names by text: ``train.py:build`` or ``package.module:build``."""
+"""Functions that a user names: ``train.py:build`` or ``package.module:build``."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from megapg.errors import ParityInputError
 
 
 @dataclass(frozen=True)
 class Named:
-    """A function by its place. It is loaded where it is called, so it travels by pickle."""
+    """A function by its place. Each rank loads the function itself."""
 
     place: str  # a file, or a module
     name: str
@@ -25,12 +27,13 @@ class Named:
         """The function's own signature."""
         return inspect.signature(self._load())
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the function."""
         return self._load()(*args, **kwargs)
 
-    def _load(self) -> object:
-        found = getattr(module := _module(self.place), self.name, None)
+    def _load(self) -> Callable[..., object]:
+        module = _module(self.place)
+        found: Callable[..., object] | None = getattr(module, self.name, None)
         if callable(found):
             return found
         functions = [value for value in vars(module).values() if inspect.isfunction(value)]

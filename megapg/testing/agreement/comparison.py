@@ -1,4 +1,4 @@
-"""What the ranks of one comparison do, as plain data that travels by pickle."""
+"""The terms of one comparison, as plain data that travels by pickle."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Sample: TypeAlias = Callable[[int], Batch]
 
 STEPS = 2
 SEED = 1234
-REFERENCE = "reference"  # the folder of what one rank holds
+REFERENCE = "reference"  # folder for the results of one rank
 
 LOSS, GRADIENTS, NORM = "loss", "gradients", "gradient norm"
 WEIGHTS, SHARDED_WEIGHTS, REPLICAS = "weights", "weights (distributed optimizer)", "replicas"
@@ -50,13 +50,12 @@ class Job:
         build: makes the model.
         step: runs one chunk on one sample; None: next-token loss.
         sample: makes the samples; None: random tokens.
-        directory: folder for the checkpoint and for what the ranks hold.
+        directory: folder for the checkpoint and for the results of the ranks.
         double: compute in float64.
         samples: size of the global batch. A microbatch is one sample.
-        seq_length: tokens in a sample; 0: what the model takes, 16 at most.
-        vocab_size: number of different tokens; 0: what the model takes.
-        global_sizes: what Megatron's globals answer with on several ranks; None: the groups that
-            ``build`` gets.
+        seq_length: tokens in a sample; 0: the model's, at most 16.
+        vocab_size: number of different tokens; 0: the model's.
+        global_sizes: sizes of the groups in Megatron's globals; None: the layout's groups.
         options: keyword arguments for ``build`` in every layout, the reference included.
         collective_timeout: seconds that a collective may wait.
     """

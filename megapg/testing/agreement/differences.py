@@ -1,4 +1,4 @@
-"""Hold what the ranks of a layout have against what one rank has."""
+"""Compare the tensors of a layout's ranks with those of one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Box: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]  # key, offset, sh
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a parameter, and what one rank alone has in its place."""
+    """A part of a parameter on one rank, and the values of the reference there."""
 
     rank: int
     box: Box
@@ -32,10 +32,10 @@ class Compared:
     Attributes:
         name: in the model of one rank.
         expert: True if it belongs to an expert.
-        pieces: what the ranks hold of it.
+        pieces: its parts on the ranks.
         missing: number of elements that no rank holds.
         off: largest difference, as a share of ``scale``.
-        scale: what a difference is measured by.
+        scale: size of a difference that counts as 1.
     """
 
     name: str
@@ -63,7 +63,10 @@ class Reference:
             self._by_key[shard.key].append(shard)
 
     def find(self, shard: Shard) -> tuple[Shard, torch.Tensor] | None:
-        """The shard that holds this part, and its values there; cut where a whole is padded."""
+        """Return the shard that contains this part, and its values there.
+
+        A part that reaches into padding is cut.
+        """
         for whole in self._by_key.get(shard.key, ()):
             begin = [a - b for a, b in zip(shard.offset, whole.offset, strict=True)]
             sizes = zip(begin, shard.data.shape, whole.data.shape, strict=True)
@@ -78,7 +81,7 @@ class Reference:
         return None
 
     def name_of(self, shard: Shard) -> str | None:
-        """What one rank calls the parameter that the shard is a part of."""
+        """Return the name of the shard's parameter in the model of one rank."""
         found = self.find(shard)
         return found[0].name if found else None
 
@@ -89,7 +92,7 @@ def line_up(
     start: Reference | None = None,
     share_of_largest: float = 1e-3,
 ) -> list[Compared]:
-    """Every parameter of the reference with its pieces on all ranks, in the reference's order.
+    """Return every parameter of the reference with its pieces, in the reference's order.
 
     A difference is measured by the parameter's largest value (with ``start``, by its largest
     change since then), and at least by a share of the largest of all.
@@ -129,13 +132,13 @@ def _scales(reference: Reference, start: Reference | None) -> Mapping[str, float
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """The largest absolute value. NaN counts as infinite."""
+    """Return the largest absolute value. NaN counts as infinite."""
     value = float(tensor.abs().max()) if tensor.numel() else 0.0
     return math.inf if math.isnan(value) else value
 
 
 def unlike(ranks: Sequence[Sequence[Shard]], tolerance: float) -> Iterator[list[tuple[int, Shard]]]:
-    """What several ranks hold the same part of, with different values."""
+    """Yield each part of a tensor that several ranks hold with different values."""
     boxes: dict[Box, list[tuple[int, Shard]]] = defaultdict(list)
     for rank, shards in enumerate(ranks):
         for shard in shards:
@@ -148,13 +151,13 @@ def unlike(ranks: Sequence[Sequence[Shard]], tolerance: float) -> Iterator[list[
 
 
 def closest_part(output: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
-    """The part of the reference's output that a rank's output is closest to, if they compare."""
+    """Return the part of the reference's output that is closest to a rank's output."""
     parts = [*_parts(whole, output.shape)]
     return min(parts, key=lambda part: largest(output - part), default=None)
 
 
 def _parts(whole: torch.Tensor, shape: torch.Size) -> Iterator[torch.Tensor]:
-    """The even parts of a tensor that have this shape: plain ones, and those of halves."""
+    """Yield the even parts of a tensor that have this shape, and the parts of its halves."""
     if whole.dim() != len(shape):
         return
     cut = [axis for axis, size in enumerate(shape) if size != whole.shape[axis]]

@@ -1,4 +1,4 @@
-"""``megapg.testing.parity``: start the ranks of each layout, and compare what they hold."""
+"""``megapg.testing.parity``: start the ranks of each layout, and compare their results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megapg.launch.environment import overridden
 from megapg.testing import _ranks
 from megapg.testing._guard import preloaded
 from megapg.testing.agreement.cases import LayoutCase, Option, parse_layout
+from megapg.testing.agreement.comparison import CHECKS, REFERENCE, Build, Job, Sample, Step
 from megapg.testing.agreement.held import Held, read
-from megapg.testing.agreement.job import CHECKS, REFERENCE, Build, Job, Sample, Step
 from megapg.testing.agreement.judge import Judge, disagreement
-from megapg.testing.agreement.report import Cell, LayoutReport, ParityReport
-from megapg.testing.agreement.source import Named, named
+from megapg.testing.agreement.named import Named, named
+from megapg.testing.agreement.parity_report import Cell, LayoutReport, ParityReport
 from megapg.testing.distributed import run_distributed
 
 Precision: TypeAlias = Literal["float64", "float32"]
@@ -38,7 +38,7 @@ _ON_CPUS = {
 }
 # By name: the ranks need Megatron-core, which takes seconds to import, and this process does not.
 _RUN_RANK = Named(f"{__package__}.trial", "run_rank")
-_MODELS = f"{__package__}.models"
+_MODELS = f"{__package__}.built_in"
 _BUILT_IN: Mapping[str, Named | None] = {  # name -> its step, if not the default
     "gpt": None,
     "moe": None,
@@ -61,7 +61,7 @@ def parity(
     deadline: float = 180.0,
     progress: Progress | None = None,
 ) -> ParityReport:
-    """Compare what a model computes in each layout with what one rank computes. ::
+    """Check that a model computes in each layout what it computes on one rank. ::
 
         def build(pg):
             return GPTModel(config_for(pg), ..., pg_collection=pg)
@@ -88,9 +88,8 @@ def parity(
         precision: default is float64, and float32 if the model does not run in float64.
         seq_length: tokens in a sample. Default: 16, or ``model.max_sequence_length`` if less.
         vocab_size: number of tokens to choose from. Default: ``model.vocab_size``, or 64.
-        global_sizes: what Megatron's globals answer with, such as ``{"tp": 1}``. Then code that
-            reads the globals instead of ``pg`` computes something else. Default: the layout's
-            groups.
+        global_sizes: sizes of the groups in Megatron's globals, such as ``{"tp": 1}``. They show
+            code that reads the globals instead of ``pg``. Default: the layout's groups.
         deadline: seconds for each layout.
         progress: called with a line of text as the comparison goes on.
 
@@ -137,7 +136,7 @@ def _say_nothing(line: str) -> None:
 
 
 def _found(text: str, step: Step | str | None) -> tuple[Build, Step | str | None]:
-    """The build function that a text names, and its step."""
+    """Return the build function that a text names, and its step."""
     if text in _BUILT_IN:
         return Named(_MODELS, text), step or _BUILT_IN[text]
     return named(text), step
@@ -148,7 +147,7 @@ def _function(given: object) -> Any:
 
 
 def _samples(cases: Sequence[LayoutCase]) -> int:
-    """A global batch that every layout can share out; interleaved stages need whole rounds."""
+    """Return a size of the global batch that every layout divides."""
     shares = [case.dp * (case.layout.pp if case.layout.vpp else 1) for case in cases]
     least = math.lcm(*shares)
     return least * -(-_LEAST_SAMPLES // least)
@@ -157,7 +156,7 @@ def _samples(cases: Sequence[LayoutCase]) -> int:
 def _reference(
     job: Job, precision: Precision | None, deadline: float, say: Progress
 ) -> tuple[Job, Held, list[str]]:
-    """Run one rank, in float32 if float64 fails and nothing was asked for."""
+    """Run one rank. If float64 fails and the caller did not ask for it, run in float32."""
     notes: list[str] = []
     case = parse_layout({})
     say("one rank")
@@ -217,13 +216,13 @@ def _run(job: Job, case: LayoutCase, number: int | None, deadline: float) -> Non
 
 
 def _refused(error: RankFailedError) -> ParityInputError:
-    """The error of a rank as one about the input."""
+    """Turn the error of a rank into an error about the input."""
     found = [f for f in error.failures.values() if isinstance(f, ParityInputError)]
     return found[0] if found else ParityInputError(f"one rank: {_summary(error)}")
 
 
 def _summary(error: RankFailedError) -> str:
-    """What the ranks raised, without those that failed because of them."""
+    """Return the errors of the ranks, without those that other errors caused."""
     by_kind: dict[int, list[str]] = {}
     for rank, failure in error.failures.items():
         text = str(failure).strip().partition("\n")[0][:300]

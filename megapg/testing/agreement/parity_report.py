@@ -1,4 +1,4 @@
-"""The report: a table of layouts by checks, for a terminal, for programs and for a test."""
+"""The report: a table of layouts by checks, for a terminal, a program or a test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from megapg.errors import ParityError
-from megapg.testing.agreement.job import CHECKS
+from megapg.testing.agreement.comparison import CHECKS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,14 +24,13 @@ class Cell:
     """One check in one layout.
 
     Attributes:
-        check: what was compared.
-        state: ``"agrees"``; ``"differs"``; or ``"failed"``: the step raised and nothing could be
-            compared.
+        check: name of the check.
+        state: "agrees", "differs", or "failed" if the step raised.
         off: largest difference, as a share of the reference.
-        parameter: the first one that differs.
+        parameter: the first parameter that differs.
         axis: the axis that the numbers point to.
-        ranks: where it differs.
-        text: what differs, and what the numbers suggest.
+        ranks: the ranks with a difference.
+        text: the finding in words.
     """
 
     check: str
@@ -48,9 +47,9 @@ class LayoutReport:
     """All checks of one layout.
 
     Attributes:
-        layout: as it was written.
+        layout: the sizes as they were written.
         world_size: number of ranks.
-        seconds: how long the ranks took.
+        seconds: wall time of the ranks.
         cells: one per check.
     """
 
@@ -72,15 +71,15 @@ class LayoutReport:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         precision: ``"float64"`` or ``"float32"``.
         tolerance: the largest difference that counts as rounding, as a share of the reference.
         samples: size of the global batch.
-        loss: of one rank, in the first step.
+        loss: mean loss of one rank in the first step.
         layouts: one report per layout.
-        notes: what a reader should know, such as why float32 was taken.
+        notes: remarks, such as the reason for float32.
     """
 
     precision: str

@@ -1,4 +1,4 @@
-"""Models that need no file, and the batches and the step that are the default."""
+"""Built-in models, and the default batches and step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.core.models.T5.t5_spec import (
 from megatron.core.transformer import TransformerConfig
 
 from megapg.collection import ProcessGroupCollection
-from megapg.testing.agreement.job import SEED, Batch, Job, Sample
+from megapg.testing.agreement.comparison import SEED, Batch, Job, Sample
 
 VOCABULARY = 64
 SEQ_LENGTH = 16
@@ -124,13 +124,13 @@ def t5(pg: ProcessGroupCollection, **config: Any) -> T5Model:
 
 
 def next_token(model: torch.nn.Module, batch: Batch, pg: ProcessGroupCollection) -> torch.Tensor:
-    """The default step: the loss of every next token, as GPTModel computes it."""
+    """Return the loss of every next token, as GPTModel computes it."""
     output: torch.Tensor = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
     return output
 
 
 def t5_step(model: torch.nn.Module, batch: Batch, pg: ProcessGroupCollection) -> torch.Tensor:
-    """The loss of a T5 that reads the tokens and writes them shifted by one."""
+    """Return the loss of a T5 that reads tokens and writes them shifted by one."""
     length = batch["tokens"].shape[1]
     seen = torch.zeros(1, 1, length, length, dtype=torch.bool)  # True: hidden
     later = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
@@ -143,7 +143,7 @@ def t5_step(model: torch.nn.Module, batch: Batch, pg: ProcessGroupCollection) ->
 def random_tokens(
     job: Job, chunk: torch.nn.Module, pg: ProcessGroupCollection
 ) -> tuple[int, Sample]:
-    """The length of a sample, and what makes one: the job's own, or random tokens."""
+    """Return the length of a sample and the function that makes it. Default: random tokens."""
     limit = getattr(chunk, "max_sequence_length", SEQ_LENGTH)
     length = job.seq_length or min(SEQ_LENGTH, limit)
     vocabulary = job.vocab_size or getattr(chunk, "vocab_size", VOCABULARY)
@@ -162,7 +162,7 @@ def random_tokens(
 
 
 def _of_this_rank(tensor: torch.Tensor, pg: ProcessGroupCollection) -> torch.Tensor:
-    """The rank's two pieces of the sequence, as Megatron-core cuts it for context parallelism."""
+    """Return the rank's two pieces of the sequence, cut for context parallelism."""
     size, rank = pg.size("cp"), pg.rank("cp")
     pieces = tensor.chunk(2 * size, dim=1)
     return torch.cat((pieces[rank], pieces[-1 - rank]), dim=1) if size > 1 else tensor.contiguous()
