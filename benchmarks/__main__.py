@@ -43,6 +43,7 @@ class Part(enum.StrEnum):
     BACKENDS = "backends"
     SCALE = "scale"
     MIGRATE = "migrate"
+    PARITY = "parity"
 
 
 def _worlds(text: str) -> tuple[int, ...]:
@@ -116,6 +117,9 @@ def main(
     one: whether every bit is the same, and who reads the globals (alone, and in four minutes:
     `python -m benchmarks.behaviour`).
 
+    **parity** runs `megapg parity` on sound layouts, on planted faults and on faults of
+    Megatron-core itself, and counts what it finds. It needs `tests/support`.
+
     All ranks are processes on this host. The whole takes about sixteen minutes on two cores
     that have nothing else to do, and 10 GiB of memory at world 32. On a busy machine wall times
     mislead; look at the ratios of CPU time there.
@@ -156,6 +160,8 @@ def main(
             _scale(report, quick, progress)
         if Part.MIGRATE in parts:
             _migrate(report, quick, progress)
+        if Part.PARITY in parts:
+            _parity(report, quick, progress)
     for table in report.tables():
         table.print(console)
     everything = parts == set(Part) and not quick
@@ -263,6 +269,15 @@ def _migrate(report: Report, quick: bool, progress: Progress) -> None:
     report.score = ground_truth.run(partial(progress.advance, task))
     task = progress.add_task("migrate, behaviour", total=behaviour.STEPS)
     report.behaviour = behaviour.run(partial(progress.advance, task))
+
+
+def _parity(report: Report, quick: bool, progress: Progress) -> None:
+    from benchmarks import parity
+
+    task = progress.add_task("parity", total=len(parity.KINDS))
+    for found in parity.run(quick=quick):
+        report.proofs.append(found)
+        progress.advance(task)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from benchmarks import backends, migrate_report
 from benchmarks import behaviour as behaviours
 from benchmarks import checkpoint as checkpoints
 from benchmarks import layout as layouts
+from benchmarks import parity as parities
 from benchmarks import scale as scales
 from benchmarks.access import Reading
 from benchmarks.behaviour import Behaviour
@@ -25,6 +26,7 @@ from benchmarks.creation import CREATE, STAGES, USE, Contest
 from benchmarks.ground_truth import Score
 from benchmarks.layout import Answer
 from benchmarks.migrate import Outcome
+from benchmarks.parity import Proof
 from benchmarks.peers import BASELINE, FIELDS, SESSION
 from benchmarks.race import Race
 from benchmarks.table import Table
@@ -60,6 +62,7 @@ class Report:
     behaviour: Behaviour | None = None
     backends: bool = False
     scale: scales.Findings | None = None
+    proofs: list[Proof] = field(default_factory=list)
 
     def tables(self) -> list[Table]:
         """The findings, creation first."""
@@ -88,6 +91,8 @@ class Report:
             found += migrate_report.score_tables(self.score)
         if self.behaviour:
             found += behaviours.tables(self.behaviour)
+        if self.proofs:
+            found.append(parities.table(self.proofs))
         return found
 
     def markdown(self) -> str:

@@ -209,5 +209,13 @@ class CheckpointSaveError(CheckpointError):
         self.problems = dict(problems or {})
 
 
+class ParityInputError(MegapgError, ValueError):
+    """Layouts can't be compared: the layouts, the model or the step do not allow it."""
+
+
+class ParityError(MegapgError, AssertionError):
+    """A model does not compute in every layout what it computes on one rank."""
+
+
 class RngStateWarning(UserWarning):
     """Random streams could not be restored exactly; fresh ones were derived instead."""

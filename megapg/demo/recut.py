@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megapg.demo.job import GPTRun
@@ -30,6 +31,15 @@ def recut(layout: ParallelLayout, run: GPTRun) -> GPTRun | None:
         if microbatches and not rest:
             return replace(other, num_microbatches=microbatches)
     return None
+
+
+def sizes_for_parity(run: GPTRun, world_size: int) -> Mapping[str, int]:
+    """The sizes of a run as ``parity`` takes them."""
+    sizes = {"tp": run.tp, "pp": run.pp, "vpp": run.vpp or 1, "ep": run.ep}
+    sizes["expt_tp"] = run.expt_tp or run.tp
+    if sizes["expt_tp"] == run.tp:
+        del sizes["expt_tp"]
+    return {axis: size for axis, size in sizes.items() if size > 1} | {"world": world_size}
 
 
 def cut(run: GPTRun) -> str:

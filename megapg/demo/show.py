@@ -20,13 +20,13 @@ from rich.text import Text
 
 from megapg.demo.job import Checkpoints, GPTRun
 from megapg.demo.ranks import RankReport, on_a_session, on_globals
-from megapg.demo.recut import cut, recut
-from megapg.demo.verdict import Row, judge, judge_resumed, reads_of
+from megapg.demo.recut import cut, recut, sizes_for_parity
+from megapg.demo.verdict import Row, judge, judge_parity, judge_resumed, reads_of
 from megapg.launch.environment import overridden
 from megapg.layout import Field, ParallelLayout
 from megapg.megatron import GlobalRead
 from megapg.megatron.watching.trace import empty_table
-from megapg.testing import Ranks, preloaded
+from megapg.testing import ParityReport, Ranks, parity, preloaded
 
 _PRELOAD = (RankReport.__module__, f"{__package__}.gpt")  # the second imports Megatron-core
 # There are more ranks than a machine may have GPUs. Megatron-core warns of everything that a CPU
@@ -71,13 +71,30 @@ def show(
         resumed = train("resumed from the checkpoint", resume, run)
         other = recut(layout, run)
         recut_ = [] if other is None else train(f"resumed as {cut(other)}", resume, other)
+        compared = _compare(console, [run, other or run], layout.world_size, deadline)
     rows = (
         *judge(session, globals_, left_over=len(_children() - before)),
         *judge_resumed(session, resumed, recut_, f"as {cut(other)}" if other else ""),
+        judge_parity(compared),
     )
     console.print(_reads(reads_of(session)))
     console.print(_verdict(rows))
     return all(row.held for row in rows)
+
+
+def _compare(
+    console: Console, runs: Sequence[GPTRun], world_size: int, deadline: float
+) -> ParityReport:
+    """Compare the layouts of the runs with one rank."""
+    layouts = {str(sizes): sizes for sizes in (sizes_for_parity(run, world_size) for run in runs)}
+    with console.status("comparing the layouts with one rank") as status:
+        return parity(
+            f"{__package__}.gpt:build_for_parity",
+            layouts.values(),
+            options={"run": runs[0]},
+            deadline=deadline,
+            progress=lambda line: status.update(f"comparing the layouts with one rank: {line}"),
+        )
 
 
 def _children() -> set[psutil.Process]:

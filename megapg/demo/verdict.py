@@ -10,6 +10,7 @@ from megapg.demo.ranks import RankReport, Usage
 from megapg.megatron import GlobalRead
 from megapg.megatron.watching.forbid import is_below
 from megapg.megatron.watching.trace import summed
+from megapg.testing import ParityReport
 
 CORE = "megatron.core"  # whose own reads no argument can prevent
 
@@ -102,6 +103,18 @@ def _recut(whole: Sequence[RankReport], recut: Sequence[RankReport], how: str) -
         off <= RECUT_TOLERANCE and abs(last - whole[0].result.losses[-1]) <= LEARNING * last,
         f"{before:.6f} and {after:.6f} without dropout; then {first:.4f} to {last:.4f}, "
         f"uninterrupted {whole[0].result.losses[-1]:.4f}",
+    )
+
+
+def judge_parity(report: ParityReport) -> Row:
+    """The verdict on the layouts of the demo, each compared with one rank."""
+    off = max(cell.off for layout in report.layouts for cell in layout.cells)
+    agree = sum(layout.agrees for layout in report.layouts)
+    return Row(
+        "each layout computes what one rank computes, weights and gradients",
+        report.agrees,
+        f"{agree} of {len(report.layouts)} layouts; differences up to {off:.0e} in "
+        f"{report.precision}" + "".join(f"; {line}" for line in report.findings()[:1]),
     )
 
 

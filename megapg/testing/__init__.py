@@ -2,6 +2,7 @@
 
 * :func:`run_distributed` runs a function in real processes with gloo, and :func:`preloaded` makes
   many such runs faster;
+* :func:`parity` compares what a model computes in other layouts with what one rank computes;
 * :func:`megatron_on_cpu` lets Megatron-core train without CUDA;
 * :func:`fake_collection` gives a collection of any layout in one process;
 * :func:`refuse_closed_groups` turns the use of a closed group into an error.
@@ -13,6 +14,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megapg.testing.agreement.entry import parity
+    from megapg.testing.agreement.parity_report import Cell, LayoutReport, ParityReport
     from megapg.testing.cpu import megatron_on_cpu
     from megapg.testing.distributed import Ranks, preloaded, run_distributed
     from megapg.testing.fake import fake_collection
@@ -20,18 +23,26 @@ if TYPE_CHECKING:
 
 # Loaded when first used: the pytest plugin beside them must cost nothing where it has no work.
 _HOMES = {
+    "Cell": "megapg.testing.agreement.parity_report",
+    "LayoutReport": "megapg.testing.agreement.parity_report",
+    "ParityReport": "megapg.testing.agreement.parity_report",
     "Ranks": "megapg.testing.distributed",
     "fake_collection": "megapg.testing.fake",
     "megatron_on_cpu": "megapg.testing.cpu",
+    "parity": "megapg.testing.agreement.entry",
     "preloaded": "megapg.testing._guard",
     "refuse_closed_groups": "megapg.testing.strict",
     "run_distributed": "megapg.testing.distributed",
 }
 
 __all__ = [
+    "Cell",
+    "LayoutReport",
+    "ParityReport",
     "Ranks",
     "fake_collection",
     "megatron_on_cpu",
+    "parity",
     "preloaded",
     "refuse_closed_groups",
     "run_distributed",

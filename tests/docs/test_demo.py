@@ -50,10 +50,12 @@ def test_the_default_layout_holds_every_row():
     assert "on 4 CPU ranks" in shown
     assert "cross_entropy.py" in shown or "dot_product_attention.py" in shown
     verdict = shown.partition("verdict")[2]
-    assert verdict.count("yes") == 9
+    assert verdict.count("yes") == 10
     assert "12 of 12 equal" in verdict
     assert "4 of 4 ranks" in verdict
-    assert "resumed as tp2: the same loss" in " ".join(verdict.split())
+    words = " ".join(verdict.split())
+    assert "resumed as tp2: the same loss" in words
+    assert "2 of 2 layouts" in words
 
 
 def test_experts_and_the_users_own_text(tmp_path):

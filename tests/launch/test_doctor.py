@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import namespaces
 import pytest
 import slurm
 from ports import free_port
+from schemas import check_schema
 from typer.testing import CliRunner
 
 import megapg
@@ -447,35 +447,6 @@ def checks(report: Mapping[str, object]) -> set[str]:
 
 
 SCHEMA = json.loads(Path(megapg.__file__).with_name("doctor").joinpath("schema.json").read_text())
-KINDS = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int}
-
-
-def check_schema(value: object, schema: Mapping[str, Any] = SCHEMA, where: str = "report") -> None:
-    """That the value is as the schema says, and that the schema knows all of it.
-
-    What of JSON Schema the schema does without is an error here.
-    """
-    known = {"$schema", "title", "description", "$defs", "$ref", "type", "const", "enum", "minimum"}
-    assert set(schema) <= known | {"items", "required", "properties", "additionalProperties"}, where
-    if (ref := schema.get("$ref")) is not None:
-        check_schema(value, SCHEMA["$defs"][ref.removeprefix("#/$defs/")], where)
-        return
-    if "const" in schema or "enum" in schema:
-        assert value in schema.get("enum", [schema.get("const")]), where
-        return
-    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    assert type(value) in [KINDS[each] for each in types], (where, value)
-    if isinstance(value, int):
-        assert value >= schema.get("minimum", value), where
-    if isinstance(value, list):
-        for number, each in enumerate(value):
-            check_schema(each, schema["items"], f"{where}[{number}]")
-    if isinstance(value, dict) and ("properties" in schema or "additionalProperties" in schema):
-        assert set(schema.get("required", ())) <= set(value), where
-        for name, each in value.items():
-            part = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
-            assert part is not None, f"{where}.{name} is in no schema"
-            check_schema(each, part, f"{where}.{name}")
 
 
 @pytest.mark.parametrize(
@@ -493,16 +464,16 @@ def check_schema(value: object, schema: Mapping[str, Any] = SCHEMA, where: str =
 )
 def test_the_schema_is_not_for_anything(change: Mapping[str, object]) -> None:
     report = json.loads(json.dumps(merge(gathering(account(CLUSTER, 0), missing=(1,))).as_json()))
-    check_schema(report)
+    check_schema(report, SCHEMA)
     with pytest.raises((AssertionError, KeyError)):
-        check_schema(report | change)
+        check_schema(report | change, SCHEMA)
 
 
 def test_alone_it_looks_at_this_machine() -> None:
     code, out, err = doctor("--json")
     assert code == 0, out + err
     report = json.loads(out)
-    check_schema(report)
+    check_schema(report, SCHEMA)
     assert report["schema_version"] == 1
     assert report["good"]
     assert report["hosts"] == {socket.gethostname(): [0]}
@@ -583,7 +554,7 @@ def test_torchrun_has_one_report(tmp_path: Path) -> None:
         out, _ = process.communicate(timeout=180)
     assert process.returncode == 1
     report = json.loads(out)  # one line: rank 0's
-    check_schema(report)
+    check_schema(report, SCHEMA)
     assert (report["launcher"], report["world_size"], report["missing"]) == ("torchrun", 2, [])
     assert checks(report) == {"differs"}
     assert report["findings"][0]["what"] == "NCCL_ALGO is not set on rank 0; Ring on rank 1."

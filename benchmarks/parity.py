@@ -1,0 +1,85 @@
+"""What `megapg parity` finds: sound layouts, planted faults, and faults of Megatron-core itself.
+
+The layouts and the faults are those of the tests, in ``tests/support``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.table import Table
+from megapg.testing import preloaded
+
+SUPPORT = Path(__file__).parents[1] / "tests" / "support"
+KINDS = ("sound layouts", "planted faults", "faults of Megatron-core (#7452)")
+_QUICK = 2
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The outcome of one kind of layouts.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        layouts: number of layouts that ran.
+        alarms: number of layouts that parity reports.
+        expected: number of layouts with the report they should have.
+        odd: the others, by name.
+        seconds: wall time.
+    """
+
+    kind: str
+    layouts: int
+    alarms: int
+    expected: int
+    odd: tuple[str, ...]
+    seconds: float
+
+
+def run(*, quick: bool = False) -> Iterator[Proof]:
+    """Run each kind; with ``quick`` two models, faults and findings of each."""
+    sys.path.insert(0, str(SUPPORT))  # the ranks get this path, too
+    proof: Any = importlib.import_module("parity_proof")
+    runs: tuple[tuple[Callable[..., Any], Sequence[Any]], ...] = (
+        (proof.sound_layouts, [*proof.SOUND]),
+        (proof.planted_faults, [*proof.FAULTS]),
+        (proof.upstream_findings, [*proof.FINDINGS]),
+    )
+    with preloaded(*proof.MODULES):
+        for kind, (verdicts_of, names) in zip(KINDS, runs, strict=True):
+            started = time.monotonic()
+            found = [*verdicts_of(names[:_QUICK] if quick else names)]
+            odd = tuple(f"{each.name}, {each.layout}" for each in found if not each.expected)
+            alarms = sum(each.first is not None for each in found)
+            seconds = time.monotonic() - started
+            yield Proof(kind, len(found), alarms, len(found) - len(odd), odd, seconds)
+
+
+def table(proofs: Sequence[Proof]) -> Table:
+    """The table for RESULTS.md."""
+    core = importlib.metadata.version("megatron-core")
+    rows = tuple(
+        (
+            f"{proof.kind}, core {core}",
+            str(proof.layouts),
+            str(proof.alarms),
+            str(proof.expected),
+            f"{proof.seconds:.0f} s",
+        )
+        for proof in proofs
+    )
+    odd = [f"{proof.kind}: {'; '.join(proof.odd)}" for proof in proofs if proof.odd]
+    notes = (
+        "As it should: a sound layout agrees; a fault is reported, by the right parameter and axis; "
+        "a fault of Megatron-core is reported.",
+        *(f"Not so: {each}." for each in odd),
+    )
+    columns = ("", "layouts", "reported", "as it should", "time")
+    return Table("What parity finds", columns, rows, notes)

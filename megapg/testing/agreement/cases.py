@@ -1,0 +1,127 @@
+"""Layouts as users write them: ``"tp=2 pp=2 vpp=2 sequence_parallel"``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from megapg.errors import LayoutError, ParityInputError
+from megapg.layout import Field, ParallelLayout
+
+Option: TypeAlias = int | bool | str
+
+FACTORS = ("tp", "pp", "cp", "ep", "dp")
+_SIZES = (*FACTORS, "expt_tp", "vpp", "world")
+_WORDS: Mapping[str, Option] = {"true": True, "false": False}
+
+# The axes of each grid, in the order in which a cause is looked for.
+DENSE_AXES: tuple[Field, ...] = ("tp", "cp", "dp", "pp")
+EXPERT_AXES: tuple[Field, ...] = ("expt_tp", "ep", "expt_dp", "pp")
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """One layout to compare, and the options that ``build`` gets in it.
+
+    Attributes:
+        text: as the user wrote it.
+        layout: who is in which group.
+        options: further words, handed to ``build`` as keyword arguments.
+    """
+
+    text: str
+    layout: ParallelLayout
+    options: Mapping[str, Option]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.layout.world_size
+
+    @property
+    def dp(self) -> int:
+        """Size of the data-parallel group."""
+        return self.layout.world_size // (self.layout.tp * self.layout.pp * self.layout.cp)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes above one that were written."""
+        layout = self.layout
+        sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "ep": layout.ep}
+        sizes["dp"] = max(self.dp // layout.ep, 1)
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
+    def axes(self, *, expert: bool) -> list[Field]:
+        """The axes of more than one rank, for a dense or an expert parameter."""
+        axes = EXPERT_AXES if expert else DENSE_AXES
+        return [axis for axis in axes if len(self.layout.members(axis, 0)) > 1]
+
+    def globals_of(self, sizes: Mapping[str, int]) -> ParallelLayout:
+        """A layout of other sizes over the same ranks.
+
+        Raises:
+            ParityInputError: the sizes do not fit the ranks.
+        """
+        written = " ".join(f"{name}={size}" for name, size in sizes.items())
+        return parse_layout(f"{written} world={self.world_size}").layout
+
+
+def parse_layout(written: str | Mapping[str, Option]) -> LayoutCase:
+    """Read one layout. The world is the product of the sizes tp, pp, cp, ep and dp.
+
+    Raises:
+        ParityInputError: a word is no size, or the sizes do not fit together.
+    """
+    words = _words(written) if isinstance(written, str) else dict(written)
+    text = " ".join(name if value is True else f"{name}={value}" for name, value in words.items())
+    sizes = {name: _size(words.pop(name), name, text) for name in _SIZES if name in words}
+    world = sizes.get("world", math.prod(sizes.get(name, 1) for name in FACTORS))
+    try:
+        layout = ParallelLayout(
+            world_size=world,
+            tp=sizes.get("tp", 1),
+            pp=sizes.get("pp", 1),
+            cp=sizes.get("cp", 1),
+            ep=sizes.get("ep", 1),
+            expt_tp=sizes.get("expt_tp", 0),
+            vpp=sizes.get("vpp", 1) if sizes.get("vpp", 1) > 1 else None,
+        )
+    except LayoutError as error:
+        raise ParityInputError(f"layout {text!r}: {error}") from error
+    return LayoutCase(text or "one rank", layout, words)
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+    """Read sizes alone, such as ``"tp=2"``.
+
+    Raises:
+        ParityInputError: a word is no size.
+    """
+    return {name: _size(value, name, text) for name, value in _words(text).items()}
+
+
+def _words(text: str) -> dict[str, Option]:
+    found: dict[str, Option] = {}
+    for word in text.replace(",", " ").split():
+        name, equals, value = word.partition("=")
+        if not name.isidentifier() or (equals and not value):
+            raise ParityInputError(
+                f"layout {text!r}: {word!r} is no size. Write sizes such as 'tp=2 pp=2'; the sizes "
+                f"are {', '.join(_SIZES)}."
+            )
+        if name in found:
+            raise ParityInputError(f"layout {text!r} gives {name} twice.")
+        found[name] = _value(value) if equals else True
+    return found
+
+
+def _value(text: str) -> Option:
+    return int(text) if text.isdecimal() else _WORDS.get(text.lower(), text)
+
+
+def _size(value: Option, name: str, text: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ParityInputError(f"layout {text!r}: {name} must be a whole number from 1.")
+    return value

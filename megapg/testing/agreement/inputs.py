@@ -1,0 +1,165 @@
+"""Refuse input that can't be compared, with errors that say what to change."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megapg.collection import ProcessGroupCollection
+from megapg.errors import ParityInputError
+from megapg.rng import RngState
+from megapg.testing.agreement.cases import LayoutCase
+from megapg.testing.agreement.held import Shard
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Turn errors of the block into an error that names the layout and the part."""
+    try:
+        yield
+    except ParityInputError:
+        raise
+    except Exception as error:
+        text = str(error).strip().partition("\n")[0][:300]
+        rank = f" on rank {dist.get_rank()}" if dist.get_world_size() > 1 else ""
+        raise ParityInputError(f"{what} raised {type(error).__name__}{rank}: {text}") from error
+
+
+def check_options(
+    signature: inspect.Signature, options: Mapping[str, object], case: LayoutCase
+) -> None:
+    """Refuse words of a layout that ``build`` does not take."""
+    takes = signature.parameters.values()
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes):
+        return
+    unknown = [name for name in options if name not in signature.parameters]
+    if unknown:
+        raise ParityInputError(
+            f"layout {case.text!r}: {', '.join(unknown)} is no size, and build takes no argument "
+            "of that name."
+        )
+
+
+def chunks_of(made: object, case: LayoutCase, pg: ProcessGroupCollection) -> list[torch.nn.Module]:
+    """Return the chunks that ``build`` made, once they are known to be comparable."""
+    chunks: list[torch.nn.Module] = []
+    where = f"layout {case.text!r}: build"
+    for chunk in made if isinstance(made, list | tuple) else [made]:
+        if not isinstance(chunk, torch.nn.Module) or not hasattr(chunk, "sharded_state_dict"):
+            raise ParityInputError(
+                f"{where} returned {type(chunk).__name__}. Return a Megatron-core module (it has "
+                "sharded_state_dict and config), or the list of a virtual pipeline's chunks."
+            )
+        if getattr(chunk, "config", None) is None:
+            raise ParityInputError(
+                f"{where} returned a {type(chunk).__name__} without config. Derive it from "
+                "MegatronModule, and pass the config there."
+            )
+        if not hasattr(chunk, "set_input_tensor") and case.layout.pp == 1:
+            vars(chunk)["set_input_tensor"] = _take_no_input
+        chunks.append(chunk)
+    expected = case.layout.vpp or 1
+    if len(chunks) != expected:
+        raise ParityInputError(
+            f"{where} returned {len(chunks)} chunks, and {expected} are needed (vpp). Return a "
+            "list, or take vp_stage=: then build is called once per chunk."
+        )
+    if case.world_size > 1 and not any(_holds(chunk, pg) for chunk in chunks):
+        raise ParityInputError(
+            f"{where} ignores the groups it gets: no module holds pg or one of its groups. Pass "
+            "pg_collection=pg to the model."
+        )
+    odd = {str(p.dtype) for chunk in chunks for p in chunk.parameters() if p.is_floating_point()}
+    odd -= {"torch.float32", "torch.float64"}
+    if odd:
+        raise ParityInputError(
+            f"{where} makes parameters of {', '.join(sorted(odd))}, whose rounding hides faults. "
+            "Build the model in float32; it is compared in float64 if it can be."
+        )
+    return chunks
+
+
+def _take_no_input(tensor: object) -> None:
+    """Take the input of another stage: the only stage has none."""
+
+
+def _holds(chunk: torch.nn.Module, pg: ProcessGroupCollection) -> bool:
+    """True if a module of the chunk was given the collection or one of its groups.
+
+    A model that took its groups from Megatron's globals holds Megatron's own collection instead.
+    """
+    groups = {id(getattr(pg, name)) for name in pg.present()}
+    values = [value for module in chunk.modules() for value in vars(module).values()]
+    if any(value is pg for value in values):
+        return True
+    core = any(type(value).__name__ == "ProcessGroupCollection" for value in values)
+    return not core and any(id(value) in groups for value in values)
+
+
+def check_described(undescribed: Sequence[str], case: LayoutCase) -> None:
+    """Refuse parameters that no checkpoint would hold."""
+    if undescribed:
+        raise ParityInputError(
+            f"layout {case.text!r}: sharded_state_dict of the model leaves out "
+            f"{', '.join(undescribed[:3])}. Parity compares what it describes, and a checkpoint "
+            "saves it. Add them there."
+        )
+
+
+def check_same_build(shards: Sequence[Shard], pg: ProcessGroupCollection, case: LayoutCase) -> None:
+    """Refuse a model of which two ranks disagree. Every rank calls it."""
+    if case.world_size == 1:
+        return
+    mine = (
+        (pg.rank("pp"), pg.rank("ep")),
+        {shard.name: (shard.key, shard.whole) for shard in shards},
+    )
+    everyone: list[tuple[tuple[int, int], dict[str, tuple[str, tuple[int, ...]]]]]
+    everyone = [mine for _ in range(case.world_size)]
+    dist.all_gather_object(everyone, mine)
+    first: dict[tuple[int, int], int] = {}
+    whole: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for rank, (place, names) in enumerate(everyone):
+        other = first.setdefault(place, rank)
+        for name in sorted(names.keys() ^ everyone[other][1].keys()):
+            has, lacks = (rank, other) if name in names else (other, rank)
+            raise ParityInputError(
+                f"layout {case.text!r}: build differs between ranks: rank {has} has {name}, and "
+                f"rank {lacks} of the same stage has not. Build the same modules on both."
+            )
+        for name, (key, shape) in names.items():
+            known, expected = whole.setdefault(key, (rank, shape))
+            if expected != shape:
+                raise ParityInputError(
+                    f"layout {case.text!r}: build differs between ranks: {name} is a part of "
+                    f"shape {list(expected)} on rank {known}, and of {list(shape)} on rank {rank}."
+                )
+
+
+def moved(before: RngState, after: RngState) -> list[str]:
+    """Return the names of the random streams that moved."""
+    names = {"random_rng_state": "random", "np_rng_state": "numpy.random"}
+    names["torch_rng_state"] = "torch's generator"
+    found = [name for key, name in names.items() if _differ(before, after, key)]
+    streams = before["rng_tracker_states"], after["rng_tracker_states"]
+    return [*found, *(name for name in streams[0] if _differ(*streams, name))]
+
+
+def _differ(before: Mapping[str, object], after: Mapping[str, object], key: str) -> bool:
+    one, other = _plain(before[key]), _plain(after.get(key))
+    return one != other
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value

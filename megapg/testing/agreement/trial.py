@@ -1,0 +1,264 @@
+"""One rank's part: build the model, load the common weights, train two steps, keep the results.
+
+It does so twice: without and with the distributed optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import unwrap_model
+
+import megapg
+from megapg.collection import ProcessGroupCollection
+from megapg.errors import CheckpointError, ParityInputError
+from megapg.megatron import schedule_collection
+from megapg.rng import capture_rng_state
+from megapg.testing import megatron_on_cpu
+from megapg.testing.agreement import inputs
+from megapg.testing.agreement.built_in import next_token, random_tokens
+from megapg.testing.agreement.cases import LayoutCase
+from megapg.testing.agreement.comparison import REFERENCE, SEED, STEPS, Batch, Job
+from megapg.testing.agreement.held import Held, write
+from megapg.testing.agreement.outputs import Outputs
+from megapg.testing.agreement.shards import Shards
+from megapg.testing.double import float64_for_float32
+
+_LR = 1e-2
+_EPSILON = 1e-3  # of Adam; so large that rounding of a gradient near zero moves no weight
+_NO_CLIPPING = 1e9  # the norm is computed, and a wrong one changes nothing else
+
+
+def run_rank(job: Job, case: LayoutCase, number: int | None) -> None:
+    """Train in one layout and leave the result in a file. Every rank of the layout calls it.
+
+    Args:
+        job: the comparison.
+        case: the layout.
+        number: of the layout. None: this is the reference, which saves the weights first.
+    """
+    warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    held = Held()
+    precision = float64_for_float32() if job.double else contextlib.nullcontext()
+    timeout = timedelta(seconds=job.collective_timeout)
+    with (
+        megatron_on_cpu(),
+        precision,
+        megapg.session(case.layout, collective_timeout=timeout) as session,
+        _globals(job, case, session.groups),
+    ):
+        for distributed in (False, True):
+            trial = Trial(job, case, session.groups, distributed)
+            trial.load(save=number is None and not distributed)
+            trial.train(held)
+            del trial
+        place = REFERENCE if number is None else str(number)
+        write(Path(job.directory, place), session.rank, held)
+
+
+@contextlib.contextmanager
+def _globals(job: Job, case: LayoutCase, pg: ProcessGroupCollection) -> Iterator[None]:
+    """Have Megatron's globals answer with these groups, or with those of other sizes."""
+    if job.global_sizes is None or case.world_size == 1:
+        with megapg.published(pg):
+            yield
+        return
+    layout = case.globals_of(job.global_sizes)
+    with megapg.session(layout, name="globals") as other, megapg.published(other.groups):
+        yield
+
+
+class Trial:
+    """One model with its optimizer, from building it to the last step."""
+
+    def __init__(
+        self, job: Job, case: LayoutCase, pg: ProcessGroupCollection, distributed: bool
+    ) -> None:
+        self._job, self._case, self._pg = job, case, pg
+        self._distributed = distributed
+        # With another seed the second time: a step that draws random numbers then differs.
+        megapg.seed_all(SEED + distributed, pg)
+        self._plain = self._build()
+        self._config: Any = self._plain[0].config
+        self._prepare_config()
+        with inputs.naming(f"layout {case.text!r}: sharded_state_dict of the model"):
+            self._shards = Shards(self._plain, pg)
+        inputs.check_described(self._shards.undescribed, case)
+        inputs.check_same_build(self._shards.of(), pg, case)
+        self._built = self._shards.of()
+
+    def _build(self) -> list[torch.nn.Module]:
+        job, case, pg = self._job, self._case, self._pg
+        build: Any = job.build
+        options = {**job.options, **case.options}
+        with inputs.naming(f"layout {case.text!r}: build"):
+            signature = inspect.signature(build)
+            inputs.check_options(signature, options, case)
+            if case.layout.vpp and "vp_stage" in signature.parameters:
+                made = [build(pg, vp_stage=n, **options) for n in range(case.layout.vpp)]
+            else:
+                made = build(pg, **options)
+        chunks = inputs.chunks_of(made, case, pg)
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            without_dropout(module)
+            without_dropout(getattr(module, "config", None))
+        return chunks
+
+    def _prepare_config(self) -> None:
+        config, vpp = self._config, self._case.layout.vpp
+        config.finalize_model_grads_func = finalize_model_grads
+        if config.pipeline_dtype is None:
+            config.pipeline_dtype = torch.float32
+        # With two interleaved stages, batched p2p pairs messages wrongly on gloo.
+        config.overlap_p2p_comm, config.batch_p2p_comm = vpp is not None, vpp is None
+
+    def load(self, *, save: bool) -> None:
+        """Load the common weights. With ``save``, save this model's weights as the common ones."""
+        common = Path(self._job.directory, "weights")
+        if save:
+            _vary(self._plain)
+            with inputs.naming("one rank: saving the model"):
+                megapg.save_checkpoint(common, 0, model=self._plain, pg_collection=self._pg)
+            return
+        try:
+            megapg.load_checkpoint(common, model=self._plain, pg_collection=self._pg, rng=False)
+        except CheckpointError as error:
+            raise ParityInputError(
+                f"layout {self._case.text!r}: the model is not the one of a single rank: {error} "
+                "Let build make the same model for every layout, cut by pg."
+            ) from error
+
+    def train(self, held: Held) -> None:
+        """Train two steps, and put the results into ``held``."""
+        wrapped = self._wrapped()
+        optimizer: Any = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=_LR,
+                adam_eps=_EPSILON,
+                clip_grad=_NO_CLIPPING,
+                use_distributed_optimizer=self._distributed,
+            ),
+            wrapped,
+            use_gloo_process_groups=False,
+            pg_collection=self._pg,
+        )
+        shards = Shards(wrapped, self._pg)  # the weights have moved into a buffer
+        outputs = Outputs([] if self._distributed else wrapped)
+        weights = []
+        for step in range(STEPS):
+            for chunk in wrapped:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            before = capture_rng_state(self._pg)[0]
+            losses = self._forward_backward(wrapped, outputs)
+            if step == 0 and not self._distributed:
+                outputs.stop()
+                after = capture_rng_state(self._pg)[0]
+                held.built, held.outputs, held.losses = self._built, outputs.found, losses
+                held.moved = inputs.moved(before, after)
+                held.gradients = shards.of(_gradient)
+            elif step == 0:
+                held.again = losses
+            _, norm, _ = optimizer.step()
+            weights.append(shards.of())
+            if step == 0:
+                held.norms.append(float(norm))
+        held.weights.append(weights)
+
+    def _wrapped(self) -> list[Any]:
+        config = DistributedDataParallelConfig(use_distributed_optimizer=self._distributed)
+        wrapped = [
+            DistributedDataParallel(
+                self._config, config, chunk, disable_bucketing=stage > 0, pg_collection=self._pg
+            )
+            for stage, chunk in enumerate(self._plain)
+        ]
+        several = len(wrapped) > 1
+        self._config.no_sync_func = (
+            [chunk.no_sync for chunk in wrapped] if several else wrapped[0].no_sync
+        )
+        return wrapped
+
+    def _forward_backward(self, wrapped: Sequence[Any], outputs: Outputs) -> dict[int, float]:
+        """Run this rank's share of the global batch, and return the loss of each sample."""
+        pg, layout, job = self._pg, self._case.layout, self._job
+        step = job.step or next_token
+        seq_length, sample = random_tokens(job, unwrap_model(list(wrapped))[0], pg)
+        losses: dict[int, float] = {}
+
+        def forward_step(batches: Iterator[tuple[int, Batch]], model: Any) -> Any:
+            number, batch = next(batches)
+            with outputs.at(number):
+                output = step(model, batch, pg)
+            return output, partial(self._loss, losses, number)
+
+        def batches() -> Iterator[tuple[int, Batch]]:
+            for number in range(pg.rank("dp"), job.samples, pg.size("dp")):
+                yield number, sample(number)
+
+        get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vpp)(
+            forward_step_func=forward_step,
+            data_iterator=[batches() for _ in wrapped] if len(wrapped) > 1 else batches(),
+            model=list(wrapped),
+            num_microbatches=job.samples // pg.size("dp"),
+            seq_length=seq_length,
+            micro_batch_size=1,
+            decoder_seq_length=seq_length,
+            pg_collection=schedule_collection(pg),
+            p2p_communicator=P2PCommunicator(pg.pp, self._config),
+        )
+        return losses
+
+    def _loss(
+        self, losses: dict[int, float], number: int, output: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        mean = output.mean()
+        known = losses[number] = float(mean.detach())
+        if self._config.calculate_per_token_loss:
+            tokens = torch.tensor(output.numel())
+            return output.sum(), tokens, known  # type: ignore[return-value]
+        # The schedule expects the rank's share of the loss over the whole sequence.
+        return mean / self._case.layout.cp, known  # type: ignore[return-value]
+
+
+def without_dropout(holder: object) -> None:
+    """Turn dropout off in a module or in a config."""
+    if isinstance(holder, torch.nn.Dropout):
+        holder.p = 0.0
+    for name in ("hidden_dropout", "attention_dropout"):
+        if isinstance(getattr(holder, name, None), float):
+            setattr(holder, name, 0.0)
+
+
+def _vary(chunks: Sequence[torch.nn.Module]) -> None:
+    """Change parameters whose elements are all equal: a bias of zeros would hide a fault."""
+    generator = torch.Generator().manual_seed(SEED)
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        first = parameter.detach().reshape(-1)[:1]
+        if parameter.numel() > 1 and parameter.is_floating_point() and (parameter == first).all():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.data.add_(noise, alpha=0.1)
+
+
+def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    gradient: torch.Tensor | None = getattr(parameter, "main_grad", parameter.grad)
+    return gradient

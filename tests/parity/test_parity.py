@@ -1,0 +1,383 @@
+"""``parity`` and ``megapg parity`` as users call them, on real ranks."""
+
+import json
+import random
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import parity_proof
+import pytest
+import torch
+import torch.distributed as dist
+from parity_faults import build as build_faulty
+from processes import captured
+from schemas import check_schema
+from typer.testing import CliRunner
+
+from megapg.cli import app
+from megapg.errors import ParityError, ParityInputError
+from megapg.testing import agreement, parity
+from megapg.testing.agreement.built_in import gpt, next_token
+
+SCHEMA = json.loads(Path(agreement.__file__).with_name("schema.json").read_text())
+
+
+# -- sound layouts and faults: a few here, all in test_parity_proof --------------------------------
+
+SOUND = ("tp=2 sequence_parallel", "pp=2 vpp=2")
+FAULTY = {  # layout -> the first check that fails, the parameter, the axis, part of the text
+    "tp=2 fault=output_of_fc2_not_reduced": (
+        "loss",
+        "decoder.layers.1.mlp.linear_fc2.weight",
+        "tp",
+        "their sum is the reference: not summed over tp",
+    ),
+    "tp=2 sequence_parallel fault=norm_lacks_sequence_parallel_mark": (
+        "gradients",
+        "decoder.layers.1.input_layernorm.weight",
+        "tp",
+        "ranks 0 and 1 of a tp group hold different values of what they share",
+    ),
+    "dp=2 fault=gradient_scaled_by_dp": (
+        "gradients",
+        "decoder.layers.1.mlp.linear_fc1.weight",
+        "dp",
+        "2 times the reference on all ranks: as if summed over dp once too often",
+    ),
+    "tp=2 fault=replica_has_tensor_parallel_mark": (
+        "gradient norm",
+        "decoder.layers.1.mlp.linear_fc2.bias",
+        "tp",
+        "counted 2 times, over tp",
+    ),
+    "tp=2 fault=replica_frozen_on_one_rank": (
+        "weights",
+        "decoder.layers.1.mlp.linear_fc2.bias",
+        "tp",
+        "those of rank 0 are the reference's",
+    ),
+    "dp=2 fault=replica_seeded_apart_over_dp": (
+        "replicas",
+        "decoder.layers.1.mlp.linear_fc1.weight",
+        "dp",
+        "as built: ranks 0 and 1 of a dp group",
+    ),
+    # NVIDIA/Megatron-LM #7452, finding 2
+    "tp=2 parallel_output=false": ("loss", "", "tp", "larger by log(2), and tp has 2 ranks"),
+}
+
+
+@pytest.fixture(scope="module")
+def report():
+    lines = []
+    found = parity(build_faulty, [*SOUND, *FAULTY], progress=lines.append)
+    assert lines[0] == "one rank"
+    assert lines[-1] == "tp=2 parallel_output=False: 2 ranks (9 of 9)"
+    return found
+
+
+@pytest.mark.smoke
+@pytest.mark.contract
+def test_sound_layouts_agree_and_faults_are_named(report):
+    assert report.precision == "float64"
+    layouts = {each.layout: each for each in report.layouts}
+    for layout in SOUND:
+        assert layouts[layout].agrees
+        assert max(cell.off for cell in layouts[layout].cells) < 1e-12
+    for layout, (check, parameter, axis, text) in FAULTY.items():
+        first = layouts[layout.replace("false", "False")].wrong[0]
+        assert (first.check, first.parameter, first.axis) == (check, parameter, axis)
+        assert first.state == "differs"
+        assert first.ranks
+        assert text in first.text
+
+
+@pytest.mark.contract
+def test_experts_agree_over_ep():
+    parity("moe", ["tp=2 ep=2 expt_tp=1 world=2"]).check()
+
+
+def test_a_report_fails_a_test_with_all_it_found(report):
+    with pytest.raises(AssertionError) as raised:
+        report.check()
+    assert isinstance(raised.value, ParityError)
+    lines = str(raised.value).splitlines()
+    assert lines[1].split()[:2] == ["tp=2", "sequence_parallel"]
+    assert lines[1].endswith("agrees")
+    for layout, (check, _, _, text) in FAULTY.items():
+        where = layout.replace("false", "False")
+        assert any(line.startswith(f"{where}: {check}: ") and text in line for line in lines)
+    assert replace(report, layouts=report.layouts[:2]).check() is None
+
+
+def test_a_report_is_json_that_its_schema_describes(report):
+    plain = json.loads(json.dumps(report.as_dict()))
+    check_schema(plain, SCHEMA)
+    assert plain["agrees"] is False
+    with pytest.raises(AssertionError):
+        check_schema({**plain, "mood": "fine"}, SCHEMA)
+
+
+@pytest.mark.slow
+def test_float32_finds_the_same(report):
+    layouts = ["tp=2", "dp=2 fault=gradient_scaled_by_dp"]
+    sound, faulty = parity(build_faulty, layouts, precision="float32").layouts
+    assert sound.agrees
+    assert 1e-9 < max(cell.off for cell in sound.cells) < 1e-4
+    assert faulty.wrong[0].parameter == FAULTY[layouts[1]][1]
+
+
+# -- input that can't be compared ------------------------------------------------------------------
+
+
+def ignores_its_groups(pg):
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+    return GPTModel(config, get_gpt_layer_local_spec(), 64, 16)
+
+
+def differs_between_ranks(pg):
+    return gpt(pg, num_layers=1 + dist.get_rank())
+
+
+def differs_in_size(pg):
+    return gpt(pg, ffn_hidden_size=64 * (1 + dist.get_rank()))
+
+
+def raises_on_one_rank(pg):
+    if dist.get_rank():
+        raise KeyError("no such config")
+    return gpt(pg)
+
+
+def one_chunk_too_few(pg):
+    return [gpt(pg, vp_stage=0)]
+
+
+def no_module(pg):
+    return torch.nn.Linear(2, 2)
+
+
+def sixteen_bits(pg):
+    return gpt(pg, bf16=True, params_dtype=torch.bfloat16)
+
+
+def random_step(model, batch, pg):
+    return next_token(model, batch, pg) * (1 + random.random())
+
+
+def failing_step(model, batch, pg):
+    if dist.get_rank():
+        raise ZeroDivisionError("only here")
+    return next_token(model, batch, pg)
+
+
+def waiting_step(model, batch, pg):
+    if dist.get_rank():
+        time.sleep(600)
+    return next_token(model, batch, pg)
+
+
+def dropping_step(model, batch, pg):
+    return torch.nn.functional.dropout(next_token(model, batch, pg), 0.5)
+
+
+BAD = {
+    "tp=2": {
+        ignores_its_groups: "layout 'tp=2': build ignores the groups it gets",
+        raises_on_one_rank: "layout 'tp=2': build raised KeyError on rank 1: 'no such config'",
+    },
+    "dp=2": {
+        differs_between_ranks: "rank 1 has decoder.layers.1.input_layernorm.bias, and rank 0 of "
+        "the same stage has not",
+        differs_in_size: "decoder.layers.0.mlp.linear_fc1.weight is a part of shape",
+    },
+    "pp=2 vpp=2": {one_chunk_too_few: "returned 1 chunks, and 2 are needed"},
+    "one rank": {
+        no_module: "build returned Linear. Return a Megatron-core module",
+        sixteen_bits: "build makes parameters of torch.bfloat16",
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    ("layout", "build"), [(layout, build) for layout, builds in BAD.items() for build in builds]
+)
+def test_a_build_that_cannot_be_compared_is_named(layout, build):
+    with pytest.raises(ParityInputError) as refused:
+        parity(build, ["tp=2" if layout == "one rank" else layout])
+    assert BAD[layout][build] in str(refused.value)
+
+
+def test_groups_that_are_ignored_are_refused():
+    with pytest.raises(ParityInputError, match="build ignores the groups it gets"):
+        parity(ignores_its_groups, ["tp=2"], precision="float64")
+
+
+@pytest.mark.parametrize(
+    ("step", "stream"),
+    [
+        (random_step, "random"),
+        pytest.param(dropping_step, "torch's generator", marks=pytest.mark.slow),
+    ],
+)
+def test_a_random_choice_in_the_step_is_refused(step, stream):
+    with pytest.raises(ParityInputError, match="differs from itself") as refused:
+        parity("gpt", ["tp=2"], step=step)
+    assert f"The step drew from {stream}" in str(refused.value)
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_in_a_layout_is_a_finding():
+    layouts = parity("gpt", ["tp=2", "dp=2"], step=failing_step).layouts
+    assert [cell.state for cell in layouts[0].cells] == ["failed"] * 6
+    assert layouts[0].cells[0].text == "rank 1: ZeroDivisionError: only here"
+    assert not layouts[1].agrees
+
+
+@pytest.mark.slow
+def test_a_step_that_waits_for_ever_ends_with_the_deadline():
+    started = time.monotonic()
+    (layout,) = parity("gpt", ["tp=2"], step=waiting_step, deadline=30).layouts
+    assert time.monotonic() - started < 90
+    assert "rank 1: TimeoutError" in layout.cells[0].text
+    assert "waiting_step" in layout.cells[0].text
+
+
+@pytest.mark.parametrize(
+    ("layouts", "message"),
+    [
+        ([], "give at least one layout"),
+        (["tp"], "tp must be a whole number from 1"),
+        (["tp=0"], "tp must be a whole number from 1"),
+        (["tp=2 tp=4"], "gives tp twice"),
+        (["tp="], "'tp=' is no size"),
+        (["2"], "'2' is no size"),
+        (["tp=2 world=3"], "world_size=3 does not divide"),
+        (["pp=1 vpp=2"], "needs pp > 1"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused_before_anything_starts(layouts, message):
+    with pytest.raises(ParityInputError, match=message):
+        parity("gpt", layouts)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        ("nowhere.py:build", "nowhere.py: no such file"),
+        ("gpt2", "names no function"),
+        ("train.py", "names no function"),
+        (lambda pg: gpt(pg), "other processes"),
+    ],
+)
+def test_a_build_that_is_not_there_is_refused_before_anything_starts(build, message):
+    with pytest.raises(ParityInputError, match=message):
+        parity(build, ["tp=2"])
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+MODEL = """
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+
+
+def build(pg, wrong=False):
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        tensor_model_parallel_size=pg.size("tp"),
+    )
+    model = GPTModel(config, get_gpt_layer_local_spec(), 256, 16, pg_collection=pg)
+    if wrong:
+        linear = model.decoder.layers[1].mlp.linear_fc2
+        forward = linear.forward
+
+        def over_dp(hidden):
+            linear.tp_group = pg.dp
+            output = forward(hidden)
+            linear.tp_group = pg.tp
+            return output
+
+        linear.forward = over_dp
+    return model
+"""
+
+
+def command(*arguments, cwd):
+    return captured([sys.executable, "-m", "megapg", "parity", *arguments], cwd=cwd, timeout=120)
+
+
+def test_the_command_exits_with_1_and_names_the_module(tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    arguments = ("model.py:build", "--layout", "tp=2", "--layout", "tp=2 wrong")
+    ended = command(*arguments, "--json", cwd=tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    shown = json.loads(ended.stdout)
+    check_schema(shown, SCHEMA)
+    right, wrong = shown["layouts"]
+    assert all(cell["state"] == "agrees" for cell in right["cells"])
+    assert wrong["cells"][0]["parameter"] == "decoder.layers.1.mlp.linear_fc2.weight"
+    assert "not summed over tp" in wrong["cells"][0]["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.contract
+def test_the_command_exits_with_0_and_shows_a_table(tmp_path):
+    ended = command("gpt", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    rows = [line.split() for line in ended.stdout.splitlines() if "=2" in line]
+    assert [row[:2] for row in rows] == [["tp=2", "2"], ["pp=2", "2"], ["dp=2", "2"]]
+    assert "3 of 3 layouts" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("nowhere.py:build", "nowhere.py: no such file."),
+        ("gpt --layout tp=0", "tp must be a whole number from 1"),
+        ("gpt --globals tp=3", "layout 'tp=3 world=2'"),
+    ],
+)
+def test_the_command_exits_with_2_for_bad_input(arguments, message):
+    ended = CliRunner(env={"COLUMNS": "140"}).invoke(app, ["parity", *arguments.split()])
+    assert ended.exit_code == 2
+    assert message in " ".join(ended.output.split())
+
+
+# -- the proof in full -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_no_sound_layout_is_an_alarm():
+    verdicts = [*parity_proof.sound_layouts()]
+    assert len(verdicts) >= 40
+    assert not [each for each in verdicts if not each.expected]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_planted_fault_is_found_and_most_are_named():
+    verdicts = [*parity_proof.planted_faults()]
+    assert len(verdicts) >= 30
+    assert not [each for each in verdicts if each.first is None]
+    named = [each for each in verdicts if each.expected]
+    assert len(named) >= 0.9 * len(verdicts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_faults_of_megatron_core_are_found():
+    verdicts = [*parity_proof.upstream_findings()]
+    assert all(each.expected for each in verdicts)

@@ -1,0 +1,89 @@
+"""Runs parity on sound layouts, on planted faults and on faults of Megatron-core itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from parity_faults import FAULTS, STEPS, Fault, build
+from parity_layouts import SOUND
+from parity_upstream import FINDINGS
+
+from megapg.testing import Cell, LayoutReport, parity
+
+MODULES = ("parity_faults", "parity_upstream")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What parity said of one layout.
+
+    Attributes:
+        name: of the model, of the fault or of the finding.
+        layout: where.
+        first: the first cell that does not agree; None: all agree.
+        expected: True if it is to agree (sound layouts), or names what was planted (faults).
+        text: what the report says of it.
+    """
+
+    name: str
+    layout: str
+    first: Cell | None
+    expected: bool
+    text: str
+
+
+def sound_layouts(names: Iterable[str] = SOUND) -> Iterator[Verdict]:
+    """Every sound layout; ``expected`` is False for a false alarm."""
+    for name in names:
+        sound = SOUND[name]
+        report = parity(sound.model, sound.layouts, options=sound.options)
+        for layout in report.layouts:
+            agrees = layout.agrees != (layout.layout in sound.wrong)
+            yield _verdict(name, layout, agrees)
+
+
+def planted_faults(names: Iterable[str] = tuple(FAULTS)) -> Iterator[Verdict]:
+    """Every planted fault; ``expected`` is True if parameter and axis are those of the fault."""
+    ordered = sorted(names, key=lambda name: _model(FAULTS[name]))
+    for _, group in groupby(ordered, lambda name: _model(FAULTS[name])):
+        same = [*group]
+        fault = FAULTS[same[0]]
+        report = parity(
+            build,
+            [f"{FAULTS[name].layout} fault={name}" for name in same],
+            options={"model": fault.model, **fault.options},
+            step=STEPS[fault.step],
+        )
+        for name, layout in zip(same, report.layouts, strict=True):
+            first = next(iter(layout.wrong), None)
+            yield _verdict(name, layout, first is not None and _names(FAULTS[name], first))
+
+
+def upstream_findings(numbers: Iterable[int] = FINDINGS) -> Iterator[Verdict]:
+    """Findings of NVIDIA/Megatron-LM #7452; ``expected`` is True if the core has the fault."""
+    for number in numbers:
+        finding = FINDINGS[number]
+        report = parity(
+            "gpt",
+            [finding.layout],
+            options=finding.options,
+            step=finding.step,
+            global_sizes=finding.global_sizes,
+        )
+        yield _verdict(f"#7452, finding {number}", report.layouts[0], not report.agrees)
+
+
+def _model(fault: Fault) -> str:
+    return f"{fault.model} {sorted(fault.options.items())} {fault.step}"
+
+
+def _names(fault: Fault, cell: Cell) -> bool:
+    named = fault.parameter in cell.parameter and bool(fault.parameter) == bool(cell.parameter)
+    return cell.state == "differs" and named and cell.axis in fault.axes
+
+
+def _verdict(name: str, layout: LayoutReport, expected: bool) -> Verdict:
+    first = next(iter(layout.wrong), None)
+    return Verdict(name, layout.layout, first, expected, first.text if first else "")
