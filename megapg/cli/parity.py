@@ -115,7 +115,8 @@ def parity(
         say(
             "agrees" if report.agrees else "differs",
             "green" if report.agrees else "bold red",
-            f"{sum(each.agrees for each in report.layouts)} of {len(report.layouts)} layouts; "
+            f"{sum(each.agrees is report.agrees for each in report.layouts)} of "
+            f"{len(report.layouts)} layouts; "
             f"{report.samples} samples in {report.precision}, loss {report.loss:.6g} on one rank; "
             f"up to {report.tolerance:.0e} counts as rounding",
         )
