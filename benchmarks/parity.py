@@ -77,8 +77,8 @@ def table(proofs: Sequence[Proof]) -> Table:
     )
     odd = [f"{proof.kind}: {'; '.join(proof.odd)}" for proof in proofs if proof.odd]
     notes = (
-        "As it should: a sound layout agrees; a fault is reported, by the right parameter and axis; "
-        "a fault of Megatron-core is reported.",
+        "As it should: a sound layout agrees; a fault is reported, by the right parameter and "
+        "axis; a fault of Megatron-core is reported.",
         *(f"Not so: {each}." for each in odd),
     )
     columns = ("", "layouts", "reported", "as it should", "time")

@@ -34,6 +34,8 @@ from megapg.megatron.watching.forbid import forbid_global_reads
 from megapg.megatron.watching.guard import guard
 from megapg.megatron.watching.judge import allow_global_reads
 from megapg.megatron.watching.trace import GlobalRead, Trace, trace_global_reads
+
+# Here as well, so that a session is never without the guard.
 from megapg.ownership.opening import open_sessions, session
 
 if TYPE_CHECKING:

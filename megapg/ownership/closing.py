@@ -110,7 +110,8 @@ class Closing(abc.ABC):
             plain = self._groups.describe().items()
             self.ranks_by_field = {field: tuple(_flat(ranks)) for field, ranks in plain}
         _OPENED[next(_NUMBERS)] = self
-        _report_change()
+        for listener, _ in _LISTENERS:
+            listener()
         self._signals.when_stuck(_weakly(self._leave_without_the_main_thread))
 
     def _part(self, error: BaseException | None, alone: bool = False) -> dict[int, str]:
@@ -339,7 +340,8 @@ class Closing(abc.ABC):
             if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
                 self._lease.end(since, state)
         finally:
-            _report_change()
+            for _, listener in _LISTENERS:
+                listener()
 
     def _destroy(self, *, abort: bool) -> None:
         """End the communicators, and keep those that torch still knows for another attempt."""
@@ -449,18 +451,16 @@ def open_owners() -> list[Closing]:
     return [o for o in opened if not o.closed and o._lease.pid == os.getpid()]
 
 
-# Called after an owner has opened its groups, and after it has closed or lost them.
-_LISTENERS: list[Callable[[], None]] = []
+# What to call after an owner has opened its groups, and after it has closed or lost them.
+_LISTENERS: list[tuple[Callable[[], None], Callable[[], None]]] = []
 
 
-def on_open_or_close(listener: Callable[[], None]) -> None:
-    """Call ``listener()`` from now on when an owner of this process opens, closes or fails."""
-    _LISTENERS.append(listener)
+def on_open_or_close(*, opened: Callable[[], None], closed: Callable[[], None]) -> None:
+    """Call ``opened()`` and ``closed()`` from now on after an owner opens, and closes or fails.
 
-
-def _report_change() -> None:
-    for listener in _LISTENERS:
-        listener()
+    What ``opened()`` raises, the owner does not open for.
+    """
+    _LISTENERS.append((opened, closed))
 
 
 def close_lost() -> None:

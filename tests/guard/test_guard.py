@@ -4,8 +4,10 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -112,7 +114,8 @@ def test_megatron_that_is_imported_after_the_session():
         "from megapg.ownership.opening import fake_session\n"
         "from megapg.layout import ParallelLayout\n"
         "from megapg.errors import WrongGroupError\n"
-        "session = megapg.session and fake_session(ParallelLayout(world_size=8, tp=2), 3)\n"
+        "megapg.session\n"
+        "session = fake_session(ParallelLayout(world_size=8, tp=2), 3)\n"
         "assert 'megatron.core.parallel_state' not in sys.modules\n"
         "from megatron.core import parallel_state\n"
         "import inspect\n"
@@ -128,7 +131,7 @@ def test_megatron_that_is_imported_after_the_session():
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert "set at <string>:10" in ran.stdout
+    assert "set at <string>:11" in ran.stdout
 
 
 # -- who is asked ----------------------------------------------------------------------------------
@@ -344,6 +347,106 @@ def test_what_names_no_group_is_not_checked(pg):
         assert parallel_state.model_parallel_is_initialized()
         with megapg.published(pg):
             assert getters.memory_buffer(pg) is parallel_state.get_global_memory_buffer()
+
+
+def test_frames_keep_nothing_alive(pg):
+    class Big:
+        pass
+
+    def phase(pg_collection):
+        big = Big()
+        known = weakref.ref(big)
+        tp_size()
+        del big
+        return known() is None
+
+    with globals_with(tensor=4):
+        assert phase(megapg.from_parallel_state())
+
+
+def test_functions_of_a_fork_that_can_not_be_wrapped_stay_as_they_are(pg, monkeypatch):
+    source = (
+        "def get_one(a=1, *, b=2): return a + b\n"
+        "def get_two(*args, **kwargs): return len(args)\n"
+        "def get_three(a, /, b=2): return a\n"
+        "def set_four(a=1, *, b=2): return b\n"
+        "get_five = lambda: 5\n"
+    )
+    forked = {"__name__": parallel_state.__name__}
+    exec(source, forked)
+    for name in ("get_one", "get_two", "get_three", "set_four", "get_five"):
+        monkeypatch.setattr(parallel_state, name, forked[name], raising=False)
+    with globals_with(tensor=4):
+        assert active() is not None
+        ps = parallel_state
+        assert (ps.get_one(), ps.get_two(1), ps.get_three(3), ps.set_four(), ps.get_five()) == (
+            *(3, 1, 3, 2, 5),
+        )
+
+
+def test_a_guard_that_is_loaded_late_looks_at_once():
+    code = (
+        "from megapg.ownership.opening import fake_session, session\n"
+        "from megapg.layout import ParallelLayout\n"
+        "from megatron.core import parallel_state\n"
+        "first = fake_session(ParallelLayout(world_size=8, tp=2), 3)\n"
+        "second = session(tp=4, name='second')\n"
+        "assert '__megapg_guard__' not in vars(parallel_state)\n"
+        "import megapg.megatron\n"
+        "assert '__megapg_guard__' in vars(parallel_state)\n"
+        "second.close()\n"
+        "assert '__megapg_guard__' not in vars(parallel_state)\n"
+        "first.close()\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def test_a_mode_that_is_misspelt_later_closes_nothing(pg, monkeypatch):
+    with globals_with(tensor=4):
+        second = megapg.session(tp=8, name="second")
+        monkeypatch.setenv("MEGAPG_GUARD", "loud")
+        second.close()
+        with pytest.raises(WrongGroupError):
+            given(pg)
+        monkeypatch.delenv("MEGAPG_GUARD")
+
+
+def test_a_trace_marks_each_kind_of_read_at_one_place(pg):
+    with globals_with(tensor=4), megapg.guard("off"), trace_global_reads() as trace:
+        given(megapg.from_parallel_state())
+        given(pg)
+    refused = [bool(read.refused) for read in trace.reads if read.getter == tp_size.__name__]
+    assert sorted(refused) == [False, True]
+
+
+def test_readers_in_other_threads_while_the_guard_comes_and_goes(pg):
+    stop, failed = threading.Event(), []
+
+    def read_on():
+        while not stop.is_set():
+            try:
+                parallel_state.get_tensor_model_parallel_world_size()
+            except Exception as error:
+                failed.append(error)
+
+    interval = sys.getswitchinterval()
+    threads = [threading.Thread(target=read_on) for _ in range(2)]
+    with megapg.published(pg):
+        sys.setswitchinterval(1e-5)
+        try:
+            for thread in threads:
+                thread.start()
+            for _ in range(40):
+                megapg.session(tp=4, name="second").close()
+        finally:
+            sys.setswitchinterval(interval)
+            stop.set()
+            for thread in threads:
+                thread.join()
+    assert failed == []
 
 
 # -- ways to say so --------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from megapg.collection import LeaseState
@@ -35,21 +34,14 @@ NUMBERS: Mapping[str, tuple[str, str]] = {
 _NO_RANKS: Ranks = (-1,)  # of numbers that set_*() has set: equal to no group's
 
 
-@dataclass(frozen=True)
-class Layout:
-    """One layout of this process: its owner, and field -> ranks of this rank's group."""
+def layouts() -> list[Mapping[str, Ranks]]:
+    """Return field -> ranks of this rank's group, for each layout of this process.
 
-    owner: str
-    ranks: Mapping[str, Ranks]
-
-
-def layouts() -> list[Layout]:
-    """Return the layouts of all open owners, and that of the globals if they are initialised.
-
-    A suspended session counts. Globals that ``published()`` hides at the moment count as well.
+    These are the layouts of all open owners, and that of the globals if they are initialised. A
+    suspended session counts. Globals that ``published()`` hides at the moment count as well.
     """
     found = [
-        Layout(owner._title, owner.ranks_by_field)
+        owner.ranks_by_field
         for owner in open_owners()
         if owner._state in (LeaseState.LIVE, LeaseState.SUSPENDED)
     ]
@@ -57,36 +49,30 @@ def layouts() -> list[Layout]:
     # destroy_model_parallel() forgets to reset some others.
     if any(state.get(name) is not None for name in ALWAYS_SET):
         of_globals = {field: ranks_in_globals(state, field) for field in HOLDS}
-        found.append(Layout("the globals", {f: r for f, r in of_globals.items() if r is not None}))
-    numbers = {
+        found.append({field: ranks for field, ranks in of_globals.items() if ranks is not None})
+    set_to = {
         field: _NO_RANKS
         for field, names in NUMBERS.items()
         if any(state.get(name) is not None for name in names)
     }
-    found.append(Layout("set_*()", numbers))
-    return found
+    return [*found, set_to]
 
 
-def differing(found: Iterable[Layout]) -> frozenset[str]:
+def differing(found: Iterable[Mapping[str, Ranks]]) -> frozenset[str]:
     """Return the fields for which two of the layouts have different ranks."""
     seen: dict[str, Ranks] = {}
-    fields: set[str] = set()
-    for layout in found:
-        for field, ranks in layout.ranks.items():
-            if seen.setdefault(field, ranks) != ranks:
-                fields.add(field)
-    return frozenset(fields)
-
-
-def group_in_globals(state: Mapping[str, object], field: str) -> object:
-    """Return what ``parallel_state`` holds for a field: a group, a list of groups, or None."""
-    return state.get(HOLDS.get(field, ""))
+    return frozenset(
+        field
+        for layout in found
+        for field, ranks in layout.items()
+        if seen.setdefault(field, ranks) != ranks
+    )
 
 
 def ranks_in_globals(state: Mapping[str, object], field: str) -> Ranks | None:
     """Return the ranks of what ``parallel_state`` holds for a field; None if it holds nothing."""
-    held = group_in_globals(state, field)
-    if held is None and field in _OUTSIDE and group_in_globals(state, "pp") is not None:
+    held = state.get(HOLDS.get(field, ""))
+    if held is None and field in _OUTSIDE and state.get(HOLDS["pp"]) is not None:
         return ()
     return ranks_of(held)
 

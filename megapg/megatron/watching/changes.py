@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
-import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, ModuleType
+from typing import cast
 
 from megapg.megatron.core import GLOBALS
-from megapg.megatron.watching.hook import calling_instead
+from megapg.megatron.watching.hook import calling_instead, twin, unwrapped
 
 _MARK = "__megapg_changes__"  # where the wrappers live in parallel_state: no state of our own
 _CHANGES = ("initialize_model_parallel", "destroy_model_parallel", "set_")
@@ -41,13 +41,23 @@ def report_changes(on_change: Callable[[], None] | None) -> None:
     The import of ``parallel_state`` counts as a change, if it is not imported yet.
     """
     sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _Import)]
-    module = sys.modules.get(GLOBALS)
+    module = loaded()
     if module is not None:
         watch = vars(module).setdefault(_MARK, _Watch(None, {}))
         watch.on_change = on_change
         settle(module)
     elif on_change is not None:
         sys.meta_path.insert(0, _Import(on_change))
+
+
+def loaded() -> ModuleType | None:
+    """Return ``parallel_state``; None while it is being imported, and if it is no module."""
+    module = sys.modules.get(GLOBALS)
+    if not isinstance(module, ModuleType):
+        return None
+    # Another thread that imports the module holds a lock, and may wait for the guard's.
+    importing = getattr(module.__spec__, "_initializing", False)
+    return None if importing and _MARK not in vars(module) else module
 
 
 def settle(module: ModuleType) -> None:
@@ -70,22 +80,21 @@ def settle(module: ModuleType) -> None:
         return
     for name, value in list(state.items()):
         if name.startswith(_CHANGES) and _NO_GROUP not in name and callable(value):
-            function = inspect.unwrap(value)
-            ours = isinstance(function, FunctionType) and function.__module__ == module.__name__
-            if ours and function not in watch.wrapped and not function.__code__.co_freevars:
-                own = function.__code__
-                function.__code__ = calling_instead(function, _reporter(function, watch))
-                watch.wrapped[function] = own, function.__code__
+            found = unwrapped(value, module)
+            if found is not None and found not in watch.wrapped:
+                own = found.__code__
+                found.__code__ = calling_instead(found, _reporter(found, watch))
+                watch.wrapped[found] = own, found.__code__
 
 
-def set_at(module: ModuleType) -> str:
+def set_at(state: Mapping[str, object]) -> str:
     """Return the file and line that last changed the globals; empty if the change was not seen."""
-    watch: _Watch | None = vars(module).get(_MARK)
+    watch = cast("_Watch | None", state.get(_MARK))
     return watch.set_at if watch is not None else ""
 
 
 def _reporter(function: FunctionType, watch: _Watch) -> Callable[[dict[str, object]], object]:
-    original = FunctionType(function.__code__, function.__globals__, function.__name__)
+    original = twin(function)
 
     def run(arguments: dict[str, object]) -> object:
         try:
@@ -132,4 +141,5 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._own
         self._own.exec_module(module)
+        vars(module)[_MARK] = _Watch(None, {})  # it is there to the end
         self._on_change()

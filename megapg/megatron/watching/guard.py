@@ -15,7 +15,7 @@ from megapg.errors import UnsupportedOptionError, WrongGroupError, WrongGroupWar
 from megapg.launch.environment import overridden
 from megapg.megatron.core import globals_of_core
 from megapg.megatron.watching.alive import differing, layouts
-from megapg.megatron.watching.changes import report_changes
+from megapg.megatron.watching.changes import loaded, report_changes
 from megapg.megatron.watching.hook import Resolved, attach, detach
 from megapg.megatron.watching.judge import Judge
 from megapg.ownership.closing import on_open_or_close, open_owners
@@ -37,7 +37,7 @@ def guard(mode: GuardMode) -> Iterator[None]:
     refused if the nearest function on the stack that was given a group was given one with other
     ranks. Outside of ``published()``, a read is also refused if no function was given a group.
     The block sets the environment variable ``MEGAPG_GUARD``, for all threads of this process and
-    for processes that start meanwhile.
+    for processes that start meanwhile. Without ``with`` nothing happens.
 
     Args:
         mode: ``"error"`` raises :class:`~megapg.errors.WrongGroupError`, ``"warn"`` warns with
@@ -55,42 +55,46 @@ def guard(mode: GuardMode) -> Iterator[None]:
         look()
 
 
-def mode_now() -> GuardMode:
-    """Return what ``MEGAPG_GUARD`` says.
-
-    Raises:
-        UnsupportedOptionError: it names no mode.
-    """
-    return _check(os.environ.get(VARIABLE) or "error", f"the environment variable {VARIABLE}")
-
-
-def judge_now() -> Judge | None:
-    """Return a judge of reads, also with ``MEGAPG_GUARD=off``; None while the layouts agree."""
-    state = globals_of_core()
-    if _MARK in state:
-        return cast("_Guard", state[_MARK]).judge
-    fields = differing(layouts()) if open_owners() and state else frozenset[str]()
-    return Judge(fields) if fields else None
+def fields_that_differ() -> frozenset[str]:
+    """Return the fields on which the layouts of this process differ, whatever the mode."""
+    guarding = cast("_Guard | None", globals_of_core().get(_MARK))
+    if guarding is not None:
+        return guarding.judge.fields
+    if os.environ.get(VARIABLE) != "off":
+        return frozenset()
+    return differing(layouts()) if open_owners() else frozenset()
 
 
 def look() -> None:
     """Start or stop the guard, as the layouts of this process demand."""
     with _looking:
-        mode = mode_now() if open_owners() else "off"
-        wanted = mode != "off"
-        report_changes(look if wanted else None)
-        state = cast("dict[str, object]", globals_of_core())
-        fields = differing(layouts()) if wanted and state else frozenset[str]()
+        mode = _mode() if open_owners() else "off"
+        report_changes(look if mode != "off" else None)
+        module = loaded()
+        state = {} if module is None else vars(module)
+        fields = differing(layouts()) if mode != "off" and state else frozenset[str]()
         running = cast("_Guard | None", state.get(_MARK))
         if running is not None and (not fields or running.mode != mode):
-            del state[_MARK]
             detach(running)
+            del state[_MARK]
             running = None
         if running is not None:
             running.judge.fields = fields
         elif fields:
-            state[_MARK] = started = _Guard(Judge(fields), mode)
-            attach(started, last=True)
+            started = _Guard(Judge(fields), mode)
+            attach(started, last=True, module=module)
+            state[_MARK] = started
+
+
+def _mode() -> GuardMode:
+    """Return the mode; ``"error"`` if the environment names none, which a session refuses."""
+    mode = os.environ.get(VARIABLE)
+    return cast("GuardMode", mode) if mode in get_args(GuardMode) else "error"
+
+
+def _opened() -> None:
+    _check(os.environ.get(VARIABLE) or "error", f"the environment variable {VARIABLE}")
+    look()
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,4 +130,5 @@ def _check(mode: str, where: str) -> GuardMode:
     return cast("GuardMode", mode)
 
 
-on_open_or_close(look)
+on_open_or_close(opened=_opened, closed=look)
+look()  # for owners that were opened before this was imported

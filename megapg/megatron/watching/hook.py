@@ -75,8 +75,9 @@ class Hook:
         self._getters = [
             (function, function.__code__)
             for name, value in list(self._state.items())  # another thread may be publishing
-            for function in [inspect.unwrap(value) if callable(value) else value]
-            if isinstance(function, FunctionType) and _is_getter(name, function, module.__name__)
+            if name.startswith(_READERS) and name not in NOT_READS
+            for function in [unwrapped(value, module)]
+            if function is not None
         ]
 
     def resolved(self, answer: Resolved) -> None:
@@ -113,7 +114,7 @@ class Hook:
         del self._state[HOOK]
 
     def _reporter(self, getter: FunctionType) -> Callable[[dict[str, object]], object]:
-        name, original, state, tell = getter.__name__, _twin(getter), self._state, self.tell
+        name, original, state, tell = getter.__name__, twin(getter), self._state, self.tell
 
         def report(arguments: dict[str, object]) -> object:
             frame = sys._getframe(1)
@@ -128,13 +129,13 @@ class Hook:
         return report
 
     def _watching_class(self) -> type[ModuleType]:
-        state, tell = self._state, self.tell
+        state, tell, plain = self._state, self.tell, self._class.__getattribute__
 
         class Watched(self._class):  # type: ignore[misc, name-defined]
             def __getattribute__(self, name: str) -> object:
                 if name[:1] == "_" and name[1:2].isupper() and name in state:
                     tell(name, {}, sys._getframe(1))
-                return super().__getattribute__(name)
+                return plain(self, name)  # super() would fail if the hook goes away meanwhile
 
         return Watched
 
@@ -153,9 +154,16 @@ def listening(listener: Listener, *, last: bool = False) -> Iterator[None]:
         detach(listener)
 
 
-def attach(listener: Listener, *, last: bool = False) -> None:
-    """Report every read to ``listener`` from now on; see :func:`listening`."""
-    module = parallel_state_module()
+def attach(listener: Listener, *, last: bool = False, module: ModuleType | None = None) -> None:
+    """Report every read to ``listener`` from now on; see :func:`listening`.
+
+    Args:
+        listener: as there.
+        last: as there.
+        module: ``parallel_state``. Unless given it is imported, which may wait for other threads.
+    """
+    if module is None:
+        module = parallel_state_module()
     with _installing:
         hook = active()
         if hook is None:
@@ -207,17 +215,25 @@ def active() -> Hook | None:
     return None if module is None else vars(module).get(HOOK)
 
 
-def _is_getter(name: str, function: FunctionType, module: str) -> bool:
-    return (
-        name.startswith(_READERS)
-        and name not in NOT_READS
-        and function.__module__ == module
-        and not function.__code__.co_freevars  # a wrapper that hides what it wraps: left alone
-    )
+def unwrapped(value: object, module: ModuleType) -> FunctionType | None:
+    """Return the function of ``module`` behind a value; None if its code can't be replaced."""
+    if not callable(value):
+        return None
+    try:
+        function = inspect.unwrap(value)
+    except ValueError:  # a stub that answers to every name
+        return None
+    if not isinstance(function, FunctionType) or function.__module__ != module.__name__:
+        return None
+    code = function.__code__
+    # A function with free variables may be a wrapper that hides the function in it.
+    hidden = code.co_freevars or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    special = code.co_posonlyargcount or code.co_kwonlyargcount
+    return None if hidden or special or not function.__name__.isidentifier() else function
 
 
-def _twin(function: FunctionType) -> FunctionType:
-    """The function as it is now, under its own code, unaffected by what is done to the original."""
+def twin(function: FunctionType) -> FunctionType:
+    """Return the function under its code of now, unaffected by later changes of the original."""
     return FunctionType(function.__code__, function.__globals__, function.__name__)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -29,6 +30,7 @@ _NO_GROUP = frozenset(
 _HYBRID = ("get_hybrid_data_context_parallel_groups", HYBRID_GROUPS)
 _ENDS_IN_GROUP = ("_group", "_group_gloo", "_groups", "_GROUP", "_GROUPS")
 
+_changing = threading.Lock()
 _ALLOWED = "__megapg_allowed__"  # where the open blocks live in parallel_state: no state of our own
 
 
@@ -46,13 +48,15 @@ def allow_global_reads() -> Iterator[None]:
     """
     state = vars(parallel_state_module())
     block = running()
-    state[_ALLOWED] = (*state.get(_ALLOWED, ()), block)  # replaced: other threads read it
+    with _changing:
+        state[_ALLOWED] = (*state.get(_ALLOWED, ()), block)  # replaced: other threads read it
     try:
         yield
     finally:
-        state[_ALLOWED] = tuple(each for each in state[_ALLOWED] if each is not block)
-        if not state[_ALLOWED]:
-            del state[_ALLOWED]
+        with _changing:
+            rest = tuple(each for each in state.pop(_ALLOWED) if each is not block)
+            if rest:
+                state[_ALLOWED] = rest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -257,7 +261,7 @@ def _source(shown: tuple[str, Running] | None) -> str:
         return f"shown by published() of {shown[0]}"
     if globals_of_core().get("_TENSOR_MODEL_PARALLEL_GROUP") is None:
         return "which nobody has initialised"
-    where = set_at(parallel_state_module())
+    where = set_at(globals_of_core())
     return f"set at {where}" if where else "set by initialize_model_parallel()"
 
 

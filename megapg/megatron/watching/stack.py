@@ -43,6 +43,9 @@ _TORCH, _LIBRARY = f"{os.path.dirname(torch.__file__)}{os.sep}", sysconfig.get_p
 # In these modules collections and groups have known names, so no other variable is looked at.
 _KNOWN_NAMES = "megatron.core"
 _NAMES = frozenset((*COLLECTION_NAMES, *GROUP_PARAMETERS, "_tp_group"))
+# Classes of these modules keep no collection, and have many attributes.
+_PLAIN_CLASSES = ("builtins", "torch", _KNOWN_NAMES)
+_MOST = 10_000  # code objects that a search remembers
 _OBJECTS = ("self", "ctx", "cls")
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -125,6 +128,9 @@ class Search:
     """Searches stacks. It remembers what it learnt of each code object and each class."""
 
     def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self._looks: dict[int, _Look | None] = {}
         self._passed: list[CodeType] = []  # kept, so that their ids stay their own
         self._kinds: dict[type, _Kind] = {}
@@ -149,26 +155,51 @@ class Search:
                     if id(frame) in stop and _runs_on(frame, stop):
                         return None
                 variables = frame.f_locals
-                # Most frames carry nothing, so they get the cheapest test that says so.
-                plain = look.names is None and others.issuperset(map(type, variables.values()))
-                if not plain or look.objects or look.chunks:
-                    found: list[Carried] = []
-                    if not plain:
-                        self._add_held(found, variables, look.names, field, "", frame)
-                    for name in look.objects:
-                        if name in variables:
-                            self._add_attributes(found, name, variables[name], field, frame)
-                    for name in look.chunks:
-                        chunks = variables.get(name)
-                        if type(chunks) in (list, tuple) and chunks:
-                            first = {f"{name}[0]": cast("Sequence[object]", chunks)[0]}
-                            self._add_held(found, first, None, field, "", frame)
-                    if found:
-                        return found
+                found: list[Carried] = []
+                try:
+                    # Most frames carry nothing, so they get the cheapest test that says so.
+                    plain = look.names is None and others.issuperset(map(type, variables.values()))
+                    if not plain or look.objects or look.chunks:
+                        self._look_into(variables, look, field, frame, found, plain=plain)
+                except TypeError:  # a class that has no hash
+                    found.clear()
+                # Before Python 3.13 the frame keeps this dictionary, and so all values in it. Three
+                # references: ours, the frame's and the call's. With more, code has called locals().
+                if (
+                    type(variables) is dict
+                    and code.co_flags & inspect.CO_OPTIMIZED
+                    and sys.getrefcount(variables) == 3
+                ):
+                    variables.clear()
+                if found:
+                    return found
             frame = frame.f_back
         return []
 
+    def _look_into(
+        self,
+        variables: Mapping[str, object],
+        look: _Look,
+        field: str,
+        frame: FrameType,
+        found: list[Carried],
+        *,
+        plain: bool,
+    ) -> None:
+        if not plain:
+            self._add_held(found, variables, look.names, field, "", frame)
+        for name in look.objects:
+            if name in variables:
+                self._add_attributes(found, name, variables[name], field, frame)
+        for name in look.chunks:
+            chunks = variables.get(name)
+            if type(chunks) in (list, tuple) and chunks:
+                first = {f"{name}[0]": cast("Sequence[object]", chunks)[0]}
+                self._add_held(found, first, None, field, "", frame)
+
     def _learn(self, code: CodeType, frame: FrameType) -> _Look | None:
+        if len(self._looks) > _MOST:  # generated code may be without end
+            self._forget()
         home, file = str(frame.f_globals.get("__name__", "")), code.co_filename
         library = file.startswith((_LIBRARY, "<frozen ")) and "-packages" not in file
         look = None
@@ -205,8 +236,10 @@ class Search:
         prefix: str,
         frame: FrameType,
     ) -> None:
-        kinds = self._kinds
-        for name in names if names is not None else tuple(held):
+        kinds, others = self._kinds, self._others
+        if names is None:
+            names = tuple(name for name, value in held.items() if type(value) not in others)
+        for name in names:
             value = held.get(name)
             kind = kinds.get(type(value)) or self._kind(type(value))
             if kind is _Kind.OTHER:
@@ -256,7 +289,7 @@ def _group(pg: object, field: str) -> object:
             return None if outside else _ABSENT
         return group
     if isinstance(pg, ProcessGroupCollection):
-        return pg.extras.get(field, _ABSENT)
+        return pg._extras.get(field, _ABSENT)  # also of the parent of this process
     return _ABSENT
 
 
@@ -283,8 +316,10 @@ def _attributes(value: object) -> Iterator[Mapping[str, object]]:
         return
     yield _namespace(value)
     for kind in type(value).__mro__:
-        if "__slots__" in vars(kind):
-            yield dict(_in_slots(value, kind))
+        if not kind.__module__.startswith(_PLAIN_CLASSES):
+            yield vars(kind)
+            if "__slots__" in vars(kind):
+                yield dict(_in_slots(value, kind))
 
 
 def _namespace(value: object) -> Mapping[str, object]:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal
 from megapg.megatron.core import parallel_state_module
 from megapg.megatron.tables import ALWAYS_SET
 from megapg.megatron.watching.advice import Replacement, replacement
-from megapg.megatron.watching.guard import judge_now
+from megapg.megatron.watching.guard import fields_that_differ
 from megapg.megatron.watching.hook import Resolved, listening
+from megapg.megatron.watching.judge import Judge
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
@@ -62,7 +63,8 @@ class Trace:
 
     def __init__(self) -> None:
         self._sites: dict[tuple[object, ...], _Site] = {}
-        self._lock = threading.Lock()  # backward reads from autograd's threads
+        # Backward reads from autograd's threads, and a finaliser in the middle of a read.
+        self._lock = threading.RLock()
 
     @property
     def reads(self) -> tuple[GlobalRead, ...]:
@@ -140,7 +142,7 @@ class _Recorder:
     def __init__(
         self, trace: Trace, known: Mapping[str, ProcessGroupCollection], state: Mapping[str, object]
     ) -> None:
-        self._trace, self._state = trace, state
+        self._trace, self._state, self._judge = trace, state, Judge(frozenset())
         # Enough to tell collections apart: two layouts that share all three share the rest.
         self._known = [
             (label, [(name, vars(pg).get(field)) for name, field in ALWAYS_SET.items()])
@@ -163,13 +165,13 @@ class _Recorder:
     ) -> None:
         code, trace = caller.f_code, self._trace
         answered_by = self._answered_by()
+        refused = "" if instead else self._refused(name, arguments, caller)
         # By identity: to hash a code object is to hash all of its parts.
-        key = (id(code), caller.f_lasti, name, answered_by, *map(_hashable, arguments.values()))
+        place = (id(code), caller.f_lasti, name, answered_by, refused)
+        key = (*place, *map(_hashable, arguments.values()))
         with trace._lock:
             site = trace._sites.get(key)
             if site is None:
-                judge = judge_now() if instead is None else None
-                refused = judge.judge(name, arguments, caller) if judge is not None else None
                 instead = instead or replacement(name, arguments)
                 read = GlobalRead(
                     getter=name,
@@ -180,10 +182,15 @@ class _Recorder:
                     answered_by=answered_by,
                     module=module or caller.f_globals.get("__name__", ""),
                     replacement=instead.write,
-                    refused="" if refused is None else str(refused),
+                    refused=refused,
                 )
                 site = trace._sites[key] = _Site(read, code)
             site.count += 1
+
+    def _refused(self, name: str, arguments: Mapping[str, object], caller: FrameType) -> str:
+        self._judge.fields = fields_that_differ()
+        wrong = self._judge.judge(name, arguments, caller) if self._judge.fields else None
+        return "" if wrong is None else str(wrong)
 
     def _answered_by(self) -> str:
         state = self._state
