@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 import megapg
 from megapg.megatron import parallel_state
 from megapg.megatron.watching import hook
-from megapg.megatron.watching.guard import judge_now
+from megapg.megatron.watching.guard import fields_that_differ
 from megapg.ownership import closing
 from megapg.testing import megatron_on_cpu
 
@@ -85,26 +85,26 @@ class Activity:
     def read(self, *_):
         self.look()
         self.reads += 1
-        self.judged += judge_now() is not None
+        self.judged += bool(fields_that_differ())
 
     def resolved(self, _):
         pass
 
     def look(self):
-        self.active = self.active or judge_now() is not None
+        self.active = self.active or bool(fields_that_differ())
 
 
 @contextmanager
 def activity():
     """Watch the guard while the block runs."""
     seen = Activity()
-    closing.on_open_or_close(seen.look)
+    closing.on_open_or_close(opened=seen.look, closed=seen.look)
     layouts.ON_GLOBALS.append(seen.look)
     try:
         with hook.listening(seen):
             yield seen
     finally:
-        closing._LISTENERS.remove(seen.look)
+        closing._LISTENERS.remove((seen.look, seen.look))
         layouts.ON_GLOBALS.remove(seen.look)
 
 
