@@ -1,4 +1,4 @@
-"""What `megapg parity` finds: sound layouts, planted faults, and faults of Megatron-core itself.
+"""What `megapg parity` finds: sound layouts, planted faults, and known faults of Megatron-core.
 
 The layouts and the faults are those of the tests, in ``tests/support``.
 """
@@ -18,7 +18,7 @@ from benchmarks.table import Table
 from megapg.testing import preloaded
 
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
-KINDS = ("sound layouts", "planted faults", "faults of Megatron-core (#7452)")
+KINDS = ("sound layouts", "planted faults", "known faults of Megatron-core")
 _QUICK = 2
 
 
@@ -77,8 +77,8 @@ def table(proofs: Sequence[Proof]) -> Table:
     )
     odd = [f"{proof.kind}: {'; '.join(proof.odd)}" for proof in proofs if proof.odd]
     notes = (
-        "As it should: a sound layout agrees; a fault is reported, by the right parameter and "
-        "axis; a fault of Megatron-core is reported.",
+        "As it should: a sound layout agrees; a planted fault is reported with its parameter and "
+        "axis; a known fault of Megatron-core is reported if this core has it.",
         *(f"Not so: {each}." for each in odd),
     )
     columns = ("", "layouts", "reported", "as it should", "time")

@@ -13,6 +13,7 @@ from processes import captured
 ROOT = Path(__file__).parents[2]
 
 WELL_TYPED = """
+    from collections.abc import Mapping
     from datetime import timedelta
     from functools import partial
     from typing import cast
@@ -32,12 +33,27 @@ WELL_TYPED = """
         resolves,
         session_arguments,
     )
-    from megapg.testing import fake_collection, run_distributed
+    from megapg.testing import ParityReport, fake_collection, parity, run_distributed
 
 
     @resolves(needs=("tp", "pp"))
     def build(size: int, *, pg_collection: megapg.ProcessGroupCollection) -> torch.nn.Linear:
         return torch.nn.Linear(size // pg_collection.size("tp"), size)
+
+
+    def mean_loss(
+        model: torch.nn.Module,
+        batch: Mapping[str, torch.Tensor],
+        pg: megapg.ProcessGroupCollection,
+    ) -> torch.Tensor:
+        return cast(torch.Tensor, model(batch["tokens"]))
+
+
+    def compared() -> ParityReport:
+        report = parity(build, ["tp=2", {"pp": 2, "wide": True}], step=mean_loss, progress=print)
+        report.check()
+        print(report.loss, [cell.parameter for cell in report.layouts[0].wrong])
+        return parity("gpt", ("tp=2",), precision="float32", global_sizes={"tp": 1})
 
 
     def total(model: torch.nn.Module, group: dist.ProcessGroup) -> int:

@@ -28,14 +28,11 @@ class Sound:
         model: a built-in name, or a build function.
         layouts: how it is cut.
         options: keyword arguments of the build function, in every layout.
-        wrong: layout -> why Megatron-core itself computes something else there, with the number
-            of its issue if there is one.
     """
 
     model: Any
     layouts: tuple[str, ...]
     options: Mapping[str, object] = field(default_factory=dict)
-    wrong: Mapping[str, str] = field(default_factory=dict)
 
 
 def without_attention(pg: Any) -> GPTModel:
@@ -145,6 +142,20 @@ SOUND: Mapping[str, Sound] = {
         "moe",
         ("ep=2", "tp=2", "dp=2"),
         {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+    ),
+    "experts, balanced by sequence": Sound(
+        "moe",
+        ("ep=2", "tp=2"),
+        {
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_aux_loss_coeff": 0.1,
+            "moe_z_loss_coeff": 0.1,
+        },
+    ),
+    "experts, balanced by bias": Sound(
+        "moe",
+        ("tp=2", "dp=2"),
+        {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
     ),
     "experts, one shared": Sound(
         "moe",

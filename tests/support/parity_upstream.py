@@ -1,4 +1,4 @@
-"""Faults of Megatron-core itself, from NVIDIA/Megatron-LM #7452, that show on a CPU."""
+"""Faults of Megatron-core itself that show on a CPU, by their number upstream."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ class Finding:
 
     Attributes:
         layout: where it shows.
+        before: the first core without it; empty: every core has it.
+        model: the built-in model.
         options: of the model.
         step: runs it; None: the default.
         global_sizes: of Megatron's globals.
     """
 
     layout: str
+    before: str = ""
+    model: str = "gpt"
     options: Mapping[str, object] = field(default_factory=dict)
     step: Any = None
     global_sizes: Mapping[str, int] | None = None
@@ -46,8 +50,21 @@ _RECOMPUTED = {
     "distribute_saved_activations": True,
 }
 
-FINDINGS: Mapping[int, Finding] = {
-    1: Finding("tp=2", step=smoothed),
-    2: Finding("tp=2", options={"parallel_output": False}),
-    4: Finding("dp=2", options=_RECOMPUTED, global_sizes={"tp": 2}),
+_BALANCED = {
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "calculate_per_token_loss": True,
+}
+
+FINDINGS: Mapping[str, Finding] = {
+    "#7452, finding 1: smoothed labels": Finding("tp=2", step=smoothed),
+    "#7452, finding 2: gathered logits": Finding("tp=2", options={"parallel_output": False}),
+    "#7452, finding 4: recomputed predictions": Finding(
+        "dp=2", options=_RECOMPUTED, global_sizes={"tp": 2}
+    ),
+    "#7452, finding 8: attention sinks": Finding("tp=2", options={"softmax_type": "learnable"}),
+    "#5047: balancing loss per token": Finding(
+        "tp=2", before="0.19", model="moe", options=_BALANCED
+    ),
+    "#7577: tied embeddings and predictions": Finding("pp=2", options={"mtp": 1}),
 }

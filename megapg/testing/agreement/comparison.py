@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -15,17 +15,12 @@ Batch: TypeAlias = Mapping[str, "torch.Tensor"]
 Chunks: TypeAlias = "torch.nn.Module | Sequence[torch.nn.Module]"
 
 
-class Build(Protocol):
-    """Makes this rank's part of the model from its groups.
+Build: TypeAlias = Callable[..., Chunks]
+"""Makes this rank's part of the model from its groups: ``build(pg)``.
 
-    With virtual pipeline stages it is called once per chunk if it takes ``vp_stage``; otherwise it
-    returns the list of chunks. Words of a layout that are no sizes arrive as keyword arguments.
-    """
-
-    def __call__(self, pg: ProcessGroupCollection, /, *args: object, **kwargs: object) -> Chunks:
-        """Build it."""
-        ...
-
+With virtual pipeline stages it is called once per chunk if it takes ``vp_stage``; otherwise it
+returns the list of chunks. Words of a layout that are no sizes arrive as keyword arguments.
+"""
 
 Step: TypeAlias = Callable[["torch.nn.Module", Batch, "ProcessGroupCollection"], "torch.Tensor"]
 """Runs one chunk on one sample. It returns the loss on the last stage; before that, the output."""

@@ -28,7 +28,7 @@ from megapg.testing.distributed import run_distributed
 Precision: TypeAlias = Literal["float64", "float32"]
 Progress: TypeAlias = Callable[[str], None]
 
-TOLERANCE: Mapping[Precision, float] = {"float64": 1e-9, "float32": 1e-3}
+TOLERANCE: Mapping[Precision, float] = {"float64": 1e-10, "float32": 1e-3}
 
 _LEAST_SAMPLES = 4
 _ON_CPUS = {

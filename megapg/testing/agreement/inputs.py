@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.enums import ModelType
 
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import ParityInputError
@@ -62,6 +63,8 @@ def chunks_of(made: object, case: LayoutCase, pg: ProcessGroupCollection) -> lis
             )
         if not hasattr(chunk, "set_input_tensor") and case.layout.pp == 1:
             vars(chunk)["set_input_tensor"] = _take_no_input
+        if not hasattr(chunk, "model_type"):
+            vars(chunk)["model_type"] = ModelType.encoder_or_decoder
         chunks.append(chunk)
     expected = case.layout.vpp or 1
     if len(chunks) != expected:

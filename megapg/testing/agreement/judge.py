@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -166,26 +168,31 @@ class Judge:
     def _norm_cause(
         self, value: float, case: LayoutCase, ranks: Sequence[Held]
     ) -> tuple[str, Cause]:
-        """Find the parameter whose gradient was counted too often, or not in full."""
+        """Find the gradient that was counted too often, or not in full: of one layer or of all."""
         excess = value**2 - self.reference.norms[0] ** 2
-        for found in line_up(self._gradients, [held.gradients for held in ranks]):
-            if found.off > self.tolerance:
-                continue
-            boxes = {piece.box: piece for piece in found.pieces}.values()
-            whole = sum(_square(piece) for piece in boxes)
-            for axis in case.axes(expert=found.expert):
+        right = [
+            each
+            for each in line_up(self._gradients, [held.gradients for held in ranks])
+            if each.off <= self.tolerance
+        ]
+        alike: dict[str, list[Compared]] = defaultdict(list)
+        for each in right:
+            alike[re.sub(r"\.\d+\.", ".*.", each.name)].append(each)
+        for name, members in [*((each.name, [each]) for each in right), *alike.items()]:
+            boxes = {piece.box: piece for each in members for piece in each.pieces}.values()
+            whole = sum(map(_square, boxes))
+            for axis in case.axes(expert=members[0].expert):
                 size = len(case.layout.members(axis, 0))
                 first = [p for p in boxes if case.layout.members(axis, p.rank)[0] == p.rank]
                 counted = sum(map(_square, first))
                 if _close(excess, (size - 1) * whole):
-                    text = f"as if the gradient of {found.name} counted {size} times, over {axis}"
-                    return found.name, Cause(text, axis)
+                    text = f"as if the gradient of {name} counted {size} times, over {axis}"
+                    return name, Cause(text, axis)
                 if 0 < counted < whole and _close(excess, counted - whole):
-                    text = f"as if only the first rank of {axis} counted {found.name}"
-                    return found.name, Cause(text, axis)
+                    return name, Cause(f"as if only the first rank of {axis} counted {name}", axis)
             if _close(excess, -whole):
-                text = f"as if the gradient of {found.name} did not count"
-                return found.name, Cause(text, only_axis(case))
+                text = f"as if the gradient of {name} did not count"
+                return name, Cause(text, only_axis(case))
         return "", explain_number(value, self.reference.norms[0], case)
 
     def _replicas(self, case: LayoutCase, ranks: Sequence[Held]) -> Cell:

@@ -121,13 +121,14 @@ class ParityReport:
         return "\n".join([*lines, *self.findings()])
 
     def findings(self) -> list[str]:
-        """One line per check that does not agree."""
-        return [
-            f"{layout.layout}: {cell.check}: {cell.text}"
-            for layout in self.layouts
-            for cell in layout.wrong
-            if cell.text
-        ]
+        """One line per layout that does not agree: the first finding, and the checks after it."""
+        lines = []
+        for layout in self.layouts:
+            for first, *others in [layout.wrong] if layout.wrong else []:
+                later = _names([cell for cell in others if cell.text])
+                more = f". Later checks that differ: {later}" if later else ""
+                lines.append(f"{layout.layout}: {first.check}: {first.text}{more}")
+        return lines
 
     def table(self) -> Table:
         """The report as a table for a terminal."""
