@@ -36,8 +36,9 @@ def parity(
     layout: Annotated[
         list[str] | None,
         typer.Option(
-            help="Sizes, such as 'tp=2 pp=2'; may be given more than once. Words that are no sizes "
-            f"go to build, as in 'tp=2 sequence_parallel'. [default: {', '.join(_DEFAULT)}]"
+            help="Sizes of tp, pp, cp, ep, dp, expt_tp and vpp, such as 'tp=2 pp=2'; may be given "
+            "more than once. Words that are no sizes go to build, as in 'tp=2 sequence_parallel'. "
+            f"[default: {', '.join(_DEFAULT)}]"
         ),
     ] = None,
     step: Annotated[

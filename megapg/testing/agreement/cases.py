@@ -13,7 +13,7 @@ from megapg.layout import Field, ParallelLayout
 Option: TypeAlias = int | bool | str
 
 FACTORS = ("tp", "pp", "cp", "ep", "dp")
-_SIZES = (*FACTORS, "expt_tp", "vpp", "world")
+SIZES = (*FACTORS, "expt_tp", "vpp", "world")
 _WORDS: Mapping[str, Option] = {"true": True, "false": False}
 
 # The axes of each grid, in the order in which a cause is looked for.
@@ -75,8 +75,10 @@ def parse_layout(written: str | Mapping[str, Option]) -> LayoutCase:
         ParityInputError: a word is no size, or the sizes do not fit together.
     """
     words = _words(written) if isinstance(written, str) else dict(written)
+    if isinstance(written, str) and not words:
+        raise ParityInputError("an empty layout: write sizes, such as 'tp=2'.")
     text = " ".join(name if value is True else f"{name}={value}" for name, value in words.items())
-    sizes = {name: _size(words.pop(name), name, text) for name in _SIZES if name in words}
+    sizes = {name: _size(words.pop(name), name, text) for name in SIZES if name in words}
     world = sizes.get("world", math.prod(sizes.get(name, 1) for name in FACTORS))
     try:
         layout = ParallelLayout(
@@ -109,7 +111,7 @@ def _words(text: str) -> dict[str, Option]:
         if not name.isidentifier() or (equals and not value):
             raise ParityInputError(
                 f"layout {text!r}: {word!r} is no size. Write sizes such as 'tp=2 pp=2'; the sizes "
-                f"are {', '.join(_SIZES)}."
+                f"are {', '.join(SIZES)}."
             )
         if name in found:
             raise ParityInputError(f"layout {text!r} gives {name} twice.")

@@ -19,6 +19,7 @@ from megapg.testing import _ranks
 from megapg.testing._guard import preloaded
 from megapg.testing.agreement.cases import LayoutCase, Option, parse_layout
 from megapg.testing.agreement.comparison import CHECKS, REFERENCE, Build, Job, Sample, Step
+from megapg.testing.agreement.diagnose import listed
 from megapg.testing.agreement.held import Held, read
 from megapg.testing.agreement.judge import Judge, disagreement
 from megapg.testing.agreement.named import Named, named
@@ -223,11 +224,12 @@ def _refused(error: RankFailedError) -> ParityInputError:
 
 def _summary(error: RankFailedError) -> str:
     """Return the errors of the ranks, without those that other errors caused."""
-    by_kind: dict[int, list[str]] = {}
+    by_kind: dict[int, dict[str, list[int]]] = {}
     for rank, failure in error.failures.items():
         text = str(failure).strip().partition("\n")[0][:300]
         waited = any(words in text for words in ("Timed out", "onnection"))
         kind = 2 if waited else 1 if isinstance(failure, TimeoutError) else 0
-        line = f"rank {rank}: {type(failure).__name__}: {text}"
-        by_kind.setdefault(kind, []).append(line)
-    return "; ".join(by_kind[min(by_kind)])
+        line = f"{type(failure).__name__}: {text}"
+        by_kind.setdefault(kind, {}).setdefault(line, []).append(rank)
+    found = by_kind[min(by_kind)].items()
+    return "; ".join(f"{listed(ranks)}: {line}" for line, ranks in found)

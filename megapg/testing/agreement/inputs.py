@@ -19,7 +19,7 @@ from megapg.testing.agreement.held import Shard
 
 
 @contextlib.contextmanager
-def naming(what: str) -> Iterator[None]:
+def naming(what: str, hint: str = "") -> Iterator[None]:
     """Turn errors of the block into an error that names the layout and the part."""
     try:
         yield
@@ -28,7 +28,9 @@ def naming(what: str) -> Iterator[None]:
     except Exception as error:
         text = str(error).strip().partition("\n")[0][:300]
         rank = f" on rank {dist.get_rank()}" if dist.get_world_size() > 1 else ""
-        raise ParityInputError(f"{what} raised {type(error).__name__}{rank}: {text}") from error
+        raise ParityInputError(
+            f"{what} raised {type(error).__name__}{rank}: {text}{hint}"
+        ) from error
 
 
 def check_options(

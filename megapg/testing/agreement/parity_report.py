@@ -127,7 +127,8 @@ class ParityReport:
             for first, *others in [layout.wrong] if layout.wrong else []:
                 later = _names([cell for cell in others if cell.text])
                 more = f". Later checks that differ: {later}" if later else ""
-                lines.append(f"{layout.layout}: {first.check}: {first.text}{more}")
+                check = "the run failed" if first.state == "failed" else first.check
+                lines.append(f"{layout.layout}: {check}: {first.text}{more}")
         return lines
 
     def table(self) -> Table:
@@ -138,9 +139,10 @@ class ParityReport:
 
         title = "largest difference from one rank"
         table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
-        table.add_column("layout", no_wrap=True)
+        table.add_column("layout", overflow="fold")
         for heading in ("ranks", *_HEADINGS):
-            table.add_column(heading, justify="right")
+            # A number must never be cut: 2e… may be 2e-16 or 2e-01.
+            table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
         for layout in self.layouts:
             cells = {cell.check: cell for cell in layout.cells}
             shown = [

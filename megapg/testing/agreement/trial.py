@@ -34,7 +34,7 @@ from megapg.rng import capture_rng_state
 from megapg.testing import megatron_on_cpu
 from megapg.testing.agreement import inputs
 from megapg.testing.agreement.built_in import next_token, random_tokens
-from megapg.testing.agreement.cases import LayoutCase
+from megapg.testing.agreement.cases import SIZES, LayoutCase
 from megapg.testing.agreement.comparison import REFERENCE, SEED, STEPS, Batch, Job
 from megapg.testing.agreement.held import Held, write
 from megapg.testing.agreement.outputs import Outputs
@@ -113,7 +113,8 @@ class Trial:
         job, case, pg = self._job, self._case, self._pg
         build: Any = job.build
         options = {**job.options, **case.options}
-        with inputs.naming(f"layout {case.text!r}: build"):
+        words = f". {', '.join(case.options)} went to build; the sizes are {', '.join(SIZES)}."
+        with inputs.naming(f"layout {case.text!r}: build", words if case.options else ""):
             signature = inspect.signature(build)
             inputs.check_options(signature, options, case)
             if case.layout.vpp and "vp_stage" in signature.parameters:
