@@ -16,8 +16,8 @@ import megapg
 from benchmarks.bridge import Cost
 from megapg.demo.job import GPTRun
 from megapg.megatron import parallel_state
+from megapg.megatron.watching.contradiction import Contradiction
 from megapg.megatron.watching.hook import active
-from megapg.megatron.watching.judge import Contradiction
 from megapg.testing import megatron_on_cpu
 from megapg.testing.distributed import run_distributed
 

@@ -36,10 +36,10 @@ def recut(layout: ParallelLayout, run: GPTRun) -> GPTRun | None:
 def sizes_for_parity(run: GPTRun, world_size: int) -> Mapping[str, int]:
     """The sizes of a run as ``parity`` takes them."""
     sizes = {"tp": run.tp, "pp": run.pp, "vpp": run.vpp or 1, "ep": run.ep}
-    sizes["expt_tp"] = run.expt_tp or run.tp
-    if sizes["expt_tp"] == run.tp:
-        del sizes["expt_tp"]
-    return {axis: size for axis, size in sizes.items() if size > 1} | {"world": world_size}
+    more = {"world": world_size}
+    if run.expt_tp not in (None, run.tp):
+        more["expt_tp"] = run.expt_tp
+    return {axis: size for axis, size in sizes.items() if size > 1} | more
 
 
 def cut(run: GPTRun) -> str:

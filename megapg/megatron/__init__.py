@@ -30,9 +30,9 @@ from megapg.megatron.reading.global_groups import GlobalGroups
 from megapg.megatron.reading.groups_of import groups_of
 from megapg.megatron.reading.resolve import globals_policy, resolve, resolves
 from megapg.megatron.resharding import for_resharding
+from megapg.megatron.watching.contradiction import allow_global_reads
 from megapg.megatron.watching.forbid import forbid_global_reads
 from megapg.megatron.watching.guard import guard
-from megapg.megatron.watching.judge import allow_global_reads
 from megapg.megatron.watching.trace import GlobalRead, Trace, trace_global_reads
 
 # Here as well, so that a session is never without the guard.

@@ -106,12 +106,9 @@ class Closing(abc.ABC):
         """The groups are open: from now on this owner is among :func:`open_owners`."""
         if not self._world.ours:
             self._world_owner = next((o for o in open_owners() if o._world.ours), None)
-        if self._groups is not None:
-            plain = self._groups.describe().items()
-            self.ranks_by_field = {field: tuple(_flat(ranks)) for field, ranks in plain}
+        self.ranks_by_field = _ranks_by_field(self._groups)
         _OPENED[next(_NUMBERS)] = self
-        for listener, _ in _LISTENERS:
-            listener()
+        _call_listeners(opened=True)
         self._signals.when_stuck(_weakly(self._leave_without_the_main_thread))
 
     def _part(self, error: BaseException | None, alone: bool = False) -> dict[int, str]:
@@ -340,8 +337,7 @@ class Closing(abc.ABC):
             if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
                 self._lease.end(since, state)
         finally:
-            for _, listener in _LISTENERS:
-                listener()
+            _call_listeners(opened=False)
 
     def _destroy(self, *, abort: bool) -> None:
         """End the communicators, and keep those that torch still knows for another attempt."""
@@ -368,9 +364,15 @@ def _end_beside(lease: Lease, *, abort: bool) -> None:
         raise TeardownError(f"{len(failures)} groups could not be closed", failures)
 
 
-def _flat(ranks: Sequence[int | list[int]] | None) -> Iterator[int]:
-    for each in ranks or ():
-        yield from [each] if isinstance(each, int) else each
+def _ranks_by_field(pg: ProcessGroupCollection | None) -> Mapping[str, tuple[int, ...]]:
+    """Return field -> ranks: empty for None, and for ``hcp`` all levels in a row."""
+
+    def flat(ranks: Sequence[int | list[int]] | None) -> Iterator[int]:
+        for each in ranks or ():
+            yield from [each] if isinstance(each, int) else each
+
+    plain = {} if pg is None else pg.describe()
+    return {field: tuple(flat(ranks)) for field, ranks in plain.items()}
 
 
 def _interruption(errors: Iterable[BaseException]) -> BaseException | None:
@@ -461,6 +463,11 @@ def on_open_or_close(*, opened: Callable[[], None], closed: Callable[[], None]) 
     What ``opened()`` raises, the owner does not open for.
     """
     _LISTENERS.append((opened, closed))
+
+
+def _call_listeners(*, opened: bool) -> None:
+    for when_opened, when_closed in _LISTENERS:
+        (when_opened if opened else when_closed)()
 
 
 def close_lost() -> None:

@@ -20,7 +20,7 @@ from trees import write
 from megapg import ProcessGroupCollection
 from megapg.communicators.world import current_world
 from megapg.layout import ParallelLayout
-from megapg.megatron import globals_policy, published, trace_global_reads
+from megapg.megatron import globals_policy, guard, published, trace_global_reads
 from megapg.migrate.config import Config
 from megapg.migrate.engine import migrate
 from megapg.migrate.migration import Rewritten
@@ -47,9 +47,9 @@ class Answers:
 
 @contextmanager
 def two_layouts() -> Iterator[tuple[ProcessGroupCollection, ProcessGroupCollection]]:
-    """The groups of one rank in both."""
+    """The groups of one rank in both. The guard is off: generated code mixes groups as well."""
     recipe = Recipe("fake", {}, {}, frozenset(), all_gather_groups=False, gloo=frozenset())
-    with fake_session(OF_THE_GLOBALS, RANK) as one, globals_policy("silent"):
+    with guard("off"), fake_session(OF_THE_GLOBALS, RANK) as one, globals_policy("silent"):
         world = current_world()
         limit = world.timeout
         other = Session(PASSED, world, recipe, name="other", timeout=0, collective_timeout=limit)

@@ -555,6 +555,6 @@ def test_a_forked_child_can_not_use_a_group_of_its_parent():
 def test_the_modules_of_the_guard_are_those_that_the_package_lists():
     folder = Path(megapg.__file__).parent / "megatron" / "watching"
     text = (folder / "__init__.py").read_text()
-    for name in ("alive", "changes", "stack", "judge", "guard"):
+    for name in ("alive", "changes", "stack", "contradiction", "guard"):
         assert f":mod:`{name}`" in text
         assert (folder / f"{name}.py").exists()

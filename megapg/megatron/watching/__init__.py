@@ -7,6 +7,6 @@ globals against the groups that the reading code was given:
 * :mod:`alive` lists the layouts of this process, and the fields on which they differ;
 * :mod:`changes` reports when code initialises or destroys the globals;
 * :mod:`stack` finds the nearest frame that carries a group for a field;
-* :mod:`judge` compares one read with that frame, and writes the error;
+* :mod:`contradiction` compares one read with that frame, and writes the error;
 * :mod:`guard` starts with the second layout, and stops when one layout is left.
 """

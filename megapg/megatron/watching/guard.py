@@ -16,8 +16,8 @@ from megapg.launch.environment import overridden
 from megapg.megatron.core import globals_of_core
 from megapg.megatron.watching.alive import differing, layouts
 from megapg.megatron.watching.changes import loaded, report_changes
+from megapg.megatron.watching.contradiction import Judge
 from megapg.megatron.watching.hook import Resolved, attach, detach
-from megapg.megatron.watching.judge import Judge
 from megapg.ownership.closing import on_open_or_close, open_owners
 
 GuardMode: TypeAlias = Literal["error", "warn", "off"]

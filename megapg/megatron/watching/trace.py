@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal
 from megapg.megatron.core import parallel_state_module
 from megapg.megatron.tables import ALWAYS_SET
 from megapg.megatron.watching.advice import Replacement, replacement
+from megapg.megatron.watching.contradiction import Judge
 from megapg.megatron.watching.guard import fields_that_differ
 from megapg.megatron.watching.hook import Resolved, listening
-from megapg.megatron.watching.judge import Judge
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
