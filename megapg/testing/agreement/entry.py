@@ -219,7 +219,13 @@ def _run(job: Job, case: LayoutCase, number: int | None, deadline: float) -> Non
 def _refused(error: RankFailedError) -> ParityInputError:
     """Turn the error of a rank into an error about the input."""
     found = [f for f in error.failures.values() if isinstance(f, ParityInputError)]
+    found.sort(key=lambda each: _lost_another_rank(str(each)))
     return found[0] if found else ParityInputError(f"one rank: {_summary(error)}")
+
+
+def _lost_another_rank(text: str) -> bool:
+    """True if an error says only that another rank went away, whose own error says why."""
+    return any(words in text for words in ("Timed out", "onnection", "/gloo/"))
 
 
 def _summary(error: RankFailedError) -> str:
@@ -227,8 +233,7 @@ def _summary(error: RankFailedError) -> str:
     by_kind: dict[int, dict[str, list[int]]] = {}
     for rank, failure in error.failures.items():
         text = str(failure).strip().partition("\n")[0][:300]
-        waited = any(words in text for words in ("Timed out", "onnection"))
-        kind = 2 if waited else 1 if isinstance(failure, TimeoutError) else 0
+        kind = 2 if _lost_another_rank(text) else 1 if isinstance(failure, TimeoutError) else 0
         line = f"{type(failure).__name__}: {text}"
         by_kind.setdefault(kind, {}).setdefault(line, []).append(rank)
     found = by_kind[min(by_kind)].items()
