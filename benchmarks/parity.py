@@ -1,4 +1,4 @@
-"""What `megapg parity` finds: sound layouts, planted faults, and known faults of Megatron-core.
+"""Measures `megapg parity` on sound layouts, planted faults, and known faults of Megatron-core.
 
 The layouts and the faults are those of the tests, in ``tests/support``.
 """

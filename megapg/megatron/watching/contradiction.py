@@ -230,7 +230,7 @@ def _agrees(
     if ranks is None:
         return True
     if not numbers and (not answer or not ranks):
-        # None, "outside" and a group of one rank come to the same: nobody to talk to.
+        # None, "outside" and a group of one rank are alike: no collective has an effect.
         return len(ranks) < 2 and len(answer or ()) < 2
     if numbers:
         have = {"size": len(ranks), "rank": _index(ranks)}
