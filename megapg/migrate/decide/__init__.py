@@ -1,1 +1,0 @@
-"""What serves each use, and which functions get a parameter for it."""

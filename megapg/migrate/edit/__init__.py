@@ -1,1 +1,0 @@
-"""The new texts of files: written, verified, put on disk, and put back."""

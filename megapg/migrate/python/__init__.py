@@ -1,1 +1,0 @@
-"""Python source: files, scopes, the order of statements, imports. Nothing here knows Megatron."""
