@@ -1,6 +1,6 @@
-"""The ratchet: what was left when the baseline was written may stay, nothing may be added.
+"""The ratchet: uses in the baseline may stay, and no use may be added.
 
-A baseline counts uses by file, function and getter, not by line, so that code may move.
+A baseline counts uses by file, function and getter. Line numbers do not matter, so code may move.
 """
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megapg.errors import UnsupportedOptionError
-from megapg.migrate.find.sites import Site
+from megapg.migrate.uses import Use
 
 _FORMAT = 1
 _HINT = "Write one with --update-baseline."
 
 
-def key_of(site: Site) -> str:
-    """What a use counts as: its file, the function around it, and what it reads."""
-    return f"{site.file}::{site.function or site.class_name}::{site.name or site.kind}"
+def key_of(use: Use) -> str:
+    """Return the key under which a baseline counts a use."""
+    return f"{use.file}::{use.function}::{use.name or use.kind}"
 
 
-def beyond(sites: Iterable[Site], allowed: Mapping[str, int]) -> tuple[Site, ...]:
-    """The uses that are more than a baseline allows: of a key the last ones in the file."""
-    sites = tuple(sites)
-    too_many = Counter(map(key_of, sites))
+def beyond(uses: Iterable[Use], allowed: Mapping[str, int]) -> list[Use]:
+    """Return the uses that a baseline does not allow: for each key the last ones of the file."""
+    uses = tuple(uses)
+    too_many = Counter(map(key_of, uses))
     too_many.subtract({key: count for key, count in allowed.items() if key in too_many})
     new = []
-    for site in reversed(sites):
-        if too_many[key_of(site)] > 0:
-            too_many[key_of(site)] -= 1
-            new.append(site)
-    return tuple(reversed(new))
+    for use in reversed(uses):
+        if too_many[key_of(use)] > 0:
+            too_many[key_of(use)] -= 1
+            new.append(use)
+    return new[::-1]
 
 
-def gone(sites: Iterable[Site], allowed: Mapping[str, int]) -> int:
-    """How many of the allowed uses are not there any more."""
-    there = Counter(map(key_of, sites))
+def gone(uses: Iterable[Use], allowed: Mapping[str, int]) -> int:
+    """Return how many of the allowed uses no longer exist."""
+    there = Counter(map(key_of, uses))
     return sum(max(0, count - there[key]) for key, count in allowed.items())
 
 
 def read_baseline(file: Path) -> dict[str, int]:
-    """The counts that a baseline allows.
+    """Return the allowed counts.
 
     Raises:
-        UnsupportedOptionError: there is none, or it is no baseline of a format that is known.
+        UnsupportedOptionError: if the file can't be read or is no baseline.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -62,17 +62,17 @@ def read_baseline(file: Path) -> dict[str, int]:
     return allowed
 
 
-def write_baseline(file: Path, sites: Iterable[Site]) -> None:
-    """Allow what is there now. The file is replaced as a whole or not at all.
+def write_baseline(file: Path, uses: Iterable[Use]) -> None:
+    """Write a baseline that allows these uses.
 
     Raises:
-        UnsupportedOptionError: it can't be written.
+        UnsupportedOptionError: if the file can't be written.
     """
-    content = {"format": _FORMAT, "allowed": dict(sorted(Counter(map(key_of, sites)).items()))}
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    content = {"format": _FORMAT, "allowed": dict(sorted(Counter(map(key_of, uses)).items()))}
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        beside.replace(file)
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(file)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise UnsupportedOptionError(f"{file} can't be written: {error.strerror}.") from error

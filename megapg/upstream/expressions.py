@@ -61,19 +61,19 @@ def replacement(
             a rank in several: what is written does then, too.
     """
     if not known(name):
-        return Refusal("unknown-name")
+        return Refusal("version", "no known version has the name")
     if (reason := _refused(name)) is not None:
         return Refusal(reason)
     if name in PRIVATE:
         return _private(name)
     having = [version for version in versions if signature(name, version) is not None]
     if not having:
-        return Refusal("not-in-core", _present(name))
+        return Refusal("version", _present(name))
     answers: dict[Replacement | Refusal, list[int]] = {}
     misfits: list[Refusal] = []
     for version in having:
         answer = _in_version(name, arguments, version)
-        if isinstance(answer, Refusal) and answer.reason == "arguments":
+        if isinstance(answer, Refusal) and answer.is_error:
             misfits.append(answer)  # the call fails there, so it need not mean the same
         else:
             answers.setdefault(answer, []).append(version)
@@ -117,8 +117,8 @@ def _private(name: str) -> Replacement | Refusal:
     if name in RANK_GLOBALS:
         field = RANK_GLOBALS[name]
         written = f'list($pg.ranks("{field}"))'
-        return Replacement(written, field, "ranks", "private-global", (field,))
-    return Refusal("run-time-flag", "getters.hybrid_group(pg, size) is the group of one size")
+        return Replacement(written, field, "ranks", "may-be-none", (field,))
+    return Refusal("arguments", "getters.hybrid_group(pg, size) is the group of one size")
 
 
 def _unchecked(field: str, checked: str = "False") -> Replacement:
@@ -158,12 +158,12 @@ def _bind(name: str, arguments: Sequence[Argument], version: int) -> _Call | Ref
     given: dict[str, str] = {}
     for position, argument in enumerate(arguments):
         if argument.starred:
-            return Refusal("arguments", argument.text)
+            return Refusal("arguments", argument.text, is_error=True)
         if not argument.keyword and position >= len(parameters):
-            return Refusal("arguments", f"{len(arguments)} arguments in 0.{version}")
+            return Refusal("arguments", f"{len(arguments)} arguments in 0.{version}", is_error=True)
         keyword = argument.keyword or parameters[position].name
         if keyword not in texts or keyword in given:
-            return Refusal("arguments", f"{keyword}= in 0.{version}")
+            return Refusal("arguments", f"{keyword}= in 0.{version}", is_error=True)
         text = argument.text
         given[keyword] = f"({text})" if ":=" in text and not argument.keyword else text
     return _Call({**texts, **given}, tuple(given))
@@ -177,7 +177,7 @@ def _in_version(name: str, arguments: Sequence[Argument], version: int) -> Repla
         return call
     if name == "get_hybrid_data_context_parallel_groups":
         if call.value("check_initialized") is not True or "group_size" not in call.given:
-            return Refusal("run-time-flag", "pass group_size=")
+            return Refusal("arguments", "pass group_size=")
         return Replacement(
             f"$getters.hybrid_group($pg, {call.text['group_size']})", takes=Takes.GLOBALS
         )
@@ -238,7 +238,7 @@ def _of_a_stage(name: str, arguments: Sequence[Argument], version: int) -> Repla
         passed = "".join(f", {text}" for text in unseen)
         written = f"$getters.{name}($pg{call.passed()}{passed})"
     elif unseen:
-        return Refusal("run-time-flag", ", ".join(unseen))
+        return Refusal("arguments", ", ".join(unseen))
     else:  # with the default written out, which is another one from 0.13 on
         written = f"$getters.{name}($pg, ignore_virtual={call.text['ignore_virtual']})"
     # Of a chunk of the virtual pipeline, whose length only the job as a whole knows.
@@ -255,12 +255,13 @@ def _of_a_group(middle: str, end: str, call: _Call) -> Replacement | Refusal:
     rows = (row for row in ROWS[middle] if all(flags.get(name) for name in row.true))
     row = next(rows) if seen else None
     if checked is not True and (asks != "group" or row is None or row.helper):
-        return Refusal("unchecked" if checked is False else "run-time-flag", "check_initialized")
+        return Refusal("arguments", "check_initialized")
     if row is None:
         return _at_run_time(middle, asks, call, flags)
     field = row.field
     if field == "intra_dp_cp" and not flags.get("with_context_parallel"):
-        return Refusal("arguments", "partial_data_parallel needs with_context_parallel")
+        missing = "partial_data_parallel needs with_context_parallel"
+        return Refusal("arguments", missing, is_error=True)
     if row.helper:
         return _ask_helper(middle, asks, row.helper.strip(), flags)
     if checked is not True:
@@ -288,7 +289,7 @@ def _at_run_time(
     others = {name for name, value in flags.items() if value is True} - FLAGS_OF_HELPERS
     # What counts rematerialisation in is refused by the helpers where it makes a difference.
     if middle not in HELPERS or not unknown <= FLAGS_OF_HELPERS or others - {"with_gtp_remat"}:
-        return Refusal("run-time-flag", ", ".join(sorted(unknown)))
+        return Refusal("arguments", ", ".join(sorted(unknown)))
     passed = ", ".join(
         f"{name}={call.text[name]}"
         for name, value in flags.items()
@@ -304,7 +305,7 @@ def _ask_helper(
     arguments = f"$pg, {passed}" if passed else "$pg"
     if asks in helpers:
         return Replacement(f"$getters.{helpers[asks]}({arguments})", needs=needs)
-    return Refusal("run-time-flag", passed)
+    return Refusal("arguments", passed)
 
 
 def _candidates(middle: str, flags: Mapping[str, object]) -> tuple[str, ...]:

@@ -87,10 +87,12 @@ class Refusal:
     Attributes:
         reason: a code of :data:`megapg.migrate.reasons.REASONS`.
         detail: what is special about this one; may be empty.
+        is_error: True if the call itself fails in this version of Megatron-core.
     """
 
     reason: str
     detail: str = ""
+    is_error: bool = False
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -290,24 +292,24 @@ REFUSED: Mapping[str, str] = {
     "create_": "lifecycle",
     "set_virtual_": "vp-stage",
     "get_virtual_pipeline_model_parallel_rank": "vp-stage",
-    "set_pipeline_model_parallel_split_rank": "encoder-decoder",
+    "set_pipeline_model_parallel_split_rank": "no-field",
     "set_": "setter",
-    "get_nccl_options": "no-state",
-    "overwrite_nccl_comm_cfgs": "no-state",
-    "update_pg_timeout": "no-state",
-    "generate_masked_orthogonal_rank_groups": "no-state",
-    "default_": "no-state",
-    "RankGenerator": "no-state",
-    "get_moe_layer_wise_logging_tracker": "buffer",
-    "get_global_symmetric_memory_buffer": "buffer",
-    "destroy_global_": "buffer",
-    "_MOE_": "buffer",
-    "_GLOBAL_SYMMETRIC_MEMORY_BUFFER": "buffer",
-    "_set_global_": "buffer",
+    "get_nccl_options": "no-field",
+    "overwrite_nccl_comm_cfgs": "no-field",
+    "update_pg_timeout": "no-field",
+    "generate_masked_orthogonal_rank_groups": "no-field",
+    "default_": "no-field",
+    "RankGenerator": "no-field",
+    "get_moe_layer_wise_logging_tracker": "no-field",
+    "get_global_symmetric_memory_buffer": "no-field",
+    "destroy_global_": "no-field",
+    "_MOE_": "no-field",
+    "_GLOBAL_SYMMETRIC_MEMORY_BUFFER": "no-field",
+    "_set_global_": "no-field",
     "_MPU_": "setter",
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": "vp-stage",
-    "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK": "encoder-decoder",
-    "_PIPELINE_MODEL_PARALLEL_DECODER_START": "encoder-decoder",
+    "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK": "no-field",
+    "_PIPELINE_MODEL_PARALLEL_DECODER_START": "no-field",
     "_global_process_group_list": "lifecycle",
     "_DATA_MODULO_EXPERT_PARALLEL_GROUP": "no-field",
     "_TENSOR_AND_EXPERT_PARALLEL_GROUP": "no-field",
@@ -366,14 +368,14 @@ RANK_GLOBALS: Mapping[str, str] = {
 # private global -> what is written for it, where it is neither.
 OTHER_GLOBALS: Mapping[str, Replacement] = {
     "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": Replacement(
-        "$getters.data_group($pg)", caution="private-global", needs=("dp",)
+        "$getters.data_group($pg)", caution="may-be-none", needs=("dp",)
     ),
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": Replacement(
-        f"$getters.data_group($pg, {_PARTIAL})", caution="private-global", needs=("intra_dp_cp",)
+        f"$getters.data_group($pg, {_PARTIAL})", caution="may-be-none", needs=("intra_dp_cp",)
     ),
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": Replacement(
         "$getters.expert_data_group($pg, partial_expert_data_parallel=True)",
-        caution="private-global",
+        caution="may-be-none",
         needs=("intra_expt_dp",),
     ),
     "_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": Replacement(
@@ -383,7 +385,7 @@ OTHER_GLOBALS: Mapping[str, Replacement] = {
         takes=Takes.LAZY,
     ),
     **{
-        name: Replacement(f"$getters.{helper}($pg)", caution="private-global", takes=Takes.GLOBALS)
+        name: Replacement(f"$getters.{helper}($pg)", caution="may-be-none", takes=Takes.GLOBALS)
         for name, helper in (
             ("_EMBEDDING_GLOBAL_RANKS", "embedding_ranks"),
             ("_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "virtual_pipeline_size"),
@@ -392,7 +394,7 @@ OTHER_GLOBALS: Mapping[str, Replacement] = {
     },
     **{
         f"_{name}_GLOO": Replacement(
-            f'$getters.gloo_group($pg, "{field}")', caution="private-global", takes=Takes.GLOBALS
+            f'$getters.gloo_group($pg, "{field}")', caution="may-be-none", takes=Takes.GLOBALS
         )
         for name, field in (
             ("DATA_PARALLEL_GROUP", "dp"),

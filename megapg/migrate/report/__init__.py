@@ -1,5 +1,4 @@
-"""What ``megapg check`` and ``megapg migrate`` say: to people, to programs, and to ``git apply``.
+"""Reports of ``megapg check`` and ``megapg migrate``: for people, as JSON, as SARIF, as a diff.
 
-Both commands make one :class:`~megapg.migrate.report.outcome.Report`, and every form is made of
-that.
+Each form is made from one :class:`~megapg.migrate.report.outcome.Report`.
 """

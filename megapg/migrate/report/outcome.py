@@ -1,164 +1,134 @@
-"""What a report is about, whichever command makes it: every use, and what becomes of it."""
+"""The report of a command: every use, and what happens to it."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapg.migrate.config import Config
-from megapg.migrate.find.index import Findings
-from megapg.migrate.find.sites import Site
-from megapg.migrate.migration import (
-    Callee,
-    How,
-    Left,
-    Migration,
-    Noticed,
-    Rewritten,
-    Root,
-    Served,
-    Start,
-)
-from megapg.migrate.python.source import Problem
-from megapg.upstream.mapping import Refusal, Replacement
+from megapg.migrate.migration import Found, How, Migration, Problem, Rewritten, Root
+from megapg.migrate.uses import Use
+from megapg.upstream.mapping import Replacement
 
 LEFT = "left"
-WITH, WITHOUT = "with a replacement", "without"
-_UNWRITTEN = "unwritten"
-_LONG = 120  # characters: a call with a dozen arguments
+REPLACEABLE, NOT_REPLACEABLE = "with a replacement", "without"
+_LONG = 120  # characters
 
 
 @dataclass(frozen=True)
 class Entry:
     """One use."""
 
-    site: Site  # what is there before the command
-    fate: str  # what becomes of it: its column in the table by package
-    instead: str = ""  # what is written in its place, or can be; empty where nothing serves
-    reason: str = ""  # code of why nothing serves; empty where something does
-    note: str = ""  # what is special about this one; may be empty
-    suggestion: str = ""  # what to write by hand; may be empty
-    why: str = ""  # it may turn to the globals, as Why says; empty where it never does
+    use: Use
+    fate: str  # one of the report's columns
+    instead: str = ""  # the new expression; empty if there is none
+    reason: str = ""  # code of the reason why there is none, or why it is not written
+    detail: str = ""  # about this use
 
     @property
-    def left(self) -> bool:
-        """Whether it is still there when the command is done, and all is written."""
-        return self.fate in (LEFT, WITH, WITHOUT)
+    def is_left(self) -> bool:
+        """True if the command leaves the use in place."""
+        return self.fate in (LEFT, REPLACEABLE, NOT_REPLACEABLE)
+
+    @property
+    def suggestion(self) -> str:
+        """What to write by hand for a use that ``megapg migrate`` leaves; may be empty."""
+        answer = self.use.answer
+        return answer.expression if self.reason and isinstance(answer, Replacement) else ""
 
 
 @dataclass(frozen=True)
 class Report:
     """The outcome of a command."""
 
-    columns: tuple[str, ...]  # the fates that there can be, the best first
-    entries: Sequence[Entry]  # every use that is not kept, by file and position
-    findings: Findings  # what is in the project
-    problems: Sequence[Problem]  # files that could not be looked into, rewritten or written
-    config: Config  # what the command was told
-    problem: str = ""  # which of the three it is, where there is but one
-    files: Sequence[Rewritten] = ()  # those that change
-    roots: Sequence[Root] = ()  # where the globals are still turned to
-    starts: Sequence[Start] = ()  # where to pass a collection, what serves most first
-    noticed: Sequence[Noticed] = ()  # places in tests that notice what becomes of the source
-    callees: Sequence[Callee] = ()  # calls of what still asks the globals
+    columns: tuple[str, ...]  # what can happen to a use, the best first
+    entries: Sequence[Entry]  # by file and position, without uses that have "# megapg: keep"
+    found: Found
+    problems: Sequence[Problem]
+    config: Config
+    files: Sequence[Rewritten] = ()
+    roots: Sequence[Root] = ()
 
     @property
     def left(self) -> list[Entry]:
-        """The uses that stay."""
-        return [entry for entry in self.entries if entry.left]
-
-    @property
-    def served(self) -> list[Entry]:
-        """The uses that are rewritten."""
-        return [entry for entry in self.entries if not entry.left]
+        """Uses that stay."""
+        return [entry for entry in self.entries if entry.is_left]
 
     @property
     def fates(self) -> dict[str, int]:
-        """How many uses there are of each."""
-        found = Counter(entry.fate for entry in self.entries)
-        return {column: found[column] for column in self.columns}
+        """The number of uses for each column."""
+        counts = Counter(entry.fate for entry in self.entries)
+        return {column: counts[column] for column in self.columns}
 
     @property
     def reasons(self) -> dict[str, int]:
-        """How many uses are left for each reason, the most frequent first."""
+        """The number of uses for each reason, the most frequent first."""
         return dict(Counter(entry.reason for entry in self.left if entry.reason).most_common())
 
-
-def of_findings(findings: Findings, config: Config) -> Report:
-    """What ``megapg check`` reports: nothing is rewritten."""
-    entries = [_found(site) for site in findings.sites if not site.keep]
-    return Report(
-        columns=(WITH, WITHOUT),
-        entries=entries,
-        findings=findings,
-        problems=findings.problems,
-        config=config,
-        problem="not looked into",
-    )
+    @property
+    def kept(self) -> int:
+        """The number of uses with "# megapg: keep"."""
+        return sum(use.keep for use in self.found.uses)
 
 
-def of_migration(
-    migration: Migration, config: Config, unwritten: Mapping[str, Problem] | None = None
-) -> Report:
-    """What ``megapg migrate`` reports.
+def of_found(found: Found, config: Config) -> Report:
+    """Return the report of ``megapg check``."""
+    entries = []
+    for use in found.uses:
+        if not use.keep:
+            answer = use.answer
+            if isinstance(answer, Replacement):
+                caution = answer.caution
+                entries.append(Entry(use, REPLACEABLE, instead=answer.expression, reason=caution))
+            else:
+                detail = answer.detail
+                entries.append(Entry(use, NOT_REPLACEABLE, reason=answer.reason, detail=detail))
+    return Report((REPLACEABLE, NOT_REPLACEABLE), entries, found, found.problems, config)
+
+
+def of_migration(migration: Migration, config: Config, unwritten: Sequence[Problem] = ()) -> Report:
+    """Return the report of ``megapg migrate``.
 
     Args:
-        migration: what it comes to.
-        config: what it was told.
-        unwritten: why files could not be written, by their names: their uses are left.
+        migration: the result of the run.
+        config: the settings of the run.
+        unwritten: why files could not be written. If there are any, no file was written.
     """
-    unwritten = unwritten or {}
-    entries = [_served(each, unwritten.get(each.site.file)) for each in migration.served]
-    entries += [_left(each) for each in migration.left]
-    entries.sort(key=lambda entry: (entry.site.file, entry.site.span.start, entry.site.span.stop))
+    entries = []
+    for left in migration.left:
+        entries.append(Entry(left.use, LEFT, reason=left.reason, detail=left.detail))
+    for served in migration.served:
+        if unwritten:
+            entries.append(Entry(served.use, LEFT, reason="unwritten"))
+        else:
+            entries.append(Entry(served.use, served.how, instead=served.text))
+    entries.sort(key=lambda entry: (entry.use.file, entry.use.span))
     return Report(
         columns=(*How, LEFT),
         entries=entries,
-        findings=migration.findings,
-        problems=[*migration.problems, *unwritten.values()],
+        found=migration.found,
+        problems=[*migration.problems, *unwritten],
         config=config,
-        files=[file for file in migration.files if file.file not in unwritten],
-        roots=[root for root in migration.roots if root.file not in unwritten],
-        starts=[start for start in migration.starts if start.file not in unwritten],
-        noticed=migration.noticed,
-        callees=migration.callees,
+        files=() if unwritten else migration.files,
+        roots=() if unwritten else migration.roots,
     )
-
-
-def _found(site: Site) -> Entry:
-    answer = site.answer
-    if isinstance(answer, Replacement):
-        return Entry(site, WITH, instead=answer.expression, note=answer.caution)
-    return Entry(site, WITHOUT, reason=answer.reason, note=answer.detail)
-
-
-def _served(served: Served, problem: Problem | None) -> Entry:
-    if problem is not None:
-        return Entry(served.site, LEFT, reason=_UNWRITTEN, note=problem.message)
-    return Entry(served.site, served.how, instead=served.text, note=served.detail, why=served.why)
-
-
-def _left(left: Left) -> Entry:
-    answer = left.site.answer
-    note = left.detail or (answer.detail if isinstance(answer, Refusal) else "")
-    return Entry(left.site, LEFT, reason=left.reason, note=note, suggestion=left.suggestion)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table by package."""
+    """A line of the table of packages."""
 
-    package: str  # a directory, or ``all``
-    uses: int  # how many there are
-    fates: tuple[int, ...]  # how many of each column, in the report's order
+    package: str  # a folder, or ``all``
+    uses: int
+    fates: tuple[int, ...]  # the number of uses for each of the report's columns
 
 
-def burn_down(report: Report) -> list[Row]:
-    """The uses by package, those with most first; more than one package is added up at the end."""
+def by_package(report: Report) -> list[Row]:
+    """Return the table of packages, those with most uses first. Several packages are summed up."""
     packages: dict[str, Counter[str]] = defaultdict(Counter)
     for entry in report.entries:
-        packages[entry.site.file.rpartition("/")[0] or "."][entry.fate] += 1
+        packages[entry.use.file.rpartition("/")[0] or "."][entry.fate] += 1
     rows = [
         Row(package, fates.total(), tuple(fates[column] for column in report.columns))
         for package, fates in packages.items()
@@ -170,23 +140,18 @@ def burn_down(report: Report) -> list[Row]:
 
 
 def versions(config: Config) -> str:
-    """As which Megatron-core the code was read, and who says so."""
+    """Return the versions of Megatron-core, and where they come from."""
     first, last = config.versions[0], config.versions[-1]
     numbers = f"0.{first}" if first == last else f"0.{first} to 0.{last}"
     return f"{numbers} ({config.versions_from})"
 
 
-def count(number: int, what: str) -> str:
-    """``1 file``, ``2 files``."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def count(number: int, noun: str) -> str:
+    """Return ``1 file`` or ``2 files``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def one_line(text: str) -> str:
-    """The text with every run of white space as one space."""
-    return " ".join(text.split())
-
-
-def shortened(text: str) -> str:
-    """As much of some code as tells it from others, on one line."""
-    text = one_line(text)
-    return text if len(text) <= _LONG else f"{text[: _LONG - 3]}..."
+def shortened(code: str) -> str:
+    """Return the start of an expression on one line."""
+    code = " ".join(code.split())
+    return code if len(code) <= _LONG else f"{code[: _LONG - 3]}..."

@@ -1,0 +1,127 @@
+"""Run the project's own formatter and import sorter on the new texts.
+
+A tool is run if the project configures it, it is installed, and it would not change the old text.
+Texts go through standard input, so no file on disk changes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from megapg.migrate.migration import Rewritten
+
+_WORKERS = 2
+_SECONDS = 60  # for one text
+
+
+@dataclass(frozen=True)
+class _Tool:
+    """A formatter or import sorter."""
+
+    program: str
+    arguments: tuple[str, ...]  # the file's name follows
+    settings: tuple[tuple[str, str], ...]  # files, and the title of its section; empty for any
+    hook: str  # its id in ``.pre-commit-config.yaml``
+
+
+_RUFF = ((".ruff.toml", ""), ("ruff.toml", ""), ("pyproject.toml", "tool.ruff"))
+_ISORT = (
+    *((".isort.cfg", ""), ("pyproject.toml", "tool.isort"), ("tox.ini", "isort")),
+    *(("setup.cfg", "isort"), ("setup.cfg", "tool:isort")),
+)
+_BLACK = (("pyproject.toml", "tool.black"),)
+_RUFF_SORT = ("check", "--quiet", "--select", "I", "--fix", "-", "--stdin-filename")
+# Of each kind one tool is run, the first that fits.
+_SORTERS = (
+    _Tool("isort", ("-", "--quiet", "--filename"), _ISORT, "isort"),
+    _Tool("ruff", _RUFF_SORT, _RUFF, "ruff"),
+)
+_FORMATTERS = (
+    _Tool("black", ("-", "--quiet", "--stdin-filename"), _BLACK, "black"),
+    _Tool("ruff", ("format", "--quiet", "-", "--stdin-filename"), _RUFF, "ruff-format"),
+)
+
+
+def formatted(
+    files: Sequence[Rewritten], on_progress: Callable[[str, int, int], None]
+) -> list[Rewritten]:
+    """Return the files with new texts in the project's format.
+
+    Args:
+        files: the rewritten files.
+        on_progress: called with "formatting", the number of files that are done, and of all.
+    """
+    done: list[Rewritten] = []
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        for file in pool.map(_formatted, files):
+            done.append(file)
+            on_progress("formatting", len(done), len(files))
+    return done
+
+
+def _formatted(file: Rewritten) -> Rewritten:
+    # The module of --runtime vendored keeps the order of its lines: its checksum depends on that.
+    for tools in (_FORMATTERS,) if file.is_runtime else (_SORTERS, _FORMATTERS):
+        for tool in tools:
+            program = _start(tool.program)
+            if not program or not _is_configured(tool, file.path.parent):
+                continue
+            command = (*program, *tool.arguments, str(file.path))
+            after = _output(command, file.after)
+            if after == file.after:
+                break  # the old text matters only if the tool changes the new one
+            if after and (file.is_new or _output(command, file.before) == file.before):
+                file = replace(file, after=after)
+                break
+    return file
+
+
+@cache
+def _start(program: str) -> tuple[str, ...]:
+    """The start of a command line; empty if the program is not installed."""
+    if found := shutil.which(program):
+        return (found,)
+    if importlib.util.find_spec(program):
+        return (sys.executable, "-P", "-m", program)  # -P: not a module in the current folder
+    return ()
+
+
+def _output(command: Sequence[str], text: bytes) -> bytes | None:
+    """The text as a tool writes it; None if the tool fails."""
+    folder = Path(command[-1]).parent
+    try:
+        return subprocess.run(
+            command, input=text, cwd=folder, capture_output=True, timeout=_SECONDS, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@cache
+def _is_configured(tool: _Tool, folder: Path) -> bool:
+    """True if the folder, or one above it in the repository, has settings of the tool."""
+    patterns = {
+        (name, rf"^\[{re.escape(title)}[].]" if title else "") for name, title in tool.settings
+    }
+    patterns.add((".pre-commit-config.yaml", rf"^[-\s]*id:\s*{tool.hook}\s*(#|$)"))
+    if any(_matches(folder / name, pattern) for name, pattern in patterns):
+        return True
+    is_top = (folder / ".git").exists() or folder == folder.parent
+    return not is_top and _is_configured(tool, folder.parent)
+
+
+def _matches(file: Path, pattern: str) -> bool:
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return re.search(pattern, text, re.MULTILINE) is not None
