@@ -77,7 +77,7 @@ def migrate(
             break
         frozen |= failed  # the other files may not rely on a file that is left as it is
     files += runtimes.modules({path: _called(each) for path, each in plan.files.items()})
-    files = formatted(files, config.root, on_progress)
+    files = formatted(files, on_progress)
     failures = [Problem(project.files[path], 0, why) for path, why in frozen.items()]
     by_place = {"key": lambda each: (each.use.file, each.use.span)}
     return Migration(
@@ -181,7 +181,7 @@ def _write(
         on_progress("rewriting", done, len(plan.files))
         before = project.data(path)
         try:
-            after = rewritten(before, changes, partial(_is_unneeded, project, path))
+            after = rewritten(before, changes, partial(_is_unneeded, project, path, changes))
             if not project.files[path].endswith(".pyi"):
                 compile(after, str(path), "exec", dont_inherit=True)
         except (cst.CSTValidationError, cst.ParserSyntaxError, SyntaxError, ValueError) as error:
@@ -191,13 +191,14 @@ def _write(
     return files, failed
 
 
-def _is_unneeded(project: Project, path: Path, dotted: str, name: str) -> bool:
+def _is_unneeded(project: Project, path: Path, plan: FilePlan, dotted: str, name: str) -> bool:
     """True if an import of the globals may go once its file does not use it.
 
     An import from inside of the project stays, since circular imports may need its order.
     """
     dotted = project.absolute(dotted, path)
-    if not project.meaning(dotted, path).name.startswith(PARALLEL_STATE):
+    is_globals = project.meaning(dotted, path).name.startswith(PARALLEL_STATE)
+    if name not in plan.unused or not is_globals:
         return False
     parts = dotted.split(".")
     if any(project.find(".".join(parts[:end]), path) for end in range(1, len(parts) + 1)):
