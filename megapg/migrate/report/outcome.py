@@ -33,7 +33,7 @@ class Entry:
 
     @property
     def suggestion(self) -> str:
-        """What to write by hand for a use that ``megapg migrate`` leaves; may be empty."""
+        """The replacement of a use that ``megapg migrate`` leaves; empty if there is none."""
         answer = self.use.answer
         return answer.expression if self.reason and isinstance(answer, Replacement) else ""
 
