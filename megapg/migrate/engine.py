@@ -1,320 +1,231 @@
-"""The codemod: from the files of a project to their new texts. Nothing is written to disk."""
+"""Find and rewrite the uses of the globals in a project. Nothing is written to disk.
+
+The steps, each in a module of its own:
+
+1. :mod:`~megapg.migrate.project` lists the files.
+2. :mod:`~megapg.migrate.scan` finds uses, functions and calls in the files that mention the globals,
+   or a function that may take the new parameter.
+3. :mod:`~megapg.migrate.carriers` chooses where each function takes its groups from, and
+   :mod:`~megapg.migrate.thread` which functions take the parameter.
+4. :mod:`~megapg.migrate.plan` decides about each use, and :mod:`~megapg.migrate.rewrite` makes the
+   new text.
+"""
 
 from __future__ import annotations
 
-import ast
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
+from typing import TypeAlias
 
+import libcst as cst
+
+from megapg.migrate.carriers import Carriers, Node
 from megapg.migrate.config import Config
-from megapg.migrate.decide.decisions import GLOBALS, Decision, Passing
-from megapg.migrate.decide.facts import FallenBack
-from megapg.migrate.decide.functions import Functions
-from megapg.migrate.decide.rules import make_plan
-from megapg.migrate.edit.callees import Callees, Calling
-from megapg.migrate.edit.circles import Circles, Staying
-from megapg.migrate.edit.outside import imported_through, names_taken, patched_through
-from megapg.migrate.edit.rewrite import Writer
-from megapg.migrate.edit.runtimes import Runtimes
-from megapg.migrate.edit.soundness import verified
-from megapg.migrate.edit.spans import Spans
-from megapg.migrate.edit.style import Styles
-from megapg.migrate.edit.unmixed import Unmixed
-from megapg.migrate.find.index import Findings, Index, Progress, unseen
-from megapg.migrate.find.meaning import PARALLEL_STATE
-from megapg.migrate.find.sites import Site
-from megapg.migrate.migration import Edit, Left, Migration, Rewritten, Root, Served, Why, applied
-from megapg.migrate.python.analysis import Analysis
-from megapg.migrate.python.methods import kept
-from megapg.migrate.python.scopes import Imported, Scope
-from megapg.migrate.python.source import Problem, Source
-from megapg.migrate.python.tree import is_test
-from megapg.migrate.python.unused import Removed
+from megapg.migrate.facts import Facts
+from megapg.migrate.format import formatted
+from megapg.migrate.migration import Found, Migration, Problem, Rewritten
+from megapg.migrate.plan import FilePlan, Plan, Planner
+from megapg.migrate.project import PARALLEL_STATE, Project, is_test
+from megapg.migrate.rewrite import rewritten
+from megapg.migrate.runtime import Runtimes
+from megapg.migrate.scan import scan
+from megapg.upstream.signatures import SIGNATURES
 
-_GLOBALS = ".".join(PARALLEL_STATE)
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and of how much."""
+
+_MENTIONS = re.compile(rb"\b(parallel_state|mpu|%b)\b" % b"|".join(n.encode() for n in SIGNATURES))
+_OWN_MODULE = "megatron/core/parallel_state.py"  # defines the globals, and does not use them
+
+
+def unseen(what: str, done: int, of: int) -> None:
+    """Show no progress."""
+
+
+def find(paths: Sequence[Path], config: Config, on_progress: Progress = unseen) -> Found:
+    """Find every use of the globals at and under some paths."""
+    return _Scans(paths, config, on_progress).found()
 
 
 def migrate(
     paths: Sequence[Path], config: Config, *, unsafe: bool = False, on_progress: Progress = unseen
 ) -> Migration:
-    """Rewrite the uses of the globals at and under the paths, as far as that is certain.
+    """Rewrite the uses of the globals at and under some paths.
 
     Args:
         paths: files and directories.
-        config: see :func:`megapg.migrate.find.index.find_sites`.
-        unsafe: also rewrite what may behave differently where groups are missing.
-        on_progress: called with what is being done, how much of it is done, and of how much.
+        config: of the project.
+        unsafe: also rewrite uses that may behave differently if groups are missing.
+        on_progress: called as the work goes on.
     """
-    index = Index(paths, config)
-    findings = index.run(on_progress)
-    circles = Circles(index, paths)
-    project = _Project(
-        index, Functions(index), Styles(index.root), Runtimes(index, config), circles.staying
-    )
+    scans = _Scans(paths, config, on_progress)
+    found = scans.found()
+    scans.follow_calls()
+    project, sources = scans.project, [p for p in scans.facts if not is_test(scans.project.files[p])]
+    runtimes = Runtimes(config, list(project.files))
     frozen: dict[Path, str] = {}
-    unmixed = Unmixed(index)
-    while True:  # a file that fails verification takes no part, and then others may not rely on it
-        attempt = _Attempt(project, frozen, unmixed.fallen, unsafe, on_progress)
-        frozen |= attempt.failed
-        if attempt.failed or unmixed.finds_more(attempt.trees):
-            continue
-        callees = Callees(index, attempt.trees)
-        if unmixed.hands_on_to(callees.of_models()):
-            continue
-        calling = callees.of_globals()
-        if unmixed.falls_back_for(calling, attempt.taking, attempt.unpassed):
-            continue
-        if not circles.finds_more(attempt.removed(), attempt.trees, attempt.tree_with):
-            return attempt.migration(findings, calling)
-
-
-@dataclass(frozen=True)
-class _Project:
-    """What all attempts have in common."""
-
-    index: Index
-    functions: Functions
-    styles: Styles
-    runtimes: Runtimes
-    staying: Mapping[Path, Staying]  # the imports that stay though nothing needs them
-
-
-class _Attempt:
-    """The new texts of all files but the frozen ones.
-
-    Attributes:
-        failed: the files whose new text is not sound, and why.
-        trees: the new texts of the others, parsed.
-    """
-
-    def __init__(
-        self,
-        project: _Project,
-        frozen: Mapping[Path, str],
-        fallen: FallenBack,
-        unsafe: bool,
-        on_progress: Progress,
-    ) -> None:
-        self._index, self._runtimes, self._styles = project.index, project.runtimes, project.styles
-        self._frozen = frozen
-        self.failed: dict[Path, str] = {}
-        self.trees: dict[Path, ast.Module] = {}
-        self._why = dict(fallen.why)
-        planned = partial(on_progress, "deciding")
-        self._plan = make_plan(
-            project.index, project.functions, frozen, fallen, unsafe=unsafe, on_progress=planned
+    while True:
+        planner = Planner(
+            project, scans.facts, _patched(project, sources), runtimes.of, frozen, unsafe
         )
-        self._writers: dict[Path, Writer] = {}
-        self._requires: dict[Path, set[str]] = defaultdict(set)
-        self._texts: dict[Decision, str] = {}
-        self._not_written: list[Left] = []
-        self._redirected: set[Site] = set()
-        self._write()
-        self._kept = self._taken()
-        self._staying = {path: set(each) for path, each in project.staying.items()}
-        self._files = []
-        for done, path in enumerate(self._writers):
-            on_progress("rewriting", done, len(self._writers))
-            file = self._rewritten(path, self._edits(path))
-            if file is not None:
-                self._files.append(file)
+        plan = planner.plan()
+        files, failed = _write(project, plan, on_progress)
+        if not failed:
+            break
+        frozen |= failed  # the other files may not rely on a file that is left as it is
+    files += runtimes.modules({path: _called(each) for path, each in plan.files.items()})
+    files = formatted(files, config.root, on_progress)
+    failures = [Problem(project.files[path], 0, why) for path, why in frozen.items()]
+    by_place = {"key": lambda each: (each.use.file, each.use.span)}
+    return Migration(
+        found=found,
+        served=sorted(plan.served, **by_place),
+        left=sorted(plan.left, **by_place),
+        files=sorted(files, key=lambda each: each.file),
+        roots=plan.roots,
+        problems=[*found.problems, *failures],
+    )
 
-    def _edits(self, path: Path, more: Staying | None = None) -> list[Edit]:
-        staying = self._staying.get(path, set()) | (more or set())
-        return self._writers[path].edits(self._kept.get(path, set()), staying)
 
-    def removed(self) -> dict[Path, list[Removed]]:
-        """The imports that go from each file, or stay for others alone."""
-        return {p: self._writers[p].removed(self._kept.get(p, set())) for p in self.trees}
+class _Scans:
+    """The facts of the files that matter."""
 
-    def tree_with(self, path: Path, more: Staying) -> ast.Module | None:
-        """A file's new text, parsed, where some more imports stay; None where it is not sound."""
-        _, found = _with_edits(self._looked(path)[0], tuple(self._edits(path, more)))
-        return None if isinstance(found, str) else found
+    def __init__(self, paths: Sequence[Path], config: Config, on_progress: Progress) -> None:
+        self.project = Project(paths, config)
+        self.facts: dict[Path, Facts] = {}
+        self._on_progress = on_progress
+        self._problems = list(self.project.problems)
+        mentions = [
+            path
+            for path in self.project.mentioning(_MENTIONS)
+            if not self.project.files[path].endswith(_OWN_MODULE)
+        ]
+        self._scan("finding", mentions)
 
-    def _writer(self, path: Path) -> Writer:
-        if path not in self._writers:
-            style, runtime = self._styles.of(path), self._runtimes.of(path)
-            self._writers[path] = Writer(*self._looked(path), style, runtime)
-        return self._writers[path]
+    def _scan(self, what: str, paths: Sequence[Path]) -> None:
+        project = self.project
+        for done, path in enumerate(paths):
+            self._on_progress(what, done, len(paths))
+            name = project.files[path]
 
-    def _looked(self, path: Path) -> tuple[Source, Analysis]:
-        looked = self._index.look(path)
-        assert looked is not None  # it has sites or functions
-        return looked
+            def stands_for(dotted: str, path: Path = path) -> str:
+                return project.meaning(project.absolute(dotted, path), path).name
 
-    def _write(self) -> None:
-        by_file: dict[Path, list[Decision]] = defaultdict(list)
-        for decision in self._plan.decisions:
-            by_file[decision.located.path].append(decision)
-        asking: dict[Path, list[Decision | Passing]] = defaultdict(list)
-        for path, decisions in by_file.items():
-            asking[path] += decisions
-        for passing in self._plan.passing:
-            asking[passing.reference.path].append(passing)
-        for path, places in asking.items():
-            self._writer(path).share(places, Spans(partial(self._plan.renewals, path)))
-        for path, decisions in by_file.items():
-            texts = self._writer(path).serve(decisions)
-            self._texts |= texts
-            for decision in decisions:
-                if decision not in texts:
-                    site = decision.located.site
-                    self._not_written.append(Left(site, "in-a-string", "", site.replacement))
-        for taking in self._plan.taking:
-            if not self._writer(taking.path).give_parameter(taking):
-                self.failed[taking.path] = "a signature that can't be edited"
-        for passing in self._plan.passing:
-            at, where = passing.reference.path, passing.path
-            if self._writer(at).pass_argument(passing) and at != where:
-                self._requires[at].add(self._looked(where)[0].name)
+            try:
+                data = project.data(path)
+                self.facts[path] = scan(data, path, name, stands_for, project.config.versions)
+            except cst.ParserSyntaxError as error:
+                self._problems.append(Problem(name, error.raw_line, "is no valid Python"))
+            except (UnicodeDecodeError, LookupError, RecursionError, ValueError) as error:
+                self._problems.append(Problem(name, 0, f"can't be read: {error}"))
 
-    def _taken(self) -> dict[Path, set[str]]:
-        """The names that others take of each file. A test that patches one which goes patches what
-        is asked then, so that it hears what it heard.
-        """
-        released = {path: each.released for path, each in self._writers.items()}
-        moving = list(imported_through(self._index, released))
-        apart = {each[1] for each in moving}
-        taken = names_taken(self._index, released, apart)
-        if leaving := set(self._going(released, taken)):
-            taken = names_taken(self._index, released, apart | leaving)
-        for path, imported, name, source in moving:
-            needed = taken.get(source, ())
-            changeable = path not in self._frozen
-            drops = changeable and self._writers[source].drops(imported.member, needed)
-            if drops and self._writer(path).import_the_globals(imported, name):
-                self._requires[path].add(self._looked(source)[0].name)
-            else:
-                taken[source].add(imported.member)
-        for located, patched, through in patched_through(self._index):
-            going = [
-                path
-                for path, name in through.items()
-                if name in released.get(path, ())
-                and self._writers[path].drops(name, taken.get(path, ()))
-            ]
-            changeable = located.path not in self._frozen and not located.site.keep
-            if (
-                going
-                and changeable
-                and is_test(located.site.file)
-                and self._writer(located.path).patch_the_globals(patched, located.site.name)
-            ):
-                self._redirected.add(located.site)
-                self._requires[located.path] |= {self._looked(path)[0].name for path in going}
+    def found(self) -> Found:
+        """Return the uses in the scanned files."""
+        uses = [each.use for facts in self.facts.values() for each in facts.uses]
+        return Found(
+            uses=sorted(uses, key=lambda use: (use.file, use.span)),
+            files=len(self.project.files),
+            notebooks=self.project.notebooks,
+            problems=self._problems,
+        )
+
+    def follow_calls(self) -> None:
+        """Scan the files that call what may take the parameter, and so on up to the entry points."""
+        known: set[Node] = set()
+        while True:
+            nodes = self._may_take() - known
+            if not nodes:
+                return
+            known |= nodes
+            more = self.project.importers({(n.path, n.name.partition(".")[0]) for n in nodes})
+            self._scan("following calls", [p for p in sorted(more) if p not in self.facts])
+
+    def _may_take(self) -> set[Node]:
+        """Return the functions and classes with uses, and those that call them."""
+        carriers = Carriers(self.project, self.facts)
+        nodes: set[Node] = set()
+        callers: dict[Node, set[Node]] = defaultdict(set)
+        for path, facts in self.facts.items():
+            if is_test(self.project.files[path]):
                 continue
-            for path, name in through.items():
-                taken[path].add(name)
-        return taken
-
-    def _going(
-        self, released: Mapping[Path, Collection[str]], taken: Mapping[Path, Collection[str]]
-    ) -> Iterator[Imported]:
-        """The imports that a file drops of names which it took from another file that releases
-        names.
-        """
-        for path in released.keys() - self._frozen.keys():
-            bindings, writer = self._looked(path)[1].module.bindings, self._writers[path]
-            dropped = [name for name in released[path] if writer.drops(name, taken.get(path, ()))]
-            bound = (each for name in dropped for each in bindings.get(name, ()))
-            for each in bound:
-                if isinstance(each, Imported):
-                    homes = self._index.resolver.module(each, path)
-                    if any(home.path in released for home in homes):
-                        yield each
-
-    def _rewritten(self, path: Path, edits: list[Edit]) -> Rewritten | None:
-        if not edits:
-            return None
-        source, _ = self._looked(path)
-        file, found = _with_edits(source, tuple(edits))
-        if isinstance(found, str):
-            self.failed[path] = found
-            return None
-        self.trees[path] = found
-        return replace(file, requires=frozenset(self._requires[path]))
-
-    def _fell_back(self, decision: Decision) -> str:
-        """Why the globals serve a use, where the check of what was written had them do so."""
-        unit = decision.located.use.scope.unit
-        found = self._why.get(unit, "") if unit is not None else ""
-        return f"the globals serve: {found}" if found and decision.base == GLOBALS else ""
-
-    @property
-    def taking(self) -> Collection[Scope]:
-        """The functions that get the parameter."""
-        return {each.function for each in self._plan.taking}
-
-    @property
-    def unpassed(self) -> Collection[Scope]:
-        """The functions that get the parameter, and to which nobody passes a collection."""
-        return self._plan.unpassed
-
-    def migration(self, findings: Findings, calling: Sequence[Calling]) -> Migration:
-        """The result, with what the index found, and with what has the globals asked."""
-        served = [
-            Served(
-                decision.located.site,
-                decision.base.how,
-                text,
-                self._plan.whys.get(decision, ""),
-                self._fell_back(decision),
-            )
-            for decision, text in self._texts.items()
-        ]
-        files = self._runtimes.with_modules(self._files)
-        unsound = "is left as it is, for its rewrite would not be sound"
-        problems = [
-            Problem(self._looked(path)[0].name, 0, f"{unsound}: {why}")
-            for path, why in self._frozen.items()
-        ]
-        left = [
-            replace(each, detail=f"patches {_GLOBALS} from now on", suggestion="")
-            if each.site in self._redirected
-            else each
-            for each in (*self._plan.left, *self._not_written)
-        ]
-        return Migration(
-            served=sorted(served, key=lambda each: _order(each.site)),
-            left=sorted(left, key=lambda each: _order(each.site)),
-            files=sorted(files, key=lambda file: file.file),
-            roots=tuple(_roots(self._texts, self._plan.whys)),
-            problems=(*findings.problems, *problems, *self._runtimes.problems),
-            findings=findings,
-            starts=self._plan.starts,
-            decided_by=self._plan.decided_by,
-            noticed=sorted(self._plan.noticed, key=lambda each: (each.file, each.line)),
-            callees=[each.callee for each in calling],
-        )
+            for use in facts.uses:
+                nodes |= _outermost(carriers, path, use.use.function)
+            for call in facts.calls:
+                meaning = carriers.meaning(call.callee, path)
+                if meaning.path is not None and meaning.local:
+                    callee = Node(meaning.path, meaning.local)
+                    callers[callee] |= _outermost(carriers, path, call.function)
+        waiting = list(nodes)
+        while waiting:
+            for caller in callers[waiting.pop()] - nodes:
+                nodes.add(caller)
+                waiting.append(caller)
+        return nodes
 
 
-@kept
-def _with_edits(source: Source, edits: tuple[Edit, ...]) -> tuple[Rewritten, ast.Module | str]:
-    """A file with edits, and its new tree or what is wrong with it, which attempts that write the
-    same have in common.
+def _outermost(carriers: Carriers, path: Path, name: str) -> set[Node]:
+    around = carriers.around(path, name)
+    return {Node(path, around[-1].of_class or around[-1].name)} if around else set()
+
+
+def _write(
+    project: Project, plan: Plan, on_progress: Progress
+) -> tuple[list[Rewritten], dict[Path, str]]:
+    """Make the new texts; return them, and the files for which that fails."""
+    files: list[Rewritten] = []
+    failed: dict[Path, str] = {}
+    for done, (path, changes) in enumerate(plan.files.items()):
+        on_progress("rewriting", done, len(plan.files))
+        before = project.data(path)
+        try:
+            after = rewritten(before, changes, partial(_is_unneeded, project, path))
+            if not project.files[path].endswith(".pyi"):
+                compile(after, str(path), "exec", dont_inherit=True)
+        except (cst.CSTValidationError, cst.ParserSyntaxError, SyntaxError, ValueError) as error:
+            failed[path] = f"its rewrite is not valid: {error}"
+            continue
+        files.append(Rewritten(project.files[path], path, before, after))
+    return files, failed
+
+
+def _is_unneeded(project: Project, path: Path, dotted: str, name: str) -> bool:
+    """True if an import of the globals may go once its file does not use it.
+
+    An import from inside of the project stays, since circular imports may need its order.
     """
-    after = source.encoded(applied(source.text, edits))
-    file = Rewritten(source.name, source.path, source.data, after, source.text, edits)
-    return file, verified(file, source)
+    dotted = project.absolute(dotted, path)
+    if not project.meaning(dotted, path).name.startswith(PARALLEL_STATE):
+        return False
+    parts = dotted.split(".")
+    if any(project.find(".".join(parts[:end]), path) for end in range(1, len(parts) + 1)):
+        return False
+    exported = path.stem == "__init__" or name in project.table(path).exported
+    return not exported and not project.is_imported(path, name)
 
 
-def _order(site: Site) -> tuple[str, int]:
-    return site.file, site.span.start
+def _patched(project: Project, sources: Collection[Path]) -> Mapping[Path, set[str]]:
+    """Return the names that some file replaces in a module, as tests do with ``patch()``."""
+    found: dict[Path, set[str]] = defaultdict(set)
+    for path in project.mentioning(_PATCHES):
+        data = project.data(path).decode(errors="replace")
+        table = project.table(path)
+        for owner, name in _PATCHED.findall(data):
+            head, dot, rest = owner.partition(".")
+            module = project.find(table.imports.get(head, head) + dot + rest, path)
+            if module is not None and module in sources:
+                found[module].add(name)
+    return found
 
 
-def _roots(decisions: Iterable[Decision], whys: Mapping[Decision, Why]) -> Iterator[Root]:
-    """The functions that turn to the globals."""
-    of: dict[tuple[str, str], list[Decision]] = defaultdict(list)
-    for decision in decisions:
-        if decision in whys:
-            unit = decision.located.use.scope.unit
-            of[decision.located.site.file, unit.qualname if unit else ""].append(decision)
-    for (file, function), each in sorted(of.items()):
-        needs = sorted({*chain(*(decision.answer.needs for decision in each))})
-        [(why, _)] = Counter(whys[decision] for decision in each).most_common(1)
-        yield Root(file, function, tuple(needs), len(each), why)
+_PATCHES = re.compile(rb"\b(patch|setattr)\b")
+_PATCHED = re.compile(
+    r"""(?:["']|(?:setattr|object)\(\s*)([A-Za-z_][\w.]*)(?:\.|\s*,\s*["'])(\w+)["']"""
+)
+
+
+def _called(plan: FilePlan) -> set[str]:
+    """Return the functions of the vendored module that the new text of a file calls."""
+    return set(re.findall(rf"\b{re.escape(plan.name)}\.(\w+)", plan.text()))

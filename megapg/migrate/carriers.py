@@ -1,0 +1,281 @@
+"""Choose where a function takes its groups from: one carrier for each function.
+
+The first that a function has, in this order:
+
+1. a parameter that is a collection, or one group under Megatron's name for it;
+2. ``self``, if the class keeps a collection or a model;
+3. a parameter that is a model;
+4. a new parameter ``pg_collection``, of the function or of the constructor of its class;
+5. ``megapg.resolve(None)``.
+
+A function in another one also has the carriers of that one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from megapg.migrate.facts import HERE, Class, Everything, Facts, Function, Where
+from megapg.migrate.migration import How
+from megapg.migrate.project import Meaning, Project
+from megapg.upstream.mapping import (
+    COLLECTION_NAMES,
+    GROUP_PARAMETERS,
+    MODEL_ATTRIBUTES,
+    Replacement,
+)
+
+PARAMETER = "pg_collection"
+
+_COLLECTION_TYPE = re.compile(r"ProcessGroupCollection|(Model|Grad)CommProcessGroups|MpuLike")
+_MODEL = re.compile(r"((un)?wrapped_)?(models?|modules?)(_chunks?|_list)?")
+_MODEL_TYPE = re.compile(
+    r"(?<!\w)(MegatronModule|GraphableMegatronModule|GPTModel|BertModel|T5Model|MambaModel"
+    r"|LanguageModule|Float16Module|DistributedDataParallel|DDP|TransformerLayer|LLaVAModel)\b"
+)
+_NO_MODEL_TYPE = re.compile(r"\b(str|int|dict|Dict|Path|ModuleType)\b")
+_ON_A_GROUP = {"group": "{0}", "rank": "{0}.rank()", "size": "{0}.size()"}
+# Decorators that pass all arguments on and do not look at the signature.
+_PLAIN_DECORATORS = re.compile(
+    r"torch\.(no_grad|inference_mode|enable_grad|compile|cuda\.nvtx\.range|amp\.autocast)"
+    r"|(torch\.\w+\.)?nvtx\.\w+|contextlib\.(async)?contextmanager|staticmethod|classmethod"
+    r"|(builtins\.)(staticmethod|classmethod)|typing\.no_type_check|typing_extensions\.deprecated"
+)
+# Classes outside of the project whose objects may have one more attribute.
+_PLAIN_BASES = re.compile(
+    r"(builtins\.)?object|abc\.ABC|typing\.Generic|torch\.nn\.(\w+\.)*\w+|megatron\.\S+"
+    r"|torch\.utils\.data\.\S+|torch\.optim\.\S+"
+)
+_OWN_ATTRIBUTES = {"__new__", "__slots__", "__setattr__", "__getattr__", "__getattribute__"}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A function, or a class for its constructor, that can take the new parameter."""
+
+    path: Path
+    name: str  # qualified
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """Where a function takes its groups from."""
+
+    how: How  # THREADED stands for the new parameter until all calls are known
+    # ``collection``, ``group``, ``self`` and ``model``: an expression that has groups;
+    # ``parameter``: the new one; ``none``: ``resolve(None)``.
+    kind: str
+    expression: str = ""
+    node: Node | None = None  # takes the new parameter
+
+    def serves(self, answer: Replacement) -> bool:
+        """True if the carrier has what a use needs."""
+        if self.kind != "group":
+            return True
+        return answer.asks in _ON_A_GROUP and answer.field in GROUP_PARAMETERS[self.expression]
+
+    def on_a_group(self, answer: Replacement) -> str:
+        """Return the expression that asks a single group."""
+        return _ON_A_GROUP[answer.asks].format(self.expression)
+
+
+NONE = Carrier(How.RESOLVED, "none")
+
+
+class Carriers:
+    """Chooses the carriers of one project.
+
+    Args:
+        project: the files.
+        everything: the facts of all files that were scanned so far.
+        thread_from: functions that take the parameter although nothing in them needs it.
+    """
+
+    def __init__(self, project: Project, everything: Everything) -> None:
+        self._project, self._everything = project, everything
+
+    # -- looking things up -------------------------------------------------------------------------
+
+    def meaning(self, dotted: str, path: Path) -> Meaning:
+        """Return what a dotted name of the facts stands for."""
+        if dotted.startswith(HERE + "."):
+            return Meaning(dotted, path, dotted[len(HERE) + 1 :])
+        return self._project.meaning(dotted, path)
+
+    def function(self, path: Path, name: str) -> Function | None:
+        """Return the facts of a function."""
+        facts = self._everything.get(path)
+        return facts.functions.get(name) if facts else None
+
+    def class_at(self, path: Path | None, name: str) -> Class | None:
+        """Return the facts of a class."""
+        facts = self._everything.get(path) if path is not None else None
+        return facts.classes.get(name) if facts else None
+
+    def bases(self, of: Class) -> Iterator[Class | str]:
+        """Yield the bases of a class: facts of those in the project, else dotted names."""
+        for base in of.bases:
+            meaning = self.meaning(base, of.path)
+            found = self.class_at(meaning.path, meaning.local)
+            yield meaning.name if found is None or found is of else found
+
+    def line_of(self, of: Class, depth: int = 0) -> Iterator[Class]:
+        """Yield a class and its bases in the project."""
+        yield of
+        for base in self.bases(of) if depth < 20 else ():
+            if isinstance(base, Class):
+                yield from self.line_of(base, depth + 1)
+
+    # -- carriers ----------------------------------------------------------------------------------
+
+    def around(self, path: Path, name: str) -> list[Function]:
+        """Return a function and the functions around it, from the inside out."""
+        found = []
+        function = self.function(path, name)
+        while function is not None:
+            found.append(function)
+            function = self.function(path, function.outer)
+        return found
+
+    def of(
+        self, path: Path, name: str, where: Where, answer: Replacement | None = None
+    ) -> Carrier:
+        """Return the carrier of a use, or of a call if there is no answer.
+
+        Args:
+            path: of the file.
+            name: of the function around it; empty at module level.
+            where: it lies there.
+            answer: what the use needs.
+        """
+        around = self.around(path, name)
+        for function in around:
+            for carrier in self._existing(function):
+                skipped = answer is None and carrier.kind == "group"
+                if carrier.expression in where.none or skipped:
+                    continue
+                if answer is None or carrier.serves(answer):
+                    return carrier
+        if not around or around[0].fakes_ranks:
+            return NONE
+        return self._new(around[-1])
+
+    def _existing(self, function: Function) -> Iterator[Carrier]:
+        for each in function.parameters:
+            if each.name in COLLECTION_NAMES or _COLLECTION_TYPE.search(each.annotation):
+                yield Carrier(How.COLLECTION, "collection", each.name)
+        for each in function.parameters:
+            if each.name in GROUP_PARAMETERS and not each.default:
+                yield Carrier(How.COLLECTION, "group", each.name)
+        kept = self._kept(function)
+        if kept & set(COLLECTION_NAMES):
+            yield Carrier(How.COLLECTION, "self", function.self_name)
+        for each in function.parameters:
+            if _is_model(each.name, each.annotation):
+                yield Carrier(How.MODEL, "model", each.name)
+        if kept:
+            yield Carrier(How.MODEL, "self", function.self_name)
+
+    def _kept(self, method: Function) -> set[str]:
+        """Return the attributes with a collection or a model that objects of the class have."""
+        of = self.class_at(method.path, method.of_class)
+        if of is None or not method.self_name or method.last_name == "__init__":
+            return set()
+        kept = {each for base in self.line_of(of) for each in base.attributes}
+        return kept & {*COLLECTION_NAMES, *MODEL_ATTRIBUTES}
+
+    def _new(self, outermost: Function) -> Carrier:
+        """Return the carrier of a function that has none: a new parameter, if one is possible."""
+        if not outermost.self_name:
+            node = Node(outermost.path, outermost.name)
+            takes = self.can_take(node)
+            return Carrier(How.THREADED, "parameter", PARAMETER, node) if takes else NONE
+        of = self.class_at(outermost.path, outermost.of_class)
+        node = self.constructor(of) if of is not None else None
+        if node is None:
+            return NONE
+        if outermost.last_name == "__init__":
+            own = node == Node(outermost.path, outermost.of_class)
+            return Carrier(How.THREADED, "parameter", PARAMETER, node) if own else NONE
+        return Carrier(How.THREADED, "self", outermost.self_name, node)
+
+    # -- the new parameter -------------------------------------------------------------------------
+
+    def constructor(self, of: Class) -> Node | None:
+        """Return the class, of this one and its bases, whose constructor runs and can take the
+        parameter.
+        """
+        for each in self.line_of(of):
+            if each.decorators or each.has_keywords or self._facts(each).classes is None:
+                return None
+            if "__init__" in each.methods:
+                node = Node(each.path, each.name)
+                return node if self._is_plain(of) and self.can_take(node) else None
+        return None
+
+    def _facts(self, of: Class) -> Facts:
+        return self._everything[of.path]
+
+    def _is_plain(self, of: Class) -> bool:
+        """True if objects of a class may have one more attribute."""
+        for each in self.line_of(of):
+            own = each.methods | each.attributes
+            if each.decorators or each.has_keywords or own & _OWN_ATTRIBUTES:
+                return False
+            for base in self.bases(each):
+                if isinstance(base, str) and not _PLAIN_BASES.fullmatch(base):
+                    return False
+        return True
+
+    @cache  # noqa: B019 (as long-lived as the command)
+    def can_take(self, node: Node) -> bool:
+        """True if a function or constructor can have one more parameter."""
+        of = self.class_at(node.path, node.name)
+        if of is not None:
+            init = self.function(node.path, f"{node.name}.__init__")
+            return init is not None and self._can_take(init) and self._is_plain(of)
+        function = self.function(node.path, node.name)
+        if function is None or function.outer:
+            return False
+        if function.of_class:
+            owner = self.class_at(node.path, function.of_class)
+            if owner is None or not function.is_static or any(owner.bases):
+                return False
+        return self._can_take(function) and node not in self._values
+
+    def _can_take(self, function: Function) -> bool:
+        facts = self._everything[function.path]
+        return not (
+            function.any_keyword
+            or function.name in facts.repeated
+            or PARAMETER in function.names
+            or not all(map(_PLAIN_DECORATORS.fullmatch, function.decorators))
+        )
+
+    @property
+    def _values(self) -> set[Node]:
+        """Functions whose name is used without a call."""
+        if not hasattr(self, "_found_values"):
+            self._found_values = {
+                Node(meaning.path, meaning.local)
+                for path, facts in self._everything.items()
+                for value in facts.values
+                for meaning in [self.meaning(value, path)]
+                if meaning.path is not None and meaning.local
+            }
+        return self._found_values
+
+
+def _is_model(name: str, annotation: str) -> bool:
+    if _NO_MODEL_TYPE.search(annotation):
+        return False
+    return _MODEL.fullmatch(name) is not None or _MODEL_TYPE.search(annotation) is not None
+
+
+def fields_in_order(fields: Sequence[str]) -> tuple[str, ...]:
+    """Return field names once each, in the order in which they first appear."""
+    return tuple(dict.fromkeys(fields))

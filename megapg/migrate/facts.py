@@ -1,0 +1,113 @@
+"""Facts about one source file, as plain data: what :mod:`megapg.migrate.scan` finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megapg.migrate.uses import Span, Use
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a function."""
+
+    name: str
+    annotation: str = ""  # its source
+    default: str = ""  # its source; empty if the parameter is required
+    keyword_only: bool = False
+
+
+@dataclass
+class Function:
+    """A function or method."""
+
+    path: Path
+    name: str  # qualified, without ``<locals>``
+    span: Span
+    parameters: tuple[Parameter, ...]
+    any_keyword: bool  # True if it takes ``**kwargs``
+    decorators: tuple[str, ...]  # absolute dotted names; empty for other expressions
+    of_class: str  # qualified name of the class it is a method of; empty for a function
+    outer: str  # qualified name of the function around it; empty if there is none
+    names: frozenset[str]  # all names in it
+    makes_groups: bool = False  # True if it calls ``initialize_model_parallel`` or the like
+    fakes_ranks: bool = False  # True if it calls ``set_tensor_model_parallel_rank`` or the like
+
+    @property
+    def last_name(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def is_static(self) -> bool:
+        """True for a static method or a class method."""
+        return any(each in ("staticmethod", "classmethod") for each in self.decorators)
+
+    @property
+    def self_name(self) -> str:
+        """The parameter with the object; empty for functions and static methods."""
+        usual = self.of_class and self.parameters and not self.is_static
+        return self.parameters[0].name if usual and self.last_name != "__new__" else ""
+
+
+@dataclass
+class Class:
+    """A class."""
+
+    path: Path
+    name: str  # qualified
+    bases: tuple[str, ...]  # absolute dotted names; empty for other expressions
+    decorators: tuple[str, ...]
+    has_keywords: bool  # True if its bases are followed by keywords such as ``metaclass=``
+    methods: set[str] = field(default_factory=set)
+    attributes: set[str] = field(default_factory=set)  # set by the class body or on ``self``
+
+
+@dataclass(frozen=True)
+class Where:
+    """How a use or a call lies in its function."""
+
+    inline: bool = False  # in a lambda, or evaluated while the function or class is defined
+    none: frozenset[str] = frozenset()  # names that are None here, by the ``if`` around
+    quotes: str = ""  # those of the f-strings around
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of something in the project."""
+
+    span: Span
+    function: str  # qualified name of the function around; empty at module level
+    callee: str  # absolute dotted name; ``super().__init__`` for that
+    keywords: frozenset[str]
+    spreads: bool  # True if it passes ``**kwargs``
+    where: Where
+
+
+@dataclass(frozen=True)
+class Found:
+    """A use, and what the rewrite needs to know about its surroundings."""
+
+    use: Use
+    root: str  # the name that it begins with in the file
+    where: Where
+
+
+@dataclass
+class Facts:
+    """What is in one file."""
+
+    path: Path
+    uses: list[Found] = field(default_factory=list)
+    functions: dict[str, Function] = field(default_factory=dict)
+    repeated: set[str] = field(default_factory=set)  # functions that are defined several times
+    classes: dict[str, Class] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    values: set[str] = field(default_factory=set)  # dotted names that are used without a call
+
+
+Everything = Mapping[Path, Facts]
+
+HERE = "<here>"
+"""The first part of the dotted name of something in the same file."""

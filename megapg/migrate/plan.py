@@ -1,0 +1,277 @@
+"""Decide about every use, and plan the changes of each file."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megapg.migrate.carriers import NONE, PARAMETER, Carrier, Carriers, Node
+from megapg.migrate.facts import Everything, Found, Function, Where
+from megapg.migrate.migration import How, Left, Root, Served
+from megapg.migrate.project import Project, is_test
+from megapg.migrate.runtime import Runtime
+from megapg.migrate.thread import Threads
+from megapg.migrate.uses import Kind, Span
+from megapg.upstream.mapping import COLLECTION_NAMES, Refusal, Replacement, Takes
+
+_VARIABLE = "pg"
+
+
+@dataclass
+class FilePlan:
+    """The changes of one file."""
+
+    runtime: Runtime
+    name: str  # by which the file calls megapg, or the vendored module
+    getters: str  # by which the file calls megapg.megatron.getters
+    replaced: dict[Span, str] = field(default_factory=dict)  # uses -> new expressions
+    passed: dict[Span, str] = field(default_factory=dict)  # calls -> what pg_collection= is passed
+    parameters: set[Span] = field(default_factory=set)  # functions that take the parameter
+    # Functions -> statements at the top of their body.
+    statements: dict[Span, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def text(self) -> str:
+        """Return all new code."""
+        statements = [line for lines in self.statements.values() for line in lines]
+        return "\n".join([*self.replaced.values(), *self.passed.values(), *statements])
+
+
+@dataclass
+class Plan:
+    """What is decided."""
+
+    served: list[Served] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    files: dict[Path, FilePlan] = field(default_factory=dict)
+    roots: list[Root] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A use with its replacement and carrier."""
+
+    path: Path
+    found: Found
+    answer: Replacement
+    carrier: Carrier
+
+
+class Planner:
+    """Makes the plan of a project.
+
+    Args:
+        project: the files.
+        everything: the facts of each scanned file.
+        patched: names that some file replaces, by the module that they are replaced in.
+        runtime_of: says what the new text of a file imports.
+        frozen: files that are left as they are, and why.
+        unsafe: also rewrite uses with a caution.
+    """
+
+    def __init__(
+        self,
+        project: Project,
+        everything: Everything,
+        patched: Mapping[Path, Collection[str]],
+        runtime_of: Callable[[Path], Runtime],
+        frozen: Mapping[Path, str],
+        unsafe: bool,
+    ) -> None:
+        self._project, self._everything, self._runtime_of = project, everything, runtime_of
+        self._patched, self._frozen, self._unsafe = patched, frozen, unsafe
+        self._sources = [
+            path
+            for path in everything
+            if not is_test(project.files[path]) and path not in frozen
+        ]
+        self._carriers = Carriers(project, {path: everything[path] for path in self._sources})
+        self._assigned = {
+            each.use.name
+            for path in self._sources
+            for each in everything[path].uses
+            if each.use.kind is Kind.ASSIGNED
+        }
+        self._plan = Plan()
+        self._uses: dict[Node, int] = defaultdict(int)  # served by a node's parameter
+        self._alone: dict[Function | Path, int] = defaultdict(int)  # served by the globals alone
+
+    def plan(self) -> Plan:
+        """Return the plan."""
+        choices = []
+        for path in self._everything:
+            for found in self._everything[path].uses:
+                if not found.use.keep:
+                    choice = self._choose(path, found)
+                    if isinstance(choice, Left):
+                        self._plan.left.append(choice)
+                    else:
+                        choices.append(choice)
+        wanted: dict[Node, list[tuple[str, ...]]] = defaultdict(list)
+        for each in choices:
+            if each.carrier.node is not None:
+                wanted[each.carrier.node].append(each.answer.needs)
+        starts = self._thread_from()
+        threads = Threads(self._everything, self._carriers, self._sources, wanted, starts)
+        for choice in choices:
+            self._serve(choice, threads)
+        for edge, needs in threads.passing():
+            self._file(edge.path).passed[edge.call.span] = self._passed(edge.path, edge.carrier, needs)
+        for node in threads.taking:
+            self._take(node)
+        self._plan.roots = self._roots(threads)
+        return self._plan
+
+    def _thread_from(self) -> list[Node]:
+        named = []
+        for name in self._project.config.thread_from:
+            found = [
+                Node(path, each)
+                for path in self._sources
+                for each in [*self._everything[path].functions, *self._everything[path].classes]
+                if f"{self._project.module(path)}.{each}".endswith(f".{name}") or each == name
+            ]
+            named += found
+        return named
+
+    # -- one use -----------------------------------------------------------------------------------
+
+    def _choose(self, path: Path, found: Found) -> Choice | Left:
+        """Return the carrier of a use, or why it stays."""
+        use, where = found.use, found.where
+        answer = use.answer
+        if path in self._frozen:
+            return Left(use, "unverified", self._frozen[path])
+        if is_test(use.file):
+            return Left(use, "test")
+        if isinstance(answer, Refusal):
+            return Left(use, answer.reason, answer.detail)
+        if found.root in self._patched.get(path, ()) or use.name in self._assigned:
+            return Left(use, "assigned", "another file replaces the getter")
+        if answer.caution and not self._unsafe:
+            return Left(use, answer.caution, "--unsafe rewrites it")
+        if any(name.rpartition(".")[2] in COLLECTION_NAMES for name in where.none):
+            return Left(use, "fallback")
+        around = self._carriers.around(path, use.function)
+        if any(function.makes_groups for function in around):
+            return Left(use, "lifecycle", "its function makes or ends the groups")
+        carrier = NONE
+        if answer.takes is not Takes.GLOBALS:
+            carrier = self._carriers.of(path, use.function, where, answer)
+        if answer.takes is Takes.OPTIONAL and carrier.kind not in ("parameter", "collection"):
+            return Left(use, "lifecycle", "no collection can say whether there are groups")
+        if "'" in where.quotes and '"' in where.quotes:
+            return Left(use, "in-a-string")
+        return Choice(path, found, answer, carrier)
+
+    def _serve(self, choice: Choice, threads: Threads) -> None:
+        carrier, use = choice.carrier, choice.found.use
+        file = self._file(choice.path)
+        how = carrier.how
+        if carrier.node is not None:
+            self._uses[carrier.node] += 1
+            how = How.THREADED if carrier.node in threads.fed else How.RESOLVED
+        elif carrier.kind == "none":
+            around = self._carriers.around(choice.path, use.function)
+            self._alone[around[0] if around else choice.path] += 1
+        text = self._text(choice, file)
+        if '"' in choice.found.where.quotes:
+            text = text.replace('"', "'")
+        file.replaced[use.span] = text
+        self._plan.served.append(Served(use, how, text))
+
+    def _text(self, choice: Choice, file: FilePlan) -> str:
+        """Return the new expression of a use."""
+        carrier, answer = choice.carrier, choice.answer
+        runtime = file.name
+        if carrier.kind == "group":
+            return carrier.on_a_group(answer)
+        if answer.takes is Takes.OPTIONAL:
+            return answer.write(carrier.expression, file.getters)
+        if carrier.kind in ("collection", "self", "model"):
+            pg = f"{runtime}.groups_of({_arguments(carrier.expression, answer.needs)})"
+            return answer.write(pg, file.getters)
+        passed = PARAMETER if carrier.kind == "parameter" else "None"
+        around = self._carriers.around(choice.path, choice.found.use.function)
+        statement = f"{_VARIABLE} = {runtime}.resolve({passed})"
+        if (
+            not around
+            or choice.found.where.inline
+            or _VARIABLE in around[-1].names
+            or (answer.takes is Takes.GLOBALS and self._takes_parameter(around))
+        ):
+            return answer.write(f"{runtime}.resolve({passed})", file.getters)
+        statements = file.statements[around[0].span]
+        if statement not in statements:
+            statements.append(statement)
+        return answer.write(_VARIABLE, file.getters)
+
+    def _takes_parameter(self, around: list[Function]) -> bool:
+        return self._carriers.of(around[0].path, around[0].name, Where()).kind == "parameter"
+
+    def _passed(self, path: Path, carrier: Carrier, needs: tuple[str, ...]) -> str:
+        if carrier.kind in ("parameter", "collection"):
+            return carrier.expression
+        return f"{self._file(path).name}.groups_of({_arguments(carrier.expression, needs)})"
+
+    def _take(self, node: Node) -> None:
+        """Have a function or constructor take the parameter; a constructor also keeps it."""
+        of = self._carriers.class_at(node.path, node.name)
+        name = f"{node.name}.__init__" if of is not None else node.name
+        function = self._carriers.function(node.path, name)
+        assert function is not None  # can_take() has looked at it
+        file = self._file(node.path)
+        file.parameters.add(function.span)
+        if of is not None:
+            keep = f"{function.self_name}.{PARAMETER} = {PARAMETER}"
+            file.statements[function.span].insert(0, keep)
+
+    def _file(self, path: Path) -> FilePlan:
+        if path not in self._plan.files:
+            runtime, data = self._runtime_of(path), self._project.data(path)
+            name = _free(runtime.name, runtime.member or runtime.module, data)
+            getters = name
+            if runtime.getters_name != runtime.name:
+                getters = _free(runtime.getters_name, runtime.getters_member, data)
+            self._plan.files[path] = FilePlan(runtime, name, getters)
+        return self._plan.files[path]
+
+    # -- the report --------------------------------------------------------------------------------
+
+    def _roots(self, threads: Threads) -> list[Root]:
+        """Return the functions that read the globals, those with most uses first."""
+        roots = []
+        for node in threads.taking - threads.fed:
+            uses = sum(self._uses[each] for each in threads.behind(node) - threads.fed)
+            if not threads.is_root(node) or not uses:
+                continue
+            calls = [
+                f"{self._project.files[edge.path]}:{edge.call.span.line}"
+                for edge in threads.unpassed(node)
+            ]
+            line = self._line(node)
+            name = self._project.files[node.path]
+            roots.append(Root(name, line, node.name, True, uses, tuple(sorted(calls))))
+        for key, uses in self._alone.items():
+            path = key if isinstance(key, Path) else key.path
+            line, name = (0, "") if isinstance(key, Path) else (key.span.line, key.name)
+            roots.append(Root(self._project.files[path], line, name, False, uses, ()))
+        return sorted(roots, key=lambda each: (-each.uses, each.file, each.line))
+
+    def _line(self, node: Node) -> int:
+        init = self._carriers.function(node.path, f"{node.name}.__init__")
+        function = self._carriers.function(node.path, node.name) or init
+        return function.span.line if function is not None else 0
+
+
+def _arguments(expression: str, needs: tuple[str, ...]) -> str:
+    return ", ".join([expression, *(f'"{each}"' for each in needs)])
+
+
+def _free(name: str, imported: str, data: bytes) -> str:
+    """Return a name that a file does not use for something else."""
+    found = re.search(rb"\bimport\b[^\n]*\b%b\b" % imported.encode(), data)
+    is_used = re.search(rb"(?<![\w.])%b\b(?!\.)" % name.encode(), data)
+    return f"{name}_" if is_used and not found else name

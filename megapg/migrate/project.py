@@ -1,0 +1,334 @@
+"""The Python files of a project, and what a dotted name means in it.
+
+Only the top level of a module is read here, with :mod:`ast`: its imports, functions, classes and
+simple aliases.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import cache, cached_property
+from pathlib import Path
+
+from megapg.migrate.config import Config
+from megapg.migrate.migration import Problem
+
+PARALLEL_STATE = "megatron.core.parallel_state"
+_NAMES_OF_THE_MODULE = (PARALLEL_STATE, "megatron.core.mpu")
+_SKIPPED = frozenset(
+    {"__pycache__", "node_modules", "build", "dist", "site-packages", "venv", "env"}
+)
+_MOST_IMPORTS = 20  # followed from one name: imports may be circular
+
+
+def is_test(name: str) -> bool:
+    """True if a file, by its path with forward slashes, belongs to a test suite."""
+    *folders, last = name.split("/")
+    if any(each in ("test", "tests") or each.endswith("_tests") for each in folders):
+        return True
+    return last == "conftest.py" or last.startswith("test_") or last.endswith("_test.py")
+
+
+def is_notebook(path: Path) -> bool:
+    """True if a file is a Jupyter notebook."""
+    return path.suffix.lower() == ".ipynb"
+
+
+@dataclass
+class Table:
+    """The names that a module binds at its top level."""
+
+    imports: dict[str, str] = field(default_factory=dict)  # name -> absolute dotted name
+    stars: list[str] = field(default_factory=list)  # modules of ``from module import *``
+    imported: set[str] = field(default_factory=set)  # dotted names of all imports, in functions too
+    functions: dict[str, int] = field(default_factory=dict)  # qualified name -> number of ``def``s
+    classes: dict[str, int] = field(default_factory=dict)
+    exported: frozenset[str] = frozenset()  # in ``__all__``
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a dotted name stands for."""
+
+    name: str  # the dotted name after all imports; getters begin with ``PARALLEL_STATE``
+    path: Path | None = None  # the module of the project that defines it
+    local: str = ""  # its qualified name in that module; empty for the module itself
+
+
+class Project:
+    """The files at and under some paths.
+
+    Attributes:
+        files: path -> name in reports, relative to the project's root.
+        notebooks: number of notebooks, which are not read.
+        problems: files that can't be read.
+    """
+
+    def __init__(self, paths: Sequence[Path], config: Config) -> None:
+        self.config: Config = config
+        self.files: dict[Path, str] = {}
+        self.notebooks = 0
+        self.problems: list[Problem] = []
+        self._data: dict[Path, bytes] = {}
+        self._tables: dict[Path, Table] = {}
+        visited: set[str] = set()
+        for path in paths:
+            self._add(Path(os.path.abspath(path)), visited)
+
+    def _add(self, path: Path, visited: set[str]) -> None:
+        if not path.is_dir():
+            self._add_file(path, visited, named=True)
+            return
+        for folder, folders, names in os.walk(path, followlinks=True):
+            real = os.path.realpath(folder)
+            if real in visited:  # a link to a folder above, or to one that was read before
+                folders.clear()
+                continue
+            visited.add(real)
+            folders[:] = sorted(each for each in folders if not _is_skipped(Path(folder, each)))
+            for name in sorted(names):
+                self._add_file(Path(folder, name), visited)
+
+    def _add_file(self, path: Path, visited: set[str], named: bool = False) -> None:
+        name, real = self.name(path), os.path.realpath(path)
+        if real in visited or any(fnmatch(name, pattern) for pattern in self.config.exclude):
+            return
+        visited.add(real)
+        if is_notebook(path):
+            self.notebooks += 1
+            if named:
+                self.problems.append(Problem(name, 0, "is a notebook, and notebooks are not read"))
+        elif named or path.suffix in (".py", ".pyi"):
+            try:
+                self._data[path] = path.read_bytes()
+                self.files[path] = name
+            except OSError as error:
+                self.problems.append(Problem(name, 0, f"can't be read: {error.strerror}"))
+
+    def name(self, path: Path) -> str:
+        """Return the path relative to the project's root, with forward slashes."""
+        root = self.config.root
+        return (path.relative_to(root) if path.is_relative_to(root) else path).as_posix()
+
+    def data(self, path: Path) -> bytes:
+        """Return the bytes of a file."""
+        return self._data[path]
+
+    def mentioning(self, pattern: re.Pattern[bytes]) -> Iterator[Path]:
+        """Yield the files whose bytes match a pattern."""
+        return (path for path, data in self._data.items() if pattern.search(data))
+
+    # -- modules -----------------------------------------------------------------------------------
+
+    def module(self, path: Path) -> str:
+        """Return the dotted name of a file in its outermost package."""
+        parts = [path.parent.name, path.stem] if path.stem == "__init__" else [path.stem]
+        parts = parts[:-1] if path.stem == "__init__" else parts
+        folder = path.parent.parent if path.stem == "__init__" else path.parent
+        while (folder / "__init__.py").exists() or folder.name == "megatron":  # a namespace package
+            parts.insert(0, folder.name)
+            folder = folder.parent
+        return ".".join(parts)
+
+    def absolute(self, dotted: str, path: Path) -> str:
+        """Return a dotted name without leading dots, which are relative to the file's package."""
+        level = len(dotted) - len(dotted.lstrip("."))
+        if not level:
+            return dotted
+        package = self.module(path).split(".")
+        up = level - 1 if path.stem == "__init__" else level
+        base = package[: len(package) - up] if up else package
+        return ".".join([*base, *filter(None, [dotted[level:]])])
+
+    @cached_property
+    def _by_last_part(self) -> dict[str, list[tuple[tuple[str, ...], Path]]]:
+        found = defaultdict(list)
+        for path in self.files:
+            parts = (path.parent if path.stem == "__init__" else path.with_suffix("")).parts
+            found[parts[-1]].append((parts, path))
+        return found
+
+    @cache  # noqa: B019 (a project lives as long as the command)
+    def find(self, dotted: str, importer: Path) -> Path | None:
+        """Return the file of a module, or None if it is not in the project or not certain.
+
+        Absolute imports begin at a folder that is no package: the one nearest to the importer.
+        """
+        wanted = tuple(dotted.split("."))
+        found = []
+        for parts, path in self._by_last_part.get(wanted[-1], ()):
+            top = Path(*parts[: len(parts) - len(wanted)])
+            if parts[-len(wanted) :] != wanted:
+                continue
+            if top == importer.parent or not (top / "__init__.py").exists():
+                found.append((top, path))
+        near = [each for each in found if importer.is_relative_to(each[0])]
+        if near:
+            return max(near, key=lambda each: len(each[0].parts))[1]
+        return found[0][1] if len(found) == 1 else None
+
+    def table(self, path: Path) -> Table:
+        """Return the top-level names of a file; an empty table if it is no valid Python."""
+        if path not in self._tables:
+            self._tables[path] = Table()
+            try:
+                tree = ast.parse(self._data[path])
+            except (SyntaxError, ValueError, RecursionError):
+                return self._tables[path]
+            self._tables[path] = self._read(tree, path)
+        return self._tables[path]
+
+    def _read(self, tree: ast.Module, path: Path) -> Table:
+        table = Table()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                table.imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                module = self.absolute("." * node.level + (node.module or ""), path)
+                table.imported |= {f"{module}.{alias.name}" for alias in node.names}
+        for node in _top_level(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    name = alias.asname or alias.name.partition(".")[0]
+                    table.imports[name] = alias.name if alias.asname else name
+            elif isinstance(node, ast.ImportFrom):
+                module = self.absolute("." * node.level + (node.module or ""), path)
+                for alias in node.names:
+                    if alias.name == "*":
+                        table.stars.append(module)
+                    else:
+                        table.imports[alias.asname or alias.name] = f"{module}.{alias.name}"
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                table.functions[node.name] = table.functions.get(node.name, 0) + 1
+            elif isinstance(node, ast.ClassDef):
+                table.classes[node.name] = table.classes.get(node.name, 0) + 1
+                for inner in node.body:
+                    if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                        name = f"{node.name}.{inner.name}"
+                        table.functions[name] = table.functions.get(name, 0) + 1
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name, value = node.targets[0].id, _dotted(node.value)
+                if name == "__all__":
+                    texts = (e.value for e in ast.walk(node.value) if isinstance(e, ast.Constant))
+                    table.exported = frozenset(each for each in texts if isinstance(each, str))
+                head, dot, rest = value.partition(".")
+                if len(node.targets) == 1 and head in table.imports:  # an alias
+                    table.imports[name] = table.imports[head] + dot + rest
+        return table
+
+    # -- names -------------------------------------------------------------------------------------
+
+    def meaning(self, dotted: str, importer: Path) -> Meaning:
+        """Return what an absolute dotted name stands for, after all imports on its way."""
+        for _ in range(_MOST_IMPORTS):
+            state = self._in_parallel_state(dotted)
+            if state is not None:
+                return Meaning(state)
+            step = self._step(dotted, importer)
+            if isinstance(step, Meaning):
+                return step
+            if step == dotted:
+                break
+            dotted = step
+        return Meaning(dotted)
+
+    def _in_parallel_state(self, dotted: str) -> str | None:
+        for module in (*_NAMES_OF_THE_MODULE, *self.config.wrappers):
+            if dotted == module or dotted.startswith(module + "."):
+                return PARALLEL_STATE + dotted[len(module) :]
+        return None
+
+    def _step(self, dotted: str, importer: Path) -> Meaning | str:
+        """Follow one import: the name that it leads to, or the meaning if none is left."""
+        parts = dotted.split(".")
+        for end in range(len(parts), 0, -1):
+            path = self.find(".".join(parts[:end]), importer)
+            if path is None:
+                continue
+            rest = parts[end:]
+            if not rest:
+                return Meaning(dotted, path)
+            table = self.table(path)
+            if rest[0] in table.imports:
+                return ".".join([table.imports[rest[0]], *rest[1:]])
+            local = ".".join(rest)
+            if rest[0] in table.functions or rest[0] in table.classes:
+                return Meaning(dotted, path, local)
+            for module in table.stars:
+                if self._in_parallel_state(module):
+                    return f"{module}.{local}"
+                source = self.find(module, path)
+                names = self.table(source) if source else Table()
+                if rest[0] in {*names.functions, *names.classes, *names.imports}:
+                    return f"{module}.{local}"
+            return Meaning(dotted)
+        return dotted
+
+    def importers(self, names: Collection[tuple[Path, str]]) -> set[Path]:
+        """Return the files that import one of some names, or its module.
+
+        Args:
+            names: each with the module that defines it.
+        """
+        words = {name.encode() for _, name in names}
+        modules = {path for path, _ in names}
+        found = set()
+        for path in self.mentioning(re.compile(rb"\b(%b)\b" % b"|".join(sorted(words)))):
+            for dotted in self.table(path).imported:
+                meaning = self.meaning(dotted.removesuffix(".*"), path)
+                name = meaning.local.partition(".")[0]
+                if meaning.path in modules and (not name or (meaning.path, name) in names):
+                    found.add(path)
+                    break
+        return found
+
+    def is_imported(self, path: Path, name: str) -> bool:
+        """True if another file takes an imported name from this module."""
+        module = self.module(path).rpartition(".")[2].encode()
+        word = name.encode()
+        attribute = re.compile(rb"\b%b\.%b\b" % (re.escape(module), word))
+        for other in self.mentioning(re.compile(rb"\b%b\b" % re.escape(module))):
+            if other == path:
+                continue
+            if attribute.search(self._data[other]):
+                return True
+            for dotted in self.table(other).imported:
+                home, _, last = dotted.rpartition(".")
+                if last in (name, "*") and self.find(home, other) == path:
+                    return True
+        return False
+
+
+def _is_skipped(folder: Path) -> bool:
+    if folder.name in _SKIPPED:
+        return not (folder / "__init__.py").exists() or folder.name == "__pycache__"
+    return folder.name.startswith(".") or (folder / "pyvenv.cfg").exists()
+
+
+def _top_level(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yield the statements of a module, also those in ``if``, ``try`` and ``with``."""
+    waiting: list[ast.stmt] = list(reversed(tree.body))
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            inner = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)]
+            for handler in getattr(node, "handlers", ()):
+                inner += handler.body
+            waiting += reversed(inner)
+
+
+def _dotted(node: ast.expr) -> str:
+    """Return the text of a name or of attributes of a name; empty for other expressions."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        inner = _dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else ""
+    return ""

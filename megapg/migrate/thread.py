@@ -1,0 +1,170 @@
+"""Pass the new parameter along calls: which functions take it, and which calls pass what.
+
+Every function with uses of its own takes the parameter if it can. Functions in between take it as
+well if they lie on a path of calls from one that has a carrier to one that needs it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megapg.migrate.carriers import PARAMETER, Carrier, Carriers, Node, fields_in_order
+from megapg.migrate.facts import Call, Everything
+from megapg.migrate.migration import How
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A call of a function or class that can take the parameter."""
+
+    path: Path
+    call: Call
+    callee: Node
+    carrier: Carrier  # of the caller
+
+
+class Threads:
+    """The calls of a project that can pass the parameter.
+
+    Args:
+        everything: the facts of all files.
+        carriers: chooses carriers.
+        sources: the files whose calls count; tests are not among them.
+        wanted: needed fields of each use, by the node whose parameter serves it.
+        thread_from: nodes that take the parameter and pass it on, although nobody passes it yet.
+
+    Attributes:
+        taking: the nodes that take the parameter.
+        fed: those of them that are passed a collection by every call.
+    """
+
+    def __init__(
+        self,
+        everything: Everything,
+        carriers: Carriers,
+        sources: Collection[Path],
+        wanted: Mapping[Node, Sequence[tuple[str, ...]]],
+        thread_from: Collection[Node] = (),
+    ) -> None:
+        self._everything, self._carriers, self._wanted = everything, carriers, wanted
+        self._edges = [edge for path in sources for edge in self._edges_of(path)]
+        self._calls: dict[Node, list[Edge]] = defaultdict(list)
+        for edge in self._edges:
+            self._calls[edge.callee].append(edge)
+        self.taking: set[Node] = self._take(thread_from)
+        self.fed: set[Node] = self._feed()
+        self._needs = self._find_needs()
+
+    def _edges_of(self, path: Path) -> Iterator[Edge]:
+        for call in self._everything[path].calls:
+            callee = self._callee(path, call)
+            if callee is not None:
+                yield Edge(path, call, callee, self._carriers.of(path, call.function, call.where))
+
+    def _callee(self, path: Path, call: Call) -> Node | None:
+        carriers = self._carriers
+        if call.callee == "super().__init__":
+            around = carriers.around(path, call.function)
+            of = carriers.class_at(path, around[-1].of_class) if around else None
+            for base in carriers.bases(of) if of is not None else ():
+                if not isinstance(base, str):
+                    return carriers.constructor(base)
+            return None
+        meaning = carriers.meaning(call.callee, path)
+        if meaning.path is None or not meaning.local:
+            return None
+        of = carriers.class_at(meaning.path, meaning.local)
+        if of is not None:
+            return carriers.constructor(of)
+        node = Node(meaning.path, meaning.local)
+        return node if carriers.can_take(node) else None
+
+    def _take(self, thread_from: Collection[Node]) -> set[Node]:
+        needing = set(self._wanted)
+        waiting = list(needing)
+        while waiting:  # upwards: whoever calls what needs it
+            for edge in self._calls[waiting.pop()]:
+                caller = edge.carrier.node
+                if caller is not None and caller not in needing:
+                    needing.add(caller)
+                    waiting.append(caller)
+        by_caller: dict[Node | None, list[Node]] = defaultdict(list)
+        for edge in self._edges:
+            by_caller[edge.carrier.node].append(edge.callee)
+        waiting = [e.callee for e in self._edges if self._is_real(e.carrier)]
+        waiting += [*self._wanted, *thread_from]
+        taking: set[Node] = set()
+        while waiting:  # downwards: whoever is passed it hands it on
+            node = waiting.pop()
+            if node in needing and node not in taking:
+                taking.add(node)
+                waiting += by_caller[node]
+        return taking
+
+    @staticmethod
+    def _is_real(carrier: Carrier) -> bool:
+        return carrier.how in (How.COLLECTION, How.MODEL)
+
+    def passes(self, edge: Edge) -> bool:
+        """True if a call passes the parameter."""
+        if edge.callee not in self.taking or PARAMETER in edge.call.keywords:
+            return False
+        return self._is_real(edge.carrier) or edge.carrier.node in self.taking
+
+    def _feed(self) -> set[Node]:
+        fed = {node for node in self.taking if self._calls[node]}
+
+        def is_fed(edge: Edge) -> bool:
+            return self.passes(edge) and (self._is_real(edge.carrier) or edge.carrier.node in fed)
+
+        while unfed := {n for n in fed if not all(map(is_fed, self._calls[n]))}:
+            fed -= unfed
+        reached: set[Node] = set()  # a circle of calls alone feeds nobody
+        waiting = [e.callee for e in self._edges if self._is_real(e.carrier)]
+        while waiting:
+            node = waiting.pop()
+            if node in fed and node not in reached:
+                reached.add(node)
+                waiting += [e.callee for e in self._edges if e.carrier.node == node]
+        return reached
+
+    def _find_needs(self) -> dict[Node, tuple[str, ...]]:
+        needs = {n: [f for each in self._wanted.get(n, ()) for f in each] for n in self.taking}
+        changed = True
+        while changed:
+            changed = False
+            for edge in self._edges:
+                caller = edge.carrier.node
+                if caller in needs and self.passes(edge):
+                    more = [f for f in needs[edge.callee] if f not in needs[caller]]
+                    needs[caller] += dict.fromkeys(more)
+                    changed = changed or bool(more)
+        return {node: fields_in_order(fields) for node, fields in needs.items()}
+
+    def passing(self) -> Iterator[tuple[Edge, tuple[str, ...]]]:
+        """Yield the calls that pass the parameter, with the fields that the callee needs."""
+        for edge in self._edges:
+            if self.passes(edge):
+                yield edge, self._needs[edge.callee]
+
+    def unpassed(self, node: Node) -> list[Edge]:
+        """Return the calls of a node that pass nothing."""
+        return [e for e in self._calls[node] if not self.passes(e)]
+
+    def is_root(self, node: Node) -> bool:
+        """True if a node is not called, or some call of it passes nothing."""
+        return not self._calls[node] or bool(self.unpassed(node))
+
+    def behind(self, node: Node) -> set[Node]:
+        """Return a node and all that it hands its collection to."""
+        found: set[Node] = set()
+        waiting = [node]
+        while waiting:
+            each = waiting.pop()
+            if each not in found:
+                found.add(each)
+                waiting += [e.callee for e in self._edges if e.carrier.node == each and self.passes(e)]
+        return found
