@@ -305,7 +305,8 @@ def _write(files: Sequence[Rewritten], allow_dirty: bool) -> list[Problem]:
 
 def _show_migration(report: Report, written: bool) -> None:
     out = screen(stderr=not written)
-    show(out, report, report.left, "uses, by package")
+    # Tests stay as they are, so each of their uses needs no line.
+    show(out, report, [each for each in report.left if each.reason != "test"], "uses, by package")
     show_reasons(out, report)
     show_roots(out, report.roots)
     verb = "written" if written else "to be written"
