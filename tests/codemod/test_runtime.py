@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,52 +19,27 @@ from megapg.migrate.runtime import MEGAPG, Runtime, Runtimes, text_of
 SUPPORT = Path(__file__).parents[1] / "support"
 NAME = "process_groups.py"
 WORK = """\
-import torch
-import torch.distributed as dist
 from megatron.core import mpu
 
 
-def total(value):
-    tensor = torch.tensor([float(value)])
-    dist.all_reduce(tensor, group=mpu.get_data_parallel_group(with_context_parallel=True))
-    return tensor.item() / mpu.get_data_parallel_world_size()
-
-
-def step():
-    return total(mpu.get_tensor_model_parallel_rank() + 1) * 2
-
-
-def place(flag=True):
+def place(flag, model):
     return [
-        mpu.get_tensor_model_parallel_rank(),
         mpu.get_tensor_model_parallel_src_rank(),
-        mpu.get_data_parallel_rank(with_context_parallel=flag),
-        mpu.get_pipeline_model_parallel_next_rank(),
-        mpu.is_pipeline_first_stage(),
         mpu.is_pipeline_last_stage(ignore_virtual=True),
-        mpu.is_rank_in_embedding_group(),
-        list(dist.get_process_group_ranks(mpu.get_context_parallel_group())),
+        mpu.get_data_parallel_rank(with_context_parallel=flag),
     ]
 
 
-def gathered():
-    found = [None] * mpu.get_tensor_model_parallel_world_size()
-    dist.all_gather_object(found, dist.get_rank(), group=mpu.get_tensor_model_parallel_group())
-    return found
-
-
-def norm(model):
-    value = torch.ones(1)
-    dist.all_reduce(value, group=mpu.get_model_parallel_group())
-    return value.item() + mpu.get_tensor_model_parallel_rank()
+def total(model):
+    return mpu.get_model_parallel_group()
 """
 TREE = {
     "trainer/__init__.py": "",
     "trainer/work.py": WORK,
     "trainer/deep/__init__.py": "",
     "trainer/deep/main.py": (
-        "from megatron.core import mpu\n\nfrom trainer.work import total\n\n\n"
-        "def main():\n    return total(mpu.get_tensor_model_parallel_rank())\n"
+        "from megatron.core import mpu\n\nfrom trainer.work import place\n\n\n"
+        "def main():\n    return place(mpu.get_tensor_model_parallel_rank() > 0, None)\n"
     ),
     "pyproject.toml": '[tool.megapg]\nfrom-core = "0.16-0.17"\nruntime = "vendored"\n',
 }
@@ -92,33 +65,7 @@ def functions(text: str) -> set[str]:
     return {*names}
 
 
-# --- on real ranks --------------------------------------------------------------------------------
-
-
-@pytest.mark.contract
-def test_the_same_on_real_ranks_with_and_without_megapg(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("before", "megapg", "vendored")]
-    write(folders[0], TREE)
-    for folder in folders[1:]:
-        migrated(folder, TREE, "--runtime", folder.name)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", SUPPORT / "runtime_ranks.py", *folders],
-        env={**os.environ, "MEGAPG_GLOBALS": "silent", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    before, ours, vendored = (
-        [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
-        for folder in folders
-    )
-    uses = [rank.pop("uses megapg") for rank in (*before, *ours, *vendored)]
-    assert uses == [*[False] * 4, *[True] * 4, *[False] * 4]
-    assert len({json.dumps(rank) for rank in before}) == 4
-    assert {rank["before"] for rank in before} == {"no such group"}
-    assert ours == before
-    assert vendored == before
+# --- what the command writes ----------------------------------------------------------------------
 
 
 def test_no_import_of_megapg_is_left_and_a_second_run_changes_nothing(tmp_path: Path) -> None:
@@ -151,95 +98,44 @@ def test_the_diff_makes_the_same_files(tmp_path: Path) -> None:
 
 # --- where it goes --------------------------------------------------------------------------------
 
-PLACES: dict[str, tuple[dict[str, str], dict[str, tuple[str, str]]]] = {
-    # files -> those that use it: the module's file, and the import
-    "a package without absolute imports": (
-        {"a/__init__.py": "", "a/b/__init__.py": "", "a/b/c.py": "", "a/d.py": ""},
-        {
-            "a/b/c.py": ("a", "from .. import process_groups"),
-            "a/d.py": ("a", "from . import process_groups"),
-        },
+# Empty files, files with an import, and for each file that uses the module: its folder and import.
+PLACES: list[tuple[str, dict[str, str], dict[str, str]]] = [
+    ("a/__init__.py a/b/__init__.py a/b/c.py a/d.py", {}, {"a/b/c.py": "a ..", "a/d.py": "a ."}),
+    ("a/__init__.py a/b.py", {"a/c.py": "from a.b import f"}, {"a/b.py": "a a"}),
+    ("s/a/__init__.py s/a/c.py", {"s/a/b.py": "import a.c"}, {"s/a/__init__.py": "s/a a"}),
+    # Namespace packages. The third has a file that nobody imports: a script.
+    ("a/b.py", {"a/c.py": "from a.b import f"}, {"a/b.py": "a a"}),
+    ("a/b/__init__.py a/b/c.py", {"a/b/d.py": "import a.b.c"}, {"a/b/c.py": "a/b a.b"}),
+    ("a/b.py a/c/e.py", {"a/c/d.py": "import a.c.e"}, {"a/b.py": "a"}),
+    # The root is no package.
+    ("__init__.py a/__init__.py a/b.py", {"a/c.py": "import a.b"}, {"a/b.py": "a a"}),
+    ("__init__.py a/__init__.py a/b.py", {}, {"a/b.py": "a ."}),
+    # Scripts that import a package, in another package and in none.
+    (
+        "a/__init__.py a/b.py t/__init__.py",
+        {"a/c.py": "import a.b", "t/run.py": "import a.b", "t/other.py": "import t.run"},
+        {"a/b.py": "a a", "t/run.py": "a a"},
     ),
-    "a package with absolute imports": (
-        {"a/__init__.py": "", "a/b.py": "", "a/c.py": "from a.b import f\n"},
-        {"a/b.py": ("a", "from a import process_groups")},
-    ),
-    "below src": (
-        {"src/a/__init__.py": "", "src/a/b.py": "import a.c\n", "src/a/c.py": ""},
-        {"src/a/__init__.py": ("src/a", "from a import process_groups")},
-    ),
-    "a namespace package": (
-        {"a/b.py": "", "a/c.py": "from a.b import f\n"},
-        {"a/b.py": ("a", "from a import process_groups")},
-    ),
-    "a script in a namespace package": (
-        {"a/b.py": "", "a/c/d.py": "import a.c.e\n", "a/c/e.py": ""},
-        {"a/b.py": ("a", "import process_groups")},
-    ),
-    "a package in a namespace package": (
-        {"a/b/__init__.py": "", "a/b/c.py": "", "a/b/d.py": "import a.b.c\n"},
-        {"a/b/c.py": ("a/b", "from a.b import process_groups")},
-    ),
-    "a root with __init__.py": (
-        {"__init__.py": "", "a/__init__.py": "", "a/b.py": "", "a/c.py": "import a.b\n"},
-        {"a/b.py": ("a", "from a import process_groups")},
-    ),
-    "a root with __init__.py, without absolute imports": (
-        {"__init__.py": "", "a/__init__.py": "", "a/b.py": ""},
-        {"a/b.py": ("a", "from . import process_groups")},
-    ),
-    "a script in another package": (
-        {
-            "a/__init__.py": "",
-            "a/b.py": "",
-            "a/c.py": "import a.b\n",
-            "tools/__init__.py": "",
-            "tools/run.py": "import a.b\n",
-            "tools/other.py": "import tools.run\n",
-        },
-        {
-            "a/b.py": ("a", "from a import process_groups"),
-            "tools/run.py": ("a", "from a import process_groups"),
-        },
-    ),
-    "a script": ({"run.py": ""}, {"run.py": (".", "import process_groups")}),
-    "a script that imports a package": (
-        {
-            "a/__init__.py": "",
-            "a/b.py": "",
-            "a/c.py": "from a.b import f\n",
-            "run.py": "from a.b import f\n",
-        },
-        {"run.py": ("a", "from a import process_groups")},
-    ),
-    "two packages": (
-        {"a/__init__.py": "", "a/x.py": "", "b/__init__.py": "", "b/x.py": ""},
-        {
-            "a/x.py": ("a", "from . import process_groups"),
-            "b/x.py": ("b", "from . import process_groups"),
-        },
-    ),
-}
+    ("a/__init__.py a/b.py", {"a/c.py": "import a.b", "run.py": "import a.b"}, {"run.py": "a a"}),
+    ("run.py", {}, {"run.py": "."}),
+    ("a/__init__.py a/x.py b/__init__.py b/x.py", {}, {"a/x.py": "a .", "b/x.py": "b ."}),
+]
 
 
-def import_of(used: Runtime) -> str:
-    assert (used.module, used.member) == (used.getters_module, used.getters_member)
-    assert {used.name, used.getters_name} == {used.member or used.module}
-    return f"from {used.module} import {used.member}" if used.member else f"import {used.module}"
-
-
-@pytest.mark.parametrize(("files", "expected"), PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(("empty", "files", "expected"), PLACES)
 def test_each_top_package_gets_one(
-    tmp_path: Path, files: dict[str, str], expected: dict[str, tuple[str, str]]
+    tmp_path: Path, empty: str, files: dict[str, str], expected: dict[str, str]
 ) -> None:
-    write(tmp_path, files)
+    write(tmp_path, {**dict.fromkeys(empty.split(), ""), **files})
     runtimes = of(tmp_path)
-    imports = {name: import_of(runtimes.of(tmp_path / name)) for name in expected}
-    assert imports == {name: statement for name, (_, statement) in expected.items()}
-    modules = runtimes.modules({tmp_path / name: ["resolve"] for name in expected})
-    places = sorted({str(Path(folder, NAME)) for folder, _ in expected.values()})
-    assert [each.file for each in modules] == places
-    assert all(each.is_new and each.is_runtime and not each.before for each in modules)
+    for name, place in expected.items():
+        folder, _, package = place.partition(" ")
+        names = (package, "process_groups") if package else ("process_groups", "")
+        assert runtimes.of(tmp_path / name) == Runtime(*names, NAME[:-3], *names, NAME[:-3])
+        (module,) = runtimes.modules({tmp_path / name: ["resolve"]})
+        assert module.file == str(Path(folder, NAME))
+        assert module.is_new
+        assert module.is_runtime
 
 
 # --- what is there already ------------------------------------------------------------------------
