@@ -40,8 +40,7 @@ class Config:
     root: Path  # of the project; file names in reports are relative to it
     exclude: tuple[str, ...] = ()  # patterns for these names
     wrappers: tuple[str, ...] = ()  # dotted names of modules that stand for ``parallel_state``
-    # Qualified names of functions or classes that get the parameter although no caller passes it.
-    thread_from: tuple[str, ...] = ()
+    thread_from: tuple[str, ...] = ()  # functions or classes that get the parameter in any case
     versions: tuple[int, ...] = _SUPPORTED  # minor versions of Megatron-core that may run the code
     versions_from: str = _UNKNOWN_SOURCE  # the file or option that names these versions
     vendored: str = ""  # name of the module that replaces megapg; empty to import megapg
@@ -54,14 +53,9 @@ def load_config(
     runtime: str | None = None,
     thread_from: Sequence[str] = (),
 ) -> Config:
-    """Return the settings of the project that a path belongs to.
+    """Return the settings of the project that a file or folder belongs to.
 
-    Args:
-        start: a file or folder of the project.
-        from_core: overrides the project's setting, such as ``0.16`` or ``0.12-0.16``.
-        wrappers: added to those of the project.
-        runtime: overrides the project's setting, ``megapg`` or ``vendored``.
-        thread_from: see :class:`Config`.
+    ``from_core`` and ``runtime`` override the project's settings, ``wrappers`` are added to them.
 
     Raises:
         UnsupportedOptionError: for an unknown setting or version.
@@ -127,7 +121,7 @@ def parse_versions(text: str) -> tuple[int, ...]:
 
 
 def project_root(start: Path) -> Path:
-    """Return the nearest folder upwards with a ``pyproject.toml``, ``.git`` or the like."""
+    """Return the nearest folder upwards that looks like a root, else the folder itself."""
     start = Path(os.path.abspath(start))  # keeps links, unlike resolve()
     folder = start if start.is_dir() else start.parent
     folders = (folder, *folder.parents)

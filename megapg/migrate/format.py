@@ -40,7 +40,7 @@ _ISORT = (
 )
 _BLACK = (("pyproject.toml", "tool.black"),)
 _RUFF_SORT = ("check", "--quiet", "--select", "I", "--fix", "-", "--stdin-filename")
-# Of each kind one tool is run, the first that fits.
+# Only the first tool that fits is run.
 _SORTERS = (
     _Tool("isort", ("-", "--quiet", "--filename"), _ISORT, "isort"),
     _Tool("ruff", _RUFF_SORT, _RUFF, "ruff"),
@@ -52,28 +52,30 @@ _FORMATTERS = (
 
 
 def formatted(
-    files: Sequence[Rewritten], on_progress: Callable[[str, int, int], None]
+    files: Sequence[Rewritten], root: Path, on_progress: Callable[[str, int, int], None]
 ) -> list[Rewritten]:
     """Return the files with new texts in the project's format.
 
     Args:
         files: the rewritten files.
+        root: of the project. Settings are searched up to it, or up to the root of its repository.
         on_progress: called with "formatting", the number of files that are done, and of all.
     """
+    top = next((each for each in (root, *root.parents) if (each / ".git").exists()), root)
     done: list[Rewritten] = []
     with ThreadPoolExecutor(_WORKERS) as pool:
-        for file in pool.map(_formatted, files):
+        for file in pool.map(lambda each: _formatted(each, top), files):
             done.append(file)
             on_progress("formatting", len(done), len(files))
     return done
 
 
-def _formatted(file: Rewritten) -> Rewritten:
+def _formatted(file: Rewritten, top: Path) -> Rewritten:
     # The module of --runtime vendored keeps the order of its lines: its checksum depends on that.
     for tools in (_FORMATTERS,) if file.is_runtime else (_SORTERS, _FORMATTERS):
         for tool in tools:
             program = _start(tool.program)
-            if not program or not _is_configured(tool, file.path.parent):
+            if not program or not _is_configured(tool, file.path.parent, top):
                 continue
             command = (*program, *tool.arguments, str(file.path))
             after = _output(command, file.after)
@@ -107,16 +109,15 @@ def _output(command: Sequence[str], text: bytes) -> bytes | None:
 
 
 @cache
-def _is_configured(tool: _Tool, folder: Path) -> bool:
-    """True if the folder, or one above it in the repository, has settings of the tool."""
+def _is_configured(tool: _Tool, folder: Path, top: Path) -> bool:
+    """True if the folder, or one above it up to the top, has settings of the tool."""
     patterns = {
         (name, rf"^\[{re.escape(title)}[].]" if title else "") for name, title in tool.settings
     }
     patterns.add((".pre-commit-config.yaml", rf"^[-\s]*id:\s*{tool.hook}\s*(#|$)"))
     if any(_matches(folder / name, pattern) for name, pattern in patterns):
         return True
-    is_top = (folder / ".git").exists() or folder == folder.parent
-    return not is_top and _is_configured(tool, folder.parent)
+    return folder not in (top, folder.parent) and _is_configured(tool, folder.parent, top)
 
 
 def _matches(file: Path, pattern: str) -> bool:

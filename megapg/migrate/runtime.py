@@ -1,4 +1,4 @@
-"""What rewritten files import: megapg, or with ``--runtime vendored`` their package's own module.
+"""The imports of rewritten files: megapg, or with ``--runtime vendored`` a module of their package.
 
 The vendored module holds copies of the functions that are used, from ``megapg/megatron/vendored``.
 Its first line has a checksum of the rest, which shows later edits. Formatters keep the checksum.
@@ -68,7 +68,7 @@ class Runtimes:
 
         Args:
             calls: by rewritten file, the names of the functions that its new text calls on the
-                vendored module.
+                vendored module. Other names are ignored.
 
         Raises:
             UnsupportedOptionError: if another file has the module's name, or if the module was
@@ -80,7 +80,8 @@ class Runtimes:
                 if path.stem == name and _read(self._text(path).decode(errors="replace")):
                     needed[path] = set()
             for path, names in calls.items():
-                needed[self._home(path)[0]] |= {*names}
+                if known := _templates()[2].keys() & {*names}:
+                    needed[self._home(path)[0]] |= known
         modules = (self._module(path, names) for path, names in sorted(needed.items()))
         return [module for module in modules if module is not None]
 

@@ -90,7 +90,7 @@ def _temporary(target: Path, data: bytes, found: os.stat_result | None) -> Path:
             if (found.st_uid, found.st_gid) != (os.geteuid(), os.getegid()):
                 os.chown(new, found.st_uid, found.st_gid)
             shutil.copystat(target, new)
-            os.utime(new)  # else Python could take the old bytecode for that of the new file
+            os.utime(new)  # the bytecode of the old file must look outdated
     except BaseException:
         _remove(new)
         raise

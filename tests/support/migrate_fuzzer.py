@@ -28,14 +28,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch.distributed as dist
+from megapg.migrate.edit.soundness import verify
+from megapg.migrate.find.index import find_sites
 from migrate_modules import PACKAGE, Driver, Package, make_package
 from trees import write
 
 import megapg
 from megapg.migrate.config import Config
-from megapg.migrate.edit.soundness import verify
 from megapg.migrate.engine import migrate
-from megapg.migrate.find.index import find_sites
 from megapg.migrate.migration import Migration, Rewritten
 from megapg.testing import fake_collection
 

@@ -16,9 +16,9 @@ def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """Every regular file but those for ``--undo``, without following links."""
+    """Every regular file, without following links."""
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in sorted(root.rglob("*"))
-        if path.is_file() and not path.is_symlink() and path.parent.name != ".megapg"
+        if path.is_file() and not path.is_symlink()
     }

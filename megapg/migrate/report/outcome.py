@@ -13,6 +13,7 @@ from megapg.upstream.mapping import Replacement
 
 LEFT = "left"
 REPLACEABLE, NOT_REPLACEABLE = "with a replacement", "without"
+_BY_HAND = ("may-be-none", "in-a-string")  # reasons for which the replacement is good advice
 _LONG = 120  # characters
 
 
@@ -33,9 +34,10 @@ class Entry:
 
     @property
     def suggestion(self) -> str:
-        """What to write by hand for a use that ``megapg migrate`` leaves; may be empty."""
+        """The expression to write by hand for a use that is left; may be empty."""
         answer = self.use.answer
-        return answer.expression if self.reason and isinstance(answer, Replacement) else ""
+        has_advice = self.reason in _BY_HAND and isinstance(answer, Replacement)
+        return answer.expression if has_advice else ""
 
 
 @dataclass(frozen=True)

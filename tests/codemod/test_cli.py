@@ -1,0 +1,374 @@
+"""``megapg check``, ``megapg migrate`` and ``megapg explain``: output, exit codes, settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import megapg
+from trees import contents, write
+from typer.testing import CliRunner
+
+from megapg.cli.migrate import app
+from megapg.errors import UnsupportedOptionError
+from megapg.migrate.config import load_config, parse_versions
+from megapg.migrate.reasons import REASONS
+
+ROOT = Path(__file__).parents[2]
+SERVED = """\
+from megatron.core import mpu
+
+
+def first():
+    return mpu.get_tensor_model_parallel_rank()
+"""
+LEFT = """\
+from megatron.core import mpu
+
+
+def second():
+    mpu.destroy_model_parallel()
+"""
+SETTINGS = '[tool.megapg]\nfrom-core = "0.16"\n'
+
+
+def run(code: int, *arguments: object) -> str:
+    """Return the output of a command that ends with an exit code."""
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def committed(folder: Path) -> Path:
+    """Commit all files of a new repository."""
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run(["git", *identity, *command], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in contents(folder).items() if not name.startswith(".git/")}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    return write(tmp_path, {"pyproject.toml": SETTINGS, "p/a.py": SERVED, "p/b.py": LEFT})
+
+
+# --- check ----------------------------------------------------------------------------------------
+
+
+def test_check_prints_a_line_for_each_use(project: Path) -> None:
+    lines = run(1, "check", project).splitlines()
+    assert lines[:2] == [
+        'p/a.py:5:12: mpu.get_tensor_model_parallel_rank() -> pg.rank("tp")',
+        "p/b.py:5:5: mpu.destroy_model_parallel() [lifecycle]",
+    ]
+    assert lines[-1] == "2 files; 2 uses. Read as Megatron-core 0.16 ([tool.megapg] from-core)."
+
+
+def test_check_without_uses(project: Path) -> None:
+    write(project, {"p/a.py": "", "p/b.py": LEFT.replace("l()", "l()  # megapg: keep")})
+    write(project, {"p/c.ipynb": "{}", "p/d.IPYNB": "{}"})
+    assert "0 uses; 1 kept; 2 notebooks not read" in run(0, "check", project)
+
+
+def test_the_ratchet(project: Path) -> None:
+    options = ("check", project, "--baseline", project / "baseline.json")
+    assert "there is no baseline" in run(2, *options)
+    assert "0 more than in" in run(0, *options, "--update-baseline")
+    write(project, {"p/a.py": f"\n\n{SERVED}"})
+    assert "0 more than in" in run(0, *options)
+    write(project, {"p/c.py": LEFT})
+    output = run(1, *options)
+    assert "1 more than in" in output
+    assert output.count("mpu.") == 1
+    log = json.loads(run(1, *options, "--sarif", "-"))
+    assert [result["ruleId"] for result in log["runs"][0]["results"]] == ["lifecycle"]
+    write(project, {"p/c.py": "", "p/b.py": ""})
+    assert "1 fewer: lower it with --update-baseline" in run(0, *options)
+    assert run(2, "check", project, "--update-baseline")
+
+
+def test_the_hook_for_pre_commit(project: Path) -> None:
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    assert (hook["language"], hook["pass_filenames"]) == ("python", False)
+    program, *arguments = shlex.split(hook["entry"])
+    assert program == "megapg"
+    assert megapg(*arguments, *hook["args"], at=project).returncode == 1
+
+
+# --- migrate --------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_prints_the_diff_and_the_report_apart(project: Path) -> None:
+    before = contents(project)
+    result = CliRunner().invoke(app, ["migrate", str(project)])
+    assert result.exit_code == 1
+    assert result.stdout.startswith("--- a/p/a.py\n+++ b/p/a.py\n@@ -1,")
+    assert "\n-    return mpu.get_tensor_model_parallel_rank()\n" in result.stdout
+    assert "b.py" not in result.stdout
+    lines = result.stderr.splitlines()
+    assert lines[0] == "p/b.py:5:5: mpu.destroy_model_parallel() [lifecycle]"
+    assert lines[-1].startswith("2 files; 2 uses: 1 can be rewritten in 1 file; 1 left; 1 function")
+    assert lines[-1].endswith("Nothing is written yet: add --write.")
+    for text in ("functions that read the globals", "pass pg_collection= (no call in these files)"):
+        assert text in result.stderr
+    assert contents(project) == before
+
+
+def test_write_and_a_second_run(project: Path) -> None:
+    committed(project)
+    output = run(1, "migrate", project, "--write")
+    assert "1 rewritten in 1 file; 1 left" in output.splitlines()[-1]
+    assert "resolve(pg_collection)" in (project / "p" / "a.py").read_text()
+    assert (project / "p" / "b.py").read_text() == LEFT
+    after = files_of(project)
+    assert "0 rewritten in 0 files; 1 left" in run(1, "migrate", project, "--write")
+    assert files_of(project) == after
+    (project / "p" / "b.py").unlink()
+    run(0, "migrate", project)
+
+
+def test_write_refuses_files_that_git_could_not_restore(project: Path) -> None:
+    write(project, {f"p/c{number}.py": SERVED for number in range(6)})
+    before = contents(project)
+    output = run(2, "migrate", project, "--write")
+    assert output.startswith("error nothing is written, since git could not restore the files: ")
+    assert "p/a.py is in no git repository; " in output
+    assert "p/c3.py is in no git repository; and 2 more. Commit your changes first" in output
+    assert "--allow-dirty" in output
+    assert contents(project) == before
+
+    committed(project)
+    write(project, {"p/a.py": f"{SERVED}# edited\n"})
+    assert "p/a.py has uncommitted changes" in run(2, "migrate", project, "--write")
+    write(project, {"p/a.py": SERVED, "p/b.py": f"{LEFT}# edited, but not rewritten\n"})
+    run(1, "migrate", project, "--write")
+    write(project, {"p/a.py": f"{SERVED}# edited\n"})
+    run(1, "migrate", project, "--write", "--allow-dirty")
+    assert "megapg" in (project / "p" / "a.py").read_text()
+
+
+@pytest.mark.parametrize("where", ["", "p"])
+def test_the_diff_applied_is_what_write_writes(tmp_path: Path, where: str) -> None:
+    files: dict[str, str | bytes] = {
+        "pyproject.toml": f"{SETTINGS}[tool.ruff]\n",
+        "p/a.py": SERVED,
+        "p/a b.py": SERVED[:-1],
+        "p/windows.py": SERVED.replace("\n", "\r\n"),
+        "p/mark.py": f"\ufeff{SERVED}",
+        "p/latin.py": f"# coding: latin-1\nNAME = 'é'\n{SERVED}".encode("latin-1"),
+        "p/é.py": SERVED.replace("    ", "\t"),
+        "p/left.py": LEFT,
+    }
+    one, other = write(tmp_path / "one", files), write(tmp_path / "other", files)
+    committed(one)
+    done = megapg("migrate", ".", at=one / where, FORCE_COLOR="1")
+    assert done.returncode == 1, done.stderr.decode()
+    subprocess.run(["git", "apply", "-"], input=done.stdout, cwd=one / where, check=True)
+    assert megapg("migrate", ".", "--write", "--allow-dirty", at=other / where).returncode == 1
+    assert files_of(one) == files_of(other)
+    unchanged = {name for name, data in files_of(one).items() if data in (LEFT.encode(), b"")}
+    assert unchanged == {"p/left.py"}
+    assert "import megapg\nfrom megatron" not in (one / "p" / "a.py").read_text()  # ruff sorts
+
+
+def test_nothing_is_written_if_one_file_is_read_only(project: Path) -> None:
+    write(project, {"p/c.py": SERVED})
+    (project / "p" / "c.py").chmod(0o444)
+    before = contents(project)
+    found = json.loads(run(2, "migrate", project, "--write", "--allow-dirty", "--json"))
+    assert found["problems"] == [
+        {"file": "p/c.py", "line": 0, "message": "can't be written: it is read-only"}
+    ]
+    assert found["totals"]["reasons"] == {"unwritten": 2, "lifecycle": 1}
+    assert found["changes"] == []
+    assert contents(project) == before
+
+
+def test_documents_for_programs(project: Path) -> None:
+    for command in ("check", "migrate"):
+        found = json.loads(run(1, command, project, "--json"))
+        assert found["totals"]["uses"] == 2
+        printed = run(1, command, project, "--sarif", "-")
+        assert json.loads(printed)["version"] == "2.1.0"
+        file = project / "log.sarif"
+        assert run(1, command, project, "--sarif", file)
+        assert file.read_text() == printed
+        assert "not both" in run(2, command, project, "--json", "--sarif", "-")
+        assert "can't be written" in run(2, command, project, "--sarif", project / "no" / "log")
+
+
+def test_uses_in_tests_have_no_lines(project: Path) -> None:
+    write(project, {"tests/test_a.py": SERVED})
+    output = run(1, "migrate", project)
+    assert "tests/test_a.py:" not in output
+    assert "is in a test" in output
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    write(tmp_path, {"pyproject.toml": SETTINGS, os.fsdecode(b"a\xff.py"): SERVED + LEFT})
+    for options in (["check"], ["migrate"], ["migrate", "--sarif", "-"], ["migrate", "--json"]):
+        done = megapg(*options, ".", at=tmp_path)
+        assert done.returncode == 1, done.stderr.decode()
+        assert b"Traceback" not in done.stderr
+
+
+def test_colours_and_progress_on_a_terminal(project: Path) -> None:
+    leader, follower = pty.openpty()
+    environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "megapg", "migrate", "."],
+        cwd=project,
+        env={**environment, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"},
+        stdin=subprocess.DEVNULL,
+        stdout=follower,
+        stderr=follower,
+    )
+    os.close(follower)
+    drawn = b""
+    while select.select([leader], [], [], 60)[0]:
+        try:
+            drawn += os.read(leader, 65536)
+        except OSError:  # the process has ended
+            break
+    assert process.wait(60) == 1
+    assert b"migrating: " in drawn
+    assert b"\x1b[31m-    return mpu.get_tensor_model_parallel_rank()" in drawn
+
+
+# --- explain --------------------------------------------------------------------------------------
+
+
+def test_explain_a_code() -> None:
+    assert len(REASONS) == 14
+    for code, reason in REASONS.items():
+        output = run(0, "explain", code)
+        assert output.startswith(f"{code}: the use {reason.title}.\n\n")
+        assert output.count("Instead: ") == 1
+    assert "Did you mean vp-stage?" in run(2, "explain", "vp-stgae")
+
+
+def test_explain_a_line(project: Path) -> None:
+    write(project, {"p/old.py": f"{SERVED}print 'two'\n"})
+    assert '-> pg.rank("tp")' in run(0, "explain", f"{project / 'p' / 'a.py'}:5")
+    assert "[lifecycle]" in run(0, "explain", f"{project / 'p' / 'b.py'}:5:5")
+    assert "no use is there" in run(2, "explain", f"{project / 'p' / 'a.py'}:1")
+    assert "is no valid Python" in run(2, "explain", f"{project / 'p' / 'old.py'}:5")
+
+
+# --- paths and settings ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["check", "migrate"])
+def test_paths_that_can_not_be_read(project: Path, command: str) -> None:
+    write(project, {"q/old.py": f"{SERVED}print 'two'\n", "q/clean.py": "x = 1\n", "q/x.ipynb": ""})
+    assert "nowhere does not exist" in run(2, command, project / "nowhere")
+    assert "notebooks are not read" in run(2, command, project / "q" / "x.ipynb")
+    assert "q/old.py:6: is no valid Python" in run(2, command, project / "q" / "old.py")
+    assert "1 problem" in run(0, command, project / "q")
+    run(2, command, project / "q" / "clean.py", project / "q" / "old.py")
+    run(0, command, project / "q" / "clean.py")
+    run(2, command)
+
+
+@pytest.mark.parametrize("command", ["check", "migrate"])
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [(["torch", "megatron", "numpy"], ""), (["libcst"], 'pip install "megapg[migrate]"')],
+)
+def test_without_torch_and_without_libcst(
+    project: Path, command: str, missing: list[str], message: str
+) -> None:
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
+        "from megapg.cli import app; app(sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, command, str(project)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == (2 if message else 1), done.stderr
+    assert (message or "2 uses") in done.stdout + done.stderr
+
+
+def test_help_teaches() -> None:
+    text = " ".join(run(0, "migrate", "--help").split())
+    for part in ("Example: megapg migrate", "git apply", "Exit code 0", "megapg: keep", "--write"):
+        assert part in text
+
+
+def test_settings_in_pyproject(project: Path) -> None:
+    settings = (
+        '[tool.megapg]\nexclude = ["third_party/*"]\nwrappers = ["p.own"]\nfrom-core = "0.18"'
+    )
+    own = "from p.own import get_data_parallel_group\n\nget_data_parallel_group()\n"
+    write(project, {"pyproject.toml": settings, "third_party/a.py": LEFT, "p/a.py": own})
+    write(project, {"p/own.py": "def get_data_parallel_group(): pass\n", "p/b.py": ""})
+    found = json.loads(run(1, "check", project, "--json"))
+    assert [(each["file"], each["replacement"]) for each in found["uses"]] == [("p/a.py", "pg.dp")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("[tool.megapg]\nexcludes = []", "excludes"),
+        ("[tool.megapg]\nexclude = 'a'", "list of strings"),
+        ("[tool.megapg]\nfrom-core = 16", "from-core is a string"),
+        ("[tool.megapg]\nfrom-core = '3'", "no Megatron-core version '3'"),
+        ("[tool.megapg", "can't be read"),
+    ],
+)
+def test_wrong_settings(project: Path, settings: str, message: str) -> None:
+    write(project, {"pyproject.toml": settings})
+    assert message in run(2, "check", project)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"requirements.txt": "megatron-core==0.16.1"}, (16,)),
+        ({"requirements-dev.txt": "megatron_core[dev] >= 0.12, < 0.15"}, (12, 13, 14)),
+        ({"requirements-dev.txt": "megatron_core>=0.14,<0.15.1,!=0.14.3"}, (14, 15)),
+        ({"setup.py": "install_requires=['megatron-core~=0.15.0']"}, (15,)),
+        ({"pyproject.toml": '[project]\ndependencies = ["megatron-core>=0.18"]'}, (18, 19)),
+        ({"requirements.txt": "megatron-core"}, tuple(range(12, 20))),
+        ({"requirements.txt": "torch==0.16"}, tuple(range(12, 20))),
+        ({"pyproject.toml": 'megatron = {git = "https://x/y.git", tag = "core_v0.15.2"}'}, (15,)),
+        ({"requirements/a/b.sh": "git clone -b core_r0.13.0 x"}, (13,)),
+        ({"docker/1/Dockerfile": "RUN x@core_v0.12.1", "Dockerfile": "core_r0.16.0"}, (12, 16)),
+        (
+            {"a/b/megatron/core/package_info.py": "MINOR = 2", "requirements.txt": "core_r0.16.0"},
+            (5,),
+        ),
+        ({"requirements.txt": "megatron-core<=0.6.0"}, (5, 6)),
+    ],
+)
+def test_the_version_is_what_the_project_pins(
+    tmp_path: Path, files: dict[str, str], expected: tuple[int, ...]
+) -> None:
+    write(tmp_path, {"pyproject.toml": "", **files})
+    assert load_config(tmp_path).versions == expected
+    assert load_config(tmp_path, "0.13").versions == (13,)
+
+
+def test_versions() -> None:
+    assert [parse_versions(text) for text in ("0.16", "v0.16.1")] == [(16,), (16,)]
+    assert parse_versions("0.12-0.14") == (12, 13, 14)
+    for text in ("", "16", "1.0", "0.99", "0.16-", "0.16-0.12", "newest"):
+        with pytest.raises(UnsupportedOptionError, match=r"0\.5 to 0\.19"):
+            parse_versions(text)

@@ -1,0 +1,231 @@
+"""The module that a package gets with ``--runtime vendored``: its place, its text, its answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trees import contents, write
+from typer.testing import CliRunner
+
+from megapg.cli.migrate import app
+from megapg.errors import UnsupportedOptionError
+from megapg.migrate import runtime
+from megapg.migrate.config import Config, load_config
+from megapg.migrate.runtime import MEGAPG, Runtime, Runtimes, text_of
+
+SUPPORT = Path(__file__).parents[1] / "support"
+NAME = "process_groups.py"
+WORK = """\
+from megatron.core import mpu
+
+
+def place(flag, model):
+    return [
+        mpu.get_tensor_model_parallel_src_rank(),
+        mpu.is_pipeline_last_stage(ignore_virtual=True),
+        mpu.get_data_parallel_rank(with_context_parallel=flag),
+    ]
+
+
+def total(model):
+    return mpu.get_model_parallel_group()
+"""
+TREE = {
+    "trainer/__init__.py": "",
+    "trainer/work.py": WORK,
+    "trainer/deep/__init__.py": "",
+    "trainer/deep/main.py": (
+        "from megatron.core import mpu\n\nfrom trainer.work import place\n\n\n"
+        "def main():\n    return place(mpu.get_tensor_model_parallel_rank() > 0, None)\n"
+    ),
+    "pyproject.toml": '[tool.megapg]\nfrom-core = "0.16-0.17"\nruntime = "vendored"\n',
+}
+
+
+def migrated(root: Path, files: dict[str, str], *arguments: str) -> dict[str, str]:
+    """Return the files after ``megapg migrate``, which rewrites all uses."""
+    write(root, files)
+    command = ["migrate", str(root), "--write", "--allow-dirty", *arguments]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    return {name: data.decode() for name, data in contents(root).items()}
+
+
+def of(root: Path, name: str = "process_groups") -> Runtimes:
+    return Runtimes(Config(root, vendored=name), sorted(root.rglob("*.py")))
+
+
+def functions(text: str) -> set[str]:
+    """The names that a module defines."""
+    names: dict[str, object] = {}
+    exec(text, names)
+    return {*names}
+
+
+# --- what the command writes ----------------------------------------------------------------------
+
+
+def test_no_import_of_megapg_is_left_and_a_second_run_changes_nothing(tmp_path: Path) -> None:
+    after = migrated(tmp_path, TREE)
+    assert "from trainer import process_groups\n" in after["trainer/work.py"]
+    assert "from trainer import process_groups\n" in after["trainer/deep/main.py"]
+    assert not any("import megapg" in text or "from megapg" in text for text in after.values())
+    module = after[f"trainer/{NAME}"]
+    assert {"tensor_src_rank", "is_pipeline_last_stage", "groups_of"} <= functions(module)
+    assert "model_src_rank" not in functions(module)
+    for name, text in after.items():
+        if name.endswith(".py"):
+            compile(text, name, "exec")
+    assert migrated(tmp_path, {}) == after
+
+
+def test_the_diff_makes_the_same_files(tmp_path: Path) -> None:
+    write(tmp_path / "a", TREE)
+    after = migrated(tmp_path / "b", TREE)
+    done = subprocess.run(
+        [sys.executable, "-m", "megapg", "migrate", tmp_path / "a"], capture_output=True, text=True
+    )
+    assert f"--- /dev/null\n+++ b/trainer/{NAME}\n@@ -0,0 +1," in done.stdout
+    assert f"trainer/{NAME} to be written" in done.stderr
+    subprocess.run(
+        ["git", "apply", "-"], input=done.stdout, cwd=tmp_path / "a", text=True, check=True
+    )
+    assert {name: data.decode() for name, data in contents(tmp_path / "a").items()} == after
+
+
+# --- where it goes --------------------------------------------------------------------------------
+
+# Empty files, files with an import, and for each file that uses the module: its folder and import.
+PLACES: list[tuple[str, dict[str, str], dict[str, str]]] = [
+    ("a/__init__.py a/b/__init__.py a/b/c.py a/d.py", {}, {"a/b/c.py": "a ..", "a/d.py": "a ."}),
+    ("a/__init__.py a/b.py", {"a/c.py": "from a.b import f"}, {"a/b.py": "a a"}),
+    ("s/a/__init__.py s/a/c.py", {"s/a/b.py": "import a.c"}, {"s/a/__init__.py": "s/a a"}),
+    # Namespace packages. The third has a file that nobody imports: a script.
+    ("a/b.py", {"a/c.py": "from a.b import f"}, {"a/b.py": "a a"}),
+    ("a/b/__init__.py a/b/c.py", {"a/b/d.py": "import a.b.c"}, {"a/b/c.py": "a/b a.b"}),
+    ("a/b.py a/c/e.py", {"a/c/d.py": "import a.c.e"}, {"a/b.py": "a"}),
+    # The root is no package.
+    ("__init__.py a/__init__.py a/b.py", {"a/c.py": "import a.b"}, {"a/b.py": "a a"}),
+    ("__init__.py a/__init__.py a/b.py", {}, {"a/b.py": "a ."}),
+    # Scripts that import a package, in another package and in none.
+    (
+        "a/__init__.py a/b.py t/__init__.py",
+        {"a/c.py": "import a.b", "t/run.py": "import a.b", "t/other.py": "import t.run"},
+        {"a/b.py": "a a", "t/run.py": "a a"},
+    ),
+    ("a/__init__.py a/b.py", {"a/c.py": "import a.b", "run.py": "import a.b"}, {"run.py": "a a"}),
+    ("run.py", {}, {"run.py": "."}),
+    ("a/__init__.py a/x.py b/__init__.py b/x.py", {}, {"a/x.py": "a .", "b/x.py": "b ."}),
+]
+
+
+@pytest.mark.parametrize(("empty", "files", "expected"), PLACES)
+def test_each_top_package_gets_one(
+    tmp_path: Path, empty: str, files: dict[str, str], expected: dict[str, str]
+) -> None:
+    write(tmp_path, {**dict.fromkeys(empty.split(), ""), **files})
+    runtimes = of(tmp_path)
+    for name, place in expected.items():
+        folder, _, package = place.partition(" ")
+        names = (package, "process_groups") if package else ("process_groups", "")
+        assert runtimes.of(tmp_path / name) == Runtime(*names, NAME[:-3], *names, NAME[:-3])
+        (module,) = runtimes.modules({tmp_path / name: ["resolve"]})
+        assert module.file == str(Path(folder, NAME))
+        assert module.is_new
+        assert module.is_runtime
+
+
+# --- what is there already ------------------------------------------------------------------------
+
+
+def written(root: Path, *names: str) -> str | None:
+    """The new text of the module of ``a``, whose one file calls some functions."""
+    modules = of(root).modules({root / "a" / "b.py": names})
+    assert len(modules) < 2
+    return modules[0].after.decode() if modules else None
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    write(tmp_path, {"a/__init__.py": "", "a/b.py": "", f"a/{NAME}": text_of(["tensor_src_rank"])})
+    return tmp_path
+
+
+def test_without_vendored_files_import_megapg(tmp_path: Path) -> None:
+    runtimes = of(tmp_path, "")
+    assert runtimes.of(tmp_path / "a.py") == MEGAPG
+    assert runtimes.modules({tmp_path / "a.py": ["resolve"]}) == []
+
+
+def test_what_is_there_stays_and_more_is_added(package: Path) -> None:
+    assert written(package) is None
+    assert written(package, "tensor_src_rank", "size", "not_a_function") is None
+    text = written(package, "model_src_rank")
+    assert text is not None
+    before = functions((package / "a" / NAME).read_text())
+    assert functions(text) - before == {"model_src_rank"}
+
+
+def test_a_module_of_an_older_megapg_is_renewed(package: Path) -> None:
+    text = text_of([])
+    first, _, body = text.partition("\n")
+    (package / "a" / NAME).write_text(text)
+    older = body.replace('"""There is no such group', '"""No group')
+    checksum = runtime._checksum(older)
+    (package / "a" / NAME).write_text(f"{first[:-16]}{checksum}\n{older}")
+    assert written(package) == text
+
+
+def test_a_formatted_module_stays(package: Path) -> None:
+    file = package / "a" / NAME
+    text = file.read_text().replace('"', "'").replace("    ", "  ").replace("'''", '"""')
+    file.write_text(text.replace("(self, field: str)", "(\n    self,\n    field: str,\n  )"))
+    assert written(package, "tensor_src_rank") is None
+
+
+def test_an_edited_module_stays_unless_it_lacks_something(package: Path) -> None:
+    file = package / "a" / NAME
+    file.write_text(file.read_text() + "MINE = 1\n")
+    assert written(package, "resolve", "tensor_src_rank") is None
+    with pytest.raises(UnsupportedOptionError, match="was edited, and lacks model_src_rank"):
+        written(package, "model_src_rank")
+
+
+@pytest.mark.parametrize("there", [NAME, "process_groups/__init__.py"])
+def test_another_file_of_that_name_is_an_error(tmp_path: Path, there: str) -> None:
+    write(tmp_path, {"a/__init__.py": "", "a/b.py": "", f"a/{there}": "# mine\n"})
+    with pytest.raises(UnsupportedOptionError, match="exists and is not megapg's") as raised:
+        written(tmp_path, "resolve")
+    assert 'runtime = "vendored:my_process_groups"' in str(raised.value)
+    (module,) = of(tmp_path, "my_process_groups").modules({tmp_path / "a" / "b.py": ["resolve"]})
+    assert module.file == "a/my_process_groups.py"
+
+
+# --- the setting ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "option", "expected"),
+    [
+        ("", None, ""),
+        ("megapg", None, ""),
+        ("vendored", None, "process_groups"),
+        ("vendored:groups", None, "groups"),
+        ("vendored", "megapg", ""),
+        ("megapg", "vendored", "process_groups"),
+    ],
+)
+def test_the_setting(tmp_path: Path, setting: str, option: str | None, expected: str) -> None:
+    text = f'[tool.megapg]\nruntime = "{setting}"\n' if setting else ""
+    write(tmp_path, {"pyproject.toml": text})
+    assert load_config(tmp_path, runtime=option).vendored == expected
+
+
+@pytest.mark.parametrize("setting", ['"none"', "3", '"vendored:a.b"', '"vendored:"'])
+def test_another_setting_is_an_error(tmp_path: Path, setting: str) -> None:
+    write(tmp_path, {"pyproject.toml": f"[tool.megapg]\nruntime = {setting}\n"})
+    with pytest.raises(UnsupportedOptionError, match=r"no runtime .*: use megapg"):
+        load_config(tmp_path)
