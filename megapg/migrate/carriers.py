@@ -213,13 +213,13 @@ class Carriers:
             takes = self.can_take(node)
             return Carrier(How.THREADED, "parameter", PARAMETER, node) if takes else NONE
         of = self.class_at(outermost.path, outermost.of_class)
-        node = self.constructor(of) if of is not None else None
-        if node is None:
+        keeper = self.constructor(of) if of is not None else None
+        if keeper is None:
             return NONE
         if outermost.last_name == "__init__":
-            own = node == Node(outermost.path, outermost.of_class)
-            return Carrier(How.THREADED, "parameter", PARAMETER, node) if own else NONE
-        return Carrier(How.THREADED, "self", outermost.self_name, node)
+            own = keeper == Node(outermost.path, outermost.of_class)
+            return Carrier(How.THREADED, "parameter", PARAMETER, keeper) if own else NONE
+        return Carrier(How.THREADED, "self", outermost.self_name, keeper)
 
     # -- the new parameter -------------------------------------------------------------------------
 

@@ -26,12 +26,13 @@ from megapg.migrate.carriers import Carriers, Node
 from megapg.migrate.config import Config
 from megapg.migrate.facts import Facts
 from megapg.migrate.format import formatted
-from megapg.migrate.migration import Found, Migration, Problem, Rewritten
+from megapg.migrate.migration import Found, Left, Migration, Problem, Rewritten, Served
 from megapg.migrate.plan import FilePlan, Plan, Planner
 from megapg.migrate.project import PARALLEL_STATE, Project, is_test
 from megapg.migrate.rewrite import rewritten
 from megapg.migrate.runtime import Runtimes
 from megapg.migrate.scan import scan
+from megapg.migrate.uses import Span
 from megapg.upstream.signatures import SIGNATURES
 
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -77,17 +78,20 @@ def migrate(
             break
         frozen |= failed  # the other files may not rely on a file that is left as it is
     files += runtimes.modules({path: _called(each) for path, each in plan.files.items()})
-    files = formatted(files, on_progress)
+    files = formatted(files, config.root, on_progress)
     failures = [Problem(project.files[path], 0, why) for path, why in frozen.items()]
-    by_place = {"key": lambda each: (each.use.file, each.use.span)}
     return Migration(
         found=found,
-        served=sorted(plan.served, **by_place),
-        left=sorted(plan.left, **by_place),
+        served=sorted(plan.served, key=_place),
+        left=sorted(plan.left, key=_place),
         files=sorted(files, key=lambda each: each.file),
         roots=plan.roots,
         problems=[*found.problems, *failures],
     )
+
+
+def _place(each: Served | Left) -> tuple[str, Span]:
+    return each.use.file, each.use.span
 
 
 class _Scans:

@@ -185,14 +185,14 @@ def _appended(
     """
     if not items:
         return [new]
-    last = items[-1]
+    last: _Item = items[-1]
     comma = items[-2].comma if len(items) > 1 else None
     between = comma.whitespace_after if isinstance(comma, cst.Comma) else before
     if isinstance(between, cst.SimpleWhitespace):
         between = _SPACE
     new = new.with_changes(comma=last.comma, **{after: getattr(last, after)})
     changes = {"comma": cst.Comma(whitespace_after=between), after: _NO_SPACE}
-    return [*items[:-1], last.with_changes(**changes), new]
+    return [*items[:-1], cast(_Item, last.with_changes(**changes)), new]
 
 
 def _with_parameter(
