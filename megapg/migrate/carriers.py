@@ -14,12 +14,12 @@ A function in another one also has the carriers of that one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
-from megapg.migrate.facts import HERE, Class, Everything, Facts, Function, Where
+from megapg.migrate.facts import HERE, Class, Everything, Function, Where
 from megapg.migrate.migration import How
 from megapg.migrate.project import Meaning, Project
 from megapg.upstream.mapping import (
@@ -57,6 +57,8 @@ _PLAIN_BASES = re.compile(
     r"|torch\.utils\.data\.\S+|torch\.optim\.\S+"
 )
 _OWN_ATTRIBUTES = {"__new__", "__slots__", "__setattr__", "__getattr__", "__getattribute__"}
+# Functions that use these see their own parameters or variables.
+_LOOKS_AT_ITSELF = {"locals", "save_hyperparameters"}
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,13 @@ class Carriers:
     Args:
         project: the files.
         everything: the facts of all files that were scanned so far.
-        thread_from: functions that take the parameter although nothing in them needs it.
+        replaced: dotted names that some file replaces at run time, by that file.
     """
 
-    def __init__(self, project: Project, everything: Everything) -> None:
-        self._project, self._everything = project, everything
+    def __init__(
+        self, project: Project, everything: Everything, replaced: Collection[tuple[Path, str]] = ()
+    ) -> None:
+        self._project, self._everything, self._replaced = project, everything, replaced
 
     # -- looking things up -------------------------------------------------------------------------
 
@@ -147,9 +151,7 @@ class Carriers:
             function = self.function(path, function.outer)
         return found
 
-    def of(
-        self, path: Path, name: str, where: Where, answer: Replacement | None = None
-    ) -> Carrier:
+    def of(self, path: Path, name: str, where: Where, answer: Replacement | None = None) -> Carrier:
         """Return the carrier of a use, or of a call if there is no answer.
 
         Args:
@@ -228,20 +230,31 @@ class Carriers:
         parameter.
         """
         for each in self.line_of(of):
-            if each.decorators or each.has_keywords or self._facts(each).classes is None:
-                return None
             if "__init__" in each.methods:
                 node = Node(each.path, each.name)
                 return node if self._is_plain(of) and self.can_take(node) else None
         return None
 
-    def _facts(self, of: Class) -> Facts:
-        return self._everything[of.path]
+    def base_constructor(self, of: Class) -> Node | None:
+        """Return the class whose constructor ``super().__init__()`` runs, if that is certain."""
+        if of in self._mixed:
+            return None
+        bases = [base for base in self.bases(of) if isinstance(base, Class)]
+        return self.constructor(bases[0]) if bases else None
+
+    @cached_property
+    def _mixed(self) -> list[Class]:
+        """Classes in the line of one with several bases: what ``super()`` is depends on that one."""
+        classes = [each for facts in self._everything.values() for each in facts.classes.values()]
+        several = [each for each in classes if len(each.bases) > 1]
+        return [each for of in several for each in self.line_of(of)]
 
     def _is_plain(self, of: Class) -> bool:
         """True if objects of a class may have one more attribute."""
         for each in self.line_of(of):
             own = each.methods | each.attributes
+            if PARAMETER in each.methods or each.name in self._everything[each.path].repeated:
+                return False
             if each.decorators or each.has_keywords or own & _OWN_ATTRIBUTES:
                 return False
             for base in self.bases(each):
@@ -255,7 +268,8 @@ class Carriers:
         of = self.class_at(node.path, node.name)
         if of is not None:
             init = self.function(node.path, f"{node.name}.__init__")
-            return init is not None and self._can_take(init) and self._is_plain(of)
+            takes = init is not None and self._can_take(init)
+            return takes and self._is_plain(of) and node not in self._values
         function = self.function(node.path, node.name)
         if function is None or function.outer:
             return False
@@ -270,22 +284,24 @@ class Carriers:
         return not (
             function.any_keyword
             or function.name in facts.repeated
-            or PARAMETER in function.names
+            or {PARAMETER, *_LOOKS_AT_ITSELF} & function.names
             or not all(map(_PLAIN_DECORATORS.fullmatch, function.decorators))
         )
 
-    @property
+    @cached_property
     def _values(self) -> set[Node]:
-        """Functions whose name is used without a call."""
-        if not hasattr(self, "_found_values"):
-            self._found_values = {
-                Node(meaning.path, meaning.local)
-                for path, facts in self._everything.items()
-                for value in facts.values
-                for meaning in [self.meaning(value, path)]
-                if meaning.path is not None and meaning.local
-            }
-        return self._found_values
+        """Functions and classes whose name is used without a call, or replaced at run time."""
+        used = {(path, each) for path, facts in self._everything.items() for each in facts.values}
+        found = set()
+        for path, dotted in used:
+            meaning = self.meaning(dotted, path)
+            if meaning.path is not None and self.class_at(meaning.path, meaning.local) is None:
+                found.add(Node(meaning.path, meaning.local))
+        for path, dotted in self._replaced:
+            meaning = self.meaning(dotted, path)
+            if meaning.path is not None:
+                found.add(Node(meaning.path, meaning.local.partition(".")[0]))
+        return found
 
 
 def _is_model(name: str, annotation: str) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -65,14 +65,11 @@ def migrate(
     scans = _Scans(paths, config, on_progress)
     found = scans.found()
     scans.follow_calls()
-    project, sources = scans.project, [p for p in scans.facts if not is_test(scans.project.files[p])]
+    project, replaced = scans.project, _replaced(scans.project)
     runtimes = Runtimes(config, list(project.files))
     frozen: dict[Path, str] = {}
     while True:
-        planner = Planner(
-            project, scans.facts, _patched(project, sources), runtimes.of, frozen, unsafe
-        )
-        plan = planner.plan()
+        plan = Planner(project, scans.facts, replaced, runtimes.of, frozen, unsafe).plan()
         files, failed = _write(project, plan, on_progress)
         if not failed:
             break
@@ -137,7 +134,7 @@ class _Scans:
         )
 
     def follow_calls(self) -> None:
-        """Scan the files that call what may take the parameter, and so on up to the entry points."""
+        """Scan the files that call what may take the parameter, and so on up to the entries."""
         known: set[Node] = set()
         while True:
             nodes = self._may_take() - known
@@ -211,17 +208,14 @@ def _is_unneeded(project: Project, path: Path, plan: FilePlan, dotted: str, name
     return not exported and not project.is_imported(path, name)
 
 
-def _patched(project: Project, sources: Collection[Path]) -> Mapping[Path, set[str]]:
-    """Return the names that some file replaces in a module, as tests do with ``patch()``."""
-    found: dict[Path, set[str]] = defaultdict(set)
+def _replaced(project: Project) -> list[tuple[Path, str]]:
+    """Return the dotted names that a file replaces at run time, as tests do with ``patch()``."""
+    found = []
     for path in project.mentioning(_PATCHES):
-        data = project.data(path).decode(errors="replace")
-        table = project.table(path)
-        for owner, name in _PATCHED.findall(data):
+        imports = project.table(path).imports
+        for owner, name in _PATCHED.findall(project.data(path).decode(errors="replace")):
             head, dot, rest = owner.partition(".")
-            module = project.find(table.imports.get(head, head) + dot + rest, path)
-            if module is not None and module in sources:
-                found[module].add(name)
+            found.append((path, f"{imports.get(head, head)}{dot}{rest}.{name}"))
     return found
 
 

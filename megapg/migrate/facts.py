@@ -81,7 +81,6 @@ class Call:
     function: str  # qualified name of the function around; empty at module level
     callee: str  # absolute dotted name; ``super().__init__`` for that
     keywords: frozenset[str]
-    spreads: bool  # True if it passes ``**kwargs``
     where: Where
 
 
@@ -101,7 +100,7 @@ class Facts:
     path: Path
     uses: list[Found] = field(default_factory=list)
     functions: dict[str, Function] = field(default_factory=dict)
-    repeated: set[str] = field(default_factory=set)  # functions that are defined several times
+    repeated: set[str] = field(default_factory=set)  # names that are bound several times
     classes: dict[str, Class] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     values: set[str] = field(default_factory=set)  # dotted names that are used without a call

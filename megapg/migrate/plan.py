@@ -66,7 +66,7 @@ class Planner:
     Args:
         project: the files.
         everything: the facts of each scanned file.
-        patched: names that some file replaces, by the module that they are replaced in.
+        replaced: dotted names that some file replaces at run time, by that file.
         runtime_of: says what the new text of a file imports.
         frozen: files that are left as they are, and why.
         unsafe: also rewrite uses with a caution.
@@ -76,19 +76,26 @@ class Planner:
         self,
         project: Project,
         everything: Everything,
-        patched: Mapping[Path, Collection[str]],
+        replaced: Collection[tuple[Path, str]],
         runtime_of: Callable[[Path], Runtime],
         frozen: Mapping[Path, str],
         unsafe: bool,
     ) -> None:
         self._project, self._everything, self._runtime_of = project, everything, runtime_of
-        self._patched, self._frozen, self._unsafe = patched, frozen, unsafe
+        self._frozen, self._unsafe = frozen, unsafe
         self._sources = [
-            path
-            for path in everything
-            if not is_test(project.files[path]) and path not in frozen
+            path for path in everything if not is_test(project.files[path]) and path not in frozen
         ]
-        self._carriers = Carriers(project, {path: everything[path] for path in self._sources})
+        facts = {path: everything[path] for path in self._sources}
+        self._carriers = Carriers(project, facts, replaced)
+        # Names of getters in the modules that import them: code that asks the globals by another
+        # name would not see the replacement.
+        self._patched: dict[Path, set[str]] = defaultdict(set)
+        for path, dotted in replaced:
+            owner, _, name = dotted.rpartition(".")
+            module = project.find(owner, path)
+            if module is not None:
+                self._patched[module].add(name)
         self._assigned = {
             each.use.name
             for path in self._sources
@@ -119,7 +126,8 @@ class Planner:
         for choice in choices:
             self._serve(choice, threads)
         for edge, needs in threads.passing():
-            self._file(edge.path).passed[edge.call.span] = self._passed(edge.path, edge.carrier, needs)
+            passed = self._passed(edge.path, edge.carrier, needs)
+            self._file(edge.path).passed[edge.call.span] = passed
         for node in threads.taking:
             self._take(node)
         for path, file in self._plan.files.items():
@@ -203,7 +211,7 @@ class Planner:
         if (
             not around
             or choice.found.where.inline
-            or _VARIABLE in around[-1].names
+            or {_VARIABLE, "locals"} & around[-1].names
             or (answer.takes is Takes.GLOBALS and self._takes_parameter(around))
         ):
             return answer.write(f"{runtime}.resolve({passed})", file.getters)

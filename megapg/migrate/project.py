@@ -171,7 +171,7 @@ class Project:
         near = [each for each in found if importer.is_relative_to(each[0])]
         if near:
             return max(near, key=lambda each: len(each[0].parts))[1]
-        return found[0][1] if len(found) == 1 else None
+        return found[0][1] if len(found) == 1 and len(wanted) > 1 else None
 
     def table(self, path: Path) -> Table:
         """Return the top-level names of a file; an empty table if it is no valid Python."""

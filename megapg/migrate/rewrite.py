@@ -185,14 +185,16 @@ def _appended(
     """
     if not items:
         return [new]
-    last: _Item = items[-1]
+    last = items[-1]
     comma = items[-2].comma if len(items) > 1 else None
     between = comma.whitespace_after if isinstance(comma, cst.Comma) else before
     if isinstance(between, cst.SimpleWhitespace):
         between = _SPACE
     new = new.with_changes(comma=last.comma, **{after: getattr(last, after)})
     changes = {"comma": cst.Comma(whitespace_after=between), after: _NO_SPACE}
-    return [*items[:-1], cast(_Item, last.with_changes(**changes)), new]
+    result = list(items)
+    result[-1:] = [last.with_changes(**changes), new]
+    return result
 
 
 def _with_parameter(
@@ -210,8 +212,8 @@ def _with_parameter(
         items = _appended(params.kwonly_params, new, before, after)
         return params.with_changes(kwonly_params=items)
     if isinstance(params.star_arg, cst.Param):
-        both = _appended([params.star_arg], new, before, after)
-        return params.with_changes(star_arg=both[0], kwonly_params=both[1:])
+        both = _appended([*params.params, params.star_arg], new, before, after)
+        return params.with_changes(star_arg=both[-2], kwonly_params=both[-1:])
     if not params.params:  # nothing, or positional-only parameters and a slash
         return params.with_changes(star_arg=cst.ParamStar(), kwonly_params=[new])
     items = _appended(params.params, new, before, after)

@@ -6,6 +6,7 @@ LibCST says what a name is bound to in its scope; the project says what an impor
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -142,7 +143,11 @@ class _Scanner(cst.CSTVisitor):
     # -- definitions -------------------------------------------------------------------------------
 
     def visit_Module(self, node: cst.Module) -> None:
-        """Note variables that are bound to the globals' module or to a getter."""
+        """Note aliases of the globals, and functions and classes whose name has other meanings."""
+        scope = self.get_metadata(ScopeProvider, node, None)
+        if isinstance(scope, Scope):
+            names = Counter(each.name for each in scope.assignments)
+            self.facts.repeated |= {name for name, times in names.items() if times > 1}
         scanner = self
 
         class Aliases(cst.CSTVisitor):
@@ -307,16 +312,14 @@ class _Scanner(cst.CSTVisitor):
                 argument.value.visit(self)
             return False
         callee = self._callee(node.func)
-        for name in callee:
-            keywords = frozenset(arg.keyword.value for arg in node.args if arg.keyword)
-            spreads = any(arg.star == "**" for arg in node.args)
-            span, caller = self._span(node), self._function_name()
-            self.facts.calls.append(Call(span, caller, name, keywords, spreads, self._where))
-        if callee and member is None:
-            for argument in node.args:
-                argument.value.visit(self)
-            return False
-        return True
+        if len(callee) != 1:
+            return True
+        keywords = frozenset(arg.keyword.value for arg in node.args if arg.keyword)
+        span, caller = self._span(node), self._function_name()
+        self.facts.calls.append(Call(span, caller, callee.pop(), keywords, self._where))
+        for argument in node.args:
+            argument.value.visit(self)
+        return False
 
     def _callee(self, func: cst.BaseExpression) -> set[str]:
         match func:
@@ -351,7 +354,7 @@ class _Scanner(cst.CSTVisitor):
             return
         member = self._member(node)
         if member is None:
-            if context is ExpressionContext.LOAD:
+            if context is ExpressionContext.LOAD or isinstance(node, cst.Attribute):
                 self.facts.values |= self._meanings(node)
         elif context is not ExpressionContext.LOAD:
             if isinstance(node, cst.Attribute):

@@ -69,10 +69,7 @@ class Threads:
         if call.callee == "super().__init__":
             around = carriers.around(path, call.function)
             of = carriers.class_at(path, around[-1].of_class) if around else None
-            for base in carriers.bases(of) if of is not None else ():
-                if not isinstance(base, str):
-                    return carriers.constructor(base)
-            return None
+            return carriers.base_constructor(of) if of is not None else None
         meaning = carriers.meaning(call.callee, path)
         if meaning.path is None or not meaning.local:
             return None
@@ -166,5 +163,6 @@ class Threads:
             each = waiting.pop()
             if each not in found:
                 found.add(each)
-                waiting += [e.callee for e in self._edges if e.carrier.node == each and self.passes(e)]
+                calls = (e for e in self._edges if e.carrier.node == each)
+                waiting += [edge.callee for edge in calls if self.passes(edge)]
         return found
