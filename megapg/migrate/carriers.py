@@ -45,6 +45,12 @@ _PLAIN_DECORATORS = re.compile(
     r"|(torch\.\w+\.)?nvtx\.\w+|contextlib\.(async)?contextmanager|staticmethod|classmethod"
     r"|(builtins\.)(staticmethod|classmethod)|typing\.no_type_check|typing_extensions\.deprecated"
 )
+# Modules of torch, Megatron-core and Transformer Engine: groups_of() looks into their submodules.
+_MODULES = re.compile(
+    r"(torch\.)?nn\.(\w+\.)*\w+|(pytorch_)?lightning\.\S*LightningModule"
+    r"|transformer_engine\.pytorch\.\S+|megatron\.(\w+\.)*\w*(Module|Model|Layer|Block|Attention"
+    r"|Embedding|MLP|Linear|Mixer|Stack|Router|DistributedDataParallel)"
+)
 # Classes outside of the project whose objects may have one more attribute.
 _PLAIN_BASES = re.compile(
     r"(builtins\.)?object|abc\.ABC|typing\.Generic|torch\.nn\.(\w+\.)*\w+|megatron\.\S+"
@@ -179,6 +185,18 @@ class Carriers:
                 yield Carrier(How.MODEL, "model", each.name)
         if kept:
             yield Carrier(How.MODEL, "self", function.self_name)
+        elif self._is_module(function):
+            of = self.class_at(function.path, function.of_class)
+            node = self.constructor(of) if of is not None else None
+            yield Carrier(How.MODEL, "self", function.self_name, node)
+
+    def _is_module(self, method: Function) -> bool:
+        """True if a method's object is a torch module that is built already."""
+        of = self.class_at(method.path, method.of_class)
+        if of is None or not method.self_name or method.last_name == "__init__":
+            return False
+        bases = (base for each in self.line_of(of) for base in self.bases(each))
+        return any(isinstance(base, str) and _MODULES.fullmatch(base) for base in bases)
 
     def _kept(self, method: Function) -> set[str]:
         """Return the attributes with a collection or a model that objects of the class have."""
@@ -195,13 +213,13 @@ class Carriers:
             takes = self.can_take(node)
             return Carrier(How.THREADED, "parameter", PARAMETER, node) if takes else NONE
         of = self.class_at(outermost.path, outermost.of_class)
-        node = self.constructor(of) if of is not None else None
-        if node is None:
+        keeper = self.constructor(of) if of is not None else None
+        if keeper is None:
             return NONE
         if outermost.last_name == "__init__":
-            own = node == Node(outermost.path, outermost.of_class)
-            return Carrier(How.THREADED, "parameter", PARAMETER, node) if own else NONE
-        return Carrier(How.THREADED, "self", outermost.self_name, node)
+            own = keeper == Node(outermost.path, outermost.of_class)
+            return Carrier(How.THREADED, "parameter", PARAMETER, keeper) if own else NONE
+        return Carrier(How.THREADED, "self", outermost.self_name, keeper)
 
     # -- the new parameter -------------------------------------------------------------------------
 

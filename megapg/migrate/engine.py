@@ -26,12 +26,13 @@ from megapg.migrate.carriers import Carriers, Node
 from megapg.migrate.config import Config
 from megapg.migrate.facts import Facts
 from megapg.migrate.format import formatted
-from megapg.migrate.migration import Found, Migration, Problem, Rewritten
+from megapg.migrate.migration import Found, Left, Migration, Problem, Rewritten, Served
 from megapg.migrate.plan import FilePlan, Plan, Planner
 from megapg.migrate.project import PARALLEL_STATE, Project, is_test
 from megapg.migrate.rewrite import rewritten
 from megapg.migrate.runtime import Runtimes
 from megapg.migrate.scan import scan
+from megapg.migrate.uses import Span
 from megapg.upstream.signatures import SIGNATURES
 
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -79,15 +80,18 @@ def migrate(
     files += runtimes.modules({path: _called(each) for path, each in plan.files.items()})
     files = formatted(files, config.root, on_progress)
     failures = [Problem(project.files[path], 0, why) for path, why in frozen.items()]
-    by_place = {"key": lambda each: (each.use.file, each.use.span)}
     return Migration(
         found=found,
-        served=sorted(plan.served, **by_place),
-        left=sorted(plan.left, **by_place),
+        served=sorted(plan.served, key=_place),
+        left=sorted(plan.left, key=_place),
         files=sorted(files, key=lambda each: each.file),
         roots=plan.roots,
         problems=[*found.problems, *failures],
     )
+
+
+def _place(each: Served | Left) -> tuple[str, Span]:
+    return each.use.file, each.use.span
 
 
 class _Scans:
@@ -181,7 +185,7 @@ def _write(
         on_progress("rewriting", done, len(plan.files))
         before = project.data(path)
         try:
-            after = rewritten(before, changes, partial(_is_unneeded, project, path))
+            after = rewritten(before, changes, partial(_is_unneeded, project, path, changes))
             if not project.files[path].endswith(".pyi"):
                 compile(after, str(path), "exec", dont_inherit=True)
         except (cst.CSTValidationError, cst.ParserSyntaxError, SyntaxError, ValueError) as error:
@@ -191,13 +195,14 @@ def _write(
     return files, failed
 
 
-def _is_unneeded(project: Project, path: Path, dotted: str, name: str) -> bool:
+def _is_unneeded(project: Project, path: Path, plan: FilePlan, dotted: str, name: str) -> bool:
     """True if an import of the globals may go once its file does not use it.
 
     An import from inside of the project stays, since circular imports may need its order.
     """
     dotted = project.absolute(dotted, path)
-    if not project.meaning(dotted, path).name.startswith(PARALLEL_STATE):
+    is_globals = project.meaning(dotted, path).name.startswith(PARALLEL_STATE)
+    if name not in plan.unused or not is_globals:
         return False
     parts = dotted.split(".")
     if any(project.find(".".join(parts[:end]), path) for end in range(1, len(parts) + 1)):

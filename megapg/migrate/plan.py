@@ -28,6 +28,7 @@ class FilePlan:
     name: str  # by which the file calls megapg, or the vendored module
     getters: str  # by which the file calls megapg.megatron.getters
     replaced: dict[Span, str] = field(default_factory=dict)  # uses -> new expressions
+    unused: set[str] = field(default_factory=set)  # names of imports that all uses of are replaced
     passed: dict[Span, str] = field(default_factory=dict)  # calls -> what pg_collection= is passed
     parameters: set[Span] = field(default_factory=set)  # functions that take the parameter
     # Functions -> statements at the top of their body.
@@ -96,7 +97,7 @@ class Planner:
         }
         self._plan = Plan()
         self._uses: dict[Node, int] = defaultdict(int)  # served by a node's parameter
-        self._alone: dict[Function | Path, int] = defaultdict(int)  # served by the globals alone
+        self._alone: dict[Node, int] = defaultdict(int)  # served by the globals alone
 
     def plan(self) -> Plan:
         """Return the plan."""
@@ -121,6 +122,10 @@ class Planner:
             self._file(edge.path).passed[edge.call.span] = self._passed(edge.path, edge.carrier, needs)
         for node in threads.taking:
             self._take(node)
+        for path, file in self._plan.files.items():
+            uses = self._everything[path].uses
+            left = {each.root for each in uses if each.use.span not in file.replaced}
+            file.unused = {each.root for each in uses} - left
         self._plan.roots = self._roots(threads)
         return self._plan
 
@@ -170,12 +175,11 @@ class Planner:
         carrier, use = choice.carrier, choice.found.use
         file = self._file(choice.path)
         how = carrier.how
-        if carrier.node is not None:
+        if how is How.THREADED and carrier.node is not None:
             self._uses[carrier.node] += 1
             how = How.THREADED if carrier.node in threads.fed else How.RESOLVED
         elif carrier.kind == "none":
-            around = self._carriers.around(choice.path, use.function)
-            self._alone[around[0] if around else choice.path] += 1
+            self._alone[Node(choice.path, use.function)] += 1
         text = self._text(choice, file)
         if '"' in choice.found.where.quotes:
             text = text.replace('"', "'")
@@ -254,10 +258,9 @@ class Planner:
             line = self._line(node)
             name = self._project.files[node.path]
             roots.append(Root(name, line, node.name, True, uses, tuple(sorted(calls))))
-        for key, uses in self._alone.items():
-            path = key if isinstance(key, Path) else key.path
-            line, name = (0, "") if isinstance(key, Path) else (key.span.line, key.name)
-            roots.append(Root(self._project.files[path], line, name, False, uses, ()))
+        for node, uses in self._alone.items():
+            name, line = self._project.files[node.path], self._line(node)
+            roots.append(Root(name, line, node.name, False, uses, ()))
         return sorted(roots, key=lambda each: (-each.uses, each.file, each.line))
 
     def _line(self, node: Node) -> int:

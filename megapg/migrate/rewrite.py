@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 import libcst as cst
 from libcst.codemod import CodemodContext
-from libcst.codemod.visitors import AddImportsVisitor, RemoveImportsVisitor
+from libcst.codemod.visitors import AddImportsVisitor
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from megapg.migrate.carriers import PARAMETER
@@ -19,6 +19,7 @@ _NO_SPACE = cst.SimpleWhitespace("")
 _SPACE = cst.SimpleWhitespace(" ")
 
 _Item = TypeVar("_Item", cst.Arg, cst.Param)
+_Import = TypeVar("_Import", cst.Import, cst.ImportFrom)
 
 
 def rewritten(data: bytes, plan: FilePlan, is_unneeded: Callable[[str, str], bool]) -> bytes:
@@ -28,14 +29,16 @@ def rewritten(data: bytes, plan: FilePlan, is_unneeded: Callable[[str, str], boo
         data: its bytes.
         plan: its changes.
         is_unneeded: True if an import, by its absolute or relative dotted name and the name that it
-            binds, may go once nothing in the file uses it.
+            binds, may go.
     """
     module = cst.parse_module(data)
     wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
-    new = wrapper.visit(_Rewriter(module, plan))
-    context = CodemodContext()
-    runtime = plan.runtime
-    text = plan.text()
+    return _with_imports(wrapper.visit(_Rewriter(module, plan, is_unneeded)), plan).bytes
+
+
+def _with_imports(module: cst.Module, plan: FilePlan) -> cst.Module:
+    """Return a module that imports what its new code calls."""
+    context, runtime, text = CodemodContext(), plan.runtime, plan.text()
     if f"{plan.name}." in text:
         alias = plan.name if plan.name != runtime.name else None
         AddImportsVisitor.add_needed_import(context, runtime.module, runtime.member or None, alias)
@@ -44,11 +47,17 @@ def rewritten(data: bytes, plan: FilePlan, is_unneeded: Callable[[str, str], boo
         AddImportsVisitor.add_needed_import(
             context, runtime.getters_module, runtime.getters_member, alias
         )
-    new = AddImportsVisitor(context).transform_module(new)
-    context = CodemodContext()
-    for origin, member, alias in _imports(module, is_unneeded):
-        RemoveImportsVisitor.remove_unused_import(context, origin, member, alias)
-    return RemoveImportsVisitor(context).transform_module(new).bytes
+    # The visitor is slow, and looks at imports only.
+    last = max((i for i, each in enumerate(module.body) if _is_import(each)), default=0) + 1
+    head = module.with_changes(body=module.body[:last], footer=())
+    head = AddImportsVisitor(context).transform_module(head)
+    return module.with_changes(header=head.header, body=[*head.body, *module.body[last:]])
+
+
+def _is_import(node: cst.BaseStatement) -> bool:
+    return isinstance(node, cst.SimpleStatementLine) and any(
+        isinstance(each, cst.Import | cst.ImportFrom) for each in node.body
+    )
 
 
 class _Rewriter(cst.CSTTransformer):
@@ -56,9 +65,12 @@ class _Rewriter(cst.CSTTransformer):
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
-    def __init__(self, module: cst.Module, plan: FilePlan) -> None:
+    def __init__(
+        self, module: cst.Module, plan: FilePlan, is_unneeded: Callable[[str, str], bool]
+    ) -> None:
         super().__init__()
-        self._config, self._plan = module.config_for_parsing, plan
+        self._config, self._plan, self._is_unneeded = module.config_for_parsing, plan, is_unneeded
+        self._conditions = 0  # ``if`` and ``try`` around: their other branches bind the same names
 
     def _span(self, node: cst.CSTNode) -> Span:
         found = self.get_metadata(PositionProvider, node)
@@ -110,6 +122,47 @@ class _Rewriter(cst.CSTTransformer):
             new = new.with_changes(body=_with_statements(new.body, lines))
         return new
 
+    def visit_Try(self, node: cst.Try) -> None:
+        self._conditions += 1
+
+    def leave_Try(self, original_node: cst.Try, updated_node: cst.Try) -> cst.Try:
+        self._conditions -= 1
+        return updated_node
+
+    def visit_If(self, node: cst.If) -> None:
+        self._conditions += 1
+
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
+        self._conditions -= 1
+        return updated_node
+
+    def leave_Import(
+        self, original_node: cst.Import, updated_node: cst.Import
+    ) -> cst.Import | cst.RemovalSentinel:
+        return self._without_unneeded(updated_node, "")
+
+    def leave_ImportFrom(
+        self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
+    ) -> cst.ImportFrom | cst.RemovalSentinel:
+        home = dotted_name(updated_node.module) + "." if updated_node.module else ""
+        return self._without_unneeded(updated_node, "." * len(updated_node.relative) + home)
+
+    def _without_unneeded(self, node: _Import, home: str) -> _Import | cst.RemovalSentinel:
+        if isinstance(node.names, cst.ImportStar) or self._conditions:
+            return node
+        kept = []
+        for each in node.names:
+            name = dotted_name(each.name)
+            alias = each.asname.name if each.asname else None
+            bound = alias.value if isinstance(alias, cst.Name) else name.partition(".")[0]
+            if not self._is_unneeded(home + name, bound):
+                kept.append(each)
+        if not kept:
+            return cst.RemoveFromParent()
+        if kept[-1] is not node.names[-1]:
+            kept[-1] = kept[-1].with_changes(comma=node.names[-1].comma)
+        return node.with_changes(names=kept) if len(kept) < len(node.names) else node
+
 
 def _in_parentheses(arg: cst.Arg) -> cst.Arg:
     """Return an argument that others may follow: ``f(x for x in y)`` needs parentheses then."""
@@ -132,14 +185,14 @@ def _appended(
     """
     if not items:
         return [new]
-    last = items[-1]
+    last: _Item = items[-1]
     comma = items[-2].comma if len(items) > 1 else None
     between = comma.whitespace_after if isinstance(comma, cst.Comma) else before
     if isinstance(between, cst.SimpleWhitespace):
         between = _SPACE
     new = new.with_changes(comma=last.comma, **{after: getattr(last, after)})
     changes = {"comma": cst.Comma(whitespace_after=between), after: _NO_SPACE}
-    return [*items[:-1], last.with_changes(**changes), new]
+    return [*items[:-1], cast(_Item, last.with_changes(**changes)), new]
 
 
 def _with_parameter(
@@ -180,42 +233,3 @@ def _with_statements(
         ):
             at = 1
     return block.with_changes(body=[*block.body[:at], *lines, *block.body[at:]])
-
-
-def _imports(
-    module: cst.Module, is_unneeded: Callable[[str, str], bool]
-) -> Iterator[tuple[str, str | None, str | None]]:
-    """Yield the imports that may go, as LibCST names them: module, member and alias.
-
-    Imports in ``try`` and ``if`` stay: their other branches bind the same names.
-    """
-    found: list[cst.Import | cst.ImportFrom] = []
-
-    class Imports(cst.CSTVisitor):
-        def visit_Try(self, node: cst.Try) -> bool:
-            return False
-
-        def visit_If(self, node: cst.If) -> bool:
-            return False
-
-        def visit_Import(self, node: cst.Import) -> None:
-            found.append(node)
-
-        def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
-            found.append(node)
-
-    module.visit(Imports())
-    for node in found:
-        if isinstance(node.names, cst.ImportStar):
-            continue
-        for each in node.names:
-            name = dotted_name(each.name)
-            asname = each.asname.name if each.asname else None
-            alias = asname.value if isinstance(asname, cst.Name) else None
-            if isinstance(node, cst.Import):
-                if is_unneeded(name, alias or name.partition(".")[0]):
-                    yield name, None, alias
-                continue
-            home = "." * len(node.relative) + (dotted_name(node.module) if node.module else "")
-            if is_unneeded(f"{home.rstrip('.')}.{name}" if node.module else home + name, alias or name):
-                yield home, name, alias
