@@ -244,7 +244,7 @@ class Carriers:
 
     @cached_property
     def _mixed(self) -> list[Class]:
-        """Classes in the line of one with several bases: what ``super()`` is depends on that one."""
+        """Return the bases of classes with several: these decide what ``super()`` is."""
         classes = [each for facts in self._everything.values() for each in facts.classes.values()]
         several = [each for each in classes if len(each.bases) > 1]
         return [each for of in several for each in self.line_of(of)]

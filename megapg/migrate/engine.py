@@ -3,8 +3,8 @@
 The steps, each in a module of its own:
 
 1. :mod:`~megapg.migrate.project` lists the files.
-2. :mod:`~megapg.migrate.scan` finds uses, functions and calls in the files that mention the globals,
-   or a function that may take the new parameter.
+2. :mod:`~megapg.migrate.scan` finds uses, functions and calls in the files that mention the
+   globals, or a function that may take the new parameter.
 3. :mod:`~megapg.migrate.carriers` chooses where each function takes its groups from, and
    :mod:`~megapg.migrate.thread` which functions take the parameter.
 4. :mod:`~megapg.migrate.plan` decides about each use, and :mod:`~megapg.migrate.rewrite` makes the
