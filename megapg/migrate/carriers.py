@@ -14,11 +14,12 @@ A function in another one also has the carriers of that one.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+from megapg.layout import FIELDS
 from megapg.migrate.facts import HERE, Class, Everything, Function, Where
 from megapg.migrate.migration import How
 from megapg.migrate.project import Meaning, Project
@@ -310,6 +311,6 @@ def _is_model(name: str, annotation: str) -> bool:
     return _MODEL.fullmatch(name) is not None or _MODEL_TYPE.search(annotation) is not None
 
 
-def fields_in_order(fields: Sequence[str]) -> tuple[str, ...]:
-    """Return field names once each, in the order in which they first appear."""
-    return tuple(dict.fromkeys(fields))
+def in_order(fields: Iterable[str]) -> tuple[str, ...]:
+    """Return field names once each, in the order of the collection."""
+    return tuple(sorted(set(fields), key=FIELDS.index))

@@ -71,6 +71,8 @@ class Where:
     inline: bool = False  # in a lambda, or evaluated while the function or class is defined
     none: frozenset[str] = frozenset()  # names that are None here, by the ``if`` around
     quotes: str = ""  # those of the f-strings around
+    # Line of the statement around it, if that runs whenever the function gets there; else 0.
+    line: int = 0
 
 
 @dataclass(frozen=True)

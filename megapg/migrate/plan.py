@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megapg.migrate.carriers import NONE, PARAMETER, Carrier, Carriers, Node
+from megapg.migrate.carriers import NONE, PARAMETER, Carrier, Carriers, Node, in_order
 from megapg.migrate.facts import Everything, Found, Function, Where
 from megapg.migrate.migration import How, Left, Root, Served
 from megapg.migrate.project import Project, is_test
@@ -18,6 +18,7 @@ from megapg.migrate.uses import Kind, Span
 from megapg.upstream.mapping import COLLECTION_NAMES, Refusal, Replacement, Takes
 
 _VARIABLE = "pg"
+_OWNERS = ("collection", "self", "model")  # kinds of carriers that groups_of() asks
 
 
 @dataclass
@@ -33,11 +34,14 @@ class FilePlan:
     parameters: set[Span] = field(default_factory=set)  # functions that take the parameter
     # Functions -> statements at the top of their body.
     statements: dict[Span, list[str]] = field(default_factory=lambda: defaultdict(list))
+    before: dict[int, str] = field(default_factory=dict)  # lines of statements -> one more before
 
     def text(self) -> str:
         """Return all new code."""
         statements = [line for lines in self.statements.values() for line in lines]
-        return "\n".join([*self.replaced.values(), *self.passed.values(), *statements])
+        return "\n".join(
+            [*self.replaced.values(), *self.passed.values(), *statements, *self.before.values()]
+        )
 
 
 @dataclass
@@ -58,6 +62,18 @@ class Choice:
     found: Found
     answer: Replacement
     carrier: Carrier
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A use, or a call that passes the parameter, and what it is served by."""
+
+    path: Path
+    function: str
+    span: Span
+    where: Where
+    carrier: Carrier
+    needs: tuple[str, ...]
 
 
 class Planner:
@@ -103,6 +119,7 @@ class Planner:
             if each.use.kind is Kind.ASSIGNED
         }
         self._plan = Plan()
+        self._shared: set[tuple[Path, Span]] = set()  # served by the variable of their function
         self._uses: dict[Node, int] = defaultdict(int)  # served by a node's parameter
         self._alone: dict[Node, int] = defaultdict(int)  # served by the globals alone
 
@@ -123,10 +140,29 @@ class Planner:
                 wanted[each.carrier.node].append(each.answer.needs)
         starts = self._thread_from()
         threads = Threads(self._everything, self._carriers, self._sources, wanted, starts)
+        asked = [
+            _Asked(
+                each.path,
+                each.found.use.function,
+                each.found.use.span,
+                each.found.where,
+                each.carrier,
+                each.answer.needs,
+            )
+            for each in choices
+            if each.answer.takes is not Takes.OPTIONAL
+        ]
+        asked += [
+            _Asked(
+                edge.path, edge.call.function, edge.call.span, edge.call.where, edge.carrier, needs
+            )
+            for edge, needs in threads.passing()
+        ]
+        self._share(asked)
         for choice in choices:
             self._serve(choice, threads)
         for edge, needs in threads.passing():
-            passed = self._passed(edge.path, edge.carrier, needs)
+            passed = self._passed(edge.path, edge.call.span, edge.carrier, needs)
             self._file(edge.path).passed[edge.call.span] = passed
         for node in threads.taking:
             self._take(node)
@@ -148,6 +184,28 @@ class Planner:
             ]
             named += found
         return named
+
+    def _share(self, asked: Sequence[_Asked]) -> None:
+        """Ask a model once in a function that needs it several times.
+
+        The variable is set before the first statement that needs it, if that always runs: asking a
+        model whose groups are closed is an error.
+        """
+        together: dict[tuple[Path, str, str], list[_Asked]] = defaultdict(list)
+        for each in asked:
+            around = self._carriers.around(each.path, each.function)
+            is_free = around and not {_VARIABLE, "locals"} & around[-1].names
+            if is_free and each.carrier.kind in _OWNERS and not each.where.inline:
+                together[each.path, each.function, each.carrier.expression].append(each)
+        for (path, _, expression), several in together.items():
+            first = min(several, key=lambda each: each.span)
+            if len(several) < 2 or not first.where.line:
+                continue
+            needs = in_order([need for each in several for need in each.needs])
+            file = self._file(path)
+            call = f"{_VARIABLE} = {file.name}.groups_of({_arguments(expression, needs)})"
+            file.before[first.where.line] = call
+            self._shared |= {(path, each.span) for each in several}
 
     # -- one use -----------------------------------------------------------------------------------
 
@@ -202,7 +260,9 @@ class Planner:
             return carrier.on_a_group(answer)
         if answer.takes is Takes.OPTIONAL:
             return answer.write(carrier.expression, file.getters)
-        if carrier.kind in ("collection", "self", "model"):
+        if carrier.kind in _OWNERS:
+            if (choice.path, choice.found.use.span) in self._shared:
+                return answer.write(_VARIABLE, file.getters)
             pg = f"{runtime}.groups_of({_arguments(carrier.expression, answer.needs)})"
             return answer.write(pg, file.getters)
         passed = PARAMETER if carrier.kind == "parameter" else "None"
@@ -223,9 +283,11 @@ class Planner:
     def _takes_parameter(self, around: list[Function]) -> bool:
         return self._carriers.of(around[0].path, around[0].name, Where()).kind == "parameter"
 
-    def _passed(self, path: Path, carrier: Carrier, needs: tuple[str, ...]) -> str:
+    def _passed(self, path: Path, span: Span, carrier: Carrier, needs: tuple[str, ...]) -> str:
         if carrier.kind in ("parameter", "collection"):
             return carrier.expression
+        if (path, span) in self._shared:
+            return _VARIABLE
         return f"{self._file(path).name}.groups_of({_arguments(carrier.expression, needs)})"
 
     def _take(self, node: Node) -> None:

@@ -19,6 +19,7 @@ _NO_SPACE = cst.SimpleWhitespace("")
 _SPACE = cst.SimpleWhitespace(" ")
 
 _Item = TypeVar("_Item", cst.Arg, cst.Param)
+_Statement = TypeVar("_Statement", cst.SimpleStatementLine, cst.If)
 _Import = TypeVar("_Import", cst.Import, cst.ImportFrom)
 
 
@@ -122,6 +123,20 @@ class _Rewriter(cst.CSTTransformer):
             new = new.with_changes(body=_with_statements(new.body, lines))
         return new
 
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
+        return self._after_more(original_node, updated_node)
+
+    def _after_more(
+        self, original: _Statement, updated: _Statement
+    ) -> _Statement | cst.FlattenSentinel[cst.BaseStatement]:
+        """Return a statement, or two if the plan has one before it."""
+        text = self._plan.before.get(self._span(original).line)
+        if text is None:
+            return updated
+        return cst.FlattenSentinel([cst.parse_statement(text, self._config), updated])
+
     def visit_Try(self, node: cst.Try) -> None:
         self._conditions += 1
 
@@ -132,9 +147,11 @@ class _Rewriter(cst.CSTTransformer):
     def visit_If(self, node: cst.If) -> None:
         self._conditions += 1
 
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
+    def leave_If(
+        self, original_node: cst.If, updated_node: cst.If
+    ) -> cst.If | cst.FlattenSentinel[cst.BaseStatement]:
         self._conditions -= 1
-        return updated_node
+        return self._after_more(original_node, updated_node)
 
     def leave_Import(
         self, original_node: cst.Import, updated_node: cst.Import

@@ -190,8 +190,11 @@ class _Scanner(cst.CSTVisitor):
             self.facts.repeated.add(function.name)
         self.facts.functions[function.name] = function
         self._around.append(function)
-        with self._in(Where()):
-            node.body.visit(self)
+        for statement in node.body.body:
+            # The test of an ``if`` runs for certain, its branches do not: see ``_branch()``.
+            certain = isinstance(statement, cst.SimpleStatementLine | cst.If)
+            with self._in(Where(line=self._span(statement).line if certain else 0)):
+                statement.visit(self)
         self._around.pop()
         return False
 
@@ -265,17 +268,17 @@ class _Scanner(cst.CSTVisitor):
         node.left.visit(self)
         none = frozenset({dotted_name(node.left)} - {""})
         none = none if isinstance(node.operator, cst.Or) else frozenset()
-        with self._in(replace(self._where, none=self._where.none | none)):
+        with self._in(replace(self._where, none=self._where.none | none, line=0)):
             node.right.visit(self)
         return False
 
     def _branch(self, test: cst.CSTNode, body: cst.CSTNode, other: cst.CSTNode | None) -> None:
         test.visit(self)
         is_none, is_not_none = _compared_to_none(test)
-        with self._in(replace(self._where, none=self._where.none | is_none)):
+        with self._in(replace(self._where, none=self._where.none | is_none, line=0)):
             body.visit(self)
         if other is not None:
-            with self._in(replace(self._where, none=self._where.none | is_not_none)):
+            with self._in(replace(self._where, none=self._where.none | is_not_none, line=0)):
                 other.visit(self)
 
     def visit_FormattedString(self, node: cst.FormattedString) -> bool:

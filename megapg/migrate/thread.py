@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megapg.migrate.carriers import PARAMETER, Carrier, Carriers, Node, fields_in_order
+from megapg.migrate.carriers import PARAMETER, Carrier, Carriers, Node, in_order
 from megapg.migrate.facts import Call, Everything
 from megapg.migrate.migration import How
 
@@ -139,7 +139,7 @@ class Threads:
                     more = [f for f in needs[edge.callee] if f not in needs[caller]]
                     needs[caller] += dict.fromkeys(more)
                     changed = changed or bool(more)
-        return {node: fields_in_order(fields) for node, fields in needs.items()}
+        return {node: in_order(fields) for node, fields in needs.items()}
 
     def passing(self) -> Iterator[tuple[Edge, tuple[str, ...]]]:
         """Yield the calls that pass the parameter, with the fields that the callee needs."""
