@@ -6,7 +6,8 @@ The first that a function has, in this order:
 2. ``self``, if the class keeps a collection or a model;
 3. a parameter that is a model;
 4. a new parameter ``pg_collection``, of the function or of the constructor of its class;
-5. ``megapg.resolve(None)``.
+5. ``self`` of a class that keeps nothing, which a caller may give an attribute ``pg_collection``;
+6. ``megapg.resolve(None)``.
 
 A function in another one also has the carriers of that one.
 """
@@ -203,6 +204,8 @@ class Carriers:
             return Carrier(How.THREADED, "parameter", PARAMETER, node) if takes else NONE
         of = self.class_at(outermost.path, outermost.of_class)
         keeper = self.constructor(of) if of is not None else None
+        if keeper is None and outermost.last_name != "__init__":
+            return Carrier(How.RESOLVED, "self", outermost.self_name)
         if keeper is None:
             return NONE
         if outermost.last_name == "__init__":

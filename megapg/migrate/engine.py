@@ -149,12 +149,28 @@ class _Scans:
         """Scan the files that call what may take the parameter, and so on up to the entries."""
         known: set[Node] = set()
         while True:
-            nodes = self._may_take() - known
-            if not nodes:
-                return
+            nodes = self._may_take()
+            more = self._bases(nodes)
+            if nodes - known:
+                new = {(n.path, n.name.partition(".")[0]) for n in nodes - known}
+                more |= self.project.importers(new)
             known |= nodes
-            more = self.project.importers({(n.path, n.name.partition(".")[0]) for n in nodes})
-            self._scan("following calls", [p for p in sorted(more) if p not in self.facts])
+            more -= self.facts.keys()
+            if not more:
+                return
+            self._scan("following calls", sorted(more))
+
+    def _bases(self, nodes: Collection[Node]) -> set[Path]:
+        """Return the files with bases of some classes."""
+        carriers = Carriers(self.project, self.facts)
+        found = set()
+        for node in nodes:
+            of = carriers.class_at(node.path, node.name)
+            for each in carriers.line_of(of) if of is not None else ():
+                for base in each.bases:
+                    path = carriers.meaning(base, each.path).path
+                    found |= {path} if path is not None else set()
+        return found
 
     def _may_take(self) -> set[Node]:
         """Return the functions and classes with uses, and those that call them."""

@@ -14,7 +14,7 @@ from megapg.migrate.migration import How, Left, Root, Served
 from megapg.migrate.project import PARALLEL_STATE, Project, is_test
 from megapg.migrate.replaced import Replaced
 from megapg.migrate.runtime import Runtime
-from megapg.migrate.thread import Threads
+from megapg.migrate.thread import Edge, Threads
 from megapg.migrate.uses import Kind, Span
 from megapg.upstream.mapping import COLLECTION_NAMES, Refusal, Replacement, Takes
 
@@ -163,7 +163,7 @@ class Planner:
         for choice in choices:
             self._serve(choice, threads)
         for edge, needs in threads.passing():
-            passed = self._passed(edge.path, edge.call.span, edge.carrier, needs)
+            passed = self._passed(edge, needs)
             self._file(edge.path).passed[edge.call.span] = passed
         for node in threads.taking:
             self._take(node)
@@ -270,7 +270,7 @@ class Planner:
         if how is How.THREADED and carrier.node is not None:
             self._uses[carrier.node] += 1
             how = How.THREADED if carrier.node in threads.fed else How.RESOLVED
-        elif carrier.kind == "none":
+        elif how is How.RESOLVED:
             self._alone[Node(choice.path, use.function)] += 1
         text = self._text(choice, file)
         if '"' in choice.found.where.quotes:
@@ -296,7 +296,7 @@ class Planner:
             not around
             or choice.found.where.inline
             or {_VARIABLE, "locals"} & around[-1].names
-            or (answer.takes is Takes.GLOBALS and self._takes_parameter(around))
+            or (answer.takes is Takes.GLOBALS and self._has_carrier(around))
         ):
             return answer.write(f"{runtime}.resolve({passed})", file.getters)
         statements = file.statements[around[0].span]
@@ -304,15 +304,21 @@ class Planner:
             statements.append(statement)
         return answer.write(_VARIABLE, file.getters)
 
-    def _takes_parameter(self, around: list[Function]) -> bool:
-        return self._carriers.of(around[0].path, around[0].name, Where()).kind == "parameter"
+    def _has_carrier(self, around: list[Function]) -> bool:
+        return self._carriers.of(around[0].path, around[0].name, Where()).kind != "none"
 
-    def _passed(self, path: Path, span: Span, carrier: Carrier, needs: tuple[str, ...]) -> str:
-        if carrier.kind in ("parameter", "collection"):
+    def _passed(self, edge: Edge, needs: tuple[str, ...]) -> str:
+        """Return what a call passes as the parameter."""
+        carrier, file = edge.carrier, self._file(edge.path)
+        if carrier.kind == "collection":
             return carrier.expression
-        if (path, span) in self._shared:
+        if carrier.kind == "parameter":
+            around = self._carriers.around(edge.path, edge.call.function)
+            resolved = any(PARAMETER in each for each in file.statements[around[0].span][-1:])
+            return _VARIABLE if resolved and not edge.call.where.inline else carrier.expression
+        if (edge.path, edge.call.span) in self._shared:
             return _VARIABLE
-        return f"{self._file(path).name}.groups_of({_arguments(carrier.expression, needs)})"
+        return f"{file.name}.groups_of({_arguments(carrier.expression, needs)})"
 
     def _take(self, node: Node) -> None:
         """Have a function or constructor take the parameter; a constructor also keeps it."""

@@ -208,14 +208,26 @@ def _appended(
         return [new]
     last = items[-1]
     comma = items[-2].comma if len(items) > 1 else None
-    between = comma.whitespace_after if isinstance(comma, cst.Comma) else before
-    if isinstance(between, cst.SimpleWhitespace):
-        between = _SPACE
-    new = new.with_changes(comma=last.comma, **{after: getattr(last, after)})
+    between = _without_comment(comma.whitespace_after if isinstance(comma, cst.Comma) else before)
+    end = last.comma
+    if isinstance(end, cst.Comma) and isinstance(end.whitespace_after, cst.ParenthesizedWhitespace):
+        if isinstance(between, cst.ParenthesizedWhitespace):  # a comment stays where it is
+            between = end.whitespace_after.with_changes(last_line=between.last_line)
+        end = end.with_changes(whitespace_after=_without_comment(end.whitespace_after))
+    new = new.with_changes(comma=end, **{after: getattr(last, after)})
     changes = {"comma": cst.Comma(whitespace_after=between), after: _NO_SPACE}
     result = list(items)
     result[-1:] = [last.with_changes(**changes), new]
     return result
+
+
+def _without_comment(
+    space: cst.BaseParenthesizableWhitespace,
+) -> cst.BaseParenthesizableWhitespace:
+    """Return the white space between two items: a line break with its indentation, or a space."""
+    if isinstance(space, cst.ParenthesizedWhitespace):
+        return cst.ParenthesizedWhitespace(indent=space.indent, last_line=space.last_line)
+    return _SPACE
 
 
 def _with_parameter(
@@ -238,7 +250,8 @@ def _with_parameter(
     if not params.params:  # nothing, or positional-only parameters and a slash
         return params.with_changes(star_arg=cst.ParamStar(), kwonly_params=[new])
     items = _appended(params.params, new, before, after)
-    star = cst.ParamStar(comma=cast("cst.Comma", items[-2].comma))
+    comma = cast("cst.Comma", items[-2].comma)
+    star = cst.ParamStar(cst.Comma(whitespace_after=_without_comment(comma.whitespace_after)))
     return params.with_changes(params=items[:-1], star_arg=star, kwonly_params=items[-1:])
 
 
