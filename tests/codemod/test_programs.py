@@ -23,4 +23,3 @@ def test_a_program_gives_the_same(text: str, tmp_path: Path) -> None:
     assert "Error" not in before
     assert after == before
     assert not migration.problems
-    assert migration.found.uses

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from migrate_cases import sections, with_names
 
 PACKAGE = "fuzzed"
-_HEADER = "import asyncio\nimport contextlib\nimport dataclasses\nimport functools\n\nimport torch\n"
+_HEADER = "import asyncio\nimport concurrent.futures\nimport contextlib\nimport dataclasses\nimport functools\n\nimport torch\n"
 _KIT = """
 import torch.distributed as dist
 
