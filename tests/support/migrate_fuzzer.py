@@ -136,9 +136,9 @@ def _run(
                     found[driver] = None
                     continue
                 code = compile(ast.fix_missing_locations(call), "<driver>", "eval")
-                found[driver] = _plain(eval(code, names))
+                found[driver] = repr(eval(code, names))
             except MegapgError as error:
-                found[driver] = error if variables["pg"] is not None else repr(error)
+                found[driver] = error if variables["pg"] is not None else type(error)
             except Exception as error:
                 found[driver] = f"raised {type(error).__name__}: {error}"
     return found
@@ -162,10 +162,6 @@ def _passes(driver: ast.Expression, names: Mapping[str, object]) -> bool:
                         node.keywords.append(ast.keyword("pg_collection", ast.Name("pg", ast.Load())))
                     passes = True
     return passes
-
-
-def _plain(value: object) -> object:
-    return repr(value)
 
 
 def main() -> int:

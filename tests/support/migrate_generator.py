@@ -79,6 +79,7 @@ class _Defined:
     module: str
     name: str  # the name that the call begins with
     call: str
+    why_wrong: str
 
 
 class _Maker:
@@ -86,7 +87,7 @@ class _Maker:
         self._seed, self._random = seed, random.Random(seed)
         self._defined: list[_Defined] = []
         self._imports: set[str] = set()
-        self._module, self._style, self._count = "", "mpu.{}", 0
+        self._module, self._style, self._count, self._why = "", "mpu.{}", 0, ""
 
     def make(self, modules: int, units: int) -> Package:
         files = {"__init__.py": "", "kit.py": _KIT, "compat.py": _COMPAT}
@@ -97,10 +98,10 @@ class _Maker:
             imports, self._style = self._random.choice(_STYLES)
             parts = []
             for heading, text in self._random.choices(templates, k=units):
+                self._why = heading.partition(" XFAIL ")[2]
                 body, calls = self._unit(text)
                 parts.append(body)
-                why = heading.partition(" XFAIL ")[2]
-                drivers += [Driver(f"{PACKAGE}.{self._module}", each, why) for each in calls]
+                drivers += [Driver(f"{PACKAGE}.{self._module}", each, self._why) for each in calls]
             head = f"{_HEADER}{imports}\nfrom .kit import ranks\n" + "\n".join(self._imports)
             files[f"{self._module}.py"] = with_names(head + "\n\n\n" + "\n\n".join(parts))
         below = {f"{PACKAGE}/{name}": text for name, text in files.items()}
@@ -119,7 +120,7 @@ class _Maker:
         for call in calls:
             name = re.search(r"(?:f|make|get_|X)\d+", call)
             assert name is not None, call
-            self._defined.append(_Defined(self._module, name[0], call))
+            self._defined.append(_Defined(self._module, name[0], call, self._why))
         return body, [self._known(call, "model", "pg", "tp") for call in calls]
 
     def _filled(self, text: str) -> str:
@@ -145,7 +146,7 @@ class _Maker:
         if not self._defined:
             return "0"
         chosen = self._random.choice(self._defined)
-        call, name = chosen.call, chosen.name
+        call, name, self._why = chosen.call, chosen.name, self._why or chosen.why_wrong
         if chosen.module != self._module:
             line, written = self._random.choice(
                 (
