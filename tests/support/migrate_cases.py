@@ -87,7 +87,7 @@ class Case:
 
     before: dict[str, str] = field(default_factory=dict)
     after: dict[str, str] = field(default_factory=dict)
-    hows: list[str] | None = None
+    hows: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     settings: dict[str, tuple[str, ...]] = field(default_factory=dict)
 

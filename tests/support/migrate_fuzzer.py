@@ -16,9 +16,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
-from migrate_cases import VERSIONS, importable, migrated
+from migrate_cases import importable, migrated
 from migrate_generator import Driver, Package, make_package
 from trees import write
 
@@ -29,6 +30,9 @@ from megapg.layout import ParallelLayout
 from megapg.megatron import globals_policy, published
 from megapg.migrate.migration import Migration
 from megapg.ownership.opening import Recipe, Session, fake_session
+
+Groups: TypeAlias = tuple[ProcessGroupCollection, ProcessGroupCollection]
+"""The collection of the globals, and the one that is passed."""
 
 RANK = 46
 OF_THE_GLOBALS = ParallelLayout(tp=4, pp=2, cp=2, ep=4, world_size=64)
@@ -57,7 +61,7 @@ class Tally:
 
 
 @contextlib.contextmanager
-def two_layouts() -> Iterator[tuple[ProcessGroupCollection, ProcessGroupCollection]]:
+def two_layouts() -> Iterator[Groups]:
     """Open two sessions of one rank; yield the collections for the globals and for passing."""
     recipe = Recipe("fake", {}, {}, frozenset(), all_gather_groups=False, gloo=frozenset())
     with fake_session(OF_THE_GLOBALS, RANK) as one, globals_policy("silent"):
@@ -72,7 +76,7 @@ def two_layouts() -> Iterator[tuple[ProcessGroupCollection, ProcessGroupCollecti
 def check(
     package: Package,
     root: Path,
-    groups: tuple[ProcessGroupCollection, ProcessGroupCollection],
+    groups: Groups,
     tally: Tally,
     change: Callable[[bytes], bytes] = bytes,
 ) -> Migration:
