@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from migrate_cases import cases
+from migrate_cases import sections
 from old_core import core_folders
 
 from megapg.layout import FIELDS
@@ -229,7 +229,7 @@ def test_the_tables_that_both_sides_have_agree() -> None:
 
 def rows(heading: str) -> Iterator[tuple[str, str, tuple[int, ...], *tuple[str, ...]]]:
     """The lines of a section of ``cases/meanings.txt``: ``name(call) | versions | ...``."""
-    for line in cases("meanings")[heading].splitlines():
+    for line in dict(sections("meanings.txt"))[heading].splitlines():
         if not line.startswith("#"):
             read, versions, *expected = map(str.strip, line.split("|"))
             name, _, call = read.removesuffix(")").partition("(")
