@@ -21,10 +21,10 @@ import megapg
 from megapg.cli import app
 from megapg.errors import MegapgError
 from megapg.migrate.config import Config, load_config, parse_versions
-from megapg.migrate.edit.write import write_files
+from megapg.migrate.write import write_files
 from megapg.migrate.engine import migrate
 from megapg.migrate.migration import How, Migration
-from megapg.migrate.reasons import CAUTIONS, REASONS
+from megapg.migrate.reasons import REASONS
 from megapg.upstream.expressions import replacement
 from megapg.upstream.mapping import Replacement
 from megapg.upstream.signatures import VERSIONS, functions
@@ -304,7 +304,7 @@ def test_the_settings_on_the_page_are_all_that_there_are(tmp_path: Path) -> None
     (tmp_path / "pyproject.toml").write_text("[tool.megapg]\nnonsense = 1\n")
     with pytest.raises(MegapgError) as refused:
         load_config(tmp_path)
-    there_are = str(refused.value).partition("there are ")[2].rstrip(".").split(", ")
+    there_are = str(refused.value).partition("The keys are ")[2].rstrip(".").split(", ")
     assert set(there_are) == set(re.findall(r"^([\w-]+) =", shown, re.M))
 
 
@@ -318,7 +318,7 @@ def test_the_hook_on_the_page_is_defined() -> None:
 
 def test_the_last_of_it_goes_through_every_code() -> None:
     section = PAGES["by-tool.md"].split("## The last 5 %")[1].split("\n## ")[0]
-    for code in {*REASONS, *CAUTIONS} - set(OF_FILES):
+    for code in {*REASONS} - set(OF_FILES):
         assert f"[{code}](reasons/{code}.md)" in section, code
 
 
