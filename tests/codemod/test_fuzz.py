@@ -92,7 +92,7 @@ def test_groups_that_are_dropped_are_refused_or_found(groups: Groups, tmp_path: 
 
 def test_the_globals_in_place_of_what_is_passed_are_found(groups: Groups, tmp_path: Path) -> None:
     """Published globals of the right layout hide a mistake; those of another one do not."""
-    of_globals, passed = groups
+    _, passed = groups
     same, other = Tally(), Tally()
     for number, (tally, pair) in enumerate(((same, (passed, passed)), (other, groups))):
         for seed in SOME:

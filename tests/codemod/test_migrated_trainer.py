@@ -18,8 +18,8 @@ import trainer_on_globals
 
 import megapg
 from megapg.migrate.config import Config
-from megapg.migrate.write import write_files
 from megapg.migrate.engine import migrate
+from megapg.migrate.write import write_files
 from megapg.testing import megatron_on_cpu, run_distributed
 
 STEPS = 3

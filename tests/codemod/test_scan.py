@@ -74,7 +74,7 @@ MEANINGS = {
     "import megatron.core as core\ncore.parallel_state.TP_RANK()": 1,
     "from megatron import core\ncore.mpu.TP_RANK()": 1,
     "if x:\n    from megatron.core import mpu\nmpu.TP_RANK()": 1,
-    "try:\n    from megatron.core import mpu\nexcept ImportError:\n    mpu = None\nmpu.TP_RANK()": 1,
+    "try:\n    from megatron.core import mpu\nexcept ImportError: mpu = None\nmpu.TP_RANK()": 1,
     "from megatron.core.mpu import TP_RANK as f\nf()": 1,
     "from megatron.core import mpu\nprint(f'{mpu.TP_RANK()}', [mpu.TP_SIZE() for _ in x])": 2,
     "from megatron.core import mpu\nmatch x:\n    case mpu.TP_RANK: pass": 1,
@@ -126,7 +126,12 @@ def test_folders_that_are_skipped(tmp_path: Path) -> None:
     text = "from megatron.core import mpu\nmpu.TP_RANK()\n"
     files = ["a.py", "pkg/b.py", "stub.pyi", "build/c.py", ".hidden/d.py", "venv/e.py"]
     files += ["pkg/__pycache__/f.py", "env2/pyvenv.cfg", "env2/g.py", "build2/h.py", "script"]
-    files += ["pkg/build/__init__.py", "pkg/build/i.py", "notes.ipynb", "megatron/core/parallel_state.py"]
+    files += [
+        "pkg/build/__init__.py",
+        "pkg/build/i.py",
+        "notes.ipynb",
+        "megatron/core/parallel_state.py",
+    ]
     uses = found(tmp_path, dict.fromkeys(files, text))
     assert names(uses) == ["a.py", "build2/h.py", "pkg/b.py", *_BUILD, "stub.pyi"]
     assert uses.notebooks == 1
@@ -163,5 +168,3 @@ def test_modules_and_relative_names(tmp_path: Path) -> None:
     for dotted, name in {"pkg.sub.a": files[2], "pkg": files[0], "c": "c.py"}.items():
         assert project.find(dotted, tmp_path / "c.py") == tmp_path / name
     assert project.find("sub.a", tmp_path / "c.py") is None
-
-

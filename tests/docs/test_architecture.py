@@ -163,7 +163,7 @@ def too_high(part: str, found: Import) -> bool:
 # What no import may be, by the part of megapg that it is in; "benchmarks" for those.
 FORBIDDEN: dict[str, Callable[[str, Import], bool]] = {
     "each floor imports only floors below": too_high,
-    "layout, errors and upstream need the standard library, migrate also LibCST": lambda part, found: (
+    "layout, errors, upstream: the standard library; migrate: also LibCST": lambda part, found: (
         part in STDLIB_ONLY
         and found.root not in {*sys.stdlib_module_names, "megapg"}
         and (part, found.root) != ("migrate", "libcst")

@@ -1,6 +1,6 @@
-"""Run generated packages before and after the migration, with nothing passed and with groups passed.
+"""Run generated packages before and after the migration, without and with groups passed.
 
-    python tests/support/migrate_fuzzer.py --count 500 --seed 1
+python tests/support/migrate_fuzzer.py --count 500 --seed 1
 """
 
 from __future__ import annotations
@@ -163,7 +163,9 @@ def _passes(driver: ast.Expression, names: Mapping[str, object]) -> bool:
                 callee = eval(code, dict(names))
                 if "pg_collection" in inspect.signature(callee).parameters:
                     if "pg" not in ast.unparse(node):
-                        node.keywords.append(ast.keyword("pg_collection", ast.Name("pg", ast.Load())))
+                        node.keywords.append(
+                            ast.keyword("pg_collection", ast.Name("pg", ast.Load()))
+                        )
                     passes = True
     return passes
 
@@ -183,7 +185,12 @@ def main() -> int:
                     check(make_package(seed), Path(folder).resolve(), groups, tally)
                 except Exception as error:
                     tally.failures.append(f"{seed}: crash {type(error).__name__}: {error}")
-                print(*tally.failures[done:], sep="\n", end="\n" * (len(tally.failures) > done), flush=True)
+                print(
+                    *tally.failures[done:],
+                    sep="\n",
+                    end="\n" * (len(tally.failures) > done),
+                    flush=True,
+                )
     failures = len(tally.failures)
     tally.failures = []
     print(tally, f"{failures} failures")

@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from migrate_cases import sections, with_names
 
 PACKAGE = "fuzzed"
-_HEADER = "import asyncio\nimport concurrent.futures\nimport contextlib\nimport dataclasses\nimport functools\n\nimport torch\n"
+_HEADER = """\
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+
+import torch
+"""
 _KIT = """
 import torch.distributed as dist
 
@@ -30,7 +38,10 @@ _COMPAT = "from megatron.core import mpu\nfrom megatron.core.parallel_state impo
 _STYLES = (
     ("from megatron.core import mpu", "mpu.{}"),
     ("from megatron.core import parallel_state as ps, mpu", "ps.{}"),
-    ("import megatron.core.parallel_state\nfrom megatron.core import mpu", "megatron.core.parallel_state.{}"),
+    (
+        "import megatron.core.parallel_state\nfrom megatron.core import mpu",
+        "megatron.core.parallel_state.{}",
+    ),
     ("from .compat import mpu", "mpu.{}"),
     (f"from {PACKAGE} import compat\nfrom {PACKAGE}.compat import mpu", "compat.{}"),
     ("from megatron.core.parallel_state import *\nfrom megatron.core import mpu", "{}"),
@@ -152,7 +163,10 @@ class _Maker:
                 (
                     (f"from .{chosen.module} import {name}", name),
                     (f"from . import {chosen.module}", f"{chosen.module}.{name}"),
-                    (f"import {PACKAGE}.{chosen.module} as the_{chosen.module}", f"the_{chosen.module}.{name}"),
+                    (
+                        f"import {PACKAGE}.{chosen.module} as the_{chosen.module}",
+                        f"the_{chosen.module}.{name}",
+                    ),
                     (f"from .{chosen.module} import {name} as other_{name}", f"other_{name}"),
                 )
             )
