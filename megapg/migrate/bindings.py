@@ -77,6 +77,11 @@ class Names:
         self._scopes, self._stands_for = scopes, stands_for
         self._aliases: dict[cst.CSTNode, str] = {}  # targets of assignments -> dotted names
         self._to_none: set[cst.CSTNode] = set()  # targets of ``name = None``
+        self._stars = [
+            "." * len(node.relative) + (dotted_name(node.module) if node.module else "")
+            for node in nodes(module)
+            if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar)
+        ]
         self._captured: set[str] = set()  # by patterns of ``match``, which LibCST leaves out
         found = Counter[str]()
         for node in nodes(module, without=(cst.Import, cst.ImportFrom)):
@@ -130,6 +135,9 @@ class Names:
             elif each.node not in self._to_none:
                 other = True
         names |= {self._stands_for(name) for name in imported}
+        if not scope[root] and not other:
+            found = {self._stands_for(f"{module}.{dotted}") for module in self._stars}
+            names |= {each for each in found if each.startswith(PARALLEL_STATE)}
         return Bindings(frozenset(names), frozenset(imported), other)
 
     def member_named(self, dotted: str) -> str | None:

@@ -282,7 +282,7 @@ class Carriers:
         return not (
             function.any_keyword
             or function.name in facts.repeated
-            or PARAMETER in function.names
+            or PARAMETER in function.names | function.bound
             or function.looks_at_itself
             or not all(map(_PLAIN_DECORATORS.fullmatch, function.decorators))
         )

@@ -87,8 +87,13 @@ class _Scanner(cst.CSTVisitor):
         return span_of(self._positions[node])
 
     @property
+    def _functions(self) -> list[Function]:
+        return [each for each in self._around if isinstance(each, Function)]
+
+    @property
     def _function(self) -> Function | None:
-        return next((e for e in reversed(self._around) if isinstance(e, Function)), None)
+        functions = self._functions
+        return functions[-1] if functions else None
 
     def _function_name(self) -> str:
         function = self._function
@@ -135,13 +140,6 @@ class _Scanner(cst.CSTVisitor):
     def _described(self, node: cst.FunctionDef, parameters: Sequence[cst.Param]) -> Function:
         around = self._around[-1] if self._around else None
         outer = self._function
-        deleted = {
-            each.value
-            for statement in nodes(node.body)
-            if isinstance(statement, cst.Del)
-            for each in nodes(statement.target)
-            if isinstance(each, cst.Name)
-        }
         return Function(
             path=self.facts.path,
             name=self._qualified(node.name.value),
@@ -151,9 +149,7 @@ class _Scanner(cst.CSTVisitor):
             decorators=self._decorators(node),
             of_class=around.name if isinstance(around, Class) else "",
             outer=outer.name if outer is not None else "",
-            names=frozenset(each.value for each in nodes(node) if isinstance(each, cst.Name)),
             bound=self._names.bound_in(node.body),
-            deleted=frozenset(deleted),
         )
 
     def _parameter(self, node: cst.Param) -> Parameter:
@@ -247,10 +243,10 @@ class _Scanner(cst.CSTVisitor):
     def visit_Call(self, node: cst.Call) -> bool:
         function, bound = self._function, self._names.of(node.func)
         called = dotted_name(node.func)
-        if called in _LOOKING_AT_ITSELF or called.endswith("save_hyperparameters"):
-            for each in self._around:
-                if isinstance(each, Function):
-                    each.looks_at_itself = True
+        for each in self._functions:
+            each.names.add(called.partition(".")[0])
+            looks = called in _LOOKING_AT_ITSELF or called.endswith("save_hyperparameters")
+            each.looks_at_itself |= looks
         if bound.member:
             self._add(node, Kind.CALL, node.func, bound, node.args)
             if function is not None:
@@ -280,6 +276,11 @@ class _Scanner(cst.CSTVisitor):
                 return "super().__init__" if of_own else ""
         return bound.only
 
+    def visit_Del(self, node: cst.Del) -> None:
+        names = {each.value for each in nodes(node.target) if isinstance(each, cst.Name)}
+        for function in self._functions:
+            function.deleted |= names
+
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         function = self._function
         if self._contexts.get(node) is ExpressionContext.STORE and function is not None:
@@ -299,6 +300,8 @@ class _Scanner(cst.CSTVisitor):
 
     def _look_at(self, node: cst.Name | cst.Attribute) -> None:
         """Add a use that is no call, or a value that is not called."""
+        for function in self._functions:
+            function.names.add(dotted_name(node).partition(".")[0])
         context, bound = self._contexts.get(node), self._names.of(node)
         if context is None or (
             isinstance(node, cst.Name) and context is not ExpressionContext.LOAD
