@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +11,10 @@ from pathlib import Path
 from megapg.migrate.carriers import NONE, PARAMETER, Carrier, Carriers, Node, in_order
 from megapg.migrate.facts import Everything, Found, Function, Where
 from megapg.migrate.migration import How, Left, Root, Served
-from megapg.migrate.project import Project, is_test
+from megapg.migrate.project import PARALLEL_STATE, Project, is_test
+from megapg.migrate.replaced import Replaced
 from megapg.migrate.runtime import Runtime
-from megapg.migrate.thread import Threads
+from megapg.migrate.thread import Edge, Threads
 from megapg.migrate.uses import Kind, Span
 from megapg.upstream.mapping import COLLECTION_NAMES, Refusal, Replacement, Takes
 
@@ -82,7 +83,7 @@ class Planner:
     Args:
         project: the files.
         everything: the facts of each scanned file.
-        replaced: dotted names that some file replaces at run time, by that file.
+        replaced: what some file replaces at run time.
         runtime_of: says what the new text of a file imports.
         frozen: files that are left as they are, and why.
         unsafe: also rewrite uses with a caution.
@@ -92,7 +93,7 @@ class Planner:
         self,
         project: Project,
         everything: Everything,
-        replaced: Collection[tuple[Path, str]],
+        replaced: Collection[Replaced],
         runtime_of: Callable[[Path], Runtime],
         frozen: Mapping[Path, str],
         unsafe: bool,
@@ -104,14 +105,7 @@ class Planner:
         ]
         facts = {path: everything[path] for path in self._sources}
         self._carriers = Carriers(project, facts, replaced)
-        # Names of getters in the modules that import them: code that asks the globals by another
-        # name would not see the replacement.
-        self._patched: dict[Path, set[str]] = defaultdict(set)
-        for path, dotted in replaced:
-            owner, _, name = dotted.rpartition(".")
-            module = project.find(owner, path)
-            if module is not None:
-                self._patched[module].add(name)
+        self._replaced = replaced
         self._assigned = {
             each.use.name
             for path in self._sources
@@ -125,15 +119,22 @@ class Planner:
 
     def plan(self) -> Plan:
         """Return the plan."""
+        found = [
+            self._choose(path, found)
+            for path in self._everything
+            for found in self._everything[path].uses
+            if not found.use.keep
+        ]
+        patched = self._patched(found)
         choices = []
-        for path in self._everything:
-            for found in self._everything[path].uses:
-                if not found.use.keep:
-                    choice = self._choose(path, found)
-                    if isinstance(choice, Left):
-                        self._plan.left.append(choice)
-                    else:
-                        choices.append(choice)
+        for each in found:
+            if isinstance(each, Left):
+                self._plan.left.append(each)
+            elif (each.path, each.found.root) in patched:
+                left = Left(each.found.use, "assigned", "another file replaces the getter")
+                self._plan.left.append(left)
+            else:
+                choices.append(each)
         wanted: dict[Node, list[tuple[str, ...]]] = defaultdict(list)
         for each in choices:
             if each.carrier.node is not None:
@@ -162,16 +163,41 @@ class Planner:
         for choice in choices:
             self._serve(choice, threads)
         for edge, needs in threads.passing():
-            passed = self._passed(edge.path, edge.call.span, edge.carrier, needs)
+            passed = self._passed(edge, needs)
             self._file(edge.path).passed[edge.call.span] = passed
         for node in threads.taking:
             self._take(node)
-        for path, file in self._plan.files.items():
-            uses = self._everything[path].uses
-            left = {each.root for each in uses if each.use.span not in file.replaced}
-            file.unused = {each.root for each in uses} - left
+        self._find_unused()
+        self._rename_patched()
         self._plan.roots = self._roots(threads)
         return self._plan
+
+    def _patched(self, found: Sequence[Choice | Left]) -> set[tuple[Path, str]]:
+        """Return the names of getters in modules whose replacement the new code would not see.
+
+        A string that names such a getter is rewritten to the getter in ``parallel_state``, which
+        the new code calls. That works if nothing else in the module calls the getter.
+        """
+        stays = {(each.use.file, each.use.name) for each in found if isinstance(each, Left)}
+        patched = set()
+        for each in self._replaced:
+            name = self._project.files[each.module]
+            if len(each.parts) == 1 and (each.span is None or (name, each.getter) in stays):
+                patched.add((each.module, each.parts[0]))
+        return patched
+
+    def _find_unused(self) -> None:
+        """Note the imports of which every use is replaced."""
+        for path, file in self._plan.files.items():
+            facts = self._everything[path]
+            replaced = Counter(e.root for e in facts.uses if e.use.span in file.replaced)
+            file.unused = {name for name in replaced if replaced[name] == facts.loads.get(name)}
+
+    def _rename_patched(self) -> None:
+        for each in self._replaced:
+            file = self._plan.files.get(each.module)
+            if each.span is not None and file is not None and each.parts[0] in file.unused:
+                self._file(each.path).replaced[each.span] = f'"{PARALLEL_STATE}.{each.getter}"'
 
     def _thread_from(self) -> list[Node]:
         named = []
@@ -219,7 +245,7 @@ class Planner:
             return Left(use, "test")
         if isinstance(answer, Refusal):
             return Left(use, answer.reason, answer.detail)
-        if found.root in self._patched.get(path, ()) or use.name in self._assigned:
+        if use.name in self._assigned:
             return Left(use, "assigned", "another file replaces the getter")
         if answer.caution and not self._unsafe:
             return Left(use, answer.caution, "--unsafe rewrites it")
@@ -230,7 +256,7 @@ class Planner:
             return Left(use, "lifecycle", "its function makes or ends the groups")
         carrier = NONE
         if answer.takes is not Takes.GLOBALS:
-            carrier = self._carriers.of(path, use.function, where, answer)
+            carrier = self._carriers.of(path, use.function, where)
         if answer.takes is Takes.OPTIONAL and carrier.kind not in ("parameter", "collection"):
             return Left(use, "lifecycle", "no collection can say whether there are groups")
         if "'" in where.quotes and '"' in where.quotes:
@@ -244,7 +270,7 @@ class Planner:
         if how is How.THREADED and carrier.node is not None:
             self._uses[carrier.node] += 1
             how = How.THREADED if carrier.node in threads.fed else How.RESOLVED
-        elif carrier.kind == "none":
+        elif how is How.RESOLVED:
             self._alone[Node(choice.path, use.function)] += 1
         text = self._text(choice, file)
         if '"' in choice.found.where.quotes:
@@ -256,8 +282,6 @@ class Planner:
         """Return the new expression of a use."""
         carrier, answer = choice.carrier, choice.answer
         runtime = file.name
-        if carrier.kind == "group":
-            return carrier.on_a_group(answer)
         if answer.takes is Takes.OPTIONAL:
             return answer.write(carrier.expression, file.getters)
         if carrier.kind in _OWNERS:
@@ -272,7 +296,7 @@ class Planner:
             not around
             or choice.found.where.inline
             or {_VARIABLE, "locals"} & around[-1].names
-            or (answer.takes is Takes.GLOBALS and self._takes_parameter(around))
+            or (answer.takes is Takes.GLOBALS and self._has_carrier(around))
         ):
             return answer.write(f"{runtime}.resolve({passed})", file.getters)
         statements = file.statements[around[0].span]
@@ -280,15 +304,21 @@ class Planner:
             statements.append(statement)
         return answer.write(_VARIABLE, file.getters)
 
-    def _takes_parameter(self, around: list[Function]) -> bool:
-        return self._carriers.of(around[0].path, around[0].name, Where()).kind == "parameter"
+    def _has_carrier(self, around: list[Function]) -> bool:
+        return self._carriers.of(around[0].path, around[0].name, Where()).kind != "none"
 
-    def _passed(self, path: Path, span: Span, carrier: Carrier, needs: tuple[str, ...]) -> str:
-        if carrier.kind in ("parameter", "collection"):
+    def _passed(self, edge: Edge, needs: tuple[str, ...]) -> str:
+        """Return what a call passes as the parameter."""
+        carrier, file = edge.carrier, self._file(edge.path)
+        if carrier.kind == "collection":
             return carrier.expression
-        if (path, span) in self._shared:
+        if carrier.kind == "parameter":
+            around = self._carriers.around(edge.path, edge.call.function)
+            resolved = any(PARAMETER in each for each in file.statements[around[0].span][-1:])
+            return _VARIABLE if resolved and not edge.call.where.inline else carrier.expression
+        if (edge.path, edge.call.span) in self._shared:
             return _VARIABLE
-        return f"{self._file(path).name}.groups_of({_arguments(carrier.expression, needs)})"
+        return f"{file.name}.groups_of({_arguments(carrier.expression, needs)})"
 
     def _take(self, node: Node) -> None:
         """Have a function or constructor take the parameter; a constructor also keeps it."""
@@ -305,10 +335,10 @@ class Planner:
     def _file(self, path: Path) -> FilePlan:
         if path not in self._plan.files:
             runtime, data = self._runtime_of(path), self._project.data(path)
-            name = _free(runtime.name, runtime.member or runtime.module, data)
+            name = _free(runtime.name, runtime.module, data)
             getters = name
             if runtime.getters_name != runtime.name:
-                getters = _free(runtime.getters_name, runtime.getters_member, data)
+                getters = _free(runtime.getters_name, runtime.getters_module, data)
             self._plan.files[path] = FilePlan(runtime, name, getters)
         return self._plan.files[path]
 
@@ -343,8 +373,11 @@ def _arguments(expression: str, needs: tuple[str, ...]) -> str:
     return ", ".join([expression, *(f'"{each}"' for each in needs)])
 
 
-def _free(name: str, imported: str, data: bytes) -> str:
-    """Return a name that a file does not use for something else."""
-    found = re.search(rb"\bimport\b[^\n]*\b%b\b" % imported.encode(), data)
-    is_used = re.search(rb"(?<![\w.])%b\b(?!\.)" % name.encode(), data)
-    return f"{name}_" if is_used and not found else name
+def _free(name: str, module: str, data: bytes) -> str:
+    """Return a name for an import from a module that a file does not use for something else."""
+    last = name.encode()
+    imported = re.search(
+        rb"^[ \t]*(from %b\b.*|)import .*\b%b\b" % (module.encode(), last), data, re.M
+    )
+    is_used = re.search(rb"(?<![\w.])%b\b" % last, data)
+    return name if imported or not is_used else f"{name}_"

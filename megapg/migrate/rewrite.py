@@ -11,8 +11,9 @@ from libcst.codemod.visitors import AddImportsVisitor
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from megapg.migrate.carriers import PARAMETER
+from megapg.migrate.names import dotted_name
 from megapg.migrate.plan import FilePlan
-from megapg.migrate.scan import dotted_name
+from megapg.migrate.scan import span_of
 from megapg.migrate.uses import Span
 
 _NO_SPACE = cst.SimpleWhitespace("")
@@ -74,15 +75,13 @@ class _Rewriter(cst.CSTTransformer):
         self._conditions = 0  # ``if`` and ``try`` around: their other branches bind the same names
 
     def _span(self, node: cst.CSTNode) -> Span:
-        found = self.get_metadata(PositionProvider, node)
-        start, end = found.start, found.end
-        return Span(start.line, start.column + 1, end.line, end.column + 1)
+        return span_of(self.get_metadata(PositionProvider, node))
 
     def _expression(self, text: str) -> cst.BaseExpression:
         return cst.parse_expression(text, self._config)
 
     def _replaced(
-        self, node: cst.Call | cst.Name | cst.Attribute, new: cst.BaseExpression
+        self, node: cst.Call | cst.Name | cst.Attribute | cst.SimpleString, new: cst.BaseExpression
     ) -> cst.BaseExpression:
         text = self._plan.replaced.get(self._span(node))
         if text is None:
@@ -94,6 +93,11 @@ class _Rewriter(cst.CSTTransformer):
 
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
+    ) -> cst.BaseExpression:
+        return self._replaced(original_node, updated_node)
+
+    def leave_SimpleString(
+        self, original_node: cst.SimpleString, updated_node: cst.SimpleString
     ) -> cst.BaseExpression:
         return self._replaced(original_node, updated_node)
 
@@ -204,14 +208,26 @@ def _appended(
         return [new]
     last = items[-1]
     comma = items[-2].comma if len(items) > 1 else None
-    between = comma.whitespace_after if isinstance(comma, cst.Comma) else before
-    if isinstance(between, cst.SimpleWhitespace):
-        between = _SPACE
-    new = new.with_changes(comma=last.comma, **{after: getattr(last, after)})
+    between = _without_comment(comma.whitespace_after if isinstance(comma, cst.Comma) else before)
+    end = last.comma
+    if isinstance(end, cst.Comma) and isinstance(end.whitespace_after, cst.ParenthesizedWhitespace):
+        if isinstance(between, cst.ParenthesizedWhitespace):  # a comment stays where it is
+            between = end.whitespace_after.with_changes(last_line=between.last_line)
+        end = end.with_changes(whitespace_after=_without_comment(end.whitespace_after))
+    new = new.with_changes(comma=end, **{after: getattr(last, after)})
     changes = {"comma": cst.Comma(whitespace_after=between), after: _NO_SPACE}
     result = list(items)
     result[-1:] = [last.with_changes(**changes), new]
     return result
+
+
+def _without_comment(
+    space: cst.BaseParenthesizableWhitespace,
+) -> cst.BaseParenthesizableWhitespace:
+    """Return the white space between two items: a line break with its indentation, or a space."""
+    if isinstance(space, cst.ParenthesizedWhitespace):
+        return cst.ParenthesizedWhitespace(indent=space.indent, last_line=space.last_line)
+    return _SPACE
 
 
 def _with_parameter(
@@ -234,7 +250,8 @@ def _with_parameter(
     if not params.params:  # nothing, or positional-only parameters and a slash
         return params.with_changes(star_arg=cst.ParamStar(), kwonly_params=[new])
     items = _appended(params.params, new, before, after)
-    star = cst.ParamStar(comma=cast("cst.Comma", items[-2].comma))
+    comma = cast("cst.Comma", items[-2].comma)
+    star = cst.ParamStar(cst.Comma(whitespace_after=_without_comment(comma.whitespace_after)))
     return params.with_changes(params=items[:-1], star_arg=star, kwonly_params=items[-1:])
 
 
@@ -245,10 +262,15 @@ def _with_statements(
     if isinstance(body, cst.SimpleStatementSuite):
         body = cst.IndentedBlock([cst.SimpleStatementLine(body.body)])
     block = cast("cst.IndentedBlock", body)
-    at = 0
-    match block.body[0]:
+    first = block.body[0]
+    match first:
         case cst.SimpleStatementLine(
-            body=[cst.Expr(value=cst.SimpleString() | cst.ConcatenatedString())]
+            body=[cst.Expr(value=cst.SimpleString() | cst.ConcatenatedString()) as doc, *rest]
         ):
-            at = 1
-    return block.with_changes(body=[*block.body[:at], *lines, *block.body[at:]])
+            docstring: list[cst.BaseStatement] = [first]
+            if rest:  # of the same line
+                alone = doc.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)
+                docstring = [first.with_changes(body=[alone])]
+                lines = [*lines, cst.SimpleStatementLine(rest)]
+            return block.with_changes(body=[*docstring, *lines, *block.body[1:]])
+    return block.with_changes(body=[*lines, *block.body])

@@ -107,7 +107,8 @@ class Threads:
 
     def passes(self, edge: Edge) -> bool:
         """True if a call passes the parameter."""
-        if edge.callee not in self.taking or PARAMETER in edge.call.keywords:
+        call = edge.call
+        if edge.callee not in self.taking or PARAMETER in call.keywords or call.where.quotes:
             return False
         return self._is_real(edge.carrier) or edge.carrier.node in self.taking
 
