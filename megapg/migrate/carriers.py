@@ -51,15 +51,11 @@ _MODULES = re.compile(
     r"|transformer_engine\.pytorch\.\S+|megatron\.(\w+\.)*\w*(Module|Model|Layer|Block|Attention"
     r"|Embedding|MLP|Linear|Mixer|Stack|Router|DistributedDataParallel)"
 )
-# Classes outside of the project whose objects may have one more attribute.
+# Classes outside of the project that pass all arguments on to the constructor.
 _PLAIN_BASES = re.compile(
     r"(builtins\.)?object|abc\.ABC|typing\.Generic|torch\.nn\.(\w+\.)*\w+|megatron\.\S+"
     r"|torch\.utils\.data\.\S+|torch\.optim\.\S+"
 )
-_OWN_ATTRIBUTES = {"__new__", "__slots__", "__setattr__", "__getattr__", "__getattribute__"}
-_ALL_ATTRIBUTES = {"__dict__", "vars"}
-# Functions that use these see their own parameters or variables.
-_LOOKS_AT_ITSELF = {"locals", "vars", "dir", "eval", "exec", "save_hyperparameters"}
 
 
 @dataclass(frozen=True)
@@ -240,30 +236,17 @@ class Carriers:
         return [each for of in several for each in self.line_of(of)]
 
     def _is_plain(self, of: Class) -> bool:
-        """True if objects of a class may have one more attribute."""
-        if of in self._knowing:
-            return False
+        """True if a call of a class passes all arguments to its constructor."""
         for each in self.line_of(of):
-            own = each.methods | each.attributes
-            if each.decorators or each.has_keywords or own & _OWN_ATTRIBUTES:
+            repeated = self._everything[each.path].repeated
+            if each.decorators or each.has_keywords or "__new__" in each.methods:
                 return False
-            if each.name in self._everything[each.path].repeated:
+            if each.name.partition(".")[0] in repeated:
                 return False
             for base in self.bases(each):
                 if isinstance(base, str) and not _PLAIN_BASES.fullmatch(base):
                     return False
         return True
-
-    @cached_property
-    def _knowing(self) -> list[Class]:
-        """Classes that have an attribute of that name, or look at all attributes; their bases."""
-        found: list[Class] = []
-        for facts in self._everything.values():
-            looking = {f.of_class for f in facts.functions.values() if f.names & _ALL_ATTRIBUTES}
-            for each in facts.classes.values():
-                if PARAMETER in each.methods | each.attributes or each.name in looking:
-                    found += self.line_of(each)
-        return found
 
     @cache  # noqa: B019 (as long-lived as the command)
     def can_take(self, node: Node) -> bool:
@@ -287,7 +270,8 @@ class Carriers:
         return not (
             function.any_keyword
             or function.name in facts.repeated
-            or {PARAMETER, *_LOOKS_AT_ITSELF} & function.names
+            or PARAMETER in function.names
+            or function.looks_at_itself
             or not all(map(_PLAIN_DECORATORS.fullmatch, function.decorators))
         )
 

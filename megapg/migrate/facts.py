@@ -35,6 +35,7 @@ class Function:
     bound: frozenset[str]  # its parameters and variables
     deleted: frozenset[str]  # names that it deletes
     makes_groups: bool = False  # True if it calls ``initialize_model_parallel`` or the like
+    looks_at_itself: bool = False  # True if it calls ``locals()`` or the like
     fakes_ranks: bool = False  # True if it calls ``set_tensor_model_parallel_rank`` or the like
 
     @property

@@ -220,7 +220,7 @@ class Planner:
         together: dict[tuple[Path, str, str], list[_Asked]] = defaultdict(list)
         for each in asked:
             around = self._carriers.around(each.path, each.function)
-            is_free = around and not {_VARIABLE, "locals"} & around[-1].names
+            is_free = around and self._is_free(around)
             if is_free and each.carrier.kind in _OWNERS and not each.where.inline:
                 together[each.path, each.function, each.carrier.expression].append(each)
         for (path, _, expression), several in together.items():
@@ -295,7 +295,7 @@ class Planner:
         if (
             not around
             or choice.found.where.inline
-            or {_VARIABLE, "locals"} & around[-1].names
+            or not self._is_free(around)
             or (answer.takes is Takes.GLOBALS and self._has_carrier(around))
         ):
             return answer.write(f"{runtime}.resolve({passed})", file.getters)
@@ -303,6 +303,11 @@ class Planner:
         if statement not in statements:
             statements.append(statement)
         return answer.write(_VARIABLE, file.getters)
+
+    @staticmethod
+    def _is_free(around: Sequence[Function]) -> bool:
+        """True if a function may have one more variable ``pg``."""
+        return _VARIABLE not in around[-1].names and not around[0].looks_at_itself
 
     def _has_carrier(self, around: list[Function]) -> bool:
         return self._carriers.of(around[0].path, around[0].name, Where()).kind != "none"
@@ -329,8 +334,10 @@ class Planner:
         file = self._file(node.path)
         file.parameters.add(function.span)
         if of is not None:
+            # Without a collection the object has no attribute more than before.
             keep = f"{function.self_name}.{PARAMETER} = {PARAMETER}"
-            file.statements[function.span].insert(0, keep)
+            statement = f"if {PARAMETER} is not None:\n    {keep}\n"
+            file.statements[function.span].insert(0, statement)
 
     def _file(self, path: Path) -> FilePlan:
         if path not in self._plan.files:
@@ -375,9 +382,7 @@ def _arguments(expression: str, needs: tuple[str, ...]) -> str:
 
 def _free(name: str, module: str, data: bytes) -> str:
     """Return a name for an import from a module that a file does not use for something else."""
-    last = name.encode()
-    imported = re.search(
-        rb"^[ \t]*(from %b\b.*|)import .*\b%b\b" % (module.encode(), last), data, re.M
-    )
-    is_used = re.search(rb"(?<![\w.])%b\b" % last, data)
+    start = f"from {module} import" if name != module else "import"
+    imported = re.search(rf"^[ \t]*{re.escape(start)} (.*, *)?{name} *(,|#|$)".encode(), data, re.M)
+    is_used = re.search(rf"(?<![\w.]){name}\b".encode(), data)
     return name if imported or not is_used else f"{name}_"

@@ -30,6 +30,8 @@ from megapg.upstream.mapping import Argument, Refusal, Replacement
 
 _KEEP = re.compile(r"#\s*megapg:\s*keep\b")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+\Z")
+# Functions that call these see their own parameters and variables.
+_LOOKING_AT_ITSELF = frozenset({"locals", "vars", "dir", "eval", "exec"})
 _MAKES_GROUPS = ("initialize_model_parallel", "destroy_model_parallel")
 
 
@@ -244,6 +246,11 @@ class _Scanner(cst.CSTVisitor):
 
     def visit_Call(self, node: cst.Call) -> bool:
         function, bound = self._function, self._names.of(node.func)
+        called = dotted_name(node.func)
+        if called in _LOOKING_AT_ITSELF or called.endswith("save_hyperparameters"):
+            for each in self._around:
+                if isinstance(each, Function):
+                    each.looks_at_itself = True
         if bound.member:
             self._add(node, Kind.CALL, node.func, bound, node.args)
             if function is not None:
