@@ -56,6 +56,7 @@ _PLAIN_BASES = re.compile(
     r"(builtins\.)?object|abc\.ABC|typing\.Generic|torch\.nn\.(\w+\.)*\w+|megatron\.\S+"
     r"|torch\.utils\.data\.\S+|torch\.optim\.\S+"
 )
+_OWN_CREATION = {"__new__", "__slots__", "__setattr__"}
 
 
 @dataclass(frozen=True)
@@ -236,10 +237,11 @@ class Carriers:
         return [each for of in several for each in self.line_of(of)]
 
     def _is_plain(self, of: Class) -> bool:
-        """True if a call of a class passes all arguments to its constructor."""
+        """True if a call of a class passes all arguments to a constructor that can keep one."""
         for each in self.line_of(of):
             repeated = self._everything[each.path].repeated
-            if each.decorators or each.has_keywords or "__new__" in each.methods:
+            own = (each.methods | each.attributes) & _OWN_CREATION
+            if each.decorators or each.has_keywords or own or PARAMETER in each.methods:
                 return False
             if each.name.partition(".")[0] in repeated:
                 return False

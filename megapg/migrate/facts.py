@@ -45,7 +45,7 @@ class Function:
     @property
     def is_static(self) -> bool:
         """True for a static method or a class method."""
-        return any(each in ("staticmethod", "classmethod") for each in self.decorators)
+        return any(each.endswith(("staticmethod", "classmethod")) for each in self.decorators)
 
     @property
     def self_name(self) -> str:

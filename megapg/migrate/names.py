@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from libcst.metadata import (
 
 from megapg.migrate.facts import HERE
 from megapg.migrate.project import PARALLEL_STATE
+
+_READING = (ExpressionContext.LOAD, ExpressionContext.DEL)
+_WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Names:
         stands_for: returns what an imported dotted name stands for.
 
     Attributes:
-        loads: how often each name is read, imports apart.
+        loads: how often each name is read, deleted or named in a string.
         repeated: names at the top level that are bound several times.
     """
 
@@ -73,10 +77,19 @@ class Names:
         self._scopes, self._stands_for = scopes, stands_for
         self._aliases: dict[cst.CSTNode, str] = {}  # targets of assignments -> dotted names
         self._to_none: set[cst.CSTNode] = set()  # targets of ``name = None``
+        self._captured: set[str] = set()  # by patterns of ``match``, which LibCST leaves out
         found = Counter[str]()
         for node in nodes(module, without=(cst.Import, cst.ImportFrom)):
-            if isinstance(node, cst.Name) and contexts.get(node) is ExpressionContext.LOAD:
+            if isinstance(node, cst.Name) and contexts.get(node) in _READING:
                 found[node.value] += 1
+            elif isinstance(node, cst.SimpleString):
+                found.update(set(_WORD.findall(node.value)))
+            elif isinstance(node, cst.Expr) and isinstance(node.value, cst.SimpleString):
+                found.subtract(set(_WORD.findall(node.value.value)))  # a docstring
+            elif isinstance(node, cst.MatchAs | cst.MatchStar) and node.name is not None:
+                self._captured.add(node.name.value)
+            elif isinstance(node, cst.MatchMapping) and node.rest is not None:
+                self._captured.add(node.rest.value)
             elif isinstance(node, cst.Assign):
                 self._read(node)
         self.loads: Mapping[str, int] = found
@@ -102,7 +115,7 @@ class Names:
         root, dot, rest = dotted.partition(".")
         names: set[str] = set()
         imported: set[str] = set()
-        other = False
+        other = root in self._captured
         for each in scope[root]:
             if isinstance(each, ImportAssignment):
                 imported |= {name.name for name in each.get_qualified_names_for(dotted)}

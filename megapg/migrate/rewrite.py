@@ -72,7 +72,9 @@ class _Rewriter(cst.CSTTransformer):
     ) -> None:
         super().__init__()
         self._config, self._plan, self._is_unneeded = module.config_for_parsing, plan, is_unneeded
-        self._conditions = 0  # ``if`` and ``try`` around: their other branches bind the same names
+        # For each function, class, ``if`` and ``try`` around: True if its imports may go. Those of
+        # a class are attributes, and the branches of ``if`` and ``try`` bind the same names.
+        self._may_go = [True]
 
     def _span(self, node: cst.CSTNode) -> Span:
         return span_of(self.get_metadata(PositionProvider, node))
@@ -118,8 +120,8 @@ class _Rewriter(cst.CSTTransformer):
     def leave_FunctionDef(
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
     ) -> cst.FunctionDef:
-        span = self._span(original_node)
-        new = updated_node
+        self._may_go.pop()
+        span, new = self._span(original_node), updated_node
         if span in self._plan.parameters:
             new = new.with_changes(params=_with_parameter(new.params, new.whitespace_before_params))
         if statements := self._plan.statements.get(span):
@@ -142,20 +144,32 @@ class _Rewriter(cst.CSTTransformer):
         return cst.FlattenSentinel([cst.parse_statement(text, self._config), updated])
 
     def visit_Try(self, node: cst.Try) -> None:
-        self._conditions += 1
+        self._may_go.append(False)
 
     def leave_Try(self, original_node: cst.Try, updated_node: cst.Try) -> cst.Try:
-        self._conditions -= 1
+        self._may_go.pop()
         return updated_node
 
     def visit_If(self, node: cst.If) -> None:
-        self._conditions += 1
+        self._may_go.append(False)
 
     def leave_If(
         self, original_node: cst.If, updated_node: cst.If
     ) -> cst.If | cst.FlattenSentinel[cst.BaseStatement]:
-        self._conditions -= 1
+        self._may_go.pop()
         return self._after_more(original_node, updated_node)
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        self._may_go.append(False)
+
+    def leave_ClassDef(
+        self, original_node: cst.ClassDef, updated_node: cst.ClassDef
+    ) -> cst.ClassDef:
+        self._may_go.pop()
+        return updated_node
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self._may_go.append(True)
 
     def leave_Import(
         self, original_node: cst.Import, updated_node: cst.Import
@@ -169,7 +183,7 @@ class _Rewriter(cst.CSTTransformer):
         return self._without_unneeded(updated_node, "." * len(updated_node.relative) + home)
 
     def _without_unneeded(self, node: _Import, home: str) -> _Import | cst.RemovalSentinel:
-        if isinstance(node.names, cst.ImportStar) or self._conditions:
+        if isinstance(node.names, cst.ImportStar) or not self._may_go[-1]:
             return node
         kept = []
         for each in node.names:
