@@ -291,11 +291,11 @@ def test_a_test_that_patches_a_getter_passes_when_the_package_has_moved(
     )
     (tmp_path / "test_steps.py").write_text(patching)
     migration = migrate([tmp_path], Config(tmp_path, versions=(16,)))
-    assert [file.file for file in migration.files] == ["trainer/steps.py"]
+    assert not migration.left
     assert not write_files(migration.files)
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, Any] = {}
-    exec(patching, names)
+    exec((tmp_path / "test_steps.py").read_text(), names)
     with megapg.megatron.globals_policy("silent"):
         names["test_each_rank_has_its_share"]()
     with megapg.testing.fake_collection(world_size=2, rank=1) as pg:
