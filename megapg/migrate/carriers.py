@@ -2,11 +2,12 @@
 
 The first that a function has, in this order:
 
-1. a parameter that is a collection, or one group under Megatron's name for it;
+1. a parameter that is a collection;
 2. ``self``, if the class keeps a collection or a model;
 3. a parameter that is a model;
 4. a new parameter ``pg_collection``, of the function or of the constructor of its class;
-5. ``megapg.resolve(None)``.
+5. ``self`` of a class that keeps nothing, which a caller may give an attribute ``pg_collection``;
+6. ``megapg.resolve(None)``.
 
 A function in another one also has the carriers of that one.
 """
@@ -14,19 +15,19 @@ A function in another one also has the carriers of that one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
-from megapg.migrate.facts import HERE, Class, Everything, Facts, Function, Where
+from megapg.layout import FIELDS
+from megapg.migrate.facts import HERE, Class, Everything, Function, Where
 from megapg.migrate.migration import How
 from megapg.migrate.project import Meaning, Project
+from megapg.migrate.replaced import Replaced
 from megapg.upstream.mapping import (
     COLLECTION_NAMES,
-    GROUP_PARAMETERS,
     MODEL_ATTRIBUTES,
-    Replacement,
 )
 
 PARAMETER = "pg_collection"
@@ -38,7 +39,6 @@ _MODEL_TYPE = re.compile(
     r"|LanguageModule|Float16Module|DistributedDataParallel|DDP|TransformerLayer|LLaVAModel)\b"
 )
 _NO_MODEL_TYPE = re.compile(r"\b(str|int|dict|Dict|Path|ModuleType)\b")
-_ON_A_GROUP = {"group": "{0}", "rank": "{0}.rank()", "size": "{0}.size()"}
 # Decorators that pass all arguments on and do not look at the signature.
 _PLAIN_DECORATORS = re.compile(
     r"torch\.(no_grad|inference_mode|enable_grad|compile|cuda\.nvtx\.range|amp\.autocast)"
@@ -57,6 +57,9 @@ _PLAIN_BASES = re.compile(
     r"|torch\.utils\.data\.\S+|torch\.optim\.\S+"
 )
 _OWN_ATTRIBUTES = {"__new__", "__slots__", "__setattr__", "__getattr__", "__getattribute__"}
+_ALL_ATTRIBUTES = {"__dict__", "vars"}
+# Functions that use these see their own parameters or variables.
+_LOOKS_AT_ITSELF = {"locals", "vars", "dir", "eval", "exec", "save_hyperparameters"}
 
 
 @dataclass(frozen=True)
@@ -72,21 +75,11 @@ class Carrier:
     """Where a function takes its groups from."""
 
     how: How  # THREADED stands for the new parameter until all calls are known
-    # ``collection``, ``group``, ``self`` and ``model``: an expression that has groups;
+    # ``collection``, ``self`` and ``model``: an expression that has groups;
     # ``parameter``: the new one; ``none``: ``resolve(None)``.
     kind: str
     expression: str = ""
     node: Node | None = None  # takes the new parameter
-
-    def serves(self, answer: Replacement) -> bool:
-        """True if the carrier has what a use needs."""
-        if self.kind != "group":
-            return True
-        return answer.asks in _ON_A_GROUP and answer.field in GROUP_PARAMETERS[self.expression]
-
-    def on_a_group(self, answer: Replacement) -> str:
-        """Return the expression that asks a single group."""
-        return _ON_A_GROUP[answer.asks].format(self.expression)
 
 
 NONE = Carrier(How.RESOLVED, "none")
@@ -98,11 +91,13 @@ class Carriers:
     Args:
         project: the files.
         everything: the facts of all files that were scanned so far.
-        thread_from: functions that take the parameter although nothing in them needs it.
+        replaced: what some file replaces at run time.
     """
 
-    def __init__(self, project: Project, everything: Everything) -> None:
-        self._project, self._everything = project, everything
+    def __init__(
+        self, project: Project, everything: Everything, replaced: Collection[Replaced] = ()
+    ) -> None:
+        self._project, self._everything, self._replaced = project, everything, replaced
 
     # -- looking things up -------------------------------------------------------------------------
 
@@ -147,26 +142,24 @@ class Carriers:
             function = self.function(path, function.outer)
         return found
 
-    def of(
-        self, path: Path, name: str, where: Where, answer: Replacement | None = None
-    ) -> Carrier:
-        """Return the carrier of a use, or of a call if there is no answer.
+    def of(self, path: Path, name: str, where: Where) -> Carrier:
+        """Return the carrier of a use or a call.
 
         Args:
             path: of the file.
             name: of the function around it; empty at module level.
             where: it lies there.
-            answer: what the use needs.
         """
         around = self.around(path, name)
+        if not around or where.in_class:
+            return NONE
+        hidden: frozenset[str] = where.none
         for function in around:
             for carrier in self._existing(function):
-                skipped = answer is None and carrier.kind == "group"
-                if carrier.expression in where.none or skipped:
-                    continue
-                if answer is None or carrier.serves(answer):
+                if carrier.expression not in hidden | function.deleted:
                     return carrier
-        if not around or around[0].fakes_ranks:
+            hidden |= function.bound  # what an inner function binds is another variable
+        if around[0].fakes_ranks or PARAMETER in hidden - around[-1].bound:
             return NONE
         return self._new(around[-1])
 
@@ -174,9 +167,6 @@ class Carriers:
         for each in function.parameters:
             if each.name in COLLECTION_NAMES or _COLLECTION_TYPE.search(each.annotation):
                 yield Carrier(How.COLLECTION, "collection", each.name)
-        for each in function.parameters:
-            if each.name in GROUP_PARAMETERS and not each.default:
-                yield Carrier(How.COLLECTION, "group", each.name)
         kept = self._kept(function)
         if kept & set(COLLECTION_NAMES):
             yield Carrier(How.COLLECTION, "self", function.self_name)
@@ -214,6 +204,8 @@ class Carriers:
             return Carrier(How.THREADED, "parameter", PARAMETER, node) if takes else NONE
         of = self.class_at(outermost.path, outermost.of_class)
         keeper = self.constructor(of) if of is not None else None
+        if keeper is None and outermost.last_name != "__init__":
+            return Carrier(How.RESOLVED, "self", outermost.self_name)
         if keeper is None:
             return NONE
         if outermost.last_name == "__init__":
@@ -224,30 +216,54 @@ class Carriers:
     # -- the new parameter -------------------------------------------------------------------------
 
     def constructor(self, of: Class) -> Node | None:
-        """Return the class, of this one and its bases, whose constructor runs and can take the
-        parameter.
-        """
-        for each in self.line_of(of):
-            if each.decorators or each.has_keywords or self._facts(each).classes is None:
-                return None
-            if "__init__" in each.methods:
-                node = Node(each.path, each.name)
-                return node if self._is_plain(of) and self.can_take(node) else None
-        return None
+        """Return the class, this one or a base, whose constructor runs and takes the parameter."""
+        if "__init__" in of.methods:
+            node = Node(of.path, of.name)
+            return node if self.can_take(node) else None
+        bases = list(self.bases(of))
+        if len(bases) != 1 or isinstance(bases[0], str) or not self._is_plain(of):
+            return None
+        return self.constructor(bases[0])
 
-    def _facts(self, of: Class) -> Facts:
-        return self._everything[of.path]
+    def base_constructor(self, of: Class) -> Node | None:
+        """Return the class whose constructor ``super().__init__()`` runs, if that is certain."""
+        if of in self._mixed:
+            return None
+        bases = [base for base in self.bases(of) if isinstance(base, Class)]
+        return self.constructor(bases[0]) if bases else None
+
+    @cached_property
+    def _mixed(self) -> list[Class]:
+        """Return the bases of classes with several: these decide what ``super()`` is."""
+        classes = [each for facts in self._everything.values() for each in facts.classes.values()]
+        several = [each for each in classes if len(each.bases) > 1]
+        return [each for of in several for each in self.line_of(of)]
 
     def _is_plain(self, of: Class) -> bool:
         """True if objects of a class may have one more attribute."""
+        if of in self._knowing:
+            return False
         for each in self.line_of(of):
             own = each.methods | each.attributes
             if each.decorators or each.has_keywords or own & _OWN_ATTRIBUTES:
+                return False
+            if each.name in self._everything[each.path].repeated:
                 return False
             for base in self.bases(each):
                 if isinstance(base, str) and not _PLAIN_BASES.fullmatch(base):
                     return False
         return True
+
+    @cached_property
+    def _knowing(self) -> list[Class]:
+        """Classes that have an attribute of that name, or look at all attributes; their bases."""
+        found: list[Class] = []
+        for facts in self._everything.values():
+            looking = {f.of_class for f in facts.functions.values() if f.names & _ALL_ATTRIBUTES}
+            for each in facts.classes.values():
+                if PARAMETER in each.methods | each.attributes or each.name in looking:
+                    found += self.line_of(each)
+        return found
 
     @cache  # noqa: B019 (as long-lived as the command)
     def can_take(self, node: Node) -> bool:
@@ -255,7 +271,8 @@ class Carriers:
         of = self.class_at(node.path, node.name)
         if of is not None:
             init = self.function(node.path, f"{node.name}.__init__")
-            return init is not None and self._can_take(init) and self._is_plain(of)
+            takes = init is not None and self._can_take(init)
+            return takes and self._is_plain(of) and node not in self._values
         function = self.function(node.path, node.name)
         if function is None or function.outer:
             return False
@@ -270,22 +287,26 @@ class Carriers:
         return not (
             function.any_keyword
             or function.name in facts.repeated
-            or PARAMETER in function.names
+            or {PARAMETER, *_LOOKS_AT_ITSELF} & function.names
             or not all(map(_PLAIN_DECORATORS.fullmatch, function.decorators))
         )
 
-    @property
+    @cached_property
     def _values(self) -> set[Node]:
-        """Functions whose name is used without a call."""
-        if not hasattr(self, "_found_values"):
-            self._found_values = {
-                Node(meaning.path, meaning.local)
-                for path, facts in self._everything.items()
-                for value in facts.values
-                for meaning in [self.meaning(value, path)]
-                if meaning.path is not None and meaning.local
-            }
-        return self._found_values
+        """Functions and classes whose name is used without a call, or replaced at run time."""
+        used = {(path, each) for path, facts in self._everything.items() for each in facts.values}
+        found = set()
+        for path, dotted in used:
+            meaning = self.meaning(dotted, path)
+            if meaning.path is not None and self.class_at(meaning.path, meaning.local) is None:
+                found.add(Node(meaning.path, meaning.local))
+        for each in self._replaced:
+            dotted = ".".join([self._project.module(each.module), each.parts[0]])
+            meaning = self._project.meaning(dotted, each.module)
+            found |= {Node(each.module, each.parts[0])}
+            if meaning.path is not None:
+                found.add(Node(meaning.path, meaning.local.partition(".")[0]))
+        return found
 
 
 def _is_model(name: str, annotation: str) -> bool:
@@ -294,6 +315,6 @@ def _is_model(name: str, annotation: str) -> bool:
     return _MODEL.fullmatch(name) is not None or _MODEL_TYPE.search(annotation) is not None
 
 
-def fields_in_order(fields: Sequence[str]) -> tuple[str, ...]:
-    """Return field names once each, in the order in which they first appear."""
-    return tuple(dict.fromkeys(fields))
+def in_order(fields: Iterable[str]) -> tuple[str, ...]:
+    """Return field names once each, in the order of the collection."""
+    return tuple(sorted(set(fields), key=FIELDS.index))

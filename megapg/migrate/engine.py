@@ -3,8 +3,8 @@
 The steps, each in a module of its own:
 
 1. :mod:`~megapg.migrate.project` lists the files.
-2. :mod:`~megapg.migrate.scan` finds uses, functions and calls in the files that mention the globals,
-   or a function that may take the new parameter.
+2. :mod:`~megapg.migrate.scan` finds uses, functions and calls in the files that mention the
+   globals, or a function that may take the new parameter.
 3. :mod:`~megapg.migrate.carriers` chooses where each function takes its groups from, and
    :mod:`~megapg.migrate.thread` which functions take the parameter.
 4. :mod:`~megapg.migrate.plan` decides about each use, and :mod:`~megapg.migrate.rewrite` makes the
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -29,6 +29,7 @@ from megapg.migrate.format import formatted
 from megapg.migrate.migration import Found, Left, Migration, Problem, Rewritten, Served
 from megapg.migrate.plan import FilePlan, Plan, Planner
 from megapg.migrate.project import PARALLEL_STATE, Project, is_test
+from megapg.migrate.replaced import find_replaced
 from megapg.migrate.rewrite import rewritten
 from megapg.migrate.runtime import Runtimes
 from megapg.migrate.scan import scan
@@ -65,15 +66,13 @@ def migrate(
     scans = _Scans(paths, config, on_progress)
     found = scans.found()
     scans.follow_calls()
-    project, sources = scans.project, [p for p in scans.facts if not is_test(scans.project.files[p])]
+    project = scans.project
+    replaced = find_replaced(project, scans.facts)
     runtimes = Runtimes(config, list(project.files))
     frozen: dict[Path, str] = {}
     while True:
-        planner = Planner(
-            project, scans.facts, _patched(project, sources), runtimes.of, frozen, unsafe
-        )
-        plan = planner.plan()
-        files, failed = _write(project, plan, on_progress)
+        plan = Planner(project, scans.facts, replaced, runtimes.of, frozen, unsafe).plan()
+        files, failed = _write(scans, plan, on_progress)
         if not failed:
             break
         frozen |= failed  # the other files may not rely on a file that is left as it is
@@ -136,16 +135,42 @@ class _Scans:
             problems=self._problems,
         )
 
+    def reached(self) -> set[tuple[Path, str]]:
+        """Return the modules and names by which other modules get at the globals."""
+        found = set()
+        for path, facts in self.facts.items():
+            for dotted in facts.reached:
+                at = self.project.split(self.project.absolute(dotted, path), path)
+                if at is not None and at[1]:
+                    found.add((at[0], at[1][0]))
+        return found
+
     def follow_calls(self) -> None:
-        """Scan the files that call what may take the parameter, and so on up to the entry points."""
+        """Scan the files that call what may take the parameter, and so on up to the entries."""
         known: set[Node] = set()
         while True:
-            nodes = self._may_take() - known
-            if not nodes:
-                return
+            nodes = self._may_take()
+            more = self._bases(nodes)
+            if nodes - known:
+                new = {(n.path, n.name.partition(".")[0]) for n in nodes - known}
+                more |= self.project.importers(new)
             known |= nodes
-            more = self.project.importers({(n.path, n.name.partition(".")[0]) for n in nodes})
-            self._scan("following calls", [p for p in sorted(more) if p not in self.facts])
+            more -= self.facts.keys()
+            if not more:
+                return
+            self._scan("following calls", sorted(more))
+
+    def _bases(self, nodes: Collection[Node]) -> set[Path]:
+        """Return the files with bases of some classes."""
+        carriers = Carriers(self.project, self.facts)
+        found = set()
+        for node in nodes:
+            of = carriers.class_at(node.path, node.name)
+            for each in carriers.line_of(of) if of is not None else ():
+                for base in each.bases:
+                    path = carriers.meaning(base, each.path).path
+                    found |= {path} if path is not None else set()
+        return found
 
     def _may_take(self) -> set[Node]:
         """Return the functions and classes with uses, and those that call them."""
@@ -176,16 +201,19 @@ def _outermost(carriers: Carriers, path: Path, name: str) -> set[Node]:
 
 
 def _write(
-    project: Project, plan: Plan, on_progress: Progress
+    scans: _Scans, plan: Plan, on_progress: Progress
 ) -> tuple[list[Rewritten], dict[Path, str]]:
     """Make the new texts; return them, and the files for which that fails."""
+    project, reached = scans.project, scans.reached()
     files: list[Rewritten] = []
     failed: dict[Path, str] = {}
     for done, (path, changes) in enumerate(plan.files.items()):
         on_progress("rewriting", done, len(plan.files))
         before = project.data(path)
         try:
-            after = rewritten(before, changes, partial(_is_unneeded, project, path, changes))
+            after = rewritten(
+                before, changes, partial(_is_unneeded, project, reached, path, changes)
+            )
             if not project.files[path].endswith(".pyi"):
                 compile(after, str(path), "exec", dont_inherit=True)
         except (cst.CSTValidationError, cst.ParserSyntaxError, SyntaxError, ValueError) as error:
@@ -195,7 +223,14 @@ def _write(
     return files, failed
 
 
-def _is_unneeded(project: Project, path: Path, plan: FilePlan, dotted: str, name: str) -> bool:
+def _is_unneeded(
+    project: Project,
+    reached: Collection[tuple[Path, str]],
+    path: Path,
+    plan: FilePlan,
+    dotted: str,
+    name: str,
+) -> bool:
     """True if an import of the globals may go once its file does not use it.
 
     An import from inside of the project stays, since circular imports may need its order.
@@ -208,27 +243,7 @@ def _is_unneeded(project: Project, path: Path, plan: FilePlan, dotted: str, name
     if any(project.find(".".join(parts[:end]), path) for end in range(1, len(parts) + 1)):
         return False
     exported = path.stem == "__init__" or name in project.table(path).exported
-    return not exported and not project.is_imported(path, name)
-
-
-def _patched(project: Project, sources: Collection[Path]) -> Mapping[Path, set[str]]:
-    """Return the names that some file replaces in a module, as tests do with ``patch()``."""
-    found: dict[Path, set[str]] = defaultdict(set)
-    for path in project.mentioning(_PATCHES):
-        data = project.data(path).decode(errors="replace")
-        table = project.table(path)
-        for owner, name in _PATCHED.findall(data):
-            head, dot, rest = owner.partition(".")
-            module = project.find(table.imports.get(head, head) + dot + rest, path)
-            if module is not None and module in sources:
-                found[module].add(name)
-    return found
-
-
-_PATCHES = re.compile(rb"\b(patch|setattr)\b")
-_PATCHED = re.compile(
-    r"""(?:["']|(?:setattr|object)\(\s*)([A-Za-z_][\w.]*)(?:\.|\s*,\s*["'])(\w+)["']"""
-)
+    return not exported and (path, name) not in reached and not project.is_imported(path, name)
 
 
 def _called(plan: FilePlan) -> set[str]:

@@ -31,7 +31,9 @@ class Function:
     decorators: tuple[str, ...]  # absolute dotted names; empty for other expressions
     of_class: str  # qualified name of the class it is a method of; empty for a function
     outer: str  # qualified name of the function around it; empty if there is none
-    names: frozenset[str]  # all names in it
+    names: frozenset[str]  # all names and attributes in it
+    bound: frozenset[str]  # its parameters and variables
+    deleted: frozenset[str]  # names that it deletes
     makes_groups: bool = False  # True if it calls ``initialize_model_parallel`` or the like
     fakes_ranks: bool = False  # True if it calls ``set_tensor_model_parallel_rank`` or the like
 
@@ -69,8 +71,11 @@ class Where:
     """How a use or a call lies in its function."""
 
     inline: bool = False  # in a lambda, or evaluated while the function or class is defined
+    in_class: bool = False  # in the body of a class, outside of its methods
     none: frozenset[str] = frozenset()  # names that are None here, by the ``if`` around
     quotes: str = ""  # those of the f-strings around
+    # Line of the statement around it, if that runs whenever the function gets there; else 0.
+    line: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,6 @@ class Call:
     function: str  # qualified name of the function around; empty at module level
     callee: str  # absolute dotted name; ``super().__init__`` for that
     keywords: frozenset[str]
-    spreads: bool  # True if it passes ``**kwargs``
     where: Where
 
 
@@ -101,10 +105,15 @@ class Facts:
     path: Path
     uses: list[Found] = field(default_factory=list)
     functions: dict[str, Function] = field(default_factory=dict)
-    repeated: set[str] = field(default_factory=set)  # functions that are defined several times
+    repeated: set[str] = field(default_factory=set)  # names that are bound several times
     classes: dict[str, Class] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     values: set[str] = field(default_factory=set)  # dotted names that are used without a call
+    replaced: set[str] = field(default_factory=set)  # dotted names that it assigns to
+    reached: set[str] = field(default_factory=set)  # dotted names by which it uses the globals
+    # Strings with a dotted name of a getter -> the name, and the getter.
+    strings: dict[Span, tuple[str, str]] = field(default_factory=dict)
+    loads: Mapping[str, int] = field(default_factory=dict)  # how often a name is read
 
 
 Everything = Mapping[Path, Facts]

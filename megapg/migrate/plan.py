@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megapg.migrate.carriers import NONE, PARAMETER, Carrier, Carriers, Node
+from megapg.migrate.carriers import NONE, PARAMETER, Carrier, Carriers, Node, in_order
 from megapg.migrate.facts import Everything, Found, Function, Where
 from megapg.migrate.migration import How, Left, Root, Served
-from megapg.migrate.project import Project, is_test
+from megapg.migrate.project import PARALLEL_STATE, Project, is_test
+from megapg.migrate.replaced import Replaced
 from megapg.migrate.runtime import Runtime
-from megapg.migrate.thread import Threads
+from megapg.migrate.thread import Edge, Threads
 from megapg.migrate.uses import Kind, Span
 from megapg.upstream.mapping import COLLECTION_NAMES, Refusal, Replacement, Takes
 
 _VARIABLE = "pg"
+_OWNERS = ("collection", "self", "model")  # kinds of carriers that groups_of() asks
 
 
 @dataclass
@@ -33,11 +35,14 @@ class FilePlan:
     parameters: set[Span] = field(default_factory=set)  # functions that take the parameter
     # Functions -> statements at the top of their body.
     statements: dict[Span, list[str]] = field(default_factory=lambda: defaultdict(list))
+    before: dict[int, str] = field(default_factory=dict)  # lines of statements -> one more before
 
     def text(self) -> str:
         """Return all new code."""
         statements = [line for lines in self.statements.values() for line in lines]
-        return "\n".join([*self.replaced.values(), *self.passed.values(), *statements])
+        return "\n".join(
+            [*self.replaced.values(), *self.passed.values(), *statements, *self.before.values()]
+        )
 
 
 @dataclass
@@ -60,13 +65,25 @@ class Choice:
     carrier: Carrier
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A use, or a call that passes the parameter, and what it is served by."""
+
+    path: Path
+    function: str
+    span: Span
+    where: Where
+    carrier: Carrier
+    needs: tuple[str, ...]
+
+
 class Planner:
     """Makes the plan of a project.
 
     Args:
         project: the files.
         everything: the facts of each scanned file.
-        patched: names that some file replaces, by the module that they are replaced in.
+        replaced: what some file replaces at run time.
         runtime_of: says what the new text of a file imports.
         frozen: files that are left as they are, and why.
         unsafe: also rewrite uses with a caution.
@@ -76,19 +93,19 @@ class Planner:
         self,
         project: Project,
         everything: Everything,
-        patched: Mapping[Path, Collection[str]],
+        replaced: Collection[Replaced],
         runtime_of: Callable[[Path], Runtime],
         frozen: Mapping[Path, str],
         unsafe: bool,
     ) -> None:
         self._project, self._everything, self._runtime_of = project, everything, runtime_of
-        self._patched, self._frozen, self._unsafe = patched, frozen, unsafe
+        self._frozen, self._unsafe = frozen, unsafe
         self._sources = [
-            path
-            for path in everything
-            if not is_test(project.files[path]) and path not in frozen
+            path for path in everything if not is_test(project.files[path]) and path not in frozen
         ]
-        self._carriers = Carriers(project, {path: everything[path] for path in self._sources})
+        facts = {path: everything[path] for path in self._sources}
+        self._carriers = Carriers(project, facts, replaced)
+        self._replaced = replaced
         self._assigned = {
             each.use.name
             for path in self._sources
@@ -96,38 +113,91 @@ class Planner:
             if each.use.kind is Kind.ASSIGNED
         }
         self._plan = Plan()
+        self._shared: set[tuple[Path, Span]] = set()  # served by the variable of their function
         self._uses: dict[Node, int] = defaultdict(int)  # served by a node's parameter
         self._alone: dict[Node, int] = defaultdict(int)  # served by the globals alone
 
     def plan(self) -> Plan:
         """Return the plan."""
+        found = [
+            self._choose(path, found)
+            for path in self._everything
+            for found in self._everything[path].uses
+            if not found.use.keep
+        ]
+        patched = self._patched(found)
         choices = []
-        for path in self._everything:
-            for found in self._everything[path].uses:
-                if not found.use.keep:
-                    choice = self._choose(path, found)
-                    if isinstance(choice, Left):
-                        self._plan.left.append(choice)
-                    else:
-                        choices.append(choice)
+        for each in found:
+            if isinstance(each, Left):
+                self._plan.left.append(each)
+            elif (each.path, each.found.root) in patched:
+                left = Left(each.found.use, "assigned", "another file replaces the getter")
+                self._plan.left.append(left)
+            else:
+                choices.append(each)
         wanted: dict[Node, list[tuple[str, ...]]] = defaultdict(list)
         for each in choices:
             if each.carrier.node is not None:
                 wanted[each.carrier.node].append(each.answer.needs)
         starts = self._thread_from()
         threads = Threads(self._everything, self._carriers, self._sources, wanted, starts)
+        asked = [
+            _Asked(
+                each.path,
+                each.found.use.function,
+                each.found.use.span,
+                each.found.where,
+                each.carrier,
+                each.answer.needs,
+            )
+            for each in choices
+            if each.answer.takes is not Takes.OPTIONAL
+        ]
+        asked += [
+            _Asked(
+                edge.path, edge.call.function, edge.call.span, edge.call.where, edge.carrier, needs
+            )
+            for edge, needs in threads.passing()
+        ]
+        self._share(asked)
         for choice in choices:
             self._serve(choice, threads)
         for edge, needs in threads.passing():
-            self._file(edge.path).passed[edge.call.span] = self._passed(edge.path, edge.carrier, needs)
+            passed = self._passed(edge, needs)
+            self._file(edge.path).passed[edge.call.span] = passed
         for node in threads.taking:
             self._take(node)
-        for path, file in self._plan.files.items():
-            uses = self._everything[path].uses
-            left = {each.root for each in uses if each.use.span not in file.replaced}
-            file.unused = {each.root for each in uses} - left
+        self._find_unused()
+        self._rename_patched()
         self._plan.roots = self._roots(threads)
         return self._plan
+
+    def _patched(self, found: Sequence[Choice | Left]) -> set[tuple[Path, str]]:
+        """Return the names of getters in modules whose replacement the new code would not see.
+
+        A string that names such a getter is rewritten to the getter in ``parallel_state``, which
+        the new code calls. That works if nothing else in the module calls the getter.
+        """
+        stays = {(each.use.file, each.use.name) for each in found if isinstance(each, Left)}
+        patched = set()
+        for each in self._replaced:
+            name = self._project.files[each.module]
+            if len(each.parts) == 1 and (each.span is None or (name, each.getter) in stays):
+                patched.add((each.module, each.parts[0]))
+        return patched
+
+    def _find_unused(self) -> None:
+        """Note the imports of which every use is replaced."""
+        for path, file in self._plan.files.items():
+            facts = self._everything[path]
+            replaced = Counter(e.root for e in facts.uses if e.use.span in file.replaced)
+            file.unused = {name for name in replaced if replaced[name] == facts.loads.get(name)}
+
+    def _rename_patched(self) -> None:
+        for each in self._replaced:
+            file = self._plan.files.get(each.module)
+            if each.span is not None and file is not None and each.parts[0] in file.unused:
+                self._file(each.path).replaced[each.span] = f'"{PARALLEL_STATE}.{each.getter}"'
 
     def _thread_from(self) -> list[Node]:
         named = []
@@ -141,6 +211,28 @@ class Planner:
             named += found
         return named
 
+    def _share(self, asked: Sequence[_Asked]) -> None:
+        """Ask a model once in a function that needs it several times.
+
+        The variable is set before the first statement that needs it, if that always runs: asking a
+        model whose groups are closed is an error.
+        """
+        together: dict[tuple[Path, str, str], list[_Asked]] = defaultdict(list)
+        for each in asked:
+            around = self._carriers.around(each.path, each.function)
+            is_free = around and not {_VARIABLE, "locals"} & around[-1].names
+            if is_free and each.carrier.kind in _OWNERS and not each.where.inline:
+                together[each.path, each.function, each.carrier.expression].append(each)
+        for (path, _, expression), several in together.items():
+            first = min(several, key=lambda each: each.span)
+            if len(several) < 2 or not first.where.line:
+                continue
+            needs = in_order([need for each in several for need in each.needs])
+            file = self._file(path)
+            call = f"{_VARIABLE} = {file.name}.groups_of({_arguments(expression, needs)})"
+            file.before[first.where.line] = call
+            self._shared |= {(path, each.span) for each in several}
+
     # -- one use -----------------------------------------------------------------------------------
 
     def _choose(self, path: Path, found: Found) -> Choice | Left:
@@ -153,7 +245,7 @@ class Planner:
             return Left(use, "test")
         if isinstance(answer, Refusal):
             return Left(use, answer.reason, answer.detail)
-        if found.root in self._patched.get(path, ()) or use.name in self._assigned:
+        if use.name in self._assigned:
             return Left(use, "assigned", "another file replaces the getter")
         if answer.caution and not self._unsafe:
             return Left(use, answer.caution, "--unsafe rewrites it")
@@ -164,7 +256,7 @@ class Planner:
             return Left(use, "lifecycle", "its function makes or ends the groups")
         carrier = NONE
         if answer.takes is not Takes.GLOBALS:
-            carrier = self._carriers.of(path, use.function, where, answer)
+            carrier = self._carriers.of(path, use.function, where)
         if answer.takes is Takes.OPTIONAL and carrier.kind not in ("parameter", "collection"):
             return Left(use, "lifecycle", "no collection can say whether there are groups")
         if "'" in where.quotes and '"' in where.quotes:
@@ -178,7 +270,7 @@ class Planner:
         if how is How.THREADED and carrier.node is not None:
             self._uses[carrier.node] += 1
             how = How.THREADED if carrier.node in threads.fed else How.RESOLVED
-        elif carrier.kind == "none":
+        elif how is How.RESOLVED:
             self._alone[Node(choice.path, use.function)] += 1
         text = self._text(choice, file)
         if '"' in choice.found.where.quotes:
@@ -190,11 +282,11 @@ class Planner:
         """Return the new expression of a use."""
         carrier, answer = choice.carrier, choice.answer
         runtime = file.name
-        if carrier.kind == "group":
-            return carrier.on_a_group(answer)
         if answer.takes is Takes.OPTIONAL:
             return answer.write(carrier.expression, file.getters)
-        if carrier.kind in ("collection", "self", "model"):
+        if carrier.kind in _OWNERS:
+            if (choice.path, choice.found.use.span) in self._shared:
+                return answer.write(_VARIABLE, file.getters)
             pg = f"{runtime}.groups_of({_arguments(carrier.expression, answer.needs)})"
             return answer.write(pg, file.getters)
         passed = PARAMETER if carrier.kind == "parameter" else "None"
@@ -203,8 +295,8 @@ class Planner:
         if (
             not around
             or choice.found.where.inline
-            or _VARIABLE in around[-1].names
-            or (answer.takes is Takes.GLOBALS and self._takes_parameter(around))
+            or {_VARIABLE, "locals"} & around[-1].names
+            or (answer.takes is Takes.GLOBALS and self._has_carrier(around))
         ):
             return answer.write(f"{runtime}.resolve({passed})", file.getters)
         statements = file.statements[around[0].span]
@@ -212,13 +304,21 @@ class Planner:
             statements.append(statement)
         return answer.write(_VARIABLE, file.getters)
 
-    def _takes_parameter(self, around: list[Function]) -> bool:
-        return self._carriers.of(around[0].path, around[0].name, Where()).kind == "parameter"
+    def _has_carrier(self, around: list[Function]) -> bool:
+        return self._carriers.of(around[0].path, around[0].name, Where()).kind != "none"
 
-    def _passed(self, path: Path, carrier: Carrier, needs: tuple[str, ...]) -> str:
-        if carrier.kind in ("parameter", "collection"):
+    def _passed(self, edge: Edge, needs: tuple[str, ...]) -> str:
+        """Return what a call passes as the parameter."""
+        carrier, file = edge.carrier, self._file(edge.path)
+        if carrier.kind == "collection":
             return carrier.expression
-        return f"{self._file(path).name}.groups_of({_arguments(carrier.expression, needs)})"
+        if carrier.kind == "parameter":
+            around = self._carriers.around(edge.path, edge.call.function)
+            resolved = any(PARAMETER in each for each in file.statements[around[0].span][-1:])
+            return _VARIABLE if resolved and not edge.call.where.inline else carrier.expression
+        if (edge.path, edge.call.span) in self._shared:
+            return _VARIABLE
+        return f"{file.name}.groups_of({_arguments(carrier.expression, needs)})"
 
     def _take(self, node: Node) -> None:
         """Have a function or constructor take the parameter; a constructor also keeps it."""
@@ -235,10 +335,10 @@ class Planner:
     def _file(self, path: Path) -> FilePlan:
         if path not in self._plan.files:
             runtime, data = self._runtime_of(path), self._project.data(path)
-            name = _free(runtime.name, runtime.member or runtime.module, data)
+            name = _free(runtime.name, runtime.module, data)
             getters = name
             if runtime.getters_name != runtime.name:
-                getters = _free(runtime.getters_name, runtime.getters_member, data)
+                getters = _free(runtime.getters_name, runtime.getters_module, data)
             self._plan.files[path] = FilePlan(runtime, name, getters)
         return self._plan.files[path]
 
@@ -273,8 +373,11 @@ def _arguments(expression: str, needs: tuple[str, ...]) -> str:
     return ", ".join([expression, *(f'"{each}"' for each in needs)])
 
 
-def _free(name: str, imported: str, data: bytes) -> str:
-    """Return a name that a file does not use for something else."""
-    found = re.search(rb"\bimport\b[^\n]*\b%b\b" % imported.encode(), data)
-    is_used = re.search(rb"(?<![\w.])%b\b(?!\.)" % name.encode(), data)
-    return f"{name}_" if is_used and not found else name
+def _free(name: str, module: str, data: bytes) -> str:
+    """Return a name for an import from a module that a file does not use for something else."""
+    last = name.encode()
+    imported = re.search(
+        rb"^[ \t]*(from %b\b.*|)import .*\b%b\b" % (module.encode(), last), data, re.M
+    )
+    is_used = re.search(rb"(?<![\w.])%b\b" % last, data)
+    return name if imported or not is_used else f"{name}_"

@@ -18,9 +18,12 @@ from pathlib import Path
 
 from megapg.migrate.config import Config
 from megapg.migrate.migration import Problem
+from megapg.upstream.signatures import SIGNATURES
 
 PARALLEL_STATE = "megatron.core.parallel_state"
 _NAMES_OF_THE_MODULE = (PARALLEL_STATE, "megatron.core.mpu")
+# Megatron's own modules import getters, and other code imports them from there.
+_REEXPORTED = re.compile(r"megatron\.(?:core|training|legacy)\.(?:\w+\.)+(\w+)")
 _SKIPPED = frozenset(
     {"__pycache__", "node_modules", "build", "dist", "site-packages", "venv", "env"}
 )
@@ -44,11 +47,13 @@ def is_notebook(path: Path) -> bool:
 class Table:
     """The names that a module binds at its top level."""
 
-    imports: dict[str, str] = field(default_factory=dict)  # name -> absolute dotted name
+    imports: dict[str, set[str]] = field(default_factory=dict)  # name -> absolute dotted names
+    # The same with the imports in functions.
+    everywhere: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     stars: list[str] = field(default_factory=list)  # modules of ``from module import *``
-    imported: set[str] = field(default_factory=set)  # dotted names of all imports, in functions too
-    functions: dict[str, int] = field(default_factory=dict)  # qualified name -> number of ``def``s
-    classes: dict[str, int] = field(default_factory=dict)
+    others: set[str] = field(default_factory=set)  # names that are assigned to
+    functions: set[str] = field(default_factory=set)
+    classes: set[str] = field(default_factory=set)
     exported: frozenset[str] = frozenset()  # in ``__all__``
 
 
@@ -171,7 +176,7 @@ class Project:
         near = [each for each in found if importer.is_relative_to(each[0])]
         if near:
             return max(near, key=lambda each: len(each[0].parts))[1]
-        return found[0][1] if len(found) == 1 else None
+        return found[0][1] if len(found) == 1 and len(wanted) > 1 else None
 
     def table(self, path: Path) -> Table:
         """Return the top-level names of a file; an empty table if it is no valid Python."""
@@ -187,40 +192,40 @@ class Project:
     def _read(self, tree: ast.Module, path: Path) -> Table:
         table = Table()
         for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                table.imported |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                module = self.absolute("." * node.level + (node.module or ""), path)
-                table.imported |= {f"{module}.{alias.name}" for alias in node.names}
+            for name, dotted in self._imports(node, path):
+                table.everywhere[name].add(dotted)
         for node in _top_level(tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    name = alias.asname or alias.name.partition(".")[0]
-                    table.imports[name] = alias.name if alias.asname else name
-            elif isinstance(node, ast.ImportFrom):
-                module = self.absolute("." * node.level + (node.module or ""), path)
-                for alias in node.names:
-                    if alias.name == "*":
-                        table.stars.append(module)
-                    else:
-                        table.imports[alias.asname or alias.name] = f"{module}.{alias.name}"
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                table.functions[node.name] = table.functions.get(node.name, 0) + 1
+            for name, dotted in self._imports(node, path):
+                if name == "*":
+                    table.stars.append(dotted.removesuffix(".*"))
+                else:
+                    table.imports.setdefault(name, set()).add(dotted)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                table.functions.add(node.name)
             elif isinstance(node, ast.ClassDef):
-                table.classes[node.name] = table.classes.get(node.name, 0) + 1
-                for inner in node.body:
-                    if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
-                        name = f"{node.name}.{inner.name}"
-                        table.functions[name] = table.functions.get(name, 0) + 1
+                table.classes.add(node.name)
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                name, value = node.targets[0].id, _dotted(node.value)
+                name, (head, dot, rest) = node.targets[0].id, _dotted(node.value).partition(".")
                 if name == "__all__":
                     texts = (e.value for e in ast.walk(node.value) if isinstance(e, ast.Constant))
                     table.exported = frozenset(each for each in texts if isinstance(each, str))
-                head, dot, rest = value.partition(".")
-                if len(node.targets) == 1 and head in table.imports:  # an alias
-                    table.imports[name] = table.imports[head] + dot + rest
+                elif head in table.imports:  # an alias
+                    found = {each + dot + rest for each in table.imports[head]}
+                    table.imports.setdefault(name, set()).update(found)
+                elif not isinstance(node.value, ast.Constant) or node.value.value is not None:
+                    table.others.add(name)
         return table
+
+    def _imports(self, node: ast.AST, path: Path) -> Iterator[tuple[str, str]]:
+        """Yield the names that a statement imports, each with its absolute dotted name."""
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.asname or alias.name.partition(".")[0]
+                yield name, alias.name if alias.asname else name
+        elif isinstance(node, ast.ImportFrom):
+            module = self.absolute("." * node.level + (node.module or ""), path)
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{module}.{alias.name}"
 
     # -- names -------------------------------------------------------------------------------------
 
@@ -236,6 +241,9 @@ class Project:
             if step == dotted:
                 break
             dotted = step
+        reexported = _REEXPORTED.fullmatch(dotted)
+        if reexported and reexported[1] in SIGNATURES:
+            return Meaning(f"{PARALLEL_STATE}.{reexported[1]}")
         return Meaning(dotted)
 
     def _in_parallel_state(self, dotted: str) -> str | None:
@@ -246,29 +254,42 @@ class Project:
 
     def _step(self, dotted: str, importer: Path) -> Meaning | str:
         """Follow one import: the name that it leads to, or the meaning if none is left."""
+        found = self.split(dotted, importer)
+        if found is None:
+            return dotted
+        path, rest = found
+        return self._in_module(path, dotted, rest) if rest else Meaning(dotted, path)
+
+    def _in_module(self, path: Path, dotted: str, rest: Sequence[str]) -> Meaning | str:
+        """Follow a name in a module; a name with several meanings has none."""
+        table, name = self.table(path), rest[0]
+        is_defined = name in table.functions or name in table.classes
+        if name in table.others or (is_defined and name in table.imports):
+            return Meaning(dotted)
+        if is_defined:
+            return Meaning(dotted, path, ".".join(rest))
+        if name in table.imports:
+            several = [".".join([each, *rest[1:]]) for each in sorted(table.imports[name])]
+            if len(several) == 1:
+                return several[0]
+            meanings = {self.meaning(each, path) for each in several if each != dotted}
+            return meanings.pop() if len(meanings) == 1 else Meaning(dotted)
+        for module in table.stars:
+            source = self.find(module, path)
+            names = self.table(source) if source else Table()
+            in_star = name in {*names.functions, *names.classes, *names.imports}
+            if in_star or self._in_parallel_state(module):
+                return ".".join([module, *rest])
+        return Meaning(dotted)
+
+    def split(self, dotted: str, importer: Path) -> tuple[Path, tuple[str, ...]] | None:
+        """Return the module of the project that a dotted name begins with, and the rest of it."""
         parts = dotted.split(".")
         for end in range(len(parts), 0, -1):
             path = self.find(".".join(parts[:end]), importer)
-            if path is None:
-                continue
-            rest = parts[end:]
-            if not rest:
-                return Meaning(dotted, path)
-            table = self.table(path)
-            if rest[0] in table.imports:
-                return ".".join([table.imports[rest[0]], *rest[1:]])
-            local = ".".join(rest)
-            if rest[0] in table.functions or rest[0] in table.classes:
-                return Meaning(dotted, path, local)
-            for module in table.stars:
-                if self._in_parallel_state(module):
-                    return f"{module}.{local}"
-                source = self.find(module, path)
-                names = self.table(source) if source else Table()
-                if rest[0] in {*names.functions, *names.classes, *names.imports}:
-                    return f"{module}.{local}"
-            return Meaning(dotted)
-        return dotted
+            if path is not None:
+                return path, tuple(parts[end:])
+        return None
 
     def importers(self, names: Collection[tuple[Path, str]]) -> set[Path]:
         """Return the files that import one of some names, or its module.
@@ -280,7 +301,7 @@ class Project:
         modules = {path for path, _ in names}
         found = set()
         for path in self.mentioning(re.compile(rb"\b(%b)\b" % b"|".join(sorted(words)))):
-            for dotted in self.table(path).imported:
+            for dotted in set().union(*self.table(path).everywhere.values()):
                 meaning = self.meaning(dotted.removesuffix(".*"), path)
                 name = meaning.local.partition(".")[0]
                 if meaning.path in modules and (not name or (meaning.path, name) in names):
@@ -298,7 +319,7 @@ class Project:
                 continue
             if attribute.search(self._data[other]):
                 return True
-            for dotted in self.table(other).imported:
+            for dotted in set().union(*self.table(other).everywhere.values()):
                 home, _, last = dotted.rpartition(".")
                 if last in (name, "*") and self.find(home, other) == path:
                     return True

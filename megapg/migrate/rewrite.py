@@ -11,14 +11,16 @@ from libcst.codemod.visitors import AddImportsVisitor
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from megapg.migrate.carriers import PARAMETER
+from megapg.migrate.names import dotted_name
 from megapg.migrate.plan import FilePlan
-from megapg.migrate.scan import dotted_name
+from megapg.migrate.scan import span_of
 from megapg.migrate.uses import Span
 
 _NO_SPACE = cst.SimpleWhitespace("")
 _SPACE = cst.SimpleWhitespace(" ")
 
 _Item = TypeVar("_Item", cst.Arg, cst.Param)
+_Statement = TypeVar("_Statement", cst.SimpleStatementLine, cst.If)
 _Import = TypeVar("_Import", cst.Import, cst.ImportFrom)
 
 
@@ -73,15 +75,13 @@ class _Rewriter(cst.CSTTransformer):
         self._conditions = 0  # ``if`` and ``try`` around: their other branches bind the same names
 
     def _span(self, node: cst.CSTNode) -> Span:
-        found = self.get_metadata(PositionProvider, node)
-        start, end = found.start, found.end
-        return Span(start.line, start.column + 1, end.line, end.column + 1)
+        return span_of(self.get_metadata(PositionProvider, node))
 
     def _expression(self, text: str) -> cst.BaseExpression:
         return cst.parse_expression(text, self._config)
 
     def _replaced(
-        self, node: cst.Call | cst.Name | cst.Attribute, new: cst.BaseExpression
+        self, node: cst.Call | cst.Name | cst.Attribute | cst.SimpleString, new: cst.BaseExpression
     ) -> cst.BaseExpression:
         text = self._plan.replaced.get(self._span(node))
         if text is None:
@@ -93,6 +93,11 @@ class _Rewriter(cst.CSTTransformer):
 
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
+    ) -> cst.BaseExpression:
+        return self._replaced(original_node, updated_node)
+
+    def leave_SimpleString(
+        self, original_node: cst.SimpleString, updated_node: cst.SimpleString
     ) -> cst.BaseExpression:
         return self._replaced(original_node, updated_node)
 
@@ -122,6 +127,20 @@ class _Rewriter(cst.CSTTransformer):
             new = new.with_changes(body=_with_statements(new.body, lines))
         return new
 
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
+        return self._after_more(original_node, updated_node)
+
+    def _after_more(
+        self, original: _Statement, updated: _Statement
+    ) -> _Statement | cst.FlattenSentinel[cst.BaseStatement]:
+        """Return a statement, or two if the plan has one before it."""
+        text = self._plan.before.get(self._span(original).line)
+        if text is None:
+            return updated
+        return cst.FlattenSentinel([cst.parse_statement(text, self._config), updated])
+
     def visit_Try(self, node: cst.Try) -> None:
         self._conditions += 1
 
@@ -132,9 +151,11 @@ class _Rewriter(cst.CSTTransformer):
     def visit_If(self, node: cst.If) -> None:
         self._conditions += 1
 
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
+    def leave_If(
+        self, original_node: cst.If, updated_node: cst.If
+    ) -> cst.If | cst.FlattenSentinel[cst.BaseStatement]:
         self._conditions -= 1
-        return updated_node
+        return self._after_more(original_node, updated_node)
 
     def leave_Import(
         self, original_node: cst.Import, updated_node: cst.Import
@@ -185,14 +206,28 @@ def _appended(
     """
     if not items:
         return [new]
-    last: _Item = items[-1]
+    last = items[-1]
     comma = items[-2].comma if len(items) > 1 else None
-    between = comma.whitespace_after if isinstance(comma, cst.Comma) else before
-    if isinstance(between, cst.SimpleWhitespace):
-        between = _SPACE
-    new = new.with_changes(comma=last.comma, **{after: getattr(last, after)})
+    between = _without_comment(comma.whitespace_after if isinstance(comma, cst.Comma) else before)
+    end = last.comma
+    if isinstance(end, cst.Comma) and isinstance(end.whitespace_after, cst.ParenthesizedWhitespace):
+        if isinstance(between, cst.ParenthesizedWhitespace):  # a comment stays where it is
+            between = end.whitespace_after.with_changes(last_line=between.last_line)
+        end = end.with_changes(whitespace_after=_without_comment(end.whitespace_after))
+    new = new.with_changes(comma=end, **{after: getattr(last, after)})
     changes = {"comma": cst.Comma(whitespace_after=between), after: _NO_SPACE}
-    return [*items[:-1], cast(_Item, last.with_changes(**changes)), new]
+    result = list(items)
+    result[-1:] = [last.with_changes(**changes), new]
+    return result
+
+
+def _without_comment(
+    space: cst.BaseParenthesizableWhitespace,
+) -> cst.BaseParenthesizableWhitespace:
+    """Return the white space between two items: a line break with its indentation, or a space."""
+    if isinstance(space, cst.ParenthesizedWhitespace):
+        return cst.ParenthesizedWhitespace(indent=space.indent, last_line=space.last_line)
+    return _SPACE
 
 
 def _with_parameter(
@@ -210,12 +245,13 @@ def _with_parameter(
         items = _appended(params.kwonly_params, new, before, after)
         return params.with_changes(kwonly_params=items)
     if isinstance(params.star_arg, cst.Param):
-        both = _appended([params.star_arg], new, before, after)
-        return params.with_changes(star_arg=both[0], kwonly_params=both[1:])
+        both = _appended([*params.params, params.star_arg], new, before, after)
+        return params.with_changes(star_arg=both[-2], kwonly_params=both[-1:])
     if not params.params:  # nothing, or positional-only parameters and a slash
         return params.with_changes(star_arg=cst.ParamStar(), kwonly_params=[new])
     items = _appended(params.params, new, before, after)
-    star = cst.ParamStar(comma=cast("cst.Comma", items[-2].comma))
+    comma = cast("cst.Comma", items[-2].comma)
+    star = cst.ParamStar(cst.Comma(whitespace_after=_without_comment(comma.whitespace_after)))
     return params.with_changes(params=items[:-1], star_arg=star, kwonly_params=items[-1:])
 
 
@@ -226,10 +262,15 @@ def _with_statements(
     if isinstance(body, cst.SimpleStatementSuite):
         body = cst.IndentedBlock([cst.SimpleStatementLine(body.body)])
     block = cast("cst.IndentedBlock", body)
-    at = 0
-    match block.body[0]:
+    first = block.body[0]
+    match first:
         case cst.SimpleStatementLine(
-            body=[cst.Expr(value=cst.SimpleString() | cst.ConcatenatedString())]
+            body=[cst.Expr(value=cst.SimpleString() | cst.ConcatenatedString()) as doc, *rest]
         ):
-            at = 1
-    return block.with_changes(body=[*block.body[:at], *lines, *block.body[at:]])
+            docstring: list[cst.BaseStatement] = [first]
+            if rest:  # of the same line
+                alone = doc.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)
+                docstring = [first.with_changes(body=[alone])]
+                lines = [*lines, cst.SimpleStatementLine(rest)]
+            return block.with_changes(body=[*docstring, *lines, *block.body[1:]])
+    return block.with_changes(body=[*lines, *block.body])

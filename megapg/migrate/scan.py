@@ -6,30 +6,30 @@ LibCST says what a name is bound to in its scope; the project says what an impor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import libcst as cst
 from libcst.metadata import (
+    CodeRange,
     ExpressionContext,
     ExpressionContextProvider,
     MetadataWrapper,
     PositionProvider,
-    QualifiedNameSource,
-    Scope,
     ScopeProvider,
 )
 
-from megapg.migrate.facts import HERE, Call, Class, Facts, Found, Function, Parameter, Where
+from megapg.migrate.facts import Call, Class, Facts, Found, Function, Parameter, Where
+from megapg.migrate.names import Bindings, Names, dotted_name, nodes
 from megapg.migrate.project import PARALLEL_STATE
 from megapg.migrate.uses import Kind, Span, Use
 from megapg.upstream.expressions import known, replacement
 from megapg.upstream.mapping import Argument, Refusal, Replacement
 
 _KEEP = re.compile(r"#\s*megapg:\s*keep\b")
-_GETTER_IN_A_STRING = re.compile(r"megatron\.core\.(?:parallel_state|mpu)\.(\w+)\Z")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+\Z")
 _MAKES_GROUPS = ("initialize_model_parallel", "destroy_model_parallel")
 
 
@@ -49,87 +49,40 @@ def scan(
         libcst.ParserSyntaxError: the file is no valid Python.
     """
     module = cst.parse_module(text)
-    scanner = _Scanner(module, path, name, stands_for, versions)
-    MetadataWrapper(module, unsafe_skip_copy=True).visit(scanner)
+    wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
+    contexts = wrapper.resolve(ExpressionContextProvider)
+    names = Names(module, wrapper.resolve(ScopeProvider), contexts, stands_for)
+    positions = wrapper.resolve(PositionProvider)
+    scanner = _Scanner(module, Facts(path), name, names, contexts, positions, versions)
+    module.visit(scanner)
+    scanner.facts.repeated |= names.repeated
+    scanner.facts.loads = names.loads
     return scanner.facts
-
-
-def dotted_name(node: cst.BaseExpression) -> str:
-    """Return the source of a name or of attributes of a name; empty for other expressions."""
-    if isinstance(node, cst.Name):
-        return node.value
-    if isinstance(node, cst.Attribute):
-        inner = dotted_name(node.value)
-        return f"{inner}.{node.attr.value}" if inner else ""
-    return ""
 
 
 class _Scanner(cst.CSTVisitor):
     """Visits a file once, in the order of its text, and collects its facts."""
 
-    METADATA_DEPENDENCIES = (ScopeProvider, PositionProvider, ExpressionContextProvider)
-
     def __init__(
         self,
         module: cst.Module,
-        path: Path,
+        facts: Facts,
         name: str,
-        stands_for: Callable[[str], str],
+        names: Names,
+        contexts: Mapping[cst.CSTNode, ExpressionContext | None],
+        positions: Mapping[cst.CSTNode, CodeRange],
         versions: Sequence[int],
     ) -> None:
         super().__init__()
-        self.facts = Facts(path)
+        self.facts = facts
         self._module, self._name, self._versions = module, name, versions
+        self._names, self._contexts, self._positions = names, contexts, positions
         self._lines = module.code.splitlines()
-        self._stands_for = stands_for
-        self._aliases: dict[str, str] = {}  # local name, qualified by LibCST -> dotted name
         self._around: list[Function | Class] = []
         self._where = Where()
 
-    # -- names -------------------------------------------------------------------------------------
-
-    def _meanings(self, node: cst.BaseExpression) -> set[str]:
-        """Return the dotted names that a name or attribute may stand for.
-
-        A name of this file begins with ``HERE``. A local variable has no meaning.
-        """
-        scope = self.get_metadata(ScopeProvider, node, None)
-        found: set[str] = set()
-        if not isinstance(scope, Scope) or not dotted_name(node):
-            return found
-        for each in scope.get_qualified_names_for(node):
-            if each.source is QualifiedNameSource.IMPORT:
-                found.add(self._stands_for(each.name))
-            elif each.source is QualifiedNameSource.LOCAL:
-                found |= self._local(each.name)
-        return found
-
-    def _local(self, name: str) -> set[str]:
-        parts = name.split(".")
-        for end in range(len(parts), 0, -1):
-            alias = self._aliases.get(".".join(parts[:end]))
-            if alias is not None:
-                return {self._stands_for(".".join([alias, *parts[end:]]))}
-        return set() if "<locals>" in name else {f"{HERE}.{name}"}
-
-    def _member(self, node: cst.BaseExpression) -> str | None:
-        """Return the name in ``parallel_state`` that an expression stands for; empty for the module
-        itself, None for anything else.
-        """
-        for each in self._meanings(node):
-            if each == PARALLEL_STATE or each.startswith(PARALLEL_STATE + "."):
-                return each[len(PARALLEL_STATE) + 1 :].partition(".")[0]
-        return None
-
-    def _is_ambiguous(self, node: cst.BaseExpression) -> bool:
-        """True if the name may also be an import of something else."""
-        meanings = {each for each in self._meanings(node) if not each.startswith(HERE)}
-        return len(meanings) > 1
-
     def _span(self, node: cst.CSTNode) -> Span:
-        found = self.get_metadata(PositionProvider, node)
-        start, end = found.start, found.end
-        return Span(start.line, start.column + 1, end.line, end.column + 1)
+        return span_of(self._positions[node])
 
     @property
     def _function(self) -> Function | None:
@@ -141,22 +94,6 @@ class _Scanner(cst.CSTVisitor):
 
     # -- definitions -------------------------------------------------------------------------------
 
-    def visit_Module(self, node: cst.Module) -> None:
-        """Note variables that are bound to the globals' module or to a getter."""
-        scanner = self
-
-        class Aliases(cst.CSTVisitor):
-            def visit_Assign(self, node: cst.Assign) -> None:
-                target = node.targets[0].target
-                if len(node.targets) == 1 and isinstance(target, cst.Name):
-                    scope = scanner.get_metadata(ScopeProvider, target, None)
-                    if isinstance(scope, Scope) and scanner._member(node.value) is not None:
-                        meaning = next(iter(scanner._meanings(node.value)))
-                        for name in scope.get_qualified_names_for(target):
-                            scanner._aliases[name.name] = meaning
-
-        node.visit(Aliases())
-
     def visit_ClassDef(self, node: cst.ClassDef) -> bool:
         self._visit_all([*node.decorators, *node.bases, *node.keywords], inline=True)
         name = self._qualified(node.name.value)
@@ -166,7 +103,7 @@ class _Scanner(cst.CSTVisitor):
         )
         self.facts.classes[name] = found
         self._around.append(found)
-        with self._in(Where(inline=True)):
+        with self._in(Where(inline=True, in_class=True)):
             node.body.visit(self)
         self._around.pop()
         return False
@@ -185,15 +122,24 @@ class _Scanner(cst.CSTVisitor):
             self.facts.repeated.add(function.name)
         self.facts.functions[function.name] = function
         self._around.append(function)
-        with self._in(Where()):
-            node.body.visit(self)
+        for statement in node.body.body:
+            # The test of an ``if`` runs for certain, its branches do not: see ``_branch()``.
+            certain = isinstance(statement, cst.SimpleStatementLine | cst.If)
+            with self._in(Where(line=self._span(statement).line if certain else 0)):
+                statement.visit(self)
         self._around.pop()
         return False
 
     def _described(self, node: cst.FunctionDef, parameters: Sequence[cst.Param]) -> Function:
         around = self._around[-1] if self._around else None
         outer = self._function
-        names = {each.value for each in _nodes(node) if isinstance(each, cst.Name)}
+        deleted = {
+            each.value
+            for statement in nodes(node.body)
+            if isinstance(statement, cst.Del)
+            for each in nodes(statement.target)
+            if isinstance(each, cst.Name)
+        }
         return Function(
             path=self.facts.path,
             name=self._qualified(node.name.value),
@@ -203,7 +149,9 @@ class _Scanner(cst.CSTVisitor):
             decorators=self._decorators(node),
             of_class=around.name if isinstance(around, Class) else "",
             outer=outer.name if outer is not None else "",
-            names=frozenset(names),
+            names=frozenset(each.value for each in nodes(node) if isinstance(each, cst.Name)),
+            bound=self._names.bound_in(node.body),
+            deleted=frozenset(deleted),
         )
 
     def _parameter(self, node: cst.Param) -> Parameter:
@@ -227,8 +175,7 @@ class _Scanner(cst.CSTVisitor):
     def _one_meaning(self, node: cst.BaseExpression) -> str:
         """Return what an expression stands for; its source if LibCST does not know."""
         node = node.value if isinstance(node, cst.Subscript) else node
-        meanings = self._meanings(node)
-        return meanings.pop() if len(meanings) == 1 else dotted_name(node)
+        return self._names.of(node).only or dotted_name(node)
 
     # -- surroundings ------------------------------------------------------------------------------
 
@@ -260,17 +207,17 @@ class _Scanner(cst.CSTVisitor):
         node.left.visit(self)
         none = frozenset({dotted_name(node.left)} - {""})
         none = none if isinstance(node.operator, cst.Or) else frozenset()
-        with self._in(replace(self._where, none=self._where.none | none)):
+        with self._in(replace(self._where, none=self._where.none | none, line=0)):
             node.right.visit(self)
         return False
 
     def _branch(self, test: cst.CSTNode, body: cst.CSTNode, other: cst.CSTNode | None) -> None:
         test.visit(self)
         is_none, is_not_none = _compared_to_none(test)
-        with self._in(replace(self._where, none=self._where.none | is_none)):
+        with self._in(replace(self._where, none=self._where.none | is_none, line=0)):
             body.visit(self)
         if other is not None:
-            with self._in(replace(self._where, none=self._where.none | is_not_none)):
+            with self._in(replace(self._where, none=self._where.none | is_not_none, line=0)):
                 other.visit(self)
 
     def visit_FormattedString(self, node: cst.FormattedString) -> bool:
@@ -296,148 +243,144 @@ class _Scanner(cst.CSTVisitor):
     # -- uses --------------------------------------------------------------------------------------
 
     def visit_Call(self, node: cst.Call) -> bool:
-        function = self._function
-        member = self._member(node.func)
-        if member:
-            self._add(node, Kind.CALL, member, node.func, node.args)
+        function, bound = self._function, self._names.of(node.func)
+        if bound.member:
+            self._add(node, Kind.CALL, node.func, bound, node.args)
             if function is not None:
-                function.makes_groups |= member.startswith(_MAKES_GROUPS)
-                function.fakes_ranks |= member.startswith("set_")
-            for argument in node.args:
-                argument.value.visit(self)
-            return False
-        callee = self._callee(node.func)
-        for name in callee:
+                function.makes_groups |= bound.member.startswith(_MAKES_GROUPS)
+                function.fakes_ranks |= bound.member.startswith("set_")
+        elif callee := self._callee(node, bound):
             keywords = frozenset(arg.keyword.value for arg in node.args if arg.keyword)
-            spreads = any(arg.star == "**" for arg in node.args)
-            span, caller = self._span(node), self._function_name()
-            self.facts.calls.append(Call(span, caller, name, keywords, spreads, self._where))
-        if callee and member is None:
-            for argument in node.args:
-                argument.value.visit(self)
-            return False
-        return True
+            caller = function.name if function else ""
+            call = Call(self._span(node), caller, callee, keywords, self._where)
+            self.facts.calls.append(call)
+        else:
+            return True
+        for argument in node.args:
+            argument.value.visit(self)
+        return False
 
-    def _callee(self, func: cst.BaseExpression) -> set[str]:
-        match func:
+    def _callee(self, node: cst.Call, bound: Bindings) -> str:
+        """Return the dotted name of what a call calls; empty if that is not certain."""
+        match node.func:
             case cst.Attribute(
-                value=cst.Call(func=cst.Name(value="super")), attr=cst.Name(value="__init__")
+                value=cst.Call(func=cst.Name(value="super"), args=arguments),
+                attr=cst.Name(value="__init__"),
             ):
-                return {"super().__init__"}
-        return self._meanings(func)
+                classes = [each for each in self._around if isinstance(each, Class)]
+                own = classes[-1].name.rpartition(".")[2] if classes else ""
+                of_own = not arguments or dotted_name(arguments[0].value) == own
+                return "super().__init__" if of_own else ""
+        return bound.only
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
-        context = self.get_metadata(ExpressionContextProvider, node, None)
         function = self._function
-        if context is ExpressionContext.STORE and function is not None and self._around:
+        if self._contexts.get(node) is ExpressionContext.STORE and function is not None:
             is_self = isinstance(node.value, cst.Name) and node.value.value == function.self_name
             if is_self and function.of_class in self.facts.classes:
                 self.facts.classes[function.of_class].attributes.add(node.attr.value)
         if not dotted_name(node):
             return True
-        self._look_at(node, context)
+        self._look_at(node)
         return False
 
     def visit_Name(self, node: cst.Name) -> None:
-        context = self.get_metadata(ExpressionContextProvider, node, None)
         around = self._around[-1] if self._around else None
-        if context is ExpressionContext.STORE and isinstance(around, Class):
+        if self._contexts.get(node) is ExpressionContext.STORE and isinstance(around, Class):
             around.attributes.add(node.value)
-        self._look_at(node, context)
+        self._look_at(node)
 
-    def _look_at(self, node: cst.Name | cst.Attribute, context: ExpressionContext | None) -> None:
-        """Add a use that is no call."""
-        if context is None:
+    def _look_at(self, node: cst.Name | cst.Attribute) -> None:
+        """Add a use that is no call, or a value that is not called."""
+        context, bound = self._contexts.get(node), self._names.of(node)
+        if context is None or (
+            isinstance(node, cst.Name) and context is not ExpressionContext.LOAD
+        ):
             return
-        member = self._member(node)
-        if member is None:
-            if context is ExpressionContext.LOAD:
-                self.facts.values |= self._meanings(node)
+        if context is not ExpressionContext.LOAD:
+            self.facts.replaced |= bound.imported
+        if bound.member is None:
+            self.facts.values |= bound.names
         elif context is not ExpressionContext.LOAD:
-            if isinstance(node, cst.Attribute):
-                self._add(node, Kind.ASSIGNED, member, node)
-        elif not member:
-            self._add(node, Kind.MODULE, "", node)
-        elif member.startswith("_"):
-            self._add(node, Kind.PRIVATE, member, node)
+            self._add(node, Kind.ASSIGNED, node, bound)
+        elif not bound.member:
+            self._add(node, Kind.MODULE, node, bound)
+        elif bound.member.startswith("_"):
+            self._add(node, Kind.PRIVATE, node, bound)
         else:
-            self._add(node, Kind.VALUE, member, node)
+            self._add(node, Kind.VALUE, node, bound)
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         text = node.evaluated_value
-        getter = _GETTER_IN_A_STRING.match(text) if isinstance(text, str) else None
-        if getter and known(getter[1]):
-            self._add(node, Kind.STRING, getter[1], node)
+        if isinstance(text, str) and _DOTTED.match(text):
+            member = self._names.member_named(text)
+            if member and known(member):
+                self.facts.strings[self._span(node)] = text, member
+            if member and text in (f"{PARALLEL_STATE}.{member}", f"megatron.core.mpu.{member}"):
+                self._add(
+                    node, Kind.STRING, node, Bindings(frozenset({f"{PARALLEL_STATE}.{member}"}))
+                )
 
     def _add(
         self,
         node: cst.BaseExpression,
         kind: Kind,
-        name: str,
         named_by: cst.BaseExpression,
+        bound: Bindings,
         arguments: Sequence[cst.Arg] = (),
     ) -> None:
         span, text = self._span(node), self._module.code_for_node(node).strip()
-        lines = self._lines[span.line - 1 : span.end_line]
+        function = self._function
         use = Use(
             file=self._name,
             span=span,
             kind=kind,
-            name=name,
+            name=bound.member or "",
             text=text,
-            function=self._function_name(),
-            answer=self._answer(kind, name, named_by, arguments, text),
-            keep=any(map(_KEEP.search, lines)),
+            function=function.name if function else "",
+            answer=self._answer(kind, bound, arguments, text),
+            keep=any(map(_KEEP.search, self._lines[span.line - 1 : span.end_line])),
         )
-        root = (dotted_name(named_by) or "").partition(".")[0]
+        root = dotted_name(named_by).partition(".")[0]
         self.facts.uses.append(Found(use, root, self._where))
+        self.facts.reached |= bound.imported
 
     def _answer(
-        self,
-        kind: Kind,
-        name: str,
-        named_by: cst.BaseExpression,
-        arguments: Sequence[cst.Arg],
-        text: str,
+        self, kind: Kind, bound: Bindings, arguments: Sequence[cst.Arg], text: str
     ) -> Replacement | Refusal:
         if kind is Kind.STRING:
             return Refusal("in-a-string")
         if kind is Kind.ASSIGNED:
             return Refusal("assigned")
-        if self._is_ambiguous(named_by):
+        if not bound.only:
             return Refusal("assigned", "the name has several meanings")
+        name = bound.member or ""
         if kind is Kind.MODULE:
             return Refusal("as-value")
         if kind is Kind.VALUE:
             of_name = replacement(name, (), self._versions)
-            own = isinstance(of_name, Refusal) and of_name.reason not in ("arguments",)
-            return of_name if own else Refusal("as-value")
+            is_about_name = isinstance(of_name, Refusal) and of_name.reason != "arguments"
+            return of_name if is_about_name else Refusal("as-value")
         if "#" in text and "\n" in text:
             return Refusal("arguments", "it contains a comment")
         if any(self._has_a_use(argument.value) for argument in arguments):
             return Refusal("arguments", "an argument reads the globals, too")
         code = self._module.code_for_node
         given = [
-            Argument(
-                argument.star + code(argument.value),
-                argument.keyword.value if argument.keyword else "",
-            )
-            for argument in arguments
+            Argument(each.star + code(each.value), each.keyword.value if each.keyword else "")
+            for each in arguments
         ]
         return replacement(name, given, self._versions)
 
     def _has_a_use(self, node: cst.BaseExpression) -> bool:
-        return any(
-            self._member(each) is not None
-            for each in _nodes(node)
-            if isinstance(each, cst.Name | cst.Attribute)
-        )
+        names = (each for each in nodes(node) if isinstance(each, cst.Name | cst.Attribute))
+        return any(self._names.of(each).member is not None for each in names)
 
 
-def _nodes(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    yield node
-    for child in node.children:
-        yield from _nodes(child)
+def span_of(found: CodeRange) -> Span:
+    """Return a position of LibCST, whose columns count from 0, as a span."""
+    start, end = found.start, found.end
+    return Span(start.line, start.column + 1, end.line, end.column + 1)
 
 
 def _compared_to_none(test: cst.CSTNode) -> tuple[frozenset[str], frozenset[str]]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megapg.migrate.carriers import PARAMETER, Carrier, Carriers, Node, fields_in_order
+from megapg.migrate.carriers import PARAMETER, Carrier, Carriers, Node, in_order
 from megapg.migrate.facts import Call, Everything
 from megapg.migrate.migration import How
 
@@ -69,10 +69,7 @@ class Threads:
         if call.callee == "super().__init__":
             around = carriers.around(path, call.function)
             of = carriers.class_at(path, around[-1].of_class) if around else None
-            for base in carriers.bases(of) if of is not None else ():
-                if not isinstance(base, str):
-                    return carriers.constructor(base)
-            return None
+            return carriers.base_constructor(of) if of is not None else None
         meaning = carriers.meaning(call.callee, path)
         if meaning.path is None or not meaning.local:
             return None
@@ -110,7 +107,8 @@ class Threads:
 
     def passes(self, edge: Edge) -> bool:
         """True if a call passes the parameter."""
-        if edge.callee not in self.taking or PARAMETER in edge.call.keywords:
+        call = edge.call
+        if edge.callee not in self.taking or PARAMETER in call.keywords or call.where.quotes:
             return False
         return self._is_real(edge.carrier) or edge.carrier.node in self.taking
 
@@ -142,7 +140,7 @@ class Threads:
                     more = [f for f in needs[edge.callee] if f not in needs[caller]]
                     needs[caller] += dict.fromkeys(more)
                     changed = changed or bool(more)
-        return {node: fields_in_order(fields) for node, fields in needs.items()}
+        return {node: in_order(fields) for node, fields in needs.items()}
 
     def passing(self) -> Iterator[tuple[Edge, tuple[str, ...]]]:
         """Yield the calls that pass the parameter, with the fields that the callee needs."""
@@ -166,5 +164,6 @@ class Threads:
             each = waiting.pop()
             if each not in found:
                 found.add(each)
-                waiting += [e.callee for e in self._edges if e.carrier.node == each and self.passes(e)]
+                calls = (e for e in self._edges if e.carrier.node == each)
+                waiting += [edge.callee for edge in calls if self.passes(edge)]
         return found

@@ -9,7 +9,6 @@ import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +38,7 @@ def write_files(files: Sequence[Rewritten]) -> list[Problem]:
     text goes to a temporary file first, and the files are replaced once all of them are there. Mode
     and owner are kept, and links are followed.
     """
-    staged: list[_Staged] = []
-    problems: list[Problem] = []
+    staged, problems = list[_Staged](), list[Problem]()
     try:
         for file in files:
             try:
@@ -54,7 +52,7 @@ def write_files(files: Sequence[Rewritten]) -> list[Problem]:
                 return [_problem(each.file, error), *_restore(staged[:number])]
     finally:
         for each in staged:
-            _remove(each.new)
+            each.new.unlink(missing_ok=True)
     return problems
 
 
@@ -92,7 +90,7 @@ def _temporary(target: Path, data: bytes, found: os.stat_result | None) -> Path:
             shutil.copystat(target, new)
             os.utime(new)  # the bytecode of the old file must look outdated
     except BaseException:
-        _remove(new)
+        new.unlink(missing_ok=True)
         raise
     return new
 
@@ -108,11 +106,6 @@ def _restore(staged: Sequence[_Staged]) -> Iterator[Problem]:
                 os.replace(old, each.target)
         except OSError as error:
             yield Problem(each.file.file, 0, f"is written and can't be restored: {error.strerror}")
-
-
-def _remove(file: Path) -> None:
-    with suppress(OSError):
-        file.unlink()
 
 
 def _problem(file: Rewritten, error: OSError) -> Problem:

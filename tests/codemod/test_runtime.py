@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from megapg.cli.migrate import app
 from megapg.errors import UnsupportedOptionError
 from megapg.migrate import runtime
-from megapg.migrate.config import Config, load_config
+from megapg.migrate.config import Config
 from megapg.migrate.runtime import MEGAPG, Runtime, Runtimes, text_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -202,30 +202,3 @@ def test_another_file_of_that_name_is_an_error(tmp_path: Path, there: str) -> No
     assert 'runtime = "vendored:my_process_groups"' in str(raised.value)
     (module,) = of(tmp_path, "my_process_groups").modules({tmp_path / "a" / "b.py": ["resolve"]})
     assert module.file == "a/my_process_groups.py"
-
-
-# --- the setting ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("setting", "option", "expected"),
-    [
-        ("", None, ""),
-        ("megapg", None, ""),
-        ("vendored", None, "process_groups"),
-        ("vendored:groups", None, "groups"),
-        ("vendored", "megapg", ""),
-        ("megapg", "vendored", "process_groups"),
-    ],
-)
-def test_the_setting(tmp_path: Path, setting: str, option: str | None, expected: str) -> None:
-    text = f'[tool.megapg]\nruntime = "{setting}"\n' if setting else ""
-    write(tmp_path, {"pyproject.toml": text})
-    assert load_config(tmp_path, runtime=option).vendored == expected
-
-
-@pytest.mark.parametrize("setting", ['"none"', "3", '"vendored:a.b"', '"vendored:"'])
-def test_another_setting_is_an_error(tmp_path: Path, setting: str) -> None:
-    write(tmp_path, {"pyproject.toml": f"[tool.megapg]\nruntime = {setting}\n"})
-    with pytest.raises(UnsupportedOptionError, match=r"no runtime .*: use megapg"):
-        load_config(tmp_path)

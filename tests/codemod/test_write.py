@@ -174,14 +174,6 @@ def test_files_are_restored_if_a_later_one_cannot_be_replaced(tmp_path: Path) ->
         assert [len(write_files([file])) for file in files] == [0, 0, 1, 0]
 
 
-def test_a_read_only_file_system(tmp_path: Path) -> None:
-    files = made(tmp_path / "a", "a.py") + made(tmp_path / "b", "b.py")
-    with mounted("--bind", str(tmp_path / "a"), str(tmp_path / "a")) as here:
-        subprocess.run(["mount", "-o", "remount,ro,bind", str(here)], check=True)
-        assert "is read-only" in message(write_files(files))
-    assert contents(tmp_path / "b") == {"b.py": OLD}
-
-
 def test_a_full_disk(tmp_path: Path) -> None:
     folder = tmp_path / "small"
     folder.mkdir()

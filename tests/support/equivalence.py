@@ -352,7 +352,8 @@ def _of_globals(
     view, said = GlobalGroups(), {}
     for question in asking:
         answer = asked(question.theirs)
-        if question.written.caution == "private-global" and answer == plain(None):
+        raises = question.written.caution and question.written.takes is not Takes.LAZY
+        if raises and answer == plain(None):
             tally.empty.add(question.name)
             continue  # what the caution says
         said[question] = answer

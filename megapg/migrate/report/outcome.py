@@ -36,8 +36,9 @@ class Entry:
     def suggestion(self) -> str:
         """The expression to write by hand for a use that is left; may be empty."""
         answer = self.use.answer
-        has_advice = self.reason in _BY_HAND and isinstance(answer, Replacement)
-        return answer.expression if has_advice else ""
+        if isinstance(answer, Replacement) and self.reason in _BY_HAND:
+            return answer.expression
+        return ""
 
 
 @dataclass(frozen=True)

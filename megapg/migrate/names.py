@@ -1,0 +1,157 @@
+"""Say what the names in one file stand for, by LibCST's scopes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import libcst as cst
+from libcst.metadata import (
+    Assignment,
+    BaseAssignment,
+    BuiltinAssignment,
+    ExpressionContext,
+    GlobalScope,
+    ImportAssignment,
+    Scope,
+)
+
+from megapg.migrate.facts import HERE
+from megapg.migrate.project import PARALLEL_STATE
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """What a name may be bound to.
+
+    Attributes:
+        names: dotted names after all imports; those of this file begin with ``HERE``.
+        imported: dotted names as this file imports them.
+        other: True if the name may also be bound to something without a dotted name.
+    """
+
+    names: frozenset[str] = frozenset()
+    imported: frozenset[str] = frozenset()
+    other: bool = False
+
+    @property
+    def only(self) -> str:
+        """The only name; empty if there are several meanings, or none."""
+        return next(iter(self.names)) if len(self.names) == 1 and not self.other else ""
+
+    @property
+    def member(self) -> str | None:
+        """The name in ``parallel_state``, empty for the module itself; None for anything else."""
+        for each in self.names:
+            if each == PARALLEL_STATE or each.startswith(PARALLEL_STATE + "."):
+                return each[len(PARALLEL_STATE) + 1 :].partition(".")[0]
+        return None
+
+
+class Names:
+    """The names of one file.
+
+    Args:
+        module: the file.
+        scopes: of its nodes, as ``ScopeProvider`` gives them.
+        contexts: of its nodes, as ``ExpressionContextProvider`` gives them.
+        stands_for: returns what an imported dotted name stands for.
+
+    Attributes:
+        loads: how often each name is read, imports apart.
+        repeated: names at the top level that are bound several times.
+    """
+
+    def __init__(
+        self,
+        module: cst.Module,
+        scopes: Mapping[cst.CSTNode, Scope | None],
+        contexts: Mapping[cst.CSTNode, ExpressionContext | None],
+        stands_for: Callable[[str], str],
+    ) -> None:
+        self._scopes, self._stands_for = scopes, stands_for
+        self._aliases: dict[cst.CSTNode, str] = {}  # targets of assignments -> dotted names
+        self._to_none: set[cst.CSTNode] = set()  # targets of ``name = None``
+        found = Counter[str]()
+        for node in nodes(module, without=(cst.Import, cst.ImportFrom)):
+            if isinstance(node, cst.Name) and contexts.get(node) is ExpressionContext.LOAD:
+                found[node.value] += 1
+            elif isinstance(node, cst.Assign):
+                self._read(node)
+        self.loads: Mapping[str, int] = found
+        times = Counter(each.name for each in _assignments(scopes.get(module)))
+        self.repeated: set[str] = {name for name, number in times.items() if number > 1}
+
+    def _read(self, node: cst.Assign) -> None:
+        """Note ``name = None``, and variables for the globals' module or a getter."""
+        target = node.targets[0].target
+        if len(node.targets) > 1 or not isinstance(target, cst.Name):
+            return
+        if isinstance(node.value, cst.Name) and node.value.value == "None":
+            self._to_none.add(target)
+        bound = self.of(node.value)
+        if bound.member is not None and bound.only:
+            self._aliases[target] = bound.only
+
+    def of(self, node: cst.BaseExpression) -> Bindings:
+        """Return what a name, or an attribute of a name, stands for."""
+        dotted, scope = dotted_name(node), self._scopes.get(node)
+        if not dotted or scope is None:
+            return Bindings()
+        root, dot, rest = dotted.partition(".")
+        names: set[str] = set()
+        imported: set[str] = set()
+        other = False
+        for each in scope[root]:
+            if isinstance(each, ImportAssignment):
+                imported |= {name.name for name in each.get_qualified_names_for(dotted)}
+            elif isinstance(each, BuiltinAssignment):
+                names.add(f"builtins.{dotted}")
+            elif not isinstance(each, Assignment):
+                other = True
+            elif each.node in self._aliases:
+                names.add(self._stands_for(self._aliases[each.node] + dot + rest))
+            elif isinstance(each.scope, GlobalScope) and not isinstance(each.node, cst.Name):
+                names.add(f"{HERE}.{dotted}")  # a function or a class
+            elif each.node not in self._to_none:
+                other = True
+        names |= {self._stands_for(name) for name in imported}
+        return Bindings(frozenset(names), frozenset(imported), other)
+
+    def member_named(self, dotted: str) -> str | None:
+        """Return the name in ``parallel_state`` that the text of a string stands for."""
+        return Bindings(frozenset({self._stands_for(dotted)})).member
+
+    def bound_in(self, node: cst.CSTNode) -> frozenset[str]:
+        """Return the names that the scope of a node binds, such as a function's parameters."""
+        return frozenset(each.name for each in _assignments(self._scopes.get(node)))
+
+
+def _assignments(scope: Scope | None) -> Iterator[BaseAssignment]:
+    return iter(scope.assignments) if scope is not None else iter(())
+
+
+def dotted_name(node: cst.CSTNode) -> str:
+    """Return the source of a name or of attributes of a name; empty for other expressions."""
+    if isinstance(node, cst.Name):
+        return node.value
+    if isinstance(node, cst.Attribute):
+        inner = dotted_name(node.value)
+        return f"{inner}.{node.attr.value}" if inner else ""
+    return ""
+
+
+def nodes(node: cst.CSTNode, without: tuple[type[cst.CSTNode], ...] = ()) -> Iterator[cst.CSTNode]:
+    """Yield a node and all nodes in it, from the outside in.
+
+    Args:
+        node: the outermost.
+        without: types of nodes that are passed over, with all in them.
+    """
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, without):
+            yield each
+            waiting.extend(reversed(each.children))
