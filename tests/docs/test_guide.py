@@ -289,7 +289,7 @@ def test_the_settings_on_the_page_are_all_that_there_are(tmp_path: Path) -> None
     (tmp_path / "pyproject.toml").write_text("[tool.megapg]\nnonsense = 1\n")
     with pytest.raises(MegapgError) as refused:
         load_config(tmp_path)
-    there_are = str(refused.value).partition("there are ")[2].rstrip(".").split(", ")
+    there_are = str(refused.value).partition("The keys are ")[2].rstrip(".").split(", ")
     assert set(there_are) == set(re.findall(r"^([\w-]+) =", shown, re.M))
 
 

@@ -64,14 +64,14 @@ def _reasons_page() -> str:
 
 def _section(reason: Reason) -> Iterator[str]:
     yield f"## {reason.code}"
-    yield f"The use {reason.title}. {reason.why}"
+    yield _plain(f"The use {reason.title}. {reason.why}")
     if example := EXAMPLES.get(reason.code):
         version = "" if example.versions == "0.16" else f", on Megatron-core {example.versions}"
         yield f"Before{version}:"
         yield _code(example.before)
         yield "After:"
         yield _code(example.after)
-    yield f"**What to do.** {reason.instead}"
+    yield f"**What to do.** {_plain(reason.instead)}"
     if names := _names_with(reason.code):
         yield f"Names that always have this code: {', '.join(map(_quoted, names))}."
 
@@ -352,6 +352,11 @@ def _code(text: str) -> str:
 def _call(name: str, form: _Form) -> str:
     written = (f"{each.keyword}={each.text}" if each.keyword else each.text for each in form)
     return f"{name}({', '.join(written)})"
+
+
+def _plain(text: str) -> str:
+    """Keep ``_`` and ``*`` from marking text."""
+    return text.replace("_", r"\_").replace("*", r"\*")
 
 
 def _quoted(text: str) -> str:
