@@ -1,7 +1,8 @@
 """Run ``megapg migrate`` over published code, write the result, and check it.
 
-Each tree is copied, migrated without ``--unsafe``, and written. Then the changed files are compiled,
-and a second run counts what it would still edit. ``python -m benchmarks.migrate`` prints the table.
+Each tree is copied, migrated without ``--unsafe``, and written. The changed files are compiled, and
+a second run counts the edits that are still to do. ``python -m benchmarks.migrate`` prints the
+table.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Outcome:
     tree: str
     uses: int
     rewritten: int
-    not_resolved: int  # rewritten uses that take their groups from something better than resolve()
+    not_resolved: int  # rewritten uses that do without resolve()
     uncompiled: tuple[str, ...]  # changed files that compiled before
     second_run: int  # edits
     seconds: float  # of the first run, without writing
@@ -124,7 +125,9 @@ def _edits(file: Rewritten) -> int:
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """Return the table of several trees."""
-    wrong = [f"{each.tree}: {file} does not compile." for each in outcomes for file in each.uncompiled]
+    wrong = [
+        f"{each.tree}: {file} does not compile." for each in outcomes for file in each.uncompiled
+    ]
     problems = [
         f"{each.tree}: {problem.file} {problem.message}."
         for each in outcomes
@@ -135,10 +138,11 @@ def table(outcomes: Sequence[Outcome]) -> Table:
         ("tree", "uses", "rewritten", "not by resolve()", "not compiling", "second run", "seconds"),
         tuple(each.cells for each in outcomes),
         (
-            "`python -m benchmarks.migrate`. Uses of the globals in source, tests left out, and the "
-            "share that is rewritten without `--unsafe`. Not by `resolve()`: the share that takes "
-            "its groups from a collection, a model, or a parameter that every call passes. Not "
-            "compiling counts changed files, the second run edits.",
+            "`python -m benchmarks.migrate` counts uses of the globals in source files without "
+            "tests, and the share that is rewritten without `--unsafe`. A use is not by "
+            "`resolve()` if it takes its groups from a collection, a model, or a parameter that "
+            "every call passes. The last columns count changed files that no longer compile, edits "
+            "of a second run, and seconds of the first run.",
             *wrong,
             *problems,
         ),
