@@ -111,9 +111,9 @@ def main(
     store; 64 real ones show that it counts right.
 
     **migrate** runs `megapg migrate` on published code: the share of uses that it rewrites, and
-    whether the result compiles. The wheels are downloaded to `.corpora` once (33 MB). Then a
-    migrated copy of Megatron-core trains, and the installed one: every bit has to be the same.
-    `python -m benchmarks.migrate` and `python -m benchmarks.behaviour` each run one half.
+    whether the result compiles. The wheels are downloaded to `.corpora` once (33 MB).
+    `python -m benchmarks.behaviour` trains on a migrated copy of Megatron-core and on the installed
+    one, and compares every bit.
 
     **parity** runs `megapg parity` on sound layouts, on planted faults and on faults of
     Megatron-core itself, and counts what it finds. It needs `tests/support`.
@@ -250,17 +250,13 @@ def _scale(report: Report, quick: bool, progress: Progress) -> None:
 
 
 def _migrate(report: Report, quick: bool, progress: Progress) -> None:
-    from benchmarks import behaviour, corpora, migrate
+    from benchmarks import corpora, migrate
 
     trees = (corpora.named("mbridge"), corpora.named("mcore_bridge")) if quick else corpora.CORPORA
     task = progress.add_task("migrate, trees", total=len(trees))
     for tree in trees:
         report.outcomes.append(migrate.run(tree))
         progress.advance(task)
-    if quick:
-        return
-    task = progress.add_task("migrate, behaviour", total=behaviour.STEPS)
-    report.behaviour = behaviour.run(partial(progress.advance, task))
 
 
 def _parity(report: Report, quick: bool, progress: Progress) -> None:

@@ -13,14 +13,12 @@ import torch
 
 import megapg
 from benchmarks import backends
-from benchmarks import behaviour as behaviours
 from benchmarks import checkpoint as checkpoints
 from benchmarks import layout as layouts
 from benchmarks import migrate as migrations
 from benchmarks import parity as parities
 from benchmarks import scale as scales
 from benchmarks.access import Reading
-from benchmarks.behaviour import Behaviour
 from benchmarks.bridge import Cost
 from benchmarks.checkpoint import Standings
 from benchmarks.creation import CREATE, STAGES, USE, Contest
@@ -56,7 +54,6 @@ class Report:
     starts: list[Cost] = field(default_factory=list)
     standings: list[Standings] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
-    behaviour: Behaviour | None = None
     backends: bool = False
     scale: scales.Findings | None = None
     proofs: list[Proof] = field(default_factory=list)
@@ -82,8 +79,6 @@ class Report:
             found += [make(self.standings) for make in (_checkpoint_verdicts, _checkpoint_times)]
         if self.outcomes:
             found.append(migrations.table(self.outcomes))
-        if self.behaviour:
-            found += behaviours.tables(self.behaviour)
         if self.proofs:
             found.append(parities.table(self.proofs))
         return found
