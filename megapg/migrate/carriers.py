@@ -153,9 +153,13 @@ class Carriers:
         hidden: frozenset[str] = where.none
         for function in around:
             for carrier in self._existing(function):
+                if carrier.kind == "self" and self._looks_up(function):
+                    continue
                 if carrier.expression not in hidden | function.deleted:
                     return carrier
             hidden |= function.bound  # what an inner function binds is another variable
+        if around[-1].of_class and self._looks_up(around[-1]):
+            return NONE
         if around[0].fakes_ranks or PARAMETER in hidden - around[-1].bound:
             return NONE
         return self._new(around[-1])
@@ -176,6 +180,12 @@ class Carriers:
             of = self.class_at(function.path, function.of_class)
             node = self.constructor(of) if of is not None else None
             yield Carrier(How.MODEL, "self", function.self_name, node)
+
+    def _looks_up(self, method: Function) -> bool:
+        """True if the class of a method computes attributes, which may ask for themselves."""
+        of = self.class_at(method.path, method.of_class)
+        line = self.line_of(of) if of is not None else ()
+        return any({"__getattr__", "__getattribute__"} & each.methods for each in line)
 
     def _is_module(self, method: Function) -> bool:
         """True if a method's object is a torch module that is built already."""

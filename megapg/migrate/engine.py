@@ -7,8 +7,8 @@ The steps, each in a module of its own:
    globals, or a function that may take the new parameter.
 3. :mod:`~megapg.migrate.carriers` chooses where each function takes its groups from, and
    :mod:`~megapg.migrate.thread` which functions take the parameter.
-4. :mod:`~megapg.migrate.plan` decides about each use, and :mod:`~megapg.migrate.rewrite` makes the
-   new text.
+4. :mod:`~megapg.migrate.planner` decides about each use, and :mod:`~megapg.migrate.rewrite` makes
+   the new text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -27,7 +27,7 @@ from megapg.migrate.config import Config
 from megapg.migrate.facts import Facts
 from megapg.migrate.format import formatted
 from megapg.migrate.migration import Found, Left, Migration, Problem, Rewritten, Served
-from megapg.migrate.plan import FilePlan, Plan, Planner
+from megapg.migrate.planner import FilePlan, Plan, Planner
 from megapg.migrate.project import PARALLEL_STATE, Project, is_test
 from megapg.migrate.replaced import find_replaced
 from megapg.migrate.rewrite import rewritten
@@ -135,8 +135,9 @@ class _Scans:
             problems=self._problems,
         )
 
-    def reached(self) -> set[tuple[Path, str]]:
-        """Return the modules and names by which other modules get at the globals."""
+    @cached_property
+    def _reached(self) -> set[tuple[Path, str]]:
+        """The modules and names by which other modules get at the globals."""
         found = set()
         for path, facts in self.facts.items():
             for dotted in facts.reached:
@@ -144,6 +145,28 @@ class _Scans:
                 if at is not None and at[1]:
                     found.add((at[0], at[1][0]))
         return found
+
+    def is_unneeded(self, path: Path, plan: FilePlan, dotted: str, name: str) -> bool:
+        """True if an import of the globals may go since its file does not use it.
+
+        An import from inside of the project stays, since circular imports may need its order.
+
+        Args:
+            path: of the file.
+            plan: the changes of the file.
+            dotted: what is imported.
+            name: that it is bound to.
+        """
+        project = self.project
+        dotted = project.absolute(dotted, path)
+        is_globals = project.meaning(dotted, path).name.startswith(PARALLEL_STATE)
+        if name not in plan.unused or not is_globals or (path, name) in self._reached:
+            return False
+        parts = dotted.split(".")
+        if any(project.find(".".join(parts[:end]), path) for end in range(1, len(parts) + 1)):
+            return False
+        exported = path.stem == "__init__" or name in project.table(path).exported
+        return not exported and not project.is_imported(path, name, self.facts)
 
     def follow_calls(self) -> None:
         """Scan the files that call what may take the parameter, and so on up to the entries."""
@@ -204,16 +227,14 @@ def _write(
     scans: _Scans, plan: Plan, on_progress: Progress
 ) -> tuple[list[Rewritten], dict[Path, str]]:
     """Make the new texts; return them, and the files for which that fails."""
-    project, reached = scans.project, scans.reached()
+    project = scans.project
     files: list[Rewritten] = []
     failed: dict[Path, str] = {}
     for done, (path, changes) in enumerate(plan.files.items()):
         on_progress("rewriting", done, len(plan.files))
         before = project.data(path)
         try:
-            after = rewritten(
-                before, changes, partial(_is_unneeded, project, reached, path, changes)
-            )
+            after = rewritten(before, changes, partial(scans.is_unneeded, path, changes))
             if not project.files[path].endswith(".pyi"):
                 compile(after, str(path), "exec", dont_inherit=True)
         except (cst.CSTValidationError, cst.ParserSyntaxError, SyntaxError, ValueError) as error:
@@ -221,29 +242,6 @@ def _write(
             continue
         files.append(Rewritten(project.files[path], path, before, after))
     return files, failed
-
-
-def _is_unneeded(
-    project: Project,
-    reached: Collection[tuple[Path, str]],
-    path: Path,
-    plan: FilePlan,
-    dotted: str,
-    name: str,
-) -> bool:
-    """True if an import of the globals may go once its file does not use it.
-
-    An import from inside of the project stays, since circular imports may need its order.
-    """
-    dotted = project.absolute(dotted, path)
-    is_globals = project.meaning(dotted, path).name.startswith(PARALLEL_STATE)
-    if name not in plan.unused or not is_globals:
-        return False
-    parts = dotted.split(".")
-    if any(project.find(".".join(parts[:end]), path) for end in range(1, len(parts) + 1)):
-        return False
-    exported = path.stem == "__init__" or name in project.table(path).exported
-    return not exported and (path, name) not in reached and not project.is_imported(path, name)
 
 
 def _called(plan: FilePlan) -> set[str]:

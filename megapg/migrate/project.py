@@ -309,15 +309,21 @@ class Project:
                     break
         return found
 
-    def is_imported(self, path: Path, name: str) -> bool:
-        """True if another file takes an imported name from this module."""
+    def is_imported(self, path: Path, name: str, scanned: Collection[Path]) -> bool:
+        """True if another file takes an imported name from this module.
+
+        Args:
+            path: of the module.
+            name: the name.
+            scanned: files whose uses of the globals are known: only their imports count.
+        """
         module = self.module(path).rpartition(".")[2].encode()
         word = name.encode()
         attribute = re.compile(rb"\b%b\.%b\b" % (re.escape(module), word))
         for other in self.mentioning(re.compile(rb"\b%b\b" % re.escape(module))):
             if other == path:
                 continue
-            if attribute.search(self._data[other]):
+            if other not in scanned and attribute.search(self._data[other]):
                 return True
             for dotted in set().union(*self.table(other).everywhere.values()):
                 home, _, last = dotted.rpartition(".")

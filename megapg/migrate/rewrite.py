@@ -10,9 +10,9 @@ from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor
 from libcst.metadata import MetadataWrapper, PositionProvider
 
+from megapg.migrate.bindings import dotted_name
 from megapg.migrate.carriers import PARAMETER
-from megapg.migrate.names import dotted_name
-from megapg.migrate.plan import FilePlan
+from megapg.migrate.planner import FilePlan
 from megapg.migrate.scan import span_of
 from megapg.migrate.uses import Span
 

@@ -21,8 +21,8 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
+from megapg.migrate.bindings import Bindings, Names, compared_to_none, dotted_name, nodes
 from megapg.migrate.facts import Call, Class, Facts, Found, Function, Parameter, Where
-from megapg.migrate.names import Bindings, Names, dotted_name, nodes
 from megapg.migrate.project import PARALLEL_STATE
 from megapg.migrate.uses import Kind, Span, Use
 from megapg.upstream.expressions import known, replacement
@@ -215,7 +215,7 @@ class _Scanner(cst.CSTVisitor):
 
     def _branch(self, test: cst.CSTNode, body: cst.CSTNode, other: cst.CSTNode | None) -> None:
         test.visit(self)
-        is_none, is_not_none = _compared_to_none(test)
+        is_none, is_not_none = compared_to_none(test)
         with self._in(replace(self._where, none=self._where.none | is_none, line=0)):
             body.visit(self)
         if other is not None:
@@ -388,25 +388,3 @@ def span_of(found: CodeRange) -> Span:
     """Return a position of LibCST, whose columns count from 0, as a span."""
     start, end = found.start, found.end
     return Span(start.line, start.column + 1, end.line, end.column + 1)
-
-
-def _compared_to_none(test: cst.CSTNode) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that are None if a test holds, and those that are None if it does not."""
-    nothing: frozenset[str] = frozenset()
-    match test:
-        case cst.Comparison(
-            left=left,
-            comparisons=[cst.ComparisonTarget(operator=operator, comparator=cst.Name("None"))],
-        ):
-            name = frozenset({dotted_name(left)} - {""})
-            if isinstance(operator, cst.Is):
-                return name, nothing
-            if isinstance(operator, cst.IsNot):
-                return nothing, name
-        case cst.UnaryOperation(operator=cst.Not(), expression=expression):
-            return frozenset({dotted_name(expression)} - {""}), nothing
-        case cst.Name() | cst.Attribute():
-            return nothing, frozenset({dotted_name(test)} - {""})
-        case cst.BooleanOperation(left=left, operator=cst.And(), right=right):
-            return _compared_to_none(left)[0] | _compared_to_none(right)[0], nothing
-    return nothing, nothing

@@ -14,6 +14,7 @@ from pathlib import Path
 from megapg.migrate.carriers import PARAMETER, Carrier, Carriers, Node, in_order
 from megapg.migrate.facts import Call, Everything
 from megapg.migrate.migration import How
+from megapg.upstream.mapping import GROUP_PARAMETERS
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,9 @@ class Threads:
     def passes(self, edge: Edge) -> bool:
         """True if a call passes the parameter."""
         call = edge.call
-        if edge.callee not in self.taking or PARAMETER in call.keywords or call.where.quotes:
+        if edge.callee not in self.taking or call.where.quotes:
+            return False
+        if call.keywords & {PARAMETER, *GROUP_PARAMETERS}:  # the caller says which groups
             return False
         return self._is_real(edge.carrier) or edge.carrier.node in self.taking
 

@@ -19,6 +19,7 @@ from megapg.migrate.uses import Kind, Span
 from megapg.upstream.mapping import COLLECTION_NAMES, Refusal, Replacement, Takes
 
 _VARIABLE = "pg"
+_WHETHER = "no collection can say whether there are groups"
 _OWNERS = ("collection", "self", "model")  # kinds of carriers that groups_of() asks
 
 
@@ -137,7 +138,8 @@ class Planner:
                 choices.append(each)
         wanted: dict[Node, list[tuple[str, ...]]] = defaultdict(list)
         for each in choices:
-            if each.carrier.node is not None:
+            is_whether = each.answer.takes is Takes.OPTIONAL  # which alone needs no parameter
+            if each.carrier.node is not None and not is_whether:
                 wanted[each.carrier.node].append(each.answer.needs)
         starts = self._thread_from()
         threads = Threads(self._everything, self._carriers, self._sources, wanted, starts)
@@ -161,7 +163,11 @@ class Planner:
         ]
         self._share(asked)
         for choice in choices:
-            self._serve(choice, threads)
+            node = choice.carrier.node
+            if choice.answer.takes is Takes.OPTIONAL and node not in {None, *threads.taking}:
+                self._plan.left.append(Left(choice.found.use, "lifecycle", _WHETHER))
+            else:
+                self._serve(choice, threads)
         for edge, needs in threads.passing():
             passed = self._passed(edge, needs)
             self._file(edge.path).passed[edge.call.span] = passed
@@ -190,8 +196,10 @@ class Planner:
         """Note the imports of which every use is replaced."""
         for path, file in self._plan.files.items():
             facts = self._everything[path]
+            others = {e.parts[0] for e in self._replaced if e.module == path and e.span is None}
             replaced = Counter(e.root for e in facts.uses if e.use.span in file.replaced)
-            file.unused = {name for name in replaced if replaced[name] == facts.loads.get(name)}
+            unused = {name for name in replaced if replaced[name] == facts.loads.get(name)}
+            file.unused = unused - others
 
     def _rename_patched(self) -> None:
         for each in self._replaced:
@@ -258,7 +266,7 @@ class Planner:
         if answer.takes is not Takes.GLOBALS:
             carrier = self._carriers.of(path, use.function, where)
         if answer.takes is Takes.OPTIONAL and carrier.kind not in ("parameter", "collection"):
-            return Left(use, "lifecycle", "no collection can say whether there are groups")
+            return Left(use, "lifecycle", _WHETHER)
         if "'" in where.quotes and '"' in where.quotes:
             return Left(use, "in-a-string")
         return Choice(path, found, answer, carrier)

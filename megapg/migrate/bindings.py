@@ -168,3 +168,25 @@ def nodes(node: cst.CSTNode, without: tuple[type[cst.CSTNode], ...] = ()) -> Ite
         if not isinstance(each, without):
             yield each
             waiting.extend(reversed(each.children))
+
+
+def compared_to_none(test: cst.CSTNode) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names that are None if a test holds, and those that are None if it does not."""
+    nothing: frozenset[str] = frozenset()
+    match test:
+        case cst.Comparison(
+            left=left,
+            comparisons=[cst.ComparisonTarget(operator=operator, comparator=cst.Name("None"))],
+        ):
+            name = frozenset({dotted_name(left)} - {""})
+            if isinstance(operator, cst.Is):
+                return name, nothing
+            if isinstance(operator, cst.IsNot):
+                return nothing, name
+        case cst.UnaryOperation(operator=cst.Not(), expression=expression):
+            return frozenset({dotted_name(expression)} - {""}), nothing
+        case cst.Name() | cst.Attribute():
+            return nothing, frozenset({dotted_name(test)} - {""})
+        case cst.BooleanOperation(left=left, operator=cst.And(), right=right):
+            return compared_to_none(left)[0] | compared_to_none(right)[0], nothing
+    return nothing, nothing
