@@ -12,6 +12,7 @@ from libcst.metadata import (
     Assignment,
     BaseAssignment,
     BuiltinAssignment,
+    CodeRange,
     ExpressionContext,
     GlobalScope,
     ImportAssignment,
@@ -20,6 +21,7 @@ from libcst.metadata import (
 
 from megapg.migrate.facts import HERE
 from megapg.migrate.project import PARALLEL_STATE
+from megapg.migrate.uses import Span
 
 _READING = (ExpressionContext.LOAD, ExpressionContext.DEL)
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -198,3 +200,9 @@ def compared_to_none(test: cst.CSTNode) -> tuple[frozenset[str], frozenset[str]]
         case cst.BooleanOperation(left=left, operator=cst.And(), right=right):
             return compared_to_none(left)[0] | compared_to_none(right)[0], nothing
     return nothing, nothing
+
+
+def span_of(found: CodeRange) -> Span:
+    """Return a position of LibCST, whose columns count from 0, as a span."""
+    start, end = found.start, found.end
+    return Span(start.line, start.column + 1, end.line, end.column + 1)

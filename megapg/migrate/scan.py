@@ -21,7 +21,7 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
-from megapg.migrate.bindings import Bindings, Names, compared_to_none, dotted_name, nodes
+from megapg.migrate.bindings import Bindings, Names, compared_to_none, dotted_name, nodes, span_of
 from megapg.migrate.facts import Call, Class, Facts, Found, Function, Parameter, Where
 from megapg.migrate.project import PARALLEL_STATE
 from megapg.migrate.uses import Kind, Span, Use
@@ -117,7 +117,9 @@ class _Scanner(cst.CSTVisitor):
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
         parameters = [*node.params.posonly_params, *node.params.params, *node.params.kwonly_params]
-        outside = [e for p in parameters for e in (p.annotation, p.default) if e is not None]
+        stars = [e for e in (node.params.star_arg, node.params.star_kwarg) if e]
+        named = [*parameters, *(each for each in stars if isinstance(each, cst.Param))]
+        outside = [e for p in named for e in (p.annotation, p.default) if e is not None]
         self._visit_all([*node.decorators, *outside], inline=True)
         if node.returns is not None:
             self._visit_all([node.returns], inline=True)
@@ -247,6 +249,8 @@ class _Scanner(cst.CSTVisitor):
             each.names.add(called.partition(".")[0])
             looks = called in _LOOKING_AT_ITSELF or called.endswith("save_hyperparameters")
             each.looks_at_itself |= looks
+        if called == "vars":
+            self._note_attributes()
         if bound.member:
             self._add(node, Kind.CALL, node.func, bound, node.args)
             if function is not None:
@@ -281,8 +285,16 @@ class _Scanner(cst.CSTVisitor):
         for function in self._functions:
             function.deleted |= names
 
+    def _note_attributes(self) -> None:
+        """Note that the class around looks at all attributes of objects."""
+        for each in self._around:
+            if isinstance(each, Class):
+                each.attributes.add("__dict__")
+
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         function = self._function
+        if node.attr.value == "__dict__":
+            self._note_attributes()
         if self._contexts.get(node) is ExpressionContext.STORE and function is not None:
             is_self = isinstance(node.value, cst.Name) and node.value.value == function.self_name
             if is_self and function.of_class in self.facts.classes:
@@ -385,9 +397,3 @@ class _Scanner(cst.CSTVisitor):
     def _has_a_use(self, node: cst.BaseExpression) -> bool:
         names = (each for each in nodes(node) if isinstance(each, cst.Name | cst.Attribute))
         return any(self._names.of(each).member is not None for each in names)
-
-
-def span_of(found: CodeRange) -> Span:
-    """Return a position of LibCST, whose columns count from 0, as a span."""
-    start, end = found.start, found.end
-    return Span(start.line, start.column + 1, end.line, end.column + 1)
