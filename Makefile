@@ -102,9 +102,9 @@ bench: $(READY)  ## run the benchmarks; options in ARGS
 	.venv/bin/python -m benchmarks $(ARGS)
 
 bench-migrate: $(READY)  ## migrate published code and check it (downloads 33 MB once); options in ARGS
-	.venv/bin/python -m benchmarks --only migrate $(ARGS)
+	.venv/bin/python -m benchmarks.migrate $(ARGS)
 
-figures: $(READY)  ## the size of the house, beside what the design wants; ARGS=--names says which
+figures: $(READY)  ## print the size of the sources and the wanted limits; ARGS=--names lists them
 	.venv/bin/python tools/figures.py $(ARGS)
 
 lint: $(READY)  ## check format, lint and types

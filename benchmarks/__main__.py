@@ -110,12 +110,10 @@ def main(
     **scale** runs the rendezvous of up to 131,072 simulated ranks, and counts what each asks of the
     store; 64 real ones show that it counts right.
 
-    **migrate** runs `megapg migrate` on published code: how much it serves, whether it is right,
-    its CPU time against LibCST, and its choices against those that NVIDIA made by hand. The
-    wheels are downloaded to `.corpora` once (33 MB). `python -m benchmarks.migrate --sample 100`
-    prints changed uses to read. A migrated copy of Megatron-core then trains next to the installed
-    one: whether every bit is the same, and who reads the globals (alone, and in four minutes:
-    `python -m benchmarks.behaviour`).
+    **migrate** runs `megapg migrate` on published code: the share of uses that it rewrites, and
+    whether the result compiles. The wheels are downloaded to `.corpora` once (33 MB).
+    `python -m benchmarks.behaviour` trains on a migrated copy of Megatron-core and on the installed
+    one, and compares every bit.
 
     **parity** runs `megapg parity` on sound layouts, on planted faults and on faults of
     Megatron-core itself, and counts what it finds. It needs `tests/support`.
@@ -252,23 +250,13 @@ def _scale(report: Report, quick: bool, progress: Progress) -> None:
 
 
 def _migrate(report: Report, quick: bool, progress: Progress) -> None:
-    from benchmarks import behaviour, corpora, ground_truth, migrate, race
+    from benchmarks import corpora, migrate
 
     trees = (corpora.named("mbridge"), corpora.named("mcore_bridge")) if quick else corpora.CORPORA
     task = progress.add_task("migrate, trees", total=len(trees))
     for tree in trees:
         report.outcomes.append(migrate.run(tree))
         progress.advance(task)
-    fields = race.FIELDS[:1] if quick else race.FIELDS
-    task = progress.add_task("migrate, CPU time", total=len(fields) * race.REPEATS)
-    for each in fields:
-        report.races.append(race.run(each, partial(progress.advance, task)))
-    if quick:
-        return
-    task = progress.add_task("migrate, ground truth", total=len(corpora.CORES))
-    report.score = ground_truth.run(partial(progress.advance, task))
-    task = progress.add_task("migrate, behaviour", total=behaviour.STEPS)
-    report.behaviour = behaviour.run(partial(progress.advance, task))
 
 
 def _parity(report: Report, quick: bool, progress: Progress) -> None:

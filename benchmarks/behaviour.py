@@ -39,11 +39,12 @@ import megapg
 from benchmarks.table import Table
 from megapg.demo.job import Checkpoints, GPTRun, TrainingResult
 from megapg.demo.text import read_text
+from megapg.errors import NoCollectionError, RankFailedError, WrongGroupError
 from megapg.megatron import GlobalRead, trace_global_reads
 from megapg.migrate.config import Config, parse_versions
-from megapg.migrate.edit.write import write_files
 from megapg.migrate.engine import migrate
 from megapg.migrate.migration import Migration
+from megapg.migrate.write import write_files
 from megapg.testing import megatron_on_cpu
 from megapg.testing.distributed import run_distributed
 
@@ -110,12 +111,14 @@ class Trained:
         cpu: seconds of CPU time of this rank.
         looking_up: how many of these went into resolve() and groups_of().
         reads: reads of globals, look-ups that turned to them included.
+        error: name of the error that ended the run, as the globals have other groups.
     """
 
-    result: TrainingResult
+    result: TrainingResult | None
     cpu: float
     looking_up: float
     reads: tuple[GlobalRead, ...]
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,8 @@ class Contrast:
     @property
     def equal(self) -> bool:
         """To the last bit, on every rank."""
-        return [each.result for each in self.installed] == [each.result for each in self.migrated]
+        before = [(each.result, each.error) for each in self.installed]
+        return [(each.result, each.error) for each in self.migrated] == before
 
     @property
     def new_fallbacks(self) -> Counter[str]:
@@ -184,6 +188,7 @@ class Behaviour:
             each.case
             for each in self.contrasts
             if each.case.globals_ is not None
+            and not any(trained.error for trained in side(each))
             and _lessons(side(each)) != _lessons(side(alone[each.case.run]))
         ]
 
@@ -193,7 +198,8 @@ def _is_whole(case: Case) -> bool:
 
 
 def _lessons(trained: Sequence[Trained]) -> list[tuple[object, ...]]:
-    return [(each.result.losses, each.result.weights_sha256) for each in trained]
+    results = (each.result for each in trained)
+    return [(result.losses, result.weights_sha256) for result in results if result]
 
 
 def run(on_progress: Callable[[], None] = lambda: None) -> Behaviour:
@@ -311,15 +317,28 @@ def train(
         traced: list the reads of globals; else only time is taken.
     """
     core = installed_core() if tree is None else tree / "megatron" / "core"
+    together = tuple(case for case in cases if case.globals_ is None)
+    alone = [(case,) for case in cases if case.globals_ is not None]  # a guard may end them
+    trained: dict[Case, tuple[Trained, ...]] = {}
     with first_on_the_path(tree), tempfile.TemporaryDirectory(prefix="megapg-bench-") as folder:
-        ranks = run_distributed(
-            partial(_train_all, core, tuple(cases), Path(folder), traced),
-            WORLD,
-            deadline=60 + 40 * len(cases),
-            preload=("megapg.demo.gpt",),
-            env=QUIET,
-        )
-    return {case: tuple(rank[case] for rank in ranks) for case in cases}
+        for several in (together, *alone):
+            try:
+                ranks = run_distributed(
+                    partial(_train_all, core, several, Path(folder), traced),
+                    WORLD,
+                    deadline=60 + 40 * len(several),
+                    preload=("megapg.demo.gpt",),
+                    env=QUIET,
+                )
+            except RankFailedError as error:
+                loud = error.subgroup((WrongGroupError, NoCollectionError))
+                if several == together or loud is None:
+                    raise
+                name = type(loud.exceptions[0]).__name__
+                trained[several[0]] = (Trained(None, 0.0, 0.0, (), error=name),)
+            else:
+                trained |= {case: tuple(rank[case] for rank in ranks) for case in several}
+    return {case: trained[case] for case in cases}
 
 
 def _train_all(
@@ -531,7 +550,7 @@ def _cases(found: Behaviour) -> Table:
         tuple(
             (
                 each.case.what,
-                "yes" if each.equal else "NO",
+                _ending(each),
                 f"{places(each.installed):,}",
                 f"{places(each.migrated):,}",
                 f"{reads(each.installed):,}",
@@ -548,6 +567,13 @@ def _cases(found: Behaviour) -> Table:
             "are by functions that read nothing before.",
         ),
     )
+
+
+def _ending(contrast: Contrast) -> str:
+    before, after = contrast.installed[0].error, contrast.migrated[0].error
+    if before or after:
+        return f"{before or 'no error'} / {after or 'no error'}"
+    return "yes" if contrast.equal else "NO"
 
 
 def _fallbacks(found: Behaviour) -> Table:

@@ -79,28 +79,18 @@ class Checkout:
 
 
 def download(requirement: str, into: Path, python: str) -> None:
-    """Have pip fetch a wheel, without what it depends on."""
-    _pip(
-        *("download", "--no-deps", "--only-binary=:all:", "--python-version", python),
-        *(f"--platform={platform}" for platform in _ANY_LINUX),
-        *("--dest", str(into), requirement),
+    """Fetch a wheel with pip, without its dependencies."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),
+            *("--no-deps", "--only-binary=:all:", "--python-version", python),
+            *(f"--platform={platform}" for platform in _ANY_LINUX),
+            *("--dest", str(into), requirement),
+        ],
+        check=False,
     )
-
-
-def install(requirement: str, into: Path) -> None:
-    """Have pip install something, with what it depends on, into a folder of its own."""
-    if not into.exists():
-        beside = into.with_name(f"{into.name}.part")
-        shutil.rmtree(beside, ignore_errors=True)
-        _pip("install", "--target", str(beside), requirement)
-        beside.rename(into)
-
-
-def _pip(*arguments: str) -> None:
-    quiet = ("--quiet", "--disable-pip-version-check")
-    done = subprocess.run([sys.executable, "-m", "pip", *arguments, *quiet], check=False)
     if done.returncode:
-        raise RuntimeError(f"pip {' '.join(arguments)} failed; what it said is above")
+        raise RuntimeError(f"pip could not download {requirement}; its errors are above")
 
 
 @dataclass(frozen=True)
@@ -149,17 +139,3 @@ CORPORA = (
 def named(project: str) -> Corpus:
     """The corpus of a project."""
     return next(corpus for corpus in CORPORA if corpus.wheel.project == project)
-
-
-CORES = (
-    Wheel("megatron-core", "0.11.0", python="3.10"),
-    Wheel("megatron-core", "0.12.0", python="3.10"),
-    Wheel("megatron-core", "0.13.1", python="3.10"),
-    Wheel("megatron-core", "0.14.0", python="3.10"),
-    Wheel("megatron-core", "0.15.0", python="3.10"),
-    Wheel("megatron-core", "0.16.1"),
-    Wheel("megatron-core", "0.17.1"),
-    Wheel("megatron-core", "0.18.2"),
-    Wheel("megatron-core", "0.19.2"),
-)
-"""The releases between which NVIDIA moved functions off the globals, in their order."""

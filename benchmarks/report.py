@@ -12,23 +12,20 @@ from dataclasses import dataclass, field
 import torch
 
 import megapg
-from benchmarks import backends, migrate_report
-from benchmarks import behaviour as behaviours
+from benchmarks import backends
 from benchmarks import checkpoint as checkpoints
 from benchmarks import layout as layouts
+from benchmarks import migrate as migrations
 from benchmarks import parity as parities
 from benchmarks import scale as scales
 from benchmarks.access import Reading
-from benchmarks.behaviour import Behaviour
 from benchmarks.bridge import Cost
 from benchmarks.checkpoint import Standings
 from benchmarks.creation import CREATE, STAGES, USE, Contest
-from benchmarks.ground_truth import Score
 from benchmarks.layout import Answer
 from benchmarks.migrate import Outcome
 from benchmarks.parity import Proof
 from benchmarks.peers import BASELINE, FIELDS, SESSION
-from benchmarks.race import Race
 from benchmarks.table import Table
 
 _BRIDGE = (
@@ -57,9 +54,6 @@ class Report:
     starts: list[Cost] = field(default_factory=list)
     standings: list[Standings] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
-    races: list[Race] = field(default_factory=list)
-    score: Score | None = None
-    behaviour: Behaviour | None = None
     backends: bool = False
     scale: scales.Findings | None = None
     proofs: list[Proof] = field(default_factory=list)
@@ -84,13 +78,7 @@ class Report:
         if self.standings:
             found += [make(self.standings) for make in (_checkpoint_verdicts, _checkpoint_times)]
         if self.outcomes:
-            found += migrate_report.corpora_tables(self.outcomes)
-        if self.races:
-            found.append(migrate_report.race_table(self.races))
-        if self.score:
-            found += migrate_report.score_tables(self.score)
-        if self.behaviour:
-            found += behaviours.tables(self.behaviour)
+            found.append(migrations.table(self.outcomes))
         if self.proofs:
             found.append(parities.table(self.proofs))
         return found

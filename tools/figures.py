@@ -1,6 +1,6 @@
-"""The size of the house: `make figures` prints it beside what part of the design wants.
+"""Print figures of the sources and the wanted limits: `make figures`.
 
-It looks at the sources only, but for the last rows, which start Python and count its CPU time.
+Only the last rows start programs: they count the CPU time of Python.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megapg"
 # Imports of a floor from a higher one are what tests/docs/test_architecture.py refuses.
 LONG_MODULE, LONG_CLASS = 500, 300
+CASES = (".py", ".txt", ".diff", ".json")
 TIMES = 15
 
 
@@ -31,6 +32,11 @@ def python_in(*folders: str) -> list[Path]:
 def lines_of(files: Sequence[Path]) -> int:
     """How many lines they have together."""
     return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def longest(files: Sequence[Path]) -> int:
+    """Return the number of lines of the longest file."""
+    return max((lines_of([file]) for file in files), default=0)
 
 
 def long_modules() -> list[str]:
@@ -128,6 +134,13 @@ def rows(times: bool) -> Iterator[tuple[str, object, str, Sequence[str]]]:
     yield "tests, lines of Python", lines_of(python_in("tests")), "32,000", ()
     yield "guide, lines", lines_of(guide), "2,800", ()
     yield "README, lines", len(readme), "220", ()
+    codemod = python_in("megapg/migrate")
+    cases = [file for file in (ROOT / "tests/codemod").rglob("*") if file.suffix in CASES]
+    yield "megapg/migrate, lines of Python", lines_of(codemod), "5,000", ()
+    yield "megapg/migrate, modules", len(codemod), "25", ()
+    yield "megapg/migrate, longest module", longest(codemod), "400", ()
+    yield "tests/codemod with cases, lines", lines_of(cases), "6,000", ()
+    yield "guide, by-tool.md", lines_of([ROOT / "migration_guide/by-tool.md"]), "200", ()
     for title, found, wanted in (
         ("circles of imports", circles(), "0"),
         ("names of modules in several folders", same_names(), "0"),

@@ -50,7 +50,7 @@ _FromCore = Annotated[
     str | None,
     typer.Option(
         help="The Megatron-core that the code runs on: 0.16, or 0.12-0.16 for several. Default: "
-        "from-core in \\[tool.megapg], else the version that the project pins."
+        "from-core in \\[tool.megapg], else the version that the project pins, else 0.12-0.19."
     ),
 ]
 _Wrapper = Annotated[
@@ -87,8 +87,9 @@ def check(
 ) -> None:
     """List every use of Megatron's globals, with a replacement or a reason why there is none.
 
-    Imports, aliases and re-exports are followed. Lines with "# megapg: keep" are skipped.
-    Settings are in \\[tool.megapg] of pyproject.toml: exclude, wrappers, from-core.
+    Name all your code: names are followed through imports and re-exports in these files. Lines with
+    "# megapg: keep" are skipped. Settings are in \\[tool.megapg] of pyproject.toml: exclude,
+    wrappers, from-core.
 
     Exit code 0: no uses, or none beyond the baseline. 1: there are uses. 2: wrong paths or
     settings, or a file given by name can't be read.
@@ -134,7 +135,7 @@ def migrate(
     write: Annotated[bool, typer.Option("--write", help="Write the files.")] = False,
     allow_dirty: Annotated[
         bool,
-        typer.Option("--allow-dirty", help="Write although git could not restore the files."),
+        typer.Option("--allow-dirty", help="Write even if git could not restore the files."),
     ] = False,
     from_core: _FromCore = None,
     wrapper: _Wrapper = None,
@@ -148,7 +149,9 @@ def migrate(
     ] = None,
     unsafe: Annotated[
         bool,
-        typer.Option("--unsafe", help="Rewrite uses whose replacement may be None (may-be-none)."),
+        typer.Option(
+            "--unsafe", help="Also rewrite uses whose replacement may be None (may-be-none)."
+        ),
     ] = False,
     thread_from: Annotated[
         list[str] | None,
@@ -161,19 +164,22 @@ def migrate(
     as_json: AsJson = False,
     sarif: _Sarif = None,
 ) -> None:
-    """Rewrite uses of Megatron's globals to a collection or a model that the code has.
+    """Rewrite uses of Megatron's globals: to a collection, a model, or a new parameter.
+
+    If no collection is passed, the program does what it did before. Name all your code and its
+    tests: calls are followed in these files only, and what tests patch goes on working.
 
     Without --write no file changes. The diff goes to standard output, for git apply or patch -p1,
-    and the report to standard error. For the report alone: megapg migrate src > /dev/null.
+    and the report to standard error. For the report alone: megapg migrate src tests > /dev/null.
 
     --write changes all files or none. It refuses files with uncommitted changes, or outside of
-    git, unless you add --allow-dirty. git checkout undoes it. New texts are formatted with the
+    git, unless you add --allow-dirty. git restore undoes it. New text is formatted with the
     black, isort or ruff that the project configures. Lines with "# megapg: keep" stay.
 
     Exit code 0: all uses are rewritten. 1: uses are left, or changes are not written yet. 2: wrong
     paths or settings, files could not be written, or a file given by name can't be read.
 
-    Example: megapg migrate src --from-core 0.16, and if the diff looks right, again with --write
+    Example: megapg migrate src tests, and if the diff looks right, again with --write
     """
     with _refusing():
         from megapg.migrate import engine

@@ -12,6 +12,7 @@ from libcst.metadata import (
     Assignment,
     BaseAssignment,
     BuiltinAssignment,
+    CodeRange,
     ExpressionContext,
     GlobalScope,
     ImportAssignment,
@@ -20,6 +21,7 @@ from libcst.metadata import (
 
 from megapg.migrate.facts import HERE
 from megapg.migrate.project import PARALLEL_STATE
+from megapg.migrate.uses import Span
 
 _READING = (ExpressionContext.LOAD, ExpressionContext.DEL)
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -77,21 +79,44 @@ class Names:
         self._scopes, self._stands_for = scopes, stands_for
         self._aliases: dict[cst.CSTNode, str] = {}  # targets of assignments -> dotted names
         self._to_none: set[cst.CSTNode] = set()  # targets of ``name = None``
+        self._stars: list[str] = []  # modules of ``from module import *``
         self._captured: set[str] = set()  # by patterns of ``match``, which LibCST leaves out
         found = Counter[str]()
-        for node in nodes(module, without=(cst.Import, cst.ImportFrom)):
-            if isinstance(node, cst.Name) and contexts.get(node) in _READING:
-                found[node.value] += 1
-            elif isinstance(node, cst.SimpleString):
+        names = self
+
+        class Reader(cst.CSTVisitor):
+            def visit_Import(self, node: cst.Import) -> bool:
+                return False
+
+            def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+                if isinstance(node.names, cst.ImportStar):
+                    module = dotted_name(node.module) if node.module else ""
+                    names._stars.append("." * len(node.relative) + module)
+                return False
+
+            def visit_Name(self, node: cst.Name) -> None:
+                found[node.value] += contexts.get(node) in _READING
+
+            def visit_SimpleString(self, node: cst.SimpleString) -> None:
                 found.update(set(_WORD.findall(node.value)))
-            elif isinstance(node, cst.Expr) and isinstance(node.value, cst.SimpleString):
-                found.subtract(set(_WORD.findall(node.value.value)))  # a docstring
-            elif isinstance(node, cst.MatchAs | cst.MatchStar) and node.name is not None:
-                self._captured.add(node.name.value)
-            elif isinstance(node, cst.MatchMapping) and node.rest is not None:
-                self._captured.add(node.rest.value)
-            elif isinstance(node, cst.Assign):
-                self._read(node)
+
+            def visit_Expr(self, node: cst.Expr) -> None:
+                if isinstance(node.value, cst.SimpleString):  # a docstring
+                    found.subtract(set(_WORD.findall(node.value.value)))
+
+            def visit_MatchAs(self, node: cst.MatchAs) -> None:
+                names._captured |= {node.name.value} if node.name else set()
+
+            def visit_MatchStar(self, node: cst.MatchStar) -> None:
+                names._captured |= {node.name.value} if node.name else set()
+
+            def visit_MatchMapping(self, node: cst.MatchMapping) -> None:
+                names._captured |= {node.rest.value} if node.rest else set()
+
+            def visit_Assign(self, node: cst.Assign) -> None:
+                names._read(node)
+
+        module.visit(Reader())
         self.loads: Mapping[str, int] = found
         times = Counter(each.name for each in _assignments(scopes.get(module)))
         self.repeated: set[str] = {name for name, number in times.items() if number > 1}
@@ -130,6 +155,9 @@ class Names:
             elif each.node not in self._to_none:
                 other = True
         names |= {self._stands_for(name) for name in imported}
+        if not scope[root] and not other:
+            found = {self._stands_for(f"{module}.{dotted}") for module in self._stars}
+            names |= {each for each in found if each.startswith(PARALLEL_STATE)}
         return Bindings(frozenset(names), frozenset(imported), other)
 
     def member_named(self, dotted: str) -> str | None:
@@ -190,3 +218,9 @@ def compared_to_none(test: cst.CSTNode) -> tuple[frozenset[str], frozenset[str]]
         case cst.BooleanOperation(left=left, operator=cst.And(), right=right):
             return compared_to_none(left)[0] | compared_to_none(right)[0], nothing
     return nothing, nothing
+
+
+def span_of(found: CodeRange) -> Span:
+    """Return a position of LibCST, whose columns count from 0, as a span."""
+    start, end = found.start, found.end
+    return Span(start.line, start.column + 1, end.line, end.column + 1)

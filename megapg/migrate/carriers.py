@@ -56,7 +56,8 @@ _PLAIN_BASES = re.compile(
     r"(builtins\.)?object|abc\.ABC|typing\.Generic|torch\.nn\.(\w+\.)*\w+|megatron\.\S+"
     r"|torch\.utils\.data\.\S+|torch\.optim\.\S+"
 )
-_OWN_CREATION = {"__new__", "__slots__", "__setattr__"}
+# Classes with these create objects, or look at all attributes, in ways of their own.
+_OWN_WAYS = {"__new__", "__slots__", "__setattr__", "__dict__"}
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ class Carriers:
         """True if a call of a class passes all arguments to a constructor that can keep one."""
         for each in self.line_of(of):
             repeated = self._everything[each.path].repeated
-            own = (each.methods | each.attributes) & _OWN_CREATION
+            own = (each.methods | each.attributes) & _OWN_WAYS
             if each.decorators or each.has_keywords or own or PARAMETER in each.methods:
                 return False
             if each.name.partition(".")[0] in repeated:
@@ -282,7 +283,7 @@ class Carriers:
         return not (
             function.any_keyword
             or function.name in facts.repeated
-            or PARAMETER in function.names
+            or PARAMETER in function.names | function.bound
             or function.looks_at_itself
             or not all(map(_PLAIN_DECORATORS.fullmatch, function.decorators))
         )

@@ -31,9 +31,9 @@ class Function:
     decorators: tuple[str, ...]  # absolute dotted names; empty for other expressions
     of_class: str  # qualified name of the class it is a method of; empty for a function
     outer: str  # qualified name of the function around it; empty if there is none
-    names: frozenset[str]  # all names and attributes in it
     bound: frozenset[str]  # its parameters and variables
-    deleted: frozenset[str]  # names that it deletes
+    names: set[str] = field(default_factory=set)  # that it and the functions in it use
+    deleted: set[str] = field(default_factory=set)  # names that these delete
     makes_groups: bool = False  # True if it calls ``initialize_model_parallel`` or the like
     looks_at_itself: bool = False  # True if it calls ``locals()`` or the like
     fakes_ranks: bool = False  # True if it calls ``set_tensor_model_parallel_rank`` or the like

@@ -13,6 +13,7 @@ from megapg.migrate.facts import Everything, Found, Function, Where
 from megapg.migrate.migration import How, Left, Root, Served
 from megapg.migrate.project import PARALLEL_STATE, Project, is_test
 from megapg.migrate.replaced import Replaced
+from megapg.migrate.roots import Counts, find_roots
 from megapg.migrate.runtime import Runtime
 from megapg.migrate.thread import Edge, Threads
 from megapg.migrate.uses import Kind, Span
@@ -175,7 +176,8 @@ class Planner:
             self._take(node)
         self._find_unused()
         self._rename_patched()
-        self._plan.roots = self._roots(threads)
+        counts = Counts(self._uses, self._alone)
+        self._plan.roots = find_roots(self._project, self._carriers, threads, counts)
         return self._plan
 
     def _patched(self, found: Sequence[Choice | Left]) -> set[tuple[Path, str]]:
@@ -315,7 +317,9 @@ class Planner:
     @staticmethod
     def _is_free(around: Sequence[Function]) -> bool:
         """True if a function may have one more variable ``pg``."""
-        return _VARIABLE not in around[-1].names and not around[0].looks_at_itself
+        return (
+            _VARIABLE not in around[-1].names | around[-1].bound and not around[0].looks_at_itself
+        )
 
     def _has_carrier(self, around: list[Function]) -> bool:
         return self._carriers.of(around[0].path, around[0].name, Where()).kind != "none"
@@ -356,32 +360,6 @@ class Planner:
                 getters = _free(runtime.getters_name, runtime.getters_module, data)
             self._plan.files[path] = FilePlan(runtime, name, getters)
         return self._plan.files[path]
-
-    # -- the report --------------------------------------------------------------------------------
-
-    def _roots(self, threads: Threads) -> list[Root]:
-        """Return the functions that read the globals, those with most uses first."""
-        roots = []
-        for node in threads.taking - threads.fed:
-            uses = sum(self._uses[each] for each in threads.behind(node) - threads.fed)
-            if not threads.is_root(node) or not uses:
-                continue
-            calls = [
-                f"{self._project.files[edge.path]}:{edge.call.span.line}"
-                for edge in threads.unpassed(node)
-            ]
-            line = self._line(node)
-            name = self._project.files[node.path]
-            roots.append(Root(name, line, node.name, True, uses, tuple(sorted(calls))))
-        for node, uses in self._alone.items():
-            name, line = self._project.files[node.path], self._line(node)
-            roots.append(Root(name, line, node.name, False, uses, ()))
-        return sorted(roots, key=lambda each: (-each.uses, each.file, each.line))
-
-    def _line(self, node: Node) -> int:
-        init = self._carriers.function(node.path, f"{node.name}.__init__")
-        function = self._carriers.function(node.path, node.name) or init
-        return function.span.line if function is not None else 0
 
 
 def _arguments(expression: str, needs: tuple[str, ...]) -> str:

@@ -27,6 +27,7 @@ _REEXPORTED = re.compile(r"megatron\.(?:core|training|legacy)\.(?:\w+\.)+(\w+)")
 _SKIPPED = frozenset(
     {"__pycache__", "node_modules", "build", "dist", "site-packages", "venv", "env"}
 )
+_WORD = re.compile(rb"\w+")
 _MOST_IMPORTS = 20  # followed from one name: imports may be circular
 
 
@@ -297,14 +298,18 @@ class Project:
         Args:
             names: each with the module that defines it.
         """
-        words = {name.encode() for _, name in names}
-        modules = {path for path, _ in names}
+        of_module: dict[Path, set[bytes]] = defaultdict(set)
+        for path, name in names:
+            of_module[path].add(name.encode())
+        words = sorted(set().union(*of_module.values()))
         found = set()
-        for path in self.mentioning(re.compile(rb"\b(%b)\b" % b"|".join(sorted(words)))):
+        for path in self.mentioning(re.compile(rb"\b(%b)\b" % b"|".join(words))):
+            mentioned = set(_WORD.findall(self._data[path]))
             for dotted in set().union(*self.table(path).everywhere.values()):
                 meaning = self.meaning(dotted.removesuffix(".*"), path)
-                name = meaning.local.partition(".")[0]
-                if meaning.path in modules and (not name or (meaning.path, name) in names):
+                word = meaning.local.partition(".")[0].encode()
+                wanted = of_module.get(meaning.path, set()) if meaning.path else set()
+                if word in wanted or (not word and wanted & mentioned):
                     found.add(path)
                     break
         return found

@@ -12,9 +12,8 @@ from megapg.migrate.project import Project
 from megapg.migrate.uses import Span
 
 _MENTIONS = re.compile(rb"\b(patch|setattr)\b")
-_PATCHED = re.compile(
-    r"""(?:["']|(?:setattr|object)\(\s*)([A-Za-z_][\w.]*)(?:\.|\s*,\s*["'])(\w+)["']"""
-)
+_STRING = re.compile(r"""["']([A-Za-z_][\w.]*)\.(\w+)["']""")
+_OBJECT = re.compile(r"""(?:setattr|object)\(\s*([A-Za-z_][\w.]*)\s*,\s*["'](\w+)["']""")
 
 
 @dataclass(frozen=True)
@@ -47,17 +46,19 @@ def find_replaced(project: Project, everything: Everything) -> list[Replaced]:
                 found.append(Replaced(*at, path, *strings.get(dotted, ())))
     known = {(each.path, each.module, each.parts) for each in found}
     for path in project.mentioning(_MENTIONS):
-        for dotted in _patched(project, path):
-            at = project.split(dotted, path)
-            if at is not None and at[1] and (path, *at) not in known:
-                found.append(Replaced(*at, path))
+        for pattern in (_STRING, _OBJECT):
+            for dotted in _patched(project, path, pattern):
+                at = project.split(dotted, path)
+                is_new = pattern is _OBJECT or (path, *at) not in known if at else False
+                if at is not None and at[1] and is_new:
+                    found.append(Replaced(*at, path))
     return found
 
 
-def _patched(project: Project, path: Path) -> Iterator[str]:
+def _patched(project: Project, path: Path, pattern: re.Pattern[str]) -> Iterator[str]:
     """Yield the dotted names in calls such as ``patch("a.b")`` and ``setattr(a, "b", ...)``."""
     imports = project.table(path).everywhere
-    for owner, name in _PATCHED.findall(project.data(path).decode(errors="replace")):
+    for owner, name in pattern.findall(project.data(path).decode(errors="replace")):
         head, dot, rest = owner.partition(".")
         for each in imports.get(head, {head}):
             yield f"{each}{dot}{rest}.{name}"

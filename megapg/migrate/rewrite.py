@@ -10,10 +10,9 @@ from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from megapg.migrate.bindings import dotted_name
+from megapg.migrate.bindings import dotted_name, span_of
 from megapg.migrate.carriers import PARAMETER
 from megapg.migrate.planner import FilePlan
-from megapg.migrate.scan import span_of
 from megapg.migrate.uses import Span
 
 _NO_SPACE = cst.SimpleWhitespace("")

@@ -21,7 +21,7 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
-from megapg.migrate.bindings import Bindings, Names, compared_to_none, dotted_name, nodes
+from megapg.migrate.bindings import Bindings, Names, compared_to_none, dotted_name, nodes, span_of
 from megapg.migrate.facts import Call, Class, Facts, Found, Function, Parameter, Where
 from megapg.migrate.project import PARALLEL_STATE
 from megapg.migrate.uses import Kind, Span, Use
@@ -87,8 +87,13 @@ class _Scanner(cst.CSTVisitor):
         return span_of(self._positions[node])
 
     @property
+    def _functions(self) -> list[Function]:
+        return [each for each in self._around if isinstance(each, Function)]
+
+    @property
     def _function(self) -> Function | None:
-        return next((e for e in reversed(self._around) if isinstance(e, Function)), None)
+        functions = self._functions
+        return functions[-1] if functions else None
 
     def _function_name(self) -> str:
         function = self._function
@@ -112,7 +117,9 @@ class _Scanner(cst.CSTVisitor):
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
         parameters = [*node.params.posonly_params, *node.params.params, *node.params.kwonly_params]
-        outside = [e for p in parameters for e in (p.annotation, p.default) if e is not None]
+        stars = [e for e in (node.params.star_arg, node.params.star_kwarg) if e]
+        named = [*parameters, *(each for each in stars if isinstance(each, cst.Param))]
+        outside = [e for p in named for e in (p.annotation, p.default) if e is not None]
         self._visit_all([*node.decorators, *outside], inline=True)
         if node.returns is not None:
             self._visit_all([node.returns], inline=True)
@@ -135,13 +142,6 @@ class _Scanner(cst.CSTVisitor):
     def _described(self, node: cst.FunctionDef, parameters: Sequence[cst.Param]) -> Function:
         around = self._around[-1] if self._around else None
         outer = self._function
-        deleted = {
-            each.value
-            for statement in nodes(node.body)
-            if isinstance(statement, cst.Del)
-            for each in nodes(statement.target)
-            if isinstance(each, cst.Name)
-        }
         return Function(
             path=self.facts.path,
             name=self._qualified(node.name.value),
@@ -151,9 +151,7 @@ class _Scanner(cst.CSTVisitor):
             decorators=self._decorators(node),
             of_class=around.name if isinstance(around, Class) else "",
             outer=outer.name if outer is not None else "",
-            names=frozenset(each.value for each in nodes(node) if isinstance(each, cst.Name)),
             bound=self._names.bound_in(node.body),
-            deleted=frozenset(deleted),
         )
 
     def _parameter(self, node: cst.Param) -> Parameter:
@@ -247,10 +245,12 @@ class _Scanner(cst.CSTVisitor):
     def visit_Call(self, node: cst.Call) -> bool:
         function, bound = self._function, self._names.of(node.func)
         called = dotted_name(node.func)
-        if called in _LOOKING_AT_ITSELF or called.endswith("save_hyperparameters"):
-            for each in self._around:
-                if isinstance(each, Function):
-                    each.looks_at_itself = True
+        for each in self._functions:
+            each.names.add(called.partition(".")[0])
+            looks = called in _LOOKING_AT_ITSELF or called.endswith("save_hyperparameters")
+            each.looks_at_itself |= looks
+        if called == "vars":
+            self._note_attributes()
         if bound.member:
             self._add(node, Kind.CALL, node.func, bound, node.args)
             if function is not None:
@@ -280,8 +280,21 @@ class _Scanner(cst.CSTVisitor):
                 return "super().__init__" if of_own else ""
         return bound.only
 
+    def visit_Del(self, node: cst.Del) -> None:
+        names = {each.value for each in nodes(node.target) if isinstance(each, cst.Name)}
+        for function in self._functions:
+            function.deleted |= names
+
+    def _note_attributes(self) -> None:
+        """Note that the class around looks at all attributes of objects."""
+        for each in self._around:
+            if isinstance(each, Class):
+                each.attributes.add("__dict__")
+
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         function = self._function
+        if node.attr.value == "__dict__":
+            self._note_attributes()
         if self._contexts.get(node) is ExpressionContext.STORE and function is not None:
             is_self = isinstance(node.value, cst.Name) and node.value.value == function.self_name
             if is_self and function.of_class in self.facts.classes:
@@ -299,6 +312,8 @@ class _Scanner(cst.CSTVisitor):
 
     def _look_at(self, node: cst.Name | cst.Attribute) -> None:
         """Add a use that is no call, or a value that is not called."""
+        for function in self._functions:
+            function.names.add(dotted_name(node).partition(".")[0])
         context, bound = self._contexts.get(node), self._names.of(node)
         if context is None or (
             isinstance(node, cst.Name) and context is not ExpressionContext.LOAD
@@ -382,9 +397,3 @@ class _Scanner(cst.CSTVisitor):
     def _has_a_use(self, node: cst.BaseExpression) -> bool:
         names = (each for each in nodes(node) if isinstance(each, cst.Name | cst.Attribute))
         return any(self._names.of(each).member is not None for each in names)
-
-
-def span_of(found: CodeRange) -> Span:
-    """Return a position of LibCST, whose columns count from 0, as a span."""
-    start, end = found.start, found.end
-    return Span(start.line, start.column + 1, end.line, end.column + 1)

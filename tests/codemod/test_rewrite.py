@@ -13,6 +13,7 @@ from megapg.migrate import engine
 from megapg.migrate.config import Config
 from megapg.migrate.engine import find, migrate
 from megapg.migrate.reasons import REASONS
+from megapg.migrate.rewrite import rewritten
 
 
 @pytest.mark.parametrize("text", parameters("rewrite.diff"))
@@ -73,7 +74,7 @@ def test_a_file_whose_new_text_is_wrong_stays(
             "high.py": "from low import f\n\n\ndef g(model):\n    return f()\n",
         },
     )
-    real = engine.rewritten
+    real = rewritten
 
     def wrong(data: bytes, *rest: object) -> bytes:
         try:

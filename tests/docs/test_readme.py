@@ -178,11 +178,14 @@ def test_the_codemods_commands(tmp_path):
         "from megatron.core import mpu\n\n\ndef rank():\n"
         "    return mpu.get_tensor_model_parallel_rank()\n"
     )
+    me = ("-c", "user.name=me", "-c", "user.email=me@home")
+    for step in (("init", "-q"), ("add", "src"), ("commit", "-q", "-m", "Before")):
+        captured(["git", *me, *step], cwd=tmp_path, check=True)
 
     check, dry, write = (cli.megapg(*command.split(), at=tmp_path) for command in commands)
     assert check.returncode == 1
     assert b'pg.rank("tp")' in check.stdout
     assert dry.returncode == 1
-    assert b"+    return megapg.resolve(pg_collection).rank" in dry.stdout
+    assert b'+    pg = megapg.resolve(pg_collection)\n+    return pg.rank("tp")\n' in dry.stdout
     assert write.returncode == 0
     assert "mpu" not in file.read_text()

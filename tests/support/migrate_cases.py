@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 from trees import write
 
 import megapg
@@ -63,7 +64,7 @@ def sections(name: str) -> Iterator[tuple[str, str]]:
     yield from zip(parts[::2], map(with_names, parts[1::2]), strict=True)
 
 
-def parameters(name: str) -> list[object]:
+def parameters(name: str) -> list[ParameterSet]:
     """Return the cases of a file for ``pytest.mark.parametrize``; those with XFAIL are marked."""
     found = []
     for heading, text in sections(name):

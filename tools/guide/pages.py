@@ -1,7 +1,7 @@
-"""The pages of the guide that come from the tables: the mapping, and one per reason code.
+"""Write the pages of the guide that come from tables: the mapping, and the reasons.
 
 ``python -m tools.guide.pages migration_guide`` writes them. They are checked in, and a test
-holds them against the tables.
+compares them with the tables.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import groupby, product
 from pathlib import Path
 
 from megapg.errors import MegapgError
-from megapg.migrate.reasons import CAUTIONS, REASONS, Reason
+from megapg.migrate.reasons import REASONS, Reason
 from megapg.upstream.expressions import replacement
 from megapg.upstream.mapping import (
     OF_SEVERAL_PIPELINES,
@@ -25,78 +25,55 @@ from megapg.upstream.mapping import (
     Takes,
 )
 from megapg.upstream.signatures import SIGNATURES, VERSIONS, Parameter, functions, signature
-from tools.guide.examples import EXAMPLES, OF_FILES, Example
-
-FOLDERS = ("reasons",)
-"""Where every page comes from here."""
+from tools.guide.examples import EXAMPLES, WITHOUT_EXAMPLE
 
 _WRITTEN_BY = "<!-- Written by python -m tools.guide.pages; do not edit. -->"
 
 
 def pages() -> Mapping[str, str]:
-    """Path below the guide's folder -> text, of every page.
+    """Return the text of every page, by its path in the guide's folder.
 
     Raises:
-        MegapgError: a code has no example.
+        MegapgError: a reason has no example.
     """
-    explained = {**REASONS, **CAUTIONS}
-    if lacking := set(explained) - set(EXAMPLES) - set(OF_FILES):
-        raise MegapgError(f"codes without an example in {__name__}: {', '.join(sorted(lacking))}.")
-    return {
-        "mapping.md": _mapping_page(),
-        "reasons/README.md": _reasons_index(),
-        **{f"reasons/{code}.md": _reason_page(reason) for code, reason in explained.items()},
-    }
+    if lacking := set(REASONS) - set(EXAMPLES) - set(WITHOUT_EXAMPLE):
+        names = ", ".join(sorted(lacking))
+        raise MegapgError(f"{names}: no example in tools/guide/examples.py.")
+    return {"mapping.md": _mapping_page(), "reasons.md": _reasons_page()}
 
 
 def write(guide: Path) -> None:
-    """Write the pages below a folder, and remove those of codes and versions that are gone."""
-    texts = pages()
-    for folder in FOLDERS:
-        (guide / folder).mkdir(exist_ok=True)
-        for old in (guide / folder).glob("*.md"):
-            if f"{folder}/{old.name}" not in texts:
-                old.unlink()
-    for name, text in texts.items():
+    """Write the pages into a folder."""
+    for name, text in pages().items():
         (guide / name).write_text(text, encoding="utf-8")
 
 
 # -- reasons ---------------------------------------------------------------------------------------
 
 
-def _reasons_index() -> str:
+def _reasons_page() -> str:
     return _page(
-        "Why something is left",
-        "`megapg check` and `megapg migrate` print one of these codes beside each use that they "
-        "leave. `megapg explain CODE` says the same in the terminal.",
-        "## Left",
-        _table(("code", ""), ((_link(each.code), each.title) for each in REASONS.values())),
-        "## With a caution",
-        "There is a replacement, and it may behave differently where there are no groups. `megapg "
-        "migrate` writes it with `--unsafe` only.",
-        _table(("code", ""), ((_link(each.code), each.title) for each in CAUTIONS.values())),
+        "Why a use stays",
+        "`megapg check` and `megapg migrate` print one of these codes with each use that stays. "
+        "`megapg explain CODE` prints the same text in the terminal. A use with the code "
+        f"{_link('may-be-none')} has a replacement, which only `--unsafe` writes.",
+        _table(("code", "the use"), ((_link(each.code), each.title) for each in REASONS.values())),
+        *(block for reason in REASONS.values() for block in _section(reason)),
     )
 
 
-@cache
-def _reason_page(reason: Reason) -> str:
-    names = _names_with(reason.code)
-    return _page(
-        f"`{reason.code}`: {reason.title}",
-        reason.why,
-        *_shown(EXAMPLES.get(reason.code)),
-        f"**What to do.** {reason.instead} [All codes](README.md).",
-        *(("## Names that always have it", ", ".join(map(_quoted, names))) if names else ()),
-    )
-
-
-def _shown(example: Example | None) -> Iterator[str]:
-    if example is not None:
-        read_as = "" if example.versions == "0.16" else f", on Megatron-core {example.versions}"
-        yield f"Before{read_as}:"
+def _section(reason: Reason) -> Iterator[str]:
+    yield f"## {reason.code}"
+    yield _plain(f"The use {reason.title}. {reason.why}")
+    if example := EXAMPLES.get(reason.code):
+        version = "" if example.versions == "0.16" else f", on Megatron-core {example.versions}"
+        yield f"Before{version}:"
         yield _code(example.before)
         yield "After:"
         yield _code(example.after)
+    yield f"**What to do.** {_plain(reason.instead)}"
+    if names := _names_with(reason.code):
+        yield f"Names that always have this code: {', '.join(map(_quoted, names))}."
 
 
 def _names_with(code: str) -> list[str]:
@@ -126,9 +103,6 @@ _PARTS: Mapping[str, str] = {
     "Ranks of others": "_src_rank _first_rank _last_rank _next_rank _prev_rank _global_ranks",
 }
 _THE_REST = "Stages, and what else there is"
-
-_CANNOT_RUN = ("arguments", "not-in-core")
-"""Reasons of calls that the version does not take."""
 
 _OF: Mapping[Takes, str] = {
     Takes.COLLECTION: "",
@@ -163,8 +137,8 @@ def _mapping_page() -> str:
         "Every function of `megatron.core.parallel_state` from "
         f"0.{VERSIONS[0]} to 0.{VERSIONS[-1]}, and in which of them the answer is so. `pg` is the "
         "collection, `getters` is `megapg.megatron.getters`. Where nothing certain can be written "
-        "there is [a code for why](reasons/README.md). A project that admits versions with "
-        "different answers gets the code [version](reasons/version.md): name the one that you run.",
+        "there is [a code for why](reasons.md). A project that admits versions with different "
+        "answers gets the code [version](reasons.md#version): name the one that you run.",
         "Arguments that are left out have their defaults; calls that a version refuses itself are "
         "not listed. *Reads* are the fields. What is *of a session or the globals* is not known to "
         "a collection of borrowed groups, unless they are the globals' own; what is *asked of the "
@@ -196,7 +170,7 @@ def _mapping_page() -> str:
             ("why", "names"),
             (
                 (
-                    ", ".join(_link(reason, "reasons/") for reason in reasons),
+                    ", ".join(_link(reason, "reasons.md") for reason in reasons),
                     ", ".join(_quoted(name) for _, name in named),
                 )
                 for reasons, named in groupby(by_reason, key=lambda row: row[0])
@@ -324,7 +298,7 @@ def _at_run_time(form: _Form) -> bool:
 
 
 def _cannot_run(answer: _Answer) -> bool:
-    return isinstance(answer, Refusal) and answer.reason in _CANNOT_RUN
+    return isinstance(answer, Refusal) and answer.is_error
 
 
 # -- what changed ----------------------------------------------------------------------------------
@@ -380,19 +354,24 @@ def _call(name: str, form: _Form) -> str:
     return f"{name}({', '.join(written)})"
 
 
+def _plain(text: str) -> str:
+    """Keep ``_`` and ``*`` from marking text."""
+    return text.replace("_", r"\_").replace("*", r"\*")
+
+
 def _quoted(text: str) -> str:
     return f"`{text}`"
 
 
-def _link(code: str, to: str = "") -> str:
-    return f"[{code}]({to}{code}.md)"
+def _link(code: str, page: str = "") -> str:
+    return f"[{code}]({page}#{code})"
 
 
 def _written(answer: _Answer) -> str:
     if isinstance(answer, Replacement):
-        caution = f", {_link(answer.caution, 'reasons/')}" if answer.caution else ""
+        caution = f", {_link(answer.caution, 'reasons.md')}" if answer.caution else ""
         return _quoted(answer.expression) + caution
-    return _link(answer.reason, "reasons/") + (f": {answer.detail}" if answer.detail else "")
+    return _link(answer.reason, "reasons.md") + (f": {answer.detail}" if answer.detail else "")
 
 
 def _span(versions: Sequence[int]) -> str:
