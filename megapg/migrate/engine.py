@@ -40,7 +40,7 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and of how much."""
 
 _MENTIONS = re.compile(rb"\b(parallel_state|mpu|%b)\b" % b"|".join(n.encode() for n in SIGNATURES))
-_OWN_MODULE = "megatron/core/parallel_state.py"  # defines the globals, and does not use them
+_OWN_MODULE = "/megatron/core/parallel_state.py"  # defines the globals, and does not use them
 
 
 def unseen(what: str, done: int, of: int) -> None:
@@ -104,7 +104,7 @@ class _Scans:
         mentions = [
             path
             for path in self.project.mentioning(_MENTIONS)
-            if not self.project.files[path].endswith(_OWN_MODULE)
+            if not f"/{self.project.files[path]}".endswith(_OWN_MODULE)
         ]
         self._scan("finding", mentions)
 

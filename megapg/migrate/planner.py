@@ -186,13 +186,18 @@ class Planner:
         A string that names such a getter is rewritten to the getter in ``parallel_state``, which
         the new code calls. That works if nothing else in the module calls the getter.
         """
-        stays = {(each.use.file, each.use.name) for each in found if isinstance(each, Left)}
-        patched = set()
-        for each in self._replaced:
-            name = self._project.files[each.module]
-            if len(each.parts) == 1 and (each.span is None or (name, each.getter) in stays):
-                patched.add((each.module, each.parts[0]))
-        return patched
+        left = {id(each.use) for each in found if isinstance(each, Left)}
+        stays = {
+            (path, each.root)
+            for path in self._sources
+            for each in self._everything[path].uses
+            if each.use.keep or id(each.use) in left
+        }
+        return {
+            (each.module, each.parts[0])
+            for each in self._replaced
+            if len(each.parts) == 1 and (each.span is None or (each.module, each.parts[0]) in stays)
+        }
 
     def _find_unused(self) -> None:
         """Note the imports of which every use is replaced."""
@@ -207,7 +212,8 @@ class Planner:
         for each in self._replaced:
             file = self._plan.files.get(each.module)
             if each.span is not None and file is not None and each.parts[0] in file.unused:
-                self._file(each.path).replaced[each.span] = f'"{PARALLEL_STATE}.{each.getter}"'
+                name = f"{PARALLEL_STATE}.{each.getter}".rstrip(".")
+                self._file(each.path).replaced[each.span] = f'"{name}"'
 
     def _thread_from(self) -> list[Node]:
         named = []

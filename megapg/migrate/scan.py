@@ -26,12 +26,19 @@ from megapg.migrate.facts import Call, Class, Facts, Found, Function, Parameter,
 from megapg.migrate.project import PARALLEL_STATE
 from megapg.migrate.uses import Kind, Span, Use
 from megapg.upstream.expressions import known, replacement
-from megapg.upstream.mapping import Argument, Refusal, Replacement
+from megapg.upstream.mapping import (
+    OPTIONAL_FIELDS,
+    RANK_GLOBALS,
+    Argument,
+    Refusal,
+    Replacement,
+)
 
 _KEEP = re.compile(r"#\s*megapg:\s*keep\b")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+\Z")
 # Functions that call these see their own parameters and variables.
 _LOOKING_AT_ITSELF = frozenset({"locals", "vars", "dir", "eval", "exec"})
+_TAKING_NONE = frozenset({"bool", "id", "isinstance", "print", "repr", "str", "type"})
 _MAKES_GROUPS = ("initialize_model_parallel", "destroy_model_parallel")
 
 
@@ -262,9 +269,26 @@ class _Scanner(cst.CSTVisitor):
             call = Call(self._span(node), caller, callee, keywords, self._where)
             self.facts.calls.append(call)
         else:
-            return True
-        for argument in node.args:
-            argument.value.visit(self)
+            node.func.visit(self)
+        with self._in(replace(self._where, as_list=called not in _TAKING_NONE)):
+            for argument in node.args:
+                argument.value.visit(self)
+        return False
+
+    def visit_Subscript(self, node: cst.Subscript) -> bool:
+        with self._in(replace(self._where, as_list=True)):
+            node.value.visit(self)
+        for each in node.slice:
+            each.visit(self)
+        return False
+
+    def visit_Comparison(self, node: cst.Comparison) -> bool:
+        with self._in(replace(self._where, as_list=False)):
+            node.left.visit(self)
+        for each in node.comparisons:
+            is_in = isinstance(each.operator, cst.In | cst.NotIn)
+            with self._in(replace(self._where, as_list=is_in)):
+                each.comparator.visit(self)
         return False
 
     def _callee(self, node: cst.Call, bound: Bindings) -> str:
@@ -336,7 +360,7 @@ class _Scanner(cst.CSTVisitor):
         text = node.evaluated_value
         if isinstance(text, str) and _DOTTED.match(text):
             member = self._names.member_named(text)
-            if member and known(member):
+            if member is not None and (known(member) or not member):
                 self.facts.strings[self._span(node)] = text, member
             if member and text in (f"{PARALLEL_STATE}.{member}", f"megatron.core.mpu.{member}"):
                 self._add(
@@ -392,7 +416,12 @@ class _Scanner(cst.CSTVisitor):
             Argument(each.star + code(each.value), each.keyword.value if each.keyword else "")
             for each in arguments
         ]
-        return replacement(name, given, self._versions)
+        answer = replacement(name, given, self._versions)
+        field = RANK_GLOBALS.get(name, "")
+        if isinstance(answer, Replacement) and field and self._where.as_list:
+            # Where a list is read, None fails as well.
+            return replace(answer, caution="" if field not in OPTIONAL_FIELDS else answer.caution)
+        return answer
 
     def _has_a_use(self, node: cst.BaseExpression) -> bool:
         names = (each for each in nodes(node) if isinstance(each, cst.Name | cst.Attribute))
