@@ -122,7 +122,7 @@ class _Scans:
                 self.facts[path] = scan(data, path, name, stands_for, project.config.versions)
             except cst.ParserSyntaxError as error:
                 self._problems.append(Problem(name, error.raw_line, "is no valid Python"))
-            except (UnicodeDecodeError, LookupError, RecursionError, ValueError) as error:
+            except (SyntaxError, LookupError, RecursionError, ValueError) as error:
                 self._problems.append(Problem(name, 0, f"can't be read: {error}"))
 
     def found(self) -> Found:

@@ -360,10 +360,12 @@ class Planner:
     def _file(self, path: Path) -> FilePlan:
         if path not in self._plan.files:
             runtime, data = self._runtime_of(path), self._project.data(path)
-            name = _free(runtime.name, runtime.module, data)
+            # ``from module import *`` leaves names with an underscore out.
+            private = "_" * self._project.is_star_imported(path)
+            name = private + _free(runtime.name, runtime.module, data)
             getters = name
             if runtime.getters_name != runtime.name:
-                getters = _free(runtime.getters_name, runtime.getters_module, data)
+                getters = private + _free(runtime.getters_name, runtime.getters_module, data)
             self._plan.files[path] = FilePlan(runtime, name, getters)
         return self._plan.files[path]
 

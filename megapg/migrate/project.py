@@ -283,6 +283,15 @@ class Project:
                 return ".".join([module, *rest])
         return Meaning(dotted)
 
+    def is_star_imported(self, path: Path) -> bool:
+        """True if another file has ``from module import *`` of this module."""
+        return path in self._star_imported
+
+    @cached_property
+    def _star_imported(self) -> set[Path | None]:
+        stars = self.mentioning(re.compile(rb"import[ \t]*\*"))
+        return {self.find(module, path) for path in stars for module in self.table(path).stars}
+
     def split(self, dotted: str, importer: Path) -> tuple[Path, tuple[str, ...]] | None:
         """Return the module of the project that a dotted name begins with, and the rest of it."""
         parts = dotted.split(".")
