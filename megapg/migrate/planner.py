@@ -352,7 +352,7 @@ class Planner:
         file = self._file(node.path)
         file.parameters.add(function.span)
         if of is not None:
-            # Without a collection the object has no attribute more than before.
+            # If nothing is passed, the object has no attribute more than before.
             keep = f"{function.self_name}.{PARAMETER} = {PARAMETER}"
             statement = f"if {PARAMETER} is not None:\n    {keep}\n"
             file.statements[function.span].insert(0, statement)

@@ -39,11 +39,12 @@ def find_replaced(project: Project, everything: Everything) -> list[Replaced]:
     """Return what the files of a project replace in its modules."""
     found = []
     for path, facts in everything.items():
-        strings = {text: (span, getter) for span, (text, getter) in facts.strings.items()}
-        for dotted in {*facts.replaced, *strings}:
+        named: list[tuple[str, Span | None, str]] = [(each, None, "") for each in facts.replaced]
+        named += [(text, span, getter) for span, (text, getter) in facts.strings.items()]
+        for dotted, span, getter in named:
             at = project.split(project.absolute(dotted, path), path)
             if at is not None and at[1]:
-                found.append(Replaced(*at, path, *strings.get(dotted, ())))
+                found.append(Replaced(*at, path, span, getter))
     known = {(each.path, each.module, each.parts) for each in found}
     for path in project.mentioning(_MENTIONS):
         for pattern in (_STRING, _OBJECT):

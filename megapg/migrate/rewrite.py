@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
@@ -13,13 +14,13 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from megapg.migrate.bindings import dotted_name, span_of
 from megapg.migrate.carriers import PARAMETER
 from megapg.migrate.planner import FilePlan
+from megapg.migrate.scan import STATEMENTS
 from megapg.migrate.uses import Span
 
 _NO_SPACE = cst.SimpleWhitespace("")
 _SPACE = cst.SimpleWhitespace(" ")
 
 _Item = TypeVar("_Item", cst.Arg, cst.Param)
-_Statement = TypeVar("_Statement", cst.SimpleStatementLine, cst.If)
 _Import = TypeVar("_Import", cst.Import, cst.ImportFrom)
 
 
@@ -128,19 +129,20 @@ class _Rewriter(cst.CSTTransformer):
             new = new.with_changes(body=_with_statements(new.body, lines))
         return new
 
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.BaseStatement]:
-        return self._after_more(original_node, updated_node)
-
-    def _after_more(
-        self, original: _Statement, updated: _Statement
-    ) -> _Statement | cst.FlattenSentinel[cst.BaseStatement]:
-        """Return a statement, or two if the plan has one before it."""
-        text = self._plan.before.get(self._span(original).line)
+    def on_leave(  # type: ignore[override]
+        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
+    ) -> cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel[cst.CSTNode]:
+        """Put a statement before another one, if the plan has one there."""
+        new = super().on_leave(original_node, updated_node)
+        if not isinstance(new, STATEMENTS):
+            return new
+        text = self._plan.before.get(self._span(original_node).line)
         if text is None:
-            return updated
-        return cst.FlattenSentinel([cst.parse_statement(text, self._config), updated])
+            return new
+        lines = list(new.leading_lines)
+        blank = list(itertools.takewhile(lambda line: line.comment is None, lines))
+        more = cst.parse_statement(text, self._config).with_changes(leading_lines=blank)
+        return cst.FlattenSentinel([more, new.with_changes(leading_lines=lines[len(blank) :])])
 
     def visit_Try(self, node: cst.Try) -> None:
         self._may_go.append(False)
@@ -152,11 +154,9 @@ class _Rewriter(cst.CSTTransformer):
     def visit_If(self, node: cst.If) -> None:
         self._may_go.append(False)
 
-    def leave_If(
-        self, original_node: cst.If, updated_node: cst.If
-    ) -> cst.If | cst.FlattenSentinel[cst.BaseStatement]:
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
         self._may_go.pop()
-        return self._after_more(original_node, updated_node)
+        return updated_node
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         self._may_go.append(False)

@@ -34,6 +34,9 @@ from megapg.upstream.mapping import (
     Replacement,
 )
 
+STATEMENTS = (cst.SimpleStatementLine, cst.If, cst.For, cst.With)
+"""Statements before which the rewrite can put another one."""
+
 _KEEP = re.compile(r"#\s*megapg:\s*keep\b")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+\Z")
 # Functions that call these see their own parameters and variables.
@@ -140,7 +143,7 @@ class _Scanner(cst.CSTVisitor):
         self._around.append(function)
         for statement in node.body.body:
             # The test of an ``if`` runs for certain, its branches do not: see ``_branch()``.
-            certain = isinstance(statement, cst.SimpleStatementLine | cst.If)
+            certain = isinstance(statement, STATEMENTS)
             with self._in(Where(line=self._span(statement).line if certain else 0)):
                 statement.visit(self)
         self._around.pop()
