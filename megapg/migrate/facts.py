@@ -75,6 +75,7 @@ class Where:
     in_class: bool = False  # in the body of a class, outside of its methods
     none: frozenset[str] = frozenset()  # names that are None here, by the ``if`` around
     quotes: str = ""  # those of the f-strings around
+    in_use: bool = False  # in the arguments of another use, which stay as they are
     as_list: bool = False  # an argument, subscripted, or on the right of ``in``: None would fail
     # Line of the statement around it, if that runs whenever the function gets there; else 0.
     line: int = 0

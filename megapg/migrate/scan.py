@@ -273,7 +273,8 @@ class _Scanner(cst.CSTVisitor):
             self.facts.calls.append(call)
         else:
             node.func.visit(self)
-        with self._in(replace(self._where, as_list=called not in _TAKING_NONE)):
+        in_use = self._where.in_use or bool(bound.member)
+        with self._in(replace(self._where, as_list=called not in _TAKING_NONE, in_use=in_use)):
             for argument in node.args:
                 argument.value.visit(self)
         return False
@@ -410,6 +411,8 @@ class _Scanner(cst.CSTVisitor):
             of_name = replacement(name, (), self._versions)
             is_about_name = isinstance(of_name, Refusal) and of_name.reason != "arguments"
             return of_name if is_about_name else Refusal("as-value")
+        if self._where.in_use:
+            return Refusal("arguments", "it is in the arguments of another use")
         if "#" in text and "\n" in text:
             return Refusal("arguments", "it contains a comment")
         if any(self._has_a_use(argument.value) for argument in arguments):
