@@ -35,7 +35,7 @@ LONG = (
     *("test_checkpoint_options", "test_signals", "test_name_is_free", "test_checkpoint_commit"),
     *("test_checkpoint_integrity", "test_check", "test_rebind", "test_dropped_sessions"),
     *("test_vendored_equivalence", "test_adopt", "test_architecture", "test_old_core"),
-    *("test_runtime", "test_migrate_equivalence", "test_migrate_fuzz", "test_drop_in"),
+    *("test_runtime", "test_equivalence", "test_fuzz", "test_drop_in"),
 )
 
 

@@ -48,7 +48,7 @@ pytestmark = pytest.mark.contract
 OLD = installed_version()[:2] < OLDEST_CORE  # no sessions, no collection class
 
 # Every call of a getter that a helper stands for. That the two answer alike, from the globals and
-# of a session, on many grids: test_migrate_equivalence.py, on this core and on 0.12.
+# of a session, on many grids: test_equivalence.py, on this core and on 0.12.
 ASKED = [question for question in questions() if question.written.needs_getters]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from migrate_cases import files_of, globals_published, parameters, runs
+from migrate_cases import globals_published, parameters, program_of, runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -19,7 +19,7 @@ def published() -> Iterator[None]:
 
 @pytest.mark.parametrize("text", parameters("programs.txt"))
 def test_a_program_gives_the_same(text: str, tmp_path: Path) -> None:
-    before, after, migration = runs(tmp_path, files_of(text))
+    before, after, migration = runs(tmp_path, program_of(text))
     assert "Error" not in before
     assert after == before
     assert not migration.problems

@@ -5,8 +5,11 @@ Getters have short names in capitals.
 
 In a ``.diff`` file the lines are marked as in a diff: a minus is only in the old text, a plus only
 in the new text. ``???`` lists the carriers of the rewritten uses in the order of the tree, ``!!!``
-the reasons of the others, and ``$$$`` settings as JSON. In ``programs.txt`` each case has a module
-``main`` with a function ``run()``. A heading with ``XFAIL reason`` names a known bug.
+the reasons of the others, and ``$$$`` settings as JSON. A heading with ``XFAIL reason`` names a
+known bug.
+
+In ``programs.txt`` each case has a module ``main`` with a function ``run()``, which calls ``f()``
+unless it is there. A file that uses ``mpu`` begins with its import unless the file imports it.
 """
 
 from __future__ import annotations
@@ -58,9 +61,9 @@ def with_names(text: str) -> str:
     return _GETTER.sub(lambda found: GETTERS[found[0]], text)
 
 
-def sections(name: str) -> Iterator[tuple[str, str]]:
+def sections(name: str, folder: Path = CASES) -> Iterator[tuple[str, str]]:
     """Yield the headings of a file of cases, and what is below each."""
-    parts = re.split(r"^=== (.*)\n", (CASES / name).read_text(), flags=re.MULTILINE)[1:]
+    parts = re.split(r"^=== (.*)\n", (folder / name).read_text(), flags=re.MULTILINE)[1:]
     yield from zip(parts[::2], map(with_names, parts[1::2]), strict=True)
 
 
@@ -69,8 +72,7 @@ def parameters(name: str) -> list[ParameterSet]:
     found = []
     for heading, text in sections(name):
         title, _, reason = heading.partition(" XFAIL ")
-        never = reason.startswith("NEVER ")  # it does not end
-        marks = [pytest.mark.xfail(strict=True, reason=reason, run=not never)] if reason else []
+        marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
         found.append(pytest.param(text, id=title, marks=marks))
     return found
 
@@ -80,6 +82,19 @@ def files_of(text: str) -> dict[str, str]:
     first, *rest = re.split(r"^@@ (.*)\n", text, flags=re.MULTILINE)
     named = dict(zip(rest[::2], rest[1::2], strict=True))
     return {"main.py": first, **named} if first.strip() else named
+
+
+def program_of(text: str) -> dict[str, str]:
+    """Return the files of a program, with the lines that the case leaves out."""
+    files = files_of(text)
+    for name, content in files.items():
+        if re.search(r"(?<![\w.])mpu\.", content) and not re.search(
+            r"\bimport\b.*\bmpu\b", content
+        ):
+            files[name] = f"from megatron.core import mpu\n{content}"
+    if "def run(" not in files["main.py"]:
+        files["main.py"] += "def run(): return f()\n"
+    return files
 
 
 @dataclass

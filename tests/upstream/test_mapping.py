@@ -228,8 +228,8 @@ def test_the_tables_that_both_sides_have_agree() -> None:
 
 
 def rows(heading: str) -> Iterator[tuple[str, str, tuple[int, ...], *tuple[str, ...]]]:
-    """The lines of a section of ``cases/meanings.txt``: ``name(call) | versions | ...``."""
-    for line in dict(sections("meanings.txt"))[heading].splitlines():
+    """The lines of a section of ``meanings.txt``: ``name(call) | versions | ...``."""
+    for line in dict(sections("meanings.txt", Path(__file__).parent))[heading].splitlines():
         if not line.startswith("#"):
             read, versions, *expected = map(str.strip, line.split("|"))
             name, _, call = read.removesuffix(")").partition("(")
