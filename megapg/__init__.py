@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         resolve,
         session,
         to_megatron,
+        was_passed,
     )
     from megapg.ownership.offload import OffloadReport
     from megapg.ownership.opening import LayoutSizes
@@ -89,6 +90,7 @@ _HOMES = {
     "session": "megapg.megatron",
     "suspend": "megapg.ownership.suspend_several",
     "to_megatron": "megapg.megatron",
+    "was_passed": "megapg.megatron",
 }
 
 # Parts that `import megapg` alone makes reachable, as in `megapg.testing.run_distributed`.
@@ -134,6 +136,7 @@ __all__ = [
     "session",
     "suspend",
     "to_megatron",
+    "was_passed",
 ]
 
 

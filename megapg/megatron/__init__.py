@@ -28,7 +28,12 @@ from megapg.megatron.modules import from_modules, to_modules
 from megapg.megatron.publish import published
 from megapg.megatron.reading.global_groups import GlobalGroups
 from megapg.megatron.reading.groups_of import groups_of
-from megapg.megatron.reading.resolve import globals_policy, resolve, resolves
+from megapg.megatron.reading.resolve import (
+    globals_policy,
+    resolve,
+    resolves,
+    was_passed,
+)
 from megapg.megatron.resharding import for_resharding
 from megapg.megatron.watching.contradiction import allow_global_reads
 from megapg.megatron.watching.forbid import forbid_global_reads
@@ -85,6 +90,7 @@ __all__ = [
     "to_megatron",
     "to_modules",
     "trace_global_reads",
+    "was_passed",
 ]
 
 

@@ -56,6 +56,7 @@ _PLAIN_BASES = re.compile(
     r"(builtins\.)?object|abc\.ABC|typing\.Generic|torch\.nn\.(\w+\.)*\w+|megatron\.\S+"
     r"|torch\.utils\.data\.\S+|torch\.optim\.\S+"
 )
+_SEQUENCES = re.compile(r"(builtins\.)?(list|tuple)|(typing\.)?NamedTuple")
 # Classes with these create objects, or look at all attributes, in ways of their own.
 _OWN_WAYS = {"__new__", "__slots__", "__setattr__", "__dict__"}
 
@@ -149,7 +150,7 @@ class Carriers:
             where: it lies there.
         """
         around = self.around(path, name)
-        if not around or where.in_class:
+        if not around or where.in_class or self.is_repeated(around):
             return NONE
         hidden: frozenset[str] = where.none
         for function in around:
@@ -158,12 +159,16 @@ class Carriers:
                     continue
                 if carrier.expression not in hidden | function.deleted:
                     return carrier
-            hidden |= function.bound  # what an inner function binds is another variable
+            if function is not around[-1]:
+                hidden |= function.bound  # what an inner function binds is another variable
         if around[-1].of_class and self._looks_up(around[-1]):
             return NONE
-        if around[0].fakes_ranks or PARAMETER in hidden - around[-1].bound:
-            return NONE
-        return self._new(around[-1])
+        carrier = NONE if around[0].fakes_ranks else self._new(around[-1])
+        return NONE if carrier.expression in hidden | around[-1].deleted else carrier
+
+    def is_repeated(self, around: Iterable[Function]) -> bool:
+        """True if there are several functions of the name of one of these."""
+        return any(each.name in self._everything[each.path].repeated for each in around)
 
     def _existing(self, function: Function) -> Iterator[Carrier]:
         for each in function.parameters:
@@ -183,10 +188,14 @@ class Carriers:
             yield Carrier(How.MODEL, "self", function.self_name, node)
 
     def _looks_up(self, method: Function) -> bool:
-        """True if the class of a method computes attributes, which may ask for themselves."""
+        """True if looking for groups in an object calls methods of its class."""
         of = self.class_at(method.path, method.of_class)
-        line = self.line_of(of) if of is not None else ()
-        return any({"__getattr__", "__getattribute__"} & each.methods for each in line)
+        for each in self.line_of(of) if of is not None else ():
+            if {"__getattr__", "__getattribute__"} & each.methods:
+                return True
+            if any(isinstance(b, str) and _SEQUENCES.fullmatch(b) for b in self.bases(each)):
+                return True
+        return False
 
     def _is_module(self, method: Function) -> bool:
         """True if a method's object is a torch module that is built already."""
@@ -225,6 +234,8 @@ class Carriers:
 
     def constructor(self, of: Class) -> Node | None:
         """Return the class, this one or a base, whose constructor runs and takes the parameter."""
+        if "__init__" in of.attributes:
+            return None
         if "__init__" in of.methods:
             node = Node(of.path, of.name)
             return node if self.can_take(node) else None
@@ -253,6 +264,8 @@ class Carriers:
             repeated = self._everything[each.path].repeated
             own = (each.methods | each.attributes) & _OWN_WAYS
             if each.decorators or each.has_keywords or own or PARAMETER in each.methods:
+                return False
+            if "__init__" in each.attributes:
                 return False
             if each.name.partition(".")[0] in repeated:
                 return False

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megapg.errors import UnsupportedOptionError
 from megapg.migrate.carriers import NONE, PARAMETER, Carrier, Carriers, Node, in_order
 from megapg.migrate.facts import Everything, Found, Function, Where
 from megapg.migrate.migration import How, Left, Root, Served
@@ -116,6 +117,8 @@ class Planner:
         }
         self._plan = Plan()
         self._shared: set[tuple[Path, Span]] = set()  # served by the variable of their function
+        self._sharing: set[tuple[Path, str]] = set()  # functions with such a variable
+        self._resolving: set[tuple[Path, str]] = set()  # functions with ``resolve(pg_collection)``
         self._uses: dict[Node, int] = defaultdict(int)  # served by a node's parameter
         self._alone: dict[Node, int] = defaultdict(int)  # served by the globals alone
 
@@ -224,6 +227,11 @@ class Planner:
                 for each in [*self._everything[path].functions, *self._everything[path].classes]
                 if f"{self._project.module(path)}.{each}".endswith(f".{name}") or each == name
             ]
+            if not found:
+                raise UnsupportedOptionError(
+                    f"--thread-from {name}: no function or class of that name was looked at. "
+                    "Name it as module.function or module.Class, and give its file among the paths."
+                )
             named += found
         return named
 
@@ -248,6 +256,7 @@ class Planner:
             call = f"{_VARIABLE} = {file.name}.groups_of({_arguments(expression, needs)})"
             file.before[first.where.line] = call
             self._shared |= {(path, each.span) for each in several}
+            self._sharing.add((path, first.function))
 
     # -- one use -----------------------------------------------------------------------------------
 
@@ -312,20 +321,23 @@ class Planner:
             not around
             or choice.found.where.inline
             or not self._is_free(around)
+            or self._carriers.is_repeated(around)
+            or (choice.path, choice.found.use.function) in self._sharing
             or (answer.takes is Takes.GLOBALS and self._has_carrier(around))
         ):
             return answer.write(f"{runtime}.resolve({passed})", file.getters)
         statements = file.statements[around[0].span]
         if statement not in statements:
             statements.append(statement)
+        if passed == PARAMETER:
+            self._resolving.add((choice.path, choice.found.use.function))
         return answer.write(_VARIABLE, file.getters)
 
     @staticmethod
     def _is_free(around: Sequence[Function]) -> bool:
         """True if a function may have one more variable ``pg``."""
-        return (
-            _VARIABLE not in around[-1].names | around[-1].bound and not around[0].looks_at_itself
-        )
+        is_used = any(_VARIABLE in each.names | each.bound for each in around)
+        return not is_used and not around[0].looks_at_itself
 
     def _has_carrier(self, around: list[Function]) -> bool:
         return self._carriers.of(around[0].path, around[0].name, Where()).kind != "none"
@@ -336,9 +348,8 @@ class Planner:
         if carrier.kind == "collection":
             return carrier.expression
         if carrier.kind == "parameter":
-            around = self._carriers.around(edge.path, edge.call.function)
-            resolved = any(PARAMETER in each for each in file.statements[around[0].span][-1:])
-            return _VARIABLE if resolved and not edge.call.where.inline else carrier.expression
+            resolves = (edge.path, edge.call.function) in self._resolving
+            return _VARIABLE if resolves and not edge.call.where.inline else carrier.expression
         if (edge.path, edge.call.span) in self._shared:
             return _VARIABLE
         return f"{file.name}.groups_of({_arguments(carrier.expression, needs)})"
@@ -352,9 +363,9 @@ class Planner:
         file = self._file(node.path)
         file.parameters.add(function.span)
         if of is not None:
-            # If nothing is passed, the object has no attribute more than before.
+            # If nothing was passed, the object has no attribute more than before.
             keep = f"{function.self_name}.{PARAMETER} = {PARAMETER}"
-            statement = f"if {PARAMETER} is not None:\n    {keep}\n"
+            statement = f"if {file.name}.was_passed({PARAMETER}):\n    {keep}\n"
             file.statements[function.span].insert(0, statement)
 
     def _file(self, path: Path) -> FilePlan:
@@ -377,6 +388,7 @@ def _arguments(expression: str, needs: tuple[str, ...]) -> str:
 def _free(name: str, module: str, data: bytes) -> str:
     """Return a name for an import from a module that a file does not use for something else."""
     start = f"from {module} import" if name != module else "import"
+    data = re.sub(rb"#[^\n]*", b"", data)
     imported = re.search(rf"^[ \t]*{re.escape(start)} (.*, *)?{name} *(,|#|$)".encode(), data, re.M)
     is_used = re.search(rf"(?<![\w.]){name}\b".encode(), data)
     return name if imported or not is_used else f"{name}_"

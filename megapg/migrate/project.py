@@ -195,6 +195,8 @@ class Project:
         for node in ast.walk(tree):
             for name, dotted in self._imports(node, path):
                 table.everywhere[name].add(dotted)
+            if isinstance(node, ast.Global):
+                table.others |= set(node.names)
         for node in _top_level(tree):
             for name, dotted in self._imports(node, path):
                 if name == "*":
@@ -205,17 +207,24 @@ class Project:
                 table.functions.add(node.name)
             elif isinstance(node, ast.ClassDef):
                 table.classes.add(node.name)
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                name, (head, dot, rest) = node.targets[0].id, _dotted(node.value).partition(".")
-                if name == "__all__":
-                    texts = (e.value for e in ast.walk(node.value) if isinstance(e, ast.Constant))
-                    table.exported = frozenset(each for each in texts if isinstance(each, str))
-                elif head in table.imports:  # an alias
-                    found = {each + dot + rest for each in table.imports[head]}
-                    table.imports.setdefault(name, set()).update(found)
-                elif not isinstance(node.value, ast.Constant) or node.value.value is not None:
-                    table.others.add(name)
+            elif not self._read_alias(node, table):
+                table.others |= set(_stored(node))
         return table
+
+    def _read_alias(self, node: ast.stmt, table: Table) -> bool:
+        """Note ``__all__``, ``name = None`` and ``name = imported.name``; return True for these."""
+        if not isinstance(node, ast.Assign) or len(node.targets) > 1:
+            return False
+        target, (head, dot, rest) = _dotted(node.targets[0]), _dotted(node.value).partition(".")
+        if target == "__all__":
+            texts = (each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant))
+            table.exported = frozenset(each for each in texts if isinstance(each, str))
+        elif head in table.imports and isinstance(node.targets[0], ast.Name):
+            found = {each + dot + rest for each in table.imports[head]}
+            table.imports.setdefault(target, set()).update(found)
+        else:
+            return isinstance(node.value, ast.Constant) and node.value.value is None
+        return True
 
     def _imports(self, node: ast.AST, path: Path) -> Iterator[tuple[str, str]]:
         """Yield the names that a statement imports, each with its absolute dotted name."""
@@ -363,6 +372,26 @@ def _top_level(tree: ast.Module) -> Iterator[ast.stmt]:
             for handler in getattr(node, "handlers", ()):
                 inner += handler.body
             waiting += reversed(inner)
+
+
+def _stored(node: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement binds; statements in its branches are apart."""
+    parts: Sequence[ast.AST] = [node]
+    if isinstance(node, ast.Import | ast.ImportFrom | ast.Try):
+        parts = []
+    elif isinstance(node, ast.If):
+        parts = [node.test]
+    elif isinstance(node, ast.With):
+        parts = node.items
+    for each in (inner for part in parts for inner in ast.walk(part)):
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            yield each.id
+        elif isinstance(each, ast.MatchAs | ast.MatchStar) and each.name:
+            yield each.name
+        elif isinstance(each, ast.MatchMapping) and each.rest:
+            yield each.rest
+        elif isinstance(each, ast.FunctionDef | ast.ClassDef) and each is not node:
+            yield each.name  # in a loop or a match
 
 
 def _dotted(node: ast.expr) -> str:

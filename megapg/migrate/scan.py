@@ -21,18 +21,13 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
+from megapg.migrate.answers import Asked, answer_to
 from megapg.migrate.bindings import Bindings, Names, compared_to_none, dotted_name, nodes, span_of
 from megapg.migrate.facts import Call, Class, Facts, Found, Function, Parameter, Where
 from megapg.migrate.project import PARALLEL_STATE
 from megapg.migrate.uses import Kind, Span, Use
-from megapg.upstream.expressions import known, replacement
-from megapg.upstream.mapping import (
-    OPTIONAL_FIELDS,
-    RANK_GLOBALS,
-    Argument,
-    Refusal,
-    Replacement,
-)
+from megapg.upstream.expressions import known
+from megapg.upstream.mapping import Argument, Refusal, Replacement
 
 STATEMENTS = (cst.SimpleStatementLine, cst.If, cst.For, cst.With)
 """Statements before which the rewrite can put another one."""
@@ -41,7 +36,7 @@ _KEEP = re.compile(r"#\s*megapg:\s*keep\b")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+\Z")
 # Functions that call these see their own parameters and variables.
 _LOOKING_AT_ITSELF = frozenset({"locals", "vars", "dir", "eval", "exec"})
-_TAKING_NONE = frozenset({"bool", "id", "isinstance", "print", "repr", "str", "type"})
+_READING_LISTS = frozenset({"len", "list", "max", "min", "set", "sorted", "tuple"})
 _MAKES_GROUPS = ("initialize_model_parallel", "destroy_model_parallel")
 
 
@@ -89,7 +84,7 @@ class _Scanner(cst.CSTVisitor):
         self.facts = facts
         self._module, self._name, self._versions = module, name, versions
         self._names, self._contexts, self._positions = names, contexts, positions
-        self._lines = module.code.splitlines()
+        self._lines = re.split(r"\r\n|\r|\n", module.code)
         self._around: list[Function | Class] = []
         self._where = Where()
 
@@ -141,9 +136,9 @@ class _Scanner(cst.CSTVisitor):
             self.facts.repeated.add(function.name)
         self.facts.functions[function.name] = function
         self._around.append(function)
-        for statement in node.body.body:
+        for number, statement in enumerate(node.body.body):
             # The test of an ``if`` runs for certain, its branches do not: see ``_branch()``.
-            certain = isinstance(statement, STATEMENTS)
+            certain = isinstance(statement, STATEMENTS) and (number or not _is_docstring(statement))
             with self._in(Where(line=self._span(statement).line if certain else 0)):
                 statement.visit(self)
         self._around.pop()
@@ -274,9 +269,21 @@ class _Scanner(cst.CSTVisitor):
         else:
             node.func.visit(self)
         in_use = self._where.in_use or bool(bound.member)
-        with self._in(replace(self._where, as_list=called not in _TAKING_NONE, in_use=in_use)):
+        with self._in(replace(self._where, as_list=called in _READING_LISTS, in_use=in_use)):
             for argument in node.args:
                 argument.value.visit(self)
+        return False
+
+    def visit_Tuple(self, node: cst.Tuple) -> bool:
+        return self._in_container(node.elements)
+
+    def visit_List(self, node: cst.List) -> bool:
+        return self._in_container(node.elements)
+
+    def _in_container(self, elements: Sequence[cst.BaseElement]) -> bool:
+        with self._in(replace(self._where, as_list=False)):
+            for each in elements:
+                each.visit(self)
         return False
 
     def visit_Subscript(self, node: cst.Subscript) -> bool:
@@ -307,6 +314,11 @@ class _Scanner(cst.CSTVisitor):
                 of_own = not arguments or dotted_name(arguments[0].value) == own
                 return "super().__init__" if of_own else ""
         return bound.only
+
+    def visit_ExceptHandler(self, node: cst.ExceptHandler) -> None:
+        names = set() if node.name is None else {dotted_name(node.name.name)}
+        for function in self._functions:
+            function.deleted |= names
 
     def visit_Del(self, node: cst.Del) -> None:
         names = {each.value for each in nodes(node.target) if isinstance(each, cst.Name)}
@@ -379,8 +391,17 @@ class _Scanner(cst.CSTVisitor):
         bound: Bindings,
         arguments: Sequence[cst.Arg] = (),
     ) -> None:
-        span, text = self._span(node), self._module.code_for_node(node).strip()
-        function = self._function
+        code = self._module.code_for_node
+        span, text, function = self._span(node), code(node).strip(), self._function
+        asked = Asked(kind, bound, text, self._versions, self._where)
+        if any(self._has_a_use(each.value) for each in arguments):
+            answer: Replacement | Refusal = Refusal("arguments", "an argument reads the globals")
+        else:
+            given = [
+                Argument(each.star + code(each.value), each.keyword.value if each.keyword else "")
+                for each in arguments
+            ]
+            answer = answer_to(asked, given)
         use = Use(
             file=self._name,
             span=span,
@@ -388,47 +409,20 @@ class _Scanner(cst.CSTVisitor):
             name=bound.member or "",
             text=text,
             function=function.name if function else "",
-            answer=self._answer(kind, bound, arguments, text),
+            answer=answer,
             keep=any(map(_KEEP.search, self._lines[span.line - 1 : span.end_line])),
         )
         root = dotted_name(named_by).partition(".")[0]
         self.facts.uses.append(Found(use, root, self._where))
         self.facts.reached |= bound.imported
 
-    def _answer(
-        self, kind: Kind, bound: Bindings, arguments: Sequence[cst.Arg], text: str
-    ) -> Replacement | Refusal:
-        if kind is Kind.STRING:
-            return Refusal("in-a-string")
-        if kind is Kind.ASSIGNED:
-            return Refusal("assigned")
-        if not bound.only:
-            return Refusal("assigned", "the name has several meanings")
-        name = bound.member or ""
-        if kind is Kind.MODULE:
-            return Refusal("as-value")
-        if kind is Kind.VALUE:
-            of_name = replacement(name, (), self._versions)
-            is_about_name = isinstance(of_name, Refusal) and of_name.reason != "arguments"
-            return of_name if is_about_name else Refusal("as-value")
-        if self._where.in_use:
-            return Refusal("arguments", "it is in the arguments of another use")
-        if "#" in text and "\n" in text:
-            return Refusal("arguments", "it contains a comment")
-        if any(self._has_a_use(argument.value) for argument in arguments):
-            return Refusal("arguments", "an argument reads the globals, too")
-        code = self._module.code_for_node
-        given = [
-            Argument(each.star + code(each.value), each.keyword.value if each.keyword else "")
-            for each in arguments
-        ]
-        answer = replacement(name, given, self._versions)
-        field = RANK_GLOBALS.get(name, "")
-        if isinstance(answer, Replacement) and field and self._where.as_list:
-            # Where a list is read, None fails as well.
-            return replace(answer, caution="" if field not in OPTIONAL_FIELDS else answer.caution)
-        return answer
-
     def _has_a_use(self, node: cst.BaseExpression) -> bool:
         names = (each for each in nodes(node) if isinstance(each, cst.Name | cst.Attribute))
         return any(self._names.of(each).member is not None for each in names)
+
+
+def _is_docstring(node: cst.CSTNode) -> bool:
+    match node:
+        case cst.SimpleStatementLine(body=[cst.Expr(value=cst.SimpleString()), *_]):
+            return True
+    return False

@@ -99,6 +99,18 @@ def resolve(
     return pg_collection
 
 
+def was_passed(pg_collection: object) -> bool:
+    """True if a collection was passed: not None, and not the globals in place of one.
+
+    A constructor keeps what it was passed with this, so that its object has no attribute more if
+    nothing was::
+
+        if megapg.was_passed(pg_collection):
+            self.pg_collection = pg_collection
+    """
+    return pg_collection is not None and not isinstance(pg_collection, GlobalGroups)
+
+
 def require_groups(pg: ProcessGroupCollection) -> ProcessGroupCollection:
     """What :func:`resolve` gave, for a function that has no use for the numbers that getters answer
     where nothing is initialised: there it raises a NoGlobalGroupsError.

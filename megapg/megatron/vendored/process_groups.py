@@ -129,6 +129,11 @@ def resolve(pg_collection: object = None) -> ProcessGroupCollection:
     return ProcessGroupCollection(pg_collection)
 
 
+def was_passed(pg_collection: object) -> bool:
+    """True if a collection was passed: not None, and not the globals in place of one."""
+    return getattr(pg_collection, "passed", pg_collection) is not None
+
+
 def groups_of(owner: object, *needs: str) -> ProcessGroupCollection:
     """The groups that a model carries: the first collection in it, from the outside in, that has
     the fields ``needs``; else those of Megatron-core's globals, as where its submodules have
