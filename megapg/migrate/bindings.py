@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -19,7 +19,7 @@ from libcst.metadata import (
     Scope,
 )
 
-from megapg.migrate.facts import HERE
+from megapg.migrate.facts import HERE, Class
 from megapg.migrate.project import PARALLEL_STATE
 from megapg.migrate.uses import Span
 
@@ -224,3 +224,32 @@ def span_of(found: CodeRange) -> Span:
     """Return a position of LibCST, whose columns count from 0, as a span."""
     start, end = found.start, found.end
     return Span(start.line, start.column + 1, end.line, end.column + 1)
+
+
+def called_name(node: cst.Call, bound: Bindings, classes: Sequence[Class]) -> str:
+    """Return the dotted name of what a call calls; empty if that is not certain.
+
+    Args:
+        node: the call.
+        bound: what its function is bound to.
+        classes: the classes around it, from the outside in.
+    """
+    match node.func:
+        case cst.Attribute(
+            value=cst.Call(func=cst.Name(value="super"), args=arguments),
+            attr=cst.Name(value="__init__"),
+        ):
+            own = classes[-1].name.rpartition(".")[2] if classes else ""
+            of_own = not arguments or dotted_name(arguments[0].value) == own
+            return "super().__init__" if of_own else ""
+    return bound.only
+
+
+def is_docstring(node: cst.CSTNode) -> bool:
+    """True if a statement begins with a string."""
+    match node:
+        case cst.SimpleStatementLine(
+            body=[cst.Expr(value=cst.SimpleString() | cst.ConcatenatedString()), *_]
+        ):
+            return True
+    return False

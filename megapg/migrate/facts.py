@@ -15,8 +15,6 @@ class Parameter:
 
     name: str
     annotation: str = ""  # its source
-    default: str = ""  # its source; empty if the parameter is required
-    keyword_only: bool = False
 
 
 @dataclass

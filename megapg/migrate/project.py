@@ -11,13 +11,14 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, cached_property
 from pathlib import Path
 
 from megapg.migrate.config import Config
 from megapg.migrate.migration import Problem
+from megapg.migrate.toplevel import Table, read_table
 from megapg.upstream.signatures import SIGNATURES
 
 PARALLEL_STATE = "megatron.core.parallel_state"
@@ -42,20 +43,6 @@ def is_test(name: str) -> bool:
 def is_notebook(path: Path) -> bool:
     """True if a file is a Jupyter notebook."""
     return path.suffix.lower() == ".ipynb"
-
-
-@dataclass
-class Table:
-    """The names that a module binds at its top level."""
-
-    imports: dict[str, set[str]] = field(default_factory=dict)  # name -> absolute dotted names
-    # The same with the imports in functions.
-    everywhere: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    stars: list[str] = field(default_factory=list)  # modules of ``from module import *``
-    others: set[str] = field(default_factory=set)  # names that are assigned to
-    functions: set[str] = field(default_factory=set)
-    classes: set[str] = field(default_factory=set)
-    exported: frozenset[str] = frozenset()  # in ``__all__``
 
 
 @dataclass(frozen=True)
@@ -187,55 +174,8 @@ class Project:
                 tree = ast.parse(self._data[path])
             except (SyntaxError, ValueError, RecursionError):
                 return self._tables[path]
-            self._tables[path] = self._read(tree, path)
+            self._tables[path] = read_table(tree, lambda dotted: self.absolute(dotted, path))
         return self._tables[path]
-
-    def _read(self, tree: ast.Module, path: Path) -> Table:
-        table = Table()
-        for node in ast.walk(tree):
-            for name, dotted in self._imports(node, path):
-                table.everywhere[name].add(dotted)
-            if isinstance(node, ast.Global):
-                table.others |= set(node.names)
-        for node in _top_level(tree):
-            for name, dotted in self._imports(node, path):
-                if name == "*":
-                    table.stars.append(dotted.removesuffix(".*"))
-                else:
-                    table.imports.setdefault(name, set()).add(dotted)
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                table.functions.add(node.name)
-            elif isinstance(node, ast.ClassDef):
-                table.classes.add(node.name)
-            elif not self._read_alias(node, table):
-                table.others |= set(_stored(node))
-        return table
-
-    def _read_alias(self, node: ast.stmt, table: Table) -> bool:
-        """Note ``__all__``, ``name = None`` and ``name = imported.name``; return True for these."""
-        if not isinstance(node, ast.Assign) or len(node.targets) > 1:
-            return False
-        target, (head, dot, rest) = _dotted(node.targets[0]), _dotted(node.value).partition(".")
-        if target == "__all__":
-            texts = (each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant))
-            table.exported = frozenset(each for each in texts if isinstance(each, str))
-        elif head in table.imports and isinstance(node.targets[0], ast.Name):
-            found = {each + dot + rest for each in table.imports[head]}
-            table.imports.setdefault(target, set()).update(found)
-        else:
-            return isinstance(node.value, ast.Constant) and node.value.value is None
-        return True
-
-    def _imports(self, node: ast.AST, path: Path) -> Iterator[tuple[str, str]]:
-        """Yield the names that a statement imports, each with its absolute dotted name."""
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                name = alias.asname or alias.name.partition(".")[0]
-                yield name, alias.name if alias.asname else name
-        elif isinstance(node, ast.ImportFrom):
-            module = self.absolute("." * node.level + (node.module or ""), path)
-            for alias in node.names:
-                yield alias.asname or alias.name, f"{module}.{alias.name}"
 
     # -- names -------------------------------------------------------------------------------------
 
@@ -359,46 +299,3 @@ def _is_skipped(folder: Path) -> bool:
     if folder.name in _SKIPPED:
         return not (folder / "__init__.py").exists() or folder.name == "__pycache__"
     return folder.name.startswith(".") or (folder / "pyvenv.cfg").exists()
-
-
-def _top_level(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, also those in ``if``, ``try`` and ``with``."""
-    waiting: list[ast.stmt] = list(reversed(tree.body))
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if isinstance(node, ast.If | ast.Try | ast.With):
-            inner = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)]
-            for handler in getattr(node, "handlers", ()):
-                inner += handler.body
-            waiting += reversed(inner)
-
-
-def _stored(node: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement binds; statements in its branches are apart."""
-    parts: Sequence[ast.AST] = [node]
-    if isinstance(node, ast.Import | ast.ImportFrom | ast.Try):
-        parts = []
-    elif isinstance(node, ast.If):
-        parts = [node.test]
-    elif isinstance(node, ast.With):
-        parts = node.items
-    for each in (inner for part in parts for inner in ast.walk(part)):
-        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-            yield each.id
-        elif isinstance(each, ast.MatchAs | ast.MatchStar) and each.name:
-            yield each.name
-        elif isinstance(each, ast.MatchMapping) and each.rest:
-            yield each.rest
-        elif isinstance(each, ast.FunctionDef | ast.ClassDef) and each is not node:
-            yield each.name  # in a loop or a match
-
-
-def _dotted(node: ast.expr) -> str:
-    """Return the text of a name or of attributes of a name; empty for other expressions."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        inner = _dotted(node.value)
-        return f"{inner}.{node.attr}" if inner else ""
-    return ""

@@ -22,7 +22,16 @@ from libcst.metadata import (
 )
 
 from megapg.migrate.answers import Asked, answer_to
-from megapg.migrate.bindings import Bindings, Names, compared_to_none, dotted_name, nodes, span_of
+from megapg.migrate.bindings import (
+    Bindings,
+    Names,
+    called_name,
+    compared_to_none,
+    dotted_name,
+    is_docstring,
+    nodes,
+    span_of,
+)
 from megapg.migrate.facts import Call, Class, Facts, Found, Function, Parameter, Where
 from megapg.migrate.project import PARALLEL_STATE
 from megapg.migrate.uses import Kind, Span, Use
@@ -92,6 +101,10 @@ class _Scanner(cst.CSTVisitor):
         return span_of(self._positions[node])
 
     @property
+    def _classes(self) -> list[Class]:
+        return [each for each in self._around if isinstance(each, Class)]
+
+    @property
     def _functions(self) -> list[Function]:
         return [each for each in self._around if isinstance(each, Function)]
 
@@ -99,10 +112,6 @@ class _Scanner(cst.CSTVisitor):
     def _function(self) -> Function | None:
         functions = self._functions
         return functions[-1] if functions else None
-
-    def _function_name(self) -> str:
-        function = self._function
-        return function.name if function else ""
 
     # -- definitions -------------------------------------------------------------------------------
 
@@ -138,7 +147,7 @@ class _Scanner(cst.CSTVisitor):
         self._around.append(function)
         for number, statement in enumerate(node.body.body):
             # The test of an ``if`` runs for certain, its branches do not: see ``_branch()``.
-            certain = isinstance(statement, STATEMENTS) and (number or not _is_docstring(statement))
+            certain = isinstance(statement, STATEMENTS) and (number or not is_docstring(statement))
             with self._in(Where(line=self._span(statement).line if certain else 0)):
                 statement.visit(self)
         self._around.pop()
@@ -164,7 +173,6 @@ class _Scanner(cst.CSTVisitor):
         return Parameter(
             node.name.value,
             annotation=code(node.annotation.annotation) if node.annotation else "",
-            default=code(node.default) if node.default else "",
         )
 
     def _qualified(self, name: str) -> str:
@@ -254,14 +262,14 @@ class _Scanner(cst.CSTVisitor):
             each.names.add(called.partition(".")[0])
             looks = called in _LOOKING_AT_ITSELF or called.endswith("save_hyperparameters")
             each.looks_at_itself |= looks
-        if called == "vars":
-            self._note_attributes()
+        for of in self._classes if called == "vars" else ():
+            of.attributes.add("__dict__")
         if bound.member:
             self._add(node, Kind.CALL, node.func, bound, node.args)
             if function is not None:
                 function.makes_groups |= bound.member.startswith(_MAKES_GROUPS)
                 function.fakes_ranks |= bound.member.startswith("set_")
-        elif callee := self._callee(node, bound):
+        elif callee := called_name(node, bound, self._classes):
             keywords = frozenset(arg.keyword.value for arg in node.args if arg.keyword)
             caller = function.name if function else ""
             call = Call(self._span(node), caller, callee, keywords, self._where)
@@ -274,16 +282,9 @@ class _Scanner(cst.CSTVisitor):
                 argument.value.visit(self)
         return False
 
-    def visit_Tuple(self, node: cst.Tuple) -> bool:
-        return self._in_container(node.elements)
-
-    def visit_List(self, node: cst.List) -> bool:
-        return self._in_container(node.elements)
-
-    def _in_container(self, elements: Sequence[cst.BaseElement]) -> bool:
+    def visit_Element(self, node: cst.Element) -> bool:
         with self._in(replace(self._where, as_list=False)):
-            for each in elements:
-                each.visit(self)
+            node.value.visit(self)
         return False
 
     def visit_Subscript(self, node: cst.Subscript) -> bool:
@@ -302,19 +303,6 @@ class _Scanner(cst.CSTVisitor):
                 each.comparator.visit(self)
         return False
 
-    def _callee(self, node: cst.Call, bound: Bindings) -> str:
-        """Return the dotted name of what a call calls; empty if that is not certain."""
-        match node.func:
-            case cst.Attribute(
-                value=cst.Call(func=cst.Name(value="super"), args=arguments),
-                attr=cst.Name(value="__init__"),
-            ):
-                classes = [each for each in self._around if isinstance(each, Class)]
-                own = classes[-1].name.rpartition(".")[2] if classes else ""
-                of_own = not arguments or dotted_name(arguments[0].value) == own
-                return "super().__init__" if of_own else ""
-        return bound.only
-
     def visit_ExceptHandler(self, node: cst.ExceptHandler) -> None:
         names = set() if node.name is None else {dotted_name(node.name.name)}
         for function in self._functions:
@@ -325,16 +313,10 @@ class _Scanner(cst.CSTVisitor):
         for function in self._functions:
             function.deleted |= names
 
-    def _note_attributes(self) -> None:
-        """Note that the class around looks at all attributes of objects."""
-        for each in self._around:
-            if isinstance(each, Class):
-                each.attributes.add("__dict__")
-
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         function = self._function
-        if node.attr.value == "__dict__":
-            self._note_attributes()
+        for of in self._classes if node.attr.value == "__dict__" else ():
+            of.attributes.add("__dict__")
         if self._contexts.get(node) is ExpressionContext.STORE and function is not None:
             is_self = isinstance(node.value, cst.Name) and node.value.value == function.self_name
             if is_self and function.of_class in self.facts.classes:
@@ -419,10 +401,3 @@ class _Scanner(cst.CSTVisitor):
     def _has_a_use(self, node: cst.BaseExpression) -> bool:
         names = (each for each in nodes(node) if isinstance(each, cst.Name | cst.Attribute))
         return any(self._names.of(each).member is not None for each in names)
-
-
-def _is_docstring(node: cst.CSTNode) -> bool:
-    match node:
-        case cst.SimpleStatementLine(body=[cst.Expr(value=cst.SimpleString()), *_]):
-            return True
-    return False
