@@ -227,9 +227,10 @@ class Planner:
                 for each in [*self._everything[path].functions, *self._everything[path].classes]
                 if f"{self._project.module(path)}.{each}".endswith(f".{name}") or each == name
             ]
-            if not found:
+            defined = re.compile(rf"\b(def|class) {name.rpartition('.')[2]}\b".encode())
+            if not found and not any(self._project.mentioning(defined)):
                 raise UnsupportedOptionError(
-                    f"--thread-from {name}: no function or class of that name was looked at. "
+                    f"--thread-from {name}: these files have no function or class of that name. "
                     "Name it as module.function or module.Class, and give its file among the paths."
                 )
             named += found

@@ -69,11 +69,9 @@ def scan(
     contexts = wrapper.resolve(ExpressionContextProvider)
     names = Names(module, wrapper.resolve(ScopeProvider), contexts, stands_for)
     positions = wrapper.resolve(PositionProvider)
-    scanner = _Scanner(module, Facts(path), name, names, contexts, positions, versions)
-    module.visit(scanner)
-    scanner.facts.repeated |= names.repeated
-    scanner.facts.loads = names.loads
-    return scanner.facts
+    facts = Facts(path, repeated=names.repeated, loads=names.loads)
+    module.visit(_Scanner(module, facts, name, names, contexts, positions, versions))
+    return facts
 
 
 class _Scanner(cst.CSTVisitor):
@@ -110,8 +108,7 @@ class _Scanner(cst.CSTVisitor):
 
     @property
     def _function(self) -> Function | None:
-        functions = self._functions
-        return functions[-1] if functions else None
+        return self._functions[-1] if self._functions else None
 
     # -- definitions -------------------------------------------------------------------------------
 
@@ -271,9 +268,8 @@ class _Scanner(cst.CSTVisitor):
                 function.fakes_ranks |= bound.member.startswith("set_")
         elif callee := called_name(node, bound, self._classes):
             keywords = frozenset(arg.keyword.value for arg in node.args if arg.keyword)
-            caller = function.name if function else ""
-            call = Call(self._span(node), caller, callee, keywords, self._where)
-            self.facts.calls.append(call)
+            caller, span = function.name if function else "", self._span(node)
+            self.facts.calls.append(Call(span, caller, callee, keywords, self._where))
         else:
             node.func.visit(self)
         in_use = self._where.in_use or bool(bound.member)
