@@ -3,13 +3,13 @@
 The first that a function has, in this order:
 
 1. a parameter that is a collection;
-2. ``self``, if the class keeps a collection or a model;
+2. ``self``, if the class keeps a collection;
 3. a parameter that is a model;
-4. a new parameter ``pg_collection``, of the function or of the constructor of its class;
-5. ``self`` of a class that keeps nothing, which a caller may give an attribute ``pg_collection``;
-6. ``megapg.resolve(None)``.
-
-A function in another one also has the carriers of that one.
+4. ``self``, if the class keeps a model or is a torch module;
+5. the same four of the functions around, from the inside out;
+6. a new parameter ``pg_collection``, of the function or of the constructor of its class;
+7. ``self`` of another class, to which a caller may give an attribute ``pg_collection``;
+8. ``megapg.resolve(None)``.
 """
 
 from __future__ import annotations
