@@ -29,7 +29,7 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class Bindings:
-    """What a name may be bound to.
+    """The meanings of a name.
 
     Attributes:
         names: dotted names after all imports; those of this file begin with ``HERE``.
@@ -227,7 +227,7 @@ def span_of(found: CodeRange) -> Span:
 
 
 def called_name(node: cst.Call, bound: Bindings, classes: Sequence[Class]) -> str:
-    """Return the dotted name of what a call calls; empty if that is not certain.
+    """Return the dotted name of a called function; empty if there are several.
 
     Args:
         node: the call.

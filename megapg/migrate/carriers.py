@@ -57,7 +57,7 @@ _PLAIN_BASES = re.compile(
     r"|torch\.utils\.data\.\S+|torch\.optim\.\S+"
 )
 _SEQUENCES = re.compile(r"(builtins\.)?(list|tuple)|(typing\.)?NamedTuple")
-# Classes with these create objects, or look at all attributes, in ways of their own.
+# Classes with these create objects differently, or look at all attributes.
 _OWN_WAYS = {"__new__", "__slots__", "__setattr__", "__dict__"}
 
 

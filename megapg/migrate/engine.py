@@ -1,6 +1,6 @@
 """Find and rewrite the uses of the globals in a project. Nothing is written to disk.
 
-The steps, each in a module of its own:
+The steps:
 
 1. :mod:`~megapg.migrate.project` lists the files.
 2. :mod:`~megapg.migrate.scan` finds uses, functions and calls in the files that mention the
@@ -75,7 +75,7 @@ def migrate(
         files, failed = _write(scans, plan, on_progress)
         if not failed:
             break
-        frozen |= failed  # the other files may not rely on a file that is left as it is
+        frozen |= failed  # other files may not rely on a file that stays
     files += runtimes.modules({path: _called(each) for path, each in plan.files.items()})
     files = formatted(files, config.root, on_progress)
     failures = [Problem(project.files[path], 0, why) for path, why in frozen.items()]

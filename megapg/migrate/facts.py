@@ -92,7 +92,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Found:
-    """A use, and what the rewrite needs to know about its surroundings."""
+    """A use and its surroundings."""
 
     use: Use
     root: str  # the name that it begins with in the file
@@ -101,7 +101,7 @@ class Found:
 
 @dataclass
 class Facts:
-    """What is in one file."""
+    """The facts about one file."""
 
     path: Path
     uses: list[Found] = field(default_factory=list)

@@ -70,7 +70,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A use, or a call that passes the parameter, and what it is served by."""
+    """A use, or a call that passes the parameter, with its carrier."""
 
     path: Path
     function: str

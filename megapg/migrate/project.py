@@ -1,4 +1,4 @@
-"""The Python files of a project, and what a dotted name means in it.
+"""The Python files of a project, and the meanings of dotted names in it.
 
 Only the top level of a module is read here, with :mod:`ast`: its imports, functions, classes and
 simple aliases.
@@ -47,7 +47,7 @@ def is_notebook(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a dotted name stands for."""
+    """The meaning of a dotted name."""
 
     name: str  # the dotted name after all imports; getters begin with ``PARALLEL_STATE``
     path: Path | None = None  # the module of the project that defines it

@@ -1,6 +1,6 @@
 """Find the uses of the globals in one file, and the functions, classes and calls around them.
 
-LibCST says what a name is bound to in its scope; the project says what an import leads to.
+LibCST finds the bindings of a name in its scope; the project follows imports.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pass the new parameter along calls: which functions take it, and which calls pass what.
 
-Every function with uses of its own takes the parameter if it can. Functions in between take it as
+Every function with uses takes the parameter if it can. Functions in between take it as
 well if they lie on a path of calls from one that has a carrier to one that needs it.
 """
 
@@ -123,7 +123,7 @@ class Threads:
 
         while unfed := {n for n in fed if not all(map(is_fed, self._calls[n]))}:
             fed -= unfed
-        reached: set[Node] = set()  # a circle of calls alone feeds nobody
+        reached: set[Node] = set()  # a circle of calls passes no collection
         waiting = [e.callee for e in self._edges if self._is_real(e.carrier)]
         while waiting:
             node = waiting.pop()
