@@ -1,11 +1,11 @@
-"""Say what the names in one file stand for, by LibCST's scopes."""
+"""Say what the names in one file stand for, by LibCST's scopes, and what replaces a use."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import libcst as cst
 from libcst.metadata import (
@@ -19,9 +19,11 @@ from libcst.metadata import (
     Scope,
 )
 
-from megapg.migrate.facts import HERE, Class
+from megapg.migrate.facts import HERE, Class, Where
 from megapg.migrate.project import PARALLEL_STATE
-from megapg.migrate.uses import Span
+from megapg.migrate.uses import Kind, Span
+from megapg.upstream.expressions import replacement
+from megapg.upstream.mapping import OPTIONAL_FIELDS, RANK_GLOBALS, Argument, Refusal, Replacement
 
 _READING = (ExpressionContext.LOAD, ExpressionContext.DEL)
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -253,3 +255,42 @@ def is_docstring(node: cst.CSTNode) -> bool:
         ):
             return True
     return False
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A use to find a replacement for."""
+
+    kind: Kind
+    bound: Bindings  # of the name that it uses
+    text: str
+    versions: Sequence[int]  # minor numbers of Megatron-core that may run the code
+    where: Where
+
+
+def answer_to(asked: Asked, arguments: Sequence[Argument]) -> Replacement | Refusal:
+    """Return the replacement of a use; arguments are those of a call."""
+    name = asked.bound.member or ""
+    if asked.kind is Kind.STRING:
+        return Refusal("in-a-string")
+    if asked.kind is Kind.ASSIGNED:
+        return Refusal("assigned")
+    if not asked.bound.only:
+        return Refusal("assigned", "the name has several meanings")
+    if asked.kind is Kind.MODULE:
+        return Refusal("as-value")
+    if asked.kind is Kind.VALUE:
+        of_name = replacement(name, (), asked.versions)
+        is_about_name = isinstance(of_name, Refusal) and of_name.reason != "arguments"
+        return of_name if is_about_name else Refusal("as-value")
+    if asked.where.in_use:
+        return Refusal("arguments", "it is in the arguments of another use")
+    if "#" in asked.text and "\n" in asked.text:
+        return Refusal("arguments", "it contains a comment")
+    answer = replacement(name, arguments, asked.versions)
+    field = RANK_GLOBALS.get(name, "")
+    is_read = isinstance(answer, Replacement) and field and asked.where.as_list
+    if is_read and field not in OPTIONAL_FIELDS:  # None would fail there as well
+        assert isinstance(answer, Replacement)
+        return replace(answer, caution="")
+    return answer

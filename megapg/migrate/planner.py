@@ -14,9 +14,8 @@ from megapg.migrate.facts import Everything, Found, Function, Where
 from megapg.migrate.migration import How, Left, Root, Served
 from megapg.migrate.project import PARALLEL_STATE, Project, is_test
 from megapg.migrate.replaced import Replaced
-from megapg.migrate.roots import Counts, find_roots
 from megapg.migrate.runtime import Runtime
-from megapg.migrate.thread import Edge, Threads
+from megapg.migrate.thread import Counts, Edge, Threads, find_roots
 from megapg.migrate.uses import Kind, Span
 from megapg.upstream.mapping import COLLECTION_NAMES, Refusal, Replacement, Takes
 

@@ -21,10 +21,11 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
-from megapg.migrate.answers import Asked, answer_to
 from megapg.migrate.bindings import (
+    Asked,
     Bindings,
     Names,
+    answer_to,
     called_name,
     compared_to_none,
     dotted_name,

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from megapg.migrate.carriers import PARAMETER, Carrier, Carriers, Node, in_order
 from megapg.migrate.facts import Call, Everything
-from megapg.migrate.migration import How
+from megapg.migrate.migration import How, Root
+from megapg.migrate.project import Project
 from megapg.upstream.mapping import GROUP_PARAMETERS
 
 
@@ -170,3 +171,35 @@ class Threads:
                 calls = (e for e in self._edges if e.carrier.node == each)
                 waiting += [edge.callee for edge in calls if self.passes(edge)]
         return found
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of rewritten uses."""
+
+    by_parameter: Mapping[Node, int]  # served by the parameter of a function or class
+    alone: Mapping[Node, int]  # in functions without a carrier
+
+
+def find_roots(
+    project: Project, carriers: Carriers, threads: Threads, counts: Counts
+) -> list[Root]:
+    """Return the functions that read the globals, those with most uses first."""
+    roots = []
+    for node in threads.taking - threads.fed:
+        uses = sum(counts.by_parameter.get(n, 0) for n in threads.behind(node) - threads.fed)
+        if uses and threads.is_root(node):
+            places = [(project.files[e.path], e.call.span.line) for e in threads.unpassed(node)]
+            calls = tuple(f"{file}:{line}" for file, line in sorted(places))
+            line = _line(carriers, node)
+            roots.append(Root(project.files[node.path], line, node.name, True, uses, calls))
+    for node, uses in counts.alone.items():
+        line = _line(carriers, node)
+        roots.append(Root(project.files[node.path], line, node.name, False, uses, ()))
+    return sorted(roots, key=lambda each: (-each.uses, each.file, each.line))
+
+
+def _line(carriers: Carriers, node: Node) -> int:
+    init = carriers.function(node.path, f"{node.name}.__init__")
+    function = carriers.function(node.path, node.name) or init
+    return function.span.line if function is not None else 0
