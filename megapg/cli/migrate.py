@@ -173,7 +173,8 @@ def migrate(
     and the report to standard error. For the report alone: megapg migrate src tests > /dev/null.
 
     --write changes all files or none. It refuses files with uncommitted changes, or outside of
-    git, unless you add --allow-dirty. git restore undoes it. New text is formatted with the
+    git, unless you add --allow-dirty. git restore undoes it; a new
+    vendored module is deleted by hand. New text is formatted with the
     black, isort or ruff that the project configures. Lines with "# megapg: keep" stay.
 
     Exit code 0: all uses are rewritten. 1: uses are left, or changes are not written yet. 2: wrong

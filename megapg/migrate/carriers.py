@@ -25,14 +25,11 @@ from megapg.migrate.facts import HERE, Class, Everything, Function, Where
 from megapg.migrate.migration import How
 from megapg.migrate.project import Meaning, Project
 from megapg.migrate.replaced import Replaced
-from megapg.upstream.mapping import (
-    COLLECTION_NAMES,
-    MODEL_ATTRIBUTES,
-)
+from megapg.upstream.mapping import COLLECTION_NAMES, MODEL_ATTRIBUTES
 
 PARAMETER = "pg_collection"
 
-_COLLECTION_TYPE = re.compile(r"ProcessGroupCollection|(Model|Grad)CommProcessGroups|MpuLike")
+_COLLECTION_TYPE = re.compile(r"ProcessGroupCollection|(Model|Grad)CommProcessGroups")
 _MODEL = re.compile(r"((un)?wrapped_)?(models?|modules?)(_chunks?|_list)?")
 _MODEL_TYPE = re.compile(
     r"(?<!\w)(MegatronModule|GraphableMegatronModule|GPTModel|BertModel|T5Model|MambaModel"
@@ -42,8 +39,8 @@ _NO_MODEL_TYPE = re.compile(r"\b(str|int|dict|Dict|Path|ModuleType)\b")
 # Decorators that pass all arguments on and do not look at the signature.
 _PLAIN_DECORATORS = re.compile(
     r"torch\.(no_grad|inference_mode|enable_grad|compile|cuda\.nvtx\.range|amp\.autocast)"
-    r"|(torch\.\w+\.)?nvtx\.\w+|contextlib\.(async)?contextmanager|staticmethod|classmethod"
-    r"|(builtins\.)(staticmethod|classmethod)|typing\.no_type_check|typing_extensions\.deprecated"
+    r"|(torch\.\w+\.)?nvtx\.\w+|contextlib\.(async)?contextmanager"
+    r"|(builtins\.)?(staticmethod|classmethod)|typing\.no_type_check|typing_extensions\.deprecated"
 )
 # Modules of torch, Megatron-core and Transformer Engine: groups_of() looks into their submodules.
 _MODULES = re.compile(

@@ -36,6 +36,8 @@ from megapg.migrate.scan import scan
 from megapg.migrate.uses import Span
 from megapg.upstream.signatures import SIGNATURES
 
+_INVALID = (cst.CSTValidationError, cst.ParserSyntaxError, SyntaxError, ValueError, RecursionError)
+
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and of how much."""
 
@@ -237,7 +239,7 @@ def _write(
             after = rewritten(before, changes, partial(scans.is_unneeded, path, changes))
             if not project.files[path].endswith(".pyi"):
                 compile(after, str(path), "exec", dont_inherit=True)
-        except (cst.CSTValidationError, cst.ParserSyntaxError, SyntaxError, ValueError) as error:
+        except _INVALID as error:
             failed[path] = f"its rewrite is not valid: {error}"
             continue
         files.append(Rewritten(project.files[path], path, before, after))

@@ -91,7 +91,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundUse:
     """A use and its surroundings."""
 
     use: Use
@@ -104,7 +104,7 @@ class Facts:
     """The facts about one file."""
 
     path: Path
-    uses: list[Found] = field(default_factory=list)
+    uses: list[FoundUse] = field(default_factory=list)
     functions: dict[str, Function] = field(default_factory=dict)
     repeated: set[str] = field(default_factory=set)  # names that are bound several times
     classes: dict[str, Class] = field(default_factory=dict)

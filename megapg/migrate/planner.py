@@ -10,12 +10,12 @@ from pathlib import Path
 
 from megapg.errors import UnsupportedOptionError
 from megapg.migrate.carriers import NONE, PARAMETER, Carrier, Carriers, Node, in_order
-from megapg.migrate.facts import Everything, Found, Function, Where
+from megapg.migrate.facts import Everything, FoundUse, Function, Where
 from megapg.migrate.migration import How, Left, Root, Served
 from megapg.migrate.project import PARALLEL_STATE, Project, is_test
 from megapg.migrate.replaced import Replaced
 from megapg.migrate.runtime import Runtime
-from megapg.migrate.thread import Counts, Edge, Threads, find_roots
+from megapg.migrate.thread import Edge, Threads, find_roots
 from megapg.migrate.uses import Kind, Span
 from megapg.upstream.mapping import COLLECTION_NAMES, Refusal, Replacement, Takes
 
@@ -62,13 +62,13 @@ class Choice:
     """A use with its replacement and carrier."""
 
     path: Path
-    found: Found
+    found: FoundUse
     answer: Replacement
     carrier: Carrier
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """A use, or a call that passes the parameter, with its carrier."""
 
     path: Path
@@ -147,7 +147,7 @@ class Planner:
         starts = self._thread_from()
         threads = Threads(self._everything, self._carriers, self._sources, wanted, starts)
         asked = [
-            _Asked(
+            _Request(
                 each.path,
                 each.found.use.function,
                 each.found.use.span,
@@ -159,7 +159,7 @@ class Planner:
             if each.answer.takes is not Takes.OPTIONAL
         ]
         asked += [
-            _Asked(
+            _Request(
                 edge.path, edge.call.function, edge.call.span, edge.call.where, edge.carrier, needs
             )
             for edge, needs in threads.passing()
@@ -178,8 +178,9 @@ class Planner:
             self._take(node)
         self._find_unused()
         self._rename_patched()
-        counts = Counts(self._uses, self._alone)
-        self._plan.roots = find_roots(self._project, self._carriers, threads, counts)
+        self._plan.roots = find_roots(
+            self._project, self._carriers, threads, self._uses, self._alone
+        )
         return self._plan
 
     def _patched(self, found: Sequence[Choice | Left]) -> set[tuple[Path, str]]:
@@ -235,13 +236,13 @@ class Planner:
             named += found
         return named
 
-    def _share(self, asked: Sequence[_Asked]) -> None:
+    def _share(self, asked: Sequence[_Request]) -> None:
         """Ask a model once in a function that needs it several times.
 
         The variable is set before the first statement that needs it, if that always runs: asking a
         model whose groups are closed is an error.
         """
-        together: dict[tuple[Path, str, str], list[_Asked]] = defaultdict(list)
+        together: dict[tuple[Path, str, str], list[_Request]] = defaultdict(list)
         for each in asked:
             around = self._carriers.around(each.path, each.function)
             is_free = around and self._is_free(around)
@@ -260,7 +261,7 @@ class Planner:
 
     # -- one use -----------------------------------------------------------------------------------
 
-    def _choose(self, path: Path, found: Found) -> Choice | Left:
+    def _choose(self, path: Path, found: FoundUse) -> Choice | Left:
         """Return the carrier of a use, or why it stays."""
         use, where = found.use, found.where
         answer = use.answer

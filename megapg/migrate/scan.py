@@ -33,7 +33,7 @@ from megapg.migrate.bindings import (
     nodes,
     span_of,
 )
-from megapg.migrate.facts import Call, Class, Facts, Found, Function, Parameter, Where
+from megapg.migrate.facts import Call, Class, Facts, FoundUse, Function, Parameter, Where
 from megapg.migrate.project import PARALLEL_STATE
 from megapg.migrate.uses import Kind, Span, Use
 from megapg.upstream.expressions import known
@@ -114,7 +114,7 @@ class _Scanner(cst.CSTVisitor):
     # -- definitions -------------------------------------------------------------------------------
 
     def visit_ClassDef(self, node: cst.ClassDef) -> bool:
-        self._visit_all([*node.decorators, *node.bases, *node.keywords], inline=True)
+        self._visit_inline([*node.decorators, *node.bases, *node.keywords])
         name = self._qualified(node.name.value)
         bases = tuple(self._one_meaning(base.value) for base in node.bases)
         found = Class(
@@ -132,9 +132,8 @@ class _Scanner(cst.CSTVisitor):
         stars = [e for e in (node.params.star_arg, node.params.star_kwarg) if e]
         named = [*parameters, *(each for each in stars if isinstance(each, cst.Param))]
         outside = [e for p in named for e in (p.annotation, p.default) if e is not None]
-        self._visit_all([*node.decorators, *outside], inline=True)
-        if node.returns is not None:
-            self._visit_all([node.returns], inline=True)
+        returns = [node.returns] if node.returns is not None else []
+        self._visit_inline([*node.decorators, *outside, *returns])
         function = self._described(node, parameters)
         around = self._around[-1] if self._around else None
         if isinstance(around, Class):
@@ -196,13 +195,13 @@ class _Scanner(cst.CSTVisitor):
         yield
         self._where = before
 
-    def _visit_all(self, nodes: Sequence[cst.CSTNode], inline: bool) -> None:
-        with self._in(replace(self._where, inline=inline or self._where.inline)):
-            for node in nodes:
-                node.visit(self)
+    def _visit_inline(self, parts: Sequence[cst.CSTNode]) -> None:
+        with self._in(replace(self._where, inline=True)):
+            for part in parts:
+                part.visit(self)
 
     def visit_Lambda(self, node: cst.Lambda) -> bool:
-        self._visit_all([node.params, node.body], inline=True)
+        self._visit_inline([node.params, node.body])
         return False
 
     def visit_If(self, node: cst.If) -> bool:
@@ -392,7 +391,7 @@ class _Scanner(cst.CSTVisitor):
             keep=any(map(_KEEP.search, self._lines[span.line - 1 : span.end_line])),
         )
         root = dotted_name(named_by).partition(".")[0]
-        self.facts.uses.append(Found(use, root, self._where))
+        self.facts.uses.append(FoundUse(use, root, self._where))
         self.facts.reached |= bound.imported
 
     def _has_a_use(self, node: cst.BaseExpression) -> bool:

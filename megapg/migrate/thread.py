@@ -173,27 +173,31 @@ class Threads:
         return found
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Numbers of rewritten uses."""
-
-    by_parameter: Mapping[Node, int]  # served by the parameter of a function or class
-    alone: Mapping[Node, int]  # in functions without a carrier
-
-
 def find_roots(
-    project: Project, carriers: Carriers, threads: Threads, counts: Counts
+    project: Project,
+    carriers: Carriers,
+    threads: Threads,
+    by_parameter: Mapping[Node, int],
+    alone: Mapping[Node, int],
 ) -> list[Root]:
-    """Return the functions that read the globals, those with most uses first."""
+    """Return the functions that read the globals, those with most uses first.
+
+    Args:
+        project: the files.
+        carriers: of the project.
+        threads: of the project.
+        by_parameter: number of uses that the parameter of a function or class serves.
+        alone: number of uses in functions without a carrier.
+    """
     roots = []
     for node in threads.taking - threads.fed:
-        uses = sum(counts.by_parameter.get(n, 0) for n in threads.behind(node) - threads.fed)
+        uses = sum(by_parameter.get(n, 0) for n in threads.behind(node) - threads.fed)
         if uses and threads.is_root(node):
             places = [(project.files[e.path], e.call.span.line) for e in threads.unpassed(node)]
             calls = tuple(f"{file}:{line}" for file, line in sorted(places))
             line = _line(carriers, node)
             roots.append(Root(project.files[node.path], line, node.name, True, uses, calls))
-    for node, uses in counts.alone.items():
+    for node, uses in alone.items():
         line = _line(carriers, node)
         roots.append(Root(project.files[node.path], line, node.name, False, uses, ()))
     return sorted(roots, key=lambda each: (-each.uses, each.file, each.line))
