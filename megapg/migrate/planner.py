@@ -172,8 +172,7 @@ class Planner:
             else:
                 self._serve(choice, threads)
         for edge, needs in threads.passing():
-            passed = self._passed(edge, needs)
-            self._file(edge.path).passed[edge.call.span] = passed
+            self._file(edge.path).passed[edge.call.span] = self._passed(edge, needs)
         for node in threads.taking:
             self._take(node)
         self._find_unused()
@@ -263,8 +262,7 @@ class Planner:
 
     def _choose(self, path: Path, found: FoundUse) -> Choice | Left:
         """Return the carrier of a use, or why it stays."""
-        use, where = found.use, found.where
-        answer = use.answer
+        use, where, answer = found.use, found.where, found.use.answer
         if path in self._frozen:
             return Left(use, "unverified", self._frozen[path])
         if is_test(use.file):
@@ -290,8 +288,7 @@ class Planner:
         return Choice(path, found, answer, carrier)
 
     def _serve(self, choice: Choice, threads: Threads) -> None:
-        carrier, use = choice.carrier, choice.found.use
-        file = self._file(choice.path)
+        carrier, use, file = choice.carrier, choice.found.use, self._file(choice.path)
         how = carrier.how
         if how is How.THREADED and carrier.node is not None:
             self._uses[carrier.node] += 1
@@ -306,8 +303,7 @@ class Planner:
 
     def _text(self, choice: Choice, file: FilePlan) -> str:
         """Return the new expression of a use."""
-        carrier, answer = choice.carrier, choice.answer
-        runtime = file.name
+        carrier, answer, runtime = choice.carrier, choice.answer, file.name
         if answer.takes is Takes.OPTIONAL:
             return answer.write(carrier.expression, file.getters)
         if carrier.kind in _OWNERS:
