@@ -9,7 +9,9 @@ around those says ``except AssertionError``.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 
 class MegapgError(Exception):
@@ -29,6 +31,19 @@ class UnknownStageError(MegapgError, AssertionError):
 
 class UnknownFieldError(MegapgError, ValueError):
     """A name that is no field of a process-group collection."""
+
+    @classmethod
+    def of(cls, name: str, fields: Sequence[str], *, where: str = "") -> Self:
+        """Return the error for ``name``, with the field that is spelt most like it.
+
+        Args:
+            name: what was asked for.
+            fields: the names that exist.
+            where: the beginning of the message.
+        """
+        close = difflib.get_close_matches(str(name).lower(), fields, n=1)
+        meant = f"did you mean {close[0]!r}? The" if close else "the"
+        return cls(f"{where}{name!r} is no field; {meant} fields are {', '.join(fields)}.")
 
 
 class MissingGroupError(MegapgError, AttributeError):

@@ -362,7 +362,7 @@ class ProcessGroupCollection:
                 f"there is no group {name!r} here (extras: {have}); open the session with {asked}."
             )
         if name not in FIELDS:
-            return UnknownFieldError(f"{name!r} is no field; the fields are {', '.join(FIELDS)}.")
+            return UnknownFieldError.of(name, FIELDS)
         if name in vars(self):
             why = "has levels: ask for hcp.0, hcp.1, ..." if vars(self)[name] else "is None here"
             return self._missing(f"{name} {why}; {self!r}")
@@ -434,8 +434,7 @@ def _identity(pg: ProcessGroupCollection) -> tuple[tuple[str, object], ...]:
 
 def _check_field(field: str, group: object) -> None:
     if field not in FIELDS:
-        known = ", ".join(FIELDS)
-        raise UnknownFieldError(f"{field!r} is no field of a collection; the fields are {known}.")
+        raise UnknownFieldError.of(field, FIELDS)
     if group is None:
         if field not in OPTIONAL_FIELDS:
             raise ForeignGroupError(

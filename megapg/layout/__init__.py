@@ -300,7 +300,7 @@ class ParallelLayout(Sizes):
         if field.partition(".")[0] == "hybrid":
             sizes = ", ".join(map(str, self.hybrid_cp_sizes)) or "none; they take hybrid_cp=True"
             raise UnknownFieldError(f"{field}: the sizes of hybrid groups here are {sizes}.")
-        raise UnknownFieldError(f"{field!r} is no field; the fields are {', '.join(FIELDS)}.")
+        raise UnknownFieldError.of(field, FIELDS)
 
     def _describe_embedding(self, field: Field) -> str:
         choose = self._chooser(field)

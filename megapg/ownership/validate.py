@@ -71,7 +71,7 @@ def check_recipe(recipe: Recipe, world: World, layout: ParallelLayout) -> None:
     made = {field.partition(".")[0] for field in created_fields(layout, recipe)}
     for field in (*recipe.options, *recipe.dedicated, *recipe.gloo):
         if field not in FIELDS:
-            raise UnknownFieldError(f"{field!r} is no field; the fields are {', '.join(FIELDS)}.")
+            raise UnknownFieldError.of(field, FIELDS)
         if field not in made:
             needs = "all_gather_groups=True" if field in ALL_GATHER_FIELDS else "another layout"
             raise UnsupportedOptionError(f"{field} is not made here; that takes {needs}.")

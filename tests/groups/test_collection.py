@@ -74,6 +74,8 @@ def test_asking_for_values_of_what_is_not_there(pg):
         part.rank("embd")
     with pytest.raises(UnknownFieldError, match="'tensor' is no field"):
         part.ranks("tensor")
+    with pytest.raises(UnknownFieldError, match="'dp_cpp' is no field; did you mean 'dp_cp'"):
+        part.ranks("dp_cpp")
 
 
 def test_none_is_refused_where_torch_would_take_it_for_world(pg):

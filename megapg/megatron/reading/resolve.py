@@ -268,9 +268,7 @@ def check_names(needs: Sequence[GroupName]) -> None:
         raise UnknownFieldError(f"needs={needs!r}: give the fields in a tuple, ({needs!r},).")
     for name in needs:
         if name not in FIELDS and not name.startswith(("gloo.", "hybrid.")):
-            raise UnknownFieldError(
-                f"needs={needs!r}: {name!r} is no field; the fields are {', '.join(FIELDS)}."
-            )
+            raise UnknownFieldError.of(name, FIELDS, where=f"needs={needs!r}: ")
 
 
 class StandIn(GlobalGroups):
