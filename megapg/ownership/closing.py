@@ -101,7 +101,7 @@ class Closing(abc.ABC):
 
     @abc.abstractmethod
     def _take_leave(self, error: BaseException | None) -> None:
-        """Notify the other ranks that this rank has closed, if they are no longer connected to it."""
+        """Notify the other ranks that this rank has closed, if they are not connected to it."""
 
     def _opened(self) -> None:
         """Register this owner for :func:`open_owners` once its groups are open."""
@@ -149,7 +149,7 @@ class Closing(abc.ABC):
             self._finish(error)
 
     def _dependents(self) -> list[Closing]:
-        """Return the other owners whose groups are on the WORLD that this owner made, newest first."""
+        """Return the other owners whose groups are on this owner's WORLD, newest first."""
         if not self._world.ours:
             return []
         return [o for o in reversed(open_owners()) if o is not self and o._world.current]
@@ -324,7 +324,7 @@ class Closing(abc.ABC):
             problems.update(coordinator.news(wait=wait))
 
     def _leave_without_the_main_thread(self, error: SignalExit) -> None:
-        """Abort from another thread while the main thread is stuck: notify the ranks, cancel work."""
+        """Abort from another thread if the main thread is stuck: notify ranks, cancel work."""
         self._part(error)
         self._lease.wind_up(error, [])
         for _, group in self._made:

@@ -1,4 +1,4 @@
-"""Steps that all ranks take together. Each is timed; if a step fails on one rank, all ranks fail."""
+"""Steps that all ranks take together. If a step fails on one rank, all ranks fail."""
 
 from __future__ import annotations
 

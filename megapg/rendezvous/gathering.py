@@ -207,8 +207,7 @@ class Gathering:
         return found
 
     def _answers(self, prefix: str, ranks: Sequence[int], silence: str) -> dict[int, str]:
-        """Return rank -> text, or ``silence`` for a rank that wrote none. Empty texts are left out.
-        """
+        """Return rank -> text, with ``silence`` for ranks that wrote none, and without empty texts."""
         found = self._store.peeks(_keys(prefix, ranks))
         said = [silence if text is None else text.decode() for text in found]
         return {rank: text for rank, text in zip(ranks, said, strict=True) if text}
@@ -217,8 +216,7 @@ class Gathering:
         return by_rank(self._store.get(key))
 
     def _settle(self, key: str, word: Mapping[int, str]) -> Words:
-        """Write the result unless there is one already. Return the result, the same on all ranks.
-        """
+        """Write the result unless there is one. Return the result, the same on all ranks."""
         return by_rank(self._store.compare_set(key, "", by_word(word)))
 
     def _to_take_back(self, folder: str, said: set[str]) -> set[str]:

@@ -166,8 +166,7 @@ class Hellos:
         return ahead or hello.attempt == self.mine.attempt
 
     def catch_up(self, hellos: Iterable[Hello | None]) -> None:
-        """Count the attempts of declined ranks, so that their hellos do not end the next attempt.
-        """
+        """Count the attempts of declined ranks, so that their hellos do not end the next one."""
         attempts = [hello.attempt for hello in hellos if hello and hello.state == "declined"]
         self.mine = replace(self.mine, attempt=max([self.mine.attempt, *attempts]))
 

@@ -341,13 +341,11 @@ class JointWork(Rendezvous):
     # -- the store ---------------------------------------------------------------------------
 
     def in_one_thread(self) -> contextlib.AbstractContextManager[None]:
-        """Context of many steps: one thread makes all calls to the store, not a new one per step.
-        """
+        """Context of many steps: one thread makes all calls to the store, not one per step."""
         return self._store.until(time.monotonic(), self._name)
 
     def _asking(self) -> contextlib.AbstractContextManager[None]:
-        """Context of calls to the store, which fail if the store does not answer for ``timeout`` s.
-        """
+        """Context of calls to the store. They fail if the store is silent for ``timeout`` s."""
         return self._store.until(time.monotonic(), self._name, least=self._timeout)
 
     def _key(self, topic: str, *whose: int | str) -> str:

@@ -26,8 +26,7 @@ def listed(lines: Iterable[str]) -> str:
 
 
 def culprits(problems: Mapping[int, str]) -> list[int]:
-    """Return the ranks to blame. Excludes ranks whose communicator failed because of another rank.
-    """
+    """Return the ranks to blame, without those whose communicator another rank broke."""
     ranks = sorted(rank for rank in problems if rank != THE_STORE)
     return [rank for rank in ranks if not of_a_communicator(problems[rank])] or ranks
 

@@ -124,8 +124,7 @@ class WholeTopic:
 
 
 def put(store: Store, key: str, message: bytes) -> set[str]:
-    """Write a message: small as one value, large as its pieces and their number. Return the keys.
-    """
+    """Write a message, large ones in pieces. Return the keys."""
     if len(message) <= _LARGEST_WHOLE:
         store.set(key, b"=" + message)
         return {key}

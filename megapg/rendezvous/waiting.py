@@ -65,8 +65,7 @@ class WaitingList:
         return twice
 
     def expecting(self) -> dict[str, Sequence[int]]:
-        """Return name -> ranks of the meetings whose ranks wait for this rank under another name.
-        """
+        """Return name -> ranks of other meetings whose ranks wait for this rank."""
         if not self._written:
             return {}
         there = self._waiting_for_me(self._mine.ranks)
