@@ -207,7 +207,7 @@ class Gathering:
         return found
 
     def _answers(self, prefix: str, ranks: Sequence[int], silence: str) -> dict[int, str]:
-        """Return rank -> text, with ``silence`` for ranks that wrote none, and without empty texts."""
+        """Return rank -> text, with ``silence`` for ranks that wrote none, without empty texts."""
         found = self._store.peeks(_keys(prefix, ranks))
         said = [silence if text is None else text.decode() for text in found]
         return {rank: text for rank, text in zip(ranks, said, strict=True) if text}
