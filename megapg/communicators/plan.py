@@ -36,7 +36,7 @@ class Recipe:
     timeouts: Mapping[str, timedelta] = dataclasses.field(default_factory=dict)
 
     def backend_of(self, field: str) -> str:
-        """Return the backend of a field's communicator: gloo for a companion, if there are peers."""
+        """Return the backend of a field: gloo for a companion, unless the backend has no peers."""
         if field.startswith(COMPANION) and not backend_for(self.backend).alone:
             return "gloo"
         return self.backend
