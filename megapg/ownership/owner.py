@@ -42,9 +42,8 @@ class Owner(Closing):
     """Open process groups and the duty to close them.
 
     An owner that is dropped without :meth:`close`, or is still open when Python exits, is closed as
-    after an error: with a ``ResourceWarning``, it notifies the other ranks and aborts its groups.
-    The globals that hold adopted groups keep their owner alive, so it stays open until Python
-    exits.
+    after an error: it warns (``ResourceWarning``), notifies the other ranks and aborts its groups.
+    The globals that hold adopted groups keep their owner open until Python exits.
 
     Attributes:
         generation: how often groups were opened under this name in this job, the same number on
@@ -116,16 +115,15 @@ class Owner(Closing):
 
     @property
     def state(self) -> LeaseState:
-        """The state. After ``FAILED`` only :meth:`close` works."""
+        """Live, suspended, closed, or failed. After a failure only :meth:`close` works."""
         return self._state
 
     def warm_up(self) -> WarmUpReport:
         """Connect every communicator now, in one order that all ranks share. Every rank calls it.
 
-        Otherwise a communicator connects at its first use, perhaps in the middle of a step. There a
-        missing rank is noticed late, and the communicator's memory comes unplanned. A WORLD that
-        this owner made is connected too. Groups of one rank have nothing to connect. No collective
-        may be running.
+        Otherwise a communicator connects at its first use, perhaps in the middle of a step. A
+        missing rank is noticed late then, and memory is taken unplanned. A WORLD that this owner
+        made is connected too. No collective may be running.
 
         Returns:
             Time and, on a GPU, memory of each communicator; ``str()`` of it is a table.
@@ -133,8 +131,8 @@ class Owner(Closing):
         Raises:
             SessionError: the groups are not live.
             RendezvousError: a communicator did not connect, or a rank did not arrive, and for
-                ``timeout`` seconds no rank made progress. The error names fields and ranks on every
-                rank. The groups have failed and were aborted: close the owner, and open a new one.
+                ``timeout`` seconds no rank made progress. Names fields and ranks on every rank. The
+                groups were aborted: close the owner, and open a new one.
         """
         self._expect(LeaseState.LIVE, "warm_up()")
         if self._coordinator is None:  # no other ranks
@@ -170,10 +168,10 @@ class Owner(Closing):
 
         Raises:
             SessionError: the groups are not live; or the timeout is not valid.
-            RendezvousError: ranks did not arrive, or called something else. ``missing`` names them
+            RendezvousError: ranks did not arrive, or called something else; ``missing`` names them
                 on every rank that arrived. Or a communicator did not respond, and for ``timeout``
-                seconds no rank made progress; the error names its fields and ranks. In this case
-                the groups have failed and were aborted: close the owner, and open a new one.
+                seconds no rank made progress; fields and ranks are named. In this case the groups
+                were aborted: close the owner, and open a new one.
         """
         wait = self._timeout if timeout is None else timeout
         if timeout is not None:
@@ -204,8 +202,8 @@ class Owner(Closing):
         """List the objects that still hold these groups or their collection and keep sockets open.
 
         One line per holder, such as ``tp+tp_cp: a mymodel.Block, as tp_group``, as far as Python's
-        garbage collector finds them. After :meth:`close` the list should be empty. Until then, the
-        globals that hold adopted groups are in it. Slow.
+        garbage collector finds them. After :meth:`close` it should be empty; before, it lists the
+        globals that hold adopted groups. Slow.
         """
         own = {id(self), id(self._made), id(vars(self)), *(id(pair) for pair in self._made)}
         return self._given.live_references(own)

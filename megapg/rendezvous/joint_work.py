@@ -95,9 +95,7 @@ class JointWork(Rendezvous):
         return self._ranks.index(self._rank), len(self._ranks)
 
     def begin(self, settings: Mapping[str, str]) -> Self:
-        """Meet the other ranks; see :meth:`~megapg.rendezvous.rendezvous.Rendezvous.meet` for
-        errors.
-        """
+        """Meet the other ranks; see :meth:`~megapg.rendezvous.rendezvous.Rendezvous.meet`."""
         self.meet(settings, timeout=self._timeout)
         self._space = f"work {self._mine.namespace}"
         problems = self.part(None, timeout=self._timeout)
@@ -275,16 +273,15 @@ class JointWork(Rendezvous):
     # -- after a failure ---------------------------------------------------------------------
 
     def verdict(self, decide: Callable[[Mapping[int, str]], bool]) -> bool:
-        """Return the leader's decision after a failure, the same on all ranks.
+        """Return the leader's decision after a failure. Call it after the ``with`` block.
 
-        Call it after the ``with`` block. The leader must call it too, otherwise the others wait for
-        it until they count it as silent.
+        The leader must call it too, otherwise the others wait until they count it as silent.
 
         Args:
             decide: called on the leader with rank -> error.
 
         Returns:
-            The decision. False also if the leader can't be reached.
+            The decision, the same on all ranks. False also if the leader can't be reached.
         """
         if not self._entered:
             return False
