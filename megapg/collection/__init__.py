@@ -195,9 +195,7 @@ class ProcessGroupCollection:
         return len(self._member(field).ranks)
 
     def ranks(self, field: GroupName) -> tuple[int, ...]:
-        """Return the global ranks of the group of ``field``, in the group's order; see
-        :meth:`rank`.
-        """
+        """Return the global ranks of the group of ``field``, in its order; see :meth:`rank`."""
         return self._member(field).ranks
 
     def present(self) -> tuple[Field, ...]:

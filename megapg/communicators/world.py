@@ -184,7 +184,7 @@ def create_world(
     """Create WORLD for this launch, once every rank has arrived.
 
     Args:
-        backend: Default: ``"nccl"`` if CUDA is available, else ``"gloo"``.
+        backend: the backend. Default: ``"nccl"`` if CUDA is available, else ``"gloo"``.
         timeout: seconds to wait for ranks that are missing.
         collective_timeout: timeout of collectives on WORLD. Default: torch's for the backend.
         launch: rank, world size and address. Default: read from the environment.

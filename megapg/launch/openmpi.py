@@ -67,9 +67,7 @@ class OpenMpi(Launcher):
 
 
 def _addresses(uri: str) -> list[str]:
-    """Parse the addresses of
-    ``1648492544.0;tcp://192.0.2.2,10.0.0.1:56007;tcp6://[fd00::2]:39497``.
-    """
+    """Parse addresses: ``1648492544.0;tcp://192.0.2.2,10.0.0.1:56007;tcp6://[fd00::2]:39497``."""
     found = []
     for addresses in re.findall(r"\btcp6?://([^;]+):\d+", uri):
         found += addresses.strip("[]").split(",")

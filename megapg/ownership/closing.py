@@ -310,9 +310,7 @@ class Closing(abc.ABC):
     def _add_news(
         self, error: BaseException | None, coordinator: Coordinator | None, problems: dict[int, str]
     ) -> None:
-        """Add the other ranks' errors to ``error`` or ``problems``: torch's own errors name no
-        rank.
-        """
+        """Add the other ranks' errors to ``error`` or ``problems``: torch's errors name no rank."""
         wait = min(self._timeout, _NEWS_WAIT)
         if coordinator is None:
             return

@@ -88,9 +88,7 @@ class Owner(Closing):
 
     @abc.abstractmethod
     def _make_anew(self, way: How, steps: Steps) -> None:
-        """Create again what :meth:`_let_go` destroyed, with a collection and lease of a new
-        generation.
-        """
+        """Create the groups again, with a collection and a lease of a new generation."""
 
     def _sends_without_batching(self) -> bool:
         """True if pipelines send each tensor separately, as in Megatron's interleaved schedule."""

@@ -198,8 +198,8 @@ class Session(Owner):
         Raises:
             SessionError: the session is not live.
             UnsupportedOffloadError: a rank can't take this way, or the ranks asked for different
-                ways, or a CUDA graph is being captured. Every rank gets the error, and all sessions
-                stay live.
+                ways, or a CUDA graph is being captured. Every rank gets the error, and the session
+                stays live.
             OffloadError: a step failed, here or on another rank, or a rank did not arrive within
                 ``timeout``. The session has failed on every rank: its groups were aborted, and only
                 :meth:`close` works.

@@ -109,9 +109,7 @@ class Arrivals:
         return self._changes != before
 
     def _has_its_verdict(self, hello: Hello) -> bool:
-        """True if the hello is of an earlier attempt that failed, whose verdict the rank has yet to
-        read.
-        """
+        """True if the hello is of a failed attempt, whose verdict the rank has yet to read."""
         later = hello.attempt != self._said.mine.attempt
         return later and self._store.check([f"verdict/{hello.nonce}"])
 

@@ -97,8 +97,7 @@ class Gathering:
         *,
         leader_only: bool = False,
     ) -> Words:
-        """Return the texts of all ranks in a folder, the same on all ranks. This rank's is there
-        already.
+        """Return the texts that all ranks have written to a folder, the same on all ranks.
 
         The leader writes the result for all ranks. A follower that has waited too long writes a
         result in its place. The first result counts, so either all ranks go on, or none does.
@@ -157,9 +156,7 @@ class Gathering:
         return all_said
 
     def _is_told(self, folder: str) -> Callable[[], bool]:
-        """On a follower: return a function that is true if the result is there. A head reports in
-        it.
-        """
+        """On a follower: return a function that is true if the result exists. Heads report too."""
         unreported = self._blocks.heading
 
         def is_told() -> bool:

@@ -131,9 +131,7 @@ class Hellos:
         return all(hello is not None and hello.state in ("left", "declined") for hello in hellos)
 
     def twin(self) -> RendezvousError | None:
-        """If another process has taken this rank's number, report it to all ranks. Return the
-        error.
-        """
+        """Return an error if another process took this rank's number, and tell all ranks."""
         hello = self.of(self._rank)
         if hello is None or hello.nonce == self.mine.nonce or hello.pid == os.getpid():
             return None
