@@ -1,10 +1,9 @@
 """Every exception of megapg. Catch :class:`MegapgError` to catch them all.
 
-Each error says what is wrong, where, and what to do about it; the classes exist so that code can
-tell the cases apart, and they derive from the builtin a caller would expect (``ValueError``,
-``AttributeError``, ``RuntimeError``) where that matters to existing code. What says that Megatron's
-globals lack a group is an ``AssertionError`` besides, as from its getters: code that was written
-around those says ``except AssertionError``.
+Each error says what is wrong, where, and what to do about it. The classes let code distinguish the
+cases. They also derive from the builtin that existing code expects (``ValueError``,
+``AttributeError``, ``RuntimeError``). Errors about a group that Megatron's globals lack are
+``AssertionError`` too, as from Megatron's getters, because existing code catches that.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ class LayoutError(MegapgError, ValueError):
 
 
 class UnknownStageError(MegapgError, AssertionError):
-    """A stage of a virtual pipeline is asked about, and nobody says which model chunk is meant.
+    """A stage of a virtual pipeline is queried without a model chunk.
 
-    It is an ``AssertionError`` because that is what Megatron's getters raise then.
+    It is an ``AssertionError`` because Megatron's getters raise that in this case.
     """
 
 
 class UnknownFieldError(MegapgError, ValueError):
-    """A name that is no field of a process-group collection."""
+    """A name is no field of a process-group collection."""
 
     @classmethod
     def of(cls, name: str, fields: Sequence[str], *, where: str = "") -> Self:
@@ -54,9 +53,9 @@ class MissingGroupError(MegapgError, AttributeError):
 
 
 class MissingGlobalGroupError(MissingGroupError, AssertionError):
-    """Megatron's globals, which served in place of a collection, do not hold that group.
+    """Megatron's globals, used instead of a collection, do not hold that group.
 
-    It is an ``AssertionError`` as well because that is what their getters raise.
+    It is an ``AssertionError`` as well because the globals' getters raise that.
     """
 
 
@@ -65,7 +64,7 @@ class StaleGroupError(MegapgError, RuntimeError):
 
 
 class ForeignGroupError(MegapgError, ValueError):
-    """Something that is not a live process group of this process and rank."""
+    """A value is no live process group of this process and rank."""
 
 
 class SessionError(MegapgError, RuntimeError):
@@ -73,11 +72,11 @@ class SessionError(MegapgError, RuntimeError):
 
 
 class PublishedError(MegapgError, RuntimeError):
-    """While a collection is published, ``parallel_state`` is its, and only its thread's."""
+    """``parallel_state`` is in use by a published collection and its thread."""
 
 
 class GlobalReadError(MegapgError, RuntimeError):
-    """Somebody read Megatron's globals where that is forbidden."""
+    """Code read Megatron's globals where that is forbidden."""
 
 
 class WrongGroupError(MegapgError, RuntimeError):
@@ -92,15 +91,15 @@ class WrongGroupWarning(UserWarning):
 
 
 class NoCollectionError(MegapgError, RuntimeError):
-    """A function needs process groups, was passed none, and the globals can't or mustn't serve."""
+    """A function needs process groups, was passed none, and can't or mustn't use the globals."""
 
 
 class NoGlobalGroupsError(NoCollectionError, MissingGlobalGroupError):
     """A function needs process groups, was passed none, and the globals are not initialised.
 
-    It is an ``AssertionError`` as well because that is what the globals' getters raise. Where they
-    could serve and must not, the error is a plain :class:`NoCollectionError`: a handler that was
-    written around a getter must not hide it.
+    It is an ``AssertionError`` as well because the globals' getters raise that. If the globals are
+    initialised but must not be used, the error is a plain :class:`NoCollectionError`: a handler
+    around a getter must not hide it.
     """
 
 
@@ -109,7 +108,7 @@ class GlobalGroupsWarning(UserWarning):
 
 
 class UnsupportedOptionError(MegapgError, ValueError):
-    """An option that this backend or this version cannot honour; named instead of ignored."""
+    """This backend or this version does not support an option. Options are never ignored."""
 
 
 class UnsupportedVersionError(MegapgError, ImportError):
@@ -117,14 +116,14 @@ class UnsupportedVersionError(MegapgError, ImportError):
 
 
 class LaunchError(MegapgError, RuntimeError):
-    """The environment does not say, or contradicts itself about, who this process is."""
+    """The environment does not give this process's rank, or contradicts itself."""
 
 
 class RendezvousError(MegapgError, RuntimeError):
-    """The ranks could not come together in time.
+    """The ranks could not meet in time.
 
     Attributes:
-        missing: global ranks that did not arrive, in ascending order; empty where unknown.
+        missing: global ranks that did not arrive, in ascending order; empty if unknown.
     """
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
@@ -133,10 +132,10 @@ class RendezvousError(MegapgError, RuntimeError):
 
 
 class LayoutMismatchError(RendezvousError):
-    """The ranks came together with different layouts or options.
+    """The ranks met with different layouts or options.
 
     Attributes:
-        differences: setting name -> {global rank: the value it came with}.
+        differences: setting name -> {global rank: value}.
     """
 
     def __init__(
@@ -149,23 +148,22 @@ class LayoutMismatchError(RendezvousError):
 class TeardownError(MegapgError, ExceptionGroup[Exception]):
     """Some groups could not be closed; every one was attempted.
 
-    The exceptions inside carry a note each that names the fields and ranks of the group.
+    Each inner exception has a note with the fields and ranks of the group.
     """
 
 
 class UnsupportedOffloadError(MegapgError, RuntimeError):
-    """Groups can't be suspended in the way that was asked for, or the ranks asked for several ways.
+    """Groups can't be suspended in the requested way, or the ranks requested different ways.
 
-    Raised on every rank alike, before anything was touched: the groups go on as they were.
+    Raised on every rank before any change: the groups stay as they were.
     """
 
 
 class OffloadError(MegapgError, ExceptionGroup[Exception]):
     """Suspending or resuming failed, here or on another rank; the groups were aborted everywhere.
 
-    Every remaining step was attempted. The exceptions inside name the fields and ranks of a group,
-    or the other ranks and what went wrong there. The session has failed: close it, and open a new
-    one.
+    Every remaining step was attempted. The inner exceptions name the fields and ranks of a group,
+    or other ranks and their errors. The session has failed: close it, and open a new one.
     """
 
 
@@ -173,8 +171,8 @@ class RankFailedError(MegapgError, ExceptionGroup[Exception]):
     """One or more ranks of a ``run_distributed`` call failed.
 
     Attributes:
-        failures: rank -> what it raised.
-        results: rank -> what it returned, for the ranks that finished.
+        failures: rank -> its exception.
+        results: rank -> its result, for the ranks that finished.
     """
 
     failures: Mapping[int, BaseException]
@@ -186,14 +184,14 @@ class CheckpointError(MegapgError, RuntimeError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no complete checkpoint where one was asked for."""
+    """There is no complete checkpoint at the given place."""
 
 
 class BrokenCheckpointError(CheckpointError):
     """Files of a checkpoint are missing, truncated or changed.
 
     Attributes:
-        problems: one line per damaged file, each of which begins with the file's name.
+        problems: one line per damaged file, which begins with the file's name.
     """
 
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
@@ -202,7 +200,7 @@ class BrokenCheckpointError(CheckpointError):
 
 
 class UnsafeCheckpointError(CheckpointError):
-    """A file of a checkpoint would run code, or make objects that no checkpoint needs."""
+    """A file of a checkpoint would run code, or create objects that no checkpoint needs."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
@@ -213,10 +211,10 @@ class CheckpointMismatchError(CheckpointError, ValueError):
 
 
 class CheckpointSaveError(CheckpointError):
-    """A checkpoint was not saved; the one before it is as it was.
+    """A checkpoint was not saved. The previous one is unchanged.
 
     Attributes:
-        problems: global rank -> what went wrong there.
+        problems: global rank -> its error.
     """
 
     def __init__(self, message: str, problems: Mapping[int, str] | None = None) -> None:
@@ -229,7 +227,7 @@ class ParityInputError(MegapgError, ValueError):
 
 
 class ParityError(MegapgError, AssertionError):
-    """A model does not compute in every layout what it computes on one rank."""
+    """A model's results in a layout differ from its results on one rank."""
 
 
 class RngStateWarning(UserWarning):

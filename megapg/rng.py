@@ -1,10 +1,10 @@
-"""The random streams of this process: take them down, put them back, seed them, fork them.
+"""The random streams of this process: capture, restore, seed and fork them.
 
 There are five kinds: Python's, NumPy's, torch's on the CPU, torch's on the device, and the named
-streams of Megatron-core's tracker. A record of them is a plain dict with Megatron's keys, so that
-it goes into a checkpoint as it is.
+streams of Megatron-core's tracker. A record of them is a plain dict with Megatron's keys, which can
+be saved in a checkpoint.
 
-Where CUDA is not available the CPU generator stands for the device's, as it does under
+Without CUDA, the CPU generator stands for the device's, as under
 :func:`megapg.testing.megatron_on_cpu`.
 """
 
@@ -27,7 +27,7 @@ from megapg.layout import Field, ParallelLayout
 from megapg.megatron.core import MegatronCollection, core_version, installed_version
 from megapg.megatron.reading.resolve import require_groups, resolve
 
-# Names on disk, in Megatron's tracker and in its record.
+# Names on disk, as in Megatron's tracker and record.
 DATA_STREAM = "data-parallel-rng"
 TENSOR_STREAM = "model-parallel-rng"
 EXPERT_STREAM = "expert-parallel-rng"
@@ -40,8 +40,8 @@ _MAX_SEED = 2**32 - 1  # NumPy's
 class RngState(TypedDict):
     """Every random stream of one process, under the keys of Megatron's record.
 
-    The tensors are of uint8, on the CPU, one-dimensional: 16 bytes long where the device is a GPU,
-    some 5000 where the CPU generator stands for it.
+    The tensors are one-dimensional uint8 on the CPU. A device's state has 16 bytes for a GPU, and
+    about 5000 if the CPU generator stands for it.
     """
 
     random_rng_state: tuple[object, ...]
@@ -56,16 +56,17 @@ def capture_rng_state(
     *,
     data_parallel_random_init: bool = False,
 ) -> list[RngState]:
-    """The random streams of this rank as Megatron's list of records.
+    """Return the random streams of this rank as Megatron's list of records.
 
-    It has one record; with ``data_parallel_random_init`` one of each rank of the dp group (where
-    weights are sharded, gtp_remat, of the ranks with batches of their own), in the group's order,
-    and then every rank of the group must call this. Streams of a tracker made for
-    CUDA graphs become tensors. Mirrors ``get_rng_state`` of ``megatron/training/checkpointing.py``.
+    The list has one record. With ``data_parallel_random_init`` it has one for each rank of the dp
+    group, in the group's order, and every rank of the group must call this. If weights are sharded
+    (gtp_remat), the group is that of all ranks with different batches. Streams of a tracker made
+    for CUDA graphs become tensors. Mirrors ``get_rng_state`` of
+    ``megatron/training/checkpointing.py``.
 
     Args:
         pg_collection: the groups; None takes Megatron's globals, see :func:`megapg.resolve`.
-        data_parallel_random_init: data-parallel ranks were seeded differently.
+        data_parallel_random_init: True if data-parallel ranks were seeded differently.
 
     Raises:
         StaleGroupError, MissingGroupError, NoCollectionError: see :func:`megapg.resolve`.
@@ -88,18 +89,18 @@ def restore_rng_state(
     *,
     data_parallel_random_init: bool = False,
 ) -> None:
-    """Put back what :func:`capture_rng_state` returned on this rank. No communication.
+    """Restore the streams that :func:`capture_rng_state` returned. No communication.
 
-    Everything is checked before the first stream is touched.
+    Checks everything before it changes a stream.
 
     Args:
         records: one record, or with ``data_parallel_random_init`` one of each dp rank.
         pg_collection: the groups; None takes Megatron's globals, see :func:`megapg.resolve`.
-        data_parallel_random_init: as at the capture.
+        data_parallel_random_init: as for the capture.
 
     Raises:
-        CheckpointMismatchError: the number of records is another one, this rank's lacks a key or
-            a stream that Megatron's tracker has here, or a state is no state of its generator.
+        CheckpointMismatchError: the number of records is wrong. Or this rank's record lacks a key,
+            or a stream that Megatron's tracker has here. Or a state does not fit its generator.
         UnsupportedOptionError: the tracker is made for CUDA graphs, and CUDA is not available.
         StaleGroupError, MissingGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
@@ -127,19 +128,18 @@ def seed_all(
     """Seed every stream of this rank with the numbers that Megatron would use.
 
     ``seed + 100 * pp_rank``, with ``data_parallel_random_init`` also ``+ 10 * dp_rank``, for
-    Python, NumPy, torch and the device; offsets of it by tp, ep and expt_tp rank for the tracker's
-    streams. Those of an earlier seeding are gone, as are streams that others added. Mirrors
+    Python, NumPy, torch and the device; the tracker's streams add offsets by tp, ep and expt_tp
+    rank. Streams of an earlier seeding, and streams that other code added, are removed. Mirrors
     ``_set_random_seed`` of ``megatron/training/initialize.py`` and
-    ``model_parallel_cuda_manual_seed`` of ``megatron/core/tensor_parallel/random.py``. No global
-    of ``parallel_state`` is read where a collection is passed.
+    ``model_parallel_cuda_manual_seed`` of ``megatron/core/tensor_parallel/random.py``. If a
+    collection is passed, no global of ``parallel_state`` is read.
 
-    The tracker is the one that Megatron-core has; for one of another kind call its
-    ``initialize_rng_tracker`` before.
+    Uses Megatron-core's current tracker. For another kind, call ``initialize_rng_tracker`` before.
 
     Args:
-        seed: from 1.
+        seed: at least 1.
         pg_collection: the groups; None takes Megatron's globals, see :func:`megapg.resolve`.
-        data_parallel_random_init: seed data-parallel ranks differently.
+        data_parallel_random_init: True to seed data-parallel ranks differently.
 
     Raises:
         UnsupportedOptionError: the seed is out of range, or the tracker is made for CUDA graphs
@@ -153,16 +153,16 @@ def seed_all(
     seeds = _seeds(seed, pg, data_parallel_random_init)
     record = _seeded(seeds)
     _refuse_graphs_on_cpu("seed_all")
-    torch.manual_seed(seeds[DATA_STREAM])  # the device of the record is one of those torch seeds
+    torch.manual_seed(seeds[DATA_STREAM])  # torch seeds all devices, the record has one
     _put_back(record)
     _tracker().seeds_ = set(seeds.values())
 
 
 @contextlib.contextmanager
 def fork_rng() -> Iterator[None]:
-    """Draw, seed and restore in the block as you like: afterwards every stream is where it was.
+    """Context that restores every stream at its end, whatever the block does with the streams.
 
-    Also after an exception, and with streams that the block added to the tracker or took from it.
+    Also after an exception, and if the block added or removed streams of the tracker.
 
     Raises:
         UnsupportedVersionError: Megatron-core is not installed.
@@ -172,7 +172,7 @@ def fork_rng() -> Iterator[None]:
     try:
         yield
     finally:
-        # The same objects, not only the same states: CUDA graphs are bound to generators.
+        # Restore the same objects, not only their states: CUDA graphs are bound to generators.
         if streams:
             tracker.set_states(streams)
         else:
@@ -185,8 +185,9 @@ def fork_rng() -> Iterator[None]:
 
 
 def replicas(pg: ProcessGroupCollection | ParallelLayout) -> Field:
-    """The field of all replicas of a pipeline and tensor rank: ``dp_cp``, and where weights are
-    sharded (gtp_remat), the ranks that share them out as well.
+    """Return the field of all replicas of a pipeline and tensor rank.
+
+    ``dp_cp``, or if weights are sharded (gtp_remat), the field that includes those ranks.
     """
     sharded = pg.gtp_remat > 1 if isinstance(pg, ParallelLayout) else _shards(pg, "gtp_remat")
     return "dp_cp_gtp_remat" if sharded else "dp_cp"
@@ -195,7 +196,7 @@ def replicas(pg: ProcessGroupCollection | ParallelLayout) -> Field:
 def seeded_rng_state(
     seed: int, pg: ProcessGroupCollection, *, data_parallel_random_init: bool = False
 ) -> RngState:
-    """What :func:`seed_all` would leave behind on this rank, with no stream touched.
+    """Return the state that :func:`seed_all` would set on this rank, without changing a stream.
 
     Raises:
         UnsupportedOptionError: the seed is out of range.
@@ -204,18 +205,18 @@ def seeded_rng_state(
 
 
 def stream(seed: int) -> torch.Tensor:
-    """The state of a fresh generator of the device."""
+    """Return the state of a fresh generator of the device."""
     return torch.Generator(_device()).manual_seed(seed).get_state()
 
 
 def same_device(record: Mapping[str, object]) -> bool:
-    """Whether the record was captured on the kind of device that there is here."""
+    """True if the record was captured on the kind of device of this process."""
     state = record.get("cuda_rng_state")
     return not isinstance(state, torch.Tensor) or state.numel() == _device_state().numel()
 
 
 def checked(record: object, owner: str) -> RngState:
-    """The record, once it is certain that it can be put back here.
+    """Check that a record can be restored here, and return it.
 
     Raises:
         CheckpointMismatchError: it can't; the message begins with ``owner``.
@@ -301,7 +302,7 @@ def _put_back(record: RngState) -> None:
 
 
 def _into(live: _Stream | None, state: torch.Tensor) -> _Stream:
-    """The stream in this state, in the form that the tracker keeps its streams in."""
+    """Return the stream in this state, in the form that the tracker uses."""
     if isinstance(live, torch.Generator):
         live.set_state(state)
         return live
@@ -324,7 +325,7 @@ def _refuse_graphs_on_cpu(owner: str) -> None:
 
 
 def _seeds(seed: int, pg: ProcessGroupCollection, data_parallel_random_init: bool) -> _Seeds:
-    """Stream -> seed. The data stream's is also that of all streams outside of the tracker."""
+    """Return stream -> seed. Streams outside of the tracker have the seed of the data stream."""
     mine = seed + 100 * pg.rank("pp")
     if data_parallel_random_init:
         mine += 10 * pg.rank(_seeded_apart(pg, "seed_all"))
@@ -337,7 +338,7 @@ def _seeds(seed: int, pg: ProcessGroupCollection, data_parallel_random_init: boo
         TENSOR_STREAM: mine + 2718 + pg.rank("tp"),
         EXPERT_STREAM: mine + 1024 + 100 * pg.rank("ep") + pg.rank("expt_tp"),
     }
-    # Where weights are sharded their ranks draw initial values of their own, too.
+    # Ranks that shard weights draw different initial values, too.
     if _shards(pg, "gtp_remat"):
         seeds[SHARD_STREAM] = seeds[TENSOR_STREAM] + 65536 * (1 + pg.rank("gtp_remat"))
     if _shards(pg, "expt_gtp_remat"):
@@ -347,7 +348,7 @@ def _seeds(seed: int, pg: ProcessGroupCollection, data_parallel_random_init: boo
 
 
 def _seeded_apart(pg: ProcessGroupCollection, owner: str) -> Field:
-    """The field whose ranks ``data_parallel_random_init`` seeds differently."""
+    """Return the field whose ranks ``data_parallel_random_init`` seeds differently."""
     if not _shards(pg, "gtp_remat"):
         return "dp"
     if pg.size("cp") > 1:
@@ -399,7 +400,7 @@ class _Tracker(Protocol):
 
 
 class _Core(Protocol):
-    """What is used of ``megatron.core.tensor_parallel.random``."""
+    """The functions used of ``megatron.core.tensor_parallel.random``."""
 
     def get_cuda_rng_tracker(self) -> _Tracker: ...
     def is_graph_safe_cuda_rng_tracker(self, tracker: _Tracker) -> bool: ...
@@ -413,7 +414,7 @@ def _core() -> _Core:
 
 
 def _is_graph_safe(tracker: _Tracker) -> bool:
-    core_version()  # older ones can't tell
+    core_version()  # raises for older versions, which can't tell
     return _core().is_graph_safe_cuda_rng_tracker(tracker)
 
 

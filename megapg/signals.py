@@ -1,13 +1,15 @@
-"""Told to stop: SIGTERM, as before preemption, and Ctrl-C close a session in good order.
+"""Close a session in order on SIGTERM, as before preemption, and on Ctrl-C.
 
-The handler only raises, in the main thread, and everything else happens where exceptions are dealt
-with: :meth:`Session.__exit__ <megapg.ownership.session.Session>` tells the other ranks, calls off
-background saves, aborts the groups. Python runs handlers between two instructions of its own, so a
-thread that waits inside a collective hears nothing. Measured with gloo in torch 2.13: the wait ends
-with the collective, its timeout or the peer's connection, and by nothing done from another thread,
-``abort()`` included, which for NCCL exists to end such waits. So a thread listens too (the C-level
-handler writes to a pipe): when the main thread has not heard after a while, it does in its place
-what can be done from there, and if that does not free it either, ends the process.
+The handler only raises, in the main thread. Exception handling does the rest:
+:meth:`Session.__exit__ <megapg.ownership.session.Session>` notifies the other ranks, cancels
+background saves, and aborts the groups.
+
+Python runs handlers between two of its instructions, so a thread inside a collective runs none.
+Measured with gloo in torch 2.13: only the collective, its timeout or the peer's connection ends
+such a wait. No call from another thread does, not even ``abort()``, which ends such waits for NCCL.
+So another thread also receives signals (the C-level handler writes to a pipe). If the main thread
+has not reacted after a while, this thread does what it can in its place. If that does not free the
+main thread, it ends the process.
 """
 
 from __future__ import annotations
@@ -30,27 +32,27 @@ from megapg.errors import SessionError
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Launchers and clusters kill 30 s after they asked; the three waits below stay within that.
-# How long the main thread may be busy before it counts as stuck. Seconds.
+# Launchers and clusters kill a process 30 s after the signal. The three waits below stay within
+# this. Seconds that the main thread may be busy before it counts as stuck.
 _PATIENCE = 10.0
-# How long telling the others, calling off saves and aborting may take. Seconds.
-_LAST_WORDS = 12.0
-# How long after that the main thread has to come free. Seconds.
+# Seconds that notifying the other ranks, cancelling saves and aborting may take.
+_ABORT_WAIT = 12.0
+# Seconds after that for the main thread to come free.
 _FREED = 2.0
-# Signals this close together are one request: a terminal signals the launcher and the ranks, and
-# the launcher the ranks once more. Seconds.
+# Signals within so many seconds are one request: a terminal signals the launcher and the ranks, and
+# the launcher signals the ranks again.
 _SAME = 2.0
 
 _Handler = Callable[[int, FrameType | None], object]
 
 
 class SignalExit(SystemExit):
-    """A signal asked this process to stop. Left alone, it ends with status 128 + the signal.
+    """A signal asked this process to stop. Uncaught, it ends the process with 128 + the signal.
 
-    Like ``KeyboardInterrupt``, which Ctrl-C raises, it passes by ``except Exception``.
+    Like ``KeyboardInterrupt``, which Ctrl-C raises, ``except Exception`` does not catch it.
 
     Attributes:
-        signal: which one.
+        signal: the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -63,33 +65,33 @@ class SignalExit(SystemExit):
 
 
 class NoSignals:
-    """The ear of a session that leaves signals alone."""
+    """Signal handling of a session that handles no signals."""
 
     def when_stuck(self, work: Callable[[SignalExit], None]) -> None:
-        """Have a thread do this in place of a main thread that does not hear the signal."""
+        """Have a thread call ``work`` if the main thread does not react to a signal."""
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """Around what must not be torn: a signal counts at its end. Then stop listening."""
+        """Context that delays signals to its end, and then stops handling them."""
         yield
 
     @contextlib.contextmanager
     def heeding(self) -> Iterator[None]:
-        """Around a wait within :meth:`closing`, which a signal may end."""
+        """Context of a wait within :meth:`closing` that a signal may interrupt."""
         yield
 
     def close(self) -> None:
-        """Stop listening. Doing it twice does nothing."""
+        """Stop handling signals. A second call does nothing."""
 
 
 class Signals(NoSignals):
-    """One session's ear for signals, from its start-up to its end.
+    """Signal handling of one session, from its opening to its closing.
 
-    Handlers that were there before are called first, when the signal comes, and are in force again
-    after the last session that listens is closed. A signal that was ignored stays ignored.
+    Earlier handlers are called first when a signal comes, and are restored when the last such
+    session is closed. A signal that was ignored stays ignored.
 
     Raises:
-        SessionError: this is not the main thread, or a handler is one that Python can't put back.
+        SessionError: this is not the main thread, or Python can't restore an earlier handler.
     """
 
     def __init__(self) -> None:
@@ -138,17 +140,17 @@ class Signals(NoSignals):
 
 
 class _Watch:
-    """The handlers of this process and the thread behind them, shared by all sessions that listen.
+    """The handlers of this process and their thread, shared by all sessions that handle signals.
 
-    Found again through the handler that is installed, so there is no other state to keep.
+    Found through the installed handler, so there is no other global state.
     """
 
     def __init__(self) -> None:
         self.ears: list[Signals] = []
         self.holding = 0
-        self._came: tuple[int, FrameType | None] | None = None  # while holding
+        self._came: tuple[int, FrameType | None] | None = None  # a delayed signal
         self._heard_at = -math.inf
-        self._asked_at = -math.inf  # the same, but for repetitions
+        self._asked_at = -math.inf  # the same, without repetitions
         self._earlier: dict[int, _Handler | int] = {}
         for number in _SIGNALS:
             handler = signal.getsignal(number)
@@ -164,37 +166,37 @@ class _Watch:
         os.set_blocking(self._writer, False)
         self._next_writer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for caught in self._earlier:
-            signal.signal(caught, self._hear)
+            signal.signal(caught, self._handle)
         threading.Thread(target=self._listen, name="megapg signals", daemon=True).start()
 
     @classmethod
     def installed(cls) -> Self | None:
-        """The one whose handlers are in force, if there is one."""
+        """Return the instance whose handlers are installed, or None."""
         owners = (getattr(signal.getsignal(number), "__self__", None) for number in _SIGNALS)
         return next((owner for owner in owners if isinstance(owner, cls)), None)
 
     def uninstall(self) -> None:
-        """Put back what was there, except where somebody else has put theirs on top of ours."""
+        """Restore the earlier handlers, unless other code has replaced ours."""
         if threading.current_thread() is not threading.main_thread():
-            return  # the handler does it, when a signal comes
+            return  # _pass_on() uninstalls when a signal comes
         for number, handler in self._earlier.items():
-            if signal.getsignal(number) == self._hear:
+            if signal.getsignal(number) == self._handle:
                 signal.signal(number, handler)
         current = signal.set_wakeup_fd(-1)
         if current == self._writer and current != -1:
             signal.set_wakeup_fd(self._next_writer, warn_on_full_buffer=False)
-            os.close(self._writer)  # the thread reads to the end, and ends
-            self._writer = -1  # the number may be somebody else's soon
-        else:  # whoever has it now may pass on to ours, which must stay open then
+            os.close(self._writer)  # the thread sees the end of the pipe, and ends
+            self._writer = -1  # the descriptor may be reused
+        else:  # other code may forward to our descriptor, so it stays open
             signal.set_wakeup_fd(current, warn_on_full_buffer=False)
 
     # -- in the main thread ------------------------------------------------------------------
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        """The handler. No collective, no store, no locks but its own: it may run anywhere."""
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal. Uses no collective, store or shared lock, as it may run anywhere."""
         self._heard_at = time.monotonic()
         again = self._heard_at - self._asked_at < _SAME
-        if not again:  # or who asks again and again would never be heard
+        if not again:  # otherwise repeated signals would never count
             self._asked_at = self._heard_at
         if not self.ears:
             self._pass_on(number, frame)
@@ -206,12 +208,12 @@ class _Watch:
             self._stop(number, frame)
 
     def deliver(self) -> None:
-        """Act on a signal that came while it was held back, once nothing holds it any more."""
+        """Act on a delayed signal once nothing delays it."""
         if self._came is not None and not self.holding:
             came, self._came = self._came, None
             if threading.current_thread() is threading.main_thread():
                 self._stop(*came)
-            else:  # closed from here, but stopping is for the main thread
+            else:  # another thread closed the session, but the main thread must stop
                 self._asked_at = -math.inf
                 os.kill(os.getpid(), came[0])
 
@@ -222,7 +224,7 @@ class _Watch:
         raise KeyboardInterrupt if number == signal.SIGINT else SignalExit(number)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Nobody of ours listens any more, but the handlers could not be put back at that time."""
+        """No session handles signals any more, but the handlers could not be restored before."""
         self.uninstall()
         earlier = self._earlier[number]
         if callable(earlier):
@@ -263,11 +265,11 @@ class _Watch:
         ]
         for helper in helpers:
             helper.start()
-        until = time.monotonic() + _LAST_WORDS
+        until = time.monotonic() + _ABORT_WAIT
         for helper in helpers:
             helper.join(max(0.0, until - time.monotonic()))
         if self._main_thread_heard(asked, _FREED):
-            return  # and closes the sessions itself
+            return  # the main thread closes the sessions
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -275,7 +277,8 @@ class _Watch:
 
     def _main_thread_heard(self, asked: float, patience: float) -> bool:
         until = time.monotonic() + patience
-        while self.ears and self._heard_at < asked - _SAME:  # or it has closed everything
+        # no sessions are left if it has closed them
+        while self.ears and self._heard_at < asked - _SAME:
             if time.monotonic() >= until:
                 return False
             time.sleep(0.05)
@@ -283,9 +286,9 @@ class _Watch:
 
 
 def _unwatch_child() -> None:
-    """In a process forked from this one, such as a data loader's worker, signals are its own.
+    """Stop handling signals in a forked process, such as a data loader's worker.
 
-    The pipe would tell the parent's thread of them.
+    Otherwise the pipe would pass its signals to the parent's thread.
     """
     if (watch := _Watch.installed()) is not None:
         watch.ears.clear()
@@ -293,5 +296,5 @@ def _unwatch_child() -> None:
         os.close(watch.reader)
 
 
-if hasattr(os, "register_at_fork"):  # not where there is no fork
+if hasattr(os, "register_at_fork"):  # not on platforms without fork
     os.register_at_fork(after_in_child=_unwatch_child)

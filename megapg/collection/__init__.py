@@ -1,16 +1,16 @@
 """The value that carries live process groups: :class:`ProcessGroupCollection`.
 
-It has Megatron-core's field names, so it goes wherever Megatron-core takes a ``pg_collection``, and
-it is frozen: what a model was built with cannot change under it. Three meanings of "no group" that
-Megatron mixes are kept apart:
+It has Megatron-core's field names, so it works wherever Megatron-core takes a ``pg_collection``. It
+is frozen: a model's groups can't change. Megatron mixes three meanings of "no group", which the
+collection keeps apart:
 
-* a **group** this rank is in;
-* **None**, where Megatron means "this rank is outside" (``embd``, ``pos_embd``) or "not configured"
-  (``hcp``, ``inter_dist_opt``, the all-gather twins; of borrowed groups also the GTP family);
+* a **group** that this rank is in;
+* **None** if Megatron means "this rank is outside" (``embd``, ``pos_embd``) or "not configured"
+  (``hcp``, ``inter_dist_opt``, the all-gather twins; in borrowed groups also the GTP family);
 * **absent**: the attribute does not exist, ``hasattr`` is false, it is not in ``vars()``, and
   reading it raises :class:`~megapg.errors.MissingGroupError`.
 
-The collection never creates and never destroys anything: that is the session's work.
+The collection never creates or destroys groups: the session does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPTIONAL_FIELDS = frozenset(
     {"embd", "pos_embd", "hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag"}
     | {"gtp_remat", "expt_gtp_remat"}
 )
-"""Fields that may hold None, because None means something there. See the module's docstring."""
+"""Fields that may hold None, because None has a meaning there. See the module's docstring."""
 
 
 class Groups(TypedDict, total=False):
@@ -83,10 +83,11 @@ class ProcessGroupCollection:
     """Frozen process groups of one layout, as this rank sees them.
 
     Made by :func:`megapg.session`, by :meth:`from_groups`, or by the adapters in
-    :mod:`megapg.megatron`. Equality and hash go by the identity of the groups; ``copy`` and
-    ``deepcopy`` return the same object, so models that hold one can still be copied; pickling
+    :mod:`megapg.megatron`. Equality and hash use the identity of the groups. ``copy`` and
+    ``deepcopy`` return the same object, so models that hold a collection can be copied. Pickling
     raises, since a process group lives in one process. Keep collections out of configs that go
-    through ``dataclasses.asdict``: torch groups can't be copied. :meth:`describe` gives plain data.
+    through ``dataclasses.asdict``: torch groups can't be copied. :meth:`describe` returns plain
+    data.
     """
 
     tp: ProcessGroup
@@ -118,8 +119,8 @@ class ProcessGroupCollection:
     inter_dist_opt: ProcessGroup | None
     intra_dist_opt: ProcessGroup
 
-    # Slots beside __dict__, so that vars() holds the present fields and nothing else: Megatron-core
-    # 0.19 tests presence with vars(), 0.16 with hasattr().
+    # Other attributes are slots, so that vars() holds only the present fields. Megatron-core 0.19
+    # tests presence with vars(), 0.16 with hasattr().
     __slots__ = ("__dict__", "__weakref__", "_extras", "_lease", "_members", "_witness", "layout")
 
     if TYPE_CHECKING:
@@ -137,14 +138,14 @@ class ProcessGroupCollection:
         layout: ParallelLayout | None = None,
         extras: Mapping[str, ProcessGroup] = MappingProxyType({}),
     ) -> None:
-        """For owners and adapters; most code calls :meth:`from_groups` or opens a session.
+        """Create a collection. For owners and adapters; other code calls :meth:`from_groups`.
 
         Args:
             groups: field -> group, None, or for ``hcp`` the groups of its levels.
-            members: field -> this rank's place in it, for every group; ``hcp.0``... for levels.
-            lease: shared with the owner, who ends it.
-            layout: the layout the groups were made from, where it is known.
-            extras: name -> group, for groups that are no field; see :attr:`extras`.
+            members: field -> this rank's membership, for every group; ``hcp.0``... for levels.
+            lease: shared with the owner, which ends it.
+            layout: the layout of the groups, if known.
+            extras: name -> group, for groups without a field; see :attr:`extras`.
         """
         for field, group in groups.items():
             _check_field(field, group)
@@ -160,15 +161,15 @@ class ProcessGroupCollection:
 
     @classmethod
     def from_groups(cls, **groups: Unpack[Groups]) -> ProcessGroupCollection:
-        """A collection of groups that you made: borrowed, never closed by megapg.
+        """Create a collection of groups that you made. megapg never closes them.
 
         Args:
-            **groups: field -> group, for example ``tp=group``. None only where it has a meaning
+            **groups: field -> group, for example ``tp=group``. Pass None only if it has a meaning
                 (see the module's docstring). ``hcp`` takes the list of its levels.
 
         Raises:
-            UnknownFieldError: a name that is no field.
-            ForeignGroupError: not a live group that this rank is a member of.
+            UnknownFieldError: a name is no field.
+            ForeignGroupError: a value is no live group that this rank is in.
         """
         given = cast("dict[str, ProcessGroup | Sequence[ProcessGroup] | None]", groups)
         members = {}
@@ -182,28 +183,28 @@ class ProcessGroupCollection:
         return cls(given, members, Lease(owner="groups passed to from_groups()"))
 
     def rank(self, field: GroupName) -> int:
-        """This rank's index in the group of ``field``, from 0.
+        """Return this rank's index in the group of ``field``, from 0.
 
         Raises:
-            MissingGroupError: there is no such group here.
+            MissingGroupError: the collection has no such group.
         """
         return self._member(field).rank
 
     def size(self, field: GroupName) -> int:
-        """Number of ranks in the group of ``field``; as :meth:`rank`."""
+        """Return the number of ranks in the group of ``field``; see :meth:`rank`."""
         return len(self._member(field).ranks)
 
     def ranks(self, field: GroupName) -> tuple[int, ...]:
-        """Global ranks of the group of ``field``, in the group's order; as :meth:`rank`."""
+        """Return the global ranks of the group of ``field``, in its order; see :meth:`rank`."""
         return self._member(field).ranks
 
     def present(self) -> tuple[Field, ...]:
-        """Names of the fields this collection has, those that hold None included."""
+        """Return the names of the fields of this collection, including those that hold None."""
         held = vars(self)
         return tuple(field for field in FIELDS if field in held)
 
     def describe(self) -> dict[str, list[int] | list[list[int]] | None]:
-        """Plain data for logs and JSON: field -> global ranks, or None; ``hcp`` a list of them."""
+        """Return field -> global ranks, or None, for logs and JSON; for ``hcp`` a list of lists."""
         plain: dict[str, list[int] | list[list[int]] | None] = {}
         for field, value in self._in_order():
             if isinstance(value, tuple):
@@ -213,19 +214,19 @@ class ProcessGroupCollection:
         return plain
 
     def require(self, *fields: GroupName, owner: str = "require()") -> ProcessGroupCollection:
-        """This collection, once it is certain that it holds live groups for ``fields``.
+        """Check that this collection holds live groups for ``fields``, and return it.
 
         Args:
-            *fields: names that must be present; a field that may be None passes as None. Without
-                any, every present field must be live.
-            owner: who asks, for the message.
+            *fields: names that must be present. A field that may be None passes as None. Without
+                names, every present field must be live.
+            owner: the caller, for the message.
 
         Raises:
-            MissingGroupError: a field is absent; every absent one is named.
+            MissingGroupError: fields are absent; the error names all of them.
             UnknownFieldError: a name is no field.
             StaleGroupError: the owner closed or suspended the groups.
-            ForeignGroupError: a group was destroyed behind the owner's back, or all of them live
-                in the process that this one was forked from.
+            ForeignGroupError: other code destroyed a group, or all of them live in the process from
+                which this one was forked.
         """
         self._lease.check(owner)
         held = self._present(fields or FIELDS)
@@ -242,19 +243,17 @@ class ProcessGroupCollection:
         return self
 
     def _in_order(self) -> list[tuple[str, object]]:
-        held = vars(self)  # once: of the globals each field has to be asked for
+        held = vars(self)  # only once: a view of the globals computes every field
         return [(field, held[field]) for field in FIELDS if field in held]
 
     def _present(self, fields: Sequence[str]) -> Mapping[str, object]:
-        """What this collection has, of the fields given at least."""
+        """Return field -> group, for at least the given fields."""
         return vars(self)
 
     def holds(self, fields: Sequence[GroupName]) -> bool:
-        """Whether ``require(*fields)`` would pass, as far as can be told in a microsecond: for
-        functions that ask at every call.
+        """True if ``require(*fields)`` would pass. Takes a microsecond, for use at every call.
 
-        A group that was destroyed one by one behind the owner's back goes unnoticed; the end of
-        WORLD does not.
+        Does not notice if other code has destroyed a single group, but notices the end of WORLD.
         """
         lease = self._lease
         if lease.state is not LIVE or lease.pid != os.getpid():
@@ -263,29 +262,29 @@ class ProcessGroupCollection:
         for field in fields:
             if field not in held:
                 return False
-        try:  # torch forgets all groups together with WORLD, so one speaks for the others
+        try:  # torch forgets all groups together with WORLD, so one is enough
             return self._witness is None or dist.get_global_rank(self._witness, 0) >= 0
         except (KeyError, ValueError, RuntimeError):
             return False
 
     def mesh(self, *fields: Field, device_type: str = "") -> DeviceMesh:
-        """These groups as a mesh for FSDP2, DTensor, torchtitan or DCP; no group is made.
+        """Return a mesh over these groups for FSDP2, DTensor, torchtitan or DCP. Creates no group.
 
         ``pg.mesh("dp_cp", "tp")["tp"].get_group() is pg.tp``. A slice has the group of its field,
-        and so has a slice that is flattened, or asked for by the field's name: ``mesh["dp_cp"]`` of
-        ``pg.mesh("dp", "cp", "tp")``. What would need a group that is not there is refused. The
-        mesh ends with the groups; it is another one than any other session's.
+        even if it is flattened, or taken by a field's name: ``mesh["dp_cp"]`` of ``pg.mesh("dp",
+        "cp", "tp")``. A slice without an existing group raises. The mesh ends with the groups, and
+        differs from any mesh of another session.
 
         Args:
-            *fields: its dimensions, the outermost first, in any order in which they form a grid.
-            device_type: of the tensors; unless given ``cuda`` where the groups use NCCL, else
-                ``cpu``.
+            *fields: the dimensions, outermost first, in any order that forms a grid.
+            device_type: the device type of the tensors. Default: ``cuda`` if the groups use NCCL,
+                else ``cpu``.
 
         Raises:
             MissingGroupError: a field has no group here.
             StaleGroupError: the owner closed or suspended the groups.
             LayoutError: the fields form no grid, with the reason.
-            UnsupportedVersionError: this torch's meshes make groups of their own.
+            UnsupportedVersionError: this torch's meshes create their own groups.
         """
         from megapg.collection.mesh import mesh_of
 
@@ -293,23 +292,23 @@ class ProcessGroupCollection:
 
     @property
     def extras(self) -> Mapping[str, ProcessGroup]:
-        """Groups that Megatron has no field for, if the session was asked for them.
+        """Groups that the session made on request and for which Megatron has no field.
 
-        ``gloo.dp_cp`` and the like with ``session(gloo=("dp_cp", ...))``; ``hybrid.2`` and its
+        ``gloo.dp_cp`` and others with ``session(gloo=("dp_cp", ...))``; ``hybrid.2`` and its
         multiples with ``session(hybrid_cp=True)``. :meth:`rank`, :meth:`size` and :meth:`ranks`
-        take these names as well. They don't count for equality.
+        take these names as well. Equality ignores extras.
         """
         return MappingProxyType(self._extras)
 
     @property
     def lease(self) -> Lease:
-        """Who owns the groups, and whether they may still be used."""
+        """The lease: the owner of the groups, and whether they may be used."""
         return self._lease
 
-    if not TYPE_CHECKING:  # so that a type checker knows which fields there are
+    if not TYPE_CHECKING:  # hidden from type checkers, which then know the fields
 
         def __getattr__(self, name: str) -> NoReturn:
-            # Reached only where normal lookup found nothing: an absent field, or no field at all.
+            # Called only if normal lookup fails: for an absent field, or a name that is no field.
             if name in FIELDS:
                 raise self._missing(self._absent(type(self).__name__, [name]))
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -335,7 +334,7 @@ class ProcessGroupCollection:
         )
 
     def __repr__(self) -> str:
-        """Fields by communicator, each with this rank's index and the group's size."""
+        """Show fields by communicator, each with this rank's index and the group's size."""
         state = "" if self._lease.state is LeaseState.LIVE else f" {self._lease.state.value}"
         shared: dict[object, list[str]] = {}
         for field in self.present():
@@ -380,14 +379,14 @@ class ProcessGroupCollection:
         )
 
 
-# id -> collection, for _after_fork() alone. It keeps none of them alive.
+# id -> collection, for _after_fork(). Holds weak references.
 _OF_THIS_PROCESS: weakref.WeakValueDictionary[int, ProcessGroupCollection] = (
     weakref.WeakValueDictionary()
 )
 
 
 class _OfTheParent(ProcessGroupCollection):
-    """A collection in a forked child. Its groups are sockets of the parent, and would hang.
+    """A collection in a forked child. Its groups are sockets of the parent: using them would hang.
 
     Ranks and sizes are plain numbers and can still be read.
     """
@@ -411,7 +410,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def groups_behind(pg: ProcessGroupCollection, field: str) -> tuple[ProcessGroup, ...]:
-    """The groups of a present field: none for None, several for hcp."""
+    """Return the groups of a present field: none for None, several for hcp."""
     value: ProcessGroup | tuple[ProcessGroup, ...] | None = vars(pg)[field]
     if value is None:
         return ()
@@ -449,4 +448,5 @@ def _check_field(field: str, group: object) -> None:
 
 
 if {each.name for each in dataclasses.fields(ProcessGroupCollection)} != set(FIELDS):
-    raise RuntimeError("layout and collection disagree on the fields")  # one vocabulary
+    # both must list the same fields
+    raise RuntimeError("layout and collection disagree on the fields")

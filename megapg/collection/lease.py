@@ -1,4 +1,4 @@
-"""The word of whoever owns a collection's groups on whether they may still be used."""
+"""The lease of a collection: its owner states whether the groups may be used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LeaseState(enum.Enum):
-    """What the owner of a collection's groups says about them."""
+    """The state of the groups, as their owner sets it."""
 
     LIVE = "live"
     SUSPENDED = "suspended"
@@ -25,9 +25,9 @@ class LeaseState(enum.Enum):
     FAILED = "failed"
 
 
-LIVE = LeaseState.LIVE  # an enum's members cost more to reach than a name
-# state -> what has happened, and what to do now.
-_WORDS = {
+LIVE = LeaseState.LIVE  # a global is faster than an enum's attribute
+# state -> (what happened, what to do).
+_STATES = {
     LeaseState.SUSPENDED: ("were suspended", "Call resume() first."),
     LeaseState.CLOSED: (
         "were closed",
@@ -40,7 +40,7 @@ _WORDS = {
 
 @dataclass
 class Lease:
-    """The owner's word on whether the groups may still be used. Only the owner changes it.
+    """States whether the groups may be used. Only the owner changes it.
 
     Attributes:
         owner: the session, for messages.
@@ -48,18 +48,18 @@ class Lease:
         state: live; suspended, and the same groups will work again; closed, and they never will;
             failed, and they were aborted.
         since: where and when the state last changed, for messages.
-        pid: the process that the groups live in.
-        timeout: seconds that the owner waits for other ranks; None where it does not say.
-        scratch: what users of the groups keep as long as the owner does, by name.
-        beside: groups that Megatron's own functions made while its globals showed these. They stay
-            when the owner makes its groups anew, and end when it closes.
+        pid: the process in which the groups live.
+        timeout: seconds that the owner waits for other ranks; None if it has no such timeout.
+        scratch: name -> data that users of the groups keep until the lease ends.
+        beside: groups that Megatron's own functions made while its globals showed this collection.
+            They stay when the owner re-creates its groups, and end when the owner closes.
         before_beside_end: called when the owner closes, to add to ``beside`` the groups that were
             made while the owner had none.
-        before_end: called when the owner wants to close the groups, which still work, with the
-            error that it closes for, if any; what they raise is raised once the groups are closed.
-        at_end: called when the owner is about to close the groups, or has lost them.
-        at_succession: called after the end, if the owner makes the groups of the same layout anew,
-            with the new collection (under a lease of its own).
+        before_end: called before the owner closes the groups, while they still work, with the error
+            that it closes for, if any. Their exceptions are raised after the groups are closed.
+        at_end: called before the owner closes the groups, or after it has lost them.
+        at_succession: called after the end with the new collection (which has its own lease), if
+            the owner re-creates the groups of the same layout.
     """
 
     owner: str
@@ -82,48 +82,49 @@ class Lease:
     )
 
     def wind_up(self, error: BaseException | None, problems: list[BaseException]) -> None:
-        """For the owner, about to close the groups: let their users finish.
+        """Call ``before_end``, so that users of the groups can finish. For the owner.
 
-        What they raised is added to ``problems`` and kept nowhere else: a traceback holds frames.
+        Exceptions are added to ``problems`` and kept nowhere else, because a traceback holds
+        frames.
         """
         for finish in tuple(self.before_end):
             try:
                 finish(error or next(iter(problems), None))
-            except BaseException as problem:  # Ctrl-C too: the groups are closed all the same
+            except BaseException as problem:  # Ctrl-C too: the groups must still be closed
                 problems.append(problem)
 
     def end(self, since: str, state: LeaseState = LeaseState.CLOSED) -> None:
-        """For the owner, about to close the groups: nobody may use them from now on.
+        """End the lease: the groups may no longer be used. For the owner, before it closes them.
 
         Args:
-            since: where and when.
+            since: where and when, for messages.
             state: closed; or failed, if the groups are lost.
         """
         self.scratch.clear()
         self.state, self.since = state, since
-        if problems := _told(self.at_end):
+        if problems := _call_all(self.at_end):
             raise problems[0]
 
     def suspend(self, since: str) -> None:
-        """For the owner: nobody may use the groups until :meth:`resume`."""
+        """Forbid use of the groups until :meth:`resume`. For the owner."""
         self.state, self.since = LeaseState.SUSPENDED, since
 
     def resume(self, since: str) -> None:
-        """For the owner: the groups work again."""
+        """Allow use of the groups again. For the owner."""
         self.state, self.since = LeaseState.LIVE, since
 
     def succeed(self, successor: ProcessGroupCollection) -> list[Exception]:
-        """For the owner, after :meth:`end`: these take the groups' place. What listeners raised."""
+        """Call ``at_succession`` with the new collection, after :meth:`end`. Return exceptions."""
         successor.lease.beside, self.beside = self.beside, []
         self.since += f", and generation {successor.lease.generation} has taken their place"
-        return _told(self.at_succession, successor)
+        return _call_all(self.at_succession, successor)
 
     def check(self, purpose: str) -> None:
         """Raise unless the groups are live, in this process.
 
         Raises:
-            StaleGroupError: the owner closed or suspended them.
-            ForeignGroupError: they live in the process that this one was forked from.
+            StaleGroupError: the owner closed or suspended the groups.
+            ForeignGroupError: the groups live in the process from which this one was forked.
         """
         if self.pid != os.getpid():
             raise ForeignGroupError(
@@ -133,15 +134,15 @@ class Lease:
                 "(`pg.describe()`)."
             )
         if self.state is not LIVE:
-            happened, what_now = _WORDS[self.state]
+            happened, what_now = _STATES[self.state]
             raise StaleGroupError(
                 f"{purpose}: the process groups of {self.owner} (generation {self.generation}) "
                 f"{happened} {self.since}. {what_now}"
             )
 
 
-def _told(listeners: Sequence[Callable[..., None]], *news: object) -> list[Exception]:
-    """Tell every listener, whatever the others do; what they raised."""
+def _call_all(listeners: Sequence[Callable[..., None]], *news: object) -> list[Exception]:
+    """Call every listener, also after exceptions. Return the exceptions."""
     problems = []
     for tell in tuple(listeners):
         try:

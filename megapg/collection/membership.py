@@ -1,4 +1,4 @@
-"""This rank's place in a process group, as far as torch knows the group."""
+"""This rank's membership in a process group."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ ProcessGroup: TypeAlias = dist.ProcessGroup
 
 @dataclass(frozen=True)
 class Membership:
-    """One group seen from this rank, as plain values: its global ranks and our index in them."""
+    """This rank's membership in one group: its index, and the global ranks of the group."""
 
     rank: int
     ranks: tuple[int, ...]
 
 
 def membership(field: str, group: ProcessGroup) -> Membership:
-    """This rank's place in a group that torch knows; ``field`` is for the error.
+    """Return this rank's membership in a group; ``field`` is for the error.
 
     Raises:
-        ForeignGroupError: torch does not know it, or this rank is not in it.
+        ForeignGroupError: torch does not know the group, or this rank is not in it.
     """
-    try:  # not the group itself: a destroyed gloo group still answers
+    try:  # ask torch, not the group: a destroyed gloo group still answers
         ranks = tuple(dist.get_process_group_ranks(group))
     except (KeyError, ValueError, RuntimeError) as error:
         raise _unknown_to_torch(field) from error
@@ -37,7 +37,7 @@ def membership(field: str, group: ProcessGroup) -> Membership:
 
 
 def known_ranks(group: object) -> tuple[int, ...]:
-    """Global ranks; empty for no group, and for one that torch does not know any more."""
+    """Return the global ranks of a group; empty for None or a group unknown to torch."""
     if not isinstance(group, ProcessGroup):  # torch would take None for WORLD
         return ()
     try:
@@ -47,10 +47,10 @@ def known_ranks(group: object) -> tuple[int, ...]:
 
 
 def check_registered(owner: str, field: str, group: ProcessGroup) -> None:
-    """Raise unless torch knows the group, at a cost that does not grow with it.
+    """Raise unless torch knows the group. The cost does not depend on the group's size.
 
     Raises:
-        ForeignGroupError: it does not.
+        ForeignGroupError: torch does not know the group.
     """
     try:
         dist.get_global_rank(group, 0)

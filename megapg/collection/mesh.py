@@ -1,8 +1,8 @@
-"""A collection as torch's DeviceMesh, and the other way round: no group is made for either.
+"""Convert a collection to torch's DeviceMesh, and a mesh to a collection, without new groups.
 
-``pg.mesh("dp_cp", "tp")`` is for what takes a mesh (FSDP2, DTensor, torchtitan, DCP), and
-:func:`from_mesh` for what takes a collection. A mesh lives as long as the groups: torch looks them
-up by name at each use.
+``pg.mesh("dp_cp", "tp")`` serves code that takes a mesh (FSDP2, DTensor, torchtitan, DCP), and
+:func:`from_mesh` serves code that takes a collection. A mesh lives as long as the groups: torch
+looks them up by name at each use.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megapg.errors import ForeignGroupError, LayoutError, MissingGroupError
 from megapg.layout import Field, ParallelLayout, full_order
 from megapg.torch_private import meshes
 
-_MESHES = "meshes"  # in a lease's scratch
-# What a layout's dense grid is made of; a mesh has no more.
+_MESHES = "meshes"  # key in a lease's scratch
+# The axes of a layout's dense grid. A mesh implies no other axes.
 _AXES: tuple[Field, ...] = ("tp", "cp", "dp", "pp")
 
 
@@ -35,7 +35,14 @@ def mesh_of(
     device_type: str = "",
     names: Sequence[str] = (),
 ) -> DeviceMesh:
-    """As :meth:`megapg.ProcessGroupCollection.mesh`, with dimensions of other ``names``."""
+    """Do the work of :meth:`megapg.ProcessGroupCollection.mesh`, with optional names.
+
+    Args:
+        pg: the collection.
+        fields: the dimensions, outermost first.
+        device_type: the device type of the tensors. Default: as for the method.
+        names: the names of the dimensions. Default: the fields.
+    """
     pg.require(*fields, owner="mesh()")
     ranks, shape = _grid(pg, fields)
     groups = {
@@ -45,7 +52,7 @@ def mesh_of(
     made = pg.lease.scratch.get(_MESHES)
     if made is None:
         made = pg.lease.scratch[_MESHES] = _Meshes(pg)
-    assert isinstance(made, _Meshes)  # nobody else has that name
+    assert isinstance(made, _Meshes)  # the key is used here only
     key = (*fields, *groups, device_type)
     if key not in made.meshes:
         made.know(pg)
@@ -55,9 +62,10 @@ def mesh_of(
 
 
 class _Meshes:
-    """The meshes over the groups of one owner, who may make these anew: the meshes stay the same
-    then. torch finds a group by its name, so that the new ones are found by the old names as well,
-    as long as a mesh may know these.
+    """The meshes over the groups of one owner. They outlive a re-creation of the groups.
+
+    torch finds a group by its name. The new groups are registered under the old names as well, as
+    long as a mesh may use these.
     """
 
     def __init__(self, pg: ProcessGroupCollection) -> None:
@@ -66,7 +74,7 @@ class _Meshes:
         self._listen(pg)
 
     def know(self, pg: ProcessGroupCollection) -> None:
-        """A mesh is made of the groups of ``pg``, whose names it keeps."""
+        """Remember the names of the groups of ``pg``, for a mesh made of them."""
         self._fields |= {group.group_name: field for field, group in _held(pg).items()}
 
     def _listen(self, pg: ProcessGroupCollection) -> None:
@@ -109,7 +117,7 @@ def _device_type(group: ProcessGroup) -> str:
 
 
 def _grid(pg: ProcessGroupCollection, fields: Sequence[Field]) -> tuple[list[int], list[int]]:
-    """The ranks of the mesh, the last dimension varying fastest, and its shape."""
+    """Return the ranks of the mesh, the last dimension varying fastest, and its shape."""
     if not fields or len(set(fields)) < len(fields):
         raise LayoutError(f"mesh({', '.join(fields)}): name each dimension, once.")
     layout = pg.layout
@@ -182,21 +190,22 @@ class Dimensions(TypedDict, total=False):
 
 
 def from_mesh(mesh: DeviceMesh, **dimensions: Unpack[Dimensions]) -> ProcessGroupCollection:
-    """A collection of the groups that a mesh has: borrowed, never closed by megapg.
+    """Create a collection of a mesh's groups. megapg never closes them.
 
     Args:
         mesh: torch's, or torchtitan's ``parallel_dims.world_mesh``.
-        **dimensions: field -> the name of the mesh's dimension, for example ``dp="dp_shard"``. A
-            dimension that was flattened has a name as well, as ``dp_cp="dp_cp"``. Fields that are
-            not named are absent.
+        **dimensions: field -> the name of the mesh's dimension, for example ``dp="dp_shard"``.
+            Flattened dimensions have names as well, as ``dp_cp="dp_cp"``. Other fields are absent.
 
     Returns:
         A collection with the layout that ``tp``, ``cp``, ``dp`` and ``pp`` imply.
 
     Raises:
-        UnknownFieldError: a name that is no field.
-        ForeignGroupError: the mesh has no such dimension, its groups have ended, or it is no mesh.
-        LayoutError: the sizes do not make up the mesh, or the groups are not those of the layout.
+        UnknownFieldError: a name is no field.
+        ForeignGroupError: the mesh has no such dimension, its groups have ended, or it is no
+            DeviceMesh.
+        LayoutError: the product of the sizes is not the mesh's, or the groups are not those of the
+            layout.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ForeignGroupError(f"from_mesh() takes a torch.distributed.DeviceMesh, not {mesh!r}.")
@@ -255,12 +264,13 @@ def _implied(mesh: DeviceMesh, pg: ProcessGroupCollection) -> ParallelLayout:
 
 
 def _in_order(ranks: torch.Tensor) -> list[int]:
-    """The ranks of a mesh as a layout has them: ascending, whatever the order of the dimensions,
-    where there is such an order; else as the mesh has them.
+    """Return the ranks of a mesh in the order for a layout.
+
+    Ascending if some order of the dimensions is ascending, else in the mesh's order.
     """
-    as_it_is: list[int] = ranks.flatten().tolist()
+    given: list[int] = ranks.flatten().tolist()
     last = [int(ranks.select(dim, -1).flatten()[0]) for dim in range(ranks.dim())]
     outermost_first = sorted(range(ranks.dim()), key=lambda dim: -last[dim])
-    ascending = sorted(as_it_is)
-    turned = ranks.permute(outermost_first).flatten().tolist()
-    return ascending if turned == ascending else as_it_is
+    ascending = sorted(given)
+    reordered = ranks.permute(outermost_first).flatten().tolist()
+    return ascending if reordered == ascending else given

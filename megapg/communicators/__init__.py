@@ -1,6 +1,6 @@
-"""How communicators come to be: which a rank needs, on which backend, on whose WORLD.
+"""Create communicators: choose those that a rank needs, their backend and their WORLD.
 
-``plan`` says which communicators a rank needs, ``backends`` knows each backend's ways, ``world``
-owns or adopts torch's WORLD, ``create`` makes and ends communicators, and ``assemble`` puts those
-of a rank into a collection. ``warm_up`` and ``health`` use each communicator once.
+``plan`` lists the communicators of a rank, ``backends`` describes each backend, and ``world``
+creates or adopts torch's WORLD. ``create`` creates and destroys communicators, and ``assemble``
+puts those of a rank into a collection. ``warm_up`` and ``health`` use each communicator once.
 """

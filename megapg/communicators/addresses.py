@@ -1,10 +1,10 @@
-"""Handing round the addresses of lazily connected communicators: one message a rank, not one each.
+"""Exchange the addresses of lazily connected communicators with one message per rank.
 
-A gloo communicator that connects lazily does two things with its store: it writes its own address
-when it is made, and reads a peer's when the two first talk. Over the network that is a round trip
-per communicator and two per pair, all to the one process that hosts the store. Here each gets a
-store inside its own process; what it wrote there goes to the others together with the word that
-this rank is ready, and theirs are fetched at once when all are.
+A lazy gloo communicator writes its own address to its store when it is created, and reads a peer's
+address when the two first communicate. Over the network this costs one round trip per communicator
+and two per pair, all to the host of the store. Here each communicator gets a store inside its own
+process. Its addresses are sent together with the message that this rank is ready. When all ranks
+are ready, each rank fetches the addresses of its peers at once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megapg.communicators.backends import backend_for
 from megapg.communicators.plan import Communicator
 from megapg.rendezvous.store import Store
 
-# Every member fetches every other member's address, so the traffic grows with the square; a larger
-# communicator looks up those it needs.
+# The traffic grows with the square of the size, as every member fetches every other address. Larger
+# communicators look up addresses when they need them.
 _LARGEST = 64
 
 
@@ -28,8 +28,8 @@ class AddressBook:
     """The addresses of one rank's communicators.
 
     Args:
-        shared: a store that all the ranks share and nobody else uses.
-        timeout: how long a communicator waits for an address.
+        shared: a store for these ranks alone.
+        timeout: the time that a communicator waits for an address.
     """
 
     def __init__(self, shared: Store, timeout: timedelta) -> None:
@@ -37,22 +37,22 @@ class AddressBook:
         self._pages: dict[Communicator, dist.Store] = {}
 
     def store_for(self, communicator: Communicator) -> dist.Store:
-        """Where the communicator shall write its address and read those of others.
+        """Return the store in which the communicator writes and reads addresses.
 
-        One that connects as it is made meets its peers in the shared store.
+        A communicator that connects when it is created uses the shared store.
         """
         lazy = backend_for(communicator.backend).connects_lazily
         if not lazy or len(communicator.ranks) > _LARGEST:
             return self._shared.torch
         page = dist.HashStore()
-        if not torch_private.lists_keys(page):  # nor could anybody hand round what is in it
+        if not torch_private.lists_keys(page):  # mine() has to list the keys
             return self._shared.torch
         page.set_timeout(self._timeout)
         self._pages[communicator] = page
         return page
 
     def mine(self, rank: int) -> dict[str, bytes]:
-        """What the others must know of this rank, for the shared store: key -> value."""
+        """Return this rank's addresses for the shared store: key -> value."""
         return {
             _key(communicator, rank): _entry(page)
             for communicator, page in self._pages.items()
@@ -60,7 +60,7 @@ class AddressBook:
         }
 
     def fill_in(self, rank: int) -> None:
-        """Fetch the others' entries; all of them must be in the shared store by now."""
+        """Fetch the other ranks' addresses. All of them must be in the shared store by now."""
         missing = [
             (page, _key(communicator, other))
             for communicator, page in self._pages.items()
@@ -79,7 +79,7 @@ def _key(communicator: Communicator, rank: int) -> str:
 
 
 def _entry(page: dist.Store) -> bytes:
-    """Key, length of the address and address, of each; several with TORCH_DISTRIBUTED_DEBUG."""
+    """Encode (key, length, address) for each address; TORCH_DISTRIBUTED_DEBUG adds keys."""
     addresses = {key: page.get(key) for key in page.list_keys()}
     return b"".join(
         b"%s\0%d\0%s" % (key.encode(), len(address), address) for key, address in addresses.items()

@@ -1,4 +1,4 @@
-"""The communicators of a rank, once made, as the collection that carries them."""
+"""Put the communicators of a rank into a collection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def assemble(
     world: World,
     lease: Lease,
 ) -> ProcessGroupCollection:
-    """The collection of a session: every field, None where that is what Megatron means."""
+    """Return the collection of a session. A field is None where Megatron expects None."""
     values: dict[str, ProcessGroup | Sequence[ProcessGroup] | None] = dict.fromkeys(OPTIONAL_FIELDS)
     members: dict[str, Membership] = {}
     serving = by_field(made)

@@ -1,4 +1,4 @@
-"""What differs between communication backends, as a table: one row each, no ``if`` chains."""
+"""The differences between communication backends, as a table with one row each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from megapg.torch_private import Options
 
-# Fields whose collectives can be in flight at the same moment must not share an NCCL communicator,
-# even where their ranks are equal: a communicator runs one collective after the other, and two
-# orders on two ranks would deadlock. A field not named here is on the common lane.
+# Fields whose collectives can run at the same time must not share an NCCL communicator, even if
+# their ranks are equal. A communicator runs its collectives in sequence, and a different order on
+# two ranks would deadlock. Fields not listed here are on the common lane.
 _NCCL_LANES: Mapping[str, str] = {
     "pp": "pipeline",
     "embd": "embedding",
@@ -46,18 +46,19 @@ class Backend:
 
     Attributes:
         name: as torch.distributed spells it.
-        lanes: field -> lane; fields on different lanes never share a communicator.
-        options: turns megapg's options into torch's, or into torchcomms' hints; None for none, and
-            raises where the backend takes none.
-        split: when all ranks of WORLD make a family of groups in one call, split from WORLD's own
-            communicator: where WORLD is bound to a device, or always; otherwise the members of a
-            group make it.
-        creation_environment: set, unless the user has set it, while communicators are made.
-        can_be_lazy: whether this torch heeds that, and they connect at first use.
-        alone: the backend has no peers to meet (torch's fake backend).
-        holds_memory: its communicators hold memory of the device, which is worth giving back.
-        cannot_suspend: why its communicators can't be suspended in this process; empty if they can.
-        unused: whether a communicator has never connected, so that it holds nothing.
+        lanes: field -> lane. Fields on different lanes never share a communicator.
+        options: converts megapg's options to torch's, or to torchcomms' hints. Returns None for no
+            options, and raises if the backend takes none.
+        split: when groups are split from WORLD's communicator: never, if WORLD is bound to a
+            device, or always. All ranks of WORLD then create a family of groups in one call.
+            Otherwise only the members of a group create it.
+        creation_environment: variables to set while communicators are created, unless the user has
+            set them.
+        can_be_lazy: returns True if this torch supports connecting at first use.
+        alone: True if the backend has no peers (torch's fake backend).
+        holds_memory: True if its communicators hold device memory worth releasing.
+        cannot_suspend: returns why its communicators can't be suspended here; empty if they can.
+        unused: returns True if a communicator has never connected and so holds no memory.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Backend:
 
     @property
     def connects_lazily(self) -> bool:
-        """Whether making a communicator waits for nobody, and its members connect at first use."""
+        """True if creation does not block and members connect on first use."""
         switches = self.creation_environment.items()
         asked = all(os.environ.get(key, value) == value for key, value in switches)
         return asked and self.can_be_lazy()
@@ -113,13 +114,13 @@ def _nccl_options(where: str, options: CommunicatorOptions) -> dist.ProcessGroup
 
 
 def _hints(where: str, options: CommunicatorOptions) -> dict[str, str] | None:
-    """As torchcomms spells what it puts into NCCL's configuration."""
+    """Return the options as torchcomms spells NCCL's configuration."""
     given = _given_to_nccl(where, options)
     spelled = {name: str(value).lower() for name, value in given.items() if name != "net_name"}
     return {**spelled, **({"netName": options.net_name} if options.net_name else {})} or None
 
 
-# The first NCCL that can suspend a communicator; it must be there when torch is built, too.
+# The first NCCL that can suspend a communicator. torch must also have been built with it.
 _NCCL_SUSPENDS = (2, 29, 7)
 
 
@@ -163,7 +164,7 @@ _NCCL = Backend(
     cannot_suspend=_nccl_cannot_suspend,
     unused=_nccl_unused,
 )
-# Whatever torch's own backend is called, while TORCH_DISTRIBUTED_USE_TORCHCOMMS is set.
+# Used for any of torch's backends while TORCH_DISTRIBUTED_USE_TORCHCOMMS is set.
 _TORCHCOMMS = Backend(
     "torchcomms",
     _hints,
@@ -173,14 +174,14 @@ _TORCHCOMMS = Backend(
 )
 _FAKE = Backend("fake", _no_options, alone=True)
 
-# A mixed device map behaves as the first of these that is in it.
+# A mixed device map behaves as the first of these rows that it contains.
 BACKENDS: Mapping[str, Backend] = {
     row.name: row
     for row in (
         _NCCL,
-        replace(_NCCL, name="nccl2"),  # torch's newer NCCL, in releases that still name it apart
-        # Connecting every pair at once is most of what a gloo group costs; lazily, a pair connects
-        # when it first talks.
+        replace(_NCCL, name="nccl2"),  # torch's newer NCCL backend, in releases that have both
+        # Connecting every pair is most of the cost of creating a gloo group. Lazily, a pair
+        # connects when it first communicates.
         Backend(
             "gloo",
             _no_options,
@@ -194,8 +195,9 @@ BACKENDS: Mapping[str, Backend] = {
 
 
 def rows_of(spelling: str) -> list[Backend]:
-    """The rows for a torch backend string such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``, each
-    once, in the table's order; none for what the table does not know.
+    """Return the rows for a torch backend string such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+
+    Each row once, in the table's order. Unknown backends have no row.
     """
     named = {part.rpartition(":")[2] for part in spelling.lower().split(",")}
     rows = [row for row in BACKENDS.values() if row.name in named - {_TORCHCOMMS.name}]
@@ -206,10 +208,10 @@ def rows_of(spelling: str) -> list[Backend]:
 
 
 def backend_for(spelling: str) -> Backend:
-    """The row that says how groups of a torch backend string are made: its first one.
+    """Return the row that decides how groups of a torch backend string are created: the first.
 
     Raises:
-        UnsupportedOptionError: no row knows it.
+        UnsupportedOptionError: no row matches.
     """
     rows = rows_of(spelling)
     if not rows:
@@ -222,7 +224,7 @@ def backend_for(spelling: str) -> Backend:
 
 
 def _on_torchcomms() -> bool:
-    if "torchcomms" not in sys.modules:  # torch imports it where it is installed
+    if "torchcomms" not in sys.modules:  # torch imports it if it is installed
         return False
     from megapg import torch_private
 

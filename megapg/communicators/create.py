@@ -1,4 +1,4 @@
-"""Making and ending communicators in torch.distributed. The only place that does either."""
+"""Create and destroy communicators in torch.distributed. No other module does either."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def make(
     timeout: timedelta,
     within: float,
 ) -> dict[Communicator, dist.ProcessGroup]:
-    """Make this rank's communicators; only their members take part, or all ranks together.
+    """Create this rank's communicators. Either only members call this, or all ranks together.
 
-    torch's ``new_group`` wants every rank of WORLD to call it for every group, because it counts
-    groups to name them: hundreds of calls where a rank is in ten. Its way around that
-    (``use_local_synchronization``) hashes the same counter and reuses names. Here a name comes
-    from the session's own namespace and the ranks, so it depends on nothing else and never repeats.
+    torch's ``new_group`` must be called by every rank of WORLD for every group, because it counts
+    groups to name them. A rank in ten groups makes hundreds of calls. The alternative
+    (``use_local_synchronization``) hashes the same counter and reuses names. Here a name is made
+    from the session's own namespace and the ranks, and never repeats.
 
     Args:
-        world: the WORLD the ranks are counted in.
+        world: the WORLD that numbers the ranks.
         wanted: the communicators this rank is in.
-        of_all: those of all ranks, for the backends of :attr:`World.splits`: a family takes one
-            call of every rank.
-        store_for: where the members of a communicator find each other.
+        of_all: returns the families of all ranks, for backends for which :meth:`World.splits` is
+            true. A family takes one call of every rank.
+        store_for: returns the store through which the members of a communicator connect.
         prefix: makes the names unique in torch's registry, as :func:`prefix_of` gives it.
-        timeout: of collectives on the communicators that have none of their own.
-        within: seconds that making them may take.
+        timeout: timeout of collectives on communicators without a timeout.
+        within: time limit in seconds.
 
     Raises:
-        RendezvousError: it takes longer.
+        RendezvousError: the time limit has passed.
     """
 
     def apart(communicator: Communicator) -> dist.ProcessGroup:
@@ -123,13 +123,13 @@ def _abort(made: Mapping[Communicator, dist.ProcessGroup]) -> None:
 
 
 def end(groups: Iterable[tuple[Communicator, dist.ProcessGroup]], *, abort: bool) -> None:
-    """Destroy communicators in the reverse order of creation; every one is attempted.
+    """Destroy communicators in reverse order of creation. Every one is attempted.
 
-    One that torch no longer knows (WORLD was destroyed, and all groups with it) is already ended.
+    If WORLD was destroyed, torch has destroyed all groups as well, and they are skipped.
 
     Args:
-        groups: in the order they were made.
-        abort: do not wait for work under way; its peers fail.
+        groups: the communicators, in order of creation.
+        abort: True to abort running work, which fails on the peers.
 
     Raises:
         TeardownError: some could not be destroyed; each error notes the fields and the ranks.
@@ -148,7 +148,7 @@ def end(groups: Iterable[tuple[Communicator, dist.ProcessGroup]], *, abort: bool
 
 
 def end_one(group: dist.ProcessGroup, *, abort: bool) -> None:
-    """Destroy a group, whoever made it; see :func:`end`."""
+    """Destroy any group; see :func:`end`."""
     if abort and torch_private.knows(group):
         torch_private.abort(group)
     if torch_private.knows(group):
@@ -156,18 +156,18 @@ def end_one(group: dist.ProcessGroup, *, abort: bool) -> None:
 
 
 def prefix_of(session: str, generation: int) -> str:
-    """What the names and descriptions of a session's groups begin with."""
+    """Return the prefix of the names and descriptions of a session's groups."""
     return f"{_OURS}{session}/{generation}"
 
 
 def session_of(group: dist.ProcessGroup) -> str:
-    """Name and generation of the session that made a group; empty for anybody else's."""
+    """Return name and generation of the session that made a group; empty if no session did."""
     prefix = group.group_desc.rpartition(": ")[0]
     return prefix.removeprefix(_OURS) if prefix.startswith(_OURS) else ""
 
 
 def bystanders(ours: Iterable[dist.ProcessGroup]) -> list[str]:
-    """Descriptions of the groups that torch knows besides WORLD and ``ours``."""
+    """Return descriptions of the groups in torch except WORLD and ``ours``."""
     known = {id(dist.group.WORLD), *map(id, ours)}
     others = [group for group in torch_private.known_groups() if id(group) not in known]
     return [group.group_desc or group.group_name for group in others]

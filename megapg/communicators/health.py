@@ -1,4 +1,4 @@
-"""What a health check of all ranks found."""
+"""The result of a health check of all ranks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from megapg.communicators.warm_up import Opened
 
 @dataclass(frozen=True)
 class HealthReport:
-    """Every rank was there and well. ``str()`` is for people.
+    """The result of a successful check: every rank responded. ``str()`` is for people.
 
     Attributes:
-        owner: whose ranks.
-        reason: what the check was for, as given.
-        ranks: the global ranks that answered.
-        seconds: how long it took, with the wait for the other ranks.
-        communicators: those that answered, in the order in which they were asked; ``seconds`` of
-            each is its own. Empty unless that was asked for.
+        owner: the owner of the groups.
+        reason: the reason that the caller gave.
+        ranks: the global ranks that responded.
+        seconds: the duration, including the wait for the other ranks.
+        communicators: the communicators that responded, in the order of the check, each with its
+            own ``seconds``. Empty unless requested.
     """
 
     owner: str

@@ -1,4 +1,4 @@
-"""What a communicator can be asked for beyond its ranks."""
+"""The options of a communicator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CommunicatorOptions:
     net_name: str | None = None
 
     def given(self) -> dict[str, bool | int | str]:
-        """The settings that differ from the defaults."""
+        """Return the settings that differ from the defaults."""
         return {
             f.name: v for f in fields(self) if (v := getattr(self, f.name)) not in (None, False)
         }

@@ -1,4 +1,4 @@
-"""Which communicators one rank needs, and which fields share them. Nothing is created here."""
+"""List the communicators that a rank needs, and the fields that share them. Creates nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megapg.layout import GroupName, ParallelLayout
 ALL_GATHER_FIELDS = frozenset({"dp_cp_ag", "expt_dp_ag"})
 _DEDICATED = "dedicated:"
 COMPANION = "gloo."
-"""What the names of gloo companions begin with: ``gloo.dp`` has the ranks of ``dp``."""
+"""Prefix of the fields of gloo companions: ``gloo.dp`` has the ranks of ``dp``."""
 
 
 _Kind: TypeAlias = tuple[str, CommunicatorOptions, str, timedelta | None]
@@ -25,7 +25,7 @@ _Kind: TypeAlias = tuple[str, CommunicatorOptions, str, timedelta | None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the communicators of a session are made, apart from who is in them."""
+    """The settings of a session's communicators, without their ranks."""
 
     backend: str
     lanes: Mapping[str, str]
@@ -36,35 +36,35 @@ class Recipe:
     timeouts: Mapping[str, timedelta] = dataclasses.field(default_factory=dict)
 
     def backend_of(self, field: str) -> str:
-        """The backend of a field's communicator; a companion's is gloo wherever there is one."""
+        """Return the backend of a field: gloo for a companion, unless the backend has no peers."""
         if field.startswith(COMPANION) and not backend_for(self.backend).alone:
             return "gloo"
         return self.backend
 
     def lane(self, field: str) -> str:
-        """Fields on different lanes never share a communicator."""
-        base = field.partition(".")[0]  # the levels of hcp go by their field
+        """Return the lane of a field. Fields on different lanes never share a communicator."""
+        base = field.partition(".")[0]  # levels such as hcp.0 use their field
         return f"{_DEDICATED}{field}" if base in self.dedicated else self.lanes.get(base, "")
 
     def option(self, field: str) -> CommunicatorOptions:
-        """The options of a field."""
+        """Return the options of a field."""
         return self.options.get(field.partition(".")[0], CommunicatorOptions())
 
     def timeout(self, field: str) -> timedelta | None:
-        """How long a field's collectives may take, where that was given for it."""
+        """Return the timeout of a field's collectives, or None if none was given for it."""
         return self.timeouts.get(field, self.timeouts.get(field.partition(".")[0]))
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """One communicator to be made: its ranks, and the fields that it serves on every one of them.
+    """One communicator to create: its ranks, and its fields, which are equal on all of them.
 
     Attributes:
         fields: the fields that share it, in the collection's order.
         ranks: its global ranks, in the layout's order.
-        options: what the backend is asked for.
+        options: the options for the backend.
         backend: as torch names it.
-        timeout: of its collectives, where that is not the session's.
+        timeout: the timeout of its collectives; None for the session's.
     """
 
     fields: tuple[str, ...]
@@ -75,13 +75,13 @@ class Communicator:
 
     @cached_property
     def label(self) -> str:
-        """Names the communicator alike on all its ranks, and no other one of the session."""
+        """A name that is equal on all ranks of the communicator, and unique in the session."""
         digest = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
         return f"{self.fields[0]}-{digest}"
 
 
 def created_fields(layout: ParallelLayout, recipe: Recipe) -> tuple[GroupName, ...]:
-    """The families of ``layout`` that a session makes communicators for."""
+    """Return the families of ``layout`` that a session creates communicators for."""
     left_out = frozenset() if recipe.all_gather_groups else ALL_GATHER_FIELDS
     made = [field for field in layout.families if field not in left_out]
     twins = (cast("GroupName", COMPANION + field) for field in made if field in recipe.gloo)
@@ -89,10 +89,9 @@ def created_fields(layout: ParallelLayout, recipe: Recipe) -> tuple[GroupName, .
 
 
 def communicators(layout: ParallelLayout, recipe: Recipe, rank: int) -> list[Communicator]:
-    """The communicators that ``rank`` is in: one per distinct ranks, lane, options, backend and
-    timeout.
+    """Return the communicators of ``rank``: one per ranks, lane, options, backend and timeout.
 
-    All its ranks find the same fields for a communicator, since each family is a partition.
+    All ranks of a communicator find the same fields for it, because each family is a partition.
     """
     shared: dict[tuple[tuple[int, ...], _Kind], list[str]] = {}
     for field in created_fields(layout, recipe):
@@ -110,19 +109,19 @@ def _family(field: str) -> GroupName:
 
 
 def _kind(recipe: Recipe, field: str, *, alone: bool) -> _Kind:
-    """What fields of the same ranks must have in common to share a communicator."""
+    """Return the properties that fields of the same ranks must share to share a communicator."""
     lane, backend = recipe.lane(field), recipe.backend_of(field)
     if alone and not lane.startswith(_DEDICATED):
-        return "alone", CommunicatorOptions(), backend, None  # nothing is ever sent
+        return "alone", CommunicatorOptions(), backend, None  # never communicates
     return lane, recipe.option(field), backend, recipe.timeout(field)
 
 
 @dataclass(frozen=True)
 class Family:
-    """The communicators of all ranks that serve the same fields; no rank is in two of them.
+    """The communicators of all ranks for the same fields. A rank is in at most one of them.
 
     Attributes:
-        groups: the global ranks of each.
+        groups: the global ranks of each communicator.
     """
 
     fields: tuple[str, ...]
@@ -132,21 +131,21 @@ class Family:
     timeout: timedelta | None
 
     def of(self, rank: int) -> Communicator | None:
-        """The one that a rank is in."""
+        """Return the communicator that a rank is in, or None."""
         return next((each for each in self.members if rank in each.ranks), None)
 
     @property
     def members(self) -> Iterator[Communicator]:
-        """All of them, in one order."""
+        """All communicators, in the same order on all ranks."""
         for ranks in self.groups:
             yield Communicator(self.fields, ranks, self.options, self.backend, self.timeout)
 
 
 def families(layout: ParallelLayout, recipe: Recipe) -> list[Family]:
-    """Every communicator of the layout, for a backend on which all ranks make them together.
+    """Return every communicator of the layout, for a backend on which all ranks create them.
 
-    All ranks find the same families in the same order. Fields share one where they have the same
-    groups on every rank, not on this one alone.
+    All ranks find the same families in the same order. Fields share a family if they have the same
+    groups on every rank, not on this rank alone.
     """
     shared: dict[tuple[tuple[tuple[int, ...], ...], _Kind], list[str]] = {}
     for field in created_fields(layout, recipe):
@@ -160,10 +159,10 @@ def families(layout: ParallelLayout, recipe: Recipe) -> list[Family]:
 
 
 def shortened(fields: Sequence[str]) -> str:
-    """Fields for people: the first three."""
+    """Format fields for people: the first three."""
     return "+".join(fields[:3]) + ("+..." if len(fields) > 3 else "")
 
 
 def by_field(wanted: Collection[Communicator]) -> dict[str, Communicator]:
-    """field -> the communicator that serves it."""
+    """Return field -> communicator."""
     return {field: communicator for communicator in wanted for field in communicator.fields}

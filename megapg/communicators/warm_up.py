@@ -1,13 +1,12 @@
-"""Opening communicators before they are needed, in one order that all ranks share.
+"""Connect communicators before they are needed, in one order that all ranks share.
 
-A communicator connects when it is first used: NCCL makes it then, gloo connects each pair of ranks
-when the two first talk, and sending without batching makes NCCL communicators of two ranks besides.
-Where that happens in the middle of a training step, a rank that is gone is noticed late (gloo tries
-five times), memory goes when nobody expects it, and ranks that begin with different groups wait for
-each other for ever.
+A communicator connects at its first use. NCCL creates it then, and creates communicators of two
+ranks for sends without batching. gloo connects each pair of ranks when the two first communicate.
+If this happens in the middle of a training step, a missing rank is noticed late (gloo tries five
+times), and memory is taken unexpectedly. Ranks that begin with different groups deadlock.
 
-Here every rank opens what it is in, sorted by fields and ranks. Of all that are not open yet, the
-first in that order has nothing to wait for on any of its ranks, so there is no circle.
+Here every rank connects its communicators sorted by fields and ranks. The first one in this order
+that is not connected waits for no other communicator on any rank, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -40,28 +39,30 @@ from megapg.communicators.watch import (
 from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.problems import brief
 
-# Up to how many ranks each pair of them is connected on gloo; beyond, what collectives connect.
+# On gloo, connect each pair of up to so many ranks. With more ranks, only pairs that collectives
+# use.
 _LARGEST = 64
-# How long the word to the others may take after Ctrl-C. Seconds.
-_INTERRUPTED = 1.0
-# For how long a thread that is stuck in a communicator is waited for. Seconds.
-_AFTERWARDS = 1.0
-# The fields in which everybody sends to everybody, besides collectives that go round.
-_EXCHANGING = frozenset({"cp", "ep", "tp_ep"})
+# Seconds that notifying the other ranks may take after Ctrl-C.
+_INTERRUPTED_WAIT = 1.0
+# Seconds to wait for a thread that is stuck in a communicator.
+_JOIN_WAIT = 1.0
+# The fields that use all-to-all besides other collectives.
+_ALL_TO_ALL = frozenset({"cp", "ep", "tp_ep"})
 _PIPELINE = "pp"
 
 
 @dataclass(frozen=True)
 class Opened:
-    """One communicator that a warm-up has opened.
+    """One communicator that a warm-up has connected.
 
     Attributes:
-        fields: what it serves as; ``WORLD`` for that, or for what pipelines of two ranks use of it.
+        fields: its fields. ``WORLD`` stands for WORLD, or for the part of it that pipelines of two
+            ranks use.
         ranks: its global ranks.
         backend: as torch names it.
-        seconds: how long it took, with the wait for the other ranks.
-        bytes: by how much the free memory of the device shrank, whoever took it; None where it is
-            not on one.
+        seconds: the duration, including the wait for the other ranks.
+        bytes: by how much the free memory of the device shrank, counting all processes; None if the
+            communicator is not on a device.
     """
 
     fields: tuple[str, ...]
@@ -73,12 +74,12 @@ class Opened:
 
 @dataclass(frozen=True)
 class WarmUpReport:
-    """What a warm-up opened on this rank. ``str()`` is a table for people.
+    """The communicators that a warm-up connected on this rank. ``str()`` is a table for people.
 
     Attributes:
-        owner: whose communicators.
-        communicators: in the order in which they were opened; those of one rank are left out.
-        seconds: how long it took, until every rank had opened its own.
+        owner: the owner of the communicators.
+        communicators: in the order of connection, without those of one rank.
+        seconds: the duration, until every rank was done.
     """
 
     owner: str
@@ -87,7 +88,7 @@ class WarmUpReport:
 
     @property
     def bytes(self) -> int | None:
-        """By how much the free memory of the device shrank; None where nothing is on one."""
+        """By how much the free memory of the device shrank; None if no communicator is on one."""
         known = [each.bytes for each in self.communicators if each.bytes is not None]
         return sum(known) if known else None
 
@@ -122,20 +123,20 @@ def warm_up(
     timeout: float,
     unbatched: bool,
 ) -> WarmUpReport:
-    """Open the communicators of this rank. Every rank calls it with its share of the same ones.
+    """Connect the communicators of this rank. Every rank calls it with its share of them.
 
     Args:
-        owner: whose they are, for messages.
+        owner: the owner of the communicators, for messages.
         made: the communicators that this rank is in.
-        coordinator: of all ranks that call it.
+        coordinator: the coordinator of all ranks that call this.
         rank: this rank.
-        timeout: seconds without progress on any rank after which it has failed.
-        unbatched: pipelines send without batching, as Megatron's interleaved schedule does, for
-            which NCCL makes more communicators; where they cost nothing they are opened anyway.
+        timeout: fail after so many seconds without progress on any rank.
+        unbatched: True if pipelines send without batching, as Megatron's interleaved schedule does.
+            NCCL then creates more communicators. gloo connects these pairs anyway.
 
     Raises:
-        RendezvousError: one did not open, or a rank did not come; fields and ranks are named, on
-            every rank. What was opened must not be used any more.
+        RendezvousError: a communicator did not connect, or a rank did not arrive. The error names
+            fields and ranks on every rank. The communicators must not be used any more.
     """
     steps = _steps(made, rank, unbatched=unbatched)
     opened, seconds = _together("warm_up()", owner, steps, coordinator, rank, timeout)
@@ -150,7 +151,7 @@ def probe(
     *,
     timeout: float,
 ) -> tuple[Opened, ...]:
-    """One small collective on each communicator of this rank; see :func:`warm_up`."""
+    """Run one small collective on each communicator of this rank; see :func:`warm_up`."""
     steps = [
         replace(step, probe=True) for step in _steps(made, rank, unbatched=False) if step.whole
     ]
@@ -165,8 +166,8 @@ def _together(
     rank: int,
     timeout: float,
 ) -> tuple[tuple[Opened, ...], float]:
-    """Take the steps in their order, and wait until every rank has; how long it took."""
-    coordinator.exchange(doing, "", timeout=timeout)  # from here on, everyone is at it
+    """Take the steps in order, and wait until every rank is done. Return results and duration."""
+    coordinator.exchange(doing, "", timeout=timeout)  # all ranks start together
     started = time.perf_counter()
     watch = Watch(coordinator, timeout)
     work = _Work(steps, rank, timeout)
@@ -191,7 +192,7 @@ def _together(
         problem = told_of(error, at, doing, coordinator)
         watch.call_off(problem)
     except BaseException as error:
-        watch.call_off(brief(error), within=_INTERRUPTED)
+        watch.call_off(brief(error), within=_INTERRUPTED_WAIT)
         raise
     finally:
         work.stop()
@@ -204,14 +205,15 @@ def _together(
 
 @dataclass(frozen=True)
 class _Step:
-    """A communicator to be opened.
+    """A communicator to connect.
 
     Attributes:
-        communicator: which one.
-        group: the same in torch.
-        pairs: of global ranks that send to each other without batching; in one order on all ranks.
-        whole: it is to be opened as a whole, and not for these pairs alone.
-        probe: one small collective will do.
+        communicator: the communicator.
+        group: its group in torch.
+        pairs: global ranks that send to each other without batching, in the same order on all
+            ranks.
+        whole: False to connect only ``pairs``.
+        probe: True to run only one small collective.
     """
 
     communicator: Communicator
@@ -233,7 +235,7 @@ _Devices: TypeAlias = list[tuple[str, torch.device]]
 def _steps(
     made: Iterable[tuple[Communicator, dist.ProcessGroup]], rank: int, *, unbatched: bool
 ) -> list[_Step]:
-    """What this rank is to open, in an order that all ranks share."""
+    """Return the steps of this rank, in an order that all ranks share."""
     found = []
     made = list(made)
     whole = any(group is dist.group.WORLD for _, group in made)
@@ -248,7 +250,8 @@ def _steps(
             pairs = sorted((low, high) for low, high in ring if rank in (low, high))
             world = dist.group.WORLD
             if len(ranks) == 2 and world is not None and not (whole and free):
-                # There Megatron sends one way over the group and the other way over WORLD.
+                # With two ranks, Megatron sends one way over the group and the other way over
+                # WORLD.
                 named = Communicator(
                     ("WORLD",), ranks, CommunicatorOptions(), dist.get_backend(world)
                 )
@@ -258,17 +261,17 @@ def _steps(
 
 
 class _Work:
-    """Opens one after the other, in a thread: making one can block in C++ for as long as it likes.
+    """A thread that takes the steps in order, because a step can block in C++ for any time.
 
     Attributes:
-        events: a step that begins, what it has opened, an error that ends it, None at the end.
+        events: a step when it begins, its result, an error that ends the work, None at the end.
     """
 
     def __init__(self, steps: Sequence[_Step], rank: int, timeout: float) -> None:
         self.events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._timeout = timedelta(seconds=timeout)
-        # The current device is one of each thread, and that of a new thread is the first.
+        # The current device is per thread, and a new thread starts with the first device.
         placed = [(step, _devices(step.group)) for step in steps]
         self._thread = threading.Thread(
             target=self._run, args=(placed, rank), daemon=True, name="megapg warm-up"
@@ -278,10 +281,11 @@ class _Work:
     def stop(self) -> None:
         """Begin no further step, and wait for the thread for a moment."""
         self._stopped.set()
-        self._thread.join(_AFTERWARDS)
+        self._thread.join(_JOIN_WAIT)
         if self._thread.is_alive():
-            # One that comes back from C++ while the interpreter is exiting ends it with SIGABRT.
-            atexit.register(self._thread.join, _AFTERWARDS)
+            # A thread that returns from C++ while the interpreter exits ends the process with
+            # SIGABRT.
+            atexit.register(self._thread.join, _JOIN_WAIT)
 
     def _run(self, placed: Sequence[tuple[_Step, _Devices]], rank: int) -> None:
         try:
@@ -310,7 +314,7 @@ class _Work:
         return Opened(communicator.fields, communicator.ranks, communicator.backend, seconds, taken)
 
     def _wait(self, work: dist.Work | None) -> None:
-        """Until it is done, or this is to stop; a wait in C++ would hear of neither."""
+        """Poll until the work is done or stop() was called. A wait in C++ would not see stop()."""
         pause = 0.0
         while work is not None and not work.is_completed():
             if self._stopped.wait(pause):
@@ -321,7 +325,7 @@ class _Work:
 
 
 def _devices(group: dist.ProcessGroup) -> _Devices:
-    """The backends behind a group, each once, and a device of this thread that each serves."""
+    """Return the backends of a group, each once, with a device of this thread."""
     found: dict[str, torch.device] = {}
     for spelled in dist.get_backend_config(group).split(","):
         kind, _, name = spelled.partition(":")
@@ -335,14 +339,14 @@ def _devices(group: dist.ProcessGroup) -> _Devices:
 def _begun(
     backend: str, device: torch.device, step: _Step, rank: int, timeout: timedelta
 ) -> Iterator[dist.Work | None]:
-    """Begin, one after the other, what connects all that training will use."""
+    """Start, one after the other, operations that connect all that training will use."""
     group, ranks = step.group, step.communicator.ranks
     count, gloo = len(ranks), backend == "gloo"
     if step.whole:
         yield dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
         if step.probe:
             return
-        if count <= _LARGEST if gloo else _EXCHANGING & set(step.communicator.fields):
+        if count <= _LARGEST if gloo else _ALL_TO_ALL & set(step.communicator.fields):
             sent, received = torch.zeros(2, count, device=device).unbind()
             yield dist.all_to_all_single(received, sent, group=group, async_op=True)
         elif gloo:
@@ -361,14 +365,14 @@ def _begun(
                 ]
             )
     if step.whole and gloo:
-        return  # each pair is connected by now
+        return  # each pair is connected already
     for low, high in step.pairs:
         sent, received = torch.zeros(2, 1, device=device).unbind()
         if rank == low:
             works = dist.isend(sent, high, group=group), dist.irecv(received, high, group=group)
         else:
             works = dist.irecv(received, low, group=group), dist.isend(sent, low, group=group)
-        for work in works:  # those of gloo are not done before somebody waits for them
+        for work in works:  # gloo's work is done only after wait()
             if work is not None:
                 work.wait(timeout)
 

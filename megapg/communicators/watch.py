@@ -1,4 +1,4 @@
-"""How all ranks get on that open their communicators, in one order that they share."""
+"""Track the progress of all ranks while they connect their communicators in a shared order."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megapg.rendezvous.store import StoreError
 
 _T = TypeVar("_T")
 
-# How often a rank that waits looks how the others are getting on. Seconds.
+# Seconds between two checks of the other ranks' progress.
 _LOOK = 0.25
 
 
 def judge(
     doing: str, owner: str, coordinator: Coordinator, rank: int, problem: str, timeout: float
 ) -> None:
-    """Raise on every rank, and with the same reasons, if one had a problem."""
+    """Raise on every rank, with the same reasons, if a rank had an error."""
     known = {} if problem in ("", CALLED_OFF) else {rank: problem}
-    with contextlib.suppress(StoreError):  # the exchange says so, and what is known
+    with contextlib.suppress(StoreError):  # the exchange raises, with the known errors
         known |= coordinator.posts("problem") if problem else {}
     try:
         heard = coordinator.exchange(f"the end of {doing}", problem, timeout=timeout)
@@ -50,7 +50,7 @@ class CalledOffError(Exception):
 
 
 class Watch:
-    """Waits, as long as any rank gets on."""
+    """Waits as long as any rank makes progress."""
 
     def __init__(self, coordinator: Coordinator, timeout: float) -> None:
         self._coordinator, self._timeout = coordinator, timeout
@@ -58,7 +58,7 @@ class Watch:
         self._deadline = time.monotonic() + timeout
 
     def next(self, events: queue.SimpleQueue[_T]) -> _T:
-        """What this rank's work says next."""
+        """Return the next event of this rank's work."""
         while True:
             try:
                 return events.get(timeout=0.02)
@@ -66,17 +66,17 @@ class Watch:
                 self._look()
 
     def advance(self) -> None:
-        """Tell the others that this rank gets on."""
+        """Report progress of this rank."""
         self._coordinator.tally("steps", 1)
 
     def call_off(self, problem: str, *, within: float = SOON) -> None:
-        """Tell the others to stop, and why; if the store has failed, they see for themselves."""
+        """Tell the other ranks to stop, and why. If the store has failed, they notice it too."""
         with contextlib.suppress(StoreError):
             self._coordinator.post("problem", problem, within=within)
             self._coordinator.tally("failed", 1, within=within)
 
     def wait_for_all(self) -> None:
-        """Until every rank is done with its own."""
+        """Wait until every rank is done."""
         self._coordinator.tally("done", 1)
         while self._coordinator.tally("done") < len(self._coordinator.ranks):
             self._look()
@@ -98,11 +98,10 @@ class Watch:
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a rank is: a communicator, in the order in which all ranks open them; the start is
-    before all of them, and the end after them.
+    """A rank's position: a communicator, in the shared order. The start and the end are places too.
 
     Attributes:
-        ranks: the members of the communicator; the first eight of them where another rank is there.
+        ranks: the members of the communicator; for another rank's place, only the first eight.
     """
 
     fields: tuple[str, ...] = ()
@@ -124,13 +123,13 @@ THE_END = Place(("~",), name="the end")  # after every field
 
 
 def told_of(error: Exception, at: Place, doing: str, coordinator: Coordinator) -> str:
-    """What went wrong, where, and who is elsewhere.
+    """Describe an error, its communicator, and the ranks that were elsewhere.
 
-    Where nobody gets on, many communicators may wait for one. That is the first in the order that
-    all ranks share, whichever rank has waited longest. Where all have left a communicator but one,
-    that one has most likely not said yet that it went on.
+    If no rank makes progress, many communicators may wait for one. The cause is the first in the
+    shared order, whichever rank has waited longest. If all ranks but one have left a communicator,
+    the last has most likely left too and not reported it yet.
     """
-    places = dict.fromkeys(coordinator.ranks, at)  # where the store does not say otherwise
+    places = dict.fromkeys(coordinator.ranks, at)  # unless the store has posts
     with contextlib.suppress(StoreError):
         said = {rank: Place.read(text) for rank, text in coordinator.posts("at").items()}
         places = dict.fromkeys(coordinator.ranks, THE_START) | said

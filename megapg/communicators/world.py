@@ -1,7 +1,7 @@
-"""torch's WORLD: adopted from whoever made it, or made here and then closed here.
+"""torch's WORLD, either adopted from the caller, or created and later destroyed by megapg.
 
-Ownership is identity: a :class:`World` destroys WORLD only while the current WORLD is the very
-object it made, so what a caller set up, or put in its place since, is never touched.
+A :class:`World` destroys WORLD only while the current WORLD is the same object that it created. A
+WORLD that the caller made, before or since, is never touched.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from megapg.rendezvous.store import Store, host_of
 
 logger = logging.getLogger(__name__)
 
-# How long a rank that won't come tries to reach those that it tells so. Seconds.
-_TELLING = 10.0
-# The connection to the store behind each WORLD: everyone in this process shares it, with what it
-# knows of who hosts it and whether it still answers.
+# Seconds for which a rank that will not come tries to reach the other ranks.
+_REFUSE_WAIT = 10.0
+# WORLD -> connection to its store. The whole process shares it, because it knows the store's host
+# and whether the store still answers.
 _STORES: weakref.WeakKeyDictionary[dist.ProcessGroup, Store] = weakref.WeakKeyDictionary()
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -44,17 +44,17 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 
 @dataclass
 class World:
-    """The default process group, and whether it is ours to destroy.
+    """The default process group, and whether megapg created it.
 
     Attributes:
         rank: this process's global rank.
         size: number of ranks.
-        store: the connection to the store behind WORLD, which all its ranks share.
+        store: the connection to the store of WORLD, which all its ranks share.
         backend: as torch names it, for example ``"gloo"``.
-        timeout: of collectives on WORLD, and so of those inside Megatron.
-        generation: how often megapg made WORLD in this job; 0 where the caller made it.
-        hosts: of each rank its host, where the launcher told.
-        network: the interfaces that were chosen for it, if that was asked for.
+        timeout: the timeout of collectives on WORLD, and so of those inside Megatron.
+        generation: how often megapg made WORLD in this job; 0 if the caller made it.
+        hosts: rank -> host, if the launcher gives it.
+        network: the interfaces chosen for WORLD, if requested.
     """
 
     rank: int
@@ -73,25 +73,25 @@ class World:
 
     @property
     def ours(self) -> bool:
-        """Whether the current WORLD is the object that we made."""
+        """True if the current WORLD is the object that megapg made."""
         return self._made is not None and dist.group.WORLD is self._made
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The current WORLD, if it is ours."""
+        """The current WORLD if megapg made it, else None."""
         return self._made if self.ours else None
 
     @property
     def current(self) -> bool:
-        """Whether WORLD is still the one that this is about."""
+        """True if the current WORLD is the one that this object describes."""
         known = self._known and self._known()
         return known is not None and known is dist.group.WORLD
 
     def check(self) -> None:
-        """Raise unless WORLD is still the one that this is about.
+        """Raise unless the current WORLD is the one that this object describes.
 
         Raises:
-            SessionError: it was destroyed, or replaced by another one.
+            SessionError: WORLD was destroyed, or replaced by another one.
         """
         if not self.current:
             what = "destroyed" if dist.group.WORLD is None else "replaced by another one"
@@ -101,7 +101,7 @@ class World:
             )
 
     def splits(self, backend: str) -> bool:
-        """Whether all ranks make the groups of this backend together, split from WORLD's own."""
+        """True if all ranks create the groups of this backend together, split from WORLD."""
         split = backend_for(backend).split
         bound = dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
         return split == "always" or (split == "on a bound WORLD" and bound)
@@ -109,21 +109,21 @@ class World:
     def close(
         self, *, abort: BaseException | None, timeout: float, alone: bool = False
     ) -> dict[int, str]:
-        """Destroy WORLD if it is ours; leave it alone if it is not.
+        """Destroy WORLD if megapg made it.
 
         Args:
-            abort: what is wrong here, if anything: then nobody waits for the other ranks, who are
-                told, and collectives under way fail.
-            timeout: seconds to wait for the others in an orderly close.
-            alone: they are told, and not waited for, though nothing is wrong.
+            abort: the error of this rank, or None. With an error, this rank notifies the other
+                ranks, waits for none, and aborts running collectives.
+            timeout: seconds to wait for the other ranks in an orderly close.
+            alone: True to notify the other ranks and wait for none, although there is no error.
 
         Returns:
-            rank -> what is wrong there, so that an orderly close was not to be had.
+            rank -> the error that kept this rank from an orderly close.
         """
         problems: dict[int, str] = {}
         if self._made is None:
             return problems
-        in_order = False  # every rank is well, and knows that every rank is
+        in_order = False  # no rank has an error, and every rank knows it
         try:
             if self._rendezvous is not None and alone and abort is None:
                 self._rendezvous.leave()
@@ -138,18 +138,18 @@ class World:
                 if dist.is_initialized():
                     dist.destroy_process_group()
             self._made = None
-            # torch puts the rank before the lines of a traceback, once more for each WORLD. After
-            # a failure that stays: it is about to be printed.
+            # For each WORLD, torch installs a hook that prints the rank before each line of a
+            # traceback. After a failure, keep the hook for the traceback to come.
             if in_order and self._hooks is not None and sys.excepthook is self._hooks[1]:
                 sys.excepthook = self._hooks[0]
         return problems if abort is None else {}
 
 
 def current_world(connection: Store | None = None) -> World:
-    """The WORLD that somebody else has made.
+    """Describe the WORLD that exists.
 
     Args:
-        connection: the one on which its store is, for a WORLD that is new.
+        connection: for a new WORLD, the connection to its store.
     """
     default = dist.group.WORLD
     if default is None:
@@ -165,7 +165,7 @@ def current_world(connection: Store | None = None) -> World:
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         store=store,
-        # One backend on every device goes by its plain name; otherwise the device map matters.
+        # If all devices have the same backend, use its plain name, otherwise the device map.
         backend=kinds.pop() if len(kinds) == 1 else config,
         timeout=torch_private.timeout_of(default)
         or torch_private.default_timeout(dist.get_backend(default)),
@@ -181,21 +181,21 @@ def create_world(
     launch: Launch | None = None,
     network: str | Sequence[str] | None = None,
 ) -> World:
-    """Make WORLD from what the launcher said, once every rank is here.
+    """Create WORLD for this launch, once every rank has arrived.
 
     Args:
-        backend: ``"nccl"`` where CUDA is available and ``"gloo"`` elsewhere, unless given.
+        backend: the backend. Default: ``"nccl"`` if CUDA is available, else ``"gloo"``.
         timeout: seconds to wait for ranks that are missing.
-        collective_timeout: of collectives on WORLD; torch's default for the backend unless given.
-        launch: who this process is; read from the environment unless given.
-        network: which interfaces to use, as :func:`~megapg.launch.choose_network` takes it; what it
-            sets in the environment stays until WORLD is closed.
+        collective_timeout: timeout of collectives on WORLD. Default: torch's for the backend.
+        launch: rank, world size and address. Default: read from the environment.
+        network: the interfaces, as for :func:`~megapg.launch.choose_network`. The variables that it
+            sets stay set until WORLD is closed.
 
     Raises:
-        LaunchError: the environment is incomplete or contradicts itself, or the interface asked for
-            can't serve.
-        RendezvousError: a rank did not come, the port is taken, the store can't be reached, or the
-            ranks' accelerators can't talk to each other.
+        LaunchError: the environment is incomplete or contradicts itself, or a requested interface
+            can't be used.
+        RendezvousError: a rank did not arrive, the port is taken, the store can't be reached, or
+            the ranks' accelerators can't communicate.
     """
     launch = launch or detect()
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -203,7 +203,7 @@ def create_world(
     environment = dict(row.creation_environment)
     bound = row.split == "always"  # then the groups are split from WORLD's communicator
     if bound:
-        # torchcomms looks for what mpirun and srun say before it heeds anybody else.
+        # torchcomms would otherwise prefer the variables of mpirun and srun.
         environment |= {
             "TORCHCOMM_RANK": str(launch.rank),
             "TORCHCOMM_SIZE": str(launch.world_size),
@@ -247,7 +247,7 @@ def create_world(
         world = current_world(agreement.store)
         if made is not None:
             torch_private.part_in_peace(made)
-        # Backends read keys under the store's own timeout, and may first do so much later.
+        # Backends read keys with the store's own timeout, and may do so much later.
         store.torch.set_timeout(world.timeout)
         if device is not None:
             _meet_on(device, timeout)
@@ -270,16 +270,18 @@ def create_world(
 
 
 def refuse(error: BaseException, launch: Launch | None = None) -> None:
-    """Tell the ranks that wait to make WORLD why this one won't come, if they can be reached."""
+    """Tell the ranks that wait to create WORLD why this rank will not come, if possible."""
     with contextlib.suppress(LaunchError, RendezvousError):
         launch = launch or detect()
-        store = job_store(launch, _TELLING)
+        store = job_store(launch, _REFUSE_WAIT)
         ranks = range(launch.world_size)
         Rendezvous(store, "WORLD", launch.rank, ranks, launch.hosts).decline(error)
 
 
 def fake_world(rank: int, size: int) -> World:
-    """WORLD on torch's fake backend: this process plays ``rank`` of ``size``; nothing is sent.
+    """Create WORLD on torch's fake backend: this process plays ``rank`` of ``size``.
+
+    Nothing is communicated.
 
     Raises:
         SessionError: torch.distributed is initialised already.
@@ -299,15 +301,15 @@ def fake_world(rank: int, size: int) -> World:
 
 @contextlib.contextmanager
 def scoped_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables that are not set, and take them back at the end."""
+    """Context that sets environment variables that are not set, and removes them at the end."""
     with overridden({n: value for n, value in variables.items() if n not in os.environ}):
         yield
 
 
 def _device(launch: Launch) -> torch.device:
-    """The accelerator of this rank."""
+    """Return the accelerator of this rank."""
     count = torch.cuda.device_count()
-    # Some sites show each process its own device only, as the first.
+    # Some sites show each process only its own device.
     index = 0 if count == 1 else launch.local_rank
     if index is None:
         raise LaunchError(
@@ -324,13 +326,13 @@ def _device(launch: Launch) -> torch.device:
 
 
 def _meet_on(device: torch.device, timeout: float) -> None:
-    """A barrier between the accelerators: that the ranks met over TCP does not say they can talk.
+    """Run a barrier on the accelerators: ranks that met over TCP may not be able to use NCCL.
 
-    It may never end, nor can it be told to.
+    The barrier may never return, and can't be cancelled.
     """
 
     def meet() -> None:
-        torch.cuda.set_device(device)  # each thread has a current device of its own
+        torch.cuda.set_device(device)  # the current device is per thread
         dist.barrier(device_ids=[device.index])
 
     try:
@@ -353,7 +355,7 @@ def _meet_on(device: torch.device, timeout: float) -> None:
 
 
 def _interfaces(wanted: str | Sequence[str], backend: str, rendezvous: Rendezvous) -> Network:
-    """The choice of this host; the other ranks hear of it if there is none."""
+    """Choose the interfaces of this host. If this fails, report it to the other ranks."""
     try:
         network = choose_network(wanted)
         network.check(backend)
@@ -365,7 +367,7 @@ def _interfaces(wanted: str | Sequence[str], backend: str, rendezvous: Rendezvou
 
 
 def _discard(made: dist.ProcessGroup | None) -> None:
-    """Abort the WORLD that was made, unless somebody has another by now."""
+    """Abort the WORLD that was made, unless another one has replaced it."""
     if made is not None and dist.group.WORLD is made:
         torch_private.abort(made)
         if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Who started this process: its rank, how many there are, and where they meet."""
+"""Read from the launcher this process's rank, the world size, and where the ranks meet."""
 
 from megapg.launch.detect import detect
 from megapg.launch.network import Network, choose_network

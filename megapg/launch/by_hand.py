@@ -1,4 +1,4 @@
-"""The variables of torch's ``env://``, set by hand, by a script, or by a launcher we don't know."""
+"""The variables of torch's ``env://``, set by hand, by a script, or by an unknown launcher."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class ByHand:
-    """What was set; unlike a launcher, somebody may have set a part only.
+    """The variables that are set. Unlike with a launcher, there may be only some of them.
 
-    Beside a launcher, address and port say where to meet. The others must repeat what it says, or
-    divide each of its tasks into several ranks, as a script does that starts processes itself.
+    If a launcher is found as well, address and port say where the ranks meet. The other variables
+    must repeat the launcher's values, or divide each of its tasks into several ranks, as a script
+    does that starts processes itself.
     """
 
     name = "the environment"
@@ -33,10 +34,10 @@ class ByHand:
         return bool(self.variables.among(_NEEDED))
 
     def launch(self) -> Launch:
-        """All of it; a LaunchError where a part is missing."""
+        """Return the launch; raise a LaunchError if a variable is missing."""
         given = self.variables.among(_NEEDED)
         if missing := [name for name in _NEEDED if name not in given]:
-            if not {"RANK", "WORLD_SIZE"} & {*given}:  # an address alone says nothing of ranks
+            if not {"RANK", "WORLD_SIZE"} & {*given}:  # an address alone gives no rank
                 refuse_unknown(self.variables)
             raise LaunchError(
                 f"the environment has {', '.join(given)} but not {', '.join(missing)}. Start with "
@@ -61,7 +62,7 @@ class ByHand:
         return launch
 
     def refuse_one_of_several(self) -> None:
-        """Refuse one of several on its host, by what nobody else has explained."""
+        """Raise a LaunchError if this is one of several ranks on its host, without a source."""
         here = self.variables.whole("LOCAL_WORLD_SIZE") or 1
         if self.local_rank or here > 1:
             names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -73,14 +74,14 @@ class ByHand:
             )
 
     def divides(self, outer: Launcher) -> bool:
-        """Whether this is one of several ranks that the launcher's task started itself."""
+        """True if this is one of several ranks that a task of the launcher started itself."""
         if self.rank is None or self.world_size is None or None in (self.address, self.port):
             return False
         share, rest = divmod(self.world_size, outer.world_size)
         return share > 1 and not rest and self.rank // share == outer.rank
 
     def refuse_unless_it_repeats(self, outer: Launcher) -> None:
-        """Refuse what contradicts the launcher; both sources are named."""
+        """Raise a LaunchError, which names both sources, if a variable contradicts the launcher."""
         ours = (self.rank, self.world_size, self.local_rank)
         theirs = (outer.rank, outer.world_size, outer.local_rank)
         different = [

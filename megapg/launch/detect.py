@@ -1,4 +1,4 @@
-"""Who speaks for this process, where more than one might."""
+"""Choose the source of rank and address if there are several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megapg.launch.slurm import Slurm, refuse_shell
 from megapg.launch.torchrun import Torchrun
 from megapg.launch.unsupported import refuse_unknown, refuse_within
 
-# The innermost first: torchrun is started by srun or mpirun, and mpirun starts its daemons by srun.
+# Innermost first: srun or mpirun may start torchrun, and mpirun starts its daemons with srun.
 _LAUNCHERS: tuple[type[Launcher], ...] = (Torchrun, OpenMpi, Slurm)
 
 
@@ -24,23 +24,23 @@ def detect(
     *,
     address_of: Callable[[str], str] = nodes.address_of,
 ) -> Launch:
-    """Who this process is, by the variables of whatever started it.
+    """Read this process's rank and address from the environment variables of its launcher.
 
     Rank, world size and local rank come from one source: torchrun, Open MPI, SLURM's ``srun``, or
     the variables ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` set
-    by hand. With Open MPI and SLURM the last two may be set alone, and say where to meet; otherwise
-    that follows from the launcher. ``LOCAL_RANK`` may be left out: then it is what is
-    certain (all ranks are on one host, or one on each), or unknown. Nothing set at all means a
-    process alone.
+    by hand. With Open MPI and SLURM you may set only the last two, to choose where the ranks meet.
+    Without ``LOCAL_RANK``, the local rank is known if all ranks are on one host, or one on each
+    host. If no variable is set, this process is the only rank.
 
     Args:
-        environment: this process's.
-        address_of: gives an address for the name of a SLURM node; asks the resolver, then SLURM.
+        environment: the environment variables of this process.
+        address_of: maps the name of a SLURM node to an address. Default: ask the resolver, then
+            SLURM.
 
     Raises:
-        LaunchError: variables are missing, contradict each other, or are no numbers; this is the
-            shell of an allocation and no task of it; this is one of several processes, in the job
-            or on its host, and nobody says which, or where to meet.
+        LaunchError: variables are missing, contradict each other, or are no numbers. Or this is the
+            shell of an allocation and not one of its tasks. Or this is one of several processes, in
+            the job or on its host, and its rank or the address is unknown.
     """
     variables = Variables(environment)
     found = (launcher.detect(variables) for launcher in _LAUNCHERS)
@@ -50,7 +50,7 @@ def detect(
         if by_hand.divides(launcher):
             return by_hand.launch()
         by_hand.refuse_unless_it_repeats(launcher)
-        if isinstance(launcher, Slurm):  # the outermost, so another may have come in between
+        if isinstance(launcher, Slurm):  # the outermost launcher: another may run inside it
             refuse_within(variables, launcher)
         return launcher.launch(Place(by_hand.address, by_hand.port, address_of))
     if by_hand:

@@ -1,4 +1,4 @@
-"""Reading an environment, with errors that name the variable; and changing it for a while."""
+"""Read an environment, with errors that name the variable, and change it temporarily."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megapg.errors import LaunchError
 
 
 class Variables:
-    """The variables of one process. One that is there but empty is an error when it is read."""
+    """The variables of one process. Reading a variable that is set but empty is an error."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
@@ -20,11 +20,11 @@ class Variables:
         return name in self._environment
 
     def among(self, names: Iterable[str]) -> list[str]:
-        """Those of the names that are set."""
+        """Return the names that are set."""
         return [name for name in names if name in self._environment]
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Its value; the default, if there is one, where it is not set."""
+        """Return the value. If the variable is not set, return the default or raise."""
         value = self._environment.get(name, default)
         if value is None:
             raise LaunchError(f"{name} is not set.")
@@ -33,7 +33,7 @@ class Variables:
         return value
 
     def number(self, name: str, default: int | None = None) -> int:
-        """Its value as a whole number; the default, if there is one, where it is not set."""
+        """Return the value as a whole number. If it is not set, return the default or raise."""
         text = self.text(name, None if default is None else str(default))
         try:
             return int(text)
@@ -41,22 +41,22 @@ class Variables:
             raise LaunchError(f"{name}={text!r} is no whole number.") from None
 
     def maybe(self, name: str) -> int | None:
-        """Its value as a whole number; None where it is not set."""
+        """Return the value as a whole number; None if the variable is not set."""
         return self.number(name) if name in self else None
 
-    # For what is only looked at in passing, and is no error whatever it holds.
+    # These never raise, whatever the variable holds.
 
     def plain(self, name: str) -> str:
-        """Its value; empty where it is not set."""
+        """Return the value; empty if the variable is not set."""
         return self._environment.get(name, "").strip()
 
     def whole(self, name: str) -> int | None:
-        """Its value as a whole number; None where it is none, or not set."""
+        """Return the value as a whole number; None if it is none, or is not set."""
         text = self.plain(name)
         return int(text) if text.isdecimal() else None
 
     def like(self, pattern: str) -> list[str]:
-        """The names that are set and fit a pattern with ``*``."""
+        """Return the names that are set and match a pattern with ``*``."""
         if "*" not in pattern:
             return self.among([pattern])
         return sorted(name for name in self._environment if fnmatchcase(name, pattern))
@@ -64,7 +64,7 @@ class Variables:
 
 @contextlib.contextmanager
 def overridden(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables of this process; at the end each is what it was."""
+    """Context that sets environment variables of this process and restores them at the end."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,7 +1,7 @@
-"""What every launcher has: a way to tell that it started this process, and what it says then.
+"""Base class of launchers: detect if one started this process, and read its variables.
 
-Each reads its own variables only, so that no launch is put together from two sources; which one
-speaks for the process is decided in :mod:`megapg.launch.detect`.
+A launcher reads its own variables only, so no launch is put together from two sources.
+:mod:`megapg.launch.detect` chooses the launcher.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megapg.launch.process import Launch
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks meet, as far as somebody said so."""
+    """The place where the ranks meet, as far as it was set."""
 
-    address: str | None = None  # host; None where nobody did
-    port: int | None = None  # TCP port there; None where nobody did
-    # gives an address for the name of a cluster's node
+    address: str | None = None  # host; None if not set
+    port: int | None = None  # TCP port there; None if not set
+    # maps the name of a cluster's node to an address
     address_of: Callable[[str], str] = address_of
 
     def origin(self, address: str, port: str) -> str:
-        """Where the address and the port come from; ``address`` and ``port`` where nobody said."""
+        """Name the source of address and port; ``address`` and ``port`` if MASTER_* are not set."""
         return (
             f"{address if self.address is None else 'MASTER_ADDR'}, "
             f"{port if self.port is None else 'MASTER_PORT'}"
@@ -45,15 +45,17 @@ class Launcher(ABC):
     rank: int  # global rank of this process
     world_size: int  # number of processes
     local_rank: int  # index of this process on its host
-    variables: Variables  # the rest of what it said
+    variables: Variables  # all variables of this process
 
     def __post_init__(self) -> None:
         check_range(self.rank, self.world_size, self.names)
 
     @classmethod
     def detect(cls, variables: Variables) -> Self | None:
-        """This launcher, if it started the process: None where none of its variables is set, and a
-        LaunchError where some are missing or no numbers.
+        """Return this launcher if it started the process, None if none of its variables is set.
+
+        Raises:
+            LaunchError: some of its variables are missing or no numbers.
         """
         needed = (*cls.also, *cls.names)
         given = variables.among(needed)
@@ -70,10 +72,10 @@ class Launcher(ABC):
 
     @abstractmethod
     def launch(self, place: Place) -> Launch:
-        """All it says; a LaunchError where there is no way to tell where the ranks meet."""
+        """Return the launch; raise a LaunchError if the address can't be known."""
 
 
 def check_range(rank: int, world_size: int, names: Sequence[str]) -> None:
-    """Refuse what is no rank of that world; the variables are named."""
+    """Raise a LaunchError, which names the variables, if the rank is not in the world."""
     if not 0 <= rank < world_size:
         raise LaunchError(f"{names[0]}={rank} is not within {names[1]}={world_size}.")

@@ -1,12 +1,12 @@
-"""Which network interfaces the ranks talk over: found in sysfs, chosen on request, said aloud.
+"""Choose the network interfaces that the ranks use. They are found in sysfs, and logged.
 
-InfiniBand is told by the kernel's link type and RoCE by the RDMA device behind an interface, never
-by a name: hosts rename their interfaces, and RoCE looks like any Ethernet from outside.
+InfiniBand is recognised by the kernel's link type, and RoCE by the RDMA device of an interface.
+Names are not used: hosts rename their interfaces, and RoCE looks like any Ethernet interface.
 
-NCCL and gloo spell the same choice differently. NCCL's ``NCCL_SOCKET_IFNAME`` is a filter, in which
-a bare name is a prefix (``ib1`` also takes ``ib10``), so the exact form ``=ib1`` is used; gloo's
-``GLOO_SOCKET_IFNAME`` is a plain list of names, and fails on everything else. What the user, or
-the administrator in ``/etc/nccl.conf``, has set is kept.
+NCCL and gloo take the choice in different forms. NCCL's ``NCCL_SOCKET_IFNAME`` is a filter, in
+which a bare name is a prefix (``ib1`` also matches ``ib10``), so the exact form ``=ib1`` is used.
+gloo's ``GLOO_SOCKET_IFNAME`` is a plain list of names. Values set by the user, or by the
+administrator in ``/etc/nccl.conf``, are kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UP = 0x1  # IFF_UP in an interface's flags
 
 
 class Kind(StrEnum):
-    """What carries an interface's traffic."""
+    """The type of an interface's network."""
 
     INFINIBAND = "InfiniBand"
     ROCE = "RoCE"
@@ -46,8 +46,8 @@ _LINK_TYPES = {1: Kind.ETHERNET, 32: Kind.INFINIBAND, 772: Kind.LOOPBACK}
 # As in /sys/class/infiniband/*/ports/*/link_layer.
 _LINK_LAYERS = {"InfiniBand": Kind.INFINIBAND, "Ethernet": Kind.ROCE}
 
-# What "auto" looks for, best first. Between plain Ethernet interfaces there is nothing to tell the
-# right one by, so that choice stays with NCCL, gloo and the user.
+# The kinds that "auto" takes, best first. The right one of several plain Ethernet interfaces can't
+# be known, so NCCL, gloo or the user choose it.
 _FAST = (Kind.INFINIBAND, Kind.ROCE)
 
 
@@ -57,11 +57,11 @@ class Interface:
 
     Attributes:
         name: as the kernel spells it: ``ib0.8001``, where ``ip`` prints ``ib0.8001@ib0``.
-        kind: what carries its traffic; a VLAN or bond on RoCE is RoCE.
-        up: whether it can carry traffic now.
-        addresses: its IP addresses, IPv4 first, without those that only hold on one link.
-        devices: the RDMA devices behind it, such as ``mlx5_0``.
-        speed: in megabits per second; None where the driver does not say.
+        kind: the type of its network; a VLAN or bond on RoCE is RoCE.
+        up: True if it can carry traffic now.
+        addresses: its IP addresses, IPv4 first, without link-local addresses.
+        devices: its RDMA devices, such as ``mlx5_0``.
+        speed: in megabits per second; None if the driver does not report it.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Interface:
 
     @property
     def obstacle(self) -> str:
-        """Why ranks can't talk over it; empty where they can."""
+        """The reason why ranks can't use it; empty if they can."""
         if not self.up:
             return "is down"
         return "" if self.addresses else "has no IP address"
@@ -88,14 +88,14 @@ class Interface:
 
 @dataclass(frozen=True)
 class RdmaPort:
-    """One port of an RDMA device: what NCCL moves data over where it can."""
+    """One port of an RDMA device. NCCL moves data over RDMA if it can."""
 
     device: str  # for example ``mlx5_0``
-    number: int  # of the port, from 1
+    number: int  # number of the port, from 1
     kind: Kind  # InfiniBand or RoCE, or other
-    active: bool  # whether it can carry traffic now
-    rate: str = ""  # as the driver words it: ``"400 Gb/sec (4X NDR)"``; empty where it does not
-    # the network interfaces whose addresses are its, for RoCE
+    active: bool  # True if it can carry traffic now
+    rate: str = ""  # text of the driver, ``"400 Gb/sec (4X NDR)"``; may be empty
+    # the network interfaces whose addresses it uses, for RoCE
     interfaces: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
@@ -105,14 +105,14 @@ class RdmaPort:
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable that a choice of network is about.
+    """One environment variable of a choice of network.
 
     Attributes:
         name: for example ``NCCL_SOCKET_IFNAME``.
-        value: what holds.
-        wanted: what the choice asked for.
-        kept: where the value was set before, which is why it is kept; empty where megapg sets it.
-        problem: what is wrong with the value that is kept; empty where nothing is.
+        value: the value in effect.
+        wanted: the value that the choice asked for.
+        kept: where the value was set before, if it is kept; empty if megapg sets it.
+        problem: what is wrong with a kept value; empty if it is valid.
     """
 
     name: str
@@ -131,12 +131,12 @@ class Variable:
 
 @dataclass(frozen=True)
 class Network:
-    """A choice of interfaces, and what it means for NCCL and gloo. Made by :func:`choose_network`.
+    """A choice of interfaces and its variables for NCCL and gloo. Made by :func:`choose_network`.
 
     Attributes:
-        interfaces: those chosen; empty where NCCL and gloo choose for themselves.
-        why: how they were chosen.
-        variables: what is set, and what was set before and is kept.
+        interfaces: the chosen ones; empty if NCCL and gloo choose themselves.
+        why: the reason for the choice.
+        variables: the variables that are set or kept.
         passed_over: interface -> why it was not chosen.
     """
 
@@ -147,23 +147,23 @@ class Network:
 
     @property
     def agreement(self) -> str:
-        """What every rank must have alike, for the ranks to compare: kinds, not names."""
+        """The text that must be equal on every rank: kinds of interfaces, not names."""
         if not self.interfaces:
             return "left to NCCL and gloo"
         return " + ".join(interface.kind.value for interface in self.interfaces)
 
     def environment(self) -> dict[str, str]:
-        """The environment variables to set: those that nobody has set before."""
+        """Return the environment variables to set: those that were not set before."""
         return {each.name: each.value for each in self.variables if not each.kept}
 
     def check(self, backend: str) -> None:
-        """Refuse what is kept but can't work.
+        """Raise if a kept value can't work.
 
         Args:
-            backend: as torch spells it; variables of others don't matter.
+            backend: as torch spells it; variables of other backends are not checked.
 
         Raises:
-            LaunchError: a variable that was set before names no interface that can serve.
+            LaunchError: a variable that was set before names no usable interface.
         """
         for each in self.variables:
             if each.problem and each.name.partition("_")[0].lower() in backend.lower():
@@ -174,9 +174,9 @@ class Network:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[Network]:
-        """Set :meth:`environment` while the block runs, and take it back at its end.
+        """Context that sets :meth:`environment` and removes it at the end.
 
-        Enter it before the first communicator is made: NCCL reads its variables once a process.
+        Enter it before the first communicator is made: NCCL reads its variables once per process.
         """
         added = {name: v for name, v in self.environment().items() if name not in os.environ}
         os.environ.update(added)
@@ -184,7 +184,7 @@ class Network:
             yield self
         finally:
             for name, value in added.items():
-                if os.environ.get(name) == value:  # else somebody has made it theirs meanwhile
+                if os.environ.get(name) == value:  # otherwise other code has changed it
                     del os.environ[name]
 
     def __str__(self) -> str:
@@ -201,19 +201,20 @@ def choose_network(
     root: Path = _ROOT,
     addresses: Mapping[str, Sequence[str]] | None = None,
 ) -> Network:
-    """Choose the interfaces that ranks on this host talk over. Nothing is set by it.
+    """Choose the network interfaces for ranks on this host. Sets nothing.
 
     Args:
-        wanted: ``"auto"`` for the first InfiniBand interface that is up and has an address, else
-            the first such RoCE interface, else none: then NCCL and gloo choose for themselves. What
-            the user has set for one of them narrows the choice for the other. Or exact names:
-            ``"ib0"``, ``"ib0,ib1"``, ``["ib0", "ib1"]``; with several, give every rank as many.
-        environment: where variables are that the user has set.
+        wanted: ``"auto"`` for the first InfiniBand interface that is up and has an address. If
+            there is none, the first such RoCE interface; if there is none, NCCL and gloo choose
+            themselves. A value that the user has set for one of them limits the choice for the
+            other. Or exact names: ``"ib0"``, ``"ib0,ib1"``, ``["ib0", "ib1"]``; give every rank the
+            same number.
+        environment: the environment variables, which the user may have set.
         root: the directory that holds ``sys/class`` and ``etc/nccl.conf``.
         addresses: interface -> IP addresses, instead of the host's own.
 
     Raises:
-        LaunchError: an interface asked for is not there, is down or has no address.
+        LaunchError: a named interface does not exist, is down or has no address.
     """
     found = {each.name: each for each in interfaces(root, addresses)}
     already = _already_set(environment, root)
@@ -229,15 +230,16 @@ def choose_network(
 def interfaces(
     root: Path = _ROOT, addresses: Mapping[str, Sequence[str]] | None = None
 ) -> tuple[Interface, ...]:
-    """The network interfaces of this host, in the natural order of their names.
+    """Return the network interfaces of this host, in natural order of names.
 
     Args:
         root: the directory that holds ``sys/class``.
         addresses: interface -> IP addresses, instead of the host's own.
     """
     net = root / "sys/class/net"
-    # A sysfs mounted in another network namespace, as in some containers, lists other interfaces
-    # than this process has: what has no address drops out, and what is missing is still named.
+    # In some containers, sysfs is of another network namespace and lists other interfaces than this
+    # process has. Interfaces without an address are dropped later, and interfaces with an address
+    # but without an entry are added here.
     reachable = _addresses() if addresses is None else addresses
     listed = {path.name for path in _entries(net) if (path / "type").exists()}
     behind: dict[str, set[str]] = {}
@@ -259,7 +261,7 @@ def interfaces(
 
 
 def rdma_ports(root: Path = _ROOT) -> tuple[RdmaPort, ...]:
-    """The RDMA ports of this host. InfiniBand works without a network interface of its own.
+    """Return the RDMA ports of this host. InfiniBand works without a network interface.
 
     Args:
         root: the directory that holds ``sys/class``.
@@ -271,7 +273,7 @@ def rdma_ports(root: Path = _ROOT) -> tuple[RdmaPort, ...]:
             kind=_LINK_LAYERS.get(_text(port / "link_layer"), Kind.OTHER),
             active=_text(port / "state").endswith(": ACTIVE"),
             rate=_text(port / "rate"),
-            # Most of the table is empty, and refuses to be read.
+            # Most entries of the table are empty and can't be read.
             interfaces=frozenset(filter(None, map(_text, _entries(port / "gid_attrs/ndevs")))),
         )
         for device in sorted(_entries(root / "sys/class/infiniband"), key=_by_name)
@@ -281,9 +283,9 @@ def rdma_ports(root: Path = _ROOT) -> tuple[RdmaPort, ...]:
 
 
 def nccl_takes(setting: str, name: str) -> bool:
-    """Whether NCCL, with this ``NCCL_SOCKET_IFNAME``, may use the interface.
+    """True if NCCL may use the interface with this ``NCCL_SOCKET_IFNAME``.
 
-    A list of prefixes; after ``^`` those not to use; after ``=`` exact names.
+    The value is a list of prefixes. ``^`` excludes them, ``=`` makes them exact names.
     """
     listed = setting.removeprefix("^")
     exact = listed.startswith("=")
@@ -293,7 +295,7 @@ def nccl_takes(setting: str, name: str) -> bool:
 
 
 def nccl_problem(setting: str, found: Mapping[str, Interface]) -> str:
-    """What is wrong with a value of ``NCCL_SOCKET_IFNAME`` on this host; empty if nothing."""
+    """Return what is wrong with ``NCCL_SOCKET_IFNAME`` on this host; empty if it is valid."""
     taken = [each for name, each in found.items() if nccl_takes(setting, name)]
     if not setting or any(not each.obstacle for each in taken):
         return ""
@@ -303,7 +305,7 @@ def nccl_problem(setting: str, found: Mapping[str, Interface]) -> str:
 
 
 def gloo_problem(setting: str, found: Mapping[str, Interface]) -> str:
-    """What is wrong with a value of ``GLOO_SOCKET_IFNAME`` on this host; empty if nothing."""
+    """Return what is wrong with ``GLOO_SOCKET_IFNAME`` on this host; empty if it is valid."""
     for name in filter(None, setting.split(",")):
         if name not in found:
             hint = " (gloo takes plain names; ^ and = are NCCL's)" if name[0] in "^=" else ""
@@ -325,7 +327,7 @@ def _fastest(
     found: Mapping[str, Interface], already: Mapping[str, tuple[str, str]]
 ) -> tuple[tuple[Interface, ...], str, dict[str, str]]:
     usable = [each for each in found.values() if not _drawback(each, already)]
-    usable.sort(key=lambda each: _FAST.index(each.kind))  # stable: by name within a kind
+    usable.sort(key=lambda each: _FAST.index(each.kind))  # stable sort: by name within a kind
     passed_over = {
         each.name: _drawback(each, already) or f"{usable[0].name} comes first"
         for each in found.values()
@@ -340,7 +342,7 @@ def _fastest(
 
 
 def _drawback(interface: Interface, already: Mapping[str, tuple[str, str]]) -> str:
-    """Why "auto" does not take it; empty where it may."""
+    """Return why "auto" does not take the interface; empty if it may."""
     if interface.obstacle or interface.kind not in _FAST:
         return interface.obstacle or f"is {interface.kind.value}"
     for name, takes in _TAKES.items():
@@ -389,12 +391,12 @@ def _variables(
 
 
 def _already_set(environment: Mapping[str, str], root: Path) -> dict[str, tuple[str, str]]:
-    """Variable -> its value, and where it was set. NCCL's files yield to the environment."""
+    """Return variable -> (value, source). The environment overrides NCCL's files."""
     named = environment.get("NCCL_CONF_FILE")
     personal = Path(environment["HOME"], ".nccl.conf") if "HOME" in environment else None
     files = [root / "etc/nccl.conf", Path(named) if named else personal]
     found = {}
-    for file in filter(None, files):  # NCCL lets the personal file go first
+    for file in filter(None, files):  # the personal file overrides
         with contextlib.suppress(OSError):
             for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
                 name, equals, value = line.partition("=")
@@ -408,7 +410,7 @@ def _already_set(environment: Mapping[str, str], root: Path) -> dict[str, tuple[
 
 
 def _addresses() -> dict[str, list[str]]:
-    """Interface -> its IP addresses, IPv4 first."""
+    """Return interface -> its IP addresses, IPv4 first."""
     found: dict[str, list[str]] = {}
     for label, entries in psutil.net_if_addrs().items():
         name = label.partition(":")[0]  # eth0:1 is a further address of eth0
@@ -416,7 +418,8 @@ def _addresses() -> dict[str, list[str]]:
             found.setdefault(name, []).extend(
                 entry.address
                 for entry in entries
-                if entry.family == family and "%" not in entry.address  # link-local carries a zone
+                # link-local addresses have a zone
+                if entry.family == family and "%" not in entry.address
             )
     return found
 
@@ -433,7 +436,7 @@ def _devices_behind(path: Path, behind: Mapping[str, set[str]]) -> set[str]:
 
 
 def _layers(path: Path) -> Iterator[Path]:
-    """The interface and those below it: what a VLAN or a bond sends through."""
+    """Yield the interface and those below it, which a VLAN or a bond uses."""
     yield path
     for lower in _entries(path):
         if lower.name.startswith("lower_"):
@@ -441,7 +444,7 @@ def _layers(path: Path) -> Iterator[Path]:
 
 
 def _is_up(path: Path) -> bool:
-    """Whether the interface carries traffic; some drivers leave that as ``unknown``."""
+    """True if the interface carries traffic; some drivers report ``unknown``."""
     state = _text(path / "operstate")
     if state:
         return state == "up" or (state == "unknown" and bool((_number(path / "flags") or 0) & _UP))
@@ -472,5 +475,5 @@ def _by_name(path: Path) -> list[int | str]:
 
 
 def _natural(name: str) -> list[int | str]:
-    """Sorts ``ib10`` after ``ib2``."""
+    """Return a sort key that puts ``ib10`` after ``ib2``."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

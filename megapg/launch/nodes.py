@@ -1,4 +1,4 @@
-"""The nodes of a SLURM job: their names, and addresses at which they can be reached."""
+"""The nodes of a SLURM job: their names and addresses."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import subprocess
 
 from megapg.errors import LaunchError
 
-# Seconds for one answer of scontrol; the controller may be slow, a dead one must not hang a job.
+# Seconds to wait for scontrol: a slow controller may answer, a dead one must not block the job.
 _PATIENCE = 15.0
 
 
 def names(hostlist: str, count: int, variable: str) -> list[str]:
-    """The node names of a list such as ``gpu[001-004,7],login``.
+    """Return the node names of a list such as ``gpu[001-004,7],login``.
 
-    By python-hostlist where that is installed, else by ``scontrol``, which makes something of any
-    garbage: it must be ``count`` nodes. A list of one plain name after the other needs neither.
+    Uses python-hostlist if installed, else ``scontrol``, or neither for a list of plain names.
+    ``scontrol`` accepts invalid lists, so the number of names must be ``count``.
     """
     try:
         found = _expanded(hostlist) if "[" in hostlist else hostlist.split(",")
         problem = f"names {len(found)} nodes, but the step has {count}"
-    except Exception as error:  # the library has a class of its own, which may be absent
+    except Exception as error:  # the library's own error class may not be importable
         found, problem = [], f"can't be read: {error}"
     if len(found) != count:
         raise LaunchError(
@@ -32,10 +32,10 @@ def names(hostlist: str, count: int, variable: str) -> list[str]:
 
 
 def address_of(node: str) -> str:
-    """The name itself where it resolves, else the address that SLURM has for the node.
+    """Return the name if it resolves, else the address that SLURM has for the node.
 
     Raises:
-        LaunchError: neither leads to an address.
+        LaunchError: neither resolves.
     """
     if _resolves(node):
         return node
@@ -70,7 +70,7 @@ def _resolves(name: str) -> bool:
 
 
 def _scontrol(*arguments: str) -> str:
-    """What it answers; an OSError where it can't be asked, or refused."""
+    """Return the output of scontrol; raise an OSError if it fails."""
     try:
         done = subprocess.run(
             ["scontrol", *arguments],

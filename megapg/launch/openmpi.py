@@ -9,16 +9,17 @@ from megapg.errors import LaunchError
 from megapg.launch.launcher import Launcher, Place
 from megapg.launch.process import Launch, port_for
 
-# How to reach mpirun, and the daemon on this rank's host: mpirun itself where that is the same.
-_HEAD, _OWN = "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_local_daemon_uri"
+# Addresses of mpirun, and of the daemon on this rank's host, which is mpirun on its own host.
+_HEAD, _LOCAL_DAEMON = "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_local_daemon_uri"
 
 
 @dataclass(frozen=True)
 class OpenMpi(Launcher):
     """Open MPI's ``mpirun`` (4 and 5).
 
-    It does not say where rank 0 is. Several hosts meet on the one of ``mpirun``, whose address
-    Open MPI 4 tells everyone; rank 0 knows whether that is its own, and says so if it is not.
+    Open MPI does not say where rank 0 is. If there are several hosts, the ranks meet on the host of
+    ``mpirun``, whose address Open MPI 4 gives to all ranks. Rank 0 raises if it runs on another
+    host.
     """
 
     name = "Open MPI"
@@ -36,7 +37,7 @@ class OpenMpi(Launcher):
         together = local_world_size == self.world_size
         address = place.address or ("127.0.0.1" if together else self._address())
         if self.world_size == 1:
-            address = ""  # nobody to meet, and no port to lose to another job on this host
+            address = ""  # a single rank needs no port, which another job on this host could take
         host = "the only host" if together else f"mpirun's host ({_HEAD})"
         return Launch(
             launcher=self.name,
@@ -51,7 +52,7 @@ class OpenMpi(Launcher):
         )
 
     def _address(self) -> str:
-        head, own = (_addresses(self.variables.text(name, "")) for name in (_HEAD, _OWN))
+        head, own = (_addresses(self.variables.text(name, "")) for name in (_HEAD, _LOCAL_DAEMON))
         advice = "Tell all of them: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 ..."
         if not head:
             raise LaunchError(
@@ -66,7 +67,7 @@ class OpenMpi(Launcher):
 
 
 def _addresses(uri: str) -> list[str]:
-    """The addresses in ``1648492544.0;tcp://192.0.2.2,10.0.0.1:56007;tcp6://[fd00::2]:39497``."""
+    """Parse addresses: ``1648492544.0;tcp://192.0.2.2,10.0.0.1:56007;tcp6://[fd00::2]:39497``."""
     found = []
     for addresses in re.findall(r"\btcp6?://([^;]+):\d+", uri):
         found += addresses.strip("[]").split(",")

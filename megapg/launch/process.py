@@ -1,4 +1,4 @@
-"""What a launcher said about this process, as a value."""
+"""The description of a process in its job, as a value."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from typing import Self
 from megapg.errors import LaunchError
 from megapg.launch.environment import overridden
 
-# Below the ports that systems hand out to connections (Linux: from 32768), above most services.
+# Below the ephemeral ports (Linux: from 32768), above the ports of most services.
 _FIRST_PORT, _PORTS = 20_000, 12_000
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Who this process is among those of its job, and where they meet.
+    """A process's rank in its job, and where the ranks meet.
 
-    :func:`~megapg.launch.detect` reads it from the environment. Where no launcher that megapg knows
-    started the job, make one and pass it to ``megapg.session(launch=...)``; the default is a
-    process alone.
+    :func:`~megapg.launch.detect` reads it from the environment. If megapg does not know the
+    launcher of the job, make a Launch and pass it to ``megapg.session(launch=...)``. The default is
+    a process alone.
 
     Attributes:
-        launcher: its name, for messages.
+        launcher: the name of the launcher, for messages.
         rank: global rank of this process.
         world_size: number of processes.
-        local_rank: index of this process on its host: the accelerator it uses. Unless given it is
-            what is certain: 0 where there is one process on each host, the rank where all are on
-            this one (as they are if they meet at a loopback address); None where nobody knows.
-        local_world_size: number of processes on this host; None where the launcher does not say.
+        local_rank: index of this process on its host: the accelerator it uses. Default: 0 if there
+            is one process per host, the rank if all are on this host (as with a loopback address),
+            else None for unknown.
+        local_world_size: number of processes on this host; None if unknown.
         address: host where the ranks meet; empty for a process alone.
         port: TCP port there.
-        hosted: the launcher runs the store, so that no rank has to.
-        attempt: how often the launcher has started this job again, from 0.
-        job: tells this job from others that may meet at the same port; equal on all ranks.
-        hosts: rank -> name of its host; empty where the launcher does not say.
-        origin: where address and port come from, for messages.
+        hosted: True if the launcher runs the store, so that no rank has to.
+        attempt: number of restarts of this job by the launcher, from 0.
+        job: distinguishes this job from others at the same port; equal on all ranks.
+        hosts: rank -> name of its host; empty if unknown.
+        origin: the source of address and port, for messages.
 
     Raises:
         LaunchError: the values do not fit together.
@@ -86,20 +86,19 @@ class Launch:
     def alone(cls) -> Self:
         """A process alone, whatever the environment says.
 
-        ``megapg.session(launch=Launch.alone())`` says that this is meant where
-        :func:`~megapg.launch.detect` finds the process to be one of several: in the shell of a
-        SLURM allocation, or in each pod of an Indexed Job whose pods have nothing to do with each
-        other.
+        Pass ``megapg.session(launch=Launch.alone())`` if :func:`~megapg.launch.detect` takes the
+        process for one of several, but a process alone is meant. Examples: the shell of a SLURM
+        allocation, or the pods of an Indexed Job if they are independent.
         """
         return cls(launcher="Launch.alone()")
 
     def environment(self) -> dict[str, str]:
-        """The same in torchrun's variables, for code that reads those."""
+        """Return this launch as torchrun's variables, for code that reads them."""
         variables = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
             "MASTER_ADDR": self.address or "127.0.0.1",
-            "MASTER_PORT": self.port,  # 0: any, for a process alone
+            "MASTER_PORT": self.port,  # 0 stands for any port, for a process alone
             "TORCHELASTIC_RESTART_COUNT": self.attempt,
         }
         if self.local_rank is not None:
@@ -112,13 +111,13 @@ class Launch:
 
     @contextlib.contextmanager
     def exported(self) -> Iterator[None]:
-        """Put :meth:`environment` into ``os.environ``; at the end everything is as it was."""
+        """Context that sets :meth:`environment` in ``os.environ`` and restores it at the end."""
         with overridden(self.environment()):
             yield
 
 
 def is_loopback(address: str) -> bool:
-    """Whether every host takes the address for itself."""
+    """True if the address is a loopback address."""
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -126,12 +125,12 @@ def is_loopback(address: str) -> bool:
 
 
 def port_for(job: str, step: int = 0) -> int:
-    """A port that all ranks of a job derive alike; the steps of one job get different ones."""
+    """Derive a port from the job's name, equal on all ranks. Steps of a job get different ports."""
     return _FIRST_PORT + (zlib.crc32(job.encode()) + step) % _PORTS
 
 
 def ranks_said(ranks: Iterable[int]) -> str:
-    """``ranks 0-7, 9``; ``rank 3``."""
+    """Format ranks: ``ranks 0-7, 9`` or ``rank 3``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""SLURM: tasks of ``srun``, and shells in an allocation, which are none."""
+"""SLURM: the tasks of ``srun``, and shells in an allocation, which are not tasks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megapg.launch.launcher import Launcher, Place
 from megapg.launch.nodes import names as names_of_nodes
 from megapg.launch.process import Launch, port_for
 
-# SLURM's numbers for what runs inside a job and is no step of tasks: the batch script, an
-# interactive shell, and their like.
+# From here on, SLURM's step numbers stand for the batch script, an interactive shell and others
+# that are no tasks.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 
@@ -23,8 +23,8 @@ _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 class Slurm(Launcher):
     """A task of ``srun``.
 
-    Rank 0 is on the first node of the step, and the port follows from job, step and restarts, so
-    that two steps of one job don't meet.
+    Rank 0 is on the first node of the step. The port depends on job, step and restarts, so that two
+    steps of a job do not meet.
     """
 
     name = "SLURM"
@@ -63,14 +63,15 @@ class Slurm(Launcher):
         )
 
     def _alone(self, place: Place) -> tuple[str, list[str]]:
-        """Where the tasks of a single node meet, and the names of all nodes."""
+        """Return the address for the tasks of a single node, and the names of all nodes."""
         node = self.variables.text("SLURMD_NODENAME", "")
         if self.world_size == 1:
-            return "", [node]  # nobody to meet, and no port to lose to another job on this node
+            # a single rank needs no port, which another job on this node could take
+            return "", [node]
         return place.address or "127.0.0.1", [node]
 
     def _among_nodes(self, place: Place) -> tuple[str, list[str]]:
-        """Where the tasks of several nodes meet, and the names of all nodes."""
+        """Return the address for the tasks of several nodes, and the names of all nodes."""
         if place.address is None:
             nodes = self._nodes()
             return place.address_of(nodes[0]), nodes
@@ -84,7 +85,7 @@ class Slurm(Launcher):
         return names_of_nodes(self.variables.text(name), count, name)
 
     def _tasks(self) -> list[int]:
-        """Tasks on each node; empty where SLURM does not say."""
+        """Return the number of tasks on each node; empty if unknown."""
         text = self.variables.text("SLURM_STEP_TASKS_PER_NODE", "")
         return [
             int(tasks)
@@ -93,7 +94,7 @@ class Slurm(Launcher):
         ]
 
     def _hosts(self, nodes: Sequence[str], tasks: Sequence[int]) -> Sequence[str]:
-        """rank -> node name; empty where it can't be told from how tasks were dealt out."""
+        """Return rank -> node name; empty if the distribution of tasks is unknown."""
         kind = self.variables.text("SLURM_DISTRIBUTION", "block").partition(":")[0]
         dealt = _DISTRIBUTIONS.get(kind)
         if dealt is None or len(nodes) != len(tasks):
@@ -105,9 +106,9 @@ class Slurm(Launcher):
 
 
 def refuse_shell(variables: Variables) -> None:
-    """Refuse the shell of an allocation, which ``salloc`` or ``sbatch`` made for several tasks.
+    """Raise a LaunchError in the shell of ``salloc`` or ``sbatch`` if it is for several tasks.
 
-    A job of one task needs no ``srun``: there the script is the only process.
+    In a job of one task, the script is the only process and needs no ``srun``.
     """
     if "SLURM_JOB_ID" not in variables:
         return
@@ -136,7 +137,7 @@ def _cyclic(tasks: Sequence[int]) -> list[int]:
     ]
 
 
-# How SLURM deals tasks out over nodes -> from tasks per node to the node of each rank.
+# SLURM's distribution of tasks over nodes -> function from tasks per node to the node of each rank.
 _DISTRIBUTIONS: Mapping[str, Callable[[Sequence[int]], list[int]]] = {
     "block": _block,
     "cyclic": _cyclic,

@@ -1,4 +1,4 @@
-"""``torchrun``, and what else is built on torch's elastic agent."""
+"""``torchrun``, and other launchers built on torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MARK = "TORCHELASTIC_RUN_ID"
 
 @dataclass(frozen=True)
 class Torchrun(Launcher):
-    """``torchrun``, and what else is built on torch's elastic agent."""
+    """``torchrun``, and other launchers built on torch's elastic agent."""
 
     name = "torchrun"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -22,7 +22,7 @@ class Torchrun(Launcher):
 
     @classmethod
     def detect(cls, variables: Variables) -> Self | None:
-        # Without it the others may have been set by hand.
+        # Without the mark, the other variables may have been set by hand.
         return super().detect(variables) if _MARK in variables else None
 
     def launch(self, place: Place) -> Launch:

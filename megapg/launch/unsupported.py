@@ -1,4 +1,4 @@
-"""Launchers and platforms that megapg can name, but under which it does not know how ranks meet."""
+"""Launchers and platforms that megapg recognises, but whose ranks it can't connect."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ _BY_HAND = "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in eac
 
 @dataclass(frozen=True)
 class Other:
-    """One row of the table: variables that show a process to be one of several.
+    """A launcher or platform, and the variables that show a process to be one of several.
 
-    Each is the name of a variable, empty where there is none.
+    Each attribute is the name of a variable, or empty.
     """
 
-    name: str  # of the launcher or platform, for messages
-    index: str  # which one of them this is
-    # how many there are; ``*`` stands for any text, and all that it fits are added up
+    name: str  # of the launcher or platform, for messages; not a variable
+    index: str  # the index of this process
+    # the number of processes; the values of all names that match a ``*`` are added
     count: str = ""
-    listing: str = ""  # all of them: a list in JSON, or words between commas, spaces or lines
-    local_index: str = ""  # which one it is among those of its host
-    local_count: str = ""  # how many there are on its host
-    hosts: bool = False  # index, count and listing are about hosts; each may run several ranks
-    remedy: str = f"Start them with torchrun, or {_BY_HAND}."  # what to do
+    listing: str = ""  # all processes: a JSON list, or words separated by commas, spaces or lines
+    local_index: str = ""  # the index of this process on its host
+    local_count: str = ""  # the number of processes on its host
+    # True if index, count and listing count hosts, each of which may run several ranks
+    hosts: bool = False
+    remedy: str = f"Start them with torchrun, or {_BY_HAND}."  # advice for the message
 
 
-# As the launchers' and platforms' own documents and sources have them.
+# From the documentation and sources of the launchers and platforms.
 _OTHERS = (
     Other("Cray PALS", "PALS_RANKID", "PALS_SIZE", local_index="PALS_LOCAL_RANKID"),
     Other(
@@ -128,8 +129,8 @@ _OTHERS = (
         "--node-rank=$DSTACK_NODE_RANK --nproc-per-node=$DSTACK_GPUS_PER_NODE "
         f"--master-addr=$DSTACK_MASTER_NODE_IP --master-port=29500 ...; or {_BY_HAND}.",
     ),
-    # Any job of such a kind has an index, one of a single pod as well, and Kubernetes tells a pod
-    # nothing more. The last, so that what others say of the number of pods goes before.
+    # A job of a single pod has an index too, and Kubernetes does not give the number of pods. So
+    # this row is last: another platform may give the number.
     Other(
         "an Indexed Job of Kubernetes",
         "JOB_COMPLETION_INDEX",
@@ -142,10 +143,10 @@ _OTHERS = (
 
 
 def refuse_within(variables: Variables, outer: Launcher) -> None:
-    """Refuse a process that one of them started inside a task of ``outer``; both are named.
+    """Raise a LaunchError if a known launcher started this process inside a task of ``outer``.
 
-    Intel MPI, MPICH and Flux start their daemons with ``srun``, one on each node, and what these
-    start has the daemon's variables: without this several ranks would take themselves for one task.
+    Intel MPI, MPICH and Flux start one daemon per node with ``srun``, and their ranks inherit the
+    daemon's variables. Without this check, several ranks would take themselves for one task.
     """
     for other in _OTHERS:
         if other.hosts or not (other.index and other.count):
@@ -163,11 +164,11 @@ def refuse_within(variables: Variables, outer: Launcher) -> None:
 
 
 def refuse_unknown(variables: Variables) -> None:
-    """Refuse a process that one of them started beside others, and say what to do.
+    """Raise a LaunchError if a known launcher started this process as one of several.
 
-    Without this every rank of such a job would take itself for a process alone. Where one has an
-    index, and nobody says how many there are, it counts as one of several: what is started once
-    gets no index.
+    Without this check, every rank of such a job would run as a process alone. A process with an
+    index but without a number of processes counts as one of several, because a process that is
+    started once gets no index.
     """
     found = [(other, _how_many(other, variables)) for other in _OTHERS]
     alone = {other.hosts for other, count in found if count == 1}  # of ranks, or of hosts
@@ -189,11 +190,14 @@ def refuse_unknown(variables: Variables) -> None:
 
 
 def local_rank(variables: Variables, rank: int, world_size: int) -> int | None:
-    """The number of a rank among those of its host, where ``LOCAL_RANK`` does not say it.
+    """Return the index of a rank on its host if ``LOCAL_RANK`` is not set; None if unknown.
 
-    It is certain where one of them says it, where there is one rank on each host, and where all
-    ranks are on this one. How many there are on each host is not enough, as nobody says that ranks
-    follow each other there: that is refused. None where nobody says even that.
+    The index is known if a variable gives it, if there is one rank per host, or if all ranks are on
+    this host. The number of ranks per host is not enough, because the ranks of a host need not be
+    consecutive.
+
+    Raises:
+        LaunchError: only the number of ranks per host is known.
     """
     shared = [("LOCAL_WORLD_SIZE", variables.whole("LOCAL_WORLD_SIZE"))]
     for other in _OTHERS:
@@ -218,7 +222,7 @@ def local_rank(variables: Variables, rank: int, world_size: int) -> int | None:
 
 
 def _how_many(other: Other, variables: Variables) -> int | None:
-    """How many there are of what it counts; None where nobody says."""
+    """Return the number of processes (or hosts) of a row; None if unknown."""
     counts = [variables.whole(name) for name in variables.like(other.count)]
     numbers = [count for count in counts if count is not None]
     if numbers and len(numbers) == len(counts):

@@ -1,16 +1,16 @@
-"""Which ranks form which groups. Pure arithmetic: no torch, no processes, no state.
+"""Compute which ranks form which groups. Pure arithmetic: no torch, no processes, no state.
 
-A *layout* factors the ranks of a job twice. The **dense grid** has the axes tp, cp, dp and pp; the
-**expert grid** has expt_tp, ep, expt_dp and pp over the same ranks. ``order`` says which axis
-varies fastest (the first one) and holds for both grids. A *family* is all groups of one field over
-the whole layout, and is a partition of the ranks (for the two embedding fields, of some of them).
+A *layout* factors the ranks of a job twice. The **dense grid** has the axes tp, cp, dp and pp. The
+**expert grid** has expt_tp, ep, expt_dp and pp over the same ranks. ``order`` lists the axes of
+both grids, the fastest varying first. A *family* is all groups of one field over the whole layout.
+It is a partition of the ranks (for the two embedding fields, of some of them).
 
-Everything is answered in closed form for one rank: ``members(field, rank)`` costs the size of the
-group, not of the world, so a layout of 131,072 ranks is as cheap to ask as one of 8.
+All results for one rank are in closed form: ``members(field, rank)`` costs the size of the group,
+not of the world. A layout of 131,072 ranks costs no more per call than one of 8.
 
-The rank order equals what ``megatron.core.parallel_state.initialize_model_parallel`` makes; the
-tests hold it to that, family by family. Within a group the ranks are in the order of
-``ranks``, which ascend unless they were given otherwise.
+The order of ranks equals that of ``megatron.core.parallel_state.initialize_model_parallel``, and
+the tests compare every family. Within a group the ranks are in the order of ``ranks``, which ascend
+unless given otherwise.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from megapg.layout.names import Fields as Fields
 from megapg.layout.names import GroupName as GroupName
 
 # field -> (grid, the axes its groups span). "instance" is the slow part of the expert grid's dp:
-# which replica of the distributed optimizer; the dense grid is sliced differently (intra_dp_cp).
-# "gtp" is the axis of either grid over which Megatron-core 0.19 shards weights (GTP): its ranks
-# have batches of their own, as those of dp have.
+# the replica of the distributed optimizer. The dense grid is sliced differently (intra_dp_cp).
+# "gtp" is the axis of either grid over which Megatron-core 0.19 shards weights (GTP). Its ranks
+# have different batches, as those of dp.
 _DENSE, _EXPERT = "dense", "expert"
 _SPANS: dict[GroupName, tuple[str, tuple[str, ...]]] = {
     "tp": (_DENSE, ("tp",)),
@@ -72,12 +72,13 @@ _SPANS: dict[GroupName, tuple[str, tuple[str, ...]]] = {
 _DERIVED: tuple[Field, ...] = ("embd", "pos_embd", "intra_dp_cp")
 
 if {*_SPANS, *_DERIVED, "hcp"} != {*FIELDS}:
-    raise RuntimeError("a field has a name and no ranks, or the other way round")  # one vocabulary
+    # both must list the same fields
+    raise RuntimeError("a field has a name and no ranks, or the other way round")
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where one rank sits in both grids; every value is an index, from 0."""
+    """The coordinates of a rank in both grids; every value is an index, from 0."""
 
     tp: int
     cp: int
@@ -92,44 +93,44 @@ class Coordinates:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout(Sizes):
-    """The sizes and the order of a parallel job, and from them the ranks of every group.
+    """The sizes and the order of a parallel job, which define the ranks of every group.
 
     Args:
         world_size: number of ranks in the layout.
         tp: tensor parallel size.
         pp: pipeline parallel size.
         cp: context parallel size.
-        ep: expert parallel size; experts spread over the ranks of tp, cp and dp.
-        expt_tp: tensor parallel size inside an expert; ``tp`` unless given.
-        gtp_remat: over how many ranks each weight of the dense layers is sharded, to be gathered
-            as it is used (Megatron-core 0.19's generalised tensor parallelism, which trains with
-            Transformer Engine on GPUs). These ranks are next to those of ``tp``; each has batches
-            of its own, and ``dp`` counts the ranks with the same weights.
+        ep: expert parallel size. Experts spread over the ranks of tp, cp and dp.
+        expt_tp: tensor parallel size inside an expert. Default: ``tp``.
+        gtp_remat: number of ranks over which each weight of the dense layers is sharded. Weights
+            are gathered for use (Megatron-core 0.19's generalised tensor parallelism, which trains
+            with Transformer Engine on GPUs). These ranks are next to those of ``tp``, and have
+            different batches. ``dp`` counts the ranks with the same weights.
         expt_gtp_remat: the same for the experts' weights, next to the ranks of ``ep``.
         order: axes from fastest to slowest varying rank, for example ``"tp-cp-ep-dp-pp"``.
         optimizer_instances: replicas of the distributed optimizer across data parallelism.
         hierarchical_cp: sizes of the levels of context parallelism, innermost first; their
             product is ``cp``.
-        embedding_ranks: which ranks of a pipeline hold the word embeddings.
+        embedding_ranks: returns the ranks of a pipeline that hold the word embeddings.
         position_embedding_ranks: the same for the position embeddings.
-        vpp: virtual pipeline size, the model chunks a rank holds; needs ``pp`` > 1.
-        hybrid_cp: also form the groups by size of hybrid context parallelism, ``hybrid.2``,
-            ``hybrid.4``, ...: neighbours within data x context parallelism.
-        ranks: the global ranks the layout lives on, for a model that has only part of the job, for
-            example ``range(4, 8)``. In any order, for machines whose ranks are not numbered as they
-            are wired: of ``[3, 1, 0, 2]`` rank 3 has the first place, and every group has its
-            members in this order. All ranks from 0 unless given.
+        vpp: virtual pipeline size: the number of model chunks per rank. Needs ``pp`` > 1.
+        hybrid_cp: also form the groups of hybrid context parallelism, ``hybrid.2``, ``hybrid.4``,
+            ...: neighbours within data x context parallelism.
+        ranks: the global ranks of the layout, for a model on a part of the job, for example
+            ``range(4, 8)``. Any order is allowed, for machines whose ranks are not numbered by
+            their wiring. With ``[3, 1, 0, 2]`` rank 3 is first, and every group lists its members
+            in this order. Default: all ranks from 0.
 
     Raises:
-        LayoutError: the values do not fit together; the message does the arithmetic and names
-            the nearest layouts that would fit.
+        LayoutError: the values do not fit together. The message shows the arithmetic and the
+            nearest layouts that fit.
     """
 
     # -- questions ---------------------------------------------------------------------------
 
     @cached_property
     def families(self) -> tuple[GroupName, ...]:
-        """Every name ``members`` and ``partition`` answer for in this layout."""
+        """Every name that ``members`` and ``partition`` accept in this layout."""
         spanned = [f for f in _SPANS if f != "inter_dist_opt" or self.optimizer_instances > 1]
         levels = range(len(self.hierarchical_cp))
         sizes = self.hybrid_cp_sizes
@@ -142,37 +143,38 @@ class ParallelLayout(Sizes):
 
     @property
     def hybrid_cp_sizes(self) -> tuple[int, ...]:
-        """Sizes of the groups that hybrid context parallelism picks from: the powers of two from
-        2 to half of dp x cp, as Megatron's; none unless ``hybrid_cp``.
+        """Sizes of the groups of hybrid context parallelism; empty without ``hybrid_cp``.
+
+        As in Megatron: the powers of two from 2 to half of dp x cp.
         """
         if not self.hybrid_cp:
             return ()
         return tuple(2**n for n in range(1, (self.dp * self.cp).bit_length() - 1))
 
     def members(self, field: GroupName, rank: int) -> tuple[int, ...]:
-        """Global ranks of the group of ``field`` that ``rank`` is in, in the layout's order.
+        """Return the global ranks of the group of ``field`` with ``rank``, in the layout's order.
 
-        Costs O(group size). Empty where the rank is outside the family, which only the two
-        embedding fields allow.
+        Costs O(group size). Empty if the rank is in no group of the family, which is possible only
+        for the two embedding fields.
 
         Raises:
-            UnknownFieldError: no such field, or one this layout does not configure.
+            UnknownFieldError: no such field, or this layout does not have it.
             LayoutError: ``rank`` is not in the layout.
         """
         position = self._position(rank)
         return self._to_ranks(self._positions(self._known(field), position))
 
     def partition(self, field: GroupName) -> Iterator[tuple[int, ...]]:
-        """Every group of ``field``, lazily, in the layout's order of their first ranks.
+        """Yield every group of ``field``, in the layout's order of their first ranks.
 
         Raises:
-            UnknownFieldError: as ``members``.
+            UnknownFieldError: see ``members``.
         """
         self._known(field)
         return self._groups(field)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where ``rank`` sits in both grids.
+        """Return the coordinates of ``rank`` in both grids.
 
         Raises:
             LayoutError: ``rank`` is not in the layout.
@@ -193,14 +195,14 @@ class ParallelLayout(Sizes):
         )
 
     def describe(self) -> dict[str, str]:
-        """Every setting as text: equal on two ranks exactly when their layouts are equal."""
+        """Return every setting as text. The texts are equal exactly if the layouts are."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["embedding_ranks"] = self._describe_embedding("embd")
         values["position_embedding_ranks"] = self._describe_embedding("pos_embd")
         return {name: text_of(value) for name, value in values.items()}
 
     def fingerprint(self) -> str:
-        """A digest of the layout, the same on every rank and in every process: 64 hex digits."""
+        """Return a digest of the layout, equal on every rank and process: 64 hex digits."""
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()
 
     # -- how the groups come about -----------------------------------------------------------
@@ -248,7 +250,8 @@ class ParallelLayout(Sizes):
             chosen = (tuple(self._chosen(field, each)) for each in self._groups("pp"))
             groups: Iterable[tuple[int, ...]] = (group for group in chosen if group)
             if self._chooser(field) not in DEFAULT_CHOICES:
-                # It may choose stages whose ranks come in another order than the pipelines.
+                # The callable may choose stages whose ranks are in another order than the
+                # pipelines.
                 groups = sorted(groups, key=lambda group: self._position(group[0]))
             yield from groups
             return
@@ -272,7 +275,7 @@ class ParallelLayout(Sizes):
         return tuple(self.ranks[p] for p in positions)
 
     def _position(self, rank: int) -> int:
-        at = bisect.bisect_left(self.ranks, rank)  # finds it where they ascend
+        at = bisect.bisect_left(self.ranks, rank)  # works if the ranks ascend
         if at < self.world_size and self.ranks[at] == rank:
             return at
         if rank not in self._places:
@@ -306,16 +309,16 @@ class ParallelLayout(Sizes):
         choose = self._chooser(field)
         if choose in DEFAULT_CHOICES:
             return choose.__name__
-        # A callable is what it answers: names and source differ between equal functions.
+        # Describe a callable by its results: equal functions may differ in name and source.
         answers = list(self._groups(field))
         return "custom:" + hashlib.sha256(json.dumps(answers).encode()).hexdigest()[:16]
 
 
 def _level(group: Sequence[int], at: int, sizes: Sequence[int], level: int) -> list[int]:
-    """The sub-group of ``group`` around ``at`` on one level of a hierarchy, innermost level first.
+    """Return the sub-group of ``group`` with ``at`` on one level of a hierarchy, innermost first.
 
-    A group of 16 with sizes (2, 2, 4) has neighbours in pairs on level 0, pairs two apart on level
-    1, and fours four apart on level 2.
+    Example: a group of 16 with sizes (2, 2, 4). Level 0 has pairs of neighbours, level 1 pairs with
+    stride 2, and level 2 groups of four with stride 4.
     """
     index = bisect.bisect_left(group, at)
     stride, size = math.prod(sizes[:level]), sizes[level]

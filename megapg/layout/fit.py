@@ -1,4 +1,4 @@
-"""The sizes of a layout: do they fit together, and which are the nearest that would."""
+"""Check that the sizes of a layout fit together, and find the nearest layouts that do."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megapg.errors import LayoutError
 from megapg.layout.grid import Grid
 
 EmbeddingRanks: TypeAlias = Callable[[list[int]], Sequence[int]]
-"""Given the global ranks of one pipeline, first stage first: those that hold the embedding."""
+"""Maps the global ranks of one pipeline, first stage first, to those with the embedding."""
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
 def full_order(axes: Sequence[str]) -> str:
-    """An order in which these axes follow each other, the fastest first, and no other is missing.
+    """Return an order with all axes, in which the given axes follow each other, fastest first.
 
-    Those go before pipeline stages that come last: the experts' data parallelism may be larger than
-    that of the dense layers, and stages have to be the same ranks in both grids.
+    The others go before pp if pp comes last. Otherwise stages could be different ranks in the two
+    grids, as the experts' data parallelism may be larger than that of the dense layers.
     """
     usual = DEFAULT_ORDER.split("-")
     if [*axes] == [axis for axis in usual if axis in axes]:
@@ -35,12 +35,12 @@ def full_order(axes: Sequence[str]) -> str:
 
 
 def default_embedding_ranks(pipeline: list[int]) -> list[int]:
-    """First and last stage, as Megatron's default: where the word embeddings live."""
+    """Return the first and last stage, which hold Megatron's word embeddings by default."""
     return pipeline[:1] if len(pipeline) == 1 else [pipeline[0], pipeline[-1]]
 
 
 def default_position_embedding_ranks(pipeline: list[int]) -> list[int]:
-    """First stage only, as Megatron's default: where the position embeddings live."""
+    """Return the first stage, which holds Megatron's position embeddings by default."""
     return pipeline[:1]
 
 
@@ -53,7 +53,7 @@ DEFAULT_CHOICES = (default_embedding_ranks, default_position_embedding_ranks)
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a layout is made of, checked: the fields of :class:`megapg.layout.ParallelLayout`."""
+    """The checked fields of :class:`megapg.layout.ParallelLayout`."""
 
     world_size: int
     tp: int = 1
@@ -83,12 +83,12 @@ class Sizes:
 
     @property
     def dp(self) -> int:
-        """Data parallel size of the dense grid: how many hold the same weights."""
+        """Data parallel size of the dense grid: the number of ranks with the same weights."""
         return self.world_size // (self.tp * self.gtp_remat * self.pp * self.cp)
 
     @property
     def expt_dp(self) -> int:
-        """Data parallel size of the expert grid, likewise."""
+        """Data parallel size of the expert grid."""
         return self.world_size // (self.expt_tp * self.ep * self.expt_gtp_remat * self.pp)
 
     @cached_property
@@ -104,8 +104,9 @@ class Sizes:
         return self._grid("ep", dp=slice_, instance=instances, pp=self.pp, **sizes)
 
     def _grid(self, before_gtp: str, **sizes: int) -> Grid:
-        """A grid in which weights are sharded over the ranks next to those of an axis: Megatron
-        has the axis gtp in no order that a user gives.
+        """Return a grid. Weights are sharded over an axis "gtp" after the axis ``before_gtp``.
+
+        In Megatron, the user's order never contains gtp.
         """
         named = self.order.split("-")
         anchor = before_gtp if before_gtp in named else "tp"
@@ -149,7 +150,7 @@ class Sizes:
             )
 
     def _misfit(self) -> str | None:
-        """The first division that leaves a remainder, spelled out; None where all fit."""
+        """Return the first division that leaves a remainder, as text; None if there is none."""
         world, instances = self.world_size, self.optimizer_instances
         dense = self._product("tp", "gtp_remat", "pp", "cp")
         expert = self._product("expt_tp", "ep", "expt_gtp_remat", "pp")
@@ -169,13 +170,13 @@ class Sizes:
         return None
 
     def _product(self, *names: str) -> tuple[str, int]:
-        """Sizes multiplied, as text (rematerialisation only where it is used); and the product."""
+        """Return sizes as text (rematerialisation only if above 1), and their product."""
         sizes = {name: getattr(self, name) for name in names}
         shown = [f"{k}={n}" for k, n in sizes.items() if n > 1 or "remat" not in k]
         return " x ".join(shown), math.prod(sizes.values())
 
     def _suggest(self) -> str:
-        """The nearest layouts that fit: other world sizes first, then one other size each."""
+        """Return the nearest layouts that fit: other world sizes first, then other single sizes."""
         instances = self.optimizer_instances
         dense = self.tp * self.gtp_remat * self.pp * math.lcm(self.cp, instances)
         expert = self.expt_tp * self.ep * self.expt_gtp_remat * self.pp * instances
@@ -197,11 +198,11 @@ class Sizes:
         return f"Nearest that fit: {'; or '.join(options)}." if options else ""
 
     def _fits(self, change: dict[str, int]) -> bool:
-        """Whether the changed layout can be made: its order, levels, chunks and ranks included."""
-        changed = copy.copy(self)  # of which nothing was checked
+        """True if the changed layout is valid, with its order, levels, chunks and ranks."""
+        changed = copy.copy(self)  # without checks
         vars(changed).update(change)
         if changed._misfit() is not None:
-            return False  # and the checks would ask for suggestions in turn
+            return False  # avoids recursion: the checks call _suggest()
         try:
             changed.__post_init__()
         except LayoutError:
@@ -228,7 +229,7 @@ class Sizes:
                 )
         if self.pp == 1:
             return
-        # The two rules that Megatron asserts: pipelines must be the same ranks in both grids.
+        # Megatron asserts these two rules: pipelines must be the same ranks in both grids.
         strides = self._dense.stride("pp"), self._expert.stride("pp")
         if strides[0] != strides[1]:
             raise LayoutError(
@@ -254,7 +255,7 @@ class Sizes:
 
 
 def _one_form(ranks: Sequence[int]) -> Sequence[int]:
-    """Evenly spaced ranks as a range, others as a tuple, so that the same ranks are equal."""
+    """Return evenly spaced ranks as a range, others as a tuple, so that they can be compared."""
     try:
         given = ranks if isinstance(ranks, range) else tuple(map(operator.index, ranks))
     except TypeError:

@@ -1,4 +1,4 @@
-"""Ranks in a mixed-radix grid: which positions share every coordinate but some."""
+"""Ranks in a mixed-radix grid: find positions that share all coordinates but some."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Grid:
         return position // stride % size
 
     def through(self, position: int, spanned: Sequence[str]) -> Sequence[int]:
-        """Positions that share every coordinate with ``position`` but those of ``spanned``."""
+        """Return the positions that share with ``position`` every coordinate except ``spanned``."""
         first = position - sum(self._offset(axis, position) for axis in spanned)
         runs = self._runs(spanned)
         if len(runs) == 1:
             stride, size = runs[0]
             return range(first, first + stride * size, stride)
-        # The longest run goes in as whole ranges: element by element, a large group is slow.
+        # Insert the longest run as whole ranges, as single elements are slow for a large group.
         longest = max(range(len(runs)), key=lambda index: runs[index][1])
         stride, size = runs[longest]
         inner, outer = _sums(runs[:longest]), _sums(runs[longest + 1 :])
@@ -48,8 +48,9 @@ class Grid:
         return found
 
     def _runs(self, spanned: Sequence[str]) -> list[tuple[int, int]]:
-        """(stride, size) of the spanned axes, neighbouring ones merged: a group of the whole world
-        is then one range, whatever it is factored into.
+        """Return (stride, size) of the spanned axes, with neighbouring axes merged.
+
+        A group of the whole world is then one range.
         """
         runs = [(1, 1)]
         for axis in (axis for axis in self.axes if axis in spanned):
@@ -64,7 +65,7 @@ class Grid:
         return runs
 
     def origins(self, spanned: Sequence[str]) -> Sequence[int]:
-        """The lowest position of every group over ``spanned``, ascending."""
+        """Return the lowest position of every group over ``spanned``, ascending."""
         return self.through(0, [axis for axis in self.axes if axis not in spanned])
 
     def _offset(self, axis: str, position: int) -> int:
@@ -72,7 +73,7 @@ class Grid:
 
 
 def _sums(runs: Sequence[tuple[int, int]]) -> list[int]:
-    """Every multiple of each run's stride added up, the first run varying fastest."""
+    """Return all sums of one multiple of each run's stride, the first run varying fastest."""
     sums = [0]
     for stride, size in runs:
         sums = [total + stride * n for n in range(size) for total in sums]

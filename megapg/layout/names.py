@@ -1,4 +1,4 @@
-"""The names of groups, so that a type checker knows a wrong one."""
+"""The names of groups as types, so that a type checker finds wrong names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Field: TypeAlias = (
 """A field of a collection."""
 
 Fields: TypeAlias = Sequence[Field] | Set[Field]
-"""Some of them, in a tuple, a list or a set."""
+"""Several fields, in a tuple, a list or a set."""
 
 FIELDS: tuple[Field, ...] = tuple(name for part in get_args(Field) for name in get_args(part))
 """Every field a collection can hold. ``hcp`` is a list of groups: its levels are ``hcp.0``, ..."""

@@ -1,6 +1,6 @@
-"""What owns process groups: makes them, lends them out, suspends, resumes and ends them.
+"""Process groups and their owners: create, lend out, suspend, resume and close groups.
 
-``session`` owns groups that it made; ``owner`` is what it shares with
-:class:`~megapg.megatron.adopting.adopted.Adopted`, which owns those of Megatron-core. ``offload``
-gives the memory of groups back for a while, and ``rebind`` puts new groups where old ones were.
+A ``session`` owns groups that it created. :class:`~megapg.megatron.adopting.adopted.Adopted` owns
+groups that Megatron-core created. ``owner`` holds their common base class. ``offload`` releases the
+memory of groups for a while, and ``rebind`` replaces references to old groups with new ones.
 """

@@ -1,6 +1,6 @@
-"""How open process groups end: in order, after an error, dropped, or when Python ends.
+"""Close process groups: in order, after an error, when their owner is dropped, or at exit.
 
-A failure on any rank ends the groups on all of them, in bounded time and with every step attempted.
+A failure on any rank closes the groups on all ranks, in bounded time. Every step is attempted.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from megapg.signals import NoSignals, SignalExit
 
 logger = logging.getLogger(__name__)
 
-# How long a rank whose collective failed waits for a word from the ranks that caused it. Seconds.
-_NEWS = 2.0
-# How long a finaliser holds up whoever dropped the last reference; the rest goes on behind it.
-# Seconds.
-_FINALISER = 10.0
+# Seconds for which a rank whose collective failed waits for the error of the rank that caused it.
+_NEWS_WAIT = 2.0
+# Seconds for which a finaliser blocks the thread that dropped the last reference. After that,
+# closing continues in the background.
+_FINALISER_WAIT = 10.0
 
 
 _BeforeRelease = TypeVar("_BeforeRelease", bound=Callable[[], object])
 
 
 class Closing(abc.ABC):
-    """How a :class:`~megapg.ownership.owner.Owner` closes its process groups."""
+    """Base class of :class:`~megapg.ownership.owner.Owner`: closes its process groups."""
 
     generation = 0
     _state = LeaseState.CLOSED  # until groups are open
 
     def __init__(self, title: str, world: World, timeout: float, signals: NoSignals) -> None:
         self._title, self._world, self._timeout, self._signals = title, world, timeout, signals
-        self._coordinator: Coordinator | None = None  # while the ranks are together
+        self._coordinator: Coordinator | None = None  # set while the ranks are connected
         self._made: list[tuple[Communicator, ProcessGroup]] = []
         self._lease = Lease(owner=title, timeout=timeout)
         self._groups: ProcessGroupCollection | None = None
-        self._world_owner: Closing | None = None  # which lives as long as what is open on its WORLD
-        self._way: How | None = None  # how the groups were suspended, while they are
+        self._world_owner: Closing | None = None  # keeps the owner of WORLD alive
+        self._way: How | None = None  # set while the groups are suspended
         self._before_release: list[Callable[[], object]] = []
-        # of this rank's groups; they stay while the groups are suspended
+        # Field -> ranks of this rank's groups. Stays set while the groups are suspended.
         self.ranks_by_field: Mapping[str, tuple[int, ...]] = {}
 
     @property
@@ -73,37 +73,38 @@ class Closing(abc.ABC):
 
     @property
     def closed(self) -> bool:
-        """Whether the groups have been closed."""
-        # Of the class, which is there still when Python has taken the module down.
+        """True if the groups have been closed."""
+        # Read the state from the class: at exit, Python may have cleared this module's globals.
         return self._state is type(self)._state
 
     @abc.abstractmethod
     def _release(
         self, steps: Steps, news: Callable[[], None], abort: BaseException | None, alone: bool
     ) -> dict[int, str]:
-        """End the groups and whatever ends with them, attempting every step.
+        """Close the groups, and WORLD if it is this owner's. Every step is attempted.
 
         Args:
-            steps: the attempts.
-            news: to be called when the groups have ended and WORLD has not: other ranks that waited
-                for this one have failed by then, and may say of what.
-            abort: what the other ranks shall hear, if anything is wrong: nobody is waited for then.
-            alone: nothing is wrong, and nobody is waited for either.
+            steps: collects times and errors.
+            news: called after the groups are closed and before WORLD is. By then ranks that waited
+                for this one have failed and posted their errors.
+            abort: the error to report to the other ranks, or None. With an error, this rank aborts
+                the groups and waits for no other rank.
+            alone: True to wait for no other rank although there is no error.
 
         Returns:
-            rank -> what is wrong there, so that something could not end in order.
+            rank -> the error that kept this rank from closing in order.
         """
 
     @abc.abstractmethod
     def _refuse_to_close(self) -> None:
-        """Raise where closing now, with nothing wrong, would harm others."""
+        """Raise if closing now, without an error, would harm other users of the groups."""
 
     @abc.abstractmethod
     def _take_leave(self, error: BaseException | None) -> None:
-        """Tell those of the other ranks that are not together with this one any more."""
+        """Notify the other ranks that this rank has closed, if they are not connected to it."""
 
     def _opened(self) -> None:
-        """The groups are open: from now on this owner is among :func:`open_owners`."""
+        """Register this owner for :func:`open_owners` once its groups are open."""
         if not self._world.ours:
             self._world_owner = next((o for o in open_owners() if o._world.ours), None)
         self.ranks_by_field = _ranks_by_field(self._groups)
@@ -112,7 +113,7 @@ class Closing(abc.ABC):
         self._signals.when_stuck(_weakly(self._leave_without_the_main_thread))
 
     def _part(self, error: BaseException | None, alone: bool = False) -> dict[int, str]:
-        """Take leave of the other ranks, if we are together: rank -> what went wrong there."""
+        """Disconnect from the other ranks, if connected. Return rank -> its error."""
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is None:
             return {}
@@ -125,17 +126,17 @@ class Closing(abc.ABC):
         return f"at {time.strftime('%H:%M:%S')} on rank {self.rank}"
 
     def before_release(self, callback: _BeforeRelease) -> _BeforeRelease:
-        """Have ``suspend()`` and :meth:`close` call ``callback()`` before anything is released.
+        """Have ``suspend()`` and :meth:`close` call ``callback()`` before they release anything.
 
-        For what holds on to communicators or their memory beside them: CUDA graphs, buffers
+        Use it for objects that keep communicators or their memory alive: CUDA graphs, buffers
         registered with NCCL, the buffers of expert-parallel libraries. Callbacks run in the order
-        in which they were given; this serves as a decorator, too.
+        of registration. Also works as a decorator.
         """
         self._before_release.append(callback)
         return callback
 
     def close(self) -> None:
-        """End the groups. Closing twice does nothing."""
+        """Close the groups. Closing twice does nothing."""
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
@@ -148,17 +149,18 @@ class Closing(abc.ABC):
             self._finish(error)
 
     def _dependents(self) -> list[Closing]:
-        """Whoever else is open on the WORLD that this one made, and will destroy; newest first."""
+        """Return the other owners whose groups are on this owner's WORLD, newest first."""
         if not self._world.ours:
             return []
         return [o for o in reversed(open_owners()) if o is not self and o._world.current]
 
     def _finish(self, error: BaseException | None, why: str = "", *, alone: bool = False) -> None:
-        """Close.
+        """Close the groups.
 
         Args:
-            error: what it is closed for, if anything is wrong; then nobody is waited for.
-            why: what the groups' users shall hear of it, in place of the error's name.
+            error: why the groups are closed, or None. With an error, this rank waits for no other
+                rank.
+            why: the reason that later use of the groups reports, instead of the error's name.
             alone: see :func:`leave`.
         """
         unfinished: list[BaseException] = []
@@ -179,7 +181,7 @@ class Closing(abc.ABC):
             parted = True
         if (interruption := _interruption(unfinished)) is not None and not problems:
             problems = {self.rank: brief(interruption)}
-            if coordinator is not None:  # nobody shall wait for what it was about to say
+            if coordinator is not None:  # the other ranks must not wait for this one
                 coordinator.part(interruption, timeout=self._timeout)
         self._take_leave(cause or interruption)
         abort = cause or interruption
@@ -196,7 +198,7 @@ class Closing(abc.ABC):
         self._world_owner = None
         problems = {rank: said for rank, said in problems.items() if said != ALONE}
         if steps.problems:
-            self._state = LeaseState.FAILED  # closing it again tries the rest again
+            self._state = LeaseState.FAILED  # a second close() tries the rest again
         del interruption, cause, abort
         raise_interruption(unfinished)
         if steps.problems:
@@ -221,7 +223,7 @@ class Closing(abc.ABC):
     def _close_dependents(
         self, unfinished: list[BaseException], error: BaseException | None, alone: bool
     ) -> BaseException | None:
-        """Close what else is open on our WORLD; what then is a reason to wait for nobody."""
+        """Close the other owners on this owner's WORLD. Return the error to abort with, or None."""
         for dependent in self._dependents():
             logger.warning(
                 "%s made WORLD and is closed, while %s is open on it, which is closed first",
@@ -245,7 +247,7 @@ class Closing(abc.ABC):
 
     @contextlib.contextmanager
     def _kept(self, errors: list[BaseException]) -> Iterator[None]:
-        """Around a step of closing: what it raises counts when all is closed, Ctrl-C included."""
+        """Collect the error of one step of closing, Ctrl-C included, so that the next step runs."""
         try:
             with self._signals.heeding():
                 yield
@@ -263,7 +265,7 @@ class Closing(abc.ABC):
             return
         try:
             self._close(error)
-        except Exception as trouble:  # what the body raised matters more
+        except Exception as trouble:  # the error of the body matters more
             error.add_note(f"closing {self._title} failed as well: {trouble!r}")
 
     def __del__(self) -> None:
@@ -284,10 +286,10 @@ class Closing(abc.ABC):
         try:
             warnings.warn(self._warning(how), ResourceWarning, stacklevel=2)
         finally:
-            # The collector may come by anywhere, so this thread may hold a lock that is needed.
-            # Starting a thread by threading takes one, too.
+            # The garbage collector can run at any point, so this thread may hold a lock that
+            # closing needs. ``threading.Thread`` takes a lock as well, so use ``_thread``.
             _thread.start_new_thread(drop, ())
-            done.acquire(timeout=_FINALISER)
+            done.acquire(timeout=_FINALISER_WAIT)
 
     def _warning(self, how: str) -> str:
         return (
@@ -296,7 +298,7 @@ class Closing(abc.ABC):
         )
 
     def _drop(self, how: str) -> None:
-        """Close what nobody will: the other ranks are told, and not waited for."""
+        """Abort groups that were never closed. The other ranks are notified, not waited for."""
         said = f"{self._title} (generation {self.generation}) {how}"
         logger.warning("%s, and is aborted", said)
         try:
@@ -308,10 +310,8 @@ class Closing(abc.ABC):
     def _add_news(
         self, error: BaseException | None, coordinator: Coordinator | None, problems: dict[int, str]
     ) -> None:
-        """How the others fare, as a note on the error or among the problems: it may be the fault of
-        one that has not said a word, and what torch says of communicators names no rank.
-        """
-        wait = min(self._timeout, _NEWS)
+        """Add the other ranks' errors to ``error`` or ``problems``: torch's errors name no rank."""
+        wait = min(self._timeout, _NEWS_WAIT)
         if coordinator is None:
             return
         if isinstance(error, Exception):
@@ -322,7 +322,7 @@ class Closing(abc.ABC):
             problems.update(coordinator.news(wait=wait))
 
     def _leave_without_the_main_thread(self, error: SignalExit) -> None:
-        """What another thread can do while the main thread is stuck: tell, call off, abort."""
+        """Abort from another thread if the main thread is stuck: notify ranks, cancel work."""
         self._part(error)
         self._lease.wind_up(error, [])
         for _, group in self._made:
@@ -331,7 +331,7 @@ class Closing(abc.ABC):
             torch_private.call_off(self._world.group)
 
     def _end(self, state: LeaseState, since: str) -> None:
-        """Nobody may use the groups from now on."""
+        """End the lease: any later use of the groups raises."""
         self._state, self._groups, self._way = state, None, None
         try:
             if self._lease.state in (LeaseState.LIVE, LeaseState.SUSPENDED):
@@ -340,7 +340,7 @@ class Closing(abc.ABC):
             _call_listeners(opened=False)
 
     def _destroy(self, *, abort: bool) -> None:
-        """End the communicators, and keep those that torch still knows for another attempt."""
+        """Destroy the communicators. Keep those that torch still knows, for another attempt."""
         made, self._made = self._made, []
         try:
             communicators_of_torch.end(made, abort=abort)
@@ -349,7 +349,7 @@ class Closing(abc.ABC):
 
 
 def _end_beside(lease: Lease, *, abort: bool) -> None:
-    """End the groups that Megatron's functions made beside the owner's, newest first."""
+    """Destroy the extra groups that Megatron's functions made on this lease, newest first."""
     failures: list[Exception] = []
     for add in lease.before_beside_end:
         add()
@@ -365,7 +365,7 @@ def _end_beside(lease: Lease, *, abort: bool) -> None:
 
 
 def _ranks_by_field(pg: ProcessGroupCollection | None) -> Mapping[str, tuple[int, ...]]:
-    """Return field -> ranks: empty for None, and for ``hcp`` all levels in a row."""
+    """Return field -> ranks: empty for None. ``hcp`` lists the ranks of all its levels in a row."""
 
     def flat(ranks: Sequence[int | list[int]] | None) -> Iterator[int]:
         for each in ranks or ():
@@ -376,12 +376,12 @@ def _ranks_by_field(pg: ProcessGroupCollection | None) -> Mapping[str, tuple[int
 
 
 def _interruption(errors: Iterable[BaseException]) -> BaseException | None:
-    """The first that is no ordinary error: Ctrl-C, or a request to exit."""
+    """Return the first error that is no ``Exception``: Ctrl-C, or a request to exit."""
     return next((error for error in errors if not isinstance(error, Exception)), None)
 
 
 def raise_interruption(errors: list[BaseException]) -> None:
-    """Raise the first that is no ordinary error, if there is one, and keep none here."""
+    """Raise the first error that is no ``Exception``, if there is one, and clear the list."""
     if (found := _interruption(errors)) is not None:
         errors[:] = [found]
         del found
@@ -389,7 +389,7 @@ def raise_interruption(errors: list[BaseException]) -> None:
 
 
 def raise_first(errors: list[BaseException]) -> None:
-    """Raise one, and keep none here: see :meth:`~megapg.ownership.steps.Steps.take`."""
+    """Raise the first error and clear the list: see :meth:`~megapg.ownership.steps.Steps.take`."""
     try:
         raise errors[0]
     finally:
@@ -397,7 +397,7 @@ def raise_first(errors: list[BaseException]) -> None:
 
 
 def _weakly(method: Callable[[SignalExit], None]) -> Callable[[SignalExit], None]:
-    """The method of something that this does not keep alive."""
+    """Wrap a bound method without keeping its object alive."""
     known = weakref.WeakMethod(method)
 
     def call(error: SignalExit) -> None:
@@ -411,16 +411,16 @@ def _weakly(method: Callable[[SignalExit], None]) -> Callable[[SignalExit], None
 
 
 def leave(owner: Closing) -> None:
-    """End an owner's groups on this rank alone, with nothing wrong.
+    """Close an owner's groups on this rank alone, without an error.
 
-    For the end of a script, which each rank reaches at a time of its own, or another rank is gone
-    before. The other ranks are told, and not waited for; what this rank began on the device is,
-    within the owner's timeout. Where another rank is in the middle of a collective with this one,
-    it fails there, as it would if this process ended.
+    For the end of a script, when the ranks exit at different times or another rank has already
+    exited. The other ranks are notified, not waited for. This rank waits for its own work on the
+    device, within the owner's timeout. A rank that is in a collective with this one fails there, as
+    it would if this process exited.
 
     Raises:
-        RendezvousError: the device did not finish. The groups have ended all the same.
-        TeardownError: some groups could not be ended; every one was attempted.
+        RendezvousError: the device did not finish. The groups are closed all the same.
+        TeardownError: some groups could not be closed; every one was attempted.
     """
     if not owner.closed:
         with owner._signals.closing():
@@ -428,7 +428,7 @@ def leave(owner: Closing) -> None:
 
 
 def _wait_for_the_device(title: str, rank: int, timeout: float) -> None:
-    """Have what this rank began on the device end, as far as it does within ``timeout``."""
+    """Wait up to ``timeout`` seconds for this rank's work on the device."""
     try:
         offload.synchronize(timeout)
     except TimeoutError:
@@ -441,26 +441,25 @@ def _wait_for_the_device(title: str, rank: int, timeout: float) -> None:
 
 # -- which are open --------------------------------------------------------------------------------
 
-# Every owner of this process whose groups were opened, in that order: nothing else knows them all,
-# and which are on whose WORLD. It keeps none of them alive.
+# All owners in this process whose groups were opened, in that order, by weak reference.
 _OPENED: weakref.WeakValueDictionary[int, Closing] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
 def open_owners() -> list[Closing]:
-    """The owners of this process that have not been closed, in the order of opening."""
+    """Return the owners of this process that have not been closed, in the order of opening."""
     opened = [owner for known in _OPENED.valuerefs() if (owner := known()) is not None]
     return [o for o in opened if not o.closed and o._lease.pid == os.getpid()]
 
 
-# What to call after an owner has opened its groups, and after it has closed or lost them.
+# Callbacks: (after an owner opened its groups, after it closed or lost them).
 _LISTENERS: list[tuple[Callable[[], None], Callable[[], None]]] = []
 
 
 def on_open_or_close(*, opened: Callable[[], None], closed: Callable[[], None]) -> None:
-    """Call ``opened()`` and ``closed()`` from now on after an owner opens, and closes or fails.
+    """Register callbacks for every owner: after it opens, and after it closes or fails.
 
-    What ``opened()`` raises, the owner does not open for.
+    If ``opened()`` raises, the owner does not open.
     """
     _LISTENERS.append((opened, closed))
 
@@ -471,10 +470,10 @@ def _call_listeners(*, opened: bool) -> None:
 
 
 def close_lost() -> None:
-    """Close the owners whose WORLD somebody has destroyed, and all groups with it.
+    """Close the owners whose WORLD was destroyed, and with it all groups.
 
-    They would keep their names, and that of WORLD, from whoever comes next. Those that are
-    suspended without groups have parted, and hold nothing.
+    Otherwise their names, and the name of WORLD, would stay taken. Owners suspended by *recreate*
+    have disconnected and hold nothing, so they are left alone.
     """
     for owner in reversed(open_owners()):
         if not owner._world.current and owner._way in (None, "suspend"):
@@ -492,5 +491,5 @@ def _drop_at_exit(owner: Closing) -> None:
     how = "was still open when Python ended"
     try:
         warnings.warn(owner._warning(how), ResourceWarning, stacklevel=1)
-    finally:  # where warnings are errors, too
+    finally:  # also if warnings are errors
         owner._drop(how)

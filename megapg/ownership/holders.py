@@ -1,4 +1,4 @@
-"""What an owner has handed out, remembered without keeping it alive, and who still holds it."""
+"""Weak references to all groups and collections that an owner has handed out, and their holders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HandleRef: TypeAlias = weakref.ref[dist.ProcessGroup] | weakref.ref[ProcessGroup
 
 
 class References:
-    """The groups and collections of all generations that somebody still holds."""
+    """Weak references to the groups and collections of all generations."""
 
     def __init__(self) -> None:
         self._groups: list[tuple[Communicator, weakref.ref[dist.ProcessGroup]]] = []
@@ -32,7 +32,7 @@ class References:
         collection: ProcessGroupCollection,
         world: dist.ProcessGroup | None,
     ) -> None:
-        """Remember one more generation, and forget what nobody holds any more."""
+        """Add a generation, and drop references to objects that no longer exist."""
         self._groups = [known for known in self._groups if known[1]() is not None]
         self._groups += [(communicator, weakref.ref(group)) for communicator, group in groups]
         self._collections = [known for known in self._collections if known() is not None]
@@ -47,12 +47,12 @@ class References:
         collection: ProcessGroupCollection,
         world: dist.ProcessGroup | None,
     ) -> Iterator[tuple[HandleRef, Handle]]:
-        """Each handle of an earlier generation that somebody holds, and what took its place.
+        """Pair each handle of an earlier generation that still exists with its replacement.
 
         Args:
             groups: the communicators of this generation.
-            collection: of this generation.
-            world: the owner's WORLD, if it is the owner's.
+            collection: the collection of this generation.
+            world: WORLD, if the owner made it.
         """
         serving = dict(groups)
         pairs: list[tuple[HandleRef, Handle]] = [
@@ -63,7 +63,7 @@ class References:
         return ((old, new) for old, new in pairs if old() is not None and old() is not new)
 
     def live_references(self, own: set[int]) -> list[str]:
-        """Who holds any of them; see :meth:`megapg.ownership.session.Session.live_references`.
+        """Describe the holders; see :meth:`megapg.ownership.session.Session.live_references`.
 
         Args:
             own: ids of the owner's own containers, which are left out.
@@ -85,14 +85,15 @@ class References:
 
 
 def holders(target: object, known: set[int]) -> Iterator[str]:
-    """Describe what refers to ``target``: by class and attribute, or by key. Asks the collector.
+    """Describe each object that refers to ``target``, by class and attribute or by key.
 
-    Frames, torch's own tables of groups, and what is in ``known`` are left out. A dict or a tuple
-    with nothing but groups and plain values in it goes unseen: the collector does not track it.
+    Uses Python's garbage collector. Frames, torch's own tables of groups, and ``known`` are left
+    out. A dict or tuple that holds only groups and plain values is not found, because the collector
+    does not track it.
 
     Args:
         target: the object.
-        known: ids of referrers that are nobody's business.
+        known: ids of referrers to leave out.
     """
     for holder in gc.get_referrers(target):
         if isinstance(holder, FrameType) or id(holder) in known or id(holder) in _tables():
@@ -108,8 +109,8 @@ def holders(target: object, known: set[int]) -> Iterator[str]:
 
 
 def _tables() -> set[int]:
-    """Ids of the containers in which torch registers groups."""
-    # By type, since isinstance() asks the value, and one of torch's then warns of itself.
+    """Return the ids of the containers in which torch registers groups."""
+    # isinstance() reads ``__class__`` of the value, which makes one of torch's objects warn.
     tables = [value for value in torch_private.tables() if issubclass(type(value), (dict, list))]
     inner = [v for table in tables if isinstance(table, dict) for v in table.values()]
     return {id(table) for table in (*tables, *inner)}
@@ -121,7 +122,7 @@ def _names(holder: object, target: object) -> str:
 
 
 def _is_dict_of(held: object, owner: object) -> bool:
-    if isinstance(owner, type):  # shows a view of it
+    if isinstance(owner, type):  # a class shows only a view of its dict
         return any(part is held for part in gc.get_referents(owner))
     return getattr(owner, "__dict__", None) is held
 
@@ -139,7 +140,7 @@ def _closure(cell: CellType) -> str:
     for closure in gc.get_referrers(cell):
         for function in gc.get_referrers(closure) if isinstance(closure, tuple) else ():
             if isinstance(function, FunctionType) and id(function.__closure__) == id(closure):
-                # By identity: cells are equal where what is in them says so, or raises.
+                # Compare by identity: ``==`` of cells compares their contents, which may raise.
                 named = zip(function.__code__.co_freevars, closure, strict=True)
                 name = next(name for name, each in named if each is cell)
                 return f"the closure of {function.__module__}.{function.__qualname__}, as {name}"

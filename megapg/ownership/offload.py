@@ -1,13 +1,14 @@
-"""Giving the memory of communicators back for a while: which ways there are, and their parts.
+"""Release the memory of communicators for a while: the ways to do it, and their steps.
 
-Three ways, from the gentlest:
+There are three ways, from the least to the most disruptive:
 
-* **suspend**: the communicators themselves let go of their device memory (NCCL 2.29.7 and later,
-  through torch 2.13 and later). Handles, names and connections stay valid.
-* **recreate**: the groups are destroyed, and made anew afterwards. Whoever holds one needs the new.
-* **recreate world**: WORLD goes as well, if it is megapg's own.
+* **suspend**: the communicators release their device memory (NCCL 2.29.7 and later, through torch
+  2.13 and later). Handles, names and connections stay valid.
+* **recreate**: the groups are destroyed, and created again on resume. Code that holds a group needs
+  the new one.
+* **recreate world**: as *recreate*, and WORLD as well if megapg made it.
 
-Nothing here decides when: that is for the owner of the groups.
+The owner of the groups decides when to suspend.
 """
 
 from __future__ import annotations
@@ -34,27 +35,27 @@ How: TypeAlias = Literal["suspend", "recreate", "recreate world"]
 """The ways; see the module's docstring."""
 
 WAYS: tuple[How, ...] = get_args(How)
-# What is taken unless somebody asks: WORLD is only ever re-created on request.
-_BY_ITSELF: tuple[How, ...] = ("suspend", "recreate")
+# Default ways, in this order. WORLD is re-created only on request.
+_DEFAULT_WAYS: tuple[How, ...] = ("suspend", "recreate")
 
 Groups: TypeAlias = Sequence[tuple[Communicator, dist.ProcessGroup]]
 
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """What suspending, or resuming, did on this rank. ``str()`` is for people.
+    """The effect of suspending or resuming on this rank. ``str()`` is for people.
 
     Attributes:
         action: ``"suspended"`` or ``"resumed"``.
-        owner: whose groups.
+        owner: the owner of the groups.
         how: the way that all ranks took.
-        communicators: how many this rank is in.
+        communicators: the number of communicators that this rank is in.
         groups_gone: by how much torch's registry of groups has shrunk; negative if it has grown.
-        bytes: backend -> bytes of device memory its communicators held before and after, None
-            where the backend cannot tell.
-        free: free bytes of the device before and after, whoever took or freed them; None without
-            one.
-        seconds: step -> how long it took, in order.
+        bytes: backend -> bytes of device memory that its communicators held before and after; None
+            if the backend cannot tell.
+        free: free bytes of the device before and after, counting all processes; None without a
+            device.
+        seconds: step -> seconds, in order.
     """
 
     action: str
@@ -86,9 +87,9 @@ class OffloadReport:
 
 
 def cannot_suspend(backends: Iterable[str]) -> str:
-    """Why communicators of these backends can't be suspended in this process; empty if they can.
+    """Return why communicators of these backends can't be suspended here; empty if they can.
 
-    Asks versions and the environment alone; of live ones :func:`refusal` knows more.
+    Checks only versions and the environment. :func:`refusal` checks live communicators.
 
     Args:
         backends: as torch spells them, ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
@@ -101,41 +102,42 @@ def cannot_suspend(backends: Iterable[str]) -> str:
 
 
 def refusal(groups: Groups) -> str:
-    """Why these communicators can't be suspended; empty if they can. Nothing is changed by it."""
+    """Return why these communicators can't be suspended; empty if they can. Changes nothing."""
     if reason := cannot_suspend(communicator.backend for communicator, _ in groups):
         return reason
     for communicator, group in groups:
         for name, part in _parts(group):
             try:
-                part.memory_stats()  # where this works, what it was built with can suspend as well
+                part.memory_stats()  # a build that has memory_stats() has suspend()
             except RuntimeError as error:
                 return f"{name} of {', '.join(communicator.fields)}: {str(error).splitlines()[0]}"
     return ""
 
 
 def capturing() -> str:
-    """Why nothing may be suspended at this moment, if a CUDA graph is being captured."""
+    """Return why nothing may be suspended now, if a CUDA graph is being captured; else empty."""
     if _on_cuda() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured; suspend before or after"
     return ""
 
 
 def wish(asked: How | None, cannot: Mapping[How, str]) -> str:
-    """What a rank says before anything is suspended, for :func:`agreed`.
+    """Encode what this rank asks for and what it can't do, for :func:`agreed`.
 
     Args:
-        asked: the way to take; by itself *suspend* where every rank can, else *recreate*.
+        asked: the way to take; None for *suspend* if every rank can, else *recreate*.
         cannot: way -> why this rank can't take it, or empty.
     """
-    asked = None if asked is None else cast("How", str(asked))  # whatever it is, it is told
+    # may be any object; agreed() refuses it
+    asked = None if asked is None else cast("How", str(asked))
     return json.dumps({"asked": asked, "cannot": cannot})
 
 
 def agreed(owner: str, heard: Mapping[int, str]) -> How:
-    """The way that every rank can take, the same on all of them. Nothing is touched yet.
+    """Return the way that every rank can take. It is the same on all ranks. Changes nothing.
 
     Args:
-        owner: whose groups, for the message.
+        owner: the owner of the groups, for the message.
         heard: rank -> its :func:`wish`.
 
     Raises:
@@ -151,7 +153,7 @@ def agreed(owner: str, heard: Mapping[int, str]) -> How:
     asked = next(iter(said.values()))["asked"]
     unknown = f"there is no such way; the ways are {', '.join(WAYS)}"
     refusals = []
-    for way in _BY_ITSELF if asked is None else (asked,):
+    for way in _DEFAULT_WAYS if asked is None else (asked,):
         reasons = {rank: answer["cannot"].get(way, unknown) for rank, answer in said.items()}
         if not any(reasons.values()):
             return way
@@ -181,40 +183,40 @@ def _told(ranks_by: Mapping[str, Sequence[int]]) -> str:
 
 
 def suspend(groups: Groups) -> None:
-    """Suspend the communicators that hold device memory, in the order in which they were made.
+    """Suspend the communicators that hold device memory, in the order of creation.
 
     Every rank calls it with its share of the same groups, after the device has finished.
 
     Raises:
-        OffloadError: some could not be; every one was attempted. Notes name fields and ranks.
+        OffloadError: some failed; every one was attempted. Notes name fields and ranks.
     """
     _each(groups, "suspending", lambda part: part.suspend())
 
 
 def resume(groups: Groups) -> None:
-    """The opposite of :func:`suspend`, in the same order and with the same errors."""
+    """Resume communicators after :func:`suspend`, in the same order and with the same errors."""
     _each(groups, "resuming", lambda part: part.resume())
 
 
 def synchronize(within: float = math.inf) -> None:
-    """Wait until the device has done all it was asked to.
+    """Wait until the device has done all its work.
 
     Raises:
-        TimeoutError: it has not ``within`` so many seconds; a collective waits for somebody who
-            does not come.
+        TimeoutError: it has not, ``within`` so many seconds. Usually a collective waits for a rank
+            that does not come.
     """
     if not _on_cuda():
         return
     if within == math.inf:
         torch.cuda.synchronize()
         return
-    device = torch.cuda.current_device()  # each thread has one of its own
+    device = torch.cuda.current_device()  # the current device is per thread
     work = partial(torch.cuda.synchronize, device)
     bounded(work, time.monotonic() + within, name="megapg synchronize")
 
 
 class _Suspendable(Protocol):
-    """What torch's backends have from 2.13 on, and its stubs do not show."""
+    """Methods of torch's backends since 2.13, which torch's stubs do not list."""
 
     def suspend(self) -> None: ...
     def resume(self) -> None: ...
@@ -236,7 +238,7 @@ def _each(groups: Groups, doing: str, do: Callable[[_Suspendable], None]) -> Non
 
 
 def _parts(group: dist.ProcessGroup) -> Iterator[tuple[str, _Suspendable]]:
-    """The connected backends behind a group that hold device memory, by name, each once."""
+    """Yield name and backend for each connected backend of a group that holds device memory."""
     seen = set()
     for spelled in dist.get_backend_config(group).split(","):
         device, _, name = spelled.partition(":")
@@ -253,7 +255,7 @@ def _parts(group: dist.ProcessGroup) -> Iterator[tuple[str, _Suspendable]]:
 
 @dataclass(frozen=True)
 class Usage:
-    """What communicators take at one moment; see :class:`OffloadReport` for the units."""
+    """Resources that communicators use at one moment; see :class:`OffloadReport` for the units."""
 
     communicators: int
     held: Mapping[str, int | None]
@@ -262,7 +264,7 @@ class Usage:
 
     @classmethod
     def of(cls, groups: Groups) -> Usage:
-        """What these take now."""
+        """Measure these communicators now."""
         free = torch.cuda.mem_get_info()[0] if _on_cuda() else None
         return cls(len(groups), _held(groups), free, len(torch_private.known_groups()))
 
@@ -270,7 +272,7 @@ class Usage:
 def report(
     owner: str, action: str, how: How, before: Usage, after: Usage, steps: Steps
 ) -> OffloadReport:
-    """What the steps between two moments brought."""
+    """Report the difference between two measurements."""
     names = {**before.held, **after.held}
     return OffloadReport(
         action=action,
@@ -285,7 +287,7 @@ def report(
 
 
 def _held(groups: Groups) -> dict[str, int | None]:
-    """Backend -> bytes of device memory that its communicators hold; None where it can't tell."""
+    """Return backend -> bytes of device memory of its communicators; None if it can't tell."""
     found: dict[str, int | None] = {}
     for communicator, group in groups:
         for row in rows_of(communicator.backend):
@@ -300,13 +302,13 @@ def _held(groups: Groups) -> dict[str, int | None]:
 
 
 def _resident(stats: Mapping[str, int]) -> int:
-    # As NCCL counts: the total stays while "suspend", the part that can be given back, is away,
-    # and "suspended" says whether it is.
+    # NCCL's "total" does not change on suspend. "suspend" is the part that can be released, and
+    # "suspended" tells if it has been.
     return stats["persist"] if stats["suspended"] else stats["total"]
 
 
 def _on_cuda() -> bool:
-    """Whether this process uses CUDA; torch without it has no answer to further questions."""
+    """True if this process uses CUDA. Without CUDA, torch's other queries raise."""
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return in_use
 

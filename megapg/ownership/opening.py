@@ -1,7 +1,7 @@
-"""Opening process groups: :func:`session` meets the other ranks and makes the groups of a layout.
+"""Open process groups: :func:`session` meets the other ranks and makes the groups of a layout.
 
-What it opened the session closes; what was open before (a WORLD that the caller initialised, groups
-that others made) is left as it was.
+The session closes what it opened. It leaves alone what was open before: a WORLD that the caller
+initialised, and groups that other code made.
 """
 
 from __future__ import annotations
@@ -69,56 +69,55 @@ def session(
     network: str | Sequence[str] | None = None,
     **sizes: Unpack[LayoutSizes],
 ) -> Session:
-    """Open the process groups of one layout. Every rank of it calls this, with equal values.
+    """Open the process groups of one layout. Every rank of the layout calls this with equal values.
 
-    Starts torch.distributed only if nobody has: from what torchrun, SLURM's ``srun`` or Open MPI
-    put into the environment (see :func:`megapg.launch.detect`), or alone. Use it as a context
-    manager, or call :meth:`Session.close`.
+    Starts torch.distributed unless it is initialised already. Rank and address come from torchrun,
+    SLURM's ``srun`` or Open MPI (see :func:`megapg.launch.detect`); without a launcher, this
+    process is the only rank. Use the session as a context manager, or call :meth:`Session.close`.
 
     Args:
-        layout: the layout; or give its sizes (``tp=2, pp=2``) and it spans WORLD.
-        name: tells apart the sessions that are open at the same time in one process.
-        timeout: seconds to wait for the other ranks, at each of the few points where they meet:
-            here, in :meth:`Session.close`, and in :meth:`Session.suspend` and
-            :meth:`Session.resume`; megapg's own waits only.
-        collective_timeout: of collectives on the groups (and on WORLD, if the session makes it);
-            WORLD's own unless given. Or field -> timeout, ``{"pp": timedelta(minutes=5)}``: the
-            fields that are not named have WORLD's, and those with different ones share no
-            communicator.
-        backend: ``"gloo"``, ``"nccl"`` or a device map such as ``"cpu:gloo,cuda:nccl"``; WORLD's
-            unless given, and for a new WORLD NCCL where CUDA is available.
-        options: field -> NCCL settings of its communicator.
+        layout: the layout. If you give sizes instead (``tp=2, pp=2``), the layout spans WORLD.
+        name: distinguishes sessions that are open at the same time in one process.
+        timeout: seconds that megapg waits for the other ranks here, in :meth:`Session.close`, and
+            in :meth:`Session.suspend` and :meth:`Session.resume`. Does not affect collectives.
+        collective_timeout: timeout of collectives on the groups, and on WORLD if the session makes
+            it. Default: WORLD's own. Or a mapping field -> timeout, ``{"pp":
+            timedelta(minutes=5)}``: other fields have WORLD's timeout, and fields with different
+            timeouts share no communicator.
+        backend: ``"gloo"``, ``"nccl"`` or a device map such as ``"cpu:gloo,cuda:nccl"``. Default:
+            WORLD's backend. For a new WORLD, NCCL if CUDA is available.
+        options: field -> NCCL settings of the field's communicator.
         dedicated: fields that share their communicator with no other field.
         all_gather_groups: also make ``dp_cp_ag`` and ``expt_dp_ag``, twins of ``dp_cp`` and
-            ``expt_dp`` on communicators of their own, so that all-gathers overlap reductions. On
-            gloo, where there is no such overlap, twins are the same communicator under two names;
-            ``dedicated=("dp_cp_ag",)`` makes another one there too.
-        gloo: fields that also get a companion on gloo, for objects and tensors on the CPU:
+            ``expt_dp`` with separate communicators, so that all-gathers overlap reductions. gloo
+            has no such overlap, so there both twins share one communicator, unless you set
+            ``dedicated=("dp_cp_ag",)``.
+        gloo: fields that also get a gloo group, for objects and tensors on the CPU:
             ``gloo=("dp_cp",)`` makes ``groups.extras["gloo.dp_cp"]``.
-        warm_up: open every communicator at once, in place of each at its first use; see
+        warm_up: connect every communicator now instead of at its first use; see
             :meth:`Session.warm_up`.
-        handle_signals: SIGTERM and Ctrl-C close the session in good order: they raise
-            :class:`~megapg.signals.SignalExit` (left alone, it ends the process with status 143)
-            and ``KeyboardInterrupt`` in the main thread, where the session must be opened. Handlers
-            that were there before are called first, and are put back at the end. A rank that is
-            stuck inside a collective tells the others and ends within half a minute all the same.
-        launch: who this process is and where the ranks meet, if the environment is not to say so;
-            only where torch.distributed is not initialised.
-        network: the interfaces to talk over: ``"auto"`` for InfiniBand or RoCE where there is some,
-            or names such as ``"ib0"``; NCCL and gloo choose unless given. Variables that the user
-            has set are kept; see :func:`megapg.launch.choose_network`. Only where torch.distributed
-            is not initialised.
+        handle_signals: close the session in order on SIGTERM and Ctrl-C. SIGTERM raises
+            :class:`~megapg.signals.SignalExit` in the main thread (uncaught, it ends the process
+            with status 143), and Ctrl-C raises ``KeyboardInterrupt``. The session must be opened in
+            the main thread. Existing signal handlers are called first and restored at the end. A
+            rank stuck inside a collective notifies the others and exits within half a minute.
+        launch: rank, world size and address, instead of the launcher's environment. Only if
+            torch.distributed is not initialised.
+        network: the network interfaces: ``"auto"`` for InfiniBand or RoCE if present, or names such
+            as ``"ib0"``. Default: NCCL and gloo choose. Environment variables that the user has set
+            are kept; see :func:`megapg.launch.choose_network`. Only if torch.distributed is not
+            initialised.
         **sizes: see :class:`~megapg.layout.ParallelLayout`.
 
     Raises:
         UnsupportedVersionError: torch is older than 2.6.
-        LaunchError: the environment does not say who this process is, or contradicts itself.
+        LaunchError: the environment does not give this process's rank, or contradicts itself.
         LayoutError: the sizes do not fit WORLD.
         SessionError: a session of that name is open in this process; or ``handle_signals`` outside
             the main thread.
-        RendezvousError: a rank did not come in time (its ``missing`` names it), or came with
-            another layout (:class:`~megapg.errors.LayoutMismatchError`). Every rank that did come
-            gets the error, and nothing stays open.
+        RendezvousError: a rank did not arrive in time (``missing`` names it), or has another layout
+            (:class:`~megapg.errors.LayoutMismatchError`). Every rank that arrived gets the error,
+            and nothing stays open.
     """
     check_version()
     fields_options = cast("Mapping[str, CommunicatorOptions]", options or {})
@@ -138,7 +137,7 @@ def session(
                 signals = Signals()
         close_lost()
         if any(each.name == name for each in open_sessions()):
-            gc.collect()  # it may have been dropped, in a circle of references
+            gc.collect()  # the old session may be garbage in a reference cycle
         everywhere = waits if isinstance(waits, timedelta) else None
         timeouts = {} if waits is None or isinstance(waits, timedelta) else waits
         make_world = partial(
@@ -184,7 +183,7 @@ def session(
         if warm_up:
             opened.warm_up()
         return opened
-    except BaseException as error:  # whatever was opened is nobody's yet
+    except BaseException as error:  # the caller has nothing to close yet
         with contextlib.ExitStack() as all_of_it:
             all_of_it.callback(signals.close)
             if world is not None:
@@ -196,7 +195,7 @@ def session(
 
 @contextlib.contextmanager
 def _telling_the_others(name: str, launch: Launch | None) -> Iterator[None]:
-    """Around checks before this rank is anywhere: the ranks that wait for it hear what failed."""
+    """Report an error of the checks before start-up to the ranks that wait for this one."""
     try:
         yield
     except Exception as error:
@@ -209,7 +208,7 @@ def _telling_the_others(name: str, launch: Launch | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _telling_the_others_in(world: World, name: object) -> Iterator[None]:
-    """Likewise, once there is a WORLD."""
+    """Report an error of the checks to the other ranks, once there is a WORLD."""
     try:
         yield
     except BaseException as error:
@@ -220,7 +219,7 @@ def _telling_the_others_in(world: World, name: object) -> Iterator[None]:
 def _decline(name: object, world: World, error: BaseException) -> None:
     """Tell the ranks that wait under this name why this rank does not come.
 
-    A name that is no text is taken for the default one, under which the others most likely wait.
+    If ``name`` is no text, use the default name, under which the others most likely wait.
     """
     where = name if isinstance(name, str) and name else _DEFAULT
     Rendezvous(world.store, where, world.rank, range(world.size)).decline(error)
@@ -248,15 +247,15 @@ def _check_start(
 
 
 def open_sessions() -> tuple[Session, ...]:
-    """The sessions of this process that have not been closed, in the order of opening.
+    """Return the sessions of this process that have not been closed, in the order of opening.
 
-    Suspended and failed ones are among them.
+    Includes suspended and failed sessions.
     """
     return tuple(owner for owner in open_owners() if isinstance(owner, Session))
 
 
 def fake_session(layout: ParallelLayout, rank: int, *, gloo: Fields = ()) -> Session:
-    """A session on torch's fake backend: one process plays ``rank``, nothing is communicated.
+    """Open a session on torch's fake backend: one process plays ``rank``, without communication.
 
     Raises:
         SessionError: torch.distributed is initialised already.

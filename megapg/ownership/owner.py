@@ -1,9 +1,8 @@
-"""What every owner of process groups does with them: check, suspend, resume, rebind.
+"""Base class of the owners of process groups: check, suspend, resume and rebind.
 
-:class:`~megapg.ownership.session.Session` owns groups that it made, and
-:class:`~megapg.megatron.adopting.adopted.Adopted` those that Megatron-core made. How each comes by
-its groups, and what else goes with them, is theirs to say. How they end is in
-:mod:`~megapg.ownership.closing`.
+:class:`~megapg.ownership.session.Session` owns groups that it made.
+:class:`~megapg.megatron.adopting.adopted.Adopted` owns groups that Megatron-core made. Closing is
+in :mod:`~megapg.ownership.closing`.
 """
 
 from __future__ import annotations
@@ -42,14 +41,13 @@ _OnResume = TypeVar("_OnResume", bound=Callable[[ProcessGroupCollection], object
 class Owner(Closing):
     """Open process groups and the duty to close them.
 
-    One that is dropped without :meth:`close`, or still open when Python ends, is closed as after an
-    error, with a ``ResourceWarning``: the other ranks are told, and its groups aborted. Adopted
-    groups are not dropped with the last reference to their owner: the globals that hold them know
-    it, and it stays open until Python ends.
+    An owner that is dropped without :meth:`close`, or is still open when Python exits, is closed as
+    after an error: it warns (``ResourceWarning``), notifies the other ranks and aborts its groups.
+    The globals that hold adopted groups keep their owner open until Python exits.
 
     Attributes:
-        generation: how often groups were opened here in this job, the same number on every rank;
-            :meth:`resume` counts where it makes them anew.
+        generation: how often groups were opened under this name in this job, the same number on
+            every rank. :meth:`resume` increments it if it creates the groups again.
     """
 
     def __init__(self, title: str, world: World, timeout: float, signals: NoSignals) -> None:
@@ -61,11 +59,11 @@ class Owner(Closing):
 
     @abc.abstractmethod
     def _expect(self, state: LeaseState, doing: str) -> None:
-        """Raise SessionError, with what to do, in any other state."""
+        """Raise a SessionError that says what to do, unless the owner is in this state."""
 
     @abc.abstractmethod
     def _concerned(self, way: How) -> list[tuple[Communicator, ProcessGroup]]:
-        """The groups that a way to suspend is about."""
+        """Return the groups that a way to suspend affects."""
 
     @property
     @abc.abstractmethod
@@ -74,30 +72,30 @@ class Owner(Closing):
 
     @abc.abstractmethod
     def _cannot(self) -> dict[How, str]:
-        """Way to suspend -> why this rank can't go it, or empty."""
+        """Return way to suspend -> why this rank can't take it, or empty."""
 
     @abc.abstractmethod
     def _in_the_way(self) -> str:
-        """Why the groups can't be resumed on this rank; empty if they can."""
+        """Return why the groups can't be resumed on this rank; empty if they can."""
 
     @abc.abstractmethod
     def _agree_to_resume(self, way: How) -> None:
-        """Come together before anything is resumed, if the ranks are not apart until then."""
+        """Wait for all ranks before resuming, if they are still connected."""
 
     @abc.abstractmethod
     def _let_go(self, way: How, steps: Steps) -> None:
-        """End the groups until :meth:`_make_anew`, and see that every rank has."""
+        """Destroy the groups until :meth:`_make_anew`, and check that every rank has."""
 
     @abc.abstractmethod
     def _make_anew(self, way: How, steps: Steps) -> None:
-        """Make what :meth:`_let_go` ended, with a collection and a lease of a new generation."""
+        """Create the groups again, with a collection and a lease of a new generation."""
 
     def _sends_without_batching(self) -> bool:
-        """Whether pipelines send each tensor by itself, as in Megatron's interleaved schedule."""
+        """True if pipelines send each tensor separately, as in Megatron's interleaved schedule."""
         return False
 
     def _world_of_ours(self) -> ProcessGroup | None:
-        """The WORLD that is re-created with the groups, if it can be."""
+        """Return the WORLD that is re-created with the groups, or None."""
         return None
 
     # -- use ---------------------------------------------------------------------------------
@@ -110,32 +108,32 @@ class Owner(Closing):
             SessionError: the groups are suspended or closed, or have failed.
         """
         self._expect(LeaseState.LIVE, "groups")
-        assert self._groups is not None  # as long as it is live
+        assert self._groups is not None  # set while the state is LIVE
         return self._groups
 
     @property
     def state(self) -> LeaseState:
-        """Live; suspended, by ``suspend()``; closed; or failed, and only good for closing."""
+        """Live, suspended, closed, or failed. After a failure only :meth:`close` works."""
         return self._state
 
     def warm_up(self) -> WarmUpReport:
-        """Open every communicator now, in one order that all ranks share. Every rank calls it.
+        """Connect every communicator now, in one order that all ranks share. Every rank calls it.
 
-        They connect when they are first used, which may be in the middle of a step: there a rank
-        that is gone is noticed late, and memory goes that nobody has counted. A WORLD that this
-        owns is opened too; groups of one rank have nothing to open. No collective may be under way.
+        Otherwise a communicator connects at its first use, perhaps in the middle of a step. A
+        missing rank is noticed late then, and memory is taken unplanned. A WORLD that this owner
+        made is connected too. No collective may be running.
 
         Returns:
             Time and, on a GPU, memory of each communicator; ``str()`` of it is a table.
 
         Raises:
             SessionError: the groups are not live.
-            RendezvousError: a communicator did not open, or a rank did not come, within ``timeout``
-                seconds in which no rank got on. Fields and ranks are named, on every rank. The
-                groups have failed and were aborted: close, and open anew.
+            RendezvousError: a communicator did not connect, or a rank did not arrive, and for
+                ``timeout`` seconds no rank made progress. Names fields and ranks on every rank. The
+                groups were aborted: close the owner, and open a new one.
         """
         self._expect(LeaseState.LIVE, "warm_up()")
-        if self._coordinator is None:  # nobody else is there
+        if self._coordinator is None:  # no other ranks
             return WarmUpReport(self._title, (), 0.0)
         try:
             report = warm_up(
@@ -155,30 +153,30 @@ class Owner(Closing):
     def check(
         self, timeout: float | None = None, reason: str = "", *, communicators: bool = False
     ) -> HealthReport:
-        """See whether every rank is there and answers. Every rank calls it.
+        """Check that every rank responds. Every rank calls it.
 
-        The ranks meet over the store, and no group is touched, so this may be called while
-        collectives are under way. After it has failed it can be called again, on all ranks.
+        The ranks meet over the store and no group is used, so this may be called while collectives
+        are running. If it fails, all ranks can call it again.
 
         Args:
-            timeout: seconds to wait for the other ranks; the owner's own unless given.
-            reason: what it is for, in the report and at the beginning of an error.
-            communicators: also have one small collective on every communicator of more than one
-                rank, in one order that all ranks share. No other may be under way then.
+            timeout: seconds to wait for the other ranks. Default: the owner's own.
+            reason: why you check, for the report and the beginning of an error.
+            communicators: also run one small collective on every communicator of more than one
+                rank, in one order that all ranks share. No other collective may be running then.
 
         Raises:
-            SessionError: the groups are not live; or the timeout is none.
-            RendezvousError: ranks did not come, or came for something else, and are named
-                (``missing``), on every rank that came; or a communicator did not answer within
-                ``timeout`` seconds in which no rank got on, and its fields and ranks are. In the
-                latter case the groups have failed and were aborted: close, and open anew.
+            SessionError: the groups are not live; or the timeout is not valid.
+            RendezvousError: ranks did not arrive, or called something else; ``missing`` names them
+                on every rank that arrived. Or a communicator did not respond, and for ``timeout``
+                seconds no rank made progress; fields and ranks are named. In this case the groups
+                were aborted: close the owner, and open a new one.
         """
         wait = self._timeout if timeout is None else timeout
         if timeout is not None:
             check_waits(timeout)
         self._expect(LeaseState.LIVE, "check()")
         coordinator, started = self._coordinator, time.perf_counter()
-        if coordinator is None:  # nobody else is there
+        if coordinator is None:  # no other ranks
             return HealthReport(self._title, reason, (self.rank,), 0.0)
         topic = "check(communicators=True)" if communicators else "check()"
         answered: tuple[Opened, ...] = ()
@@ -199,11 +197,11 @@ class Owner(Closing):
         return HealthReport(self._title, reason, tuple(self._ranks), seconds, answered)
 
     def live_references(self) -> list[str]:
-        """Who still holds these groups or their collection, and so keeps sockets open.
+        """List the objects that still hold these groups or their collection and keep sockets open.
 
         One line per holder, such as ``tp+tp_cp: a mymodel.Block, as tp_group``, as far as Python's
-        garbage collector sees them. After :meth:`close` it should be empty; of adopted groups the
-        globals are among them until then. Slow.
+        garbage collector finds them. After :meth:`close` it should be empty; before, it lists the
+        globals that hold adopted groups. Slow.
         """
         own = {id(self), id(self._made), id(vars(self)), *(id(pair) for pair in self._made)}
         return self._given.live_references(own)
@@ -211,19 +209,19 @@ class Owner(Closing):
     # -- for a while -------------------------------------------------------------------------
 
     def on_resume(self, callback: _OnResume) -> _OnResume:
-        """Have every ``resume()`` call ``callback(groups)`` with the groups that are live then.
+        """Have every ``resume()`` call ``callback(groups)`` with the current groups.
 
-        They are new ones after *recreate*. Callbacks run in the order in which they were given;
-        this serves as a decorator, too.
+        After *recreate* these are new groups. Callbacks run in the order of registration. Also
+        works as a decorator.
         """
         self._on_resume.append(callback)
         return callback
 
     def rebind(self, *objects: object) -> Rebound:
-        """Put the current groups wherever ``objects`` hold earlier ones of this owner.
+        """Replace this owner's earlier groups in ``objects`` with the current ones.
 
-        After a resumed *recreate*: modules, DDP wrappers, optimizers, schedules, anything that was
-        given groups or a collection. After a *suspend* there is nothing to do.
+        Use it after *recreate*, on modules, DDP wrappers, optimizers, schedules and other objects
+        that were given groups or a collection. After *suspend* it has nothing to do.
 
         Returns:
             Every reference that was replaced, and every one that could not be.
@@ -255,7 +253,7 @@ class Owner(Closing):
         return report
 
     def _make_ready(self, way: How, steps: Steps) -> None:
-        """Have whoever uses the groups finish, before they are suspended."""
+        """Let the users of the groups finish before the groups are suspended."""
         if way != "suspend":
             self._lease.wind_up(None, steps.aside)
             raise_interruption(steps.aside)
@@ -264,7 +262,7 @@ class Owner(Closing):
                 callback()
 
     def _give_back(self, way: How, steps: Steps) -> None:
-        """Suspend, once all ranks are ready, and see that every rank has."""
+        """Suspend once all ranks are ready, and check that every rank has."""
         since = f"{self._since()} by suspend()"
         self._state, self._way = LeaseState.SUSPENDED, way
         if way == "suspend":
@@ -280,7 +278,7 @@ class Owner(Closing):
     def _resume(self) -> OffloadReport:
         self._expect(LeaseState.SUSPENDED, "resume()")
         way = self._way
-        assert way is not None  # while it is suspended
+        assert way is not None  # set while the state is SUSPENDED
         before = Usage.of(self._concerned(way))
         with self._together("resume()") as steps:
             with steps.timed("agree"):
@@ -290,7 +288,7 @@ class Owner(Closing):
         return self._report("resumed", way, before, steps)
 
     def _take_back(self, way: How, steps: Steps) -> None:
-        """Resume, once all ranks have agreed to, and tell whoever uses the groups."""
+        """Resume once all ranks have agreed, and notify the users of the groups."""
         former = self._lease
         if way == "suspend":
             with steps.attempted("resume"):
@@ -321,27 +319,27 @@ class Owner(Closing):
         self._part(SessionError(f"{doing} failed: {said}"))
         try:
             self._end(LeaseState.FAILED, f"{self._since()}, as {doing} failed")
-        finally:  # whatever a listener raises
+        finally:  # also if a listener raises
             self._destroy(abort=True)
 
     def _compare(self, steps: Steps, topic: str) -> None:
-        """Go on only if all has gone well so far, on every rank."""
+        """Raise unless every step so far has succeeded on every rank."""
         with steps.timed("agree"):
             heard = self._exchange(topic, steps.report())
         steps.compare(heard, self.rank)
 
     def _exchange(self, topic: str, said: str) -> Mapping[int, str]:
-        if self._coordinator is None:  # nobody else is there
+        if self._coordinator is None:  # no other ranks
             return {self.rank: said}
         return self._coordinator.exchange(topic, said, timeout=self._timeout)
 
     def __enter__(self) -> Self:
-        _ = self.groups  # closed ones say so here already
+        _ = self.groups  # raises if they are closed
         return self
 
 
 def raise_aside(owner: str, steps: Steps) -> None:
-    """After suspending: raise what went wrong on the way and was no reason to stop, if anything."""
+    """Raise the first error that did not stop suspending, if there is one."""
     if steps.aside:
         steps.aside[0].add_note(f"{owner}: the groups are suspended all the same")
         raise_first(steps.aside)

@@ -1,4 +1,4 @@
-"""The owner of the process groups of one layout, which it makes and hands out.
+"""The owner of the process groups of one layout.
 
 :func:`~megapg.ownership.opening.session` opens one.
 """
@@ -38,10 +38,10 @@ class Session(Owner):
     """The groups of one layout, made by :func:`~megapg.ownership.opening.session`.
 
     Attributes:
-        name: as given.
+        name: the name of the session.
         layout: the layout whose groups these are.
-        generation: how often this name was opened in this job, the same number on every rank;
-            :meth:`resume` counts where it makes the groups anew.
+        generation: how often this name was opened in this job, the same number on every rank.
+            :meth:`resume` increments it if it creates the groups again.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Session(Owner):
             self._open()
             self._opened()
             self._log()
-        except BaseException as error:  # nobody has it yet, who could close it
+        except BaseException as error:  # the caller has nothing to close yet
             self._close(error)
             raise
 
@@ -81,9 +81,9 @@ class Session(Owner):
             )
 
     def _open(self) -> None:
-        """Meet the other ranks, and make the groups of a new generation together with them."""
+        """Meet the other ranks, and create the groups of a new generation with them."""
         world, timeout, store = self._world, self._timeout, self._world.store
-        # One thread for every call, and for making the groups: each would start one of its own.
+        # Share one thread for all these calls; otherwise each call starts its own.
         with store.until(time.monotonic() + timeout, self._title):
             coordinator: Coordinator | None = None
             generation = max(world.generation, self.generation + 1)
@@ -130,13 +130,13 @@ class Session(Owner):
 
     @property
     def owns_world(self) -> bool:
-        """Whether this session made torch's WORLD, and will destroy it at its end."""
+        """True if this session made torch's WORLD and will destroy it when it closes."""
         return self._world.ours
 
     def describe(
         self,
     ) -> dict[str, str | int | float | bool | dict[str, list[int]] | dict[str, float]]:
-        """Plain data for logs and JSON: who owns what, the timeouts, each communicator's ranks.
+        """Return plain data for logs and JSON: state, timeouts, and each communicator's ranks.
 
         Timeouts are in seconds.
         """
@@ -173,46 +173,50 @@ class Session(Owner):
     # -- suspend and resume ------------------------------------------------------------------
 
     def suspend(self, how: How | None = None) -> OffloadReport:
-        """Give back the memory of the communicators until :meth:`resume`. Every rank calls it.
+        """Release the memory of the communicators until :meth:`resume`. Every rank calls it.
 
-        No collective may be under way. The ranks agree on the way before anything is touched:
+        No collective may be running. The ranks first agree on one way:
 
-        * ``"suspend"``: NCCL lets go of its device memory. Every handle stays valid, and
-          :meth:`resume` goes on with the same collection and generation. A WORLD that the session
-          made is suspended as well.
-        * ``"recreate"``: the groups are destroyed, and :meth:`resume` makes them anew, in a
-          collection and a generation of their own; :meth:`rebind` puts them into models.
-        * ``"recreate world"``: so is WORLD, if the session made it and nobody has groups on it.
+        * ``"suspend"``: NCCL releases its device memory. Every handle stays valid, and
+          :meth:`resume` keeps the collection and generation. A WORLD that the session made is
+          suspended as well.
+        * ``"recreate"``: the groups are destroyed. :meth:`resume` creates them again, in a new
+          collection and generation; :meth:`rebind` puts them into models.
+        * ``"recreate world"``: as ``"recreate"``, and WORLD as well. The session must have made
+          WORLD, and no other group may be on it.
 
         Then the callbacks of :meth:`before_release` run, the device finishes its work, and the
-        memory is released. With ``"recreate"`` it is once nobody holds the old groups any more.
+        memory is released. With ``"recreate"``, memory is released once no object holds the old
+        groups.
 
         Args:
-            how: the way; by itself ``"suspend"`` where every rank can, else ``"recreate"``.
+            how: the way. Default: ``"suspend"`` if every rank can, else ``"recreate"``.
 
         Returns:
-            What it brought on this rank.
+            The effect on this rank.
 
         Raises:
             SessionError: the session is not live.
-            UnsupportedOffloadError: a rank can't go this way, or the ranks asked for different
-                ones, or a CUDA graph is being captured. Every rank gets it, and all stay live.
-            OffloadError: a step failed, here or on another rank, or a rank did not come within
-                ``timeout``. The session has failed on every rank: its groups were aborted, and it
-                is only good for closing.
-            CheckpointSaveError: a background save failed, which this waits for before it destroys
-                groups, and nobody has heard of it yet. The session is suspended all the same.
+            UnsupportedOffloadError: a rank can't take this way, or the ranks asked for different
+                ways, or a CUDA graph is being captured. Every rank gets the error, and the session
+                stays live.
+            OffloadError: a step failed, here or on another rank, or a rank did not arrive within
+                ``timeout``. The session has failed on every rank: its groups were aborted, and only
+                :meth:`close` works.
+            CheckpointSaveError: a background save failed, and its error was not yet raised.
+                Suspending waits for saves before it destroys groups. The session is suspended all
+                the same.
         """
         return self._suspend(how, self._cannot)
 
     def resume(self) -> OffloadReport:
-        """Make the groups work again, after :meth:`suspend`. Every rank calls it.
+        """Make the groups work again after :meth:`suspend`. Every rank calls it.
 
-        Then the callbacks of :meth:`on_resume` run. After *recreate*, whoever published the old
-        collection has the new one in ``parallel_state`` by then.
+        Then the callbacks of :meth:`on_resume` run. After *recreate*, the new collection is in
+        ``parallel_state`` by then, if the old one was published there.
 
         Returns:
-            What it took on this rank.
+            The effect on this rank.
 
         Raises:
             SessionError: the session is not suspended.
@@ -277,12 +281,12 @@ class Session(Owner):
                 self._world.close(abort=None, timeout=self._timeout)
 
     def _agree_to_resume(self, way: How) -> None:
-        if way == "suspend":  # else they have parted
+        if way == "suspend":  # otherwise the ranks have disconnected
             self._exchange("resume()", "")
 
     def _make_anew(self, way: How, steps: Steps) -> None:
         if way == "recreate world":
-            assert self._make_world is not None  # or the ranks would not have agreed on this way
+            assert self._make_world is not None  # checked before the ranks agreed on this way
             with steps.timed("make WORLD"):
                 before, self._world = self._world, self._make_world()
                 if (self._world.rank, self._world.size) != (before.rank, before.size):
@@ -315,31 +319,32 @@ class Session(Owner):
     def close(self) -> None:
         """Close the groups, and WORLD if this session made it. Closing twice does nothing.
 
-        The ranks tell each other how they fared, and wait up to ``timeout`` seconds for those that
-        are late: where all are well the groups are closed in order, otherwise aborted. Either way
-        the collection's lease ends, and the session drops every reference to a group; gloo's
-        threads and sockets go when the last reference anywhere (a model, an optimizer) does.
+        The ranks exchange their errors, and wait up to ``timeout`` seconds for late ranks. If no
+        rank has an error, the groups are closed in order, otherwise aborted. Either way the
+        collection's lease ends, and the session drops every reference to a group. gloo's threads
+        and sockets close with the last reference anywhere (a model, an optimizer).
 
-        If this session made WORLD, whatever else is open on it is closed first, the newest first,
-        with a warning in the log that names it.
+        If this session made WORLD, other owners on that WORLD are closed first, newest first. A
+        warning in the log names them.
 
         Raises:
-            RendezvousError: ranks did not come, or were not well, and are named (``missing``). The
+            RendezvousError: ranks did not arrive, or had an error; ``missing`` names them. The
                 groups here were aborted all the same.
             TeardownError: some groups could not be closed; every one was attempted.
-            CheckpointSaveError: a background save failed, which this waits for, and nobody has
-                heard of it yet. The groups are closed all the same, as they are when a callback of
-                :meth:`before_release` fails, whose error is raised then.
+            CheckpointSaveError: a background save failed, and its error was not yet raised. Closing
+                waits for saves. The groups are closed all the same.
+            Exception: the error of a callback of :meth:`before_release`. The groups are closed all
+                the same.
         """
         super().close()
 
     def _refuse_to_close(self) -> None:
-        """Nothing is in the way."""
+        """Never raises: a session can always be closed."""
 
     def _take_leave(self, error: BaseException | None) -> None:
         if self._state is LeaseState.SUSPENDED and self._way == "recreate":
-            # The others may be waiting in resume(). And where none is, each rank shall count this
-            # as an attempt, or the next one would be taken for this on those that fall behind.
+            # The other ranks may be waiting in resume(). If they are not, each rank must count this
+            # as an attempt, or late ranks would confuse the next attempt with this one.
             gone = error or SessionError("it has closed the session")
             Rendezvous(self._world.store, self.name, self.rank, self.layout.ranks).decline(gone)
 
@@ -347,7 +352,7 @@ class Session(Owner):
         self, steps: Steps, news: Callable[[], None], abort: BaseException | None, alone: bool
     ) -> dict[int, str]:
         with steps.attempted("groups"):
-            # NCCL destroys a communicator together with the ranks of the node, and aborts it alone.
+            # NCCL's destroy waits for the other ranks of the node, its abort does not.
             self._destroy(abort=abort is not None or alone)
         news()
         problems: dict[int, str] = {}

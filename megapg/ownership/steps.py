@@ -1,4 +1,4 @@
-"""Steps that all ranks take together: each is timed and attempted, and where one fails, all do."""
+"""Steps that all ranks take together. If a step fails on one rank, all ranks fail."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megapg.rendezvous.problems import brief
 
 
 class NotAllWellError(Exception):
-    """Something went wrong on some rank; what, is among the steps' problems."""
+    """A step failed on some rank; the errors are in ``Steps.problems``."""
 
 
 class Steps:
-    """What has been done so far on this rank.
+    """The steps taken so far on this rank.
 
     Attributes:
-        seconds: step -> how long it took.
-        problems: what went wrong so far, in order.
-        aside: what else did, and is no reason to stop; told where something is.
+        seconds: step -> seconds.
+        problems: the errors so far, in order.
+        aside: errors that do not stop the work. They are reported with other errors.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Steps:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """A step without which there is no going on."""
+        """Time a step whose failure stops the work."""
         started = time.perf_counter()
         try:
             yield
@@ -40,38 +40,38 @@ class Steps:
 
     @contextlib.contextmanager
     def attempted(self, name: str) -> Iterator[None]:
-        """A step whose failure is kept for later."""
+        """Time a step, and keep its error for later."""
         with self.timed(name):
             try:
                 yield
-            except (OffloadError, TeardownError) as error:  # several failures, to be told apart
+            except (OffloadError, TeardownError) as error:  # groups of errors
                 self.problems += error.exceptions
             except Exception as error:
                 self.problems.append(error)
 
     def report(self) -> str:
-        """What went wrong, for other ranks; empty if nothing did."""
-        return "; ".join(map(_told, self.problems)).rstrip(".")
+        """Return the errors as text, for other ranks; empty if there are none."""
+        return "; ".join(map(_with_note, self.problems)).rstrip(".")
 
     def take(self) -> list[Exception]:
-        """What went wrong so far, and forget it.
+        """Return the errors so far, and forget them.
 
-        For who raises it: the frames in its tracebacks hold these steps, and in a circle with them
-        the groups would live until Python's collector comes by. On gloo, so would the waits of the
-        ranks that are connected to this one.
+        Use it when raising them. Their tracebacks refer to these steps, and in a reference cycle
+        the groups would live until Python's garbage collector runs. On gloo, ranks connected to
+        this one would wait as long.
         """
         problems, self.problems = self.problems, []
         return problems
 
     def compare(self, heard: Mapping[int, str], rank: int) -> None:
-        """Go on only if every rank is well.
+        """Raise unless every rank has succeeded so far.
 
         Args:
             heard: rank -> its :meth:`report`.
             rank: this rank.
 
         Raises:
-            NotAllWellError: one is not.
+            NotAllWellError: a rank has an error.
         """
         others = {other: text for other, text in heard.items() if text and other != rank}
         if others:
@@ -82,18 +82,18 @@ class Steps:
 
 @contextlib.contextmanager
 def together(owner: str, doing: str, rank: int, lose: Callable[[str], None]) -> Iterator[Steps]:
-    """Around what all ranks do in step: whatever goes wrong on any ends the groups on all of them.
+    """Context of steps that all ranks take together: an error on one rank ends the groups on all.
 
     Args:
-        owner: whose groups, for the message.
+        owner: the owner of the groups, for the message.
         doing: what is being done, for the message.
         rank: this rank.
-        lose: is told what went wrong; tells the other ranks, and aborts the groups.
+        lose: called with the error as text; notifies the other ranks and aborts the groups.
 
     Raises:
-        UnsupportedOffloadError: from inside, where it is raised on every rank alike, before
-            anything was touched; nothing is lost.
-        OffloadError: with all that went wrong.
+        UnsupportedOffloadError: raised by the body on every rank, before any change. No group is
+            aborted.
+        OffloadError: a step failed. Contains all errors.
     """
     steps = Steps()
     try:
@@ -117,7 +117,7 @@ def together(owner: str, doing: str, rank: int, lose: Callable[[str], None]) -> 
         ) from None
 
 
-def _told(error: Exception) -> str:
-    """An error in one line, with the first of its notes, which says where."""
+def _with_note(error: Exception) -> str:
+    """Return an error in one line, with its first note, which names the place."""
     notes = getattr(error, "__notes__", ())
     return brief(error) + (f" ({notes[0]})" if notes else "")

@@ -1,4 +1,4 @@
-"""Suspending and resuming several sessions at once: one agreement, one order, all or none."""
+"""Suspend and resume several sessions at once: all of them or none."""
 
 from __future__ import annotations
 
@@ -18,38 +18,37 @@ from megapg.ownership.steps import Steps, together
 from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.rendezvous import Rendezvous
 
-# Of sessions on different ranks several can have one name.
+# The title alone is not unique: sessions on different ranks may share a name.
 _Key: TypeAlias = tuple[str, tuple[int, ...]]
 
 
 def suspend(*owners: Owner, how: How | None = None) -> tuple[OffloadReport, ...]:
-    """Suspend several sessions, or all of them stay as they are. ::
+    """Suspend several sessions, or leave all of them as they are. ::
 
         megapg.suspend(actor, critic)
 
-    Every rank calls it with all those of the sessions that it is in, in any order; a rank that is
-    in one of them calls it with that one, and not :meth:`~megapg.Session.suspend`. One of the
-    sessions must have all the ranks of the others, such as one over the whole WORLD: its ranks
-    agree for all. What each of them does is what :meth:`~megapg.Session.suspend` says; adopted
-    groups can be among them.
+    Every rank calls it with all of these sessions that it is in, in any order. A rank that is in
+    only one session still calls this function, and not :meth:`~megapg.Session.suspend`. One of the
+    sessions must have all the ranks of the others, for example a session over the whole WORLD. Each
+    session is suspended as by :meth:`~megapg.Session.suspend`. Adopted groups can be among them.
 
     Args:
         owners: the sessions.
-        how: ``"suspend"`` or ``"recreate"``, for all; by itself, for each session the former where
-            every one of its ranks can.
+        how: ``"suspend"`` or ``"recreate"``, for all. Default, per session: ``"suspend"`` if every
+            one of its ranks can, else ``"recreate"``.
 
     Returns:
-        A report for each session, in the order in which they were given; ``seconds`` are those of
-        all together.
+        A report for each session, in the order of the arguments. Its ``seconds`` count all sessions
+        together.
 
     Raises:
-        SessionError: no session, or one twice; or no session has all the ranks.
-        UnsupportedOffloadError: one can't be suspended on some rank, or a rank left out one that it
-            is in. Every rank gets it, and nothing was touched.
-        RendezvousError: a rank did not come in time; or it left out the only one that has all the
+        SessionError: no session was given, or one twice; or no session has all the ranks.
+        UnsupportedOffloadError: a session can't be suspended on some rank, or a rank left out one
+            of its sessions. Every rank gets the error, and nothing was touched.
+        RendezvousError: a rank did not arrive in time; or it left out the only session with all the
             ranks, and so waited for other ranks. Nothing was touched.
-        OffloadError: a step failed for one of them, here or on another rank. All have failed on
-            every rank, and are only good for closing.
+        OffloadError: a step failed for one session, here or on another rank. All sessions have
+            failed on every rank, and can only be closed.
         CheckpointSaveError: as from :meth:`~megapg.Session.suspend`; all are suspended by then.
     """
     order = _in_order(owners, "suspend()")
@@ -80,18 +79,19 @@ def suspend(*owners: Owner, how: How | None = None) -> tuple[OffloadReport, ...]
 
 
 def resume(*owners: Owner) -> tuple[OffloadReport, ...]:
-    """Resume several sessions, or all of them stay suspended.
+    """Resume several sessions, or leave all of them suspended.
 
-    The ranks and the sessions are those of :func:`suspend`, though not necessarily of the same
-    call; the order is free here as well.
+    Pass the sessions as for :func:`suspend`, in any order. They need not have been suspended by the
+    same call.
 
     Returns:
-        A report for each session, in the order in which they were given.
+        A report for each session, in the order of the arguments.
 
     Raises:
         SessionError: as from :func:`suspend`.
-        UnsupportedOffloadError: one can't be resumed on some rank, or is not suspended there, or a
-            rank left out one that it is in. Every rank gets it, and all stay suspended.
+        UnsupportedOffloadError: a session can't be resumed on some rank, or is not suspended there,
+            or a rank left out one of its sessions. Every rank gets the error, and all stay
+            suspended.
         RendezvousError, OffloadError: as from :func:`suspend`.
     """
     order = _in_order(owners, "resume()")
@@ -116,7 +116,7 @@ def resume(*owners: Owner) -> tuple[OffloadReport, ...]:
 
 
 def _in_order(owners: Sequence[Owner], doing: str) -> list[Owner]:
-    """The widest first, the others by name: the same order on all ranks."""
+    """Sort the owners: most ranks first, then by title. The order is the same on all ranks."""
     if not owners:
         raise SessionError(
             f"{doing}: give the sessions, such as megapg.{doing[:-1]}actor, critic)."
@@ -131,7 +131,7 @@ def _in_order(owners: Sequence[Owner], doing: str) -> list[Owner]:
 
 
 def _unless(owner: Owner, state: LeaseState) -> dict[How, str]:
-    """Way -> why it can't be gone, if the owner is not in that state."""
+    """Return way -> why it can't be taken; empty if the owner is in that state."""
     if owner.state is not state:
         return dict.fromkeys(offload.WAYS, f"it is {owner.state.value}")
     if not owner._world.current:
@@ -154,16 +154,16 @@ def _titles(owners: Sequence[Owner]) -> str:
 
 
 def _meeting(widest: Owner) -> str:
-    """What the meeting of all its ranks is called: by these, as a rank may have left out one."""
+    """Return the name under which the ranks meet. It lists ranks, as a rank may omit an owner."""
     return f"sessions of {ranks_said(widest._ranks)}"
 
 
 class _Assembly:
-    """All ranks of several owners, for as long as they do something together.
+    """The meeting of all ranks of several owners for one call.
 
     Args:
-        owners: those of this rank; the first has all the ranks.
-        doing: what they come for.
+        owners: the owners on this rank. The first one has all the ranks.
+        doing: the call.
     """
 
     def __init__(self, owners: Sequence[Owner], doing: str) -> None:
@@ -179,7 +179,7 @@ class _Assembly:
                 f"{apart[0]._title} is on ranks that {widest._title} is not on. Give one more that "
                 f"has, or call {doing} of each. Nothing was touched."
             )
-            if not self._alone:  # the others would wait for this rank
+            if not self._alone:  # the other ranks would wait for this one
                 for each in owners:
                     name = _meeting(each)
                     Rendezvous(each._world.store, name, each.rank, each._ranks).decline(error)
@@ -190,10 +190,10 @@ class _Assembly:
         return backend_for(self._owners[0]._world.backend).alone
 
     def meet(self) -> None:
-        """Come together. Then :meth:`part` must follow.
+        """Meet the other ranks. :meth:`part` must follow.
 
         Raises:
-            RendezvousError: a rank did not come, or came for something else.
+            RendezvousError: a rank did not arrive, or called something else.
         """
         if self._alone:
             return
@@ -210,10 +210,10 @@ class _Assembly:
             coordinator.part(error, timeout=self._timeout)
 
     def hear(self, said: Mapping[_Key, str]) -> dict[_Key, dict[int, str]]:
-        """Owner -> rank -> what it said of it, for every owner that any rank named.
+        """Exchange texts. Return owner -> rank -> text, for every owner that any rank passed.
 
         Raises:
-            UnsupportedOffloadError: a rank did not name one that it is in.
+            UnsupportedOffloadError: a rank left out an owner that it is in.
         """
         mine = [(*_key(o), o._timeout, said[_key(o)]) for o in self._owners]
         heard: dict[_Key, dict[int, str]] = {}
@@ -234,25 +234,25 @@ class _Assembly:
                 f"{self._doing}: {'; '.join(lines[:8])}, which it is in. Give every rank all that "
                 "it is in. Nothing was touched."
             )
-        # Whoever is in one of them alone waits while others see to theirs.
+        # A rank that is in one owner only waits while other ranks handle theirs.
         self._timeout = sum(timeouts.values())
         return dict(sorted(heard.items()))
 
     def compare(self, steps: Steps, topic: str) -> None:
-        """Go on only if all has gone well so far, on every rank."""
+        """Raise unless every step so far has succeeded on every rank."""
         with steps.timed("agree"):
             heard = self._exchange(topic, steps.report())
         steps.compare(heard, self._rank)
 
     def _exchange(self, topic: str, said: str) -> Mapping[int, str]:
-        if self._coordinator is None:  # nobody else is there
+        if self._coordinator is None:  # no other ranks
             return {self._rank: said}
         return self._coordinator.exchange(topic, said, timeout=self._timeout)
 
 
 @contextlib.contextmanager
 def _together(owners: Sequence[Owner], doing: str) -> Iterator[tuple[Steps, _Assembly]]:
-    """Around what all ranks of these owners do in step: all of them are lost, or none is."""
+    """Context of steps that all ranks of these owners take together: an error ends all owners."""
     assembly = _Assembly(owners, doing)
 
     def lose(said: str) -> None:

@@ -1,4 +1,4 @@
-"""What a session was asked for: checked before anyone waits for anyone, and put to all ranks."""
+"""Check the arguments of a session before any rank waits, and describe them for comparison."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_waits(
     timeout: float, collective_timeout: timedelta | Mapping[str, timedelta] | None = None
 ) -> None:
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if not number or not 0 < timeout < math.inf:  # nor NaN, which no deadline ever reaches
+    if not number or not 0 < timeout < math.inf:  # excludes NaN too, which no time exceeds
         raise SessionError(
             f"timeout={timeout!r}: give the seconds to wait, a finite number above 0."
         )
@@ -89,7 +89,7 @@ def check_recipe(recipe: Recipe, world: World, layout: ParallelLayout) -> None:
             )
     if "hcp" in recipe.gloo:
         raise UnsupportedOptionError("gloo: hcp is several groups, which have no companions.")
-    for field, options in recipe.options.items():  # refused before anyone waits for anyone
+    for field, options in recipe.options.items():  # raises before any rank waits
         backend_for(recipe.backend).options(field, options)
     outside = [rank for rank in layout.ranks if rank >= world.size]
     if outside:
@@ -123,7 +123,7 @@ def check_recipe(recipe: Recipe, world: World, layout: ParallelLayout) -> None:
 def settings(
     layout: ParallelLayout, recipe: Recipe, collective_timeout: timedelta
 ) -> dict[str, str]:
-    """Everything that must be equal on every rank, as text, for the rendezvous."""
+    """Return all settings that must be equal on every rank, as text, for the rendezvous."""
     return {
         **layout.describe(),
         "backend": recipe.backend,

@@ -1,7 +1,6 @@
-"""How ranks talk to each other before there is a communicator, and without one: over a store.
+"""Communication between ranks over a store, without a communicator.
 
-``connect`` finds the store of a job, and ``store`` is its bounded client. ``rendezvous`` brings the
-ranks together and lets them part, a ``coordinator`` lets ranks that are together agree on what to
-do next, and ``joint_work`` is work that takes long. ``waiting`` tells ranks that wait under two
-names.
+``connect`` finds the store of a job, and ``store`` is its client with deadlines. ``rendezvous``
+lets ranks meet and disconnect. With a ``coordinator``, connected ranks agree on what to do next.
+``joint_work`` is for long work. ``waiting`` detects ranks that wait for each other under two names.
 """

@@ -1,4 +1,4 @@
-"""Who has arrived at a rendezvous, as its leader and the heads of blocks see it."""
+"""Track which ranks have arrived at a rendezvous, on the leader and on the heads of blocks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from megapg.rendezvous.blocks import Blocks, Reports
 from megapg.rendezvous.hello import CHANGES, Hello, Hellos
 from megapg.rendezvous.store import Store, batches
 
-# From how many ranks on it is too much for the store if every rank asks about every other.
+# With more ranks than this, the store is too slow if every rank reads the keys of every other.
 LARGE = 64
 
 
 class Arrivals:
-    """Who is here, as the leader learns it.
+    """The ranks that have arrived, as the leader sees them.
 
-    Few ranks it looks at one by one. Of many it takes one batch after the other, as whoever leaves
-    again says so. Of very many it hears the heads of their blocks, until somebody has left.
+    With few ranks, the leader reads each hello. With more than ``LARGE``, it reads them in batches,
+    and again when a rank has left. If there are several blocks, it reads the reports of their
+    heads, until a rank has left.
 
     Attributes:
-        hellos: rank -> what it last said. Those whose head has reported them have no nonce there.
+        hellos: rank -> its last hello. It has no nonce if the rank's head reported the rank.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class Arrivals:
         self._waiting = [*blocks.mine, *heads]
 
     def look(self) -> list[int]:
-        """Look at those who are not here yet; who still is not."""
+        """Check the ranks that have not arrived. Return those still missing."""
         if not self._large:
-            # Whoever came first may have given up by the time that the last one comes.
+            # An early rank may have given up by the time that the last one arrives.
             self._waiting = self.look_at(self._waiting) or self.look_at(self._ranks)
             return self._waiting
         if self._has_changed():
@@ -48,18 +49,18 @@ class Arrivals:
         return self._look_at_heads() if self._by_heads else self._look_at_batches()
 
     def look_again(self, waiting: list[int]) -> list[int]:
-        """Who is not here, of few ranks: once more after a while, if somebody has left since."""
+        """With few ranks, check all again if a rank has left. Return the missing ranks."""
         if not self._large and self._has_changed():
             waiting = self._waiting = self.look_at(self._ranks)
         return waiting
 
     def look_at_all(self) -> None:
-        """Look at all of a large job, whose time is up."""
+        """In a large job, read every hello, as the deadline has passed."""
         if self._large:
             self.look_at(self._ranks)
 
     def look_at(self, ranks: Sequence[int]) -> list[int]:
-        """Those of the ranks that are not here."""
+        """Read the hellos of these ranks. Return the ranks that have not arrived."""
         for rank, hello in self._said.of_all(ranks).items():
             self.hellos[rank] = hello
             self._said.refuse_if_behind(rank, hello)
@@ -81,14 +82,14 @@ class Arrivals:
         return [] if here else self._reports.awaited()
 
     def _reported(self, blocks: Sequence[Sequence[int]]) -> bool:
-        """Whether blocks are here, by the reports of their heads."""
+        """True if these blocks have arrived, by the reports of their heads."""
         heads = [hello for block in blocks if (hello := self.hellos[block[0]])]
-        keys = [_report(block[0]) for block in blocks]
+        keys = [_report_key(block[0]) for block in blocks]
         if len(heads) < len(blocks) or not self._store.check(keys):
             return False
         mine, here = self._said.mine, True
         for block, head, text in zip(blocks, heads, self._store.multi_get(keys), strict=True):
-            likeness = _of_now(text, head)
+            likeness = _if_current(text, head)
             if likeness is None:
                 here = False
             elif likeness == mine.likeness():
@@ -108,16 +109,16 @@ class Arrivals:
         return self._changes != before
 
     def _has_its_verdict(self, hello: Hello) -> bool:
-        """Whether the rank is still here from an earlier attempt that failed: it will know soon."""
+        """True if the hello is of a failed attempt, whose verdict the rank has yet to read."""
         later = hello.attempt != self._said.mine.attempt
         return later and self._store.check([f"verdict/{hello.nonce}"])
 
 
 class BlockArrivals:
-    """Who of a block is here, as its head learns it, which tells the leader.
+    """The ranks of a block that have arrived, as its head sees them and reports to the leader.
 
     Attributes:
-        keys: those that this rank has written.
+        keys: the keys that this rank has written.
     """
 
     def __init__(self, store: Store, said: Hellos, block: Sequence[int]) -> None:
@@ -127,9 +128,9 @@ class BlockArrivals:
         self.keys: set[str] = set()
 
     def look(self) -> None:
-        """Look at those who are not here yet, and report when all are: that they say the same.
+        """Check the ranks that have not arrived. When all have, report if their hellos match.
 
-        What a rank says that is in another attempt the leader had better judge.
+        Hellos of another attempt are left to the leader.
         """
         if not self._waiting or not self._store.check([f"hello/{r}" for r in self._waiting]):
             return
@@ -143,46 +144,46 @@ class BlockArrivals:
             nonces = " ".join(hello.nonce for hello in self._here.values())
             likeness = said.pop() if len(said) == 1 else ""
             words = {
-                _whom(self._head): _text(nonces, mine),
-                _report(self._head): _text(likeness, mine),
+                _nonces_key(self._head): _report_text(nonces, mine),
+                _report_key(self._head): _report_text(likeness, mine),
             }
             self.keys.update(words)
             self._store.multi_set(words)
 
     def pass_on(self, verdict: bytes) -> None:
-        """Give the leader's verdict to those that were reported to it."""
+        """Pass the leader's verdict on to the ranks that were reported to it."""
         if not self._waiting:
             others = {hello.nonce for hello in self._here.values()} - {self._said.mine.nonce}
             self._store.multi_set({f"verdict/{nonce}": verdict for nonce in others})
 
 
 def passed_over(store: Store, said: Hellos, head: int) -> bytes | None:
-    """The verdict that the head of this rank's block should have passed on, if it has one."""
-    hello, whom = said.of(head), store.peek(_whom(head))
+    """Return the verdict that this rank's head has but has not passed on, or None."""
+    hello, whom = said.of(head), store.peek(_nonces_key(head))
     if hello is None or whom is None:
         return None
-    if said.mine.nonce not in (_of_now(whom, hello) or "").split():
+    if said.mine.nonce not in (_if_current(whom, hello) or "").split():
         return None
     return store.peek(f"verdict/{hello.nonce}")
 
 
-# Only the head itself deletes its reports, or writes over them: others may have come to the next
-# meeting while the leader tidies up after this one. They are of one attempt of one process.
+# A report belongs to one attempt of one process. Only the head deletes or overwrites it: other
+# ranks may be in the next meeting while the leader deletes the keys of this one.
 
 
-def _report(head: int) -> str:
+def _report_key(head: int) -> str:
     return f"report/{head}"
 
 
-def _whom(head: int) -> str:
+def _nonces_key(head: int) -> str:
     return f"report/{head}/whom"
 
 
-def _text(said: str, head: Hello) -> str:
+def _report_text(said: str, head: Hello) -> str:
     return json.dumps([head.nonce, head.attempt, said])
 
 
-def _of_now(text: bytes, head: Hello) -> str | None:
-    """What the report says, if it is not of an earlier attempt."""
+def _if_current(text: bytes, head: Hello) -> str | None:
+    """Return the text of a report, or None if the report is of an earlier attempt."""
     nonce, attempt, said = json.loads(text)
     return str(said) if (nonce, attempt) == (head.nonce, head.attempt) else None

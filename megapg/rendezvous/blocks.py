@@ -1,9 +1,10 @@
-"""Large jobs: the ranks in blocks, so that nobody hears more than the root of the world.
+"""Blocks of ranks for large jobs: with n ranks, no rank reads more than about sqrt(n) messages.
 
-The first rank of a block, its *head*, hears what the block says and reports it with one key. The
-leader, the first rank of all, hears its own block and the heads. A report only repeats what stands
-in the store: whoever misses one reads the ranks' own words, and so a head that died, or is stuck,
-costs time and no more. Nothing is counted: a word said twice is still one rank's.
+The first rank of a block is its *head*. It reads the messages of its block and reports them with
+one key. The *leader*, the first rank of all, reads its own block and the reports. A report only
+repeats keys that are in the store. Without the report, a rank can read the original keys, so a dead
+or stuck head costs time only. Reports are not counted, so a message that is reported twice does no
+harm.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-# Up to how many ranks the leader hears each one by itself.
+# With more ranks than this, the leader reads one report per block.
 FLAT = 1_024
-# For how long the leader leaves a block to its head: seconds, and how many ranks make it one more.
-# Half of the time that it has at most.
-_LATE = 5.0
+# How long the leader waits for heads: the larger of so many seconds and one second for so many
+# ranks, but at most half of the time left.
+_HEAD_WAIT = 5.0
 _RANKS_A_SECOND = 2_048
 
 
 class Blocks:
-    """Ranks in blocks of the root of their number; few ranks are one block.
+    """Blocks whose size is the square root of the number of ranks. Few ranks are one block.
 
     Args:
-        ranks: all of them, in the same order on each.
-        rank: this one.
-        flat: up to how many ranks are one block.
+        ranks: all ranks, in the same order on each.
+        rank: this rank.
+        flat: the most ranks that make a single block.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, flat: int) -> None:
@@ -39,35 +40,35 @@ class Blocks:
         """The block of this rank."""
         self.several = not few
         self.head = self.mine[0]
-        """The first rank of it."""
+        """The first rank of this rank's block."""
         self.heading = rank == self.head and rank != ranks[0]
-        """Whether this rank reports to the leader."""
+        """True if this rank reports to the leader."""
 
     def _around(self, rank: int) -> Sequence[int]:
-        guess = rank - self._ranks[0]  # ranks in a row are not searched: there may be very many
+        guess = rank - self._ranks[0]  # fast path for consecutive ranks, which may be many
         known = 0 <= guess < len(self._ranks) and self._ranks[guess] == rank
         at = guess if known else self._ranks.index(rank)
         first = at - at % self._size
         return self._ranks[first : first + self._size]
 
     def reporting(self) -> list[Sequence[int]]:
-        """The blocks whose heads report: all but the leader's."""
+        """Return the blocks whose heads report: all but the leader's."""
         starts = range(self._size, len(self._ranks), self._size)
         return [self._ranks[at : at + self._size] for at in starts]
 
     def late(self, deadline: float) -> float:
-        """When the leader, which has until then, stops leaving blocks to their heads from now."""
+        """Return the time at which the leader stops waiting for heads, given its deadline."""
         now = time.monotonic()
-        patience = max(_LATE, len(self._ranks) / _RANKS_A_SECOND)
+        patience = max(_HEAD_WAIT, len(self._ranks) / _RANKS_A_SECOND)
         return now + min(patience, (deadline - now) / 2)
 
 
 class Reports:
-    """The blocks that the leader has not heard of yet, in order.
+    """The blocks that have not reported to the leader, in order.
 
     Args:
-        blocks: of this rank, the leader.
-        deadline: until when it waits for them.
+        blocks: the blocks, on the leader.
+        deadline: the leader's deadline.
     """
 
     def __init__(self, blocks: Blocks, deadline: float) -> None:
@@ -76,11 +77,11 @@ class Reports:
 
     @property
     def late(self) -> bool:
-        """Whether the leader reads for itself now, one block at a time."""
+        """True if the leader now reads blocks itself, one at a time."""
         return time.monotonic() >= self._late
 
     def awaited(self) -> list[int]:
-        """Whom the leader waits for, as far as it can tell."""
+        """Return the ranks that the leader waits for, as far as it knows."""
         heads = [block[0] for block in self.missing]
         return [*(self.missing[0] if self.missing and self.late else ()), *heads]
 
@@ -91,12 +92,12 @@ class Reports:
         *,
         hurry: bool = False,
     ) -> bool:
-        """Whether every block has said everything.
+        """True if every block is complete.
 
         Args:
-            reported: whether the heads of all these blocks have reported.
-            said: whether a block has, asked where its head is late.
-            hurry: not to wait for heads.
+            reported: True if the heads of all these blocks have reported.
+            said: True if all ranks of a block have written their keys. Called if its head is late.
+            hurry: do not wait for heads.
         """
         if self.missing and reported(self.missing):
             self.missing.clear()
@@ -109,5 +110,5 @@ class Reports:
 
 
 def report_key(folder: str, block: Sequence[int]) -> str:
-    """The key of a folder where the head of a block says what all of the block have said."""
+    """Return the key in a folder under which the head of a block reports."""
     return f"{folder}/block of {block[0]}"

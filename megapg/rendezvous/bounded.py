@@ -1,8 +1,8 @@
-"""Calls that may never come back from C++, made so that the caller goes on by a deadline.
+"""Call C++ functions that may never return, with a deadline for the caller.
 
-While a thread is inside C++, Python's signal handlers wait for it if it is the main thread, and no
-deadline holds. So such a call is made in another thread, and the caller waits for it in Python.
-Nobody can end a call that is stuck; its thread is left behind, as a daemon.
+While a thread is inside C++, no deadline applies, and if it is the main thread, no Python signal
+handler runs. So another thread makes the call, and the caller waits for it in Python. A stuck call
+can't be ended. Its thread is left behind as a daemon.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
 
-# How long a worker that has been dismissed may take to go: it has nothing left to do. Seconds.
-_GOING = 1.0
-# Python 3.12 starts no thread while the process is exiting, when others are told of open sessions.
+# Seconds to wait for an idle worker thread to exit.
+_JOIN_WAIT = 1.0
+# Python 3.12 starts no thread at exit, but open sessions notify the other ranks then.
 _NONE_AT_EXIT = sys.version_info[:2] == (3, 12)
-# Process -> what the thread that is kept for that takes its calls from; a fork has none.
-_KEPT: dict[int, SimpleQueue[Call[object] | None]] = {}
+# Process id -> queue of the thread kept for calls at exit. A fork has no such thread.
+_EXIT_QUEUES: dict[int, SimpleQueue[Call[object] | None]] = {}
 
 
 class Call(Generic[_T]):
-    """A call that one thread makes and another one waits for."""
+    """A call that one thread makes and another thread waits for."""
 
     def __init__(self, work: Callable[[], _T], undo: Callable[[_T], object] | None = None) -> None:
         self._work, self._undo = work, undo
         self._result: list[_T] = []
         self._error: BaseException | None = None
         self._abandoned = False
-        self._ending = threading.Lock()  # whoever gives up, and the call that ends, meet here
-        self._running = threading.Lock()  # held until it has ended; cheaper than an Event
+        self._ending = threading.Lock()  # guards _abandoned and the end of the call
+        self._running = threading.Lock()  # held until the call has ended; cheaper than an Event
         self._running.acquire()
 
     def make(self) -> None:
@@ -52,14 +52,14 @@ class Call(Generic[_T]):
             self._take_back()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended within so many seconds. Ctrl-C is heard meanwhile."""
+        """True if the call ends within so many seconds. Ctrl-C interrupts the wait."""
         if not self._running.acquire(timeout=max(seconds, 0.0)):
             return False
         self._running.release()
         return True
 
     def abandon(self) -> None:
-        """Nobody will take the outcome: what the call makes is undone, as soon as it has ended."""
+        """Give up the outcome: the call is undone as soon as it has ended."""
         with self._ending:
             self._abandoned = True
             ended = not self._running.locked()
@@ -68,21 +68,21 @@ class Call(Generic[_T]):
 
     def _take_back(self) -> None:
         if self._undo is not None and self._result:
-            with contextlib.suppress(Exception):  # nobody is there to hear of it
+            with contextlib.suppress(Exception):  # no caller to raise it to
                 self._undo(self._result.pop())
 
     def outcome(self) -> _T:
-        """What it returned; raises what it raised. Only when it has ended."""
+        """Return or raise the call's outcome. Only when it has ended."""
         try:
             if self._error is not None:
                 raise self._error
             return self._result[0]
         finally:
-            self._error = None  # its traceback would hold this object, and so itself
+            self._error = None  # its traceback refers to this object: a cycle
 
 
 class Worker:
-    """A thread that makes calls for others, one after the other; it starts with the first."""
+    """A thread that makes calls, one after the other. It starts with the first call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -91,7 +91,7 @@ class Worker:
         self._last: Call[object] | None = None
 
     def begin(self, call: Call[_T]) -> None:
-        """Have the call made.
+        """Queue a call.
 
         Raises:
             RuntimeError: no thread can be started, as the process is exiting.
@@ -104,7 +104,7 @@ class Worker:
                 thread.start()
                 self._thread = thread
             except RuntimeError:
-                if (kept := _KEPT.get(os.getpid())) is None:
+                if (kept := _EXIT_QUEUES.get(os.getpid())) is None:
                     raise
                 kept.put(call)  # type: ignore[arg-type]  # whatever it returns
                 return
@@ -112,14 +112,14 @@ class Worker:
         self._calls.put(call)  # type: ignore[arg-type]
 
     def dismiss(self) -> None:
-        """End the thread: at once, or when it comes back from where it is stuck."""
+        """End the thread: at once, or when its stuck call returns."""
         if self._thread is not None:
             self._calls.put(None)
             if self._last is None or self._last.wait(0.0):
-                self._thread.join(_GOING)
+                self._thread.join(_JOIN_WAIT)
 
     def leave_behind(self) -> None:
-        """Leave the thread to what it is stuck in: the next call starts another one."""
+        """Abandon the thread with its stuck call. The next call starts another thread."""
         self.dismiss()
         self._thread, self._last, self._calls = None, None, SimpleQueue()
 
@@ -131,18 +131,18 @@ def bounded(
     name: str,
     at_exit: float = 0.0,
 ) -> _T:
-    """Make a call that may never come back.
+    """Make a call that may never return.
 
     Args:
         work: the call.
-        deadline: when to give it up, on the clock of ``time.monotonic``.
-        name: of its thread.
-        at_exit: seconds for which the exit of the process waits for one that was given up and will
-            soon be over: whatever comes back from C++ while the interpreter finalises ends it with
-            SIGABRT (Python before 3.14).
+        deadline: when to give up, on the clock of ``time.monotonic``.
+        name: the name of the thread.
+        at_exit: seconds that the exit of the process waits for an abandoned call that will soon
+            return: a thread that returns from C++ while the interpreter finalises ends the process
+            with SIGABRT (Python before 3.14).
 
     Raises:
-        TimeoutError: it is not back by the deadline.
+        TimeoutError: the call has not returned by the deadline.
     """
     call, worker = Call(work), Worker(name)
     worker.begin(call)
@@ -160,17 +160,17 @@ def bounded(
 
 
 def keep_a_thread() -> None:
-    """Have a thread for the calls at the exit of this process, where Python starts none then."""
-    if _NONE_AT_EXIT and os.getpid() not in _KEPT:
+    """Start a thread for calls at the exit of this process, if Python can't start one then."""
+    if _NONE_AT_EXIT and os.getpid() not in _EXIT_QUEUES:
         calls: SimpleQueue[Call[object] | None] = SimpleQueue()
-        with contextlib.suppress(RuntimeError):  # it is exiting
+        with contextlib.suppress(RuntimeError):  # the process is exiting
             threading.Thread(
                 target=_serve, args=(calls,), name="megapg at exit", daemon=True
             ).start()
-            _KEPT[os.getpid()] = calls
+            _EXIT_QUEUES[os.getpid()] = calls
 
 
 def _serve(calls: SimpleQueue[Call[object] | None]) -> None:
     while (call := calls.get()) is not None:
         call.make()
-        del call  # while it waits for the next one it holds nothing
+        del call  # hold no reference while waiting

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: the store, hosted by rank 0 or by the launcher."""
+"""Connect to the store of a job, hosted by rank 0 or by the launcher."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from megapg.launch import Launch
 from megapg.rendezvous.bounded import bounded
 from megapg.rendezvous.store import Host, Store, StoreError
 
-# The one thing that outlives a session, by (address, port): the connection to the store where the
-# ranks of this job meet. Ranks close at different moments, so whoever hosts the store must keep it
-# until the process ends, and a second rendezvous on the same port would race with the first.
+# Connections to the stores of jobs, by (address, port). They outlive sessions: ranks close at
+# different times, so the host must keep the store until its process exits. Hosting another store on
+# the same port would race with the first.
 _STORES: dict[tuple[str, int], Store] = {}
 
-# For how long torch may go on trying to connect after we have given up, in seconds: it pauses
-# between two tries, by chance up to three seconds.
-_AFTERWARDS = 5.0
+# Seconds that torch may go on connecting after this module gave up. Between two tries, torch pauses
+# for a random time of up to three seconds.
+_STILL_CONNECTING = 5.0
 
 
 def job_store(launch: Launch, timeout: float) -> Store:
-    """The store of the job that ``launch`` is part of; a process alone has one to itself.
+    """Return the store of the job of ``launch``. A single process has its own store.
 
     Args:
-        launch: who this process is.
-        timeout: seconds to wait for whoever hosts it.
+        launch: rank, world size and address of this process.
+        timeout: seconds to wait for the host of the store.
 
     Raises:
-        RendezvousError: it can't be hosted, or reached.
+        RendezvousError: the store can't be hosted, or reached.
     """
     if not launch.address:
         return Store(dist.HashStore(), Host("this process's own store", launch.rank, here=True))
     place, deadline = (launch.address, launch.port), time.monotonic() + timeout
     if place in _STORES and _is_gone(_STORES[place], deadline):
-        del _STORES[place]  # its host died: whoever hosts it now is to be met anew
+        del _STORES[place]  # its host died: connect to the new host
     if place not in _STORES:
         hosting = launch.rank == 0 and not launch.hosted
         try:
             opened = _connect(launch, hosting, deadline)
-        except (RuntimeError, TimeoutError) as error:  # older releases have no DistError for it
+        except (RuntimeError, TimeoutError) as error:  # older releases do not raise a DistError
             doing = "host" if hosting else "reach"
-            # Whether torch gives up first, and with which words, is a race: look for ourselves.
+            # torch may give up first or not, with various messages, so find the reason here.
             reason = str(error).splitlines()[0] if hosting else _what_is_there(launch)
             raise RendezvousError(
                 f"rank {launch.rank} could not {doing} the store at {launch.address}:"
@@ -55,14 +55,17 @@ def job_store(launch: Launch, timeout: float) -> Store:
                 () if hosting or launch.hosted else (0,),
             ) from error
         _STORES[place] = Store(opened, _host(launch, hosting))
-    # What a launcher starts again meets apart from the dead, and another job that came to the same
-    # port by chance apart from this one.
+    # Separate keys per job and attempt, so that restarted ranks do not meet dead ones, and another
+    # job on the same port does not meet this one.
     return _STORES[place].view(f"megapg/{launch.job}/{launch.attempt}")
 
 
 @atexit.register
 def _linger() -> None:
-    """After the sessions that are closed at exit: what is registered then is not called."""
+    """Keep the stores up for a while at exit. Runs after sessions are closed at exit.
+
+    A function registered with atexit at that point would not be called any more.
+    """
     for store in _STORES.values():
         store.linger()
 
@@ -76,10 +79,10 @@ def _host(launch: Launch, hosting: bool) -> Host:
 
 
 def _is_gone(store: Store, deadline: float) -> bool:
-    """Whether whoever hosted the store has died.
+    """True if the host of the store has died.
 
     Raises:
-        RendezvousError: it is there and does not answer.
+        RendezvousError: the host is alive but does not respond.
     """
     try:
         store.come_back(deadline)
@@ -93,10 +96,10 @@ def _is_gone(store: Store, deadline: float) -> bool:
 
 
 def _connect(launch: Launch, hosting: bool, deadline: float) -> dist.Store:
-    """Open the store by the deadline, come what may.
+    """Connect to the store by the deadline.
 
-    torch's own timeout does not cover a port where something listens that is no store, or is one
-    whose host is frozen, and says nothing.
+    torch's own timeout does not apply if the port belongs to something else than a store, or to a
+    store whose host is frozen.
     """
     timeout = max(deadline - time.monotonic(), 0.1)
     if not hosting:
@@ -113,28 +116,28 @@ def _connect(launch: Launch, hosting: bool, deadline: float) -> dist.Store:
         )
 
     latest = max(deadline, time.monotonic()) + 1.0
-    return bounded(connect, latest, name="megapg store", at_exit=_AFTERWARDS)
+    return bounded(connect, latest, name="megapg store", at_exit=_STILL_CONNECTING)
 
 
 def _await_listener(launch: Launch, deadline: float) -> None:
-    """Wait until somebody listens where the store shall be.
+    """Wait until the store's port accepts connections.
 
-    torch would wait too, but prints a C++ stack when it gives up, and does so in a thread that
-    nobody can stop: one that comes back while the process is exiting ends it with SIGABRT.
+    torch would wait too, but prints a C++ stack when it gives up. It also waits in a thread that
+    can't be stopped: if it returns while the process is exiting, the process ends with SIGABRT.
     """
     while True:
         left = max(deadline - time.monotonic(), 0.1)
         try:
             socket.create_connection((launch.address, launch.port), timeout=left).close()
             return
-        except (OSError, UnicodeError) as error:  # the latter: no name that a host can have
+        except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
             if time.monotonic() + 0.1 >= deadline:
                 raise TimeoutError(str(error)) from error
         time.sleep(0.1)
 
 
 def _what_is_there(launch: Launch) -> str:
-    """Why the store can't be reached."""
+    """Return why the store can't be reached."""
     try:
         socket.create_connection((launch.address, launch.port), timeout=1.0).close()
     except (socket.gaierror, UnicodeError):
@@ -152,7 +155,7 @@ def _whose_fault(launch: Launch) -> str:
 
 
 def _why_not_here(launch: Launch) -> str:
-    """What to do about a store that this rank should host and can't."""
+    """Return what to do if this rank can't host the store."""
     addresses = set()
     with contextlib.suppress(OSError, UnicodeError):
         addresses = {info[-1][0] for info in socket.getaddrinfo(launch.address, None)}

@@ -1,4 +1,4 @@
-"""Ranks that are together agree on what to do next: a bounded exchange of words over the store."""
+"""Connected ranks exchange messages over the store, with deadlines, to agree on what to do next."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from megapg.rendezvous.problems import listed, of_a_communicator
 from megapg.rendezvous.rendezvous import Agreement, Rendezvous
 from megapg.rendezvous.store import LEAST, StoreError
 
-# How often a rank that waits looks whether the one it waits for has left. Seconds.
-_LOOK = 0.25
-# How long a word that nobody waits for may take to be said. Seconds.
+# Seconds between two checks of whether an awaited rank has left.
+_CHECK_INTERVAL = 0.25
+# Deadline in seconds of calls between two exchanges.
 SOON = 8.0
 
 
 class Coordinator(Rendezvous):
-    """A rendezvous whose ranks, between :meth:`meet` and :meth:`part`, exchange words any number of
-    times. Arguments are those of :class:`~megapg.rendezvous.rendezvous.Rendezvous`.
+    """A rendezvous whose ranks exchange messages between :meth:`meet` and :meth:`part`.
+
+    Arguments are those of :class:`~megapg.rendezvous.rendezvous.Rendezvous`.
     """
 
     _turn = 0
@@ -33,19 +34,19 @@ class Coordinator(Rendezvous):
         return agreement
 
     def exchange(self, topic: str, said: str, *, timeout: float) -> Words:
-        """Tell every rank something, and hear what each of them says. All ranks hear the same.
+        """Send a text to every rank, and return the texts of all ranks, the same on each rank.
 
         Args:
-            topic: what it is about, equal on every rank; for the message when it is not.
-            said: what this rank has to say.
-            timeout: seconds to wait for the others.
+            topic: the purpose, equal on every rank. The error names it if it differs.
+            said: the text of this rank.
+            timeout: seconds to wait for the other ranks.
 
         Returns:
-            rank -> what it said, of every rank.
+            rank -> text, for every rank.
 
         Raises:
-            RendezvousError: ranks did not come in time, or have left, or came for something else;
-                they are named on every rank that came. Or the store is gone.
+            RendezvousError: ranks did not arrive in time, or have left, or came with another topic.
+                They are named on every rank that arrived. Or the store is gone.
         """
         folder = f"{self._mine.namespace}/turn {self._turn}"
         before = f"{self._mine.namespace}/turn {self._turn - 1}" if self._turn else ""
@@ -55,7 +56,8 @@ class Coordinator(Rendezvous):
             self._store.set(f"{folder}/{self._rank}", json.dumps([topic, said]))
             heard = self._gather(folder, deadline, hopeless=self._hopeless())
             self._said.add(f"{folder}/{self._rank}")
-            if before and len(heard) == len(self._ranks):  # all have heard what was said before
+            # every rank has read the texts of the previous exchange
+            if before and len(heard) == len(self._ranks):
                 for key in [key for key in self._said if key.startswith(f"{before}/")]:
                     self._store.delete_key(key)
                     self._said.discard(key)
@@ -64,15 +66,15 @@ class Coordinator(Rendezvous):
             self._check(topic, heard, timeout)
         return heard.each(lambda text: json.loads(text)[1])
 
-    # -- between two exchanges: words that nobody waits for ------------------------------------
+    # -- between two exchanges: messages that no rank waits for --------------------------------
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Everyone, in the order that was given."""
+        """All ranks, in the given order."""
         return self._ranks
 
     def post(self, topic: str, text: str, *, within: float = SOON) -> None:
-        """Say something that stands until the next exchange has begun.
+        """Post a text that is readable until the next exchange begins.
 
         Raises:
             RendezvousError: the store is gone.
@@ -81,12 +83,12 @@ class Coordinator(Rendezvous):
             self._store.set(f"{self._board}/{topic}/{self._rank}", text)
 
     def posts(self, topic: str) -> dict[int, str]:
-        """rank -> what it said last, of those that said anything."""
+        """Return rank -> its last post, for ranks that posted."""
         with self._within(SOON):
             return self._answers(f"{self._board}/{topic}", self._ranks, "")
 
     def tally(self, name: str, by: int = 0, *, within: float = SOON) -> int:
-        """Add to a number that all ranks share until the next exchange, and read it."""
+        """Add to a counter that all ranks share until the next exchange. Return its value."""
         with self._within(within):
             return self._store.add(f"{self._board}/{name}", by)
 
@@ -99,15 +101,15 @@ class Coordinator(Rendezvous):
         return f"{self._mine.namespace}/board {self._turn}"
 
     def _hopeless(self) -> Callable[[], bool]:
-        """Whether somebody whom this rank waits for has left, asked now and then."""
+        """Return a function that is true if an awaited rank has left. It checks at intervals."""
         whose = "any" if self._leading else self._ranks[0]
-        look_again = time.monotonic() + _LOOK
+        look_again = time.monotonic() + _CHECK_INTERVAL
 
         def one_has_left() -> bool:
             nonlocal look_again
             if time.monotonic() < look_again:
                 return False
-            look_again = time.monotonic() + _LOOK
+            look_again = time.monotonic() + _CHECK_INTERVAL
             return self._store.peek(f"{self._mine.namespace}/bye/{whose}") is not None
 
         return one_has_left
@@ -128,7 +130,7 @@ class Coordinator(Rendezvous):
             if rank in left:
                 others[rank] = f"{self._hellos.where(rank)} has left" + (": " if left[rank] else "")
                 others[rank] += left[rank].rstrip(".")
-            elif left:  # nobody waited for the others then
+            elif left:  # the wait ended early because of these
                 if broken and rank != self._rank:
                     others[rank] = f"{self._hellos.where(rank)} has not come"
             elif rank == self._rank:
@@ -145,9 +147,9 @@ class Coordinator(Rendezvous):
             )
 
     def _left(self, ranks: Sequence[int]) -> dict[int, str]:
-        """rank -> why it has left, of those that have."""
+        """Return rank -> why it has left, for ranks that have left."""
         found = {}
-        with contextlib.suppress(StoreError):  # the store may go with the rank
+        with contextlib.suppress(StoreError):  # the store may be gone with the rank that hosts it
             for rank in ranks:
                 why = self._store.peek(f"{self._mine.namespace}/bye/{rank}")
                 if why is not None:

@@ -1,4 +1,4 @@
-"""Words that all ranks put into a folder of the store, and what all of them then hear."""
+"""Gather one text from every rank through a folder of the store."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, 
 from megapg.rendezvous.blocks import FLAT, Blocks, Reports, report_key
 from megapg.rendezvous.store import Store, batches
 
-# How long beyond its deadline a rank waits for the leader's word: the leader knows more, so its
-# error is the better one. Seconds.
+# Seconds that a follower waits for the leader beyond the deadline, as the leader's error says more.
 GRACE = 2.0
-# The longest pause between two questions to the store, in seconds.
+# The longest pause between two polls of the store, in seconds.
 PAUSE = 0.05
-# In a folder: somebody has said something else than at first, so that reports may be out of date.
+# Key in a folder: a rank has changed its text, so reports may be out of date.
 CHANGED = "changed"
 
 
 class Words(Mapping[int, str]):
-    """rank -> what it said. Ranks in a row that said the same take no more room than one.
+    """A map rank -> text. Consecutive ranks with the same text take the room of one.
 
     Args:
-        rows: first and last of such ranks, and what they said; in order.
+        rows: (first rank, last rank, text), in order.
     """
 
     def __init__(self, rows: Sequence[tuple[int, int, str]]) -> None:
@@ -43,19 +42,19 @@ class Words(Mapping[int, str]):
         return sum(last + 1 - first for first, last, _ in self._rows)
 
     def items(self) -> ItemsView[int, str]:
-        """Without a search for each rank."""
+        """Return the items without a search for each rank."""
         return _Items(self)
 
     def rows(self) -> Iterator[tuple[int, str]]:
-        """rank and what it said, in order."""
+        """Yield (rank, text), in order."""
         return ((r, word) for first, last, word in self._rows for r in range(first, last + 1))
 
     def different(self) -> set[str]:
-        """What was said, each once."""
+        """Return the distinct texts."""
         return {word for _, _, word in self._rows}
 
     def each(self, change: Callable[[str], str]) -> Words:
-        """The same ranks, with each word put through ``change`` once."""
+        """Apply ``change`` to each distinct text."""
         words = {word: change(word) for word in self.different()}
         return Words([(first, last, words[word]) for first, last, word in self._rows])
 
@@ -70,15 +69,15 @@ class _Items(ItemsView[int, str]):
 
 
 class Gathering:
-    """Ranks that share a store, of which the first one leads.
+    """Ranks that share a store. The first rank leads.
 
     Args:
-        store: where they meet, which nobody else uses.
-        name: of their meeting, for messages.
+        store: a store for this meeting alone.
+        name: the name of the meeting, for messages.
         rank: this rank.
-        ranks: all of them, in the same order on each.
-        flat: up to how many of them the leader hears each one by itself; from there on they are
-            in blocks. The same on all ranks.
+        ranks: all ranks, in the same order on each.
+        flat: with more ranks than this, they are in blocks, and the leader reads one report per
+            block. The same on all ranks.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Gathering:
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
         self._blocks = Blocks(ranks, rank, flat)
         self._leading = rank == ranks[0]
-        self._said: set[str] = set()  # keys of this rank's that nobody needs in the end
+        self._said: set[str] = set()  # keys that this rank deletes at the end
 
     def _gather(
         self,
@@ -98,17 +97,17 @@ class Gathering:
         *,
         leader_only: bool = False,
     ) -> Words:
-        """Hear what every rank has said in a folder, in which this one has: the same on all ranks.
+        """Return the texts that all ranks have written to a folder, the same on all ranks.
 
-        The leader says it for all. A follower that has waited for it for too long does in its
-        place: either all go on, or none does.
+        The leader writes the result for all ranks. A follower that has waited too long writes a
+        result in its place. The first result counts, so either all ranks go on, or none does.
 
         Args:
-            folder: where rank -> what it says.
-            deadline: of the leader; a follower waits a little longer.
-            silence: stands for what a rank says that says nothing; empty if it is to be left out.
-            hopeless: whether nothing more will come.
-            leader_only: a follower that gives up blames the leader, and asks about nobody else.
+            folder: the folder, with one key per rank.
+            deadline: the leader's deadline. A follower waits a little longer.
+            silence: stands for the text of a rank that wrote none; empty to leave such ranks out.
+            hopeless: returns True if the wait is pointless.
+            leader_only: a follower that gives up blames the leader, and reads no other rank's key.
         """
         outcome = f"{folder}/all"
         here = False
@@ -120,7 +119,7 @@ class Gathering:
             return here or hopeless()
 
         if not self._leading:
-            # In blocks their heads are the first to give up: fewer ask about all others then.
+            # The heads of blocks give up first, so that fewer ranks read all keys.
             first = leader_only or self._blocks.heading or not self._blocks.several
             deadline += GRACE if first else 2 * GRACE
         self._until(here_or_hopeless, deadline)
@@ -132,11 +131,11 @@ class Gathering:
         if not self._leading and silence:
             heard = heard or {self._ranks[0]: "did not answer in time"}
         elif not self._leading:
-            heard.pop(self._ranks[0], None)  # it was to tell us
+            heard.pop(self._ranks[0], None)  # the leader is the rank that did not write the result
         return self._settle(outcome, heard)
 
     def _all_said(self, folder: str, deadline: float) -> Callable[[], bool]:
-        """On the leader: whether all ranks have said something in the folder."""
+        """On the leader: return a function that is true if every rank has written its text."""
         mine = batches(_keys(folder, self._blocks.mine))
         reports = Reports(self._blocks, deadline)
 
@@ -157,7 +156,7 @@ class Gathering:
         return all_said
 
     def _is_told(self, folder: str) -> Callable[[], bool]:
-        """On any other rank: whether all know. The head of a block reports meanwhile."""
+        """On a follower: return a function that is true if the result exists. Heads report too."""
         unreported = self._blocks.heading
 
         def is_told() -> bool:
@@ -173,10 +172,10 @@ class Gathering:
         return is_told
 
     def _until(self, done: Callable[[], bool], deadline: float, longest: float = PAUSE) -> bool:
-        """Whether it was done by the deadline.
+        """Poll until ``done()``. Return False if the deadline passes first.
 
-        Asks often at first and ever less, so that it is late by a twentieth of the wait at most;
-        and less in large jobs, to spare the store.
+        Polls often at first, then at intervals of a twentieth of the time waited. Polls less often
+        in large jobs, to spare the store.
         """
         started = time.monotonic()
         few = self._leading or self._blocks.heading
@@ -190,11 +189,11 @@ class Gathering:
         return True
 
     def _until_then(self, deadline: float) -> contextlib.AbstractContextManager[None]:
-        """Around calls to the store: they end by the deadline, and two seconds."""
+        """Context of calls to the store that end by the deadline plus two seconds."""
         return self._store.until(deadline + GRACE, repr(self._name))
 
     def _all_answers(self, folder: str, silence: str) -> dict[int, str]:
-        """rank -> what it said, of all: by the reports of the heads, as far as they go."""
+        """Return rank -> text of all ranks, from the heads' reports where they exist."""
         blocks = self._blocks.reporting()
         if not blocks or self._store.check([f"{folder}/{CHANGED}"]):
             return self._answers(folder, self._ranks, silence)
@@ -205,7 +204,7 @@ class Gathering:
         return found
 
     def _answers(self, prefix: str, ranks: Sequence[int], silence: str) -> dict[int, str]:
-        """rank -> what it said went wrong, or ``silence`` where it said nothing at all."""
+        """Return rank -> text, with ``silence`` for ranks that wrote none, without empty texts."""
         found = self._store.peeks(_keys(prefix, ranks))
         said = [silence if text is None else text.decode() for text in found]
         return {rank: text for rank, text in zip(ranks, said, strict=True) if text}
@@ -214,21 +213,17 @@ class Gathering:
         return by_rank(self._store.get(key))
 
     def _settle(self, key: str, word: Mapping[int, str]) -> Words:
-        """Say it for everyone, unless somebody has already; what was said, the same on all ranks.
-
-        The leader says how things stand, and a follower that gives up waiting for it says so in the
-        same place: either all go on, or none does.
-        """
+        """Write the result unless there is one. Return the result, the same on all ranks."""
         return by_rank(self._store.compare_set(key, "", by_word(word)))
 
     def _to_take_back(self, folder: str, said: set[str]) -> set[str]:
-        """What this rank deletes of what it and others said, once all have heard the outcome.
+        """Return the keys that this rank deletes once all ranks have the result.
 
-        The head of a block does it for all of it: the leader may have heard them before the head
-        did, which would wait for keys that are gone.
+        The head of a block deletes the keys of its block. Otherwise a head that is still waiting
+        for these keys would miss them.
 
         Args:
-            folder: where they said it.
+            folder: the folder of the keys.
             said: keys that this rank wrote.
         """
         if self._blocks.heading:
@@ -236,12 +231,12 @@ class Gathering:
         return said if self._blocks.head == self._ranks[0] else set()
 
     def _take_back(self) -> None:
-        """Delete what this rank said: the leader of a large job can't for all."""
+        """Delete this rank's keys. In a large job the leader can't delete them for all ranks."""
         while self._said:
             self._store.delete_key(self._said.pop())
 
     def _forget(self, folders: Collection[str]) -> None:
-        """Delete the keys inside these folders, those that communicators left there included."""
+        """Delete all keys in these folders, also those that communicators left there."""
         for key in self._store.list_keys():
             if key.partition("/")[0] in folders:
                 self._store.delete_key(key)
@@ -252,9 +247,9 @@ def _keys(folder: str, ranks: Sequence[int]) -> list[str]:
 
 
 def by_word(said: Mapping[int, str]) -> str:
-    """Each word once, with the ranks that said it, as first and last of those in a row.
+    """Encode rank -> text as text -> ranges of ranks with that text.
 
-    Every rank reads it, and mostly all have said the same.
+    Every rank reads the result, and mostly all texts are equal.
     """
     words: dict[str, list[list[int]]] = {}
     for rank in sorted(said):
@@ -267,7 +262,7 @@ def by_word(said: Mapping[int, str]) -> str:
 
 
 def by_rank(text: bytes | str) -> Words:
-    """What :func:`by_word` has written."""
+    """Decode the output of :func:`by_word`."""
     words: dict[str, list[list[int]]] = json.loads(text)
     return Words(
         sorted((first, last, word) for word, rows in words.items() for first, last in rows)

@@ -1,4 +1,4 @@
-"""What each rank says about itself in a rendezvous, and what follows from it for the others."""
+"""The *hello* that each rank writes about itself in a rendezvous, and how other ranks judge it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from megapg.errors import RendezvousError, SessionError
 from megapg.rendezvous.problems import brief, listed
 from megapg.rendezvous.store import Store, StoreError
 
-# How long the store stays up after a failure, at the exit of the process that hosts it. Seconds.
+# Seconds for which the host of the store keeps it up at exit after a failure.
 STAY = 6.0
-# How often a rank that had come has gone, or another process has come as that rank: when that
-# changes the leader looks at all of them.
+# Counts ranks that left after arriving and processes that replaced a rank. If it changes, the
+# leader reads all hellos again.
 CHANGES = "changes"
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a rank last said about itself.
+    """The last message of a rank about itself.
 
-    Its state is *arrived*, *live* or *closed*; *declined* if it could not even try; *left* if it
-    tried and gave up. ``attempt`` counts its tries: the same number on all ranks that try
-    together, as all that have met go on from the highest of theirs.
+    ``state`` is *arrived*, *live* or *closed*; *declined* if the rank could not even try; *left* if
+    it tried and gave up. ``attempt`` counts its tries. It is the same on all ranks that try
+    together, because after a meeting all ranks continue from the highest number.
     """
 
     state: str
@@ -38,25 +38,25 @@ class Hello:
     generation: int = 0
     attempt: int = 0
     host: str = ""
-    party: str = ""  # of which ranks the meeting is: a name may serve for some, and then for more
+    party: str = ""  # the ranks of the meeting: later ones under a name may have others
     pid: int = 0
-    started: float = 0.0  # when the process was: pids come again
+    started: float = 0.0  # start time of the process: process ids are reused
     settings: dict[str, str] | None = None
     why: str = ""
     namespace: str = ""
-    missing: Sequence[int] = ()  # of a leader that declined: whose fault it was
+    missing: Sequence[int] = ()  # set by a leader that declined: the ranks to blame
     leftover: Sequence[str] = ()  # namespaces of earlier meetings whose keys still exist
 
     def likeness(self) -> str:
-        """The same for ranks that can meet without further questions, and only for those."""
+        """Return a hash that is equal for ranks that can meet, and only for those."""
         said = [self.state, self.party, self.generation, self.attempt, self.settings]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
     def status(self) -> str:
-        """Why it is not here."""
+        """Return why the rank is missing."""
         match self.state:
             case "left" | "declined":
-                if not self.why:  # nobody has heard of it since; it may be stuck
+                if not self.why:  # no news since; it may be stuck
                     return "has not come back from an earlier attempt"
                 return f"gave up: {self.why.rstrip('.')}"
             case "live":
@@ -68,10 +68,10 @@ class Hello:
 
 
 class Hellos:
-    """What every rank last said. Arguments are those of a rendezvous.
+    """The last hello of every rank. Arguments are those of a rendezvous.
 
     Attributes:
-        mine: what this rank says.
+        mine: the hello of this rank.
     """
 
     def __init__(
@@ -89,23 +89,23 @@ class Hellos:
         )
 
     def say(self, **changes: object) -> None:
-        """Change what this rank says."""
+        """Change this rank's hello."""
         self.mine = replace(self.mine, **changes)  # type: ignore[arg-type]
         self._store.set(f"hello/{self._rank}", json.dumps(vars(self.mine)))
 
     def of(self, rank: int) -> Hello | None:
-        """What a rank last said."""
+        """Return a rank's last hello, or None."""
         said = self._store.peek(f"hello/{rank}")
         return None if said is None else Hello(**json.loads(said))
 
     def of_all(self, ranks: Sequence[int]) -> dict[int, Hello | None]:
-        """What these ranks last said."""
+        """Return rank -> its last hello, or None."""
         said = self._store.peeks([f"hello/{rank}" for rank in ranks])
         hellos = (None if text is None else Hello(**json.loads(text)) for text in said)
         return dict(zip(ranks, hellos, strict=True))
 
     def begin(self, state: str, before: Hello | None, **changes: object) -> None:
-        """Begin another attempt, after what this rank had said before."""
+        """Begin another attempt, given this rank's previous hello."""
         leftover: list[str] = []
         if before is not None:
             leftover = [*before.leftover, *filter(None, [before.namespace])]
@@ -114,11 +114,11 @@ class Hellos:
         self.say(state=state, attempt=attempt, leftover=leftover, **changes)
 
     def leave(self, state: str, error: BaseException) -> None:
-        """Give this attempt up."""
+        """Give up this attempt."""
         with contextlib.suppress(StoreError):  # the store may be what failed
             self.say(state=state, generation=self.mine.generation - 1, why=brief(error))
             self._store.add(CHANGES, 1)
-            # This process may exit next, and the store with it, before the others have heard.
+            # This process may host the store and exit before the other ranks have read this.
             self._store.stay(self._nobody_waits, STAY)
 
     def _nobody_waits(self) -> bool:
@@ -126,37 +126,37 @@ class Hellos:
         return all(hello is None or hello.state != "arrived" for hello in hellos)
 
     def all_have_given_up(self) -> bool:
-        """Whether nobody can come together any more."""
+        """True if every rank has left or declined."""
         hellos = self.of_all(self._ranks).values()
         return all(hello is not None and hello.state in ("left", "declined") for hello in hellos)
 
     def twin(self) -> RendezvousError | None:
-        """What is wrong if another process has come as this rank since; the others hear of it."""
+        """Return an error if another process took this rank's number, and tell all ranks."""
         hello = self.of(self._rank)
         if hello is None or hello.nonce == self.mine.nonce or hello.pid == os.getpid():
             return None
         return self.refuse_twin(hello)
 
     def refuse_twin(self, other: Hello) -> RendezvousError:
-        """What is wrong, of which the others hear: another process came as this rank."""
+        """Report to all ranks that another process took this rank's number. Return the error."""
         error = RendezvousError(
             f"{self._name!r}: two processes came as rank {self._rank}: process {other.pid} on "
             f"{other.host}, and process {self.mine.pid} on {self.mine.host}. Give each process "
             "a rank of its own (RANK, or rank= of its launch=).",
             (self._rank,),
         )
-        if other.state != "live":  # else nobody waits
-            # The attempt that the others are in: whoever came second counted the first one's.
+        if other.state != "live":  # otherwise no rank waits
+            # The other ranks' attempt: the second process counted the attempt of the first as well.
             attempt = min(self.mine.attempt or other.attempt, other.attempt)
             self.say(state="declined", attempt=attempt, why=brief(error))
             self._store.add(CHANGES, 1)
         return error
 
     def has_declined(self, hello: Hello | None) -> bool:
-        """Whether the rank won't come to this attempt; it may have failed an earlier one.
+        """True if the rank will not come to this attempt. It may have failed an earlier one.
 
-        A rank that has tried alone counts more attempts than this one: its last word stands. It
-        does not stand if that rank counted them in meetings of other ranks under this name.
+        A rank that has tried alone counts more attempts than this rank. Its hello counts too,
+        unless that rank counted its attempts in meetings of other ranks under this name.
         """
         if hello is None or hello.state != "declined":
             return False
@@ -164,7 +164,7 @@ class Hellos:
         return ahead or hello.attempt == self.mine.attempt
 
     def catch_up(self, hellos: Iterable[Hello | None]) -> None:
-        """Count the attempts of those that declined: their word does not end the next attempt."""
+        """Count the attempts of declined ranks, so that their hellos do not end the next one."""
         attempts = [hello.attempt for hello in hellos if hello and hello.state == "declined"]
         self.mine = replace(self.mine, attempt=max([self.mine.attempt, *attempts]))
 
@@ -181,17 +181,17 @@ class Hellos:
     def missing(
         self, hellos: Mapping[int, Hello | None], *, with_those_that_left: bool = True
     ) -> tuple[int, ...]:
-        """The ranks to blame: those that declined, else those that never came, else that left."""
+        """Return the ranks to blame: those that declined, else never came, else left."""
         gone = {r: h for r, h in hellos.items() if h is None or h.state != "arrived"}
         leader = gone.get(self._ranks[0])
         if leader is not None and leader.missing and self.has_declined(leader):
-            return tuple(leader.missing)  # it came, and passed on whose fault it was
+            return tuple(leader.missing)  # the leader came, and named the ranks to blame
         declined = tuple(rank for rank, hello in gone.items() if self.has_declined(hello))
         never = tuple(r for r, h in gone.items() if h is None or h.state in ("live", "closed"))
         return declined or never or (tuple(gone) if with_those_that_left else ())
 
     def absence(self, missing: Sequence[int], hellos: Mapping[int, Hello | None]) -> str:
-        """Who is missing, and what each of them last said."""
+        """Describe the missing ranks and their last hellos."""
         lines = listed(
             f"rank {rank}{self._where(rank, hello)} {hello.status() if hello else 'never arrived'}"
             for rank in missing
@@ -206,7 +206,7 @@ class Hellos:
         )
 
     def no_word(self, leader: int, hello: Hello | None) -> str:
-        """That the leader did not answer, where nobody else is known to be missing."""
+        """Describe that the leader did not answer, if no other rank is known to be missing."""
         return (
             f"{self._name!r}: rank {leader}{self._where(leader, hello)}, which leads, had not "
             "answered in time, though it came, and so did all whom this rank asked for. It may "
@@ -215,7 +215,7 @@ class Hellos:
         )
 
     def where(self, rank: int) -> str:
-        """Where a rank runs, as in " on node3"; empty if nobody knows."""
+        """Return where a rank runs, as in " on node3"; empty if unknown."""
         hello = None
         with contextlib.suppress(StoreError):
             hello = self.of(rank)
@@ -227,12 +227,12 @@ class Hellos:
 
 
 def runs_here(hello: Hello) -> bool:
-    """Whether another process on this host said it, and still runs."""
+    """True if the hello is of another process on this host that still runs."""
     if hello.host != socket.gethostname() or hello.pid == os.getpid():
         return False
     try:
         process = psutil.Process(hello.pid)
-        # Process numbers come again.
+        # Process ids are reused.
         return (
             abs(process.create_time() - hello.started) < 1.0
             and process.status() != psutil.STATUS_ZOMBIE

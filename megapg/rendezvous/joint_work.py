@@ -1,11 +1,9 @@
-"""Work that all ranks of a layout do at the same time, each on its own, in steps agreed on over the
-store.
+"""Work that all ranks of a layout do at the same time, in steps agreed on over the store.
 
-Between two steps a rank may be busy for minutes (it writes files) without talking to anyone, so
-nobody waits for a fixed time: whoever works says so now and then (:meth:`JointWork.progress`), and
-is given up only when it has been silent for ``timeout`` seconds. A rank that fails says why, and
-everyone else hears of it within moments, wherever they wait. No collective is involved, so all this
-may go on in a background thread while the model trains.
+Between two steps a rank may be busy for minutes, for example to write files. So there is no fixed
+deadline: a busy rank sends heartbeats (:meth:`JointWork.progress`), and fails only after
+``timeout`` seconds without one. If a rank fails, all ranks get its error within moments, whatever
+they wait for. No collective is used, so the work can run in a background thread during training.
 """
 
 from __future__ import annotations
@@ -26,18 +24,18 @@ from megapg.rendezvous.rendezvous import Rendezvous
 from megapg.rendezvous.store import Store, StoreError
 from megapg.rendezvous.topics import BlockTopics, WholeTopic, put, whole
 
-# How often a rank says that it is getting on, and looks at the others, at most. Seconds.
-_BEAT = 1.0
-_LOOK = 0.25
-# How long the leader stays to tidy up after the others. Seconds.
-_TIDY = 10.0
+# Shortest time between two heartbeats, and between two checks of the other ranks. Seconds.
+_BEAT_INTERVAL = 1.0
+_CHECK_INTERVAL = 0.25
+# Seconds that the leader waits at the end before it deletes the keys.
+_END_WAIT = 10.0
 
 
 class OthersFailedError(RendezvousError):
-    """Other ranks failed, or fell silent, while this one was well.
+    """Other ranks failed, or fell silent, but not this rank.
 
     Attributes:
-        problems: global rank -> what went wrong there.
+        problems: global rank -> its error.
     """
 
     def __init__(self, problems: Mapping[int, str]) -> None:
@@ -46,19 +44,18 @@ class OthersFailedError(RendezvousError):
 
 
 class CancelledError(MegapgError):
-    """The work was called off on this rank."""
+    """The work was cancelled on this rank."""
 
 
 class JointWork(Rendezvous):
     """One piece of work, from :meth:`begin` to the end of its ``with`` block.
 
-    The first rank of ``ranks`` *leads*: the others report to it, and it tells them how to go on.
-    The name serves for the coming together alone; another piece of work of the same name may begin
-    while this one goes on. Arguments are those of
-    :class:`~megapg.rendezvous.rendezvous.Rendezvous`, and:
+    The first rank of ``ranks`` *leads*: the other ranks report to it, and it tells them how to go
+    on. The name is used only to meet: another work of the same name may begin while this one runs.
+    Arguments are those of :class:`~megapg.rendezvous.rendezvous.Rendezvous`, and:
 
     Args:
-        timeout: seconds of silence after which another rank is given up.
+        timeout: seconds without a heartbeat after which another rank counts as failed.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class JointWork(Rendezvous):
         self._space = ""
         self._cancelled = threading.Event()
         self._bound = False
-        self._unsettled: list[str] = []  # of the leader: what the others may wait for by now
+        self._unsettled: list[str] = []  # on the leader: topics that other ranks may wait for
         self._block = BlockTopics(self._store, self._blocks)
         self._entered = False
         self._next_beat = 0.0
@@ -84,7 +81,7 @@ class JointWork(Rendezvous):
 
     @property
     def leading(self) -> bool:
-        """Whether this rank leads."""
+        """True if this rank leads."""
         return self._leading
 
     @property
@@ -94,26 +91,26 @@ class JointWork(Rendezvous):
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank's number among those that take part, and how many they are."""
+        """This rank's index in ``ranks``, and the number of ranks."""
         return self._ranks.index(self._rank), len(self._ranks)
 
     def begin(self, settings: Mapping[str, str]) -> Self:
-        """Meet; see :meth:`~megapg.rendezvous.rendezvous.Rendezvous.meet` for the errors."""
+        """Meet the other ranks; see :meth:`~megapg.rendezvous.rendezvous.Rendezvous.meet`."""
         self.meet(settings, timeout=self._timeout)
         self._space = f"work {self._mine.namespace}"
         problems = self.part(None, timeout=self._timeout)
         if problems:
             raise OthersFailedError(problems)
         with self._asking():
-            self._beat()  # without a look at the others: this rank may have news of its own
+            self._beat()  # does not check the others: this rank may have an error to report first
         return self
 
     def cancel(self) -> None:
-        """Call the work off, from any thread: the next :meth:`progress` raises."""
+        """Cancel the work, from any thread: the next :meth:`progress` raises."""
         self._cancelled.set()
 
     def progress(self) -> None:
-        """Tell the others that this rank is getting on. Cheap enough to be called often.
+        """Send a heartbeat. Cheap enough to be called often.
 
         Raises:
             CancelledError: :meth:`cancel` was called.
@@ -124,7 +121,7 @@ class JointWork(Rendezvous):
             if not self._bound:
                 raise problem
             self._cancelled.clear()
-            self._raise_alarm(problem)  # it is the leader's turn: perhaps it can stop yet
+            self._raise_alarm(problem)  # the leader decides; it may still be able to stop
         if time.monotonic() >= self._next_beat:
             with self._asking():
                 self._beat()
@@ -132,10 +129,10 @@ class JointWork(Rendezvous):
                 self.heed()
 
     def heed(self) -> None:
-        """Stop here if another rank has failed: that may be why something went wrong here.
+        """Raise if another rank has failed, which may be the cause of an error here.
 
         Raises:
-            OthersFailedError: one has.
+            OthersFailedError: another rank failed.
             RendezvousError: the store is gone.
         """
         with self._asking():
@@ -144,17 +141,17 @@ class JointWork(Rendezvous):
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Around what takes long and can't say how it gets on, such as ``fsync``.
+        """Context of a long operation that can't call :meth:`progress`, such as ``fsync``.
 
-        A thread says that this rank lives; for ten times the timeout at most, as a dead file system
-        must not hold the others for ever.
+        A thread sends the heartbeats. It stops after ten times the timeout, so that a dead file
+        system does not block the other ranks for ever.
         """
         over = threading.Event()
 
         def beat() -> None:
             deadline = time.monotonic() + 10 * self._timeout
-            while not over.wait(_BEAT) and time.monotonic() < deadline:
-                with contextlib.suppress(StoreError), self._asking():  # progress() will tell
+            while not over.wait(_BEAT_INTERVAL) and time.monotonic() < deadline:
+                with contextlib.suppress(StoreError), self._asking():  # progress() will raise
                     self._beat()
 
         threading.Thread(target=beat, name="megapg busy", daemon=True).start()
@@ -164,33 +161,33 @@ class JointWork(Rendezvous):
             over.set()
 
     def _beat(self) -> None:
-        self._next_beat = time.monotonic() + _BEAT
+        self._next_beat = time.monotonic() + _BEAT_INTERVAL
         self._beats += 1
         self._store.set(self._key("beat", self._rank), str(self._beats))
 
     # -- steps -------------------------------------------------------------------------------
 
     def collect(self, topic: str, message: bytes, *, final: bool = False) -> dict[int, bytes]:
-        """Report to the leader, which gets what every rank reports. Each topic serves once.
+        """Send a message to the leader, which gets the messages of all ranks. Use each topic once.
 
         Args:
-            topic: a name for it.
-            message: what this rank reports.
-            final: it is the last report: from now on the leader alone decides how this ends, so
-                that all ranks agree on it.
+            topic: a name for the step.
+            message: the message of this rank.
+            final: True for the last message. From then on only the leader decides how the work
+                ends, so that all ranks agree.
 
         Returns:
-            On the leader rank -> message; elsewhere nothing, at once.
+            On the leader rank -> message. On other ranks an empty dict, at once.
 
         Raises:
-            OthersFailedError: on the leader, when another rank failed or is silent.
+            OthersFailedError: on the leader, if another rank failed or is silent.
             RendezvousError: the store is gone.
         """
         with self._asking():
             if not self._leading:
                 mine = put(self._store, self._key(topic, self._rank), message)
                 self._said |= self._to_take_back(self._key(topic), mine)
-                self._block.add(self._key(topic))  # passed on when this rank waits for something
+                self._block.add(self._key(topic))  # reported while this rank waits
                 self._bound = final
                 return {}
             known, deadline = {self._rank: message}, time.monotonic() + self._timeout
@@ -199,7 +196,7 @@ class JointWork(Rendezvous):
             return {rank: said.arrived[rank] for rank in self._ranks}
 
     def announce(self, topic: str, message: bytes = b"") -> bytes:
-        """Hear what the leader says, which says ``message``. Each topic serves once.
+        """Send the leader's ``message`` to all ranks, and return it there. Use each topic once.
 
         Raises:
             OthersFailedError: another rank failed or is silent.
@@ -214,11 +211,11 @@ class JointWork(Rendezvous):
             return whole(self._store, key, self._store.get(key))
 
     def agree(self, topic: str, *, wait: bool = True) -> None:
-        """Go on only when every rank has come this far.
+        """Wait until every rank has reached this step.
 
         Args:
-            topic: a name for it. All ranks come to the same ones, in the same order.
-            wait: otherwise only say that this rank has come, for those that do wait.
+            topic: a name for the step. All ranks have the same steps, in the same order.
+            wait: False to only report that this rank has reached the step.
 
         Raises:
             OthersFailedError: another rank failed or is silent.
@@ -250,18 +247,18 @@ class JointWork(Rendezvous):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End: with an alarm for the others if anything went wrong here."""
+        """End the work. After an error here, report it to the other ranks."""
         if error is not None:
             self._raise_alarm(error)
             return
         with contextlib.suppress(StoreError), self._asking():
-            if self._bound and not self._leading:  # the leader has gone on from all that was said
+            if self._bound and not self._leading:  # the leader has read all messages
                 self._said.add(self._key("beat", self._rank))
                 self._take_back()
             key, everyone = self._key("end", "count"), b"%d" % len(self._ranks)
             self._store.add(key, 1)
-            if self._leading:  # nobody reads the keys any more
-                deadline = time.monotonic() + min(self._timeout, _TIDY)
+            if self._leading:  # no rank reads the keys any more
+                deadline = time.monotonic() + min(self._timeout, _END_WAIT)
                 if self._until(lambda: self._store.peek(key) == everyone, deadline):
                     self._forget([self._space])
 
@@ -276,14 +273,15 @@ class JointWork(Rendezvous):
     # -- after a failure ---------------------------------------------------------------------
 
     def verdict(self, decide: Callable[[Mapping[int, str]], bool]) -> bool:
-        """What the leader makes of a failure, whatever each rank has heard of it. After the block;
-        the leader has to ask, or the others wait for it as long as they would for a silent one.
+        """Return the leader's decision after a failure. Call it after the ``with`` block.
+
+        The leader must call it too, otherwise the others wait until they count it as silent.
 
         Args:
-            decide: asked on the leader, with what went wrong on which rank.
+            decide: called on the leader with rank -> error.
 
         Returns:
-            False also where the leader is not to be heard.
+            The decision, the same on all ranks. False also if the leader can't be reached.
         """
         if not self._entered:
             return False
@@ -297,7 +295,7 @@ class JointWork(Rendezvous):
             while not self._store.check([key]):
                 if leader.silent(self._ranks[:1]):
                     return False
-                time.sleep(_LOOK / 10)
+                time.sleep(_CHECK_INTERVAL / 10)
             return self._store.get(key) == b"1"
         return False
 
@@ -305,7 +303,7 @@ class JointWork(Rendezvous):
 
     def _wait(self, done: Callable[[], bool], for_whom: Callable[[], Sequence[int]]) -> None:
         pulse = _Pulse(self)
-        look_again = time.monotonic() + _LOOK
+        look_again = time.monotonic() + _CHECK_INTERVAL
 
         def done_or_given_up() -> bool:
             nonlocal look_again
@@ -314,14 +312,14 @@ class JointWork(Rendezvous):
                 return True
             self.progress()
             if time.monotonic() >= look_again:
-                look_again = time.monotonic() + _LOOK
+                look_again = time.monotonic() + _CHECK_INTERVAL
                 self._look([*for_whom(), *([] if self._bound else self._block.waiting())], pulse)
             return False
 
-        self._until(done_or_given_up, math.inf, longest=_LOOK)
+        self._until(done_or_given_up, math.inf, longest=_CHECK_INTERVAL)
 
     def _look(self, others: Sequence[int], pulse: _Pulse) -> None:
-        """Raise if anyone raised the alarm, or one of ``others`` has been silent too long."""
+        """Raise if a rank reported an error, or one of ``others`` has been silent for too long."""
         if not self._bound:
             self.heed()
         elif self._store.peek(self._key("trouble", self._ranks[0])) is not None:
@@ -340,11 +338,11 @@ class JointWork(Rendezvous):
     # -- the store ---------------------------------------------------------------------------
 
     def in_one_thread(self) -> contextlib.AbstractContextManager[None]:
-        """Around many steps: one thread makes the calls to the store, not another for each step."""
+        """Context of many steps: one thread makes all calls to the store, not one per step."""
         return self._store.until(time.monotonic(), self._name)
 
     def _asking(self) -> contextlib.AbstractContextManager[None]:
-        """Around calls to the store: it, too, is given up when it has been silent too long."""
+        """Context of calls to the store. They fail if the store is silent for ``timeout`` s."""
         return self._store.until(time.monotonic(), self._name, least=self._timeout)
 
     def _key(self, topic: str, *whose: int | str) -> str:
@@ -352,14 +350,14 @@ class JointWork(Rendezvous):
 
 
 class _Pulse:
-    """Who is silent, from the moment on that somebody listens."""
+    """Tracks heartbeats, from the first check on."""
 
     def __init__(self, work: JointWork) -> None:
         self._work = work
         self._heard: dict[int, tuple[bytes, float]] = {}
 
     def silent(self, others: Sequence[int]) -> Sequence[int]:
-        """Those of the others that have not said for too long that they are getting on."""
+        """Return those of the ranks whose last heartbeat is too long ago."""
         store, now = self._work._store, time.monotonic()
         keys = [self._work._key("beat", rank) for rank in others]
         if keys and store.check(keys):

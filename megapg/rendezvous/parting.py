@@ -1,4 +1,4 @@
-"""How ranks that have met part: each says how it ended, and hears how the others did."""
+"""Disconnect ranks that have met: each reports its error, if any, and gets those of the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megapg.rendezvous.store import Store, StoreError
 
 
 class Parting(Gathering):
-    """The end of a rendezvous, which gives its own arguments."""
+    """The end of a rendezvous. Arguments are those of a rendezvous."""
 
     def __init__(
         self,
@@ -37,29 +37,29 @@ class Parting(Gathering):
         return self._hellos.mine
 
     def part(self, problem: BaseException | None, *, timeout: float) -> dict[int, str]:
-        """Tell the others how this rank ended, and hear how they did.
+        """Report how this rank ended, and return the errors of all ranks.
 
         Args:
-            problem: what went wrong here; None where all is well.
-            timeout: seconds to wait for the others; a rank with a problem does not wait.
+            problem: the error of this rank, or None.
+            timeout: seconds to wait for the other ranks. A rank with an error does not wait.
 
         Returns:
-            rank -> what went wrong there, a rank that did not answer in time included, ``ALONE``
-            for one that ended by :meth:`leave`, and ``THE_STORE`` if that is gone.
-            Empty means that every rank is well and knows that every rank is.
+            rank -> error. Includes ranks that did not answer in time, ``ALONE`` for a rank that
+            ended by :meth:`leave`, and ``THE_STORE`` if the store is gone. Empty if no rank has an
+            error and every rank knows it.
         """
         deadline = time.monotonic() + (timeout if problem is None else 0.0)
         try:
             with self._until_then(deadline):
                 problems = self._take_leave(problem, deadline)
                 if problems:
-                    # This process may exit next, and the store with it: the others have not failed
-                    # yet, perhaps, and need it to find out whose fault it is.
+                    # This process may host the store and exit next. Other ranks may not have failed
+                    # yet, and need the store to find out which rank is to blame.
                     byes = [f"{self._mine.namespace}/bye/{rank}" for rank in self._ranks]
                     self._store.stay(lambda: self._store.check(byes), STAY)
                 return problems
         except StoreError as error:
-            if not error.gone:  # or it would have this rank live for ever, if it comes back
+            if not error.gone:  # if the store comes back, this rank must not look live
                 self._hellos.mine = replace(self._mine, state="closed")
                 words = {f"hello/{self._rank}": json.dumps(vars(self._mine))}
                 if problem is not None:
@@ -68,10 +68,10 @@ class Parting(Gathering):
             return self._lost(error)
 
     def leave(self) -> None:
-        """Tell the others that this rank is gone and well, and wait for none of them."""
+        """Report that this rank has left without an error, and wait for no other rank."""
         with contextlib.suppress(StoreError), self._until_then(time.monotonic()):
             self._store.multi_set(self._bye(ALONE))
-            if self._leading:  # it will not say how the others ended
+            if self._leading:  # the leader will not collect the errors of the others
                 self._settle(f"{self._mine.namespace}/bye/all", {self._rank: ALONE})
             self._hellos.say(state="closed")
 
@@ -81,13 +81,14 @@ class Parting(Gathering):
         self._store.multi_set(self._bye(word))
         if problem is not None:
             problems = {self._rank: brief(problem)}
-            if self._leading:  # with what it has heard so far, which may be the cause
+            if self._leading:  # include the errors so far, which may be the cause
                 problems |= self._answers(bye, self._ranks, "")
                 self._settle(f"{bye}/all", problems)
         else:
             problems = dict(self._gather(bye, deadline, "did not answer", leader_only=True))
             if not self._leading:
-                # Before the leader may go, and the store with it. The leader tidies up.
+                # Before the leader exits, and perhaps the store with it. The leader deletes the
+                # keys.
                 tidied = {} if problems else {"namespace": "", "leftover": []}
                 if not problems:
                     self._said |= self._to_take_back(bye, {f"{bye}/{self._rank}"})
@@ -95,8 +96,8 @@ class Parting(Gathering):
                 self._hellos.say(state="closed", **tidied)
                 self._store.add(f"{bye}/heard", 1)
                 return problems
-            # Whoever hosts the store may exit next: not before the others have heard. Where
-            # something is wrong some may still be at work: their keys stay for the next meeting.
+            # This process may host the store, so wait until the others have read the result. After
+            # an error, some ranks may still be busy, so their keys stay for the next meeting.
             others = len(self._ranks) - 1
             if not problems and self._until(
                 lambda: not others or self._store.peek(f"{bye}/heard") == b"%d" % others,
@@ -109,23 +110,23 @@ class Parting(Gathering):
         return problems
 
     def _bye(self, word: str) -> dict[str, str]:
-        """What this rank says as it leaves: what is wrong, or nothing."""
+        """Return the keys to write when this rank leaves, with its error or an empty text."""
         bye = f"{self._mine.namespace}/bye"
         said = {f"{bye}/{self._rank}": word, f"{bye}/any": ""}
-        if word and self._blocks.several:  # it may have been well, until Ctrl-C
+        if word and self._blocks.several:  # it may have reported no error before Ctrl-C
             said[f"{bye}/{CHANGED}"] = ""
         return said
 
     def news(self, *, wait: float) -> dict[int, str]:
-        """After :meth:`part` with a problem: what the others have said, and which are silent.
+        """Return the other ranks' errors after :meth:`part` with an error, and the silent ranks.
 
-        In a large job the leader alone asks all ranks, and the others ask the leader.
+        In a large job the leader alone reads all ranks' keys, and writes the result for the others.
 
         Args:
-            wait: seconds to wait for those that have said nothing yet; with 0 they are left out.
+            wait: seconds to wait for ranks that have not reported. With 0 they are left out.
 
         Returns:
-            rank -> what went wrong there; nothing for ranks that are well.
+            rank -> error, without the ranks that reported none.
         """
         bye = f"{self._mine.namespace}/bye"
         deadline = time.monotonic() + wait
@@ -161,6 +162,6 @@ class Parting(Gathering):
         }
 
     def _lost(self, error: StoreError) -> dict[int, str]:
-        """Whose fault it is when the store is gone -> what is wrong with it."""
+        """Return rank that hosts the store -> why the store is gone."""
         host = self._store.host.rank
         return {THE_STORE if host is None else host: error.reason}

@@ -1,18 +1,18 @@
-"""Bringing the ranks together, and letting them part, over a store: bounded, and naming names.
+"""Let ranks meet and disconnect over a store, with deadlines and errors that name ranks.
 
-A collective on a communicator can't say which rank is missing, and a rank that gives up leaves the
-communicator broken. So megapg's own waits go over the key-value store, under megapg's own deadline:
+A collective can't report which rank is missing, and a rank that gives up breaks the communicator.
+So megapg waits over the key-value store, under its own deadline:
 
-1. every rank says *hello*: a nonce, its settings, the generation it proposes;
-2. the first rank, the *leader*, waits for all of them, compares the settings, and gives each one
-   the same *verdict*: a namespace that no other meeting ever had, or what is wrong;
-3. once it has made what it came for, every rank says *ready*, or what went wrong, and the leader
-   lets all of them *go*, or none.
+1. every rank writes a *hello*: a nonce, its settings, and the generation it proposes;
+2. the first rank, the *leader*, waits for all hellos and compares the settings. It gives each rank
+   the same *verdict*: a namespace that no other meeting ever had, or an error;
+3. after its own work, every rank writes that it is *ready*, or its error. The leader lets all ranks
+   go on, or none.
 
-Verdicts are addressed to nonces, and a nonce is never used twice, so no rank acts on what was meant
-for an earlier meeting. The leader keeps the work linear in the number of ranks; of very many it
-hears and tells the heads of their :mod:`~megapg.rendezvous.blocks`. Waiting is polling, so that
-Ctrl-C is felt at once and a rank can look at more than one thing.
+A verdict is addressed to a nonce, and a nonce is never reused, so no rank acts on the verdict of an
+earlier meeting. The leader keeps the work linear in the number of ranks. With very many ranks, it
+uses the heads of their :mod:`~megapg.rendezvous.blocks`. Ranks wait by polling, so that Ctrl-C
+works at once and a rank can check several keys.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from megapg.rendezvous.problems import brief, told
 from megapg.rendezvous.store import Store, StoreError
 from megapg.rendezvous.waiting import WaitingList
 
-# How often a rank that waits looks whether the others are where they should be. Seconds.
-_LOOK = 0.5
-# How often a follower that waits asks for the leader, of which there is only one. Seconds.
-_LOOK_AT_THE_LEADER = 0.25
+# Seconds between two checks of a waiting rank for a twin or for ranks under another name.
+_CHECK_INTERVAL = 0.5
+# Seconds between two checks of a waiting follower for the leader's hello.
+_LEADER_CHECK_INTERVAL = 0.25
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What a meeting agreed on.
+    """The result of a meeting.
 
     Attributes:
-        store: a view of the store that this meeting alone uses.
+        store: a view of the store that only this meeting uses.
         generation: the highest one that any rank proposed, from 1.
     """
 
@@ -61,7 +61,7 @@ class _Verdict:
     attempt: int = 0
     problem: str = ""
     missing: Sequence[int] = ()
-    differences: dict[str, str] | None = None  # every rank reads it: each value is in there once
+    differences: dict[str, str] | None = None  # encoded by by_word(), as every rank reads it
 
     def check(self) -> None:
         if self.differences:
@@ -76,12 +76,12 @@ class Rendezvous(Parting):
 
     Args:
         store: shared by all the ranks.
-        name: what the meeting is called, for the keys and the messages.
+        name: the name of the meeting, for the keys and the messages.
         rank: this rank.
-        ranks: everyone expected, in the same order on all of them; the first one leads.
-        hosts: rank -> the host it runs on, for the messages; empty where nobody knows.
-        flat: up to how many ranks the leader hears each one by itself; from there on they are in
-            blocks, of which the first ranks report. The same on all of them.
+        ranks: all ranks of the meeting, in the same order on each. The first one leads.
+        hosts: rank -> the host it runs on, for the messages; empty if unknown.
+        flat: with more ranks than this, they are in blocks, and the leader reads one report per
+            block. The same on all ranks.
     """
 
     def __init__(
@@ -103,23 +103,25 @@ class Rendezvous(Parting):
         """Wait until every rank is here with equal settings. :meth:`confirm` must follow.
 
         Args:
-            settings: must be equal on every rank; the error names the one that is not.
+            settings: must be equal on every rank; the error names the settings that differ.
             timeout: seconds to wait for the ranks that are missing.
             at_least: lowest generation to propose.
 
         Raises:
-            SessionError: the name is open in this process, or the others are in a later generation.
+            SessionError: the name is open in this process, or the other ranks are in a later
+                generation.
             LayoutMismatchError: settings differ, or the names under which ranks wait.
-            RendezvousError: a rank did not arrive in time; it is named on every rank that did. Or
-                two processes came as one rank, or the store is gone.
+            RendezvousError: a rank did not arrive in time. The error names it on every rank that
+                did. Or two processes came as one rank, or the store is gone.
         """
         deadline = time.monotonic() + timeout
-        self._look_again = time.monotonic() + _LOOK
+        self._look_again = time.monotonic() + _CHECK_INTERVAL
         with self._until_then(deadline):
             before = self._arrive(dict(settings), at_least)
             try:
                 verdict = self._lead(before, deadline) if self._leading else self._follow(deadline)
-                attempt = max(self._mine.attempt, verdict.attempt)  # the next one is alike for all
+                # so that the next attempt is equal on all ranks
+                attempt = max(self._mine.attempt, verdict.attempt)
                 self._hellos.mine = replace(self._mine, attempt=attempt)
                 verdict.check()
             except BaseException as error:
@@ -143,15 +145,15 @@ class Rendezvous(Parting):
         timeout: float,
         telling: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Tell the others that this rank has made what it came for, or why not.
+        """Report that this rank's work after :meth:`meet` succeeded, or its error.
 
         Args:
-            problem: what went wrong here, if anything did.
-            timeout: seconds to wait for the others.
-            telling: key -> value, to be in the agreement's store of every rank afterwards.
+            problem: the error of this rank, or None.
+            timeout: seconds to wait for the other ranks.
+            telling: key -> value, to write to the agreement's store for every rank to read.
 
         Raises:
-            RendezvousError: another rank failed or is gone; every rank that is there hears of it.
+            RendezvousError: another rank failed or has exited. Every remaining rank gets the error.
         """
         here = self._mine.namespace
         deadline = time.monotonic() + timeout
@@ -183,11 +185,11 @@ class Rendezvous(Parting):
                 self._hellos.leave("left", problem)
 
     def give_up(self, error: BaseException, *, timeout: float) -> None:
-        """After :meth:`meet`: tell the others of what went wrong here, wherever this rank is.
+        """Report an error after :meth:`meet`, in whatever state this rank is.
 
         Args:
-            error: what went wrong.
-            timeout: seconds to wait for the others, where they wait for this one.
+            error: the error.
+            timeout: seconds to wait for the other ranks, if they wait for this one.
         """
         with contextlib.suppress(RendezvousError):  # the store may be what failed
             if self._mine.state == "arrived":
@@ -196,13 +198,13 @@ class Rendezvous(Parting):
                 self.part(error, timeout=timeout)
 
     def decline(self, error: BaseException) -> None:
-        """Say that this rank can't even come, and why, so that nobody waits for it."""
+        """Report that this rank will not come, and why, so that no rank waits for it."""
         with contextlib.suppress(StoreError), self._until_then(time.monotonic()):
             before = self._hellos.of(self._rank)
             if before is None or before.state != "live":  # an open session's hello stays
                 self._hellos.begin("declined", before, why=brief(error))
                 self._store.add(CHANGES, 1)
-                # This process may exit next, and the store with it.
+                # This process may host the store and exit next.
                 self._store.stay(self._hellos.all_have_given_up, STAY)
 
     def _arrive(self, settings: dict[str, str], at_least: int) -> Hello | None:
@@ -216,7 +218,8 @@ class Rendezvous(Parting):
             raise self._hellos.refuse_twin(before)
         last = before.generation if before else 0
         self._hellos.begin("arrived", before, generation=max(at_least, last + 1), settings=settings)
-        if before and before.state == "arrived":  # and died: the leader may know that one only
+        # that process died, and the leader may know only its hello
+        if before and before.state == "arrived":
             self._store.add(CHANGES, 1)
         return before
 
@@ -225,7 +228,7 @@ class Rendezvous(Parting):
         arrived = {r: h for r, h in hellos.items() if h is not None and h.state == "arrived"}
         if elsewhere:
             verdict = self._two_names({**dict.fromkeys(arrived, self._name), **elsewhere})
-            # Nor need those wait who come late.
+            # Late ranks need not wait either.
             self._hellos.leave("declined", RendezvousError(verdict.problem))
         elif len(arrived) < len(self._ranks):
             missing = self._hellos.missing(hellos)
@@ -234,7 +237,7 @@ class Rendezvous(Parting):
             self._hellos.catch_up(hellos.values())
             verdict = _Verdict(attempt=self._mine.attempt, problem=problem, missing=missing)
             if hopeless:
-                # Whoever arrives from now on need not wait either.
+                # Late ranks need not wait either.
                 self._hellos.say(missing=missing)
                 self._hellos.leave("declined", RendezvousError(verdict.problem))
         elif differences := _differences(arrived):
@@ -244,19 +247,19 @@ class Rendezvous(Parting):
             attempt = max(hello.attempt for hello in arrived.values())
             verdict = _Verdict(secrets.token_hex(8), highest, attempt)
             if self._mine.leftover or (before and before.state != "closed"):
-                # Everyone has come back, so nobody can be in an earlier meeting any more.
+                # All ranks have come back, so no rank is in an earlier meeting.
                 self._forget([*self._mine.leftover, "verdict"])
                 self._hellos.say(leftover=[])
-        # Those whom the head of their block has reported hear it from there.
+        # Ranks without a nonce here get the verdict from the head of their block.
         nonces = [h.nonce for rank, h in arrived.items() if h.nonce and rank != self._rank]
         told = [f"verdict/{nonce}" for nonce in nonces]
         self._store.multi_set(dict.fromkeys(told, json.dumps(vars(verdict))))
         return verdict
 
     def _hear_all_arrive(self, deadline: float) -> tuple[dict[int, Hello | None], dict[int, str]]:
-        """Everyone's hello; of a rank that is not here by the deadline, what it last said.
+        """Wait for all hellos. Return rank -> last hello, and rank -> other name.
 
-        And rank -> name, of those that wait for this one under another name.
+        The second has the ranks that wait for this one under another name.
         """
         arrivals = Arrivals(self._store, self._hellos, self._ranks, self._blocks, deadline)
         elsewhere: dict[int, str] = {}
@@ -299,9 +302,9 @@ class Rendezvous(Parting):
                 return True
             if elsewhere := self._look_around([leader]):
                 self._two_names({self._rank: self._name, **elsewhere}).check()
-            if time.monotonic() < look_again:  # every rank asks for the leader: not too often
+            if time.monotonic() < look_again:  # all ranks read the leader's hello: not too often
                 return False
-            look_again = time.monotonic() + _LOOK_AT_THE_LEADER
+            look_again = time.monotonic() + _LEADER_CHECK_INTERVAL
             hello = self._hellos.of(leader)
             self._hellos.refuse_if_behind(leader, hello)
             return self._hellos.has_declined(hello)
@@ -315,10 +318,10 @@ class Rendezvous(Parting):
         return _Verdict(**json.loads(answer))
 
     def _unanswered(self) -> RendezvousError:
-        """That the leader, which was to know of the rest, has said nothing, and who is to blame.
+        """Return the error that the leader has not answered, and the ranks to blame.
 
-        Of very many the heads alone ask for all. Most of the others give up at the same time: that
-        they have left is nobody's fault.
+        With several blocks, only heads read all hellos. Most other ranks give up at the same time,
+        so ranks that have left are not blamed.
         """
         leader, several = self._ranks[0], self._blocks.several
         hellos = self._hellos.of_all([leader, *self._blocks.mine] if several else self._ranks)
@@ -336,14 +339,14 @@ class Rendezvous(Parting):
         return RendezvousError(self._hellos.no_word(leader, said))
 
     def _look_around(self, awaited: Sequence[int]) -> dict[int, str]:
-        """Now and then: rank -> the other name under which it waits for this one.
+        """At intervals, return rank -> the other name under which it waits for this rank.
 
         Raises:
-            RendezvousError: another process has come as this rank.
+            RendezvousError: another process has taken this rank's number.
         """
         if time.monotonic() < self._look_again:
             return {}
-        self._look_again = time.monotonic() + _LOOK
+        self._look_again = time.monotonic() + _CHECK_INTERVAL
         if (twin := self._hellos.twin()) is not None:
             raise twin
         return self._waiting.elsewhere(awaited)
@@ -357,8 +360,8 @@ class Rendezvous(Parting):
 
 
 def _differences(hellos: Mapping[int, Hello]) -> dict[str, dict[int, str]]:
-    """setting -> {rank: value} for every setting that is not the same on all ranks."""
-    # In the order in which they were given, so that what follows from another comes after it.
+    """Return setting -> {rank: value} for every setting that differs between ranks."""
+    # Keep the given order: settings that depend on others come after them.
     names = dict.fromkeys(name for hello in hellos.values() for name in hello.settings or {})
     found = {}
     for name in names:

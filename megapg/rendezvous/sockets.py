@@ -1,7 +1,7 @@
 """The sockets of this process that belong to a store.
 
-torch tells of them in a text only (``repr``), for which it asks the DNS for the names of both ends
-of its connection: 5 s and more where the DNS does not answer, or drops what many ranks ask at once.
+torch shows them only in ``repr``, which looks up the names of both ends of the connection in the
+DNS. This takes 5 s or more if the DNS does not answer, or drops requests from many ranks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Iterator
 
 
 def hosts(port: int) -> bool:
-    """Whether this process hosts the store at a port, and talks to no such port on another host.
+    """True if this process hosts the store at a port.
 
-    Not to be called while Python has a default timeout (``socket.setdefaulttimeout``): Python would
-    set that timeout on the store's own sockets.
+    False if it is also connected to that port on another host. Must not be called while Python has
+    a default timeout (``socket.setdefaulttimeout``), which Python would set on the store's own
+    sockets.
     """
     listens = False
     for own in _tcp_sockets():
@@ -32,7 +33,7 @@ def hosts(port: int) -> bool:
 
 
 def hang_up(port: int) -> None:
-    """End this process's connections to a port, on any host."""
+    """Shut down this process's connections to a port, on any host."""
     for own in _tcp_sockets():
         with own, contextlib.suppress(OSError):
             if _other_end(own)[1] == port != own.getsockname()[1]:
@@ -42,14 +43,14 @@ def hang_up(port: int) -> None:
 def _other_end(own: socket.socket) -> tuple[str, int]:
     try:
         host, port, *_ = own.getpeername()
-    except OSError:  # it is not connected, or no longer
+    except OSError:  # not connected
         return "", 0
     return host, port
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
     for number in map(int, os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):  # closed meanwhile, the listing's own for one
+        with contextlib.suppress(OSError):  # closed meanwhile, as the one used for listing
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 found = socket.socket(fileno=os.dup(number))
                 if found.family in (socket.AF_INET, socket.AF_INET6):

@@ -1,7 +1,7 @@
-"""The one place that talks to a store: each call has a deadline, and its errors name the host.
+"""Client of a store: each call has a deadline, and errors name the host.
 
-torch's stores have none: a call to a store whose host is frozen, or cut off, blocks in C++ for as
-long as TCP keeps the connection. See :mod:`~megapg.rendezvous.bounded` for what that means.
+torch's stores have no deadlines. If the store's host is frozen or cut off, a call blocks in C++ for
+as long as TCP keeps the connection. See :mod:`~megapg.rendezvous.bounded` for the consequences.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from megapg.rendezvous.bounded import Call, Worker, keep_a_thread
 
 _T = TypeVar("_T")
 
-# The least that a call is given, however late it begins. Seconds.
+# Seconds that a call has in any case, however late it begins.
 LEAST = 2.0
-# The deadline of a call that belongs to no wait of megapg's. Seconds.
+# Deadline in seconds of a call outside :meth:`Store.until`.
 _ALONE = 10.0
-# How long whatever comes after Ctrl-C allows the call that Ctrl-C found under way. Seconds.
-_INTERRUPTED = 1.0
-# No key ever holds this: what the store answers when there is nothing.
-_NOTHING = "nothing"
+# After Ctrl-C interrupted a call, the next call waits so many seconds for it.
+_INTERRUPTED_WAIT = 1.0
+# Returned for a missing key. No key ever holds this value.
+_ABSENT = "nothing"
 
 
 def batches(all_of_them: Sequence[_T]) -> list[list[_T]]:
-    """In parts that one call to a store is for: of 512, or as many as each is long."""
+    """Split a list into batches for one call each: 512 items, or the square root if larger."""
     size = max(512, math.isqrt(len(all_of_them)))
     return [list(all_of_them[at : at + size]) for at in range(0, len(all_of_them), size)]
 
@@ -47,8 +47,8 @@ class StoreError(RendezvousError):
     """The store does not answer, or is gone.
 
     Attributes:
-        reason: which store, and what is wrong with it.
-        gone: for good, as far as this connection goes; else it may answer yet.
+        reason: the store, and what is wrong with it.
+        gone: True if this connection is lost for good. Otherwise the store may still answer.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class StoreError(RendezvousError):
 
 
 class _GivenUpError(Exception):
-    """torch's own errors may be TimeoutErrors."""
+    """The deadline has passed. Not a TimeoutError, as torch may raise that itself."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """Who hosts a store.
+    """The host of a store.
 
     Attributes:
         name: for messages, as in "the store that rank 0 hosts".
-        rank: the rank that hosts it; None where no rank does, or nobody knows which.
-        here: this process does, so a call can't get stuck.
+        rank: the rank that hosts it; None if no rank does, or the rank is unknown.
+        here: True if this process hosts it, so that a call can't get stuck.
     """
 
     name: str
@@ -81,8 +81,8 @@ class Store:
     """A connection to a store that ranks share, or a view of a part of its keys.
 
     Args:
-        torch_store: torch's end of it.
-        host: who hosts it.
+        torch_store: torch's store object.
+        host: the host of the store.
     """
 
     def __init__(self, torch_store: dist.Store, host: Host) -> None:
@@ -90,35 +90,35 @@ class Store:
 
     @property
     def host(self) -> Host:
-        """Who hosts it."""
+        """The host of the store."""
         return self._connection.host
 
     @property
     def torch(self) -> dist.Store:
-        """torch's end of it, for communicators, which talk to it by themselves."""
+        """torch's store object, for communicators, which use it directly."""
         return self._torch
 
     def view(self, prefix: str) -> Self:
-        """The keys that begin with a prefix, on the same connection."""
+        """Return a view of the keys with a prefix, on the same connection."""
         return self.beside(dist.PrefixStore(prefix, self._torch))
 
     def beside(self, torch_store: dist.Store) -> Self:
-        """Another view, which torch made, on the same connection."""
+        """Return a store for another view that torch made, on the same connection."""
         made = object.__new__(type(self))
         made._torch, made._connection = torch_store, self._connection
         return made
 
     def clone(self) -> Self:
-        """Another connection to the same store. It is no view of less than this one."""
+        """Open another connection to the same store. It has the same view."""
         return type(self)(self._call(torch_private.another_connection, self._torch), self.host)
 
     @contextlib.contextmanager
     def until(self, deadline: float, doing: str = "", *, least: float = LEAST) -> Iterator[None]:
-        """Around calls of this thread, on this connection: when each must have come back.
+        """Set the deadline of this thread's calls on this connection.
 
         Args:
             deadline: on the clock of ``time.monotonic``.
-            doing: what they are for, for the messages.
+            doing: the purpose of the calls, for messages.
             least: seconds that a call has in any case, however late it begins.
         """
         with self._connection.until(deadline, doing, least):
@@ -127,16 +127,16 @@ class Store:
     def lend(
         self, work: Callable[[], _T], seconds: float, doing: str, *, undo: Callable[[_T], object]
     ) -> _T:
-        """Have torch do something in which it talks to this store, or to peers, by itself.
+        """Run torch code that uses this store, or talks to peers, directly.
 
         Args:
-            work: what it does. It runs in another thread, on the accelerator of this one.
-            seconds: after which it is given up.
-            doing: what it is, for the message.
-            undo: called with what it returned if that was too late.
+            work: the code. It runs in another thread, on the accelerator of this thread.
+            seconds: the time limit.
+            doing: the purpose, for the message.
+            undo: called with the return value if ``work`` returns too late.
 
         Raises:
-            RendezvousError: it was not back in time. Everything else is torch's.
+            RendezvousError: ``work`` did not return in time. Other errors are torch's.
         """
         used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         device = torch.cuda.current_device() if used else None
@@ -157,77 +157,80 @@ class Store:
             ) from None
 
     def post(self, values: Mapping[str, str]) -> None:
-        """Write as soon as the store answers again, if it does; nobody waits for it."""
+        """Write without waiting, as soon as the store answers again."""
         several = self._torch.multi_set  # type: ignore[attr-defined]
         self._connection.post(partial(several, list(values), list(values.values())))
 
     def come_back(self, deadline: float) -> None:
-        """Wait for a call that was given up: what begins now has time for it."""
+        """Wait for a stuck call until the deadline, so that the next call has its full time."""
         self._connection.come_back(deadline)
 
     def stay(self, done: Callable[[], bool], seconds: float) -> None:
-        """Keep the store up if this process hosts it and exits, until ``done()``.
+        """If this process hosts the store, keep the store up at exit until ``done()``.
 
-        For so many seconds from now at most.
+        At most for so many seconds from now.
         """
         self._connection.stay(done, seconds)
 
     def linger(self) -> None:
-        """Stay as :meth:`stay` was told, now. At the exit of the process it is done anyway."""
+        """Keep the store up now, as set by :meth:`stay`. Also called at exit."""
         self._connection.linger()
 
     # -- calls -------------------------------------------------------------------------------
     # Each raises StoreError.
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write."""
+        """Write a key."""
         self._call(self._torch.set, key, value)
 
     def multi_set(self, values: Mapping[str, str | bytes]) -> None:
-        """Write several keys in one round trip; very many in a few."""
+        """Write several keys in one round trip, or a few for very many keys."""
         several = self._torch.multi_set  # type: ignore[attr-defined]
         for keys in batches(list(values)):
             self._call(several, keys, [values[key] for key in keys])
 
     def peek(self, key: str) -> bytes | None:
-        """What the key holds, None if nothing: one round trip, where check and get are three."""
-        found = self.compare_set(key, _NOTHING, _NOTHING)
-        return None if found == _NOTHING.encode() else found
+        """Return the value of a key, or None, in one round trip. check() and get() take three."""
+        found = self.compare_set(key, _ABSENT, _ABSENT)
+        return None if found == _ABSENT.encode() else found
 
     def peeks(self, keys: Sequence[str]) -> list[bytes | None]:
-        """What each of the keys holds, None if nothing; one by one only where some are missing."""
+        """Return the values of keys, or None. Needs one round trip per key if some are missing."""
         found: list[bytes | None] = []
         for each in batches(keys):
             found += self.multi_get(each) if self.check(each) else map(self.peek, each)
         return found
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write if the key holds ``expected``, or nothing and that is empty; what it then holds."""
+        """Write if the key holds ``expected``, or if ``expected`` is empty and there is no key.
+
+        Returns the value that the key then holds.
+        """
         return self._call(self._torch.compare_set, key, expected, desired)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of them are there."""
+        """True if all keys exist."""
         return all(self._call(self._torch.check, each) for each in batches(keys))
 
     def get(self, key: str) -> bytes:
-        """What a key holds that is there."""
+        """Return the value of a key that exists."""
         return self._call(self._torch.get, key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """What keys hold that are all there."""
+        """Return the values of keys that all exist."""
         parts = (self._call(self._torch.multi_get, each) for each in batches(keys))
         return [value for part in parts for value in part]
 
     def add(self, key: str, amount: int) -> int:
-        """Count."""
+        """Add to the counter of a key, and return its value."""
         return self._call(self._torch.add, key, amount)
 
     def delete_key(self, key: str) -> bool:
-        """Delete; whether it was there."""
+        """Delete a key. Return True if it existed."""
         return self._call(self._torch.delete_key, key)
 
     def list_keys(self) -> list[str]:
-        """All keys; none of a store that can't list them."""
+        """Return all keys; empty for a store that can't list them."""
         if not torch_private.lists_keys(self._torch):
             return []
         try:
@@ -247,7 +250,7 @@ class _Phase:
 
 
 class _Connection:
-    """What the views of a store share: torch lets one call at a time onto a connection."""
+    """A connection that views of a store share. torch allows one call at a time on it."""
 
     def __init__(self, torch_store: dist.Store, host: Host) -> None:
         self.host = host
@@ -256,7 +259,7 @@ class _Connection:
         self._of_thread = threading.local()
         self._left_behind: list[Call[object]] = []
         self._stuck: Call[object] | None = None
-        self._patience = -math.inf  # until when the next call waits for the one that is stuck
+        self._patience = -math.inf  # until when the next call waits for the stuck one
         self._stays: list[tuple[Callable[[], bool], float]] = []
 
     @contextlib.contextmanager
@@ -280,7 +283,7 @@ class _Connection:
             return work() if self.host.here else self._in_another_thread(work, phase)
         except NotImplementedError:
             raise
-        except RuntimeError as error:  # also of lost connections
+        except RuntimeError as error:  # lost connections too
             if isinstance(error, StoreError):
                 raise
             raise self._error(
@@ -307,8 +310,8 @@ class _Connection:
             ended = call.wait(max(phase.deadline - started, phase.least))
         except Exception:
             raise
-        except BaseException:  # Ctrl-C: what comes next, a word to the others, must not hang
-            self._give_up(call, time.monotonic() + _INTERRUPTED)
+        except BaseException:  # Ctrl-C: the next call, which notifies the others, must not hang
+            self._give_up(call, time.monotonic() + _INTERRUPTED_WAIT)
             raise
         if not ended:
             self._give_up(call, -math.inf)
@@ -330,10 +333,10 @@ class _Connection:
             if not call.wait(deadline - time.monotonic()):
                 raise _GivenUpError
             return call.outcome()
-        except BaseException:  # Ctrl-C as well, whenever it comes: what was made is undone
+        except BaseException:  # Ctrl-C as well: undo the work
             call.abandon()
             self._leave_behind(call)
-            phase.worker.leave_behind()  # whom the others are told by must not wait for it
+            phase.worker.leave_behind()  # calls that notify the other ranks must not wait for it
             raise
 
     def post(self, work: Callable[[], object]) -> None:
@@ -358,17 +361,17 @@ class _Connection:
         self._left_behind.append(call)  # type: ignore[arg-type]  # whatever it returns
 
     def _hang_up(self) -> None:
-        """End the calls that are stuck, as the process exits.
+        """End stuck calls at exit.
 
-        One that came back from C++ while the interpreter finalises would end the process with
-        SIGABRT (Python before 3.14). They get a moment first: among them may be a word to the
-        others, who wait for it.
+        A call that returns from C++ while the interpreter finalises would end the process with
+        SIGABRT (Python before 3.14). Calls first get a moment to end, as they may notify ranks that
+        wait.
         """
         until = time.monotonic() + LEAST
         stuck = [call for call in self._left_behind if not call.wait(until - time.monotonic())]
         inner = _innermost(self._torch)
         if stuck and isinstance(inner, dist.TCPStore):
-            sockets.hang_up(inner.port)  # which nobody else can need any more
+            sockets.hang_up(inner.port)  # no other call needs the connection now
         for call in stuck:
             call.wait(1.0)
 
@@ -389,11 +392,11 @@ class _Connection:
 
 
 def host_of(torch_store: dist.Store, name: str) -> Host:
-    """Who hosts a store that somebody else opened, as far as it can tell.
+    """Return the host of a store that other code opened, as far as it can be known.
 
     Args:
         torch_store: the store.
-        name: what it is called.
+        name: the name of the store, for messages.
     """
     inner = _innermost(torch_store)
     if isinstance(inner, dist.HashStore):

@@ -1,4 +1,4 @@
-"""Messages that ranks put into a folder of the store for their leader, which may be long."""
+"""Messages from ranks to their leader in a folder of the store. They may be long."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from megapg.rendezvous.blocks import Blocks, Reports, report_key
 from megapg.rendezvous.store import Store, batches
 
 # TCPStore refuses values of 8 MiB and more. Bytes.
-_PIECE = 4 * 2**20
-# Up to which size a message is one value, so that the leader takes those of many ranks at once.
-_SMALL = 2**16
-# Of a message in a report: how many bytes say how long it is.
-_LENGTH = 8
+_PIECE_SIZE = 4 * 2**20
+# Larger messages are split. Smaller ones are single values, so that many are read with one call.
+_LARGEST_WHOLE = 2**16
+# Size in bytes of the length before each message in a report.
+_LENGTH_SIZE = 8
 
 
 class Topic:
-    """What these ranks say, as far as it has been heard.
+    """The messages of some ranks on one topic, as far as they have arrived.
 
     Attributes:
         arrived: rank -> its message.
-        waiting: those that have said nothing yet.
+        waiting: ranks without a message.
     """
 
     def __init__(self, store: Store, folder: str, ranks: Sequence[int]) -> None:
@@ -30,29 +30,29 @@ class Topic:
         self.waiting = list(ranks)
 
     def all_here(self) -> bool:
-        """Whether all have been heard."""
+        """True if all messages have arrived."""
         for some in batches(self.waiting):
             found = _first_of(self._store, [f"{self._folder}/{rank}" for rank in some])
             self.arrived.update(zip(some, found, strict=False))
             if len(found) < len(some):
-                break  # asked again soon; the others meanwhile say nothing new
+                break  # polled again soon, and the next batch can wait
         self.waiting = [rank for rank in self.waiting if rank not in self.arrived]
         return not self.waiting
 
     def report(self) -> set[str]:
-        """As the head of these ranks, all of which have been heard, say it to the leader.
+        """As the head of these ranks, report all their messages to the leader.
 
         Returns:
-            The keys that it takes.
+            The keys written.
         """
         messages = [self.arrived[rank] for rank in self._ranks]
         return put(self._store, report_key(self._folder, self._ranks), _packed(messages))
 
 
 class BlockTopics:
-    """What a block has to say of one topic after the other, as its head passes it on.
+    """The topics that the head of a block reports, one after the other.
 
-    On any other rank all this does nothing.
+    On other ranks all methods do nothing.
     """
 
     def __init__(self, store: Store, blocks: Blocks) -> None:
@@ -60,28 +60,28 @@ class BlockTopics:
         self._topics: list[Topic] = []
 
     def add(self, folder: str) -> None:
-        """Another one, which this rank has come to."""
+        """Add a topic that this rank has reached."""
         if self._blocks.heading:
             self._topics.append(Topic(self._store, folder, self._blocks.mine))
 
     def report(self) -> set[str]:
-        """Pass on what all of the block have said by now; the keys that it takes."""
+        """Report each complete topic. Return the keys written."""
         keys: set[str] = set()
         while self._topics and self._topics[0].all_here():
             keys |= self._topics.pop(0).report()
         return keys
 
     def waiting(self) -> list[int]:
-        """Whom this rank waits for."""
+        """Return the ranks that this rank waits for."""
         return self._topics[0].waiting if self._topics else []
 
     def settle(self) -> None:
-        """The leader has gone on from all of them: it may have read for itself."""
+        """Forget the topics, as the leader has gone on and may have read the messages itself."""
         self._topics.clear()
 
 
 class WholeTopic:
-    """What all ranks say, as their leader hears it: its own block, and the reports of the heads."""
+    """The messages of all ranks on one topic, on the leader: from its block and from the heads."""
 
     def __init__(
         self,
@@ -98,13 +98,13 @@ class WholeTopic:
         """Rank -> its message."""
 
     def all_here(self) -> bool:
-        """Whether all have been heard."""
+        """True if all messages have arrived."""
         here = self._mine.all_here()
         self.arrived.update(self._mine.arrived)
         return here and self._reports.all_here(self._reported, self._said)
 
     def awaited(self) -> list[int]:
-        """Whom the leader waits for, as far as it can tell."""
+        """Return the ranks that the leader waits for, as far as it knows."""
         return [*self._mine.waiting, *self._reports.awaited()]
 
     def _reported(self, blocks: Sequence[Sequence[int]]) -> bool:
@@ -124,26 +124,26 @@ class WholeTopic:
 
 
 def put(store: Store, key: str, message: bytes) -> set[str]:
-    """Write a message, or how many pieces it has and those; the keys."""
-    if len(message) <= _SMALL:
+    """Write a message, large ones in pieces. Return the keys."""
+    if len(message) <= _LARGEST_WHOLE:
         store.set(key, b"=" + message)
         return {key}
-    pieces = [f"{key}/{number}" for number in range(math.ceil(len(message) / _PIECE))]
+    pieces = [f"{key}/{number}" for number in range(math.ceil(len(message) / _PIECE_SIZE))]
     for number, piece in enumerate(pieces):
-        store.set(piece, message[number * _PIECE : (number + 1) * _PIECE])
-    store.set(key, str(len(pieces)))  # last: whoever sees it finds the rest
+        store.set(piece, message[number * _PIECE_SIZE : (number + 1) * _PIECE_SIZE])
+    store.set(key, str(len(pieces)))  # last, so that a reader of this key finds all pieces
     return {key, *pieces}
 
 
 def whole(store: Store, key: str, value: bytes) -> bytes:
-    """The message, of which the key holds this value."""
+    """Return the message of a key, given the key's value."""
     if value.startswith(b"="):
         return value[1:]
     return b"".join(store.get(f"{key}/{number}") for number in range(int(value)))
 
 
 def _first_of(store: Store, keys: Sequence[str]) -> list[bytes]:
-    """The messages of these keys, up to one that is not there yet, or less."""
+    """Return the messages of the first keys that exist, perhaps not of all of them."""
     while keys and not store.check(keys):
         keys = keys[: len(keys) // 2]
     values = store.multi_get(keys)
@@ -151,17 +151,17 @@ def _first_of(store: Store, keys: Sequence[str]) -> list[bytes]:
 
 
 def _packed(messages: Sequence[bytes]) -> bytes:
-    """As one; nothing where they all are empty."""
+    """Join messages, each with its length. Empty if all of them are empty."""
     if not any(messages):
         return b""
-    return b"".join(len(each).to_bytes(_LENGTH, "big") + each for each in messages)
+    return b"".join(len(each).to_bytes(_LENGTH_SIZE, "big") + each for each in messages)
 
 
 def _unpacked(report: bytes, ranks: Sequence[int]) -> Mapping[int, bytes]:
-    """Rank -> its message, of what :func:`_packed` made."""
+    """Return rank -> message from the output of :func:`_packed`."""
     found, at = {}, 0
     for rank in ranks:
-        size = int.from_bytes(report[at : at + _LENGTH], "big")
-        found[rank] = report[at + _LENGTH : at + _LENGTH + size]
-        at += _LENGTH + size
+        size = int.from_bytes(report[at : at + _LENGTH_SIZE], "big")
+        found[rank] = report[at + _LENGTH_SIZE : at + _LENGTH_SIZE + size]
+        at += _LENGTH_SIZE + size
     return found

@@ -1,7 +1,7 @@
-"""Who waits under which name: two ranks that wait for each other under two names never meet.
+"""Find ranks that wait for each other under two names, and so would never meet.
 
-A rank that waits for a while writes down its name for the meeting, in one place that all names
-share. The ranks that wait for it look there. A rank that is soon through writes nothing.
+A rank that waits for a while writes the name of its meeting under a prefix that all names share.
+The ranks that wait for it read it. A rank that does not wait long writes nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from megapg.rendezvous.store import Store, StoreError
 
-# How many ranks are looked for in a large job, at most.
-_A_FEW = 8
+# In a large job, read the entries of at most so many ranks.
+_MOST_READ = 8
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Entry:
     """Where a rank waits.
 
     Attributes:
-        name: under which it waits.
-        ranks: whom it expects there, itself included.
-        nonce: of this wait, and no other.
+        name: the name of the meeting.
+        ranks: the ranks of the meeting, itself included.
+        nonce: identifies this wait.
     """
 
     name: str
@@ -34,13 +34,13 @@ class Entry:
 
 
 class WaitingList:
-    """Where one rank writes down that it waits, and sees where others do.
+    """Writes where this rank waits, and reads where other ranks wait.
 
     Args:
         store: shared by all the ranks.
         rank: this rank.
-        name: under which it waits.
-        ranks: whom it expects there.
+        name: the name of the meeting.
+        ranks: the ranks of the meeting.
     """
 
     def __init__(self, store: Store, rank: int, name: str, ranks: Sequence[int]) -> None:
@@ -50,11 +50,11 @@ class WaitingList:
         self._seen: dict[int, str] = {}
 
     def elsewhere(self, awaited: Iterable[int]) -> dict[int, str]:
-        """Write down that this rank waits, and look for those that it waits for.
+        """Write that this rank waits, and find awaited ranks that wait under another name.
 
         Returns:
-            rank -> the name under which it waits for this one. Only of ranks that the last look
-            has seen there as well: they may just have been about to leave.
+            rank -> the other name, if that rank expects this rank there. Only ranks that the last
+            call found as well: a rank found once may be about to leave.
         """
         if not self._written:
             self._written = True
@@ -65,14 +65,14 @@ class WaitingList:
         return twice
 
     def expecting(self) -> dict[str, Sequence[int]]:
-        """name -> whom they expect, of those who wait for this rank under another name."""
+        """Return name -> ranks of other meetings whose ranks wait for this rank."""
         if not self._written:
             return {}
         there = self._waiting_for_me(self._mine.ranks)
         return {entry.name: entry.ranks for entry in there.values()}
 
     def leave(self) -> None:
-        """Strike out that this rank waits."""
+        """Delete this rank's entry."""
         if self._written:
             self._written = False
             with contextlib.suppress(StoreError):
@@ -80,7 +80,7 @@ class WaitingList:
 
     def _waiting_for_me(self, ranks: Iterable[int]) -> dict[int, Entry]:
         found = {}
-        for rank in [rank for rank in ranks if rank != self._rank][:_A_FEW]:
+        for rank in [rank for rank in ranks if rank != self._rank][:_MOST_READ]:
             text = self._store.peek(str(rank))
             entry = None if text is None else _entry(text)
             if entry and entry.name != self._mine.name and self._rank in entry.ranks:

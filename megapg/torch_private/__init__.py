@@ -1,9 +1,8 @@
-"""What megapg takes from torch without a promise: names that are private, and what older releases
-that are supported lack: of groups, backends and stores here, of meshes in :mod:`meshes`. No other
-module does either.
+"""torch's private names, and workarounds for what older supported releases lack.
 
-Each function says which public call would take its place. The contract tests hold each of them to
-what it says here, on the oldest and on the newest torch.
+This module is for groups, backends and stores, and :mod:`meshes` for meshes. No other module uses
+private names. Each function names the public call that would replace it. The contract tests check
+each function on the oldest and on the newest torch.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from torch.distributed import distributed_c10d as c10d
 
 from megapg.errors import UnsupportedVersionError
 
-# What one communicator is asked for: of torch's NCCL, or hints for torchcomms.
+# Options of one communicator: torch's for NCCL, or hints for torchcomms.
 Options: TypeAlias = "dist.ProcessGroupNCCL.Options | Mapping[str, str]"
 
 OLDEST = (2, 6)
-"""The first torch on which sessions open."""
+"""The oldest supported torch."""
 
 _TWO_NUMBERS = re.compile(r"(\d+)\.(\d+)")
 
 # Public: none; torch names the class of its backends for C++ extensions only.
 CommunicatorBackend: TypeAlias = dist._Backend
-"""What stands behind a group on one kind of device: torch's NCCL, its gloo."""
+"""The backend of a group on one kind of device: torch's NCCL, its gloo."""
 
 
 def check_version() -> None:
-    """Raise unless this torch is one on which groups can be made as they were asked for.
+    """Raise unless this torch can create the requested groups.
 
     Raises:
-        UnsupportedVersionError: it is too old, or torchcomms was asked for and is not there.
+        UnsupportedVersionError: torch is too old, or torchcomms is requested and not installed.
     """
     if _torchcomms_wanted() and not _torchcomms_there():
         raise UnsupportedVersionError(
@@ -58,7 +57,7 @@ def check_version() -> None:
 
 
 def version() -> tuple[float, ...]:
-    """Of this torch, as far as it tells; else that of none yet.
+    """Return the version of this torch; infinity if it is unknown.
 
     Public: ``torch.__version__``, as text.
     """
@@ -80,7 +79,7 @@ def new_group(
     timeout: timedelta,
     options: Options | None,
 ) -> dist.ProcessGroup:
-    """Make a group by its members alone, under a name of its own.
+    """Create a group under the given name. Only its members call this.
 
     Public: ``dist.new_group(use_local_synchronization=True)``, once the caller may name the group.
     """
@@ -102,13 +101,13 @@ def new_group(
 
 
 def part_in_peace(group: dist.ProcessGroup) -> None:
-    """Have a gloo group's threads end once Python has let go of the group, wherever that is.
+    """Have a gloo group's threads end after Python has released the group, wherever that happens.
 
-    A gloo backend that goes waits for its threads. One of those may be the last to drop the group:
-    with a tensor whose graph knows it, or with a callback. It waits for itself then, forever, or
-    ends the process. And before torch 2.8 Python drops a group with its lock held, which threads
-    wait for where they drop a tensor. What Python has by itself goes later, without the lock, and
-    in a thread of Python's.
+    A gloo backend waits for its threads when it is destroyed. If one of these threads drops the
+    last reference (through a tensor whose graph knows the group, or a callback), it waits for
+    itself: it hangs or ends the process. Before torch 2.8, Python also destroys a group with the
+    GIL held, which threads need to drop a tensor. The finalizer keeps the backends a little longer,
+    and drops them without the GIL in one of Python's threads.
 
     Public: none.
     """
@@ -117,7 +116,7 @@ def part_in_peace(group: dist.ProcessGroup) -> None:
 
 
 def _let_go(backends: list[CommunicatorBackend]) -> None:
-    """Drop these in a thread of Python's: where this is none, in a new one.
+    """Drop backends in a Python thread. If this thread is none, start a new one.
 
     Public: none.
     """
@@ -126,20 +125,19 @@ def _let_go(backends: list[CommunicatorBackend]) -> None:
 
 
 def can_split() -> bool:
-    """Whether one call of every rank splits a family of groups from WORLD, under names of ours.
+    """True if one call of every rank splits a family of groups from WORLD, under given names.
 
-    Public: ``dist.split_group``, once the caller may name the group: it counts the groups of this
-    process to name one, so that ranks which are in different families name it differently.
+    Public: ``dist.split_group``, once the caller may name the group. It names a group by a count of
+    this process's groups, so ranks in different families name it differently.
     """
     made = getattr(dist.ProcessGroup, "split_group", None)
     return made is not None and "device_types" in (made.__doc__ or "")
 
 
 def splits_in_order() -> bool:
-    """Whether the groups of :func:`split_world` have their ranks in the order given; torch before
-    2.14 sorts them, and of torchcomms nothing is promised.
+    """True if groups of :func:`split_world` keep the given order; torch before 2.14 sorts ranks.
 
-    Public: none that asks.
+    Public: none.
     """
     return can_split() and not on_torchcomms() and version() >= (2, 14)
 
@@ -154,19 +152,19 @@ def split_world(
     timeout: timedelta,
     options: Options | None,
 ) -> dist.ProcessGroup | None:
-    """Split a group from WORLD's own communicator. Every rank of WORLD calls it, at the same time.
+    """Split a group from WORLD's communicator. Every rank of WORLD calls it at the same time.
 
     Args:
-        ranks: of the group that this rank is in; where it is in none, of any that others make.
+        ranks: the ranks of this rank's group. If this rank is in none, those of any other group.
 
     Returns:
-        The group; None where this rank is in none.
+        The group; None if this rank is in none.
 
-    Public: as of :func:`can_split`.
+    Public: see :func:`can_split`.
     """
     world = cast("dist.ProcessGroup", dist.group.WORLD)
     devices = _devices_with(world, backend)
-    if on_torchcomms() and rank not in ranks:  # its split takes nobody who is not a member
+    if on_torchcomms() and rank not in ranks:  # its split takes members only
         for device in devices:
             _torchcomm(world, device).split([], name)
         return None
@@ -182,7 +180,7 @@ def split_world(
             hints=options,
         )
     if options is None and "nccl" in backend and not on_torchcomms():
-        options = dist.ProcessGroupNCCL.Options()  # not WORLD's
+        options = dist.ProcessGroupNCCL.Options()  # otherwise torch takes WORLD's
     group: dist.ProcessGroup | None = world.split_group(
         list(ranks),
         timeout=timeout,
@@ -196,7 +194,7 @@ def split_world(
     for device in devices:
         if on_torchcomms():
             c10d._world.comms.append(_torchcomm(group, device))
-        elif version() < (2, 14):  # from then on they begin at 0 by themselves
+        elif version() < (2, 14):  # since 2.14 they begin at 0
             backend_on(group, device)._set_sequence_number_for_group()
     _register(group, ranks, backend=backend, name=name)
     return group
@@ -213,7 +211,7 @@ def _split_with_hints(
     timeout: timedelta,
     hints: Mapping[str, str],
 ) -> dist.ProcessGroup:
-    """As :func:`split_world` on torchcomms, whose hints torch does not pass on to a split.
+    """Do the work of :func:`split_world` on torchcomms. torch passes no hints to a split.
 
     Public: none.
     """
@@ -236,7 +234,7 @@ def _split_with_hints(
 
 
 def _register(group: dist.ProcessGroup, ranks: Sequence[int], *, backend: str, name: str) -> None:
-    """Have torch know a group that was split from WORLD.
+    """Register in torch a group that was split from WORLD.
 
     Public: none.
     """
@@ -253,7 +251,7 @@ def _register(group: dist.ProcessGroup, ranks: Sequence[int], *, backend: str, n
 
 
 def _torchcomm(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The communicator behind a group on torchcomms.
+    """Return the torchcomms communicator of a group.
 
     Public: none.
     """
@@ -261,8 +259,10 @@ def _torchcomm(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def _devices_with(group: dist.ProcessGroup, backend: str) -> list[torch.device]:
-    """The devices on which a group has what a backend string names, such as ``"nccl"``; one of
-    those that share it: torch would split it once for each, twice under one name.
+    """Return the devices for which a group has a backend of these names, such as ``"nccl"``.
+
+    If devices share a backend, return one of them: torch would split the backend once per device,
+    twice under one name.
 
     Public: ``dist.split_group`` with ``backend=``.
     """
@@ -273,15 +273,15 @@ def _devices_with(group: dist.ProcessGroup, backend: str) -> list[torch.device]:
 
 
 def on_torchcomms() -> bool:
-    """Whether torch makes its communicators with torchcomms.
+    """True if torch creates its communicators with torchcomms.
 
-    Public: none that asks.
+    Public: none.
     """
     return _torchcomms_wanted() and _torchcomms_there()
 
 
 def _torchcomms_wanted() -> bool:
-    """As torch reads its variable: whatever it holds but 0 means yes, ``False`` included.
+    """True if the user requests torchcomms. torch takes any value but 0 for yes, even ``False``.
 
     Public: ``torch.distributed.config.use_torchcomms``, which older releases lack.
     """
@@ -289,7 +289,7 @@ def _torchcomms_wanted() -> bool:
 
 
 def _torchcomms_there() -> bool:
-    """Whether torch could import it.
+    """True if torch could import torchcomms.
 
     Public: none.
     """
@@ -297,8 +297,7 @@ def _torchcomms_there() -> bool:
 
 
 def as_name(name: str) -> c10d.GroupName:
-    """A name as torch's functions take it: of a type of its own in newer releases, which a checker
-    alone tells from a string.
+    """Convert a name to torch's type for names. At run time this is a string.
 
     Public: none.
     """
@@ -306,15 +305,15 @@ def as_name(name: str) -> c10d.GroupName:
 
 
 def describe(group: dist.ProcessGroup, description: str) -> None:
-    """Say for logs and flight recorders what a group is for.
+    """Set the description of a group for logs and flight recorders.
 
-    Public: ``dist.new_group(group_desc=...)``, which says it as it makes the group.
+    Public: ``dist.new_group(group_desc=...)``, which sets it at creation.
     """
     group._set_group_desc(description)
 
 
 def known_groups() -> list[dist.ProcessGroup]:
-    """The groups that torch knows in this process, WORLD among them, as they were made.
+    """Return the groups that torch knows in this process, with WORLD, in order of creation.
 
     Public: none.
     """
@@ -322,7 +321,7 @@ def known_groups() -> list[dist.ProcessGroup]:
 
 
 def knows(group: dist.ProcessGroup) -> bool:
-    """Whether torch still knows the group; a destroyed gloo group would answer as if it did.
+    """True if torch still knows the group. A destroyed gloo group answers other calls as before.
 
     Public: ``dist.get_process_group_ranks``, which raises; its cost grows with the group.
     """
@@ -340,9 +339,9 @@ def destroy(group: dist.ProcessGroup) -> None:
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """Have torch forget a group without a wait for work under way; of WORLD, all groups.
+    """Have torch forget a group without waiting for running work; for WORLD, all groups.
 
-    Before 2.7 torch can't for gloo, and goes on knowing the group.
+    Before 2.7 torch can't abort gloo groups, and still knows the group.
 
     Public: ``ProcessGroup.abort()`` and then ``dist.destroy_process_group``.
     """
@@ -361,9 +360,9 @@ def _tag_removed(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def call_off(group: dist.ProcessGroup) -> None:
-    """Fail the work under way on a group, from any thread; torch goes on knowing it.
+    """Abort the running work of a group, from any thread. torch still knows the group.
 
-    What is under way on gloo goes on until it times out all the same.
+    gloo's running work goes on until it times out.
 
     Public: ``ProcessGroup.abort()``, which 2.6 does not have.
     """
@@ -371,7 +370,7 @@ def call_off(group: dist.ProcessGroup) -> None:
 
 
 def tables() -> list[object]:
-    """The containers in which torch registers groups.
+    """Return the containers in which torch registers groups.
 
     Public: none.
     """
@@ -380,11 +379,11 @@ def tables() -> list[object]:
 
 @contextlib.contextmanager
 def asked_before_collectives(check: Callable[[object], None]) -> Iterator[None]:
-    """While the block runs, ``check`` hears of the group of each collective, and may raise.
+    """Call ``check`` with the group before each collective in the block. It may raise.
 
     Public: none.
     """
-    ask = c10d._rank_not_in_group  # every collective of torch asks this one question first
+    ask = c10d._rank_not_in_group  # every collective of torch calls this first
 
     def check_and_ask(group: dist.ProcessGroup | None) -> bool:
         check(group)
@@ -398,7 +397,7 @@ def asked_before_collectives(check: Callable[[object], None]) -> Iterator[None]:
 
 
 def register_fake_backend() -> None:
-    """Make torch's fake backend known, which has one process play a rank of many.
+    """Register torch's fake backend, with which one process plays a rank of many.
 
     Public: none.
     """
@@ -409,7 +408,7 @@ def register_fake_backend() -> None:
 
 
 def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
-    """The kinds of devices that the group has a backend for.
+    """Return the kinds of devices for which the group has a backend.
 
     Public: ``dist.get_backend_config``, as text.
     """
@@ -417,7 +416,7 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
 
 
 def backend_on(group: dist.ProcessGroup, device: torch.device) -> CommunicatorBackend:
-    """The backend of a group for a device.
+    """Return the backend of a group for a device.
 
     Public: ``ProcessGroup.get_backend``, since 2.15.
     """
@@ -425,9 +424,9 @@ def backend_on(group: dist.ProcessGroup, device: torch.device) -> CommunicatorBa
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """What collectives on the group wait at present; None where no backend of it tells.
+    """Return the current timeout of collectives on the group; None if no backend reports it.
 
-    Public: none that asks; ``dist.get_pg_timeout`` has what was given.
+    Public: none; ``dist.get_pg_timeout`` returns the timeout at creation.
     """
     every = [getattr(backend_on(group, each), "options", None) for each in devices_of(group)]
     timeouts = [each for options in every if (each := getattr(options, "_timeout", None))]
@@ -435,7 +434,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def default_timeout(backend: str) -> timedelta:
-    """What collectives wait where nobody has said.
+    """Return the default timeout of collectives on a backend.
 
     Public: ``dist.default_pg_timeout``, which is not NCCL's.
     """
@@ -443,7 +442,7 @@ def default_timeout(backend: str) -> timedelta:
 
 
 def never_connected(backend: object) -> bool:
-    """Whether an NCCL backend has no communicator yet; False where it does not tell.
+    """True if an NCCL backend has no communicator yet; False if it does not report this.
 
     Public: none.
     """
@@ -452,31 +451,31 @@ def never_connected(backend: object) -> bool:
 
 
 def can_suspend() -> bool:
-    """Whether torch can have a communicator give its memory back, which 2.13 began.
+    """True if torch can suspend a communicator, which it can since 2.13.
 
-    Public: none that asks.
+    Public: none.
     """
     return hasattr(dist._Backend, "suspend")
 
 
 def gloo_can_be_lazy() -> bool:
-    """Whether ``TORCH_GLOO_LAZY_INIT`` has gloo connect each pair of ranks when they first talk.
+    """True if ``TORCH_GLOO_LAZY_INIT`` makes gloo connect ranks when they first communicate.
 
-    Public: none that asks; 2.6 does not know the variable.
+    Public: none; 2.6 does not know the variable.
     """
     return "lazy_init" in (dist.ProcessGroupGloo.create_device.__doc__ or "")
 
 
-# -- what others' objects hold ---------------------------------------------------------------------
+# -- attributes and classes of torch's objects -----------------------------------------------------
 
 NOT_COMPILED = {
     "_torchdynamo_disable": True,
     "_torchdynamo_disable_msg": "megapg reports this read of Megatron's globals; "
     'megapg.guard("off") lets it be compiled',
 }
-"""Attributes of a function that ``torch.compile`` calls and does not compile.
+"""Attributes of a function that tell ``torch.compile`` to call it and not to compile it.
 
-Public: ``torch.compiler.disable``, which wraps the function. Other modules have bound it already.
+Public: ``torch.compiler.disable``, which wraps the function. Other modules already refer to it.
 """
 
 SUBMODULES = "_modules"
@@ -486,25 +485,25 @@ Public: ``torch.nn.Module.named_children``, which runs the module's own code.
 """
 
 HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""The attributes in which a tensor keeps what backward calls.
+"""The attributes in which a tensor keeps its hooks for backward.
 
 Public: none.
 """
 
 FSDP_MIXES_IN = "torch.distributed.fsdp._fully_shard._fsdp_init."
-"""Where the classes live that FSDP2 mixes into those of modules.
+"""The module of the classes that FSDP2 mixes into modules' classes.
 
 Public: none.
 """
 
 FSDP_ASKS = "torch.distributed.fsdp._fully_shard._fsdp_common."
-"""Where the classes of FSDP2 live that ask a mesh for its groups each time.
+"""The module of FSDP2's classes that get their groups from a mesh at each use.
 
 Public: none.
 """
 
 BACKWARD = ("torch.autograd", "_engine_run_backward")
-"""Module and function in which every backward pass runs.
+"""Module and name of the function that runs every backward pass.
 
 Public: none.
 """
@@ -514,7 +513,7 @@ Public: none.
 
 
 def default_store() -> dist.Store:
-    """The store behind WORLD.
+    """Return the store of WORLD.
 
     Public: ``ProcessGroup.get_group_store``, in some releases since 2.13.
     """
@@ -522,15 +521,15 @@ def default_store() -> dist.Store:
 
 
 def lists_keys(store: dist.Store) -> bool:
-    """Whether the store has ``list_keys``, which is public.
+    """True if the store has ``list_keys``, which is public.
 
-    Public: the same, once it is there in every release that is supported.
+    Public: ``list_keys``, once every supported release has it.
     """
     return hasattr(store, "list_keys")
 
 
 def another_connection(store: dist.Store) -> dist.Store:
-    """One more connection to a store; the same where torch can't, which older releases can't.
+    """Open another connection to a store. Older releases can't: they return the same store.
 
     Public: ``Store.clone``.
     """
@@ -542,9 +541,9 @@ def another_connection(store: dist.Store) -> dist.Store:
 
 
 def transforms_of(place: StorageInfo) -> Sequence[str]:
-    """How the bytes of an entry were changed on their way to disk, compressed for example.
+    """Return how the bytes of an entry were transformed on disk, for example compressed.
 
-    Public: none; releases before 2.7 change none.
+    Public: none; releases before 2.7 have no transforms.
     """
     found: Sequence[str] | None = getattr(place, "transform_descriptors", None)
     return found or ()

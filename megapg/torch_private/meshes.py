@@ -1,4 +1,4 @@
-"""What megapg takes from torch's meshes and from DTensor without a promise."""
+"""Private names of torch's meshes and of DTensor."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from megapg.torch_private import as_name, version
 
 
 class _Dimension(str):
-    """The name of a mesh's dimension: equal to the text, and to the same name in another mesh only
-    where both are of one owner. torch compares meshes by their ranks and names alone, so that two
-    sessions would share what DTensor remembers of a mesh.
+    """The name of a mesh's dimension: equal to the text, but not to a name of another owner.
+
+    torch compares meshes only by ranks and names, so two sessions would otherwise share the results
+    that DTensor caches for a mesh.
     """
 
     owner: object
@@ -38,9 +39,10 @@ class _Dimension(str):
 
 
 class _Mesh(DeviceMesh):
-    """A mesh over groups that exist, which never makes one."""
+    """A mesh over existing groups, which never creates a group."""
 
-    _fields: Mapping[str, tuple[tuple[int, ...], str]]  # of the root: the ranks, torch's name
+    # on the root: field -> ranks, torch's name of the group
+    _fields: Mapping[str, tuple[tuple[int, ...], str]]
     _owner: object
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
@@ -53,11 +55,11 @@ class _Mesh(DeviceMesh):
 
     def _adopt(self, part: DeviceMesh) -> DeviceMesh:
         if part is not self:
-            part.__class__ = _Mesh  # torch makes a plain one of it
+            part.__class__ = _Mesh  # torch made a plain DeviceMesh
         return part
 
     def _flattened(self, name: str) -> DeviceMesh:
-        """The mesh of a field that several dimensions make up."""
+        """Return the mesh of a field that combines several dimensions."""
         dimensions, fields = self.mesh_dim_names or (), vars(self._get_root_mesh())["_fields"]
         for count in range(2, len(dimensions) + 1) if name in fields else ():
             for some in itertools.combinations(dimensions, count):
@@ -103,14 +105,15 @@ class _Mesh(DeviceMesh):
 
 
 FINDING_NEW_GROUPS: tuple[type, ...] = (_Mesh,)
-"""Classes whose instances know groups by name, and find those that are made anew."""
+"""Classes whose instances look groups up by name, and so find re-created ones."""
 
 
 def can_mesh() -> bool:
-    """Whether slices of a mesh can keep to groups that exist: :func:`mesh_over`. Up to 2.10 torch
-    makes groups there, and up to 2.12 it lays flattened meshes out another way.
+    """True if slices of a mesh can use existing groups; see :func:`mesh_over`.
 
-    Public: none that asks.
+    Up to 2.10 torch creates groups for slices, and up to 2.12 flattened meshes have another layout.
+
+    Public: none.
     """
     return version() >= (2, 13)
 
@@ -122,19 +125,19 @@ def mesh_over(
     fields: Mapping[str, dist.ProcessGroup],
     owner: object,
 ) -> DeviceMesh:
-    """A mesh over groups that exist.
+    """Create a mesh over existing groups.
 
     Args:
-        groups: dimension -> its group, the outermost first.
-        ranks: all of them, in the mesh's shape.
+        groups: dimension -> its group, outermost first.
+        ranks: all ranks, in the mesh's shape.
         device_type: ``cpu``, ``cuda``.
-        fields: all groups of this rank, by their names: for slices that are flattened.
-        owner: of the groups; meshes of two owners are never equal.
+        fields: all groups of this rank by field, for flattened slices.
+        owner: the owner of the groups. Meshes of two owners are never equal.
 
     Raises:
-        UnsupportedVersionError: this torch makes groups where it slices a mesh.
+        UnsupportedVersionError: this torch creates groups when it slices a mesh.
 
-    Public: ``DeviceMesh.from_group``, once slices of it keep to groups that exist.
+    Public: ``DeviceMesh.from_group``, once its slices use existing groups.
     """
     if not can_mesh():
         raise UnsupportedVersionError(
@@ -157,7 +160,7 @@ def mesh_over(
 
 
 def forget_groups(mesh: DeviceMesh) -> None:
-    """Have a mesh hold no group; it finds them by their names, but while torch compiles.
+    """Drop a mesh's references to groups. It then finds them by name, except in torch.compile.
 
     Public: none.
     """
@@ -165,7 +168,7 @@ def forget_groups(mesh: DeviceMesh) -> None:
 
 
 def hold_groups(mesh: DeviceMesh, groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """Have a mesh hold groups by the names that it knows, where torch compiles.
+    """Give a mesh references to groups by the names that it knows, for torch.compile.
 
     Public: none.
     """
@@ -173,7 +176,7 @@ def hold_groups(mesh: DeviceMesh, groups: Mapping[str, dist.ProcessGroup]) -> No
 
 
 def add_name(name: str, group: dist.ProcessGroup) -> None:
-    """Have torch find a group by one more name.
+    """Register another name for a group in torch.
 
     Public: none.
     """
@@ -181,7 +184,7 @@ def add_name(name: str, group: dist.ProcessGroup) -> None:
 
 
 def drop_name(name: str) -> None:
-    """Have torch find nothing by a name.
+    """Remove a name of a group from torch.
 
     Public: none.
     """
@@ -189,7 +192,7 @@ def drop_name(name: str) -> None:
 
 
 def forget_placements() -> None:
-    """Have DTensor forget what it worked out for meshes, which it holds on to.
+    """Clear DTensor's cache, which keeps meshes alive.
 
     Public: none.
     """

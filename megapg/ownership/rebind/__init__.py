@@ -1,10 +1,9 @@
-"""Put new process groups into objects that hold old ones.
+"""Replace old process groups with new ones in the objects that hold them.
 
-A session that re-creates its groups hands out new ones, and a model, its optimizer and its schedule
-go on holding the old: as attributes, in buckets and dicts, bound into partials and closures.
-:func:`rebind` walks over such objects, puts the new groups in by identity, and tells which
-references it replaced, which it saw and could not replace, and who else in the process still holds
-an old group.
+When a session re-creates its groups, a model, its optimizer and its schedule still hold the old
+ones: as attributes, in buckets and dicts, in partials and closures. :func:`rebind` walks over such
+objects and replaces each old group, by identity. It reports the references that it replaced, those
+that it found and could not replace, and other holders of an old group in the process.
 """
 
 from megapg.ownership.rebind.rebound import Rebound, rebind

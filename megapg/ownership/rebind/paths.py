@@ -1,18 +1,18 @@
-"""How the walk came to a reference, as text for people."""
+"""The path from a passed object to a reference, as text for people."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-_STEPS = 50  # in the text of a path; to show all of them would cost their square
+_STEPS = 50  # most steps in the text of a path, to bound the cost of long paths
 
-# Kinds of steps: a thing that was passed, an attribute, what is under a key or an index, a key
-# itself, a part of something opaque, a module's table of modules, and no step at all.
+# Kinds of steps: a passed object, an attribute, the value of a key or index, a key, a part of an
+# opaque object, a module's table of submodules, and no step.
 ROOT, ATTRIBUTE, ITEM, KEY, PART, MODULES, SAME = range(7)
 
 
 class Path(NamedTuple):
-    """How the walk came to a reference; text only when it is asked for."""
+    """The path to a reference. The text is made only when needed."""
 
     parent: Path | None
     kind: int
@@ -41,11 +41,11 @@ class Path(NamedTuple):
         return text
 
     def by_modules(self) -> bool:
-        """Whether the last step is one from a module to those in it."""
+        """True if the last step leads from a module to its submodules."""
         return self.kind == MODULES or (self.parent is not None and self.parent.kind == MODULES)
 
     def name(self) -> str:
-        """Of the attribute, or the key, that leads there."""
+        """Return the last attribute or string key on the path."""
         step: Path | None = self
         while step is not None:
             if step.kind == ATTRIBUTE or (step.kind == ITEM and type(step.key) is str):
@@ -54,11 +54,11 @@ class Path(NamedTuple):
         return "an item"
 
 
-TELLING = frozenset({str, int, bool, type(None)})  # kinds of keys
+TELLING = frozenset({str, int, bool, type(None)})  # types of keys that are shown in full
 
 
 def _plain(key: object) -> str:
-    # The text of a key of any other kind may be long, and costs what its owner pleases.
+    # repr() of a key of any other type may be long or slow.
     if type(key) in TELLING:
         return repr(key)
     return f"a {type(key).__name__}"

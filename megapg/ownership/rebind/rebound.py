@@ -1,4 +1,4 @@
-"""Putting new groups in, from one end to the other, and what is told of it."""
+"""The function :func:`rebind` and its result."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _SHOWN = 3  # paths in the text of a result
 
 @dataclass(frozen=True)
 class Rebound:
-    """What :func:`rebind` did. ``str()`` of it is the text for a log.
+    """The result of :func:`rebind`. ``str()`` is the text for a log.
 
     Attributes:
         replaced: the path of every reference that now leads to a new group or collection, such as
             ``DistributedDataParallel.module.decoder.layers.0.mlp.tp_group``.
-        left: ``path: reason`` for every reference to an old one, or to its name, that was found
-            on the way and could not be replaced.
-        elsewhere: ``group: holder`` for what still holds an old one and was not on the way.
-        unseen: the old ones that live on though nothing in sight holds them: a local variable, the
-            graph of the last step, which goes with the next, or what ``gc.freeze()`` has hidden.
-        by_name: how many references were replaced, by the attribute or key that leads to them.
+        left: ``path: reason`` for every reference to an old object, or to its name, that was found
+            and could not be replaced.
+        elsewhere: ``group: holder`` for every holder of an old object that the walk did not reach.
+        unseen: old objects that are alive without a known holder: a local variable, the autograd
+            graph of the last step (freed by the next step), or objects hidden by ``gc.freeze()``.
+        by_name: attribute or key -> number of references replaced.
     """
 
     replaced: tuple[str, ...]
@@ -36,7 +36,7 @@ class Rebound:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing in sight leads to an old group any more."""
+        """True if no known reference leads to an old group."""
         return not self.left and not self.elsewhere
 
     def __str__(self) -> str:
@@ -57,26 +57,26 @@ class Rebound:
 
 
 def rebind(objects: Sequence[object], replacements: Replacements) -> Rebound:
-    """Put the new groups and collections in wherever ``objects`` lead to old ones.
+    """Replace old groups and collections with the new ones wherever ``objects`` lead to them.
 
-    It follows attributes (in slots and of tensors, too), containers, partials, bound methods,
-    closures, defaults and weak references, and writes to them without running any code of their
-    owners. What can't be changed (a tuple, a bound method, a collection of borrowed groups) is made
-    anew and put where it was. Modules, classes, tensors' values, sessions and loggers are not
-    entered, and so what only they hold is found ``elsewhere``.
+    The walk follows attributes (also slots, and attributes of tensors), containers, partials, bound
+    methods, closures, defaults and weak references. It writes to them without running their
+    classes' code. Immutable values (a tuple, a bound method, a collection of borrowed groups) are
+    replaced by a copy. Modules, classes, tensors' values, sessions and loggers are not entered. If
+    only these hold an old group, it is listed in ``elsewhere``.
 
-    Values worked out from a group stay as they are: rank and size do not change when a session
-    re-creates its groups. What torch or a library made of an old group (a DeviceMesh that is
-    not of ``pg.mesh()``, torch's own DDP, a CUDA graph), and strings that name one, are told of and
-    left. FSDP2 asks the group that it holds, so that it gets the new one.
+    Values computed from a group are kept: rank and size do not change when a session re-creates its
+    groups. Objects that torch or a library made from an old group (a DeviceMesh that is not of
+    ``pg.mesh()``, torch's own DDP, a CUDA graph), and strings that name a group, are reported and
+    kept. FSDP2 reads the group that it holds at each use, so it gets the new one.
 
-    Call it on every rank, between steps: nothing of ``objects`` may be in use. It costs time in
-    proportion to the number of objects, and a look through the whole process where an old group
-    survives.
+    Call it on every rank, between steps: ``objects`` must not be in use. The cost is proportional
+    to the number of objects. If an old group survives, the whole process is searched for its
+    holders.
 
     Args:
-        objects: models, optimizers, schedules, and whatever else holds groups.
-        replacements: what to replace by what.
+        objects: models, optimizers, schedules, and other objects that hold groups.
+        replacements: maps each old object to the new one.
     """
     if not replacements:
         return Rebound((), (), (), (), {})
@@ -86,7 +86,7 @@ def rebind(objects: Sequence[object], replacements: Replacements) -> Rebound:
     replaced = tuple(map(str, walk.replaced))
     left = tuple(f"{path}: {why}" for path, why in walk.left)
     known = walk.holders
-    del walk  # holds what it has seen
+    del walk  # it holds every object that it visited
     elsewhere, unseen = survivors(replacements, known)
     return Rebound(replaced, left, elsewhere, unseen, dict(by_name.most_common()))
 

@@ -1,4 +1,4 @@
-"""Where objects of each kind keep what they refer to, and which of them can be changed."""
+"""Where instances of each class keep their references, and which instances can be changed."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from megapg.ownership.steps import Steps
 from megapg.rendezvous.store import Store
 from megapg.torch_private.meshes import FINDING_NEW_GROUPS
 
-# Of exactly these types, nothing can lead anywhere.
+# Instances of exactly these types refer to nothing of interest.
 LEAVES = frozenset(
     {int, float, complex, bool, bytes, bytearray, range, type(None), type(...), type}
     | {types.ModuleType, types.CodeType, types.FrameType, types.TracebackType}
     | {torch.dtype, torch.device, torch.Size, torch.Generator, torch.layout, torch.memory_format}
 )
 
-# Our own classes are frozen for users; what they refer to can be replaced all the same.
+# megapg's own classes are frozen for users, but the walk may write to them.
 _OURS = f"{__name__.partition('.')[0]}."
 
-# Instances of these are not entered. What is left of the collections are views of the globals.
+# Instances of these are not entered. Collections that get here are views of the globals.
 _CLOSED = (
     *(type, types.ModuleType, logging.Filterer, logging.Manager),
     *(ProcessGroupCollection, Lease, Replacements),
     *FINDING_NEW_GROUPS,
 )
-# The packages of what owns groups, and of what that is made of; each is found by a class in it.
+# The packages of owners and their parts, each found by one of its classes.
 _CLOSED_HOMES = tuple(
     kind.__module__.rpartition(".")[0] + "." for kind in (Steps, Communicator, Store)
 )
 
-# Where the classes live whose instances keep more than the reference: what they made of the group.
+# Packages of classes whose instances keep more than the group: values computed from it.
 _MADE_OF_GROUPS = ("torch.distributed.", "torch.nn.parallel.", "deep_ep.")
-# Of those, what asks the group itself each time.
+# The exception: a module whose classes read the group at each use.
 _ASKING_THE_GROUP = torch_private.FSDP_ASKS
-# And what torch mixes into the classes of others' modules; it keeps its own objects apart.
+# Modules whose classes torch mixes into users' module classes. Their state is kept separately.
 _MIXED_IN = ("torch.distributed.fsdp.", torch_private.FSDP_MIXES_IN)
 
 CONTAINERS = (dict, list, set, deque)
@@ -57,22 +57,22 @@ _IMMUTABLES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Where the instances of a class keep what they refer to."""
+    """The places where instances of a class keep references."""
 
     namespace: types.GetSetDescriptorType | None
     slots: tuple[types.MemberDescriptorType, ...]
     closed: bool
-    sealed: str  # why neither an instance nor the containers in it can be changed
-    opened: bool  # whether it can, whatever holds it
-    frozen: str  # why its attributes can't
+    sealed: str  # why instances, and containers in them, can't be changed
+    opened: bool  # True if instances can be changed, whatever holds them
+    frozen: str  # why attributes can't be changed
 
 
 def shape_of(kind: type) -> Shape:
-    """Worked out from the class alone."""
+    """Return the shape of a class, from the class alone."""
     mro = kind.__mro__
     homes = [f"{base.__module__}." for base in mro]
     spaces = (vars(base).get("__dict__") for base in mro)
-    # Never a property of that name: it would run, and tell something else.
+    # Skip a property called __dict__: it would run code and return another dict.
     namespace = next((s for s in spaces if isinstance(s, types.GetSetDescriptorType)), None)
     slots = tuple(
         value
@@ -99,15 +99,15 @@ def shape_of(kind: type) -> Shape:
 
 
 def is_rebuilt(value: object) -> bool:
-    """Whether it can't be changed, but made anew with other objects in it."""
+    """True if the value is immutable, but can be rebuilt with other parts."""
     kind = type(value)
     if kind in _IMMUTABLES:
         return True
-    return issubclass(kind, tuple) and kind.__dictoffset__ == 0  # a named one
+    return issubclass(kind, tuple) and kind.__dictoffset__ == 0  # a namedtuple
 
 
 def parts_of(item: object) -> Iterator[tuple[int, object, object]]:
-    """What is in a value that is made anew: the step to each, and its key."""
+    """Yield the parts of a value that is rebuilt: kind of step, key, part."""
     if isinstance(item, tuple):
         names = getattr(type(item), "_fields", None)
         for index, part in enumerate(item):
@@ -128,7 +128,7 @@ def parts_of(item: object) -> Iterator[tuple[int, object, object]]:
 
 
 def with_parts(item: object, parts: list[Any]) -> object:
-    """The same value with other parts, in the order of :func:`parts_of`."""
+    """Rebuild a value with other parts, in the order of :func:`parts_of`."""
     if isinstance(item, tuple):
         return tuple.__new__(type(item), parts)
     if isinstance(item, frozenset):

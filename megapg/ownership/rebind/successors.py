@@ -1,4 +1,4 @@
-"""Which new groups stand in for which old ones."""
+"""The map from old groups and collections to new ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megapg.collection import ProcessGroup, ProcessGroupCollection
 
 
 class Replacements:
-    """Which new object stands in for which old one; the old ones are not kept alive by this.
+    """A map from old to new objects, by identity, that does not keep the old objects alive.
 
-    By identity: a group that only compares equal is another group.
+    A group that only compares equal is a different group.
     """
 
     def __init__(self) -> None:
@@ -25,11 +25,11 @@ class Replacements:
         old: weakref.ref[ProcessGroup] | weakref.ref[ProcessGroupCollection],
         new: ProcessGroup | ProcessGroupCollection,
     ) -> None:
-        """One more pair. Where the old object is gone already there is nothing to replace.
+        """Add a pair, unless the old object no longer exists.
 
         Args:
-            old: a weak reference to what is to be replaced.
-            new: what takes its place, of the same kind.
+            old: a weak reference to the old object.
+            new: the new object, of the same kind.
         """
         target = old()
         if target is not None:
@@ -38,21 +38,21 @@ class Replacements:
                 self._names.add(target.group_name)
 
     def __bool__(self) -> bool:
-        """Whether there is anything to look for."""
+        """True if there is anything to replace."""
         return bool(self._names) or bool(self.alive())
 
     def get(self, value: object) -> object | None:
-        """What stands in for ``value``, or None."""
+        """Return the replacement of ``value``, or None."""
         entry = self._by_id.get(id(value))
-        # An object that died may have left its address to another one.
+        # A new object may have the id of an old one that was freed.
         return entry[1] if entry is not None and entry[0]() is value else None
 
     @property
     def names(self) -> frozenset[str]:
-        """The names that the old groups have in torch, as far as they are known."""
+        """The names of the old groups in torch, for groups added while alive."""
         return frozenset(self._names)
 
     def alive(self) -> list[object]:
-        """The old objects that somebody still holds."""
+        """Return the old objects that still exist."""
         found = (old() for old, _ in self._by_id.values())
         return [old for old in found if old is not None]

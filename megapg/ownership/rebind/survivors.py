@@ -1,4 +1,4 @@
-"""Who in the process still holds an old group: what the walk did not come by."""
+"""Find the holders of old groups that the walk did not reach."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from megapg.ownership.rebind.successors import Replacements
 
 
 def survivors(
-    replacements: Replacements, told: set[int]
+    replacements: Replacements, reported: set[int]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Who holds old objects, as far as the collector sees; and those that nobody seems to hold.
+    """Find holders of old objects, and old objects that have no known holder.
 
     Args:
         replacements: the old objects.
-        told: ids of holders that are known already.
+        reported: ids of holders that are reported already.
     """
     if not replacements.alive():
         return (), ()
-    gc.collect()  # models that are gone but for a cycle are nobody's business
+    gc.collect()  # drop garbage in reference cycles first
     alive = replacements.alive()
     own, within = {id(alive)}, set()
     for old in alive:
-        if isinstance(old, ProcessGroupCollection):  # it holds the groups
+        if isinstance(old, ProcessGroupCollection):  # a collection holds its groups
             inner = [value for value in vars(old).values() if isinstance(value, tuple)]
             own |= {id(old), id(vars(old)), id(old._extras), *map(id, inner)}
             levels = (level for levels in inner for level in levels)
@@ -36,15 +36,15 @@ def survivors(
             del inner
     held: set[int] = set()
     known: set[int] = set()
-    # All at once, as each look is a look at every object of the process.
+    # One call for all, as each call scans every object of the process.
     for by in gc.get_referrers(*alive):
         if id(by) not in own and type(by) is not types.FrameType:
-            (known if id(by) in told else held).update(map(id, gc.get_referents(by)))
+            (known if id(by) in reported else held).update(map(id, gc.get_referents(by)))
     elsewhere = [
         f"{_label(old)}: {line}"
         for old in alive
         if id(old) in held
-        for line in holders(old, own | told)
+        for line in holders(old, own | reported)
     ]
     unseen = [_label(old) for old in alive if id(old) not in held | known | within]
     return tuple(elsewhere), tuple(unseen)

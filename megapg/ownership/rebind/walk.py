@@ -43,32 +43,33 @@ _Visitor: TypeAlias = "Callable[[Walk, Path, Any, str], None]"
 
 @dataclass(slots=True)
 class _Rebuilt:
-    """A value that can't be changed, and what stands in for it: itself if nothing changes."""
+    """An immutable value and its replacement, which is the value itself if nothing changes."""
 
-    old: object  # held, so that its id stays its own
+    old: object  # kept alive, so that its id stays unique
     new: object
-    inside: list[Path]  # the references replaced in it that nobody has counted
+    inside: list[Path]  # replaced references inside it that are not yet counted
 
 
 class Walk:
-    """One call of :func:`rebind`. Breadth first, for short paths, and for readable ones modules by
-    their names before all else, and what is found by an object for a key after all else.
+    """One call of :func:`rebind`: a breadth-first walk, so that paths are short.
+
+    For readable paths, submodules come first, and dicts with objects as keys last.
     """
 
     def __init__(self, replacements: Replacements) -> None:
         self._new_for = replacements.get
         self._names = replacements.names
         self._queues: tuple[_Queue, _Queue, _Queue] = (deque(), deque(), deque())
-        self._seen: dict[int, object] = {}  # held, so that ids stay their own
+        self._seen: dict[int, object] = {}  # kept alive, so that ids stay unique
         self._rebuilt: dict[int, _Rebuilt] = {}
         self._shapes: dict[type, Shape] = {}
         self._visitors: dict[type, _Visitor | None] = {}
         self.replaced: list[Path] = []
         self.left: list[tuple[Path, str]] = []
-        self.holders: set[int] = set()  # ids, of those whose references are in ``left``
+        self.holders: set[int] = set()  # ids of the holders of references in ``left``
 
     def over(self, objects: Sequence[object]) -> None:
-        """Walk until nothing new is found."""
+        """Walk until no new object is found."""
         for path, root in _roots(objects):
             new, inside = self._stand_in(path, root, "")
             if new is not root:
@@ -117,7 +118,8 @@ class Walk:
     def _dict(self, path: Path, node: dict[object, object], sealed: str) -> None:
         if _is_module(node):
             return
-        of = OrderedDict if issubclass(type(node), OrderedDict) else dict  # past what overrides it
+        # bypasses methods of subclasses
+        of = OrderedDict if issubclass(type(node), OrderedDict) else dict
         keys: dict[object, object] = {}
         for key, value in list(of.items(node)):
             if type(value) not in LEAVES:
@@ -192,7 +194,7 @@ class Walk:
         self.left.append((path, "a CUDA graph replays what it captured; capture it anew"))
 
     def _unknown(self, path: Path, node: object, sealed: str) -> None:
-        """A kind of object that keeps its references to itself; the collector knows them."""
+        """Visit an object of unknown type: Python's garbage collector lists its references."""
         why = f"a {_kind(node)} can't be changed; make it anew"
         for value in gc.get_referents(node):
             self._slot(path, PART, _kind(value), value, node, why, None, sealed)
@@ -210,17 +212,17 @@ class Walk:
         write: Callable[[object], object] | None,
         sealed: str | None = None,
     ) -> None:
-        """Look at one reference, and replace it if need be.
+        """Look at one reference, and replace it if needed.
 
         Args:
-            path: the holder's.
-            kind: of the step from there to the value.
-            key: of that step.
-            value: what is referred to.
-            holder: what refers to it.
+            path: the path of the holder.
+            kind: the kind of step from the holder to the value.
+            key: the key of that step.
+            value: the object referred to.
+            holder: the object that refers to it.
             why: the reason if the reference can't be replaced.
-            write: puts another value there.
-            sealed: the reason if the containers in there can't be changed; ``why`` unless given.
+            write: stores another value there.
+            sealed: the reason if containers in ``value`` can't be changed. Default: ``why``.
         """
         here = Path(path, kind, key)
         new, inside = self._stand_in(here, value, why if sealed is None else sealed)
@@ -241,8 +243,9 @@ class Walk:
             self.holders.add(id(namespace.__get__(holder)))
 
     def _stand_in(self, path: Path, value: object, sealed: str) -> tuple[object, Sequence[Path]]:
-        """What takes the place of a value, itself if nothing does, and which references that
-        replaces. What can be changed where it is gets its turn later.
+        """Return the replacement of a value (or the value), and the references that this replaces.
+
+        A mutable value is queued, to be visited later.
         """
         if type(value) in LEAVES:
             return value, ()
@@ -265,7 +268,7 @@ class Walk:
         return known.new, inside
 
     def _rebuild(self, path: Path, value: object, sealed: str) -> None:
-        """Work out what stands in for an immutable value: first for those in it, then for it."""
+        """Compute the replacement of an immutable value: its parts first, then the value."""
         stack = [(path, value, False)]
         while stack:
             path, item, entered = stack.pop()
@@ -293,7 +296,7 @@ class Walk:
     def _later(self, path: Path, value: object, sealed: str) -> None:
         if id(value) not in self._seen:
             self._seen[id(value)] = value
-            # What is in a list of theirs is theirs; an object in there is its own.
+            # Containers in a sealed object are sealed too. Other objects in it are not.
             sealed = sealed if issubclass(type(value), CONTAINERS) else ""
             self._queues[not path.by_modules()].append((path, value, sealed))
 
@@ -312,7 +315,7 @@ class Walk:
         return shape
 
 
-# Looked through in this order; the first that a class derives from is its.
+# In order of precedence: the first base class that matches decides.
 _VISITORS: tuple[tuple[type, _Visitor], ...] = (
     (dict, Walk._dict),
     (list, Walk._list),
@@ -330,7 +333,7 @@ _VISITORS: tuple[tuple[type, _Visitor], ...] = (
 
 
 def _is_by_object(node: object) -> bool:
-    """Whether it is a dict by objects: the path through it tells little."""
+    """True if the keys of a dict are objects, which makes the path hard to read."""
     return type(node) is dict and type(next(iter(node), "")) not in TELLING
 
 
@@ -344,7 +347,7 @@ def _kind(value: object) -> str:
 
 
 def _roots(objects: Sequence[object]) -> Iterator[tuple[Path, object]]:
-    """A name for each thing: its class, and a number where there are several of it."""
+    """Name each object by its class, with a number if there are several of the class."""
     kinds = Counter(map(_kind, objects))
     met: Counter[str] = Counter()
     for root in objects:
