@@ -34,7 +34,7 @@ def table() -> Table:
     ]
     everyone = sum(len(family.groups) for family in families(_LAYOUT, _recipe(BACKENDS["nccl"])))
     return Table(
-        "What is done with each backend",
+        "The backends",
         (
             "backend",
             "who makes a family of groups",
@@ -45,13 +45,10 @@ def table() -> Table:
         ),
         tuple(rows),
         (
-            f"Calls and communicators are those of rank 0 of {_LAYOUT.world_size:,} (tp=8 cp=2 "
-            f"pp=8 ep=8); new_group for every communicator of every rank would be {everyone:,} "
-            f"calls. The layout has {len(_LAYOUT.families)} families, of which some share.",
-            "All are aborted by torch's abort, each rank its own, the last one made first. None is "
-            "shrunk: the ranks of a session are those of its layout. Suspended says why a "
-            "communicator can't be; its groups are re-created then. An option that "
-            "a backend does not take is refused by its name.",
+            f"Counts are those of rank 0 of {_LAYOUT.world_size:,} (tp=8 cp=2 pp=8 ep=8); "
+            f"`new_group` on every rank for every communicator would take {everyone:,} calls. "
+            '"Suspended" is the reason why a communicator can\'t be suspended; megapg re-creates '
+            "its groups instead.",
         ),
     )
 

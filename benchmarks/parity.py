@@ -77,8 +77,8 @@ def table(proofs: Sequence[Proof]) -> Table:
     )
     odd = [f"{proof.kind}: {'; '.join(proof.odd)}" for proof in proofs if proof.odd]
     notes = (
-        "As it should: a sound layout agrees; a planted fault is reported with its parameter and "
-        "axis; a known fault of Megatron-core is reported if this core has it.",
+        '"As it should": a sound layout agrees; a planted fault is reported with its parameter and '
+        "axis; a known fault is reported if this core has it.",
         *(f"Not so: {each}." for each in odd),
     )
     columns = ("", "layouts", "reported", "as it should", "time")

@@ -29,14 +29,12 @@ from benchmarks.peers import BASELINE, FIELDS, SESSION
 from benchmarks.table import Table
 
 _BRIDGE = (
-    "resolve() runs once per call of a function, and then its fields are attributes. An explicit "
-    "collection is checked each time: that it has the fields, that its session is open, in this "
-    "process, and that torch still knows the groups."
+    "A function calls `resolve()` once, and then reads attributes. `resolve()` checks the fields, "
+    "the session, the process and torch's own list of groups."
 )
 _STARTS = (
-    "The time from the call to its return; medians. Each rank imports Megatron-core's GPT and does "
-    "nothing else. The fork server of `run_distributed` has imported it once for all ranks, "
-    "`preloaded` once for all calls of a test run."
+    "Each rank imports Megatron-core's GPT and does nothing else. The fork server of "
+    "`run_distributed` imports it once for all ranks, `preloaded` once for all calls."
 )
 
 
@@ -86,20 +84,19 @@ class Report:
     def markdown(self) -> str:
         """The whole file."""
         head = [
-            "# What megapg costs, measured",
+            "# Benchmark results",
             "",
-            f"Written by `{self.command}` on {datetime.date.today().isoformat()}; do not edit.",
+            f"`{self.command}` wrote these tables on {datetime.date.today().isoformat()}.",
             "",
             f"- {', '.join(f'{name} {version}' for name, version in _versions().items())}",
             f"- {os.cpu_count()} cores, {_memory_gib():.0f} GiB of memory, all ranks on one host, "
             "gloo",
             f"- medians of {self.repeats} repeats unless a table says otherwise",
-            f"- load average (one minute) {self.load:.1f} before the run: what else ran here",
+            f"- load average (one minute) {self.load:.1f} before the run",
             f"- {_gpus()}",
             "",
-            "A ratio is megapg's cost divided by the peer's, measured in the same run: below 1 "
-            "megapg is cheaper. Absolute times are there for orientation; they are noise of this "
-            "machine, which has fewer cores than ranks.",
+            "A ratio is megapg's cost divided by the peer's cost in the same run: below 1 megapg "
+            "is cheaper. Absolute times are noisy, since the machine has fewer cores than ranks.",
             "",
         ]
         return "\n\n".join(["\n".join(head), *(table.markdown() for table in self.tables())]) + "\n"
@@ -117,7 +114,7 @@ def _versions() -> dict[str, str]:
 def _gpus() -> str:
     count = torch.cuda.device_count()
     if not count:
-        return "no GPU was at hand: what `make test-gpu` shows is not in here"
+        return "no GPU; `make test-gpu` prints the tables of one"
     return f"{count} GPUs ({torch.cuda.get_device_name()}); `make test-gpu` has their tables"
 
 
@@ -155,14 +152,9 @@ def _verdicts(contests: Sequence[Contest]) -> Table:
         ),
         tuple(rows),
         (
-            f"Create and use: with a one-element all_reduce on each of the {len(FIELDS)} fields, "
-            "in one order. The clock starts at one instant for all ranks, WORLD being up and warm, "
-            "and stops when the slowest rank is done. CPU time is that of all ranks and threads "
-            "together, user and system: it depends less on who else uses the machine. The floor, "
-            "of both ratios, is what torch itself takes to make the session's communicators, with "
-            "nobody met and nothing compared. That of create and use is the share of use in the "
-            "peer's time: what is left to one that creates groups for free. A session's pairs "
-            "connect at first use, so that a part of creation is in its use.",
+            "The floor is the time that torch alone takes to make the session's communicators, as "
+            'a ratio of wall and of CPU time. "Create and use" adds one all_reduce on each of the '
+            f"{len(FIELDS)} fields; its floor is the share of that use in the peer's time.",
         ),
     )
 
@@ -185,16 +177,14 @@ def _creation(contests: Sequence[Contest]) -> Table:
                 )
             )
     return Table(
-        f"{SESSION.name} as a part of each peer",
+        f"{SESSION.name} against each peer",
         ("world, layout", "peer", *STAGES, f"CPU, {USE}", f"s, {USE} (noise)"),
         tuple(rows),
         (
-            "All pairs adds an all_to_all on every field: the session connects gloo's pairs when "
-            "they first talk, the peers at creation. Gloo twins are the second groups beside the "
-            "data parallel ones that initialize_model_parallel makes by default. HyperCommGrid is "
-            "Megatron-Bridge's recipe of two grids, with intra_dist_opt added. init_device_mesh "
-            "has tp, cp, dp and pp only, so it makes and uses 4 fields where the others make and "
-            f"use {len(FIELDS)}.",
+            '"All pairs" adds an all_to_all on every field, since a session connects pairs at '
+            "first use and the peers connect them at creation. Gloo twins are the second data "
+            "parallel groups of `initialize_model_parallel`; `init_device_mesh` makes 4 fields and "
+            f"the others {len(FIELDS)}.",
         ),
     )
 
@@ -212,13 +202,12 @@ def _holdings(contests: Sequence[Contest]) -> Table:
         for standing in contest.standings
     )
     return Table(
-        "What it adds to one rank",
+        "Resources of one rank",
         ("world, layout", "contestant", *counted, "memory in MiB"),
         rows,
         (
-            "Medians over the ranks, taken after all pairs have talked. Calls are of new_group, "
-            "split_group and torch's helper behind them, outermost ones only. Memory is the "
-            "proportional set size.",
+            "Medians over the ranks, after all pairs have exchanged data. Calls are the outermost "
+            "calls of `new_group` and `split_group`; memory is the proportional set size.",
         ),
     )
 
@@ -249,7 +238,7 @@ def _layout_summary(answers: Sequence[Answer]) -> Table:
             "ours / theirs (noise)",
         ),
         tuple(rows),
-        ("Both gave the same ranks for every family. One timing of get_ranks per family.",),
+        ("Both gave the same ranks for every family. `get_ranks` was timed once a family.",),
     )
 
 
@@ -276,9 +265,8 @@ def _layout(answers: Sequence[Answer]) -> Table:
             if answer.world_size == largest
         ),
         (
-            "An answer costs at least its own length: members() returns the ranks as a tuple, and "
-            "the group of intra_dist_opt is the whole world, which a layout lists once and keeps "
-            "(the first answer takes a millisecond or so at this size).",
+            "`members()` returns a tuple, so large groups cost more. A layout keeps the ranks of "
+            "intra_dist_opt, which is the whole world.",
         ),
     )
 
@@ -302,8 +290,8 @@ def _access(readings: Sequence[Reading]) -> Table:
             for reading in readings
         ),
         (
-            "Best of many rounds taken in turns, in a world of one rank. The shim is "
-            "`resolve(None)`: it looks the getter up and calls it at every read.",
+            "Best of many rounds, in a world of one rank. The shim is `resolve(None)`: each read "
+            "looks the getter up and calls it.",
         ),
     )
 
@@ -350,12 +338,9 @@ def _checkpoint_verdicts(standings: Sequence[Standings]) -> Table:
         ("", "ratio", "within one repeat", "ratio of CPU time", "wanted", ""),
         tuple(rows),
         (
-            "tp=2, the rest is data parallelism; weights and Adam's moments in 32 bits, "
-            f"fully reshardable, on {kinds}. Each ratio is the median of those within a repeat. "
-            "dist_checkpointing is called directly, with the default strategy and its fully "
-            "parallel wrapper over dp_cp. Describing the state is part of both sides. CPU time is "
-            "that of all ranks, their threads and the processes that they started and that have "
-            "ended, until all is on disk. What is loaded lies in the page cache.",
+            "tp=2; weights and Adam's moments in 32 bits, fully reshardable, on "
+            f"{kinds}. CPU time includes all ranks, threads and helper processes until all files "
+            "are on disk. Loaded files are in the page cache.",
         ),
     )
 
@@ -382,10 +367,8 @@ def _checkpoint_times(standings: Sequence[Standings]) -> Table:
         ("", "until it returns", "until all is there", "CPU", "first call", "MiB"),
         tuple(rows),
         (
-            f"Medians of {len(standings[0].of(checkpoints.MEGAPG))} repeats. First calls came in "
-            "the order of the table, in one process: whoever comes first pays for what others use "
-            "too. In dist_checkpointing's is the start of a helper process for each rank. torch "
-            "DCP saves what a rank has as it has it, in a form that loads in the same layout only; "
-            "weights that tensor-parallel ranks have in common are there twice.",
+            f"Medians of {len(standings[0].of(checkpoints.MEGAPG))} repeats. First calls ran in "
+            "the order of the table, in one process. torch DCP saves each rank's own state, which "
+            "loads only in the same layout.",
         ),
     )

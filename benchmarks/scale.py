@@ -272,7 +272,7 @@ def _calls(findings: Findings) -> Table:
             )
     costs = Costs()
     return Table(
-        "Many ranks: what they ask of the store, simulated",
+        "Calls to the store with many ranks, simulated",
         (
             "ranks: phase",
             "calls, a rank",
@@ -288,32 +288,10 @@ def _calls(findings: Findings) -> Table:
         ),
         tuple(rows),
         (
-            "The rendezvous of every rank runs as it is, against a store in memory that serves one "
-            "call at a time. Calls are those that wrote or heard something; a rank that waits "
-            "asks in vain meanwhile, which is in the bytes and the seconds. A rank: the most of "
-            "any but the leader. Everybody talks to the store alone: each rank writes its own keys "
-            "and reads the leader's word. The leader, the first rank, reads all ranks', 512 with "
-            "one call; of more than 1,024, those of its block and the reports of the other blocks' "
-            "heads, blocks being as many as they are long. The heads have the most to do of the "
-            "others. Depth: the longest chain of calls of which each "
-            "needs the one before it. Seconds are of a clock that goes by the costs of the calls: "
-            f"{costs.way * 1e6:.0f} us there and back, and for the store {costs.call * 1e6:.0f} us "
-            f"a call, {costs.key * 1e6:.1f} us a key and {costs.byte * 1e9:.1f} ns a byte; what "
-            "the "
-            "ranks compute costs nothing. All begin within a second. tp=8 pp=8, NCCL; what torch "
-            "asks of the store by itself is not in here.",
-            "What bounds large worlds. In a save the leader gets what each rank says of its files "
-            "(1 kB each here), as it writes the index of all: bytes grow with the world, calls "
-            "with its root. At close() it asks once for the list of all keys, to delete what is "
-            "left. An exchange (suspend, resume) leaves all ranks' words in each rank's hands, "
-            "kept as ranks in a row that said the same: a few bytes where all are well; where each "
-            "says something else, each reads as many words as there are ranks. After a failure the "
-            "leader reads every rank's words, to name those that are missing.",
-            "Before there were blocks, the leader's calls, keys and MB: at 16,384 ranks start-up "
-            "461, 231,962 and 28.7, suspend() 298, 149,002 and 9.4, resume() 300, 149,004 and 7.7, "
-            "save_checkpoint() 719, 349,119 and 45.3, close() 220, 98,848 and 4.7; at 131,072 "
-            "start-up 3,612, 1,838,629 and 231.2, save_checkpoint() 5,433, 2,758,092 and 363.9, "
-            "close() 1,562, 786,974 and 38.2.",
+            "Each rank runs the real rendezvous against a store in memory, with a simulated clock "
+            f"({costs.way * 1e6:.0f} us a round trip, {costs.call * 1e6:.0f} us a call, "
+            f'{costs.key * 1e6:.1f} us a key). "A rank" is the rank with the most calls apart from '
+            'the leader; "depth" is the longest chain of calls that wait for each other.',
         ),
     )
 
@@ -334,13 +312,13 @@ def _checked(findings: Findings) -> Table:
         for played in [findings.played[size][name]]
     )
     return Table(
-        "The same counted on real ranks",
+        "Calls to the store, real and simulated",
         ("", "writes, real", "simulated", "", "calls, real", "simulated", "the leader's, both"),
         rows,
         (
-            "Real processes on gloo, with all of a session. How often a rank reads depends on who "
-            "is late; how often it writes does not. As the groups end, the leader also deletes "
-            "what torch has left in the store; its writes are not compared there.",
+            "The number of reads depends on which rank is late; the number of writes does not. At "
+            "the end the leader also deletes the keys that torch left, and these writes are not "
+            "compared.",
         ),
     )
 
@@ -361,10 +339,9 @@ def _groups() -> Table:
         ("", "fields", "bound to a device", "with split_group", "not bound"),
         tuple(rows),
         (
-            "On a WORLD that is bound to a device (`init_process_group(device_id=...)`) torch's "
-            "new_group splits every group of every rank from WORLD, and all ranks call it for all "
-            "of them. A session makes one call a family (torch 2.13 or newer). On any other WORLD "
-            "a rank calls for the groups that it is in. Of the first rank, which is in the most.",
+            "If WORLD is bound to a device, torch's `new_group` splits every group from WORLD, and "
+            "all ranks call it for every group. A session makes one call a family (torch 2.13 or "
+            "newer). The counts are those of the first rank, which is in the most groups.",
         ),
     )
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from megapg.ownership.suspend_several import resume, suspend
     from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "CheckpointInfo": "megapg.checkpoint.directory",

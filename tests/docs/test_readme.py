@@ -24,6 +24,10 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 SESSIONS = (ROOT / "migration_guide" / "sessions.md").read_text()
 BLOCKS_OF_SESSIONS = re.findall(r"```python\n(.*?)```", SESSIONS, re.S)
+OF_CHECKPOINTS = (ROOT / "migration_guide" / "checkpoints.md").read_text()
+BLOCKS_OF_CHECKPOINTS = re.findall(r"```python\n(.*?)```", OF_CHECKPOINTS, re.S)
+OF_WRONG_GROUPS = (ROOT / "migration_guide" / "wrong-group.md").read_text()
+WRONG_LOSS = re.findall(r"```python\n(.*?)```", OF_WRONG_GROUPS, re.S)[1]
 
 
 def on_two_ranks(tmp_path, source):
@@ -41,19 +45,19 @@ def as_script(script):
 
 
 def test_there_are_as_many_examples_as_tests_here():
-    assert (len(BLOCKS), len(BLOCKS_OF_SESSIONS)) == (6, 3)
+    assert (len(BLOCKS), len(BLOCKS_OF_SESSIONS), len(BLOCKS_OF_CHECKPOINTS)) == (4, 3, 2)
 
 
 @pytest.mark.contract
 def test_the_bug_is_an_error_without_published(tmp_path):
     """The losses are those of the table, whose figures are of Megatron-core 0.16.1."""
     shown = "    with megapg.published(pg):"
-    assert shown in BLOCKS[0]
+    assert shown in WRONG_LOSS
     without = {
-        line: re.sub(f"{re.escape(shown)}.*", f"    {line}:", BLOCKS[0])
+        line: re.sub(f"{re.escape(shown)}.*", f"    {line}:", WRONG_LOSS)
         for line in ('with megapg.guard("off")', "if True")
     }
-    for source, row in zip((BLOCKS[0], without['with megapg.guard("off")']), (0, 1), strict=True):
+    for source, row in zip((WRONG_LOSS, without['with megapg.guard("off")']), (0, 1), strict=True):
         losses = sorted(re.findall(r"loss (\d\.\d{5})", on_two_ranks(tmp_path, source)))
         assert len(losses) == 2
         if core_version() == (0, 16, 1):  # 0.19 passes the group to its cross-entropy
@@ -74,38 +78,37 @@ def test_the_bug_is_an_error_without_published(tmp_path):
 def test_the_training_example(tmp_path):
     """On ranks as torchrun starts them; test_launchers.py has torchrun itself."""
     said = re.findall(
-        r"rank (\d) of tp group \(0, 1\): loss (\d\.\d{4})", on_two_ranks(tmp_path, BLOCKS[1])
+        r"rank (\d) of tp group \(0, 1\): loss (\d\.\d{4})", on_two_ranks(tmp_path, BLOCKS[0])
     )
     assert sorted(rank for rank, _ in said) == ["0", "1"]
     assert len({loss for _, loss in said}) == 1
+    assert (tmp_path / "checkpoints" / "iter_0000001" / "integrity.json").exists()
 
 
 def test_two_models_example(tmp_path):
-    said = re.findall(r"tp (\d), pp (\d) and (\d)", on_two_ranks(tmp_path, BLOCKS[2]))
+    said = re.findall(r"tp (\d), pp (\d) and (\d)", on_two_ranks(tmp_path, BLOCKS[1]))
     assert said == [("2", "2", "1")] * 2
 
 
 @pytest.mark.contract
 def test_the_checkpoint_example_and_the_commands_on_what_it_saved(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = on_two_ranks(tmp_path, BLOCKS[3])
+    said = on_two_ranks(tmp_path, BLOCKS_OF_CHECKPOINTS[1])
     assert said.count("saved iter_0000010") == 2
     assert sorted(re.findall(r"rank (\d) goes on from step 10: .*?(tp 2 -> 1)", said)) == [
         ("0", "tp 2 -> 1"),
         ("1", "tp 2 -> 1"),
     ]
-    for command in re.findall(r"^\$ megapg (checkpoint .+)$", README, re.M):
+    commands = re.findall(r"`megapg (checkpoint \w+ checkpoints)`", README)
+    assert len(commands) == 2
+    for command in commands:
         assert "10" in megapg(command)[1]
 
 
 @pytest.mark.contract
 def test_the_training_script_of_the_page_on_checkpoints(tmp_path):
-    page = (Path(__file__).parents[2] / "migration_guide" / "checkpoints.md").read_text()
-    (script,) = re.findall(r"```python\n(.*?)```", page, re.S)
-    steps = [
-        sorted(set(re.findall(r"rank 0 step (\d) loss \d\.\d{4}", on_two_ranks(tmp_path, script))))
-        for _ in range(2)
-    ]
+    said = [on_two_ranks(tmp_path, BLOCKS_OF_CHECKPOINTS[0]) for _ in range(2)]
+    steps = [sorted(set(re.findall(r"rank 0 step (\d) loss \d\.\d{4}", each))) for each in said]
     assert steps == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*")) == [
         "iter_0000006",
@@ -147,12 +150,12 @@ def megapg(command):
 
 def test_unit_test_example(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "example.py").write_text(BLOCKS[4])
+    (tmp_path / "example.py").write_text(BLOCKS[2])
     as_script(tmp_path / "example.py")
 
 
 def test_real_ranks_example(tmp_path):
-    (tmp_path / "example.py").write_text(BLOCKS[5])
+    (tmp_path / "example.py").write_text(BLOCKS[3])
     done = captured([sys.executable, "example.py"], timeout=200, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -24,7 +24,7 @@ def shown(page, language):
     return re.findall(rf"```{language}\n(.*?)```", (GUIDE / page).read_text(), re.S)
 
 
-SOURCE = shown("wrong-group.md", "python")[1]
+SOURCE = shown("wrong-group.md", "python")[2]
 pytestmark = pytest.mark.contract
 
 
@@ -59,7 +59,7 @@ def test_parity_finds_the_group_of_the_page(tmp_path):
 
 def test_parity_in_a_test(tmp_path):
     script = tmp_path / "agree.py"
-    script.write_text(shown("wrong-group.md", "python")[2])
+    script.write_text(shown("wrong-group.md", "python")[3])
     ran = captured([sys.executable, str(script)], cwd=tmp_path, timeout=240)
     assert ran.returncode == 0, ran.stderr
 

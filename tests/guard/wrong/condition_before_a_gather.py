@@ -1,4 +1,4 @@
-"""A gather is left out: the condition before it asks the globals' size (RESULTS: MegatronApp)."""
+"""A gather is left out: the condition before it asks the globals' size (as in MegatronApp)."""
 
 import torch
 from layouts import session_and_globals

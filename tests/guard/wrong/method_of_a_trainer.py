@@ -1,4 +1,4 @@
-"""One method of a trainer asks the globals; the trainer has a collection (RESULTS: llm-jp)."""
+"""One method of a trainer asks the globals; the trainer has a collection (as in llm-jp)."""
 
 import torch
 import torch.distributed as dist

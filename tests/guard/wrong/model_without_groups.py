@@ -1,4 +1,4 @@
-"""A draft head has no collection, so ``groups_of`` answers from the globals (RESULTS: SkyRL)."""
+"""A draft head has no collection, so ``groups_of`` answers from the globals (as in SkyRL)."""
 
 import torch
 from layouts import session_and_globals

@@ -1,4 +1,4 @@
-"""A model asks its collection, and the net that it makes asks the globals (RESULTS: cosmos)."""
+"""A model asks its collection, and the net that it makes asks the globals (as in cosmos)."""
 
 import torch
 from layouts import session_and_globals

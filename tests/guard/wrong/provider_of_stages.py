@@ -1,4 +1,4 @@
-"""A model provider that is handed on asks the globals which stage it builds (RESULTS: NeMo RL)."""
+"""A model provider that is handed on asks the globals which stage it builds (as in NeMo RL)."""
 
 import functools
 

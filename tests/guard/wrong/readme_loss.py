@@ -1,4 +1,4 @@
-"""A GPT on tp=2 whose cross entropy normalises over half of the vocabulary (our README)."""
+"""A GPT on tp=2 whose cross entropy normalises over half of the vocabulary (the README's table)."""
 
 from layouts import session_and_globals
 from models import gpt, tokens
