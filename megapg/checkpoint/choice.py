@@ -1,4 +1,4 @@
-"""The choice of the checkpoint to load: one iteration, or the latest, which may change meanwhile."""
+"""The choice of the checkpoint to load: an iteration, or the latest, which may change meanwhile."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ class _Lock:
         self._file = open(path, "ab+" if create else "rb+", buffering=0)  # noqa: SIM115
 
     def take(self, *, or_without: bool) -> bool:
-        """Try to take the lock without waiting. Return ``or_without`` if there are no locks here."""
+        """Try to take the lock without waiting. Return ``or_without`` if locks are not supported."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -372,7 +372,7 @@ def _put_away(root: Path, name: str, path: Path) -> None:
 
 
 def _sweep(root: Path) -> None:
-    """Delete the directories that any save has put away. Needs no lock; the next save tries again."""
+    """Delete all directories that were put away. Needs no lock; the next save tries again."""
     for path, _ in hidden_in(root, "removed"):
         with _logged("delete", path):
             if path.is_symlink() or not path.is_dir():

@@ -211,7 +211,7 @@ def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
 def read_common(
     path: Path, metadata: Metadata, manifest: Manifest | None = None, *, check: bool = False
 ) -> Mapping[str, object]:
-    """Read the common state of a checkpoint, checked on request; raises as :func:`read_contents`."""
+    """Read the common state of a checkpoint and check it if asked; raises as :func:`read_contents`."""
     file = path / COMMON_FILE
     if manifest is not None and (file.exists() or COMMON_FILE in manifest.sha256):
         common = load_safely(manifest.read(COMMON_FILE, LARGEST_PICKLE), str(file))
@@ -268,7 +268,7 @@ def _check_there(path: Path) -> None:
 
 
 def _about(path: Path) -> Mapping[str, object]:
-    """Return megapg's notes from the manifest, or {} if it is damaged; verify() reports the damage."""
+    """Return megapg's notes from the manifest, or {} if it is damaged: verify() reports that."""
     try:
         manifest = read_manifest(path)
     except BrokenCheckpointError:

@@ -102,7 +102,7 @@ def iteration_name(iteration: int) -> str:
 
 
 def iteration_of(name: str) -> int | None:
-    """Return the iteration in a directory name, 0 for ``release``; None if it names no checkpoint."""
+    """Return the iteration in a directory name, 0 for ``release``; None for other names."""
     if name == RELEASE:
         return 0
     digits = name.removeprefix("iter_")

@@ -61,7 +61,7 @@ def inner_of(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def groups_of(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return its parameter groups; none in the common part of a state that is sharded by buckets."""
+    """Return its parameter groups; none in the common part of a state sharded by buckets."""
     groups: list[dict[str, Any]] = inner_of(part).get("param_groups", [])
     return groups
 

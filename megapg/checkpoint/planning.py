@@ -83,7 +83,7 @@ def plan_save(state: State, share_among: ProcessGroup | None) -> tuple[list[Item
 
 
 def shard(key: str, shape: Sequence[int], offset: Sequence[int], data: torch.Tensor) -> Item:
-    """Return the entry of ``data``, the part of a tensor of this shape that begins at ``offset``."""
+    """Return the entry of ``data``, the part of a tensor of this shape that starts at ``offset``."""
     offsets = torch.Size(offset)
     about = TensorWriteData(
         chunk=ChunkStorageMetadata(offsets=offsets, sizes=data.shape),
@@ -335,7 +335,7 @@ def _check(
 
 
 def _check_files(sharded: State, contents: Contents) -> None:
-    """Check, before anything is read, that each wanted entry has a place within an existing file."""
+    """Check that each wanted entry has a place within an existing file, before any is read."""
     where, index = contents.metadata.storage_data or {}, contents.path / INDEX_FILE
     ends: dict[str, int] = {}
     for key in {_key(leaf) for leaf in dict_utils.nested_values(sharded)}:

@@ -384,7 +384,7 @@ _FORMAT = {
 
 
 def _serialised(value: object, what: str, name: str) -> bytes:
-    """Return the bytes that ``torch.save`` makes of a value, after checking that they load safely."""
+    """Return the bytes that ``torch.save`` makes of a value, and check that they load safely."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

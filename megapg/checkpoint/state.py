@@ -148,7 +148,7 @@ def check_extra(extra: Mapping[str, object]) -> None:
 
 
 def check_key(key: str) -> None:
-    """Refuse a key of random streams that does not look like Megatron's: no reader would find it."""
+    """Refuse a key of random streams that is unlike Megatron's: no reader would find it."""
     if "rng_state" not in key or "/" in key:
         raise CheckpointError(
             f"rng_key={key!r}: put a prefix before rng_state, or a module's name after it, as in "

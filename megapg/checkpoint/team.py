@@ -110,7 +110,7 @@ def layout_of(pg: ProcessGroupCollection) -> ParallelLayout | None:
 
 
 def sizes_of(layout: ParallelLayout) -> dict[str, object]:
-    """Return the layout as it is noted in a manifest: arguments that cut a model in the same way."""
+    """Return the layout as a manifest notes it: arguments that cut a model in the same way."""
     return {
         **{name: getattr(layout, name) for name in _SIZES},
         "hierarchical_cp": list(layout.hierarchical_cp),

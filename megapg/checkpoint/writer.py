@@ -156,7 +156,7 @@ class _Stream:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing. torch calls it after every tensor, and the file is flushed once, at its end."""
+        """Do nothing. torch calls it after every tensor; the file is flushed once, at its end."""
 
     def flush_small(self) -> None:
         """Write the collected small pieces."""
@@ -164,7 +164,7 @@ class _Stream:
         self._put(memoryview(small))
 
     def _own(self, view: memoryview) -> memoryview:
-        """Return the same bytes in memory that lasts: torch's view is valid only during the call."""
+        """Return the same bytes in memory that lasts: torch's view ends with the call."""
         if self.memory is not None:
             start = _address(view) - _address(self.memory)
             if 0 <= start <= len(self.memory) - len(view):
