@@ -226,7 +226,7 @@ class _Lock:
         self._file = open(path, "ab+" if create else "rb+", buffering=0)  # noqa: SIM115
 
     def take(self, *, or_without: bool) -> bool:
-        """Try to take the lock without waiting. Return ``or_without`` if locks are not supported."""
+        """Try to take the lock without waiting. Return ``or_without`` if there is no locking."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -211,7 +211,10 @@ def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
 def read_common(
     path: Path, metadata: Metadata, manifest: Manifest | None = None, *, check: bool = False
 ) -> Mapping[str, object]:
-    """Read the common state of a checkpoint and check it if asked; raises as :func:`read_contents`."""
+    """Read the common state of a checkpoint, and check it on request.
+
+    Raises as :func:`read_contents`.
+    """
     file = path / COMMON_FILE
     if manifest is not None and (file.exists() or COMMON_FILE in manifest.sha256):
         common = load_safely(manifest.read(COMMON_FILE, LARGEST_PICKLE), str(file))

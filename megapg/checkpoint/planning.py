@@ -83,7 +83,7 @@ def plan_save(state: State, share_among: ProcessGroup | None) -> tuple[list[Item
 
 
 def shard(key: str, shape: Sequence[int], offset: Sequence[int], data: torch.Tensor) -> Item:
-    """Return the entry of ``data``, the part of a tensor of this shape that starts at ``offset``."""
+    """Return the entry of ``data``, a part of a tensor of this shape that starts at ``offset``."""
     offsets = torch.Size(offset)
     about = TensorWriteData(
         chunk=ChunkStorageMetadata(offsets=offsets, sizes=data.shape),

@@ -230,7 +230,7 @@ class _Check:
             self._add(FORMAT_FILE, problem)
 
     def _check_places(self, metadata: Metadata, *, archives: bool) -> None:
-        """Compare the places in ``.metadata`` with the shard files, and check archives on request."""
+        """Compare the places in ``.metadata`` with the shard files. Check archives on request."""
         shards: dict[str, list[_Shard]] = defaultdict(list)
         for shard in self._shards(metadata):
             shards[shard.place.relative_path].append(shard)

@@ -189,7 +189,7 @@ def expert_data_size(
 def data_modulo_expert_group(
     pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup:
-    """Return ``get_data_modulo_expert_parallel_group()`` (to 0.16), as :func:`expert_data_group`."""
+    """Return ``get_data_modulo_expert_parallel_group()`` (to 0.16): :func:`expert_data_group`."""
     return expert_data_group(pg, partial_expert_data_parallel=partial_expert_data_parallel)
 
 

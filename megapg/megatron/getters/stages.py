@@ -190,7 +190,7 @@ def is_rank_in_position_embedding_group(pg: ProcessGroupCollection) -> bool:
 
 
 def embedding_ranks(pg: ProcessGroupCollection) -> list[int]:
-    """Return ``_EMBEDDING_GLOBAL_RANKS``: the group's global ranks, in the order of their choice."""
+    """Return ``_EMBEDDING_GLOBAL_RANKS``: the group's global ranks, in order of their choice."""
     if isinstance(pg, GlobalGroups) and (chosen := pg.read(_EMBEDDING_RANKS)) is not None:
         return list(cast(Sequence[int], chosen))
     if pg.layout is None:  # also for the globals, which raise the right error
