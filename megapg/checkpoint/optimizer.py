@@ -326,8 +326,8 @@ def _steps(leaf: Any) -> set[float]:
 def _sparing_the_collector() -> Iterator[None]:
     """Make Megatron-core's garbage collection cheap inside the block.
 
-    ``distrib_optim.py`` collects garbage for users who turned automatic collection off. That visits
-    every object, which takes half of the time of a save. Frozen objects are skipped.
+    ``distrib_optimizer.py`` collects garbage, for users who turned automatic collection off. That
+    visits every object, which takes half of the time of a save. Frozen objects are skipped.
     """
     if gc.get_freeze_count():  # frozen by the user
         yield

@@ -56,7 +56,7 @@ _OWN: Mapping[str, tuple[str, tuple[Field, ...]]] = {
     SHARD_STREAM: ("the part of the weights", ("tp", "gtp_remat")),
     EXPERT_SHARD_STREAM: ("the part of the experts' weights", ("ep", "expt_tp", "expt_gtp_remat")),
 }
-"""Streams that differ between replicas of a pp and tp rank: their parts, and the axes."""
+"""Stream that differs between replicas of a pp and tp rank -> its part of the model, and axes."""
 
 _SHARDED: Mapping[str, Field] = {SHARD_STREAM: "gtp_remat", EXPERT_SHARD_STREAM: "expt_gtp_remat"}
 """Streams that exist only if weights are sharded, with the axis."""
@@ -102,7 +102,7 @@ Drawn: TypeAlias = tuple[tuple[int, int], bytes]
 
 
 def drawn(records: list[RngState], pg: ProcessGroupCollection) -> Drawn:
-    """Return the value for this rank."""
+    """Return the place of this rank and a digest of its streams."""
     return _place(pg)[:2], _digest(records)
 
 
@@ -281,9 +281,7 @@ class _Search:
         )
 
     def _changes(self, layout: RngLayout) -> str:
-        """Return the changed sizes that make the records those of other ranks: ``"pp 2 -> 1, tp 2
-        -> 4"``.
-        """
+        """Return the sizes that changed, as in ``"pp 2 -> 1, tp 2 -> 4"``; empty if none."""
         pg, saved = self._pg, self._saved
         then = dict(zip(AXES, layout.sizes, strict=False))
         now = dict(zip(AXES, _sizes(pg), strict=True))

@@ -22,7 +22,7 @@ LEARNING = 0.05
 
 @dataclass(frozen=True)
 class Row:
-    """One claim, whether it held, and the figures behind it."""
+    """One claim, whether it held, and its figures."""
 
     claim: str
     held: bool

@@ -129,7 +129,7 @@ def preloaded(*modules: str) -> Iterator[None]:
 
 
 def end_guard(guard: Guard, orders: Connection, store: TCPStore) -> None:
-    """End the guard. The caller holds the store until then."""
+    """End the guard, then the store: ``store`` is the last reference to it."""
     orders.close()
     wait_or_kill(guard)
 

@@ -1,11 +1,12 @@
-"""Functions of a collection for answers of ``parallel_state`` that no field holds.
+"""Functions of a collection for values of ``parallel_state`` that no field holds.
 
 Each takes a collection, explicit or :class:`~megapg.megatron.GlobalGroups`. It returns the value of
-the getter named in its docstring, in the installed version of Megatron-core. A group, a rank or a
-size of a field needs none of them: ``pg.tp``, ``pg.rank("dp_cp")``, ``pg.ranks("cp")``.
+the getter named in its docstring, in the installed version of Megatron-core. These functions are
+not needed for a group, a rank or a size of a field: ``pg.tp``, ``pg.rank("dp_cp")``,
+``pg.ranks("cp")``.
 
 For :class:`~megapg.megatron.GlobalGroups` each function calls that getter itself, by its name in
-the module at the time of the call. If this Megatron-core has no such getter, the answer is computed
+the module at the time of the call. If this Megatron-core has no such getter, the value is computed
 from the fields. A ``MissingGroupError`` about the globals is also an ``AssertionError``, like those
 of their getters.
 """

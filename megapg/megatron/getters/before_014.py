@@ -1,4 +1,4 @@
-"""Functions for answers of ``parallel_state`` that exist up to Megatron-core 0.13.
+"""Functions for values of ``parallel_state`` that exist up to Megatron-core 0.13.
 
 Up to then an encoder could have separate stages, and a rank could be in several pipelines. These
 functions are part of :mod:`megapg.megatron.getters`.
