@@ -3,10 +3,10 @@
 Everyday use is :func:`megapg.save_checkpoint` and :func:`megapg.load_checkpoint`. The modules, in
 the order in which data flows:
 
-* ``state``, ``optimizer``, ``rng_layouts``, ``rng_records``: what is in a checkpoint;
-* ``planning``: which entries of it this rank writes or reads;
+* ``state``, ``optimizer``, ``rng_layouts``, ``rng_records``: the contents of a checkpoint;
+* ``planning``: the entries that this rank writes or reads;
 * ``writer``, ``commit``, ``manifest``: files, their final names, their checksums;
 * ``save`` and ``background``, ``load``: the two functions, and saves in the background;
-* ``directory``, ``contents``, ``verify``, and ``safe_metadata`` and ``safe_torch`` below them:
-  looking at what is there, safely.
+* ``directory``, ``contents``, ``verify``, with ``safe_metadata`` and ``safe_torch`` below them:
+  safe inspection of a checkpoint on disk.
 """

@@ -1,9 +1,9 @@
-"""The archives of ``torch.save``, read strictly: what is used of one is as it was written.
+"""A strict reader of the archives that ``torch.save`` writes.
 
-One is a zip file whose members are stored as they are. The directory at its end has name, place,
-length and CRC-32 of each. A seal stands for all bytes of one, and tells it from every other; it is
-several times as fast as a CRC-32. Where nobody took one, the CRC-32s inside show a bit that changed
-in a member.
+An archive is a zip file with uncompressed members. The directory at its end has the name, offset,
+length and CRC-32 of each member. A seal is megapg's checksum over all bytes of an archive;
+computing it is several times as fast as a CRC-32. If no seal was taken, the CRC-32s inside the
+archive show a changed bit in a member.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import NamedTuple
 import numpy as np
 
 PIECE = 2**19
-"""Bytes to read, and to seal, at once: few enough to be in the processor's cache still."""
+"""Bytes to read and to checksum at a time; a piece still fits into the processor's cache."""
 
 _HEADER = struct.Struct("<4s5H3L2H")  # before a member
 _ENTRY = struct.Struct("<4s6H3L5H2L")  # of a member in the directory
 _LONG_END = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR = struct.Struct("<4sLQL")  # of the long end
+_LOCATOR = struct.Struct("<4sLQL")  # zip64: the place of _LONG_END
 _END = struct.Struct("<4s4H2LH")
 _ROW, _COLUMNS = 512, 513  # 64-bit words
-_HUGE = 2**32 - 1  # where a number of 64 bits stands elsewhere
+_HUGE = 2**32 - 1  # the 64-bit value is in the zip64 field
 
 
 class _Member(NamedTuple):
@@ -34,12 +34,12 @@ class _Member(NamedTuple):
 
 
 def sealed(piece: memoryview, before: int = 0) -> int:
-    """The seal of bytes, a checksum of what they are and of their order.
+    """Return the seal of some bytes: a checksum of their values and their order.
 
-    Of every piece, each 512 words of 64 bits beside each other are added up, and each 513th word
-    is. A CRC-32 of the sums, in their order, is the seal. Whatever changes in up to three words, or
-    within 4 KiB, changes a sum. What changes places does too, although a sum knows no order, as the
-    two lengths have no divisor in common.
+    Each piece is taken as 64-bit words. Sums are taken over each run of 512 words, and over the
+    words that lie 513 apart. The seal is the CRC-32 of the sums, in order. A change in up to three
+    words, or within 4 KiB, changes a sum. An exchange of words does too, because 512 and 513 have
+    no common divisor.
 
     Args:
         piece: of :data:`PIECE` bytes, unless it is the last.
@@ -57,14 +57,14 @@ def sealed(piece: memoryview, before: int = 0) -> int:
 
 
 class Seal:
-    """The seal of what comes in parts of any length."""
+    """Computes the seal of data that arrives in parts of any length."""
 
     def __init__(self) -> None:
         self._before = 0
         self._rest = bytearray()  # less than a piece
 
     def update(self, data: memoryview) -> None:
-        """Go on with more bytes."""
+        """Add bytes."""
         if self._rest:
             missing = PIECE - len(self._rest)
             self._rest += data[:missing]
@@ -78,13 +78,17 @@ class Seal:
         self._rest = bytearray(data[whole:])
 
     def number(self) -> int:
-        """The seal of all that came so far."""
+        """Return the seal of all bytes added so far."""
         return sealed(memoryview(self._rest), self._before)
 
 
 def check(archive: memoryview) -> dict[str, memoryview]:
-    """As :func:`members`, if they are as they were, by the CRC-32s inside; else ValueError. An
-    archive without (``torch.serialization.set_crc32_options(False)``) goes unchecked.
+    """Return the members as :func:`members` does, after checking their CRC-32s.
+
+    An archive without CRC-32s (``torch.serialization.set_crc32_options(False)``) is not checked.
+
+    Raises:
+        ValueError: a CRC-32 does not match, or the archive is malformed.
     """
     found = list(_members(archive))
     for member in found if any(member.crc for member in found) else ():
@@ -94,9 +98,10 @@ def check(archive: memoryview) -> dict[str, memoryview]:
 
 
 def members(archive: memoryview) -> dict[str, memoryview]:
-    """The members by name, without the folder that all are in.
+    """Return the members by name, without the common top folder.
 
-    ValueError: it is not as ``torch.save`` writes them; says what is wrong.
+    Raises:
+        ValueError: the archive differs from those of ``torch.save``; the text gives the reason.
     """
     return {member.name: member.data for member in _members(archive)}
 
@@ -150,7 +155,7 @@ def _unpacked(form: struct.Struct, data: memoryview, at: int, signature: bytes) 
 
 
 def _long(numbers: list[int], extra: memoryview) -> list[int]:
-    """The numbers; those that were too large for 32 bits from the field for them."""
+    """Return the numbers, with those too large for 32 bits taken from the zip64 field."""
     if _HUGE not in numbers:
         return numbers
     while len(extra) >= 4:

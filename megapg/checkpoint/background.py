@@ -1,4 +1,4 @@
-"""Saves that are under way: how many there may be, and who hears of their errors."""
+"""Background saves: their number, and where their errors are raised."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megapg.errors import CheckpointSaveError
 logger = logging.getLogger(__name__)
 
 _SCRATCH = "checkpoint saves"
-# How long a session that closes after an error waits for a save that it called off. Seconds.
+# Seconds to wait for a cancelled save when a session closes after an error.
 _CANCEL_WAIT = 10.0
 
 
 class CheckpointSave:
-    """A save, under way or finished.
+    """A save, running or finished.
 
     Attributes:
         directory: where the checkpoints are.
-        iteration: which one this is.
+        iteration: the iteration that is saved.
     """
 
     def __init__(
@@ -40,26 +40,30 @@ class CheckpointSave:
         self._work: Callable[[], CheckpointInfo] | None = work
         self._cancel = cancel
         self._result: Future[CheckpointInfo] = Future()
-        self._heard = False
+        self._reported = False
 
     def run(self) -> None:
-        """Do it here and now; CheckpointSaveError: it failed."""
+        """Save in the calling thread.
+
+        Raises:
+            CheckpointSaveError: the save failed.
+        """
         self._do()
         self.wait()
 
     def start(self) -> None:
-        """Do it in the background."""
+        """Save in a background thread."""
 
         def work() -> None:
             self._do()
             if (error := self._result.exception()) is not None:
                 logger.error("%s", error)
 
-        # No daemon: a program that simply ends still gets the checkpoint it asked for.
+        # Not a daemon: a program that reaches its end still completes its checkpoint.
         threading.Thread(target=work, name=f"megapg save {self.iteration}").start()
 
     def _do(self) -> None:
-        work, self._work = self._work, None  # it holds all that is to be written
+        work, self._work = self._work, None  # frees the data after the save
         if work is None:
             return
         try:
@@ -76,58 +80,61 @@ class CheckpointSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has finished, well or not."""
+        """True if the save has finished, with or without an error."""
         return self._result.done()
 
     def wait(self, timeout: float | None = None) -> CheckpointInfo:
         """Wait until the checkpoint is complete on disk.
 
         Args:
-            timeout: seconds; for ever unless given.
+            timeout: seconds. Default: no limit.
 
         Raises:
-            CheckpointSaveError: it failed.
-            TimeoutError: it is still under way.
+            CheckpointSaveError: the save failed.
+            TimeoutError: the save is still running.
         """
         if not self.join(timeout):
             raise TimeoutError(
                 f"the checkpoint of iteration {self.iteration} is not complete after {timeout:g} s."
             )
-        self._heard = True
+        self._reported = True
         return self._result.result()
 
     def cancel(self) -> None:
-        """Call it off on all ranks; :meth:`wait` then raises. Where every rank has written its part
-        already it may be too late, and the checkpoint be completed.
+        """Cancel the save on all ranks; :meth:`wait` then raises.
+
+        If every rank has written its part already, the checkpoint may still be completed.
         """
         self._cancel()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Whether it has finished within so many seconds; without a word on how."""
+        """Wait for the end of the save without raising its error. True if it ended within
+        ``timeout``.
+        """
         return bool(wait_for([self._result], timeout).done)
 
     def news(self) -> BaseException | None:
-        """The error of a finished save, if nobody has heard of it yet; then somebody has."""
-        if not self.done or self._heard:
+        """Return the error of a finished save, once; None if :meth:`wait` has raised it already."""
+        if not self.done or self._reported:
             return None
-        self._heard = True
+        self._reported = True
         return self._result.exception()
 
 
 class Saves:
     """The background saves of one set of groups, the oldest first.
 
-    When each of them ends differs between ranks, so nothing here decides what a rank does next:
-    errors come out where all ranks are together.
+    A save may end at different times on different ranks, so a rank must not act on its end alone.
+    Errors are raised only where all ranks meet.
     """
 
     def __init__(self) -> None:
         self._under_way: list[CheckpointSave] = []
-        self.memory: list[Memory] = []  # that nobody uses
+        self.memory: list[Memory] = []  # free buffers
 
     @classmethod
     def of(cls, lease: Lease) -> Saves:
-        """Those of the groups under this lease; they end before the groups do."""
+        """Return the saves of the groups under this lease. They end before the groups do."""
         found = lease.scratch.get(_SCRATCH)
         if not isinstance(found, cls):
             found = lease.scratch[_SCRATCH] = cls()
@@ -135,16 +142,16 @@ class Saves:
         return found
 
     def make_room(self, in_flight: int) -> None:
-        """Wait until fewer than ``in_flight`` are under way."""
+        """Wait until fewer than ``in_flight`` saves are running."""
         running = [save for save in self._under_way if not save.done]
         for save in running[: max(0, len(running) - in_flight + 1)]:
             save.join()
 
     def raise_news(self) -> None:
-        """For a rank that is together with the others.
+        """Raise the error of an earlier save. All ranks must call it at the same point.
 
         Raises:
-            CheckpointSaveError: an earlier save failed, and nobody has heard of it yet.
+            CheckpointSaveError: an earlier save failed, and its error was not raised yet.
         """
         finished = [save for save in self._under_way if save.done]
         self._under_way = [save for save in self._under_way if save not in finished]
@@ -158,19 +165,19 @@ class Saves:
 
     @property
     def newest(self) -> CheckpointSave | None:
-        """The one that began last, if any is under way."""
+        """The save that started last; None if no save is tracked."""
         return self._under_way[-1] if self._under_way else None
 
     def add(self, save: CheckpointSave) -> None:
-        """One more is under way."""
+        """Start a save and track it."""
         self._under_way.append(save)
         save.start()
 
     def finish(self, error: BaseException | None) -> None:
-        """For the owner of the groups, about to close them: wait, or after an error call off.
+        """Wait for all saves, or cancel them after an error. Called before the groups are closed.
 
         Raises:
-            CheckpointSaveError: one that nobody has waited for failed.
+            CheckpointSaveError: a save failed, and its error was not raised yet.
         """
         for save in [save for save in self._under_way if not save.done]:
             if error is None:

@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded: the one asked for, or the latest, which may change meanwhile."""
+"""The choice of the checkpoint to load: an iteration, or the latest, which may change meanwhile."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ OF_THE_CHECKPOINT = {
     "CheckpointNotFoundError",
     "UnsafeCheckpointError",
 }
-"""Names of errors that say that something is wrong with the checkpoint, and nothing else."""
+"""Names of errors whose cause is the checkpoint itself."""
 
-# Another job that saves faster than this one loads would keep it at it for ever.
+# A limit, because another job may save faster than this one loads.
 _ATTEMPTS = 5
 
 
 class Choice:
-    """Of one checkpoint under a directory.
+    """The choice of one checkpoint under a directory.
 
     Args:
         root: where the checkpoints are, or the directory of one.
-        iteration: which; None for the latest.
+        iteration: the iteration; None for the latest.
 
     Attributes:
-        fallback: why it is not the one that the tracker names; empty where it is.
+        fallback: why the chosen checkpoint is not the one that the tracker names; empty if it is.
     """
 
     def __init__(self, root: Path, iteration: int | None) -> None:
@@ -50,7 +50,7 @@ class Choice:
         return f"{which} from {self._root}"
 
     def make(self) -> CheckpointInfo:
-        """Find it.
+        """Find the checkpoint.
 
         Raises:
             CheckpointNotFoundError: there is none.
@@ -62,9 +62,10 @@ class Choice:
         return found
 
     def is_worth_another(self, troubles: Mapping[int, str]) -> bool:
-        """Whether all ranks should try again: the latest, which failed, was removed or replaced.
+        """True if all ranks should try again, because the chosen checkpoint was removed or
+        replaced.
 
-        Not where a rank has another trouble, of which it leaves.
+        False if an iteration was asked for, or if a rank failed for another reason.
         """
         if self._iteration is not None or self._attempts >= _ATTEMPTS:
             return False
@@ -74,7 +75,7 @@ class Choice:
             if self._is_one():
                 return False
             found, _ = latest_and_why(self._root)
-        except (CheckpointError, OSError):  # what went wrong first is the news
+        except (CheckpointError, OSError):  # the first error is the one to report
             return False
         return found is not None and (found.path, identity(found.path)) != self._made
 
@@ -83,7 +84,7 @@ class Choice:
 
     def _find(self) -> CheckpointInfo:
         root, iteration = self._root, self._iteration
-        if self._is_one():  # the directory of one
+        if self._is_one():  # root is itself a checkpoint
             if iteration is not None and root.name != iteration_name(iteration):
                 raise CheckpointNotFoundError(
                     f"{root} is a checkpoint itself, and not that of step {iteration}. Leave "
@@ -118,12 +119,14 @@ class Choice:
 
 
 def are_of_the_checkpoint(troubles: Iterable[str]) -> bool:
-    """Whether nothing else went wrong: no rank died, or has a bug."""
+    """True if every error was caused by the checkpoint: no rank died or has a bug."""
     return all(text.partition(":")[0] in OF_THE_CHECKPOINT for text in troubles)
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """What tells a directory from another that takes its name; None if there is none."""
+    """Return device and inode of a directory, which change if it is replaced; None if there is
+    none.
+    """
     try:
         status = path.stat()
     except OSError:

@@ -1,17 +1,16 @@
 """The life of one checkpoint directory, from hidden and unfinished to named by the tracker.
 
-One process, the one that leads the save, begins it and publishes it. Whatever instant that process
-is killed at, the checkpoint before it or the new one is complete and found by
-:func:`~megapg.checkpoint.directory.latest`, and the next :meth:`Partial.begin` clears up what is
-left.
+The process that leads the save begins and publishes the directory. That process may be killed at
+any instant. Then either the previous checkpoint or the new one is complete,
+:func:`~megapg.checkpoint.directory.latest` finds it, and the next :meth:`Partial.begin` removes the
+rest.
 
-Each partial directory has a lock file beside it, held while the save lives: that tells a live save
-from a dead one. What must not interleave between jobs (renames, the tracker) happens under one
-more lock on the root. The locks are the kernel's (``flock``), which no kill leaves behind. They
-hold between hosts only on a file system that passes them on (Lustre: mounted with ``flock``, not
-``localflock``). Where the mount table says that they do not, what another host has begun is left
-alone, and a warning says so; where there are no locks at all, saves go on, and nothing unfinished
-is removed.
+Each partial directory has its own lock file. The lock is held while the save runs, and so tells a
+running save from a dead one. One more lock, on the root, is held during the renames. The locks are
+the kernel's (``flock``), so they end with their process. They work between hosts only if the file
+system supports that (Lustre: mounted with ``flock``, not ``localflock``). If the mount table says
+that they do not, unfinished saves of other hosts are left alone, with a warning. If there are no
+locks at all, saves work, and unfinished saves are never removed.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 class Partial:
     """A checkpoint directory that is being written. Made by :meth:`begin`.
 
-    Ends with :meth:`publish` or :meth:`discard`; one that is forgotten counts as dead, and the next
-    save removes it. Several may be alive under one root, in one process or in many.
+    It ends with :meth:`publish` or :meth:`discard`. The next save removes a directory whose process
+    has ended. Several may exist under one root, in one process or in many.
 
     Attributes:
         path: the directory to write into, ``<root>/.iter_0000123.partial-<token>``.
@@ -86,10 +85,10 @@ class Partial:
         release: bool = False,
         timeout: float = 60.0,
     ) -> Self:
-        """Make the directory, and remove what saves that died have left under ``root``.
+        """Make the directory, and remove the files of dead saves under ``root``.
 
-        A ``release`` has no iteration. ``timeout``: seconds to wait, here and in :meth:`publish`,
-        while another job that saves under ``root`` holds the lock.
+        A ``release`` has no iteration. ``timeout`` limits the wait, here and in :meth:`publish`,
+        for the lock of another job that saves under ``root``. It is in seconds.
 
         Raises:
             CheckpointSaveError: ``root`` can't be made or written, or stays locked.
@@ -119,18 +118,17 @@ class Partial:
         """Give the directory its final name and write it into the tracker.
 
         Every file in it must have been synced to disk. An older save of the same iteration is
-        replaced. An error before the final name is given leaves everything as it was, so that one
-        may free space, say, and call this again.
+        replaced. If an error occurs before the final rename, nothing has changed: free space, for
+        example, and call this again.
 
         Args:
-            keep: how many complete iterations to keep, this one and the newest others; None keeps
-                all. Never removed are the newest one, the one that the tracker names, releases,
-                symbolic links, and what is not complete.
+            keep: how many complete iterations to keep: this one and the newest others. None keeps
+                all. The newest one, the one that the tracker names, releases, symbolic links and
+                incomplete directories are never removed.
             retain_every: iterations that are a multiple of it are never removed, and not counted.
 
         Raises:
-            CheckpointSaveError: files are missing, the disk is full, the root stays locked, and
-                the like.
+            CheckpointSaveError: files are missing, the disk is full, or the root stays locked.
         """
         if (lock := self._lock) is None:
             raise CheckpointSaveError(f"{self.path} was published or discarded already.")
@@ -144,9 +142,10 @@ class Partial:
                 try:
                     self._commit()
                 finally:
-                    if not self.path.exists():  # published, whatever failed after that
+                    if not self.path.exists():  # published, even if a later step failed
                         self._end(lock)
-                # While the root is ours: another job may retire it right after.
+                # Still under the root lock: another job may remove this checkpoint as soon as it is
+                # free.
                 info = find(self._root, self._name)
                 _put_away_replaced(self._root)
                 if keep is not None:
@@ -159,9 +158,9 @@ class Partial:
         return info
 
     def discard(self) -> None:
-        """Remove the directory and all in it. Does nothing after :meth:`publish` or twice.
+        """Remove the directory and its contents. Does nothing after :meth:`publish` or twice.
 
-        What can't be removed is logged and left to the next save.
+        An error is logged, and the next save removes the rest.
         """
         if self._lock is None:
             return
@@ -172,7 +171,7 @@ class Partial:
         _sweep(self._root)
 
     def _make(self) -> None:
-        # The lock first: a directory without one is a dead one.
+        # The lock comes first: a directory without a lock counts as dead.
         lock_file = _lock_of(self.path)
         lock = _Lock(lock_file)
         try:
@@ -195,7 +194,7 @@ class Partial:
         final, pending = self._root / self._name, self._pending
         older = self._root / hidden_name(self._name, "replaced", self._token)
         try:
-            # All that needs disk space happens before anything is visible.
+            # Everything that needs disk space happens before anything is visible.
             write_file(pending, tracker_text(self._name).encode())
             sync_directory(self._root)
             if os.path.lexists(final):
@@ -221,13 +220,13 @@ class Partial:
 
 
 class _Lock:
-    """A lock on a file, held until :meth:`free` or until this process is no more."""
+    """A lock on a file, held until :meth:`free` or until this process ends."""
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
         self._file = open(path, "ab+" if create else "rb+", buffering=0)  # noqa: SIM115
 
     def take(self, *, or_without: bool) -> bool:
-        """Try to get it, at once. ``or_without``: the answer where there are no locks."""
+        """Try to take the lock without waiting. Return ``or_without`` if there is no locking."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -245,23 +244,23 @@ class _Lock:
         return True
 
     def sign(self) -> None:
-        """Say in the file who holds it, for the message of someone who waits in vain."""
+        """Write the holder into the file, for the error message of a process that waits."""
         since = datetime.now(UTC).isoformat(timespec="seconds")
-        with suppress(OSError):  # on a full disk the lock is as good without
+        with suppress(OSError):  # on a full disk the lock works without it
             self._file.truncate(0)
             self._file.write(f"{socket.gethostname()}, pid {os.getpid()}, since {since}".encode())
 
     def holder(self) -> str:
-        """Who holds it."""
+        """Return a description of the process that holds the lock."""
         self._file.seek(0)
         return (self._file.read(200) or b"").decode(errors="replace") or _UNKNOWN
 
     def holder_is_elsewhere(self) -> bool:
-        """Whether another host signed it last."""
+        """True if another host signed it last."""
         return self.holder().partition(",")[0] not in (_UNKNOWN, socket.gethostname())
 
     def free(self) -> None:
-        """Let go, also of copies of the file handle in forked children."""
+        """Release the lock, also in forked children that inherited the file handle."""
         with suppress(OSError):
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
@@ -269,7 +268,7 @@ class _Lock:
 
 @contextmanager
 def _root_locked(root: Path, timeout: float) -> Iterator[None]:
-    # Never removed: whoever waits on a removed lock file would share the lock with nobody.
+    # Never removed: two processes could then lock two different files of this name.
     lock = _Lock(root / ROOT_LOCK)
     try:
         deadline, pause = time.monotonic() + timeout, 0.005
@@ -289,7 +288,7 @@ def _root_locked(root: Path, timeout: float) -> Iterator[None]:
 
 
 def _settle(root: Path) -> None:
-    """Finish or undo what dead saves left half-way. The root is locked by us."""
+    """Finish or undo the renames of dead saves. The caller holds the root lock."""
     for path, parts in hidden_in(root, "partial"):
         with _logged("remove", path):
             if _is_dead(path):
@@ -315,7 +314,7 @@ def _settle(root: Path) -> None:
         with _logged("write", root / TRACKER):
             os.replace(pending, root / TRACKER)
     for entry in entries(root):
-        if entry.startswith(PENDING):  # no commit is under way, so it is void
+        if entry.startswith(PENDING):  # no commit is running, so it is void
             with _logged("remove", root / entry):
                 (root / entry).unlink(missing_ok=True)
     sync_directory(root)
@@ -328,7 +327,7 @@ def _is_dead(partial: Path) -> bool:
         return True
     try:
         if lock.holder_is_elsewhere() and local_locks(partial.parent):
-            return False  # perhaps; it can't be told from here
+            return False  # unknown, so treated as alive
         return lock.take(or_without=False)
     finally:
         lock.free()
@@ -342,7 +341,10 @@ def _put_away_replaced(root: Path) -> None:
 
 
 def _retire(root: Path, name: str, keep: int, retain_every: int | None) -> None:
-    """Put away all but the newest iterations. The root is locked by us, and the tracker at name."""
+    """Put away all but the newest iterations.
+
+    The caller holds the root lock, and the tracker names ``name``.
+    """
     complete = [
         info
         for info in list_checkpoints(root)
@@ -362,13 +364,15 @@ def _retire(root: Path, name: str, keep: int, retain_every: int | None) -> None:
 
 
 def _put_away(root: Path, name: str, path: Path) -> None:
-    """One rename, so that nothing half deleted ever looks like a checkpoint."""
+    """Rename a directory to a hidden name, so that a half-deleted one never looks like a
+    checkpoint.
+    """
     with suppress(FileNotFoundError):
         os.rename(path, root / hidden_name(name, "removed", secrets.token_hex(4)))
 
 
 def _sweep(root: Path) -> None:
-    """Delete what was put away, by us or by others. Needs no lock, and failures wait."""
+    """Delete all directories that were put away. Needs no lock; the next save tries again."""
     for path, _ in hidden_in(root, "removed"):
         with _logged("delete", path):
             if path.is_symlink() or not path.is_dir():
@@ -376,12 +380,16 @@ def _sweep(root: Path) -> None:
             for _ in range(10):
                 if not path.exists():
                     break
-                with suppress(FileNotFoundError):  # somebody else deletes it too
+                with suppress(FileNotFoundError):  # another process deletes it too
                     shutil.rmtree(path)
 
 
 def check_keep(keep: int | None, retain_every: int | None = None) -> None:
-    """Refuse numbers of checkpoints that make no sense."""
+    """Refuse values of ``keep`` and ``retain_every`` that make no sense.
+
+    Raises:
+        CheckpointSaveError: a value makes no sense.
+    """
     if keep is not None and keep < 1:
         raise CheckpointSaveError(
             f"keep={keep}: give how many checkpoints to keep, 1 or more (the newest is always "
@@ -441,7 +449,7 @@ _ADVICE[0] = "Save elsewhere if that persists; no checkpoint that was there is h
 
 @contextmanager
 def _logged(what: str, path: Path) -> Iterator[None]:
-    """For clean-up, which must not fail a save."""
+    """Log an OSError of clean-up, which must not fail a save."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
-"""What a checkpoint holds, read without its tensors, a GPU or a process group, and safely.
+"""Reading the contents of a checkpoint safely, without tensors, a GPU or a process group.
 
-:func:`read_contents` reads a directory's ``.metadata`` and common state once; the
-:class:`Contents` it gives answers everything else, and is what the loader works from, so that
-nobody opens ``.metadata`` a second time with torch's own reader, which runs whatever it says.
+:func:`read_contents` reads a directory's ``.metadata`` and common state once and returns a
+:class:`Contents`. The loader works from it too. So ``.metadata`` is never opened with torch's own
+reader, which runs any code in it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from megapg.errors import (
 from megapg.layout import DEFAULT_ORDER, ParallelLayout
 
 COMMON_KEY = "common_state/shard_0_1"
-"""Where Megatron-core keeps the common state since 0.19, as a byte entry, instead of the file."""
+"""The byte entry in which Megatron-core keeps the common state since 0.19, instead of the file."""
 
 NAME_ONE = "Name the directory of one checkpoint, such as checkpoints/iter_0000123."
-"""What to do, for errors."""
+"""A hint for error messages."""
 
-_OF_MEGATRON = re.compile(r"/shard_[\d.]+_[\d.]+$")  # how it names its objects
+_OF_MEGATRON = re.compile(r"/shard_[\d.]+_[\d.]+$")  # Megatron-core's object names
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,15 @@ class Contents:
     """One checkpoint directory, as its small files describe it.
 
     Attributes:
-        metadata: of torch's distributed checkpoint: every key, its shape, type and shards, and
-            where each shard lies.
-        common: what Megatron-core keeps once for all ranks: iteration, ``args``, parameter groups
-            and so on. Empty for a checkpoint that torch wrote without Megatron-core.
-        about: what megapg noted about the save; empty where something else wrote the checkpoint.
-        manifest: what its shards are compared with as they are read, if there is one.
-        check: whether they are checked as they are read.
+        metadata: of torch's distributed checkpoint: every key with its shape, type and shards, and
+            the place of each shard.
+        common: the values that Megatron-core stores once for all ranks: iteration, ``args``,
+            parameter groups and so on. Empty for a checkpoint that torch wrote without
+            Megatron-core.
+        about: megapg's notes about the save; empty if another program wrote the checkpoint.
+        manifest: the manifest that shards are compared with as they are read; None if there is
+            none.
+        check: whether shards are checked as they are read.
     """
 
     path: Path
@@ -78,25 +80,27 @@ class Contents:
 
     @property
     def content_metadata(self) -> Mapping[str, object] | None:
-        """How the state was cut, in Megatron-core's words (``distrib_optim_sharding_type``, ...);
-        None where the save did not say.
+        """Megatron-core's description of how the state was cut (``distrib_optim_sharding_type``,
+        ...).
+
+        None if the save recorded none.
         """
         found = self.common.get("content_metadata")
         return found if isinstance(found, dict) else None
 
     @property
     def iteration(self) -> int | None:
-        """The training iteration that was saved; None where nothing says."""
+        """The training iteration that was saved; None if it was not recorded."""
         for found in (self.common.get("iteration"), self.about.get("iteration")):
             if type(found) is int:
                 return found
         return None
 
     def saved_layout(self) -> ParallelLayout | None:
-        """The parallel layout of the job that saved; None where nothing says.
+        """Return the parallel layout of the job that saved; None if it was not recorded.
 
-        From what megapg noted, else from Megatron's ``args``. Ranks are counted from 0 within the
-        layout, wherever in its job it was.
+        The layout comes from megapg's notes, else from Megatron's ``args``. Ranks are counted from
+        0 within the layout, wherever the layout was in its job.
         """
         noted = self.about.get("layout")
         if isinstance(noted, dict):
@@ -104,13 +108,14 @@ class Contents:
         return _layout_from_args(self.common.get("args"))
 
     def read_object(self, key: str) -> object:
-        """A byte entry, for example ``"rng_state/shard_0.0_1.1"``, without the list of one that
-        Megatron-core puts around each of its objects on disk.
+        """Return a byte entry, for example ``"rng_state/shard_0.0_1.1"``.
+
+        Megatron-core stores each object in a list of one. That list is removed.
 
         Raises:
-            CheckpointError: there is no such key, or it is a tensor's.
+            CheckpointError: there is no such key, or its entry is a tensor.
             BrokenCheckpointError: its file is missing, shorter than needed, or damaged.
-            UnsafeCheckpointError: see :func:`load_safely`; or its file would lie elsewhere.
+            UnsafeCheckpointError: see :func:`load_safely`; or its file is outside of the directory.
         """
         entry = self.metadata.state_dict_metadata.get(key)
         if not isinstance(entry, BytesStorageMetadata):
@@ -130,7 +135,7 @@ class Contents:
         return found
 
     def entries(self) -> Entries:
-        """A reader of the shards, which checks what it reads as this was read. Close it."""
+        """Return a reader of the shards, with the same checks. The caller closes it."""
         return Entries(self.path, self._seals, check=self.check)
 
     @cached_property
@@ -141,19 +146,20 @@ class Contents:
 
 
 def read_contents(path: str | os.PathLike[str], *, check: bool = False) -> Contents:
-    """Read what a checkpoint directory holds, without its tensors.
+    """Read the description of a checkpoint directory, without its tensors.
 
     Args:
         path: the directory of one checkpoint, for example ``checkpoints/iter_0000123``.
-        check: whether it is as it was saved, and what will be read of its shards; against the
-            manifest, or where there is none against what is inside of the files.
+        check: check these files now, and shards when they are read. They are compared with the
+            manifest, or with the checksums inside the files if there is no manifest.
 
     Raises:
         CheckpointNotFoundError: there is no such directory, or it is no checkpoint of the
             ``torch_dist`` format.
-        BrokenCheckpointError: its metadata or common state is missing or damaged; with ``check``
-            also its manifest, or that it is not of the iteration that its directory is called.
-        UnsafeCheckpointError: either would run code; nothing of it was run.
+        BrokenCheckpointError: its metadata or common state is missing or damaged. With ``check``
+            also: its manifest is damaged, or it holds another iteration than its directory name
+            says.
+        UnsafeCheckpointError: a file would run code; nothing of it was run.
     """
     path = Path(path)
     if not check:
@@ -183,8 +189,9 @@ def read_contents(path: str | os.PathLike[str], *, check: bool = False) -> Conte
 
 
 def layout_of_checkpoint(path: Path) -> ParallelLayout | None:
-    """As :meth:`Contents.saved_layout`, and raises as :func:`read_contents`; where the manifest
-    tells, nothing else is read, and nothing of it is checked.
+    """Return the layout as :meth:`Contents.saved_layout`; raises as :func:`read_contents`.
+
+    If the manifest records the layout, nothing else is read or checked.
     """
     noted = _about(path).get("layout")
     layout = _layout(noted) if isinstance(noted, dict) else None
@@ -192,7 +199,7 @@ def layout_of_checkpoint(path: Path) -> ParallelLayout | None:
 
 
 def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
-    """The ``.metadata`` of a checkpoint, held to a manifest; raises as :func:`read_contents`."""
+    """Read ``.metadata`` and compare it with the manifest; raises as :func:`read_contents`."""
     _check_there(path)
     file = path / INDEX_FILE
     metadata = parse_metadata(_small(file, LARGEST_PICKLE, manifest), str(file))
@@ -204,7 +211,10 @@ def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
 def read_common(
     path: Path, metadata: Metadata, manifest: Manifest | None = None, *, check: bool = False
 ) -> Mapping[str, object]:
-    """The common state of a checkpoint, checked on request; raises as :func:`read_contents`."""
+    """Read the common state of a checkpoint, and check it on request.
+
+    Raises as :func:`read_contents`.
+    """
     file = path / COMMON_FILE
     if manifest is not None and (file.exists() or COMMON_FILE in manifest.sha256):
         common = load_safely(manifest.read(COMMON_FILE, LARGEST_PICKLE), str(file))
@@ -222,25 +232,25 @@ def read_common(
     elif (path / FORMAT_FILE).exists():
         raise broken(file, f"is missing, and there is no entry {COMMON_KEY!r} instead")
     else:
-        return {}  # of torch's distributed checkpoint without Megatron-core
+        return {}  # written by torch without Megatron-core
     if not isinstance(common, dict):
         raise broken(file, f"holds no state but {type(common).__name__}")
     return common
 
 
 def _small(file: Path, limit: int, manifest: Manifest | None) -> bytes:
-    """A small file, compared with the manifest if there is one."""
+    """Read a small file, and compare it with the manifest if there is one."""
     return manifest.read(file.name, limit) if manifest else read_small(file, limit)
 
 
 def wrong_format(form: object) -> str:
-    """What is wrong with what ``metadata.json`` says, by which Megatron knows the format."""
+    """Return the problem with the format named in ``metadata.json``; empty if there is none."""
     backend = form.get("sharded_backend") if isinstance(form, dict) else None
     return "" if backend == FORMAT else f"names the format {backend!r:.40}, not {FORMAT!r}"
 
 
 def wrong_name(path: Path, common: Mapping[str, object]) -> str:
-    """What contradicts a directory's name, as in "holds iteration 5"; empty if nothing."""
+    """Return how the contents contradict the directory's name, as in "holds iteration 5", or ""."""
     saved = common.get("iteration")
     if path.name == RELEASE or type(saved) is not int or iteration_of(path.name) in (None, saved):
         return ""
@@ -261,7 +271,7 @@ def _check_there(path: Path) -> None:
 
 
 def _about(path: Path) -> Mapping[str, object]:
-    """megapg's part of the manifest, which is only a note here: verify() says if it is damaged."""
+    """Return megapg's notes from the manifest, or {} if it is damaged: verify() reports that."""
     try:
         manifest = read_manifest(path)
     except BrokenCheckpointError:
@@ -278,7 +288,7 @@ _SIZES = (
 
 
 def _layout(record: Mapping[str, object]) -> ParallelLayout | None:
-    """The layout of these arguments; None if they don't form one."""
+    """Return the layout with these arguments; None if they are not valid."""
     sizes = {name: _size(record[name]) for name in _SIZES if record.get(name) is not None}
     levels = record.get("hierarchical_cp") or ()
     if "world_size" not in sizes or not isinstance(levels, list | tuple):
@@ -286,7 +296,7 @@ def _layout(record: Mapping[str, object]) -> ParallelLayout | None:
     vpp = record.get("vpp")
     try:
         return ParallelLayout(
-            **sizes,  # type: ignore[arg-type]  # whole numbers, all of these
+            **sizes,  # type: ignore[arg-type]  # all are whole numbers
             order=str(record.get("order") or DEFAULT_ORDER),
             vpp=None if vpp is None else _size(vpp),
             hierarchical_cp=tuple(map(_size, levels)),
@@ -296,12 +306,12 @@ def _layout(record: Mapping[str, object]) -> ParallelLayout | None:
 
 
 def _size(value: object) -> int:
-    """A size; -1, which no layout takes, for what is none."""
+    """Return a size, or -1, which every layout refuses, if the value is not a whole number."""
     return value if type(value) is int else -1
 
 
 def _layout_from_args(args: object) -> ParallelLayout | None:
-    """As ``megatron/training/initialize.py`` makes its groups from the arguments."""
+    """Return the layout that ``megatron/training/initialize.py`` makes from the arguments."""
     if isinstance(args, argparse.Namespace | types.SimpleNamespace):
         args = vars(args)
     if not isinstance(args, dict) or "world_size" not in args:

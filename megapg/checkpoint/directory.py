@@ -1,17 +1,16 @@
-"""What a directory of checkpoints holds, told from names and small files alone.
+"""The checkpoints under a directory, found from names and small files only.
 
-Megatron's names (``iter_0000123``, ``release``, the tracker) are what its
-``training/checkpointing.py`` reads and writes. The hidden ones are megapg's; Megatron looks at
-none of them:
+Megatron's ``training/checkpointing.py`` reads and writes the plain names (``iter_0000123``,
+``release``, the tracker). The hidden names are megapg's, and Megatron ignores them:
 
-- ``.iter_0000123.partial-<token>``: being written, or left by a save that died.
-- ``.iter_0000123.replaced-<token>``: an older save of the same iteration. Where the final name is
-  missing, a save died between two renames, and this is that iteration's checkpoint.
+- ``.iter_0000123.partial-<token>``: a save that is running, or that died.
+- ``.iter_0000123.replaced-<token>``: an older save of the same iteration. If the final name is
+  missing, a save died between two renames, and this is the checkpoint of that iteration.
 - ``.iter_0000123.removed-<token>``: waits for its deletion.
-- ``.latest_checkpointed_iteration.txt.pending-<token>``: the next tracker. Once the partial
-  directory of that token is gone, it got its final name, and the pending tracker counts.
+- ``.latest_checkpointed_iteration.txt.pending-<token>``: the next tracker. If the partial directory
+  with that token no longer exists, it got its final name, and the pending tracker counts.
 
-Nothing here writes, takes a lock, or reads more than the small files that say what there is.
+This module writes nothing, takes no lock, and reads only the small files it needs.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ class CheckpointInfo:
         path: its directory.
         iteration: number of training steps done; 0 for a release.
         release: it is the directory ``release``.
-        complete: everything that says "this was saved to the end" is there. Checksums are another
-            matter, which takes the reading of every byte.
-        problem: what it lacks, as in "has no metadata.json"; empty if complete.
+        complete: every file of a finished save is there. Checksums are not checked, as that reads
+            every byte.
+        problem: what is missing, as in "has no metadata.json"; empty if complete.
         saved_at: when the save ended (the time of ``metadata.json``, which is written last); None
-            where that file is missing.
+            if that file is missing.
     """
 
     path: Path
@@ -73,16 +72,18 @@ class CheckpointInfo:
 
     @property
     def size(self) -> int:
-        """Bytes in its files, counted at every call; of an unfinished one as far as it is there."""
+        """Bytes in its files, counted at every call. An unfinished save counts as far as it is
+        written.
+        """
         total = 0
         for file in self.path.rglob("*"):
-            with suppress(FileNotFoundError):  # a save may end meanwhile, and rename the directory
+            with suppress(FileNotFoundError):  # a save may end meanwhile and rename the directory
                 total += file.stat().st_size if file.is_file() else 0
         return total
 
 
 class Hidden(NamedTuple):
-    """A name that megapg gives to a directory of its own: see :func:`hidden_name`."""
+    """The parts of a hidden directory name of megapg: see :func:`hidden_name`."""
 
     name: str
     kind: Kind
@@ -90,7 +91,7 @@ class Hidden(NamedTuple):
 
 
 def iteration_name(iteration: int) -> str:
-    """The directory of one iteration, as in ``iter_0000123``.
+    """Return the directory name of an iteration, as in ``iter_0000123``.
 
     Raises:
         CheckpointError: ``iteration`` is negative.
@@ -101,7 +102,7 @@ def iteration_name(iteration: int) -> str:
 
 
 def iteration_of(name: str) -> int | None:
-    """The iteration of a directory's name, 0 for ``release``; None if it names no checkpoint."""
+    """Return the iteration in a directory name, 0 for ``release``; None for other names."""
     if name == RELEASE:
         return 0
     digits = name.removeprefix("iter_")
@@ -112,17 +113,17 @@ def iteration_of(name: str) -> int | None:
 
 
 def tracker_text(name: str) -> str:
-    """What the tracker holds when it names this directory."""
+    """Return the text of a tracker that names this directory."""
     return RELEASE if name == RELEASE else str(iteration_of(name))
 
 
 def hidden_name(name: str, kind: Kind, token: str) -> str:
-    """A hidden sibling of the checkpoint directory ``name``; ``token`` tells it from others."""
+    """Return the name of a hidden sibling of the directory ``name``; ``token`` makes it unique."""
     return f".{name}.{kind}-{token}"
 
 
 def parse_hidden(entry: str) -> Hidden | None:
-    """The parts of a name made by :func:`hidden_name`, or None."""
+    """Return the parts of a name made by :func:`hidden_name`, or None."""
     match = _HIDDEN.fullmatch(entry)
     if match is None or iteration_of(match["name"]) is None:
         return None
@@ -130,16 +131,16 @@ def parse_hidden(entry: str) -> Hidden | None:
 
 
 def hidden_in(root: Path, kind: Kind) -> list[tuple[Path, Hidden]]:
-    """The hidden directories of one kind, each with the parts of its name."""
+    """Return the hidden directories of one kind, each with the parts of its name."""
     found = [(root / entry, parse_hidden(entry)) for entry in entries(root)]
     return [(path, parts) for path, parts in found if parts and parts.kind == kind]
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> tuple[CheckpointInfo, ...]:
-    """Every checkpoint under ``directory``, the release first, then by ascending iteration.
+    """List every checkpoint under ``directory``, the release first, then by ascending iteration.
 
-    Incomplete ones are included and say what they lack: unfinished saves of megapg under their
-    hidden names, and directories of Megatron. Empty where there is no such directory.
+    Incomplete ones are included, with the problem: unfinished saves of megapg under their hidden
+    names, and directories of Megatron. Empty if there is no such directory.
 
     Raises:
         CheckpointError: ``directory`` is a file or can't be read.
@@ -160,11 +161,11 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> tuple[CheckpointInfo,
 
 
 def latest(directory: str | os.PathLike[str]) -> CheckpointInfo | None:
-    """The checkpoint that a job should resume from, or None if there is no complete one.
+    """Return the checkpoint that a job should resume from, or None if there is no complete one.
 
-    It is the one that the tracker names, also where newer ones exist: writing an older iteration
-    into the tracker is how one rolls back. If the tracker is damaged, or names something that is
-    missing or incomplete, it is the newest complete one, and a warning says what was wrong.
+    This is the checkpoint that the tracker names, even if newer ones exist: to roll back, write an
+    older iteration into the tracker. If the tracker is damaged, or names a missing or incomplete
+    checkpoint, the newest complete one is returned, with a warning.
 
     Raises:
         CheckpointError: ``directory`` is a file or can't be read.
@@ -173,7 +174,7 @@ def latest(directory: str | os.PathLike[str]) -> CheckpointInfo | None:
 
 
 def latest_and_why(directory: str | os.PathLike[str]) -> tuple[CheckpointInfo | None, str]:
-    """As :func:`latest`, and what was wrong with the tracker if it is not what that names."""
+    """As :func:`latest`, with the problem of the tracker if another checkpoint was taken."""
     root = Path(directory)
     wrong = f"there is no {TRACKER}"
     try:
@@ -197,29 +198,29 @@ def latest_and_why(directory: str | os.PathLike[str]) -> tuple[CheckpointInfo | 
 
 
 def find(directory: str | os.PathLike[str], name: str) -> CheckpointInfo | None:
-    """The checkpoint called ``name`` (``iter_0000123`` or ``release``), complete or not.
+    """Return the checkpoint called ``name`` (``iter_0000123`` or ``release``), complete or not.
 
-    Its path is a hidden one where a save died, or is just now, between the two renames that
-    replace an older save of the same iteration. None if there is none.
+    None if there is none. Replacing an older save of the same iteration takes two renames. If a
+    save died, or is now, between the two, the path is a hidden one.
     """
     root = Path(directory)
     if iteration_of(name) is None:
         return None
     best: CheckpointInfo | None = None
-    # The final name once more in the end: by then the save that was between its renames is done.
+    # The final name again at the end: by then the save that was between its renames is done.
     for look in (_final, _replaced, _final):
         for path in look(root, name):
             info = _info(path, name, what_is_missing(path))
             if info.complete:
                 return info
-            # A directory that another process moved while we looked is no finding.
+            # Ignore a directory that another process moved meanwhile.
             if best is None and path.is_dir():
                 best = info
     return best
 
 
 def read_tracker(directory: str | os.PathLike[str]) -> str | None:
-    """The directory name that the tracker stands for; None if there is no tracker.
+    """Return the directory name that the tracker stands for; None if there is no tracker.
 
     Raises:
         BrokenCheckpointError: it holds neither a number nor ``release``, or can't be read.
@@ -228,10 +229,10 @@ def read_tracker(directory: str | os.PathLike[str]) -> str | None:
 
 
 def committed_pending(directory: str | os.PathLike[str]) -> Path | None:
-    """The pending tracker that counts instead of the tracker, if there is one.
+    """Return the pending tracker that counts instead of the tracker, or None.
 
-    It is that of a save that was cut off after its directory got its final name. A tracker that
-    somebody wrote later wins over it.
+    It belongs to a save that died after its directory got its final name. A tracker that was
+    written later takes precedence.
     """
     root = Path(directory)
     newest: tuple[int, Path] | None = None
@@ -247,8 +248,8 @@ def committed_pending(directory: str | os.PathLike[str]) -> Path | None:
             continue
         if (root / hidden_name(name, "partial", entry.removeprefix(PENDING))).exists():
             continue
-        # Last: clean-up removes a pending tracker before the partial directory, so that one that
-        # is still there without the directory is one whose directory was renamed.
+        # Look at the time last. Clean-up removes a pending tracker before its partial directory. So
+        # a pending tracker that still exists without that directory belongs to a renamed directory.
         written = _written(pending)
         if written is not None and (newest is None or written > newest[0]):
             newest = written, pending
@@ -258,7 +259,9 @@ def committed_pending(directory: str | os.PathLike[str]) -> Path | None:
 
 
 def what_is_missing(path: Path) -> str:
-    """Why this directory is no complete checkpoint, as in "has no .metadata"; empty if it is."""
+    """Return why this directory is no complete checkpoint, as in "has no .metadata"; empty if it
+    is.
+    """
     try:
         file = path / FORMAT_FILE
         if not file.exists():
@@ -292,7 +295,7 @@ def what_is_missing(path: Path) -> str:
 
 
 def entries(root: Path) -> list[str]:
-    """The names in a directory; empty if there is none.
+    """Return the names in a directory; empty if there is none.
 
     Raises:
         CheckpointError: it is a file or can't be read.
@@ -322,7 +325,7 @@ def _info(path: Path, name: str, problem: str) -> CheckpointInfo:
 def _moment(written: int | None) -> datetime | None:
     try:
         return None if written is None else datetime.fromtimestamp(written / 1e9, UTC)
-    except (ValueError, OverflowError):  # somebody set a time beyond the year 9999
+    except (ValueError, OverflowError):  # its time is beyond the year 9999
         return None
 
 
@@ -336,7 +339,7 @@ def _replaced(root: Path, name: str) -> list[Path]:
 
 
 def _current(root: Path) -> str | None:
-    # Before the tracker: a pending one that vanishes meanwhile has just become the tracker.
+    # Before the tracker: a pending tracker that vanishes now has just become the tracker.
     if pending := committed_pending(root):
         name = _named_by(pending)
         if name is not None:
@@ -365,7 +368,7 @@ def _named_by(tracker: Path) -> str | None:
 
 
 def _written(file: Path) -> int | None:
-    """When the file was last written, in nanoseconds; None if it is missing."""
+    """Return the modification time in nanoseconds; None if the file is missing."""
     try:
         return file.stat().st_mtime_ns
     except OSError:

@@ -1,7 +1,7 @@
-"""The entries of a checkpoint's shards, each checked as it is read.
+"""Reading the entries of a checkpoint's shards, with a check of each.
 
-An entry is an archive of ``torch.save`` with one tensor or object. ``.metadata`` says where it
-lies; the manifest, if it is megapg's, has its seal (see :mod:`megapg.checkpoint.archive`).
+An entry is an archive of ``torch.save`` with one tensor or object. ``.metadata`` has its place.
+megapg's manifest has its seal (see :mod:`megapg.checkpoint.archive`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from megapg.torch_private import StorageInfo, transforms_of
 class Entries:
     """Reads the entries of one checkpoint, a file at a time. For one thread.
 
-    They are compared with ``seals`` (of :func:`seals_of`); where there is no manifest, None, with
-    what is inside of them. Without ``check`` nothing is checked but sizes.
+    Entries are compared with ``seals`` (of :func:`seals_of`). If there is no manifest, ``seals`` is
+    None, and the checksums inside the entries are used. Without ``check`` only sizes are checked.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Entries:
             self._open = None
 
     def tensor(self, place: StorageInfo, key: str, shape: torch.Size) -> torch.Tensor:
-        """The tensor of an entry, on the CPU. It is lost when the next entry is read.
+        """Return the tensor of an entry, on the CPU. The next read overwrites it.
 
         Raises:
             BrokenCheckpointError: a file is missing, too short or damaged; names file and key.
-            UnsafeCheckpointError: its file would lie elsewhere, or it would run code.
+            UnsafeCheckpointError: its file is outside of the checkpoint, or it would run code.
             CheckpointError: it was written in a form that megapg does not read.
         """
         whole = self._read(place, key)
@@ -71,7 +71,7 @@ class Entries:
         return found
 
     def _plain(self, members: Mapping[str, memoryview]) -> torch.Tensor | None:
-        """The tensor, without a copy; None if it is not of the usual form."""
+        """Return the tensor without a copy; None if it is not of the usual form."""
         pickled = bytes(members.get("data.pkl", b""))
         if pickled not in self._forms:
             self._forms[pickled] = parse_tensor_form(pickled)
@@ -87,7 +87,7 @@ class Entries:
         return flat.as_strided(form.size, form.stride, form.offset)
 
     def load(self, place: StorageInfo, key: str) -> object:
-        """Whatever an entry holds; raises as :meth:`tensor`."""
+        """Return the tensor or object of an entry; raises as :meth:`tensor`."""
         whole = self._read(place, key)
         self._members(whole, place, key)
         return self._load(whole, place, key)
@@ -100,7 +100,7 @@ class Entries:
             raise self._damaged(place, key, "torch can't load it") from error
 
     def _read(self, place: StorageInfo, key: str) -> memoryview:
-        """The bytes of an entry, in memory that the next call uses again."""
+        """Return the bytes of an entry, in a buffer that the next call reuses."""
         if transforms := transforms_of(place):
             through = ", ".join(transforms)
             raise CheckpointError(
@@ -109,18 +109,18 @@ class Entries:
             )
         stream = self._file(place.relative_path)
         size, needed = os.fstat(stream.fileno()).st_size, place.offset + place.length
-        if size < needed:  # also before memory is taken for it
+        if size < needed:  # checked before the buffer is allocated
             file = self._path / place.relative_path
             raise broken(file, f"has {size} bytes, {needed} are needed")
         if len(self._buffer) < place.length:
             self._buffer = memoryview(bytearray(place.length))
         whole = self._buffer[: place.length]
-        sealed, found = self._seal(place), 0
-        most = place.length if sealed is None else archive.PIECE
+        expected, found = self._seal(place), 0
+        most = place.length if expected is None else archive.PIECE
         for start in range(0, place.length, max(most, 1)):
             piece = whole[start : start + most]
             done = 0
-            while done < len(piece):  # one call reads 2 GiB at most
+            while done < len(piece):  # a call reads at most 2 GiB
                 try:
                     count = os.preadv(stream.fileno(), [piece[done:]], place.offset + start + done)
                 except OSError as error:
@@ -128,19 +128,22 @@ class Entries:
                 if not count:
                     raise self._damaged(place, key, "the file was cut off meanwhile")
                 done += count
-            if sealed is not None:  # while it is in the processor's cache
+            if expected is not None:  # while the piece is in the processor's cache
                 found = archive.sealed(piece, found)
-        if sealed not in (None, found):
+        if expected not in (None, found):
             raise self._damaged(place, key, "its checksum is another")
         return whole
 
     def _seal(self, place: StorageInfo) -> int | None:
-        """The seal that an entry had; None where nobody knows, or nobody wants to."""
+        """Return the recorded seal of an entry; None if there is none or nothing is checked."""
         seals = self._seals or {}
         return seals.get(place.relative_path, {}).get(place.offset) if self._check else None
 
     def _members(self, whole: memoryview, place: StorageInfo, key: str) -> Mapping[str, memoryview]:
-        """An entry's members, checked unless its seal was; none if it is no archive, unchecked."""
+        """Return the members of an entry; none if it is no archive and nothing is checked.
+
+        The CRC-32s are checked unless the entry has a seal.
+        """
         try:
             if self._check and self._seal(place) is None:
                 return archive.check(whole)
@@ -156,7 +159,7 @@ class Entries:
         )
 
     def _file(self, name: str) -> BinaryIO:
-        """A file of shards, open."""
+        """Return an open file of shards."""
         if self._open is None or self._open[0] != name:
             self.close()
             if self._seals is not None and name not in self._seals:
@@ -167,9 +170,10 @@ class Entries:
 
 
 def seals_of(path: Path, metadata: Metadata, manifest: Manifest) -> Mapping[str, Mapping[int, int]]:
-    """Each file that the manifest lists -> where an entry begins -> its seal.
+    """Return, for each file that the manifest lists, offset of an entry -> its seal.
 
-    BrokenCheckpointError: ``.metadata`` has other entries.
+    Raises:
+        BrokenCheckpointError: ``.metadata`` has other entries than the manifest.
     """
     offsets: dict[str, set[int]] = defaultdict(set)
     for place in (metadata.storage_data or {}).values():
@@ -184,9 +188,12 @@ def seals_of(path: Path, metadata: Metadata, manifest: Manifest) -> Mapping[str,
 
 
 def check_places(path: Path, metadata: Metadata) -> None:
-    """BrokenCheckpointError unless the entries lie side by side, from the beginning of each file:
-    where there is no manifest, that shows a bit that changed in ``.metadata`` and makes it point
-    somewhere else.
+    """Check that the entries of each file follow one another without gaps, from byte 0.
+
+    Without a manifest, this finds a changed bit in an offset or length in ``.metadata``.
+
+    Raises:
+        BrokenCheckpointError: there is a gap or an overlap.
     """
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for place in (metadata.storage_data or {}).values():
@@ -205,9 +212,9 @@ def check_places(path: Path, metadata: Metadata) -> None:
 
 
 def flaw(tensor: TensorStorageMetadata) -> str:
-    """What is wrong with the chunks of a tensor, as in "leave a part of it out"; empty if nothing.
+    """Return the problem of a tensor's chunks, as in "leave a part of it out"; empty if none.
 
-    Each of its elements must be in one, and in one only.
+    Each element must be in exactly one chunk.
     """
     chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]
     total = sum(math.prod(chunk.sizes) for chunk in chunks)
@@ -221,7 +228,7 @@ def flaw(tensor: TensorStorageMetadata) -> str:
 
 
 def _is_grid(chunks: list[ChunkStorageMetadata]) -> bool:
-    """Whether the chunks are cut along lines through the whole tensor: then none overlap."""
+    """True if the chunks are cut along lines through the whole tensor, so that none overlap."""
     cuts = 1
     for ranges in zip(*map(_ranges, chunks), strict=True):
         ordered = sorted(set(ranges))
@@ -232,12 +239,12 @@ def _is_grid(chunks: list[ChunkStorageMetadata]) -> bool:
 
 
 def _apart(boxes: list[list[tuple[int, int]]]) -> bool:
-    """Whether no two boxes overlap, however they are cut; in order, each the ranges of its axes."""
+    """True if no two boxes overlap. Boxes are sorted; each is the list of its ranges per axis."""
     if len(boxes) < 2:
         return True
     if not boxes[0]:
         return False
-    # Where the ranges of the first axis do, as those of layers, it is a question of each alone.
+    # If the ranges of the first axis do not overlap (layers, for example), check each range alone.
     slabs = [(ranges, [box[1:] for box in same]) for ranges, same in groupby(boxes, itemgetter(0))]
     if all(stop <= start for ((_, stop), _), ((start, _), _) in pairwise(slabs)):
         return all(_apart(same) for _, same in slabs)
@@ -256,9 +263,10 @@ def _ranges(chunk: ChunkStorageMetadata) -> list[tuple[int, int]]:
 
 
 def inside(path: Path, name: str) -> Path:
-    """The file of a name that ``.metadata`` gives.
+    """Return the path of a file that ``.metadata`` names.
 
-    UnsafeCheckpointError: the name leads out of the directory, or may do so through a link.
+    Raises:
+        UnsafeCheckpointError: the name leads out of the directory, or may do so through a link.
     """
     pure = pathlib.PurePosixPath(name)
     outside = not name.isprintable() or not name or pure.is_absolute() or ".." in pure.parts

@@ -1,7 +1,8 @@
-"""Reading the small files of a checkpoint, whatever lies in their place.
+"""Reading the small files of a checkpoint without trusting them.
 
-A pipe, a link to a device, a file of a hundred gigabytes that are not there, JSON that is nested a
-million times: each is a :class:`~megapg.errors.BrokenCheckpointError` at once, in bounded memory.
+A bad file raises :class:`~megapg.errors.BrokenCheckpointError` at once, in bounded memory.
+Examples: a pipe, a link to a device, a sparse file of a hundred gigabytes, JSON nested a million
+times.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from typing import BinaryIO, Never
 
 from megapg.errors import BrokenCheckpointError
 
-# Far more than they need, and far less than a machine has. Bytes.
+# Bytes. Far more than the files need, and far less than the memory of a machine.
 LARGEST_JSON = 64 * 2**20
 LARGEST_PICKLE = 4 * 2**30
 
-# Where a directory can't be synced, the file system does so by itself, or never.
+# Errors of file systems that can't sync a directory: they do it themselves, or never.
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 def open_regular(file: Path) -> BinaryIO:
-    """Open a file to read; what is no regular file would block or never end.
+    """Open a regular file to read. Anything else could block or never end.
 
-    BrokenCheckpointError: it is missing, can't be read, or is no regular file.
+    Raises:
+        BrokenCheckpointError: it is missing, can't be read, or is no regular file.
     """
     try:
-        # Non-blocking, as opening a pipe waits for a writer.
+        # Non-blocking, because opening a pipe waits for a writer.
         stream = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     except FileNotFoundError as error:
         raise broken(file, "is missing") from error
@@ -46,10 +48,11 @@ def open_regular(file: Path) -> BinaryIO:
 
 
 def read_small(file: Path, limit: int, had: int | None = None) -> bytes:
-    """All of a file that has at most ``limit`` bytes, and had ``had``, where that is known.
+    """Return the contents of a file of at most ``limit`` bytes; ``had`` is its known size, if any.
 
-    BrokenCheckpointError: it is missing, can't be read, is no regular file, is larger, or has
-    another size than it had.
+    Raises:
+        BrokenCheckpointError: it is missing, can't be read, is no regular file, is larger, or has
+            another size than ``had``.
     """
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -65,15 +68,15 @@ def read_small(file: Path, limit: int, had: int | None = None) -> bytes:
 
 
 def read_json(file: Path, limit: int = LARGEST_JSON) -> object:
-    """What a JSON file holds; raises as :func:`read_small`, and for what is no JSON.
+    """Return the value in a JSON file; raises as :func:`read_small`, and for invalid JSON.
 
-    Numbers are finite, and no object names a key twice: readers differ in which they take.
+    Infinite numbers and duplicate keys are refused, because readers differ in how they take them.
     """
     return parse_json(file, read_small(file, limit))
 
 
 def parse_json(file: Path, data: bytes) -> object:
-    """As :func:`read_json`, of what was read already."""
+    """As :func:`read_json`, for data that was read already."""
     try:
         return json.loads(
             data, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object
@@ -105,7 +108,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def sync_directory(directory: Path) -> None:
-    """Have the names in a directory on disk."""
+    """Sync the names in a directory to disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -117,7 +120,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def broken(file: Path, problem: str) -> BrokenCheckpointError:
-    """The error for one file; ``problem`` goes on after its name."""
+    """Return the error for one file; ``problem`` is the rest of the sentence after its name."""
     return BrokenCheckpointError(
         f"{file} {problem}. Take it from a copy, or use an older checkpoint.",
         [f"{file.name}: {problem}"],

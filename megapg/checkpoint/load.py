@@ -64,34 +64,35 @@ from megapg.rng import RngState, restore_rng_state
 logger = logging.getLogger(__name__)
 
 _RANK_EXTRA = f"{RANK_EXTRA}/shard_"
-_PLACING = ("tp", "cp", "pp", "order")  # which rank is where in the data, and in the pipeline
-_RERUN = "rerun_state_machine_state"  # Megatron's, for its own use
+_PLACING = ("tp", "cp", "pp", "order")  # the rank's place in the data and in the pipeline
+_RERUN = "rerun_state_machine_state"  # for Megatron's own use
 _OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What was loaded, besides what is now in the model, the optimizer and the scheduler.
+    """The result of a load, apart from what is now in model, optimizer and scheduler.
 
     Attributes:
-        path: the directory it came from.
+        path: the directory of the checkpoint.
         iteration: the number of steps trained; 0 for a release.
-        release: whether it is a release.
+        release: True if it is a release.
         args: the arguments that were saved with it, if any were.
-        extra: what else was saved; with Megatron's own checkpoints whatever it kept there.
+        extra: the other values of the common state: those that the user saved, or those that
+            Megatron saved.
         num_floating_point_operations: done when it was saved.
         missing: keys that the checkpoint lacked (``strict=False``).
-        unexpected: keys of the checkpoint that no rank has a place for, among those of the parts
-            that were loaded (the model, the optimizer).
-        resized: key -> its shape in the checkpoint, where Megatron lets it differ from the model's:
-            of a vocabulary, which is padded otherwise for another tensor parallel size.
-        rng: whether this rank's random streams go on exactly where they were, or why not; None
-            where none were restored.
-        rank_extra: what this rank gave ``save_checkpoint(rank_extra=)``; None where nobody did, or
-            where this rank is in another place of the job now.
-        rank_extra_lost: why there was one and it is not handed back; empty otherwise.
-        fallback: why this is not the checkpoint that the tracker names but an older one; empty
-            where it is. The same on all ranks.
+        unexpected: keys of the checkpoint that no rank has a place for, within the parts that were
+            loaded (the model, the optimizer).
+        resized: key -> its shape in the checkpoint, for tensors that may differ in shape. An
+            example is a vocabulary, whose padding depends on the tensor parallel size.
+        rng: whether this rank's random streams continue exactly, and why; None if none were
+            restored.
+        rank_extra: the value that this rank gave to ``save_checkpoint(rank_extra=)``; None if none
+            was given, or if this rank is in another place of the job now.
+        rank_extra_lost: why an existing value is not returned; empty otherwise.
+        fallback: why an older checkpoint was loaded than the one that the tracker names; empty if
+            it was not. The same on all ranks.
     """
 
     path: Path
@@ -126,47 +127,47 @@ def load_checkpoint(
     rng_key: str = "rng_state",
     timeout: float | None = None,
 ) -> LoadedCheckpoint:
-    """Load a checkpoint of megapg's or Megatron's into model, optimizer, scheduler and random
-    streams. Every rank of the groups calls it.
+    """Load a checkpoint of megapg or Megatron into model, optimizer, scheduler and random streams.
 
-    The layout may be another than it was saved under. Everything that can be checked is checked on
-    every rank before the first weight changes. Where the latest is removed or replaced while it is
-    read, since another job saves there, the one that is the latest by then is loaded.
+    Every rank of the groups calls it. The layout may differ from the one it was saved under. Every
+    rank makes all its checks before the first weight changes. If another job removes or replaces
+    the latest checkpoint during the load, the new latest one is loaded.
 
     Args:
         directory: where the checkpoints are; the latest is loaded. Or the directory of one.
         model: the model or its chunks, as for :func:`~megapg.save_checkpoint`.
-        optimizer: what ``get_megatron_optimizer`` returned. If you have one, pass it, also with
-            ``weights_only``: it keeps the weights once more.
+        optimizer: the result of ``get_megatron_optimizer``. If you have one, pass it, also with
+            ``weights_only``: it has its own copy of the weights.
         scheduler: None leaves it alone.
-        pg_collection: the groups that model and optimizer were built with. Left out, they come from
-            Megatron's globals through :func:`megapg.resolve`.
-        iteration: which one, if not the latest.
-        strict: refuse a checkpoint that lacks something the model has; otherwise leave it as it is.
-        verify: whether to check that the files are as they were saved. Unless given, what a rank
-            uses is checked as it is read; True reads every file first and so changes nothing if one
-            is damaged; False checks nothing but names, sizes and shapes.
-        weights_only: for fine-tuning: nothing but the weights, which the optimizer takes over as
-            its own; its moments, the scheduler and the random streams stay as they are.
-        load_optimizer: whether to restore the optimizer's own state. If not, it takes over the
-            weights that are loaded.
-        load_scheduler: whether to restore the scheduler.
-        rng: whether to restore the random streams.
-        rng_key: what the random streams were kept under.
-        timeout: seconds of silence after which another rank is given up; unless given that of the
-            session, and 300 for groups that no session owns. The few collectives of Megatron's on
-            the way end after the groups' own ``collective_timeout``.
+        pg_collection: the groups that model and optimizer were built with. Default: Megatron's
+            globals, through :func:`megapg.resolve`.
+        iteration: the iteration to load. Default: the latest.
+        strict: refuse a checkpoint that lacks a part of the model. If False, that part stays as it
+            is.
+        verify: whether to check that the files are as they were saved. By default, each rank checks
+            what it reads. True reads every file first, and so changes nothing if a file is damaged.
+            False checks only names, sizes and shapes.
+        weights_only: load only the weights, for fine-tuning. The optimizer takes them over. Its
+            moments, the scheduler and the random streams stay as they are.
+        load_optimizer: restore the optimizer's own state. If False, the optimizer takes over the
+            loaded weights.
+        load_scheduler: restore the scheduler.
+        rng: restore the random streams.
+        rng_key: the key of the random streams in the checkpoint.
+        timeout: seconds after which a silent rank counts as lost. Default: the session's timeout,
+            or 300 for groups without a session. Megatron's few collectives during the load end
+            after the groups' own ``collective_timeout``.
 
     Raises:
-        CheckpointNotFoundError: there is none, or not of this iteration.
+        CheckpointNotFoundError: there is no checkpoint, or none of this iteration.
         CheckpointMismatchError: it does not fit the model, or can't be cut for this layout. Nothing
             was changed.
-        BrokenCheckpointError: a file is damaged. What was read before that is in the model.
+        BrokenCheckpointError: a file is damaged. Parts that were read before are in the model.
         UnsafeCheckpointError: it would run code. Nothing of it was run.
         CheckpointError: another rank failed; it is named.
         MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
-    core_version()  # an older one has other checkpoints
+    core_version()  # older versions have other checkpoints
     pg = groups_for(pg_collection, "load_checkpoint")
     saves = Saves.of(pg.lease)
     saves.make_room(1)
@@ -216,7 +217,7 @@ def load_checkpoint(
                 if scheduler is not None and load_scheduler and whole:
                     schedule = scheduler_state(contents.common)
                     schedulers.check(scheduler, schedule)
-                # A rank that fails beside a collective leaves the others in it: all come here.
+                # Wait for all ranks: a rank that fails near a collective leaves the others in it.
                 team.agree("model")
                 if restored is not None:
                     with exchanging("the optimizer's state", team):
@@ -238,7 +239,7 @@ def load_checkpoint(
                         ", ".join(f"{key} {shape}" for key, shape in loading.resized.items()),
                     )
                 rank_extra, rank_extra_lost = _rank_extra(contents, layout, team)
-                # All have come here, and from here on weights change.
+                # All ranks have come here, and from here on weights change.
                 unexpected = _unexpected(contents, loading, restored is not None, team)
                 with _progress(path, contents, layout, team) as progress:
                     state = loading.read(common, progress)
@@ -254,7 +255,7 @@ def load_checkpoint(
                     elif optimizer is not None:
                         optimizer.reload_model_params()
                 if scheduler is not None and schedule is not None:
-                    # Last, as with Megatron: it may be told not to take the saved learning rates.
+                    # Last, as in Megatron: it may be configured to ignore the saved learning rates.
                     schedulers.restore(scheduler, schedule)
                 if record is not None:
                     restore_rng_state([record], pg)
@@ -285,14 +286,14 @@ def load_checkpoint(
 
 @contextlib.contextmanager
 def _again_if_replaced(choice: Choice, team: JointWork) -> Iterator[None]:
-    """Pass over the error of an attempt to load where all ranks are to make another."""
+    """Suppress the error of an attempt to load if all ranks are to try again."""
     try:
         yield
     except CheckpointError as error:
         known: Iterable[str] = [brief(error)]
         if isinstance(others := error.__cause__, OthersFailedError):
             known = others.problems.values()
-        # All ranks have to go the same way, whichever of these they ran into.
+        # All ranks must decide alike, whichever of these errors they have.
         asking = team.leading or are_of_the_checkpoint(known)
         if not asking or not team.verdict(choice.is_worth_another):
             raise
@@ -315,7 +316,7 @@ def _verify(path: Path, team: JointWork) -> None:
 def _check_optimizer(
     contents: Contents, layout: ParallelLayout | None, chunks: Sequence[torch.nn.Module]
 ) -> None:
-    """Whether the checkpoint has an optimizer's state that can be cut for this layout."""
+    """Check that the checkpoint has an optimizer state that can be cut for this layout."""
     keys = contents.metadata.state_dict_metadata
     if "optimizer" not in contents.common and not any(k.startswith("optimizer.") for k in keys):
         raise CheckpointMismatchError(
@@ -323,7 +324,7 @@ def _check_optimizer(
             "changed."
         )
     has_experts = any(
-        not getattr(parameter, "allreduce", True)  # how Megatron-core marks those of experts
+        not getattr(parameter, "allreduce", True)  # Megatron-core's mark of experts
         for chunk in chunks
         for parameter in chunk.parameters()
     )
@@ -350,14 +351,14 @@ def _random_streams(
         saved=contents.saved_layout(),
         alike=alike if isinstance(alike := contents.about.get(ALIKE), bool) else None,
         iteration=contents.iteration or 0,
-        stacklevel=4,  # whoever called load_checkpoint
+        stacklevel=4,  # the caller of load_checkpoint
     )
 
 
 def _rank_extra(
     contents: Contents, layout: ParallelLayout | None, team: JointWork
 ) -> tuple[object, str]:
-    """What this rank kept for itself, or why it does not get it."""
+    """Return the value that this rank saved for itself, and why it is lost if it is."""
     number, ranks = team.place
     kept = [key for key in contents.metadata.state_dict_metadata if key.startswith(_RANK_EXTRA)]
     of = {key.rpartition("_")[2] for key in kept}
@@ -381,12 +382,12 @@ def _rank_extra(
 def _unexpected(
     contents: Contents, loading: Loading, with_optimizer: bool, team: JointWork
 ) -> tuple[str, ...]:
-    """Keys that no rank reads, of the parts that are loaded. All ranks have to come here."""
+    """Return the keys of the loaded parts that no rank reads. All ranks must call it."""
     saved = contents.metadata.state_dict_metadata
     keys = [key for key in saved if _is_looked_for(key, with_optimizer)]
     stamp = zlib.crc32(repr(keys).encode()).to_bytes(4, "big")
     mine = np.packbits([key in loading.wanted for key in keys]).tobytes()
-    reports, said = team.collect("fits", stamp + mine), b""
+    reports, encoded = team.collect("fits", stamp + mine), b""
     if team.leading:
         if {report[:4] for report in reports.values()} != {stamp}:
             raise BrokenCheckpointError(
@@ -402,8 +403,8 @@ def _unexpected(
             more = f" and {len(left) - 4} more" if len(left) > 4 else ""
             named = ", ".join(left[:4]) + more
             logger.warning("%s has what no rank has a place for: %s", contents.path, named)
-        said = json.dumps(left).encode()
-    return tuple(json.loads(team.announce("unexpected", said)))
+        encoded = json.dumps(left).encode()
+    return tuple(json.loads(team.announce("unexpected", encoded)))
 
 
 def _is_looked_for(key: str, with_optimizer: bool) -> bool:
@@ -416,7 +417,10 @@ def _is_looked_for(key: str, with_optimizer: bool) -> bool:
 def _progress(
     path: Path, contents: Contents, layout: ParallelLayout | None, team: JointWork
 ) -> Iterator[Callable[[int, int], None]]:
-    """What tells the others how reading gets on; on the first rank a line on its terminal too."""
+    """Yield a function that reports the reading progress to the other ranks.
+
+    The first rank also shows a progress bar on its terminal.
+    """
     saved = contents.saved_layout()
     doing = f"loading {path.name}"
     if saved is not None and layout is not None and (then := _cut(saved)) != (now := _cut(layout)):
@@ -444,11 +448,11 @@ def _cut(layout: ParallelLayout) -> str:
 
 @contextlib.contextmanager
 def _naming(what: str, team: JointWork) -> Iterator[None]:
-    """Errors of other ranks that say what was going on."""
+    """Add what was being done to the errors of other ranks."""
     try:
         yield
     except OthersFailedError as error:
-        # The same class here as where it happened, if it is one of ours.
+        # Raise the same class as on the other rank, if it is megapg's.
         names = {text.partition(":")[0] for text in error.problems.values()}
         kind = (
             getattr(errors, names.pop()) if names <= OF_THE_CHECKPOINT and len(names) == 1 else None

@@ -1,9 +1,10 @@
-"""``integrity.json``: what every file of a checkpoint was when it was saved.
+"""``integrity.json``: size and checksums of every file of a checkpoint when it was saved.
 
-Megatron-core 0.19 writes and checks it too (``megatron/core/dist_checkpointing/validation.py``): a
-SHA-256 for each file. What megapg adds, Megatron-core passes over: the sizes; a note about the
-save; a seal of each entry of each shard, so that a rank can check the entries that it reads without
-reading the others; and a checksum of the manifest itself.
+Megatron-core 0.19 writes and checks this file too
+(``megatron/core/dist_checkpointing/validation.py``): a SHA-256 for each file. megapg adds values
+that Megatron-core ignores: the sizes, a note about the save, a checksum of the manifest itself, and
+a seal of each entry of each shard. With the seals, a rank can check the entries that it reads
+without reading the others.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from megapg.checkpoint.files import broken, open_regular, read_json, read_small,
 MANIFEST_FILE = "integrity.json"
 
 _ALGORITHM = "sha256"
-_PIECE = 2**20  # bytes to read at once
+_PIECE = 2**20  # bytes to read at a time
 _HEX = 8  # digits of a CRC-32
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """What is kept of a file.
+    """Size and checksums of a file.
 
     Attributes:
         size: bytes.
         sha256: of the contents, 64 hex digits.
-        seals: of a shard: that of each entry (:func:`megapg.checkpoint.archive.sealed`), in the
-            order in which they lie there.
+        seals: for a shard, the seal of each entry (:func:`megapg.checkpoint.archive.sealed`), in
+            the order of the entries in the file.
     """
 
     size: int
@@ -42,14 +43,14 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says.
+    """The contents of a manifest.
 
     Attributes:
         path: the directory of the checkpoint.
         sha256: name of each file -> SHA-256 of its contents.
-        sizes: name -> bytes; empty in one of Megatron-core's.
-        seals: name of a shard -> see :class:`FileSum`; empty in one of Megatron-core's.
-        about: what megapg noted about the save; empty in one of Megatron-core's.
+        sizes: name -> bytes; empty in a manifest of Megatron-core.
+        seals: name of a shard -> see :class:`FileSum`; empty in a manifest of Megatron-core.
+        about: megapg's notes about the save; empty in a manifest of Megatron-core.
     """
 
     path: Path
@@ -59,10 +60,12 @@ class Manifest:
     about: Mapping[str, object]
 
     def read(self, name: str, limit: int) -> bytes:
-        """A file that is meant to be small, as it was; of another size, it is not even read.
+        """Return the contents of a small file after comparing them with the manifest.
+
+        A file of another size is not read.
 
         Raises:
-            BrokenCheckpointError: it is not as it was, or is not listed; also as
+            BrokenCheckpointError: it has changed or is not listed; also as
                 :func:`~megapg.checkpoint.files.read_small`.
         """
         file = self.path / name
@@ -75,8 +78,10 @@ class Manifest:
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None if it has none. BrokenCheckpointError: it is damaged, was
-    edited, or makes no sense.
+    """Return the manifest of a checkpoint; None if it has none.
+
+    Raises:
+        BrokenCheckpointError: it is damaged, was edited, or makes no sense.
     """
     file = directory / MANIFEST_FILE
     if not os.path.lexists(file):
@@ -89,7 +94,7 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 def _manifest(directory: Path, content: object) -> Manifest:
-    """ValueError says which part makes no sense."""
+    """Parse a manifest. ValueError names the part that makes no sense."""
     if not isinstance(content, dict):
         raise ValueError("it holds no object")
     if content.get("algorithm", _ALGORITHM) != _ALGORITHM:
@@ -124,9 +129,10 @@ def _numbers(name: str, text: object) -> tuple[int, ...]:
 
 
 def sum_of(path: Path, on_progress: Callable[[int], None] = lambda done: None) -> FileSum:
-    """Size and checksum of a file, read piece by piece; ``on_progress`` hears the bytes of each.
+    """Return size and checksum of a file. ``on_progress`` gets the size of each piece read.
 
-    BrokenCheckpointError: it is missing or can't be read.
+    Raises:
+        BrokenCheckpointError: it is missing or can't be read.
     """
     digest, size = hashlib.sha256(), 0
     buffer = memoryview(bytearray(_PIECE))
@@ -144,7 +150,7 @@ def sum_of(path: Path, on_progress: Callable[[int], None] = lambda done: None) -
 
 
 def write_file(path: Path, data: bytes) -> FileSum:
-    """Write a small file that is not there yet, and sync it."""
+    """Write a small new file, and sync it."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -155,10 +161,10 @@ def write_file(path: Path, data: bytes) -> FileSum:
 def write_manifest(
     directory: Path, files: Mapping[str, FileSum], about: Mapping[str, object]
 ) -> None:
-    """Write ``integrity.json``: on disk when this returns, and complete or not there at all.
+    """Write ``integrity.json`` and sync it. It is never visible in part.
 
-    ``files`` are all of the directory, which has nothing else to be written; ``about`` is plain
-    values to note about the save.
+    ``files`` are all files of the directory, and no more are written after this. ``about`` holds
+    plain values to note about the save.
     """
     content: dict[str, object] = {
         "algorithm": _ALGORITHM,

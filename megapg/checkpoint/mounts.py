@@ -1,4 +1,4 @@
-"""Where a lock of the kernel's holds on one host alone, as far as the mount table tells."""
+"""File systems on which a lock of the kernel holds on one host only, by the mount table."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ _LOCAL_TYPES = tuple(
     f"fuse.{name}"
     for name in ("sshfs", "s3fs", "gcsfuse", "goofys", "rclone", "mount-s3", "blobfuse2", "geesefs")
 )
-"""Those that pass no lock on, however they are mounted."""
+"""File systems that pass no lock on, however they are mounted."""
 
 
 def local_locks(path: Path, table: str | None = None) -> str:
-    """Why locks on files in this directory are not seen by other hosts; empty where they are, or
-    where nobody can tell. ``table``: the text of ``mountinfo``; the kernel's unless given.
+    """Return why other hosts do not see locks on files in this directory.
+
+    Empty if they see them, or if the mount table does not tell. ``table`` is the text of
+    ``mountinfo``. Default: the kernel's.
     """
     if table is None:
         try:
             table = _TABLE.read_text(errors="replace")
         except OSError:
             return ""
-    here = path.resolve()  # the table knows nothing of links
+    here = path.resolve()  # the table has no links
     found = [mount for mount in _mounts(table) if here.is_relative_to(mount[0])]
-    # The innermost, and of several in one place the last one, which hides the others.
+    # The innermost mount. Of several at one place, the last one hides the others.
     directory, kind, options = max(reversed(found), key=lambda m: len(m[0]), default=("", "", ()))
     if kind in _LOCAL_TYPES:
         return f"{directory} is {kind}"
@@ -45,7 +47,7 @@ def local_locks(path: Path, table: str | None = None) -> str:
 
 
 def _mounts(table: str) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """Of each line the directory, the type of file system, and all options."""
+    """Yield directory, file system type and all options of each line."""
     for line in table.splitlines():
         # 36 35 98:0 /of/it /where rw,noatime master:1 - ext4 /dev/sda1 rw,errors=continue
         about, _, source = line.partition(" - ")
@@ -55,7 +57,7 @@ def _mounts(table: str) -> Iterator[tuple[str, str, Sequence[str]]]:
 
 
 def _plain(text: str) -> str:
-    """Blanks and the like are written as three octal digits."""
+    """Replace the octal escapes of the mount table (space, tab, newline, backslash)."""
     for number in (0o40, 0o11, 0o12, 0o134):
         text = text.replace(f"\\{number:03o}", chr(number))
     return text

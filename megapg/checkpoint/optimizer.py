@@ -1,15 +1,15 @@
-"""Optimizer state: what Megatron-core needs to save and load it.
+"""Saving and loading optimizer state with Megatron-core.
 
 Megatron-core's optimizers describe their state with ``sharded_state_dict`` and take it back with
-``load_state_dict``. Both assume the fused Adam of Apex or TransformerEngine, where the step counter
-belongs to a parameter group. With torch's own optimizers it is a tensor of every parameter, and
-both break. The functions here call them, and put right before and after what they get wrong; no
-class is patched, and with a fused Adam nothing is changed.
+``load_state_dict``. Both assume the fused Adam of Apex or TransformerEngine, which has one step
+counter per parameter group. Torch's own optimizers have one step tensor per parameter, and both
+functions fail on it. The functions here call them, and correct the state before and after. No class
+is patched, and with a fused Adam nothing changes.
 
 The order at load::
 
     reshard.check_reshard(...)              # from the metadata alone
-    common = param_groups.fit(optimizer, common)  # the part of the state that is no tensor
+    common = param_groups.fit(optimizer, common)  # the part of the state without tensors
     state = wanted_state(optimizer, model_state, metadata=...)
     ...                                     # read the tensors, merge them with the common part
     restore(optimizer, state)
@@ -56,10 +56,10 @@ from megapg.rng import replicas
 def content_metadata(
     optimizer: MegatronOptimizer | None, *, sharding: OptimizerSharding = "fully_reshardable"
 ) -> dict[str, str | bool]:
-    """What a checkpoint says about the form of its contents, as ``megatron.training`` writes it
-    (``_build_sharded_state_dict_metadata``).
+    """Return the metadata of a checkpoint's contents, as ``megatron.training`` writes it.
 
-    It goes to disk; what ``sharded_state_dict`` gets is :func:`with_groups` of it.
+    See ``_build_sharded_state_dict_metadata`` there. This metadata is stored on disk.
+    ``sharded_state_dict`` gets the result of :func:`with_groups`.
 
     Raises:
         UnsupportedOptionError: another sharding.
@@ -78,11 +78,11 @@ def content_metadata(
 def with_groups(
     metadata: Mapping[str, object] | None, pg_collection: ProcessGroupCollection
 ) -> dict[str, object]:
-    """The metadata that model and optimizer get, from that of a checkpoint (None: it has none).
+    """Return the metadata for model and optimizer, from that of a checkpoint (None: it has none).
 
-    Without ``dp_cp_group`` Megatron-core takes it from the globals. The memory-efficient form
-    differs from the plain one in how state is gathered at a save, over gloo groups that an
-    optimizer on explicit groups doesn't have; on disk they are the same, and so they are here.
+    Without ``dp_cp_group``, Megatron-core takes that group from the globals. The memory-efficient
+    form gathers state at a save over gloo groups, which an optimizer on explicit groups does not
+    have. On disk it equals the plain form, so the plain form is used here.
     """
     live = {**(metadata or {}), "dp_cp_group": getattr(pg_collection, replicas(pg_collection))}
     if live.get("distrib_optim_fully_reshardable_mem_efficient"):
@@ -91,12 +91,11 @@ def with_groups(
 
 
 def prepare(optimizer: MegatronOptimizer | None) -> None:
-    """Give an optimizer that never stepped the state that its first step would begin with.
+    """Give an optimizer that has not stepped yet the state that its first step starts from.
 
-    Megatron-core can describe neither for saving nor for loading what isn't there. The zeros are
-    those that torch's optimizer makes itself at the first step, so training computes the same;
-    upstream's way is a step with zero gradients, which decays the weights. State that exists is
-    left alone.
+    Megatron-core can't describe missing state, for saving or for loading. The zeros equal those
+    that torch's optimizer makes at its first step, so training computes the same. Megatron's own
+    way is a step with zero gradients, which decays the weights. Existing state is left alone.
     """
     for leaf in leaves_of(optimizer):
         inner = leaf.optimizer
@@ -111,11 +110,11 @@ def prepare(optimizer: MegatronOptimizer | None) -> None:
 
 
 def check(optimizer: MegatronOptimizer | None, metadata: Mapping[str, object]) -> None:
-    """Whether the optimizer's state can be saved at all: before the collectives begin.
+    """Check that the optimizer's state can be saved, before any collective.
 
     Raises:
         CheckpointError: its parameters have taken different numbers of steps, or a bucket is empty.
-        UnsupportedOptionError: it is of a kind that has a format of its own.
+        UnsupportedOptionError: this kind of optimizer has its own format.
     """
     leaves = leaves_of(optimizer)
     if not leaves:
@@ -149,16 +148,16 @@ def sharded_state(
     is_loading: bool,
     metadata: Mapping[str, object],
 ) -> OptimizerState:
-    """``optimizer.sharded_state_dict(...)``, on every rank of the layout; ``{}`` without parameters
-    to train.
+    """Call ``optimizer.sharded_state_dict(...)``, on every rank of the layout.
 
-    Plain values in it (step, loss scale) are copies. Tensors may be the optimizer's own: a save
-    that goes on during training has to copy them, and reading into them changes the optimizer.
+    Return ``{}`` if there are no parameters to train. Plain values in the result (step, loss scale)
+    are copies. Tensors may be the optimizer's own. So a background save has to copy them, and
+    reading into them changes the optimizer.
 
     Args:
-        model_state: the sharded state of all model chunks, in any nesting, with the live
-            parameters in it.
-        is_loading: whether to make room for state that is read, or to show the state there is.
+        model_state: the sharded state of all model chunks, in any nesting, with the live parameters
+            in it.
+        is_loading: True to make room for state that is read, False to describe the present state.
         metadata: from :func:`with_groups`.
 
     Raises:
@@ -168,8 +167,8 @@ def sharded_state(
     if optimizer is None or not leaves:
         return {}
     prepare(optimizer)
-    # For the others, loading differs in a call of init_state_fn, which prepare() stands for: with
-    # torch's optimizers it leaves the step out, and for SGD it is None.
+    # For other optimizers, is_loading=True only adds a call of init_state_fn. prepare() replaces
+    # it: with torch's optimizers it leaves the step out, and for SGD it is None.
     is_loading = is_loading and any(isinstance(leaf, DistributedOptimizer) for leaf in leaves)
     with _one_step_everywhere(leaves), _sparing_the_collector():
         state: OptimizerState = optimizer.sharded_state_dict(
@@ -187,7 +186,7 @@ def gathers(
     model_state: ShardedStateDict,
     metadata: Mapping[str, object],
 ) -> bool:
-    """Whether :func:`saved_state` has to ``gather``, which may be a collective."""
+    """True if :func:`saved_state` has to ``gather``, which may be a collective."""
     leaves = leaves_of(optimizer)
     return bool(leaves) and not _can_be_cut(leaves, pieces.parameters_of(model_state), metadata)
 
@@ -199,11 +198,11 @@ def saved_state(
     *,
     gather: bool,
 ) -> tuple[OptimizerState, list[Item]]:
-    """What a save keeps of the optimizer: a state as from :func:`sharded_state`, and entries.
+    """Return the optimizer's state to save: a state as from :func:`sharded_state`, and entries.
 
-    The distributed optimizer's fully reshardable form is gathered only where it has to be
-    (``gather``, see :func:`gathers`): else each rank has the entries of what it holds. All tensors
-    are live ones. For the other arguments and errors see :func:`sharded_state`.
+    The distributed optimizer's fully reshardable form is gathered only if ``gather`` is set (see
+    :func:`gathers`). Otherwise each rank writes entries of the parts it holds. All tensors are live
+    ones. For the other arguments and errors see :func:`sharded_state`.
     """
     leaves = leaves_of(optimizer)
     if gather or not leaves:
@@ -225,10 +224,10 @@ def wanted_state(
     *,
     metadata: Mapping[str, object],
 ) -> OptimizerState:
-    """What a load reads of the optimizer: a state as from :func:`sharded_state`.
+    """Return the optimizer's state to load: a state as from :func:`sharded_state`.
 
-    Of the distributed optimizer's fully reshardable form each rank reads what it holds, and reads
-    it into place. For the arguments and errors see :func:`sharded_state`.
+    For the distributed optimizer's fully reshardable form, each rank reads only the parts it holds,
+    directly into place. For the arguments and errors see :func:`sharded_state`.
     """
     leaves = leaves_of(optimizer)
     parameters = pieces.parameters_of(model_state)
@@ -249,14 +248,16 @@ def _can_be_cut(
 
 
 def _whole(parts: list[OptimizerState]) -> OptimizerState:
-    """The state of the optimizer from those of its leaves."""
+    """Return the state of the optimizer, made of those of its leaves."""
     return parts[0] if len(parts) == 1 else dict(enumerate(parts))
 
 
 @torch.no_grad()
 def restore(optimizer: MegatronOptimizer | None, state: OptimizerState) -> None:
-    """``optimizer.load_state_dict(state)`` of what :func:`~megapg.checkpoint.param_groups.fit`
-    returned, once its tensors have been read and merged in.
+    """Call ``optimizer.load_state_dict(state)`` and correct the result.
+
+    ``state`` comes from :func:`~megapg.checkpoint.param_groups.fit`, with its tensors read and
+    merged in.
 
     Raises:
         CheckpointMismatchError: a parameter group of this optimizer has no counterpart.
@@ -271,13 +272,13 @@ def restore(optimizer: MegatronOptimizer | None, state: OptimizerState) -> None:
 # -- repairs ---------------------------------------------------------------------------------------
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
-"""Torch's own: a step for every parameter. A fused Adam keeps one in the parameter group."""
+"""Torch's own, with a step per parameter. A fused Adam has one step in the parameter group."""
 
 
 def _first_state(
     inner: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """What torch's optimizer makes of a parameter at its first step, before that step."""
+    """Return the state that torch's optimizer gives a parameter just before its first step."""
     zeros = torch.zeros_like(parameter, requires_grad=False)
     if isinstance(inner, torch.optim.SGD):
         return {"momentum_buffer": zeros} if group["momentum"] else {}
@@ -288,10 +289,10 @@ def _first_state(
 
 @contextlib.contextmanager
 def _one_step_everywhere(leaves: Sequence[Any]) -> Iterator[None]:
-    """Let Megatron-core find exactly one step in each optimizer, as it wants to.
+    """Let Megatron-core find exactly one step in each optimizer, as it requires.
 
     A rank may hold no piece of any parameter of an optimizer: its stage has no experts, or there
-    are fewer elements than ranks. For the time being the state is a step alone.
+    are fewer elements than ranks. Then the state is a single step inside the block.
     """
     steps = [_steps(leaf) for leaf in leaves]
     for found in steps:
@@ -308,7 +309,7 @@ def _one_step_everywhere(leaves: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        for leaf in leaves:  # loading makes other objects of the state
+        for leaf in leaves:  # loading replaces the state objects
             leaf.optimizer.state.pop(_PLACEHOLDER, None)
 
 
@@ -323,11 +324,12 @@ def _steps(leaf: Any) -> set[float]:
 
 @contextlib.contextmanager
 def _sparing_the_collector() -> Iterator[None]:
-    """Megatron-core collects garbage on the way (distrib_optimizer.py), for those who have turned
-    automatic collection off. That goes through every object there is, half of the time of a save;
-    frozen ones are passed over.
+    """Make Megatron-core's garbage collection cheap inside the block.
+
+    ``distrib_optimizer.py`` collects garbage, for users who turned automatic collection off. That
+    visits every object, which takes half of the time of a save. Frozen objects are skipped.
     """
-    if gc.get_freeze_count():  # the user's
+    if gc.get_freeze_count():  # frozen by the user
         yield
         return
     gc.freeze()
@@ -338,7 +340,10 @@ def _sparing_the_collector() -> Iterator[None]:
 
 
 def _unshare_steps(leaves: Sequence[Any]) -> None:
-    """Megatron-core hands one step tensor to every parameter, and each would count it up."""
+    """Give each parameter its own step tensor.
+
+    Megatron-core gives one step tensor to all parameters, and each parameter would increment it.
+    """
     seen: set[int] = set()
     for leaf in leaves:
         for state in leaf.optimizer.state.values():
@@ -355,12 +360,12 @@ def _load(leaf: Any, part: dict[str, Any]) -> None:
         _load_distributed(leaf, part)
     else:
         state = inner_of(part).setdefault("state", {})
-        state.setdefault("common_step", torch.tensor(0.0))  # zero is not saved
+        state.setdefault("common_step", torch.tensor(0.0))  # a step of zero is not saved
         leaf.load_state_dict(part)
 
 
 def _load_distributed(leaf: Any, part: dict[str, Any]) -> None:
-    """In two calls: the one that takes the tensors stumbles over a step among them."""
+    """Load in two calls, because the call that takes the tensors fails on a step among them."""
     held = part["param_state"].get("held")
     load = {
         "fully_reshardable": leaf.load_parameter_state_from_fully_reshardable,
@@ -380,11 +385,11 @@ def _load_distributed(leaf: Any, part: dict[str, Any]) -> None:
 
 
 def _apart(value: Any) -> Any:
-    """The same state with plain values copied, and its sharded tensors free of autograd."""
+    """Return the state with plain values copied, and its sharded tensors detached from autograd."""
     if isinstance(value, dict):
         apart = {key: _apart(inner) for key, inner in value.items()}
         if isinstance(padding := value.get("padding"), LocalNonpersistentObject) and padding.obj:
-            # Memory between the parameters of a bucket is saved too, and nobody has written there.
+            # Padding between the parameters of a bucket is saved too, and is uninitialised memory.
             for piece in apart.values():
                 if isinstance(piece, ShardedTensor) and piece.data is not None:
                     piece.data.zero_()
@@ -396,5 +401,5 @@ def _apart(value: Any) -> Any:
     if isinstance(value, ShardedObject):
         value.data = _apart(value.data)
     elif isinstance(value, (ShardedTensor, ShardedTensorFactory)) and value.data is not None:
-        value.data = value.data.detach()  # reading into a leaf of autograd is refused
+        value.data = value.data.detach()  # a leaf of autograd can't be read into
     return value

@@ -1,8 +1,8 @@
-"""The parameter groups of an optimizer, and those of a saved state that are the same.
+"""Matching the parameter groups of an optimizer with those of a saved state.
 
-Megatron-core keeps experts in an optimizer of their own where they are expert-parallel, and else
-together with the rest, so the arrangement on disk is that of the layout which saved it. Groups are
-paired by what they are (learning-rate and weight-decay multipliers, and so on), not by position.
+Megatron-core puts experts in a separate optimizer only if they are expert-parallel. So the
+arrangement on disk is that of the layout which saved it. Groups are matched by their properties
+(learning-rate and weight-decay multipliers, and so on), not by position.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from megapg.checkpoint.reshard import WITHOUT
 from megapg.errors import CheckpointMismatchError
 
 OptimizerState: TypeAlias = dict[str | int, object]
-"""What ``sharded_state_dict`` returns; of several chained optimizers, by their index."""
+"""The result of ``sharded_state_dict``; several chained optimizers are keyed by their index."""
 
 PART_FORM = "param_state_sharding_type"
 """A key that only the state of the distributed optimizer has."""
 
 _KIND = ("wd_mult", "lr_mult", "is_decoupled_lr")
-"""What a parameter group is, whatever the layout: groups that differ here are never the same."""
+"""Properties that do not depend on the layout. Groups that differ in one are never the same."""
 
 _TRAITS = ("is_expert_parallel", "max_lr", "min_lr", "start_wd", "end_wd", "optimizer")
-"""What tells apart groups of one kind. An expert's group is expert-parallel only if ``ep`` > 1."""
+"""Properties that distinguish groups of one kind.
+
+A group of experts is expert-parallel only if ``ep`` > 1.
+"""
 
 
 def leaves_of(optimizer: MegatronOptimizer | None) -> list[Any]:
-    """The optimizers with state of their own; none where this rank has nothing to train."""
+    """Return the optimizers that have state; none if this rank has nothing to train."""
     if optimizer is None or getattr(optimizer, "is_stub_optimizer", False):
         return []
     if isinstance(optimizer, ChainedOptimizer):
@@ -42,7 +45,7 @@ def leaves_of(optimizer: MegatronOptimizer | None) -> list[Any]:
 
 
 def parts_of(state: Mapping[str | int, object]) -> list[dict[Any, Any]]:
-    """The states of the leaves: those of several are kept by index."""
+    """Return the states of the leaves. Those of several leaves are keyed by index."""
     if not state:
         return []
     parts: Any = [state]
@@ -52,19 +55,19 @@ def parts_of(state: Mapping[str | int, object]) -> list[dict[Any, Any]]:
 
 
 def inner_of(part: dict[str, Any]) -> dict[str, Any]:
-    """The state of torch's optimizer: a mixed-precision optimizer has it under a key."""
+    """Return the state of torch's optimizer, which a mixed-precision optimizer has under a key."""
     inner: dict[str, Any] = part if "param_groups" in part else part.get("optimizer", {})
     return inner
 
 
 def groups_of(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """Its parameter groups; none in the common part of a state that is sharded by buckets."""
+    """Return its parameter groups; none in the common part of a state sharded by buckets."""
     groups: list[dict[str, Any]] = inner_of(part).get("param_groups", [])
     return groups
 
 
 def _check_kind(leaf: Any, part: Mapping[str, Any]) -> None:
-    """The state of one kind of Megatron's optimizers has no place in another."""
+    """Refuse the state of another kind of Megatron's optimizers."""
     distributed, mixed = "DistributedOptimizer", "Float16OptimizerWithFloat16Params"
     plain = "FP32Optimizer"
     saved = distributed if PART_FORM in part else plain if "param_groups" in part else mixed
@@ -79,14 +82,14 @@ def _check_kind(leaf: Any, part: Mapping[str, Any]) -> None:
 
 
 def with_param_groups(part: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The same state with these groups."""
+    """Return the same state with these groups."""
     if "param_groups" in part:
         return {**part, "param_groups": list(groups)}
     return {**part, "optimizer": {**part["optimizer"], "param_groups": list(groups)}}
 
 
 def _paired(leaf: Any, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each parameter group of ``leaf`` the values of the saved group that is the same."""
+    """Return, for each parameter group of ``leaf``, the values of the matching saved group."""
     return [_same_group(live, saved) for live in leaf.optimizer.param_groups]
 
 
@@ -119,11 +122,11 @@ def _values(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(group: Mapping[str, Any], key: str) -> Any:
-    return group.get(key, group.get(f"pre_{key}"))  # NeMo's name for it
+    return group.get(key, group.get(f"pre_{key}"))  # NeMo's name
 
 
 def fit(optimizer: MegatronOptimizer | None, saved: Mapping[str | int, object]) -> OptimizerState:
-    """The common part of a saved optimizer state, arranged as this optimizer has it.
+    """Return the common part of a saved optimizer state, arranged as this optimizer has it.
 
     Call it before anything is read, and merge the tensors into the result.
 
@@ -145,30 +148,30 @@ def fit(optimizer: MegatronOptimizer | None, saved: Mapping[str | int, object]) 
     fitted: OptimizerState = {}
     for index, leaf in enumerate(leaves):
         part = copy.deepcopy(parts[min(index, len(parts) - 1)])
-        # Of a state sharded by buckets the groups are not in the common part.
+        # If the state is sharded by buckets, the groups are not in the common part.
         fitted[index] = with_param_groups(part, _paired(leaf, pool)) if groups_of(part) else part
     return fitted if len(leaves) > 1 else parts_of(fitted)[0]
 
 
 @contextlib.contextmanager
 def told_apart(leaf: Any, saved: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The saved groups in the order of the live ones, so that Megatron-core pairs them so.
+    """Yield the saved groups in the order of the live ones, so that Megatron-core matches them so.
 
-    Its own pairing looks at some traits only (0.16), so that two groups become one, or at all of
-    them (0.19), so that a changed learning rate finds no partner. Meanwhile a number decides, in a
-    key that both versions look at.
+    Megatron-core 0.16 matches by some traits only, and may merge two groups. Version 0.19 matches
+    by all of them, so a changed learning rate finds no match. Inside the block, both versions match
+    by a number in a key that they compare.
     """
     live = leaf.optimizer.param_groups
     found = _paired(leaf, saved)
     ours = [{key: group[key] for key in (*_KIND, *_TRAITS) if key in group} for group in live]
     for number, group in enumerate(live):
         group["lr_mult"] = number
-    # Where the numbers of a group's parameters are part of the state, they are this process's own.
-    own = [{"params": group["params"]} if "params" in group else {} for group in saved]
-    own += [{} for _ in live[len(own) :]]
+    # If the state has the numbers of a group's parameters, take those of this process.
+    numbers = [{"params": group["params"]} if "params" in group else {} for group in saved]
+    numbers += [{} for _ in live[len(numbers) :]]
     try:
         yield [
-            {**then, **now, "lr_mult": number, **own[number]}
+            {**then, **now, "lr_mult": number, **numbers[number]}
             for number, (then, now) in enumerate(zip(found, ours, strict=True))
         ]
     except BaseException:

@@ -1,7 +1,7 @@
-"""Unpickling what strangers wrote: nothing outside of the file is touched, and no code is run.
+"""Unpickling untrusted files without running code or touching anything outside of the file.
 
-The unpickler never sees a class of torch but stand-ins, so the worst that a hostile file can do is
-to fill a stand-in with nonsense. What it then built is checked part by part.
+The unpickler sees stand-ins instead of torch's classes, so a hostile file can at worst fill a
+stand-in with nonsense. Each part of the result is checked afterwards.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ T = TypeVar("T")
 
 
 def check_bounds(data: bytes) -> None:
-    """Walk over the opcodes without doing any, to see that all stay within the file.
+    """Walk over the opcodes without executing any, and check that all stay within the file.
 
-    C's unpickler takes memory for whatever number in its memo a pickle names, and one wrong bit
-    makes four bytes of text such a number: tens of gigabytes, which ends the process.
+    C's unpickler allocates memory for any memo number that a pickle names. A single flipped bit can
+    turn four bytes of text into such a number: tens of gigabytes, which kill the process.
+
+    Raises:
+        ValueError: an opcode is unknown, or an argument leads out of the file.
     """
     at, code = 0, b""
     while code != b".":
@@ -61,7 +64,7 @@ _WIDTHS = {
 
 
 def _plain_opcodes() -> re.Pattern[bytes]:
-    """A run of opcodes whose arguments have a known size and need no look: most of a file."""
+    """Return a pattern for a run of opcodes with arguments of known size: most of a file."""
     by_size: dict[int, bytes] = defaultdict(bytes)
     for code, size in _SIZES.items():
         if size >= 0 and code not in (b".", b"r"):
@@ -74,18 +77,18 @@ _PLAIN = _plain_opcodes()
 
 
 class Sealed(type):
-    """A class whose attributes can't be set, which a pickle may try with those it was given."""
+    """A class whose attributes can't be set, because a pickle may try to."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise TypeError(f"{cls.__name__}.{name} can't be set")
 
 
 class StandIn(metaclass=Sealed):
-    """Takes the fields that a pickled object of torch had; means nothing by itself."""
+    """Takes the fields of a pickled torch object and has no behaviour."""
 
 
 class Called(StandIn):
-    """What was made by calling something; only the arguments are kept."""
+    """The result of a call in a pickle; only the arguments are kept."""
 
     arguments: tuple[object, ...]
 
@@ -103,15 +106,19 @@ class Dict(StandIn):
 
 
 def checked(value: object, kind: type[T]) -> T:
-    """The value, if it is of this very type; ValueError otherwise."""
-    # Not isinstance(): True is no length, and nothing here is ever of a subclass.
+    """Return the value if its type is exactly ``kind``.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    # Not isinstance(): True is no length, and no valid value is of a subclass.
     if type(value) is not kind:
         raise ValueError(f"found {type(value).__name__} where {kind.__name__} is expected")
     return value
 
 
 def refuse(what: str, name: str, error: Exception | None = None) -> Never:
-    """Raise :class:`UnsafeCheckpointError`: a file names something that it should not."""
+    """Raise :class:`UnsafeCheckpointError`: a file names something that no checkpoint needs."""
     raise UnsafeCheckpointError(
         f"{what} wants {name}, which no checkpoint needs and which may run code. Nothing of it was "
         "used. Don't load this checkpoint; if you know who wrote it, have it saved without that."
@@ -119,7 +126,7 @@ def refuse(what: str, name: str, error: Exception | None = None) -> Never:
 
 
 def damaged(what: str, error: Exception) -> BrokenCheckpointError:
-    """The error for a file that could not be read; ``error`` says why."""
+    """Return the error for a file that could not be read; ``error`` is the reason."""
     said = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
     reason = f"{type(error).__name__}: {said:.150}" if said else type(error).__name__
     return BrokenCheckpointError(

@@ -1,13 +1,14 @@
-"""The distributed optimizer's state as each rank has it, in the form that any layout can load.
+"""The distributed optimizer's state, written by each rank in a form that any layout can load.
 
 A rank holds a range of each flat parameter. Megatron-core's fully reshardable form is cut like the
-parameters themselves, and its own way there is to gather the ranges on every rank, which holds up
-training, takes memory for the whole state, and is most of a save's time. But a range of a tensor
-that is read row by row is a handful of boxes: the rest of a row, some whole rows, the beginning of
-another. Boxes are what a checkpoint is made of, so each rank writes its own, and nothing is
-gathered. Keys, global shapes and types are Megatron-core's, and so any reader that asks for parts
-of a tensor (as Megatron-core's does) finds them. Weights that are not gathered before the next step
-are written in the same way.
+parameters themselves. To write it, Megatron-core gathers the ranges on every rank. That stops
+training, takes memory for the whole state, and is most of a save's time.
+
+But a range of a tensor in row-major order is a handful of boxes: the rest of a row, some whole
+rows, the beginning of another. A checkpoint consists of boxes, so each rank writes its own, and
+nothing is gathered. Keys, global shapes and types are Megatron-core's. So any reader that asks for
+parts of a tensor, such as Megatron-core's, finds them. Weights that are not gathered before the
+next step are written in the same way.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megapg.checkpoint.planning import Item, State, shard
 
-_NO_TENSOR = "step"  # kept once, with the parameter groups
+_NO_TENSOR = "step"  # stored once, with the parameter groups
 
 Parameters: TypeAlias = Mapping[torch.Tensor, ShardedTensor | ShardedTensorFactory]
 
 
 def parameters_of(model_state: State) -> Parameters:
-    """Each parameter's place in the checkpoint, from the sharded state of the model's chunks."""
+    """Return each parameter's place in the checkpoint, from the sharded state of the model's
+    chunks.
+    """
     return {
         leaf.data: leaf
         for leaf in nested_values(model_state)
@@ -45,9 +48,9 @@ def parameters_of(model_state: State) -> Parameters:
 
 
 def can_be_cut(leaf: Any, parameters: Parameters) -> bool:
-    """Whether the state of this optimizer can be written in pieces: the same on all its ranks.
+    """True if the state of this optimizer can be written in pieces: the same on all its ranks.
 
-    Not where a parameter is stored otherwise in the optimizer's buffer than in the model (packed
+    False if a parameter is stored otherwise in the optimizer's buffer than in the model (packed
     NVFP4), or goes through a factory that does more than cut it.
     """
     if type(leaf) is not DistributedOptimizer or leaf.ddp_config.use_megatron_fsdp:
@@ -62,7 +65,7 @@ def can_be_cut(leaf: Any, parameters: Parameters) -> bool:
 
 
 def pieces_of(leaf: Any, parameters: Parameters) -> Iterator[Item]:
-    """What this rank writes of the optimizer's state; the data are views of live tensors."""
+    """Yield the entries of the optimizer's state that this rank writes: views of live tensors."""
     for parameter, start, end in _written(leaf, parameters):
         states = {_prefix(name): state for name, state in _states(leaf, parameter).items()}
         yield from items_of(parameters[parameter], states, start, end)
@@ -70,20 +73,20 @@ def pieces_of(leaf: Any, parameters: Parameters) -> Iterator[Item]:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model, of which each rank writes what its optimizers hold."""
+    """The weights of a model, of which each rank writes those in its optimizers."""
 
-    items: list[Item]  # what this rank writes
-    keys: frozenset[str]  # what some rank has to have written, as far as this one is to say so
-    rest: State  # of the model, without them
+    items: list[Item]  # entries that this rank writes
+    keys: frozenset[str]  # keys that some rank must write, as far as this rank reports them
+    rest: State  # the model's state without them
 
 
 def weights_of(leaves: Sequence[Any], chunks: Sequence[Any], model_state: State) -> Weights | None:
-    """What this rank writes of the weights that its optimizers hold, and the rest of the model.
+    """Return the weights that this rank writes from its optimizers, and the rest of the model.
 
-    They are up to date before they are gathered for the next step. None, and a save has to gather
-    them, where a weight is in no optimizer that can be cut, is no plain tensor with elements, or
-    where something else in the model's state is, or may be, in the same memory. All ranks with the
-    same weights come to the same answer.
+    These weights are up to date before they are gathered for the next step. Return None if a save
+    has to gather them: a weight is in no optimizer that can be cut, is no plain tensor with
+    elements, or may share its memory with other state of the model. All ranks with the same weights
+    come to the same answer.
     """
     if not leaves or not all(type(leaf) is DistributedOptimizer for leaf in leaves):
         return None
@@ -126,9 +129,9 @@ def items_of(
     start: int,
     end: int,
 ) -> Iterator[Item]:
-    """The entries of elements ``start`` to before ``end`` of the flat parameter.
+    """Yield the entries of elements ``start`` to before ``end`` of the flat parameter.
 
-    ``states``: what comes before the parameter's key -> what there is of it for these elements.
+    ``states``: prefix of the parameter's key -> the tensor of these elements.
     """
     for tensor, offset, view in _cut(place, start, end):
         where = _global(tensor, offset)
@@ -138,10 +141,11 @@ def items_of(
 
 
 def places_of(leaf: Any, parameters: Parameters) -> dict[str, object]:
-    """What this rank reads of the optimizer's state, into the live tensors where they can take it.
+    """Return the parts of the optimizer's state that this rank reads, into live tensors if
+    possible.
 
     Returns:
-        A sharded state; once it has been read, :class:`Held` in it puts into place what could not.
+        A sharded state. After the read, its :class:`Held` copies the other tensors into place.
     """
     held: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     places = []
@@ -157,7 +161,7 @@ def places_of(leaf: Any, parameters: Parameters) -> dict[str, object]:
                     dtype=data.dtype,
                     local_shape=tuple(data.shape),
                     global_offset=_global(tensor, offset),
-                    axis_fragmentations=None,  # no grid
+                    axis_fragmentations=None,  # not a regular grid
                 )
                 places.append(place)
     return {"places": places, "held": LocalNonpersistentObject(Held(held))}
@@ -170,7 +174,7 @@ class Held:
     tensors: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
 
     def put(self, leaf: Any) -> None:
-        """Hand them to the optimizer, where they are not its own."""
+        """Give the optimizer those tensors that are not its own."""
         for parameter, tensors in self.tensors.items():
             live = leaf._get_main_param_and_optimizer_states(parameter)
             if any(live[name].data_ptr() != tensor.data_ptr() for name, tensor in tensors.items()):
@@ -178,7 +182,7 @@ class Held:
 
 
 def _written(leaf: Any, parameters: Parameters) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """As :func:`_ranges`, without those that another rank writes as well."""
+    """As :func:`_ranges`, without the ranges that another rank also writes."""
     if leaf.distributed_optimizer_instance_id:
         return
     for parameter, start, end in _ranges(leaf):
@@ -188,7 +192,7 @@ def _written(leaf: Any, parameters: Parameters) -> Iterator[tuple[torch.Tensor, 
 
 
 def _ranges(leaf: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Each parameter that this rank has a part of, and from where to where in it."""
+    """Yield each parameter that this rank has a part of, with the start and end of that part."""
     for ranges_of_buffer in leaf.gbuf_ranges:
         for buckets in ranges_of_buffer.values():
             for bucket in buckets:
@@ -197,15 +201,15 @@ def _ranges(leaf: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
 
 
 def _states(leaf: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """This rank's part of a parameter and of its state, in 32 bits as on disk."""
+    """Return this rank's part of a parameter and of its state, in 32 bits as on disk."""
     states = leaf._get_main_param_and_optimizer_states(parameter)
     return {name: state.detach().float() for name, state in states.items() if name != _NO_TENSOR}
 
 
 def _tensors(place: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTensor, int]] | None:
-    """The tensors that a parameter becomes on disk, each with where it begins in the parameter.
+    """Return the tensors that a parameter becomes on disk, each with its offset in the parameter.
 
-    None where they are no views of it.
+    None if they are no views of it.
     """
     if isinstance(place, ShardedTensor):
         return [(place, 0)] if place.data.is_contiguous() else None
@@ -230,9 +234,9 @@ def _tensors(place: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedT
 def _cut(
     place: ShardedTensor | ShardedTensorFactory, start: int, end: int
 ) -> Iterator[tuple[ShardedTensor, tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]]:
-    """The boxes that elements ``start`` to before ``end`` of the flat parameter make.
+    """Yield the boxes that elements ``start`` to before ``end`` of the flat parameter make.
 
-    The last of each three is what makes a view of the box from a tensor of these elements.
+    The third value makes a view of the box from a tensor of these elements.
     """
     for tensor, begin in _tensors(place) or ():
         shape, strides = tensor.local_shape, tensor.data.stride()
@@ -260,7 +264,9 @@ def _global(tensor: ShardedTensor, offset: Sequence[int]) -> tuple[int, ...]:
 def boxes(
     shape: Sequence[int], first: int, last: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offset and size of the boxes that elements ``first`` to before ``last`` make, row by row."""
+    """Yield offset and size of the boxes of elements ``first`` to before ``last``, in row-major
+    order.
+    """
     if first >= last:
         return
     if not shape:
@@ -288,7 +294,7 @@ def _in_row(
 
 
 def _before(at: int, shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements of a view lie before this place in the memory that it is a view of."""
+    """Return how many elements of a view lie before this offset in the memory of the view."""
     count = 0
     for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         rest = math.prod(shape[axis + 1 :])

@@ -1,8 +1,8 @@
-"""From Megatron's sharded state dict to what this rank writes or reads, and back.
+"""Converts Megatron's sharded state dict to the entries that this rank writes or reads, and back.
 
-The one door to the machinery of ``megatron.core.dist_checkpointing``: how sharded tensors, objects
-and factories become items of a torch distributed checkpoint is Megatron's own code, so a file made
-here is a file made there. What is left out of it are its collectives over WORLD.
+This is the only module that uses ``megatron.core.dist_checkpointing`` for this. Megatron's own code
+turns sharded tensors, objects and factories into items of a torch distributed checkpoint, so the
+files have Megatron's format. Only its collectives over WORLD are left out.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ State: TypeAlias = dict[str, object]
 """A (nested) state dict; its leaves may be Megatron's sharded tensors, objects and factories."""
 
 Item: TypeAlias = tuple[WriteItem, torch.Tensor | io.BytesIO]
-"""One entry to write: what it is of the whole, and its data."""
+"""One entry to write: its description and its data."""
 
 
 # -- saving ----------------------------------------------------------------------------------------
 
 
 def plan_save(state: State, share_among: ProcessGroup | None) -> tuple[list[Item], State]:
-    """What this rank writes, live tensors, and the common state, which the leader writes.
+    """Return the entries that this rank writes, and the common state, which the leader writes.
 
-    ``state`` is used up. The ranks of the group ``share_among`` hold the same replicas and write a
-    part of them each (one exchange of names and shapes among them); None: the first one writes.
+    The tensors are live. ``state`` is used up. The ranks of the group ``share_among`` hold the same
+    replicas and write a part of them each, after one exchange of names and shapes. If it is None,
+    the first rank writes them.
     """
     sharded, common = state_dict_utils.save_preprocess(state, False)
     if share_among is not None and share_among.size() > 1:
@@ -82,7 +83,7 @@ def plan_save(state: State, share_among: ProcessGroup | None) -> tuple[list[Item
 
 
 def shard(key: str, shape: Sequence[int], offset: Sequence[int], data: torch.Tensor) -> Item:
-    """The entry of ``data``, the part of a tensor of this shape that begins at ``offset``."""
+    """Return the entry of ``data``, a part of a tensor of this shape that starts at ``offset``."""
     offsets = torch.Size(offset)
     about = TensorWriteData(
         chunk=ChunkStorageMetadata(offsets=offsets, sizes=data.shape),
@@ -98,20 +99,21 @@ def merge_plans(
     name: str,
     expected: Set[str],
 ) -> Metadata:
-    """The metadata of the whole checkpoint ``name`` from the items of each rank and their places.
+    """Return the metadata of the checkpoint ``name`` from the items of each rank and their places.
 
-    CheckpointSaveError: shards overlap, or are missing, as those of ``expected`` that nobody wrote.
+    Raises:
+        CheckpointSaveError: shards overlap or are missing, or no rank wrote one of ``expected``.
     """
     found = {item.index.fqn for items in plans.values() for item in items}
-    nobody = [f"{key} is written by no rank" for key in sorted(expected - found)]
-    problems = [*_overlaps(plans), *_missing_objects(plans), *nobody]
+    unwritten = [f"{key} is written by no rank" for key in sorted(expected - found)]
+    problems = [*_overlaps(plans), *_missing_objects(plans), *unwritten]
     if not problems:
         planner = core.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         try:
             _, metadata = planner.create_global_plan(
                 [SavePlan(items=plans[rank]) for rank in sorted(plans)]
             )
-        except (ValueError, AssertionError) as error:  # torch has logged which tensor
+        except (ValueError, AssertionError) as error:  # torch has logged the tensor's name
             problems.append(f"{error}; see the log for the tensors")
     if problems:
         raise CheckpointSaveError(
@@ -138,7 +140,7 @@ def _overlaps(plans: Mapping[int, list[WriteItem]]) -> Iterator[str]:
 
 
 def _missing_objects(plans: Mapping[int, list[WriteItem]]) -> Iterator[str]:
-    """Objects are numbered by their keys: ``name/shard_<offset>_<shape>``."""
+    """Yield the objects with missing parts. Their keys are ``name/shard_<offset>_<shape>``."""
     found: dict[tuple[str, str], int] = defaultdict(int)
     for items in plans.values():
         for item in items:
@@ -155,18 +157,19 @@ def _missing_objects(plans: Mapping[int, list[WriteItem]]) -> Iterator[str]:
 
 
 class Loading:
-    """What this rank wants of a checkpoint: checked when this is made, read by :meth:`read`.
+    """The part of a checkpoint that this rank needs. It is checked here, and read by :meth:`read`.
 
     Args:
-        state: as the model and the optimizer make it for loading.
+        state: the state of the model and the optimizer, made for loading.
         contents: the checkpoint.
-        strict: refuse where the checkpoint lacks something; otherwise that stays as it is.
+        strict: refuse a checkpoint that lacks a key. If False, that part of the state stays as it
+            is.
 
     Attributes:
         wanted: keys that this rank reads.
         missing: keys that the checkpoint lacks.
-        resized: key -> its shape in the checkpoint, where Megatron lets it differ: a vocabulary is
-            padded otherwise for another tensor parallel size.
+        resized: key -> its shape in the checkpoint, for tensors that may differ in shape. An
+            example is a vocabulary, whose padding depends on the tensor parallel size.
 
     Raises:
         CheckpointMismatchError: keys or global shapes that do not fit; they are named.
@@ -188,12 +191,12 @@ class Loading:
         self.wanted = frozenset(map(_key, dict_utils.nested_values(sharded)))
 
     def read(self, common: State, progress: Callable[[int, int], None]) -> State:
-        """Read it, into the very tensors that the state held, and merge it into ``common``.
+        """Read into the tensors of the state, and merge them into ``common``.
 
-        ``progress`` hears of the bytes read so far and those to read in all.
+        ``progress`` gets the number of bytes read so far, and the total.
 
         Raises:
-            BrokenCheckpointError, UnsafeCheckpointError: naming the file and the key.
+            BrokenCheckpointError, UnsafeCheckpointError: with the file and the key.
         """
         by_key, flat, renamed = core._replace_state_dict_keys_with_sharded_keys(self._sharded)
         found: dict[str, object] = {}
@@ -206,7 +209,7 @@ class Loading:
                 wanted.append(_Wanted(self._places[MetadataIndex(key)], key))
         total = sum(piece.to.nbytes for each in wanted for piece in each.pieces)
         done = 0
-        # Disks and networks like to be read forwards.
+        # Disks and networks read faster in ascending order.
         wanted.sort(key=lambda each: (each.place.relative_path, each.place.offset))
         with contextlib.closing(self._contents.entries()) as entries:
             for each in wanted:
@@ -226,9 +229,9 @@ class Loading:
         return merged
 
     def _wanted(self, key: str, leaves: list[mapping.ShardedTensor]) -> Iterator[_Wanted]:
-        """Each saved chunk of a tensor that is wanted, and what goes where."""
+        """Yield each saved chunk of a tensor that is needed, with the target of each part."""
         saved = self._contents.metadata.state_dict_metadata[key]
-        assert isinstance(saved, TensorStorageMetadata)  # or it would not have passed _check()
+        assert isinstance(saved, TensorStorageMetadata)  # _check() has made sure of it
         pieces: dict[torch.Size, list[_Piece]] = defaultdict(list)
         chunks = {chunk.offsets: chunk for chunk in saved.chunks}
         others: list[torch.Tensor] = []
@@ -237,7 +240,7 @@ class Loading:
             offsets = torch.Size(leaf.global_offset)
             to = leaf.data[(None,) * leaf.prepend_axis_num]
             chunk = chunks.get(offsets)
-            if chunk is not None and chunk.sizes == to.shape:  # cut as it was
+            if chunk is not None and chunk.sizes == to.shape:  # cut as on disk
                 pieces[offsets].append(_Piece((0,) * to.dim(), to))
             else:
                 others.append(to)
@@ -260,7 +263,7 @@ class _Piece:
     """A part of a saved chunk."""
 
     start: Sequence[int]  # in the chunk
-    to: torch.Tensor  # where it goes; of its shape
+    to: torch.Tensor  # the target, of the same shape
 
 
 @dataclass(frozen=True)
@@ -274,7 +277,10 @@ class _Wanted:
 
 
 def _memory(leaf: mapping.ShardedTensor) -> torch.Tensor:
-    """Where a sharded tensor is read to, made if need be; zero where less may come than it has."""
+    """Return the tensor that a sharded tensor is read into.
+
+    It is allocated if necessary, and filled with zeros if the checkpoint may have fewer elements.
+    """
     if leaf.data is None:
         leaf.init_data(torch.device("cpu"))
     data: torch.Tensor = leaf.data.detach()
@@ -296,7 +302,11 @@ def _key(leaf: object) -> str:
 def _check(
     sharded: State, metadata: Metadata, strict: bool
 ) -> tuple[set[str], dict[str, tuple[int, ...]]]:
-    """Keys that the checkpoint lacks, and key -> shape where it may differ; all else must fit."""
+    """Return the keys that the checkpoint lacks, and key -> saved shape of those that may differ.
+
+    Raises:
+        CheckpointMismatchError: another key does not fit, or with ``strict`` one is missing.
+    """
     missing, resized, wrong = set(), dict[str, tuple[int, ...]](), list[str]()
     for leaf in dict_utils.nested_values(sharded):
         key = _key(leaf)
@@ -325,7 +335,7 @@ def _check(
 
 
 def _check_files(sharded: State, contents: Contents) -> None:
-    """Before anything is read: whether all that is wanted has a place, in a file that has it."""
+    """Check that each wanted entry has a place within an existing file, before any is read."""
     where, index = contents.metadata.storage_data or {}, contents.path / INDEX_FILE
     ends: dict[str, int] = {}
     for key in {_key(leaf) for leaf in dict_utils.nested_values(sharded)}:

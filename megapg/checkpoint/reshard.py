@@ -1,4 +1,4 @@
-"""What of an optimizer's state can be cut for another layout."""
+"""Checks whether an optimizer's state can be cut for another layout."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from megapg.errors import CheckpointMismatchError
 from megapg.layout import ParallelLayout
 
 OptimizerSharding: TypeAlias = Literal["fully_reshardable", "dp_reshardable"]
-"""``fully_reshardable`` loads under any layout; ``dp_reshardable`` is cheaper to save, and loads
-only where nothing but the data-parallel size has changed."""
+"""``fully_reshardable`` loads under any layout. ``dp_reshardable`` is cheaper to save, and loads
+only if nothing but the data-parallel size has changed.
+"""
 
 FORM = "distrib_optim_sharding_type"
-"""Where a checkpoint's metadata has it."""
+"""The key of the sharding in a checkpoint's metadata."""
 
 WITHOUT = "Load the model without the optimizer (optimizer=None), or save it again from there."
 
@@ -24,19 +25,19 @@ def check_reshard(
     current: ParallelLayout | None,
     has_experts: bool,
 ) -> None:
-    """Say from the metadata alone what optimizer state can't be cut for this layout.
+    """Refuse, from the metadata alone, optimizer state that can't be cut for this layout.
 
-    Nothing is read and nothing communicated, so every rank comes to the same answer. Loading the
-    model without the optimizer is not limited so.
+    Nothing is read or communicated, so every rank comes to the same answer. The model without the
+    optimizer loads under any layout.
 
     Args:
-        metadata: ``content_metadata`` of the checkpoint; None where it has none.
-        saved: the layout that wrote it; None where that is not known.
-        current: the layout that is going to load it; None where that is not known.
+        metadata: ``content_metadata`` of the checkpoint; None if it has none.
+        saved: the layout that wrote it; None if unknown.
+        current: the layout that is going to load it; None if unknown.
         has_experts: whether the model has experts.
 
     Raises:
-        CheckpointMismatchError: what stands against it, and what to do.
+        CheckpointMismatchError: the obstacle, and what to do.
     """
     if why := _obstacle(metadata, saved, current, has_experts):
         raise CheckpointMismatchError(f"{why}. {WITHOUT}")
@@ -66,7 +67,7 @@ def _obstacle(
             "groups passed here form no layout that is known"
         )
     if not bound:
-        # With ep > 1 experts have an optimizer of their own, and here tensors are named after it.
+        # If ep > 1, experts have a separate optimizer, and here tensors are named after it.
         if saved is not None and (saved.ep > 1) == (current.ep > 1):
             return ""
         before = "unknown" if saved is None else str(saved.ep)
@@ -75,7 +76,7 @@ def _obstacle(
             "optimizer state tell whether experts were spread over ranks, and that may not change: "
             f"ep was {before} and is {current.ep}"
         )
-    # A bucket's piece is known by its model-parallel rank's number and its place in the bucket.
+    # A piece of a bucket is identified by its model-parallel rank and its place in the bucket.
     if saved is None:
         return (
             "the optimizer state is sharded as 'dp_reshardable', which only the layout that saved "
@@ -101,7 +102,7 @@ _UNREADABLE = {
 
 
 def _grid(layout: ParallelLayout, has_experts: bool) -> dict[str, object]:
-    """What numbers the model-parallel ranks and cuts their parameters into buckets."""
+    """Return what numbers the model-parallel ranks and cuts their parameters into buckets."""
     sizes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp or 1}
     split = {"tp": layout.tp, "pp": layout.pp}
     if has_experts:

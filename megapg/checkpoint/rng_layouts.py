@@ -1,20 +1,20 @@
-"""Which records of random streams a checkpoint has. Needs no Megatron-core.
+"""The records of random streams in a checkpoint. Needs no Megatron-core.
 
-Megatron's writers disagree about how many ranks share a record:
+Megatron's writers differ in how many ranks share a record:
 
-* **per rank**: ``rng_state/shard_{pp}.{tp}.{dp_cp}_{sizes}``, Megatron-core's main branch,
-  megapg's, and Megatron-Bridge's with expert parallelism;
-* **per tp and pp**: ``rng_state/shard_{pp}.{tp}_{sizes}``, Megatron-core up to 0.19, and
-  Megatron-Bridge's without expert parallelism: the record of dp_cp rank 0 alone. Its data-parallel
-  replicas draw alike from every stream but the experts', so it is exact for ranks that have the
-  same experts;
-* **fsdp_dtensor**: ``rng_state.({pp}, {tp}).{n}.{key}``, the mapping that torch's distributed
-  checkpoint takes apart. Each piece was written by some rank of the dp_cp group, and not even all
-  by the same one.
+* **per rank**: ``rng_state/shard_{pp}.{tp}.{dp_cp}_{sizes}``, written by Megatron-core's main
+  branch, megapg, and Megatron-Bridge with expert parallelism;
+* **per tp and pp**: ``rng_state/shard_{pp}.{tp}_{sizes}``, written by Megatron-core up to 0.19, and
+  Megatron-Bridge without expert parallelism: the record of dp_cp rank 0 only. Its data-parallel
+  replicas draw the same numbers from every stream except the experts'. So it is exact for ranks
+  that have the same experts;
+* **fsdp_dtensor**: ``rng_state.({pp}, {tp}).{n}.{key}``, a mapping that torch's distributed
+  checkpoint flattens. Any rank of the dp_cp group may have written a piece, and different pieces
+  may come from different ranks.
 
-The key has a prefix (Megatron's ``rng_state_key_prefix``) or a module's name after it
+The key may have a prefix (Megatron's ``rng_state_key_prefix``), or a module's name at its end
 (Megatron-Bridge's ``rng_state.vision``). With ``data_parallel_random_init`` an entry holds a list
-of the records of a whole dp group (Megatron-Bridge: of a dp_cp group).
+with the records of a whole dp group (Megatron-Bridge: of a dp_cp group).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from megapg.layout import Field
 
 Kind: TypeAlias = Literal["per_rank", "per_tp_pp", "fsdp_dtensor"]
 Read: TypeAlias = Callable[[str], object]
-"""Loads one entry of a checkpoint by its key, safely. Of fsdp_dtensor some are tensors."""
+"""Loads one entry of a checkpoint by its key, safely. Some entries of fsdp_dtensor are tensors."""
 
 KEY = "rng_state"
 AXES: tuple[Field, ...] = ("pp", "tp", "dp_cp")
-_N = r"\d{1,9}"  # Python refuses to read the longest numbers a file can hold
+_N = r"\d{1,9}"  # Python refuses to parse longer numbers that a file can hold
 _PLACE = rf"{_N}(?:\.{_N}){{1,2}}"
 _SHARD = re.compile(rf"(?P<key>[^/]*{KEY}(\.[^/]+)?)/shard_(?P<at>{_PLACE})_(?P<of>{_PLACE})")
 _PIECE = re.compile(rf"{KEY}\.\((?P<at>{_N}, {_N})\)\.(?P<n>{_N})\.(?P<name>.+)")
@@ -43,13 +43,14 @@ _PIECE = re.compile(rf"{KEY}\.\((?P<at>{_N}, {_N})\)\.(?P<n>{_N})\.(?P<name>.+)"
 
 @dataclass(frozen=True)
 class RngLayout:
-    """One layout of records that a checkpoint has.
+    """One layout of records in a checkpoint.
 
     Attributes:
         kind: see the module's docstring.
         key: with prefix and module, as on disk.
-        sizes: pp, tp and, of per_rank, dp_cp of the run that saved.
-        pieces: of fsdp_dtensor, every key on disk; empty for the others, which have one an entry.
+        sizes: pp, tp and, for per_rank, dp_cp of the run that saved.
+        pieces: for fsdp_dtensor, every key on disk. Empty for the others, which have one key per
+            entry.
     """
 
     kind: Kind
@@ -58,10 +59,12 @@ class RngLayout:
     pieces: tuple[str, ...] = ()
 
     def read(self, read: Read, at: Sequence[int]) -> list[object]:
-        """The list of records of one place: pp, tp and, of per_rank, dp_cp rank; others ignored.
+        """Return the list of records of one place: pp, tp and, for per_rank, dp_cp rank.
+
+        Further numbers are ignored.
 
         Raises:
-            BrokenCheckpointError: what is there is no list of records.
+            BrokenCheckpointError: the entry is no list of records.
         """
         at = tuple(at)[: len(self.sizes)]
         if self.kind == "fsdp_dtensor":
@@ -94,15 +97,14 @@ class RngLayout:
 def detect(
     keys: Iterable[str], *, prefix: str | None = None, module: str | None = None
 ) -> tuple[RngLayout, ...]:
-    """The layouts of records that a checkpoint with these keys has, the one that says most first;
-    often none.
+    """Return the layouts of records in a checkpoint with these keys, the most detailed first.
 
-    The ``prefix`` comes before ``rng_state``, and ``""`` is none; the ``module`` comes after it,
-    Megatron-Bridge's way.
+    The result is often empty. The ``prefix`` comes before ``rng_state``, and ``""`` is no prefix.
+    The ``module`` comes after it, as in Megatron-Bridge.
 
     Raises:
         CheckpointMismatchError: there are several prefixes or modules and none was named, or the
-            one named is not there.
+            named one is missing.
         BrokenCheckpointError: records of some ranks are missing.
     """
     shards: dict[tuple[str, tuple[int, ...]], set[tuple[int, ...]]] = {}
@@ -151,9 +153,9 @@ def _wanted(names: Sequence[str], prefix: str | None, module: str | None) -> str
 
 
 def _whole(key: str, sizes: tuple[int, ...], places: set[tuple[int, ...]]) -> tuple[int, ...]:
-    """``sizes``, where there is a record of every place."""
+    """Return ``sizes``, after checking that every place has a record."""
     total = math.prod(sizes)
-    # Sizes come from a file: nothing may grow with them.
+    # Sizes come from a file, so no memory may grow with them.
     missing = (at for at in (_unravel(n, sizes) for n in range(total)) if at not in places)
     some = list(itertools.islice(missing, 4))
     if some or len(places) != total:

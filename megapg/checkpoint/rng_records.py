@@ -1,8 +1,8 @@
-"""Random streams to write, and to restore: which records of a checkpoint are this rank's.
+"""Writing and restoring random streams: the choice of this rank's records in a checkpoint.
 
-A record asked for by its place alone may be another rank's: see
-:mod:`~megapg.checkpoint.rng_layouts`. Here a stream is restored on the rank that had it, or is
-started afresh.
+A record looked up by its place only may belong to another rank: see
+:mod:`~megapg.checkpoint.rng_layouts`. Here a stream is restored on the rank that had it, or gets a
+new seed.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _NEEDS: tuple[Field, ...] = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp")
 def groups_for(
     pg_collection: ProcessGroupCollection | MegatronCollection | None, owner: str
 ) -> ProcessGroupCollection:
-    """The groups of a save or load, with all the fields that it reads.
+    """Return the groups of a save or load, with all the fields that it reads.
 
     Raises:
-        MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`. Where
-            weights are sharded (gtp_remat) it takes ``dp_cp_gtp_remat``, too.
+        MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`. If
+            weights are sharded (gtp_remat), ``dp_cp_gtp_remat`` is needed too.
     """
     pg = require_groups(resolve(pg_collection, needs=_NEEDS, owner=owner))
     return pg.require(replicas(pg), owner=owner)
@@ -56,10 +56,10 @@ _OWN: Mapping[str, tuple[str, tuple[Field, ...]]] = {
     SHARD_STREAM: ("the part of the weights", ("tp", "gtp_remat")),
     EXPERT_SHARD_STREAM: ("the part of the experts' weights", ("ep", "expt_tp", "expt_gtp_remat")),
 }
-"""Streams that differ between replicas of a pipeline and tensor rank: by what, along which axes."""
+"""Stream that differs between replicas of a pp and tp rank -> its part of the model, and axes."""
 
 _SHARDED: Mapping[str, Field] = {SHARD_STREAM: "gtp_remat", EXPERT_SHARD_STREAM: "expt_gtp_remat"}
-"""Those that there are where weights are sharded, along which axis."""
+"""Streams that exist only if weights are sharded, with the axis."""
 
 
 # -- writing -----------------------------------------------------------------------------------
@@ -72,10 +72,11 @@ def entries(
     *,
     key: str = KEY,
 ) -> list[ShardedObject]:
-    """This rank's entries of what :func:`megapg.capture_rng_state` returned, one of each layout.
+    """Return this rank's entries for the records of :func:`megapg.capture_rng_state`, one per
+    layout.
 
-    They share a key, with prefix or module, and differ in shape, which Megatron-core's readers take
-    and the check of its ``save`` (``validate_access_integrity``) does not.
+    They share a key, with prefix or module, and differ in shape. Megatron-core's readers accept
+    that; the check of its ``save`` (``validate_access_integrity``) does not.
 
     Raises:
         UnsupportedOptionError: a layout that is not written.
@@ -93,20 +94,20 @@ def entries(
 
 
 ALIKE = "replicas_draw_alike"
-"""Where megapg notes what :func:`drew_alike` found, for one record to stand for several ranks."""
+"""The key of megapg's notes with the result of :func:`drew_alike`."""
 
 
 Drawn: TypeAlias = tuple[tuple[int, int], bytes]
-"""Of which pipeline and tensor rank a rank is a replica, and where its streams are."""
+"""The pipeline and tensor rank that a rank is a replica of, and a digest of its streams."""
 
 
 def drawn(records: list[RngState], pg: ProcessGroupCollection) -> Drawn:
-    """This rank's."""
+    """Return the place of this rank and a digest of its streams."""
     return _place(pg)[:2], _digest(records)
 
 
 def drew_alike(streams: Iterable[Drawn]) -> bool:
-    """Whether the replicas of each pipeline and tensor rank are at one point, experts apart."""
+    """True if the replicas of each pp and tp rank have equal streams, apart from the experts'."""
     found = set(streams)
     return len(found) == len({place for place, _ in found})
 
@@ -116,13 +117,13 @@ def drew_alike(streams: Iterable[Drawn]) -> bool:
 
 @dataclass(frozen=True)
 class RngReport:
-    """How faithful the random streams of this rank are.
+    """The result of restoring the random streams of this rank.
 
     Attributes:
-        exact: every stream goes on where this rank's was when the checkpoint was saved. Of
-            Megatron's checkpoints with one record for all data-parallel replicas, that takes
-            them to draw alike, as under Megatron's own seeding.
-        reason: in a sentence, why or why not.
+        exact: every stream continues where this rank's stream was at the save. If Megatron saved
+            one record for all data-parallel replicas, this assumes Megatron's own seeding, where
+            they draw the same numbers.
+        reason: a sentence that says why.
     """
 
     exact: bool
@@ -139,38 +140,36 @@ def record_for_this_rank(
     iteration: int = 0,
     stacklevel: int = 2,
 ) -> tuple[RngState, RngReport]:
-    """The record to restore here, by ``restore_rng_state([record], pg)``. No communication.
+    """Return the record to restore here, by ``restore_rng_state([record], pg)``. No communication.
 
-    What this rank had when it saved is what it gets. Where the checkpoint can't tell, it gets
-    fresh streams instead, from a seed made of the checkpoint's content: the same at every load, as
-    different between ranks as :func:`megapg.seed_all` makes them, and nobody else's.
+    A rank gets its own streams of the save. If the checkpoint does not have them, the rank gets
+    fresh streams, from a seed made of the checkpoint's content. They are the same at every load,
+    differ between ranks as :func:`megapg.seed_all` makes them, and equal no other rank's.
 
-    * The sizes are other ones (pp, tp, ep, expt_tp, of per_rank also dp_cp, with
-      ``data_parallel_random_init`` also dp and cp), or the device is of another kind: every stream
-      is fresh.
-    * There is one record for all data-parallel replicas, and the save noted that they drew
-      differently: every stream is fresh, but on the first of them, which wrote it.
-    * The record was taken on a rank with other experts: ``expert-parallel-rng`` is fresh, equal on
-      the ranks that share experts, and all others are exact. So it is with the streams of sharded
-      weights (GTP) and another part of the weights, or none.
+    * All streams are fresh if sizes changed (pp, tp, ep, expt_tp, for per_rank also dp_cp, with
+      ``data_parallel_random_init`` also dp and cp), or the kind of device did.
+    * All streams are fresh if there is one record for all data-parallel replicas and the save noted
+      that they drew differently. Only the first replica, which wrote the record, is exact.
+    * If the record was taken on a rank with other experts, ``expert-parallel-rng`` is fresh. It is
+      equal on the ranks that share experts. All other streams are exact. The same holds for the
+      streams of sharded weights (GTP).
 
-    Nothing live is touched, and the record is known to fit the generators and the tracker here.
+    No live stream is changed. The record is checked to fit the generators and the tracker here.
 
     Args:
-        layouts: what ``rng_layouts.detect()`` found; the first that fits is read.
+        layouts: the result of ``rng_layouts.detect()``; the first that fits is read.
         read: loads one entry.
-        pg: the groups, as :func:`groups_for` gives them.
-        saved: the layout of the run that saved, where it is known. Without it, it is taken to be
-            that of ``pg``.
-        alike: whether the data-parallel replicas drew alike, where the save noted it.
+        pg: the groups, from :func:`groups_for`.
+        saved: the layout of the run that saved. If None, the layout of ``pg`` is assumed.
+        alike: whether the data-parallel replicas drew alike; None if the save did not note it.
         iteration: of the checkpoint; goes into fresh seeds.
-        stacklevel: whose line the warning names, as for ``warnings.warn``.
+        stacklevel: the caller that the warning names, as for ``warnings.warn``.
 
     Warns:
-        RngStateWarning: not exact.
+        RngStateWarning: the streams are not exact.
 
     Raises:
-        BrokenCheckpointError, CheckpointMismatchError: records that are none, or that do not fit.
+        BrokenCheckpointError, CheckpointMismatchError: a record is invalid or does not fit.
     """
     record, report = _Search(layouts, read, pg, saved, alike, iteration).decide()
     if not report.exact:
@@ -180,7 +179,7 @@ def record_for_this_rank(
 
 @dataclass
 class _Search:
-    """One run of :func:`record_for_this_rank`; the arguments are its."""
+    """One run of :func:`record_for_this_rank`, with its arguments."""
 
     _layouts: Sequence[RngLayout]
     _read: Read
@@ -200,7 +199,8 @@ class _Search:
             return self._afresh(f"{layout.key} was saved with other sizes: {changes}")
         full = next((each for each in self._layouts if each.kind == "per_rank"), None)
         if layout.kind != "per_rank" and full is not None and full.sizes[:2] == layout.sizes[:2]:
-            # Whether one record stands for all of a pp and tp rank can be told. Experts apart.
+            # Another layout tells whether the ranks of a pp and tp rank drew alike, apart from
+            # experts.
             at = [(*self._place[:2], rank) for rank in range(full.sizes[2])]
             if len({_digest(full.read(self._read, each)) for each in at}) > 1:
                 return self._afresh(
@@ -246,7 +246,7 @@ class _Search:
         return mine, RngReport(False, reason)
 
     def _why(self, lost: Sequence[str], lacking: Collection[str]) -> str:
-        """Why these streams are lost, some of them as the checkpoint lacks them."""
+        """Return why these streams are lost. Those in ``lacking`` are not in the checkpoint."""
         whys = ["was saved by a run that sharded no weights"] if lacking else []
         others = [name for name in lost if name not in lacking]
         if others:
@@ -260,13 +260,13 @@ class _Search:
         return " and ".join(whys)
 
     def _lacking(self, record: object) -> dict[str, torch.Tensor]:
-        """Fresh streams of sharded weights, where a run without them has saved."""
+        """Return fresh streams of sharded weights if the run that saved had none."""
         if not isinstance(record, Mapping) or not isinstance(_streams(record), Mapping):
             return {}
         here = [name for name, axis in _SHARDED.items() if _size(self._pg, axis) > 1]
         lacking = [name for name in here if name not in _streams(record)]
         if not lacking:
-            return {}  # and the first rank's record is not read
+            return {}  # the first rank's record is not read
         fresh = self._fresh()["rng_tracker_states"]
         return {name: fresh[name] for name in lacking}
 
@@ -281,7 +281,7 @@ class _Search:
         )
 
     def _changes(self, layout: RngLayout) -> str:
-        """``"pp 2 -> 1, tp 2 -> 4"``: what makes the records those of other ranks."""
+        """Return the sizes that changed, as in ``"pp 2 -> 1, tp 2 -> 4"``; empty if none."""
         pg, saved = self._pg, self._saved
         then = dict(zip(AXES, layout.sizes, strict=False))
         now = dict(zip(AXES, _sizes(pg), strict=True))
@@ -294,7 +294,7 @@ class _Search:
         )
 
     def _index(self, count: int) -> int | None:
-        """Which record of a list is this rank's, if any."""
+        """Return the index of this rank's record in a list; None if there is none."""
         pg, saved = self._pg, self._saved
         dp, dp_cp = pg.size("dp"), pg.size("dp_cp")
         if count == 1:
@@ -305,15 +305,15 @@ class _Search:
             return self._place[2] if count == pg.size(replicas(pg)) and dp == dp_cp else None
         if count == dp:
             return pg.rank("dp")
-        # Megatron-Bridge's list: as that of another dp, where nobody knows the cp.
+        # Megatron-Bridge's list. If the saved cp is unknown, it is taken as that of another dp.
         return pg.rank("dp_cp") if count == dp_cp and saved is not None else None
 
     def _tp_with_my(self, axes: Sequence[Field], index: int, count: int) -> int | None:
-        """The tp rank whose records were taken on ranks that are where this one is along the axes;
-        ours if possible.
+        """Return a tp rank whose records come from ranks with this rank's place along ``axes``.
 
-        Experts are not cut along the dense grid's axes: the record that this rank takes its other
-        streams from may be of other experts, and that of another tp rank of the same.
+        This rank's own tp rank is preferred. Experts are not cut along the dense grid's axes. So
+        the record of this rank's other streams may have other experts, and that of another tp rank
+        the same.
         """
         layout, pg = self._layout, self._pg
         pp, tp, number = self._place
@@ -338,7 +338,9 @@ class _Search:
         return record, RngReport(False, f"{why}; every stream starts afresh")
 
     def _fresh(self) -> RngState:
-        """New streams for this rank, from what every rank reads alike: the first rank's records."""
+        """Return new streams for this rank, seeded from records that all ranks read: the first
+        rank's.
+        """
         records = self._layout.read(self._read, (0, 0, 0))
         content = hashlib.sha256(str(self._iteration).encode())
         for piece in _bytes(records):
@@ -349,14 +351,17 @@ class _Search:
         first = records[0]
         states = first.get("rng_tracker_states") if isinstance(first, Mapping) else None
         for name in states if isinstance(states, Mapping) else ():
-            if name not in record["rng_tracker_states"]:  # one that the user added
+            if name not in record["rng_tracker_states"]:  # a stream that the user added
                 own = hashlib.sha256(content.digest() + repr((name, self._place[:2])).encode())
                 record["rng_tracker_states"][name] = stream(_seed(own.digest()))
         return record
 
 
 def _fits(layout: RngLayout, grid: ParallelLayout) -> bool:
-    """A checkpoint of several modules names one layout, which need not be that of this one."""
+    """True if the saved layout is that of these records.
+
+    A checkpoint of several modules notes one layout, which may be another module's.
+    """
     sizes = (grid.pp, grid.tp, grid.dp * grid.cp * grid.gtp_remat)
     return sizes[: len(layout.sizes)] == layout.sizes
 
@@ -364,7 +369,7 @@ def _fits(layout: RngLayout, grid: ParallelLayout) -> bool:
 def _taken_on(
     layout: RngLayout, grid: ParallelLayout, at: tuple[int, int, int], index: int, count: int
 ) -> Sequence[int]:
-    """Global ranks of the saving run that a record can be from."""
+    """Return the global ranks of the saving run that a record can be from."""
     rank, all_replicas = grid.ranks[0], replicas(grid)
     place = at if layout.kind == "per_rank" else (*at[:2], 0)
     for axis, coordinate in zip((*AXES[:2], all_replicas), place, strict=True):
@@ -377,12 +382,12 @@ def _taken_on(
 
 
 def _streams(record: Mapping[str, object]) -> Mapping[str, object]:
-    """Those of the tracker; as they are, where they are no mapping."""
+    """Return the tracker's streams, also if they are no mapping."""
     return cast("Mapping[str, object]", record.get("rng_tracker_states"))
 
 
 def _size(pg: ProcessGroupCollection, axis: Field) -> int:
-    """Along an axis; 1 where the collection has none such."""
+    """Return the size along an axis; 1 if the collection does not have it."""
     return 1 if getattr(pg, axis, None) is None else pg.size(axis)
 
 
@@ -408,7 +413,7 @@ def _seed(digest: bytes) -> int:
 
 
 def _bytes(value: object) -> Iterable[bytes]:
-    """A record's content, whatever it went through on its way to the disk and back."""
+    """Yield the content of a record, independent of how it was stored."""
     if isinstance(value, torch.Tensor):
         value = value.numpy()
     if isinstance(value, np.ndarray):

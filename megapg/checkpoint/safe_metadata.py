@@ -1,6 +1,6 @@
 """Reading ``.metadata``, a bare pickle, safely: :func:`parse_metadata`.
 
-What the unpickler builds of stand-ins is checked part by part and copied into torch's own classes.
+The unpickler builds stand-ins. They are checked part by part and copied into torch's own classes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ T = TypeVar("T")
 
 
 def parse_metadata(data: bytes, what: str) -> Metadata:
-    """The metadata of a torch distributed checkpoint, from the bytes of its ``.metadata``.
+    """Return the metadata of a torch distributed checkpoint, from the bytes of its ``.metadata``.
 
-    Everything a reader needs is there: ``state_dict_metadata``, ``storage_data``, ``planner_data``,
-    ``storage_meta`` and ``version``. The save plans that Megatron-core adds for its own savers
-    (``all_local_plans``) are left out.
+    The result has every field that a reader needs: ``state_dict_metadata``, ``storage_data``,
+    ``planner_data``, ``storage_meta`` and ``version``. The save plans that Megatron-core adds for
+    its own savers (``all_local_plans``) are left out.
 
     Args:
         data: the whole file.
@@ -59,7 +59,7 @@ def parse_metadata(data: bytes, what: str) -> Metadata:
         return _metadata(_Unpickler(io.BytesIO(data), what).load())
     except UnsafeCheckpointError:
         raise
-    except Exception as error:  # what a damaged pickle raises is anybody's guess
+    except Exception as error:  # a damaged pickle may raise anything
         raise damaged(what, error) from error
 
 
@@ -82,7 +82,7 @@ class _Properties(StandIn):
 
 
 class _Unused(StandIn):
-    """Of no use to a reader: the plans of the save."""
+    """A save plan, which no reader needs."""
 
     def __new__(cls, *arguments: object) -> _Unused:
         return super().__new__(cls)
@@ -110,7 +110,7 @@ _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(va
 
 _DCP = "torch.distributed.checkpoint"
 _MCORE = "megatron.core.dist_checkpointing.strategies.torch"
-_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # where torch < 2.3 had them
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # the module in torch < 2.3
 
 _STAND_INS: Mapping[tuple[str, str], type] = {
     (f"{_DCP}.metadata", "Metadata"): _Whole,
@@ -160,7 +160,7 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-# What follows raises whatever comes first on a stand-in that is not filled as torch fills it.
+# The functions below raise any error if torch did not fill a stand-in.
 
 
 def _metadata(found: object) -> Metadata:
@@ -256,7 +256,7 @@ def _place(found: object) -> StorageInfo:
 
 
 def _planner_data(found: object) -> dict[str, tuple[str | int, ...]] | None:
-    """Where each key sat in the nested state dict, as torch's own planner writes it."""
+    """Return the path of each key in the nested state dict, as torch's own planner writes it."""
     if found is None:
         return None
     return {
@@ -281,7 +281,9 @@ def _origin(found: object) -> StorageMeta | None:
 
 
 def _made(kind: type[T], **values: object) -> T:
-    """One of torch's classes, with what it has a field for: releases have added some."""
+    """Return an object of one of torch's classes, without values that this release has no field
+    for.
+    """
     known = {each.name for each in dataclasses.fields(cast("type[Any]", kind))}
     return kind(**{name: value for name, value in values.items() if name in known})
 

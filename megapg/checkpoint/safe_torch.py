@@ -1,4 +1,4 @@
-"""Reading what ``torch.save`` wrote, safely: ``common.pt`` and the entries of shards."""
+"""Reading files of ``torch.save`` safely: ``common.pt`` and the entries of shards."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from megapg.errors import MegapgError
 
 
 def load_safely(data: bytes, what: str) -> object:
-    """What ``torch.save`` wrote, with tensors on the CPU, if it holds only what a checkpoint needs.
+    """Load a file of ``torch.save``, with tensors on the CPU, if it holds only what a checkpoint
+    needs.
 
-    That is what torch itself takes with ``weights_only=True``, and what Megatron-core adds for its
-    common state (``megatron/core/safe_globals.py``): namespaces, NumPy arrays of numbers as in
-    NumPy's random state, paths, signals, generators, and classes of its own. Where megatron.core is
-    not imported, objects of those classes come as stand-ins that print their name and value, so
-    that a checkpoint can be looked at without it. torch's own list is as before afterwards.
+    Allowed are the types that torch takes with ``weights_only=True``, and those that Megatron-core
+    adds for its common state (``megatron/core/safe_globals.py``): namespaces, NumPy arrays of
+    numbers as in NumPy's random state, paths, signals, generators, and some of its own classes. If
+    megatron.core is not imported, objects of those classes become stand-ins that print their name
+    and value. So a checkpoint can be inspected without Megatron-core. torch's own list of safe
+    globals is restored afterwards.
 
     Args:
         data: the file's bytes.
@@ -48,7 +50,7 @@ def load_safely(data: bytes, what: str) -> object:
 
 @contextlib.contextmanager
 def naming(what: str | os.PathLike[str]) -> Iterator[None]:
-    """Read a file of ``torch.save`` in the block: errors of torch become those of megapg.
+    """Turn torch's errors of reading a file of ``torch.save`` in the block into megapg's.
 
     Args:
         what: the file's name, for messages.
@@ -59,9 +61,9 @@ def naming(what: str | os.PathLike[str]) -> Iterator[None]:
     """
     try:
         yield
-    except MegapgError:  # of ours: others may have failed while this rank was reading
+    except MegapgError:  # megapg's own: another rank may have failed during the read
         raise
-    except Exception as error:  # what a damaged file raises is anybody's guess
+    except Exception as error:  # a damaged file may raise anything
         if refused := _REFUSALS.search(str(error)):
             name = next(group for group in refused.groups() if group)
             refuse(str(what), name.rstrip("."), error)
@@ -102,7 +104,7 @@ _CLASSES_OF_MEGATRON = (
 )
 
 
-@functools.cache  # it looks for names in modules, which takes longer than to read a small object
+@functools.cache  # resolving names in modules takes longer than reading a small object
 def _safe_globals(with_megatron: bool) -> tuple[_Global, ...]:
     classes = [
         argparse.Namespace,
@@ -118,7 +120,9 @@ def _safe_globals(with_megatron: bool) -> tuple[_Global, ...]:
 
 
 def _numpy_globals() -> list[_Global]:
-    """What an array of numbers takes; without the object type, whose elements are pickles."""
+    """Return the names for an array of numbers, without the object type, whose elements are
+    pickles.
+    """
     try:
         import numpy
         from numpy._core.multiarray import _reconstruct
@@ -136,7 +140,7 @@ def _numpy_globals() -> list[_Global]:
 
 def _of_megatron(name: str, known: bool) -> _Global:
     if known:
-        with contextlib.suppress(AttributeError, ImportError):  # some are of newer versions
+        with contextlib.suppress(AttributeError, ImportError):  # some exist in newer versions only
             return pkgutil.resolve_name(name), name
     return type(name.rpartition(".")[2], (_Foreign,), {"name": name}), name
 
@@ -146,9 +150,9 @@ _LIST_OF_TORCH = threading.Lock()
 
 @contextlib.contextmanager
 def _listed(names: Sequence[_Global]) -> Iterator[None]:
-    """Put names on torch's list of safe globals for a block; those that are there stay there.
+    """Put names on torch's list of safe globals for a block; those already there stay.
 
-    The list is the process's, and torch's own block would take off what others had put on.
+    The list is global, and torch's own block would remove names that others had added.
     """
     with _LIST_OF_TORCH:
         before = torch.serialization.get_safe_globals()
@@ -161,12 +165,12 @@ def _listed(names: Sequence[_Global]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TensorForm:
-    """A plain tensor, apart from its numbers.
+    """A plain tensor without its numbers.
 
     Attributes:
         dtype: of the numbers.
-        storage: the name of the member of the archive that has them.
-        bytes: how many that member has.
+        storage: the name of the archive member with the numbers.
+        bytes: size of that member.
         size: the shape.
         stride: in elements, one for each dimension.
         offset: of the first element.
@@ -181,10 +185,10 @@ class TensorForm:
 
 
 def parse_tensor_form(data: bytes) -> TensorForm | None:
-    """The form of a tensor, from the ``data.pkl`` of an archive that ``torch.save`` wrote.
+    """Return the form of a tensor, from the ``data.pkl`` of an archive of ``torch.save``.
 
-    None if that is no plain tensor, or damaged, or hostile: then :func:`load_safely` knows what to
-    say. This one is here because it takes a tenth of the time.
+    None if it is no plain tensor, damaged or hostile. Then :func:`load_safely` raises the right
+    error. This function exists because it takes a tenth of the time.
     """
     if len(data) > _LONGEST_FORM:
         return None
@@ -205,7 +209,7 @@ def parse_tensor_form(data: bytes) -> TensorForm | None:
         dtype = checked(dtype, torch.dtype)
         width = dtype.itemsize
         return TensorForm(dtype, checked(name, str), _natural(count) * width, size, stride, offset)
-    except Exception:  # what a damaged pickle raises is anybody's guess
+    except Exception:  # a damaged pickle may raise anything
         return None
 
 

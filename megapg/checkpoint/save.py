@@ -1,9 +1,9 @@
 """Saving a checkpoint: :func:`save_checkpoint`.
 
-Every rank writes its own files into a directory that nobody takes for a checkpoint, and syncs
-them. Only when all have, the first rank adds what makes the directory one, gives it its name, and
-last of all writes the tracker. In between the ranks talk over the store, not through collectives,
-so a save may go on in the background, and a rank that dies leaves nobody hanging.
+Every rank writes and syncs its own files in a hidden directory. When all have, the first rank adds
+the files that complete the checkpoint, gives the directory its final name, and finally writes the
+tracker. In between, the ranks communicate over the store, not through collectives. So a save may
+run in the background, and a rank that dies leaves no other rank hanging.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ from megapg.torch_private import StorageInfo
 logger = logging.getLogger(__name__)
 
 RngRecords: TypeAlias = Literal["both", "per_rank", "per_tp_pp"]
-"""How random streams are kept: one record for every rank (Megatron's main branch since #6858), one
-for each tensor and pipeline rank (what Megatron-core up to 0.19 reads), or both."""
+"""The records of random streams to write: one for every rank (Megatron's main branch since #6858),
+one for each tensor and pipeline rank (read by Megatron-core up to 0.19), or both.
+"""
 
 _LAYOUTS: Mapping[RngRecords, tuple[Kind, ...]] = {
     "both": ("per_rank", "per_tp_pp"),
@@ -108,54 +109,55 @@ def save_checkpoint(
 ) -> CheckpointSave:
     """Save a checkpoint that Megatron loads too. Every rank of the groups calls it.
 
-    It becomes visible when it is complete, not before: whatever happens on the way, the one before
-    it stays the latest. What an interrupted save left is removed by the next one.
+    The checkpoint becomes visible only when it is complete. Until then the previous one stays the
+    latest, whatever happens. The next save removes the files of an interrupted one.
 
     Args:
         directory: where the checkpoints are, seen by all ranks under one path; made if missing.
-        iteration: the number of steps trained; the checkpoint is in ``iter_<7 digits>``. One of the
-            same number that is there is replaced.
+        iteration: the number of steps trained; the checkpoint is in ``iter_<7 digits>``. It
+            replaces an existing one of the same number.
         model: the model, or its chunks (virtual pipeline), wrapped for data parallelism or not.
-        optimizer: what ``get_megatron_optimizer`` returned.
-        scheduler: an ``OptimizerParamScheduler``, or what else has a ``state_dict``.
-        pg_collection: the groups that model and optimizer were built with. Left out, they come from
-            Megatron's globals through :func:`megapg.resolve`.
-        args: Megatron's arguments, kept and handed back by :func:`~megapg.load_checkpoint`.
-            Megatron checks a good many of them when it loads.
-        extra: more state of yours, equal on all ranks (that of the first is kept): numbers,
-            strings, containers, tensors. It lies beside Megatron's in the common state.
+        optimizer: the result of ``get_megatron_optimizer``.
+        scheduler: an ``OptimizerParamScheduler``, or another object with a ``state_dict``.
+        pg_collection: the groups that model and optimizer were built with. Default: Megatron's
+            globals, through :func:`megapg.resolve`.
+        args: Megatron's arguments, which :func:`~megapg.load_checkpoint` returns. Megatron checks
+            many of them when it loads.
+        extra: more state of yours, equal on all ranks (the first rank's is saved): numbers,
+            strings, containers, tensors. It is stored in Megatron's common state.
         rank_extra: this rank's own state, such as its data loader's, of the same kinds of values.
-            If one rank gives it, all do; an empty dict will do. Each rank gets its own back where
-            :func:`~megapg.load_checkpoint` finds it in the same place.
+            If one rank gives it, all must; an empty dict is enough. :func:`~megapg.load_checkpoint`
+            returns each rank its own, if the rank is in the same place of the job.
         num_floating_point_operations: done so far; kept for Megatron.
         optimizer_sharding: how the distributed optimizer's state is cut.
-        rng_layout: how random streams are kept; "both" is read by every Megatron.
-        rng_key: what they are kept under; several models in one checkpoint need one each.
+        rng_layout: the records of random streams to write; every Megatron reads "both".
+        rng_key: the key of the random streams; several models in one checkpoint need one each.
         data_parallel_random_init: keep the streams of every data-parallel rank, as with Megatron's
             option of that name.
-        fully_parallel: spread what data-parallel ranks hold in common over them for writing.
+        fully_parallel: share the writing of replicated state among the data-parallel ranks.
         release: write the directory ``release`` instead, which loads as iteration 0.
-        keep: how many complete checkpoints to keep, this one included; all unless given.
-        retain_every: with ``keep``, iterations that are a multiple of it stay for good, beside
-            those that ``keep`` counts.
-        asynchronous: return once the state is copied, and write in the background. Errors surface
-            in ``wait()``, at the next save or load with these groups, or when their session closes,
-            which waits. The memory of the copies is kept for the next save until then.
-        in_flight: how many background saves may be under way; one more waits for the oldest.
-        timeout: seconds of silence after which another rank is given up; unless given that of the
-            session, and 300 for groups that no session owns. The few collectives of Megatron's on
-            the way end after the groups' own ``collective_timeout``.
+        keep: how many complete checkpoints to keep, this one included. Default: all.
+        retain_every: with ``keep``, iterations that are a multiple of it are kept for good, in
+            addition to those that ``keep`` counts.
+        asynchronous: return once the state is copied, and write in the background. Errors are
+            raised by ``wait()``, by the next save or load with these groups, or when their session
+            closes, which waits. Until then the memory of the copies is kept for the next save.
+        in_flight: how many background saves may run at once; a further one waits for the oldest.
+        timeout: seconds after which a silent rank counts as lost. Default: the session's timeout,
+            or 300 for groups without a session. Megatron's few collectives during the save end
+            after the groups' own ``collective_timeout``.
 
     Returns:
-        The save: finished, or with ``asynchronous`` to be waited for.
+        The save. It is finished, or with ``asynchronous`` still running.
 
     Raises:
-        CheckpointSaveError: a rank failed or died, the disk is full or read-only, the values can't
-            be saved; on every rank that lives, naming who and what.
+        CheckpointSaveError: a rank failed or died, the disk is full or read-only, or the values
+            can't be saved. It is raised on every rank that lives, and names the rank and the
+            reason.
         CheckpointError: arguments that make no sense.
         MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
-    core_version()  # an older one has other checkpoints
+    core_version()  # older versions have other checkpoints
     pg = rng_records.groups_for(pg_collection, "save_checkpoint")
     if asynchronous and pg is not pg_collection:
         raise CheckpointError(
@@ -199,7 +201,7 @@ def save_checkpoint(
         late = behind(chunks)
         weights = weights_of(leaves_of(optimizer), late, model_now) if late else None
         must_gather = bool(late) and weights is None
-        # A rank that fails beside a collective leaves the others in it: first all have come there.
+        # Wait for all ranks: a rank that fails near a collective leaves the others in it.
         team.agree("arguments", wait=must_gather)
         if must_gather:
             with exchanging("parameters", team):
@@ -275,7 +277,7 @@ def save_checkpoint(
 
 @dataclass
 class _Work:
-    """What is left once the state is in hand: no collectives, so it may go on in the background."""
+    """The second half of a save. It has no collectives, so it can run in the background."""
 
     what: str
     team: JointWork
@@ -300,7 +302,7 @@ class _Work:
             CheckpointSaveError: here or on another rank.
         """
         started = time.monotonic()
-        # Undone last: the others must hear what went wrong before they miss the directory.
+        # Undone last: the others must get the error before they miss the directory.
         ending = contextlib.ExitStack()
         with _naming(self.what, self.team), self.team.in_one_thread(), ending as undo, self.team:
             team = self.team
@@ -328,7 +330,7 @@ class _Work:
             if partial is not None:
                 sums = self._complete(partial.path, reports)
                 while self.after is not None and not self.after.join(0.1):
-                    team.progress()  # an older save must not name itself the latest after us
+                    team.progress()  # an older save must not make itself the latest after this one
                 team.heed()
                 with team.busy():
                     info = partial.publish(self.keep, retain_every=self.retain_every)
@@ -342,7 +344,7 @@ class _Work:
             return published
 
     def _complete(self, here: Path, reports: Mapping[int, bytes]) -> dict[str, FileSum]:
-        """Add what is there once: metadata, common state, manifest."""
+        """Add the files that exist once: metadata, common state, manifest."""
         plans: dict[int, list[WriteItem]] = {}
         places: dict[int, list[StorageInfo]] = {}
         sums: dict[str, FileSum] = {}
@@ -372,7 +374,7 @@ class _Work:
         return sums
 
 
-# What metadata.json says; Megatron-core 0.19 asks for the first two, earlier ones for all.
+# Contents of metadata.json. Megatron-core 0.19 reads the first two, earlier versions all.
 _FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -382,7 +384,7 @@ _FORMAT = {
 
 
 def _serialised(value: object, what: str, name: str) -> bytes:
-    """What ``torch.save`` makes of a value, once it is certain that it can be loaded again."""
+    """Return the bytes that ``torch.save`` makes of a value, and check that they load safely."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -415,7 +417,7 @@ def _check_arrived(file: Path, size: int, rank: int) -> None:
 
 @contextlib.contextmanager
 def _naming(what: str, team: JointWork) -> Iterator[None]:
-    """Errors that say what was going on; the last checkpoint is safe in every case."""
+    """Add what was being saved to errors. The last checkpoint is safe in every case."""
     try:
         yield
     except OthersFailedError as error:

@@ -1,9 +1,9 @@
-"""The scheduler's state: taken over exactly as it was saved, or not at all.
+"""The scheduler's state, restored exactly as it was saved or not at all.
 
-Loading is the scheduler's own ``load_state_dict``. Megatron-core's adds the saved steps to those it
-has taken, and may refuse half-way. What a scheduler changes besides itself are learning rate and
+Loading uses the scheduler's own ``load_state_dict``. Megatron-core's adds the saved steps to the
+steps it has taken, and may fail half-way. Besides itself, a scheduler changes the learning rate and
 weight decay in its optimizer's parameter groups. So a load is first tried and undone
-(:func:`check`), before anything else is touched, and made in the end (:func:`restore`).
+(:func:`check`), before anything else is changed. :func:`restore` then does it for good.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megapg.checkpoint.state import Stateful
 from megapg.errors import CheckpointMismatchError
 
 _COUNTER = "num_steps"
-"""Where Megatron-core's scheduler counts, and what it saves that under; so do copies of it."""
+"""The attribute and state key of the step counter in Megatron-core's scheduler and copies of it."""
 
 
 def check(scheduler: Stateful, saved: Mapping[str, object]) -> None:
-    """Whether the scheduler takes this state. It is afterwards as it was before, come what may.
+    """Check that the scheduler accepts this state. The scheduler is unchanged afterwards.
 
     Raises:
-        CheckpointMismatchError: it refuses the state, or ends up elsewhere at every load of it.
+        CheckpointMismatchError: it refuses the state, or two loads of it give different results.
     """
     with _undone(scheduler):
         try:
@@ -54,10 +54,10 @@ def check(scheduler: Stateful, saved: Mapping[str, object]) -> None:
 
 
 def restore(scheduler: Stateful, saved: Mapping[str, object]) -> None:
-    """Have the scheduler take this state, and its optimizer's groups the values that belong to it.
+    """Load this state into the scheduler, and the matching values into its optimizer's groups.
 
     Args:
-        scheduler: whatever it was before.
+        scheduler: in any state.
         saved: its ``state_dict()`` at the save; it is copied.
     """
     for each in filter(_is_stateful, _parts(scheduler)):
@@ -68,9 +68,9 @@ def restore(scheduler: Stateful, saved: Mapping[str, object]) -> None:
     outer = _outermost(scheduler)
     for each in outer:
         if sum(other.optimizer is each.optimizer for other in outer) > 1:
-            continue  # which of them is at work, only the scheduler knows
+            continue  # only the scheduler knows which of them is active
         if isinstance(each, OptimizerParamScheduler):
-            each.step(0)  # it set the groups before it knew the weight decay that it loaded
+            each.step(0)  # it set the groups before it had loaded the weight decay
         else:
             # torch's leave the groups to the optimizer's own state, which may not have been loaded.
             groups = each.optimizer.param_groups
@@ -79,7 +79,7 @@ def restore(scheduler: Stateful, saved: Mapping[str, object]) -> None:
 
 
 def _outermost(scheduler: Stateful) -> list[Any]:
-    """The schedulers of Megatron-core's and torch's that are not a part of another of these."""
+    """Return the schedulers of Megatron-core and torch that are not part of another of them."""
     kinds = (OptimizerParamScheduler, LRScheduler)
     known = [each for each in _parts(scheduler) if isinstance(each, kinds)]
     inner = {id(part) for each in known for part in _parts(vars(each))}
@@ -88,7 +88,7 @@ def _outermost(scheduler: Stateful) -> list[Any]:
 
 def _set(group: dict[str, Any], name: str, value: object) -> None:
     live = group.get(name)
-    if isinstance(live, torch.Tensor):  # captured by a CUDA graph, and so filled in place
+    if isinstance(live, torch.Tensor):  # captured by a CUDA graph, so filled in place
         live.copy_(torch.as_tensor(value))
     else:
         group[name] = value
@@ -108,8 +108,9 @@ def _undone(scheduler: Stateful) -> Iterator[None]:
 
 
 def _parts(value: Any, seen: dict[int, object] | None = None) -> Iterator[Any]:
-    """What a load of this may change: itself, its attributes, what is in there and so on. What has
-    no state of its own stays as it is, and of an optimizer all but the values of its groups.
+    """Yield every object that a load may change: ``value``, its attributes, their items and so on.
+
+    Objects without state are left out. Of an optimizer only the values of its groups are included.
     """
     seen = {} if seen is None else seen
     inner: Iterable[Any] = ()
@@ -144,7 +145,7 @@ def _is_optimizer(value: object) -> bool:
 
 
 def _memory(part: Any) -> Iterator[Callable[[], object]]:
-    """What makes a part what it is now; it stays the same object, and others may refer to it."""
+    """Yield functions that restore a part to its present value, in place."""
     if isinstance(part, torch.Tensor):
         yield partial(part.detach().copy_, part.detach().clone())
     elif isinstance(part, np.ndarray):

@@ -1,4 +1,4 @@
-"""What is in a checkpoint: Megatron's state dict of model, optimizer, scheduler and the rest.
+"""The contents of a checkpoint: Megatron's state dict of model, optimizer, scheduler and the rest.
 
 Names and nesting are those of ``generate_state_dict`` in ``megatron/training/checkpointing.py``.
 """
@@ -19,9 +19,9 @@ from megapg.errors import CheckpointError, CheckpointMismatchError
 CHECKPOINT_VERSION = 3.0
 
 RANK_EXTRA = "megapg_rank_extra"
-"""The key of what each rank keeps for itself. A shard is the place of a rank in its job."""
+"""The key of each rank's own values. Its shards are numbered by the rank's place in its job."""
 
-# What Megatron puts into the common state; everything else there is the user's.
+# Megatron's keys of the common state; all others are the user's.
 KNOWN = frozenset(
     {
         *("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far"),
@@ -32,14 +32,14 @@ KNOWN = frozenset(
 
 
 class Stateful(Protocol):
-    """What has a state dict, as ``OptimizerParamScheduler`` of Megatron-core does."""
+    """An object with a state dict, such as ``OptimizerParamScheduler`` of Megatron-core."""
 
     def state_dict(self) -> dict[str, object]: ...
     def load_state_dict(self, state_dict: dict[str, object], /) -> object: ...
 
 
 class MegatronOptimizer(Protocol):
-    """What ``get_megatron_optimizer`` of Megatron-core returns."""
+    """The result of ``get_megatron_optimizer`` of Megatron-core."""
 
     def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, object]: ...
     def reload_model_params(self) -> object: ...
@@ -47,7 +47,7 @@ class MegatronOptimizer(Protocol):
 
 
 def model_state(chunks: Sequence[torch.nn.Module], metadata: Mapping[str, object]) -> State:
-    """The sharded state of the model's chunks: ``model``, or ``model0``, ``model1``, ..."""
+    """Return the sharded state of the model's chunks: ``model``, or ``model0``, ``model1``, ..."""
     plain = utils.unwrap_model(list(chunks))
     return {
         name: chunk.sharded_state_dict(metadata=dict(metadata))
@@ -56,7 +56,7 @@ def model_state(chunks: Sequence[torch.nn.Module], metadata: Mapping[str, object
 
 
 def load_model(chunks: Sequence[torch.nn.Module], state: State, *, strict: bool) -> None:
-    """Hand what was read to the model's chunks."""
+    """Load the state into the model's chunks."""
     plain = utils.unwrap_model(list(chunks))
     for name, chunk in zip(model_names(len(plain)), plain, strict=True):
         if name in state or strict:
@@ -64,32 +64,39 @@ def load_model(chunks: Sequence[torch.nn.Module], state: State, *, strict: bool)
 
 
 def model_names(count: int) -> list[str]:
-    """The keys of ``count`` model chunks."""
+    """Return the keys of ``count`` model chunks."""
     return ["model"] if count == 1 else [f"model{number}" for number in range(count)]
 
 
 def prepare_parameters(optimizer: MegatronOptimizer | None) -> None:
-    """Have each rank's own shard of the new weights in place, where the optimizer has not yet."""
+    """Copy each rank's own shard of the new weights into place, if the optimizer has not yet."""
     prepare = getattr(optimizer, "prepare_model_params_for_param_sync", None)  # 0.19
     if prepare is not None:
         prepare()
 
 
 def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
-    """Bring the parameters up to date where the optimizer left that to the next forward pass."""
+    """Gather the parameters now if the optimizer left that to the next forward pass."""
     for chunk in behind(chunks):
         chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
 
 def behind(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """With ``overlap_param_gather`` a rank has its shard alone until the next forward pass."""
+    """Return the chunks with ``overlap_param_gather``.
+
+    Until the next forward pass, a rank has only its own shard of their new weights.
+    """
     configs = [getattr(chunk, "ddp_config", None) for chunk in chunks]
     late = [getattr(config, "overlap_param_gather", False) for config in configs]
     return [chunk for chunk, is_late in zip(chunks, late, strict=True) if is_late]
 
 
 def chunks_of(model: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.nn.Module]:
-    """The model's chunks, wrapped as they are; CheckpointError: one is not Megatron-core's."""
+    """Return the model's chunks, with their wrappers.
+
+    Raises:
+        CheckpointError: a chunk is not Megatron-core's.
+    """
     chunks: list[torch.nn.Module] = []
     for chunk in model if isinstance(model, list | tuple) else (model,):
         if isinstance(chunk, torch.nn.Module) and hasattr(
@@ -107,7 +114,11 @@ def chunks_of(model: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.
 
 
 def check_groups(chunks: Sequence[torch.nn.Module], pg: ProcessGroupCollection) -> None:
-    """Refuse groups that the model was not built with: CheckpointError names both."""
+    """Refuse groups that the model was not built with.
+
+    Raises:
+        CheckpointError: names both groups.
+    """
     for chunk in utils.unwrap_model(list(chunks)):
         for field in ("tp", "pp", "ep"):
             group = getattr(getattr(chunk, "pg_collection", None), field, None)
@@ -122,7 +133,11 @@ def check_groups(chunks: Sequence[torch.nn.Module], pg: ProcessGroupCollection) 
 
 
 def check_extra(extra: Mapping[str, object]) -> None:
-    """Refuse names that are taken: CheckpointError names them."""
+    """Refuse names that Megatron uses.
+
+    Raises:
+        CheckpointError: names them.
+    """
     taken = sorted(
         name
         for name in extra
@@ -133,7 +148,7 @@ def check_extra(extra: Mapping[str, object]) -> None:
 
 
 def check_key(key: str) -> None:
-    """Refuse a key of random streams unlike Megatron's, which nobody would find again."""
+    """Refuse a key of random streams that is unlike Megatron's: no reader would find it."""
     if "rng_state" not in key or "/" in key:
         raise CheckpointError(
             f"rng_key={key!r}: put a prefix before rng_state, or a module's name after it, as in "
@@ -142,12 +157,16 @@ def check_key(key: str) -> None:
 
 
 def is_model(name: str) -> bool:
-    """Whether the key is that of a model chunk."""
+    """True if the key is that of a model chunk."""
     return name == "model" or (name.startswith("model") and name[5:].isdigit())
 
 
 def scheduler_state(state: Mapping[str, object]) -> dict[str, object]:
-    """The scheduler's state, under its present or its old name; CheckpointMismatchError if none."""
+    """Return the scheduler's state, under its present or its old name.
+
+    Raises:
+        CheckpointMismatchError: there is none.
+    """
     for name in ("opt_param_scheduler", "lr_scheduler"):
         found = state.get(name)
         if isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""What a checkpoint needs to know of a collection: who takes part, and how the model is cut."""
+"""The ranks that take part in a save or load, and the layout of the model."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ from megapg.rendezvous.problems import brief
 from megapg.rendezvous.store import StoreError
 
 _TIMEOUT = 300.0
-"""Seconds of silence after which a rank is given up, with groups that no session owns."""
+"""Seconds after which a silent rank counts as lost, for groups without a session."""
 
 _SIZES = (
     *("world_size", "tp", "pp", "cp", "ep", "expt_tp", "gtp_remat", "expt_gtp_remat"),
     *("vpp", "order", "optimizer_instances"),
 )
 
-# The orders that Megatron has: its default, and that of --use-tp-pp-dp-mapping.
+# Megatron's orders: its default, and that of --use-tp-pp-dp-mapping.
 _ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 
 
 def joint_work(
     pg: ProcessGroupCollection, name: str, timeout: float | None, *, background: bool = False
 ) -> JointWork:
-    """Work together with all ranks of the collection's layout; of WORLD where it has none.
+    """Return the joint work of all ranks of the collection's layout, or of WORLD if it has none.
 
-    ``timeout``: see :class:`~megapg.rendezvous.joint_work.JointWork`; None is that of the session.
-    In the ``background`` it goes on in a thread, which takes a connection to the store of its own:
-    somebody else may wait for a key on the other one, and hold it.
+    ``timeout``: see :class:`~megapg.rendezvous.joint_work.JointWork`. Default: the session's.
+    ``background`` work runs in a thread with its own connection to the store, because another
+    thread may block the shared connection while it waits for a key.
 
     Raises:
-        CheckpointError: ``timeout`` is no number of seconds above 0; the other ranks hear of it.
+        CheckpointError: ``timeout`` is no number of seconds above 0; the other ranks get the error
+            too.
     """
     given = timeout
     if timeout is None:
@@ -54,9 +55,9 @@ def joint_work(
     ranks = range(world.size) if pg.layout is None else pg.layout.ranks
     store = world.store
     if background:
-        with contextlib.suppress(StoreError):  # too busy for one more: the old one will do
+        with contextlib.suppress(StoreError):  # then share the connection
             store = store.clone()
-    # Collections of one process may work at the same time, and so may those of disjoint ranks.
+    # Several collections of one process may work at the same time, and so may disjoint ranks.
     who = zlib.crc32(repr((pg.lease.owner, list(ranks))).encode())
     team = JointWork(store, f"checkpoint {name} {who:08x}", world.rank, ranks, timeout=timeout)
     if given is not None:
@@ -70,12 +71,12 @@ def joint_work(
 
 @contextlib.contextmanager
 def exchanging(what: str, team: JointWork) -> Iterator[None]:
-    """Around code of Megatron's with collectives in it, which can't say that a rank died.
+    """Convert errors of Megatron's collectives in the block, which do not say that a rank died.
 
-    A rank that raises in here leaves the others in a collective, until it ends or that times out.
+    A rank that raises in the block leaves the others in a collective until it ends or times out.
 
     Raises:
-        OthersFailedError, RendezvousError: in place of torch's plain error.
+        OthersFailedError, RendezvousError: instead of torch's plain error.
     """
     try:
         yield
@@ -90,7 +91,7 @@ def exchanging(what: str, team: JointWork) -> Iterator[None]:
 
 
 def layout_of(pg: ProcessGroupCollection) -> ParallelLayout | None:
-    """The collection's layout; of borrowed groups the one that explains them, if one does."""
+    """Return the collection's layout; for borrowed groups a layout that explains them, or None."""
     if pg.layout is not None:
         return pg.layout
     try:
@@ -109,7 +110,7 @@ def layout_of(pg: ProcessGroupCollection) -> ParallelLayout | None:
 
 
 def sizes_of(layout: ParallelLayout) -> dict[str, object]:
-    """What a manifest notes of a layout: the arguments of one that cuts a model alike."""
+    """Return the layout as a manifest notes it: arguments that cut a model in the same way."""
     return {
         **{name: getattr(layout, name) for name in _SIZES},
         "hierarchical_cp": list(layout.hierarchical_cp),

@@ -1,7 +1,7 @@
-"""Whether every file of a checkpoint is still what it was when it was saved: :func:`verify`.
+"""Checks that every file of a checkpoint is still as it was saved: :func:`verify`.
 
-It compares with the manifest. Where there is none, it checks what the files tell about themselves:
-``.metadata`` says where each shard lies, and each shard is an archive with checksums inside.
+The files are compared with the manifest. Without a manifest, they are checked against each other:
+``.metadata`` has the place of each shard, and each shard is an archive with checksums inside.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from megapg.torch_private import StorageInfo, transforms_of
 
 T = TypeVar("T")
 
-_PIECE = 2**20  # bytes to read at once
+_PIECE = 2**20  # bytes to read at a time
 _ZIP_END = 22  # bytes of the record that ends an archive without a comment
 _SUFFIX = ".distcp"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`verify` found.
+    """The result of :func:`verify`.
 
     Attributes:
         path: the directory of the checkpoint.
-        problems: one line per file that is not as it was, each of which begins with its name.
-        manifest: whether there was a manifest to compare with. Without one, a file that was
-            replaced as a whole by another of the same form, or bits changed in the padding between
-            the parts of a file, can't be told.
+        problems: one line per damaged file, beginning with its name.
+        manifest: whether there was a manifest to compare with. Two changes are not detected without
+            one: a file replaced as a whole by another of the same form, and changed bits in the
+            padding between the parts of a file.
         files: how many files were checked.
         size: their bytes.
     """
@@ -73,21 +73,21 @@ class Report:
 
     @property
     def good(self) -> bool:
-        """Whether nothing was found."""
+        """True if no problem was found."""
         return not self.problems
 
 
 def verify(
     directory: str | os.PathLike[str], *, on_progress: Callable[[int, int], None] | None = None
 ) -> Report:
-    """Check every file of one checkpoint: missing, truncated, changed, swapped, or not its own.
+    """Check every file of one checkpoint: missing, truncated, changed, swapped, or foreign.
 
-    Needs no GPU, no process group and no Megatron-core, and runs nothing that a file says. It reads
-    everything once, some files at a time.
+    It needs no GPU, no process group and no Megatron-core, and runs no code from a file. It reads
+    every byte once, several files at a time.
 
     Args:
         directory: of one checkpoint, for example ``checkpoints/iter_0000123``.
-        on_progress: called with the bytes read so far and those to read in all.
+        on_progress: called with the number of bytes read so far, and the total.
 
     Raises:
         CheckpointNotFoundError: there is no such directory, or no checkpoint in it.
@@ -100,7 +100,7 @@ def verify(
 
 
 def _files(path: Path) -> dict[str, int]:
-    """Name -> size of everything in the directory but directories and the manifest."""
+    """Return name -> size of every file in the directory except the manifest."""
     try:
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
     except OSError as error:
@@ -109,7 +109,7 @@ def _files(path: Path) -> dict[str, int]:
         ) from error
     found = {}
     for entry in entries:
-        with suppress(OSError):  # a link to nothing: missing
+        with suppress(OSError):  # a dangling link counts as missing
             status = entry.stat()
             if entry.name != MANIFEST_FILE and not stat.S_ISDIR(status.st_mode):
                 found[entry.name] = status.st_size
@@ -129,14 +129,14 @@ class _Check:
         self._problems: dict[str, str] = {}  # file -> the rest of its line
 
     def run(self) -> Report:
-        # None where there is no manifest to go by.
+        # None if there is no manifest.
         expected = self._read(MANIFEST_FILE, lambda: read_manifest(self._path))
         if expected is not None:
             self._compare(expected)
         changed = INDEX_FILE in self._problems
         metadata = None if changed else self._read(INDEX_FILE, lambda: read_metadata(self._path))
         of_megatron = metadata is not None and COMMON_KEY in metadata.state_dict_metadata
-        alone = expected is None  # what the files tell about themselves has to do
+        alone = expected is None  # the files are checked against each other
         self._check_config(needed=of_megatron or COMMON_FILE in self._files)
         if metadata is not None:
             if not self._problems.keys() & {COMMON_FILE, FORMAT_FILE}:
@@ -158,7 +158,7 @@ class _Check:
         )
 
     def _add(self, name: str, problem: str) -> None:
-        # The first thing that is wrong with a file usually explains the others.
+        # The first problem of a file usually explains the others.
         with self._lock:
             self._problems.setdefault(name, problem)
 
@@ -168,7 +168,7 @@ class _Check:
             self._on_progress(self._done, self._total)
 
     def _read(self, name: str, read: Callable[[], T]) -> T | None:
-        """Run a reader; what it raises becomes a problem of the file it names, or of this one."""
+        """Run a reader. Its error becomes a problem of the file that it names, or of ``name``."""
         try:
             return read()
         except CheckpointNotFoundError:
@@ -188,7 +188,7 @@ class _Check:
                 self._add(name, "is not of this checkpoint: the manifest does not list it")
         for name in sums.keys() - self._files.keys():
             self._add(name, "is missing")
-        # A file of the wrong size is read only if it might be another one of the checkpoint.
+        # A file of the wrong size is read only if it might be another file of the checkpoint.
         wrong_size = {
             name: f"has {self._files[name]} bytes and had {size}"
             + (": truncated" if self._files[name] < size else "")
@@ -220,7 +220,7 @@ class _Check:
                 self._add(name, wrong_size.get(name, "has changed: its checksum is another"))
 
     def _check_config(self, *, needed: bool) -> None:
-        """``metadata.json``, by which Megatron knows the format; torch alone writes none."""
+        """Check ``metadata.json``, by which Megatron knows the format; torch alone writes none."""
         if FORMAT_FILE not in self._files:
             if needed:
                 self._add(FORMAT_FILE, "is missing")
@@ -230,7 +230,7 @@ class _Check:
             self._add(FORMAT_FILE, problem)
 
     def _check_places(self, metadata: Metadata, *, archives: bool) -> None:
-        """What ``.metadata`` says about the shards, against the files; their insides on request."""
+        """Compare the places in ``.metadata`` with the shard files. Check archives on request."""
         shards: dict[str, list[_Shard]] = defaultdict(list)
         for shard in self._shards(metadata):
             shards[shard.place.relative_path].append(shard)
@@ -312,7 +312,7 @@ class _Shard:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file that looks like a file."""
+    """A part of a file, with the interface of a file."""
 
     def __init__(self, stream: BinaryIO, place: StorageInfo) -> None:
         self._stream, self._start, self._size = stream, place.offset, place.length
@@ -341,10 +341,11 @@ class _Window(io.RawIOBase):
 
 
 def _archive_problem(window: _Window, size: int | None) -> str | None:
-    """What is wrong with an archive of ``torch.save``, as the end of a sentence; None if nothing.
+    """Return the problem of an archive of ``torch.save`` as the end of a sentence; None if none.
+
     ``size``: see :class:`_Shard`.
     """
-    # zipfile takes archives with anything before and behind them.
+    # zipfile accepts archives with other bytes before and after them.
     window.seek(-_ZIP_END, os.SEEK_END)
     end = window.read(_ZIP_END)
     with zipfile.ZipFile(io.BufferedReader(window, _PIECE)) as archive:

@@ -1,4 +1,4 @@
-"""Writing this rank's files: entries one after the other, summed while they are written, synced."""
+"""Writing this rank's file: entries in sequence, checksummed during the write, then synced."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ from megapg.checkpoint.manifest import FileSum
 from megapg.checkpoint.planning import Item
 from megapg.torch_private import StorageInfo
 
-# What goes to the disk at once, and what is worth going alone. Bytes.
+# Bytes: the largest single write, and the smallest piece that is written alone.
 _PIECE = 16 * 2**20
 _LARGE = 2**18
-# Where the copies of tensors begin. Bytes.
+# Bytes: the alignment of the copies of tensors.
 _ALIGNED = 64
 
 
 class Memory:
-    """Main memory for the copies of one save. It is kept for the next one, as it takes several
-    times as long to write to memory that is fresh from the system.
+    """A buffer for the copies of one save.
+
+    It is reused by the next save, because writing to newly allocated memory takes several times as
+    long.
     """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def copies(self, items: Sequence[Item]) -> list[Item]:
-        """The items with copies of their data, which last until the next call."""
+        """Return the items with copies of their data, which last until the next call."""
         size = sum(_room(data) for _, data in items if _is_plain(data))
         if size > self._bytes.numel():
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # so that there is never room for both
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
             self._bytes = _fresh(size)
         found, start = list[Item](), 0
         for item, data in items:
@@ -57,7 +59,7 @@ class Memory:
 
 
 def _fresh(size: int) -> torch.Tensor:
-    """Memory in large pages, where the system has them: a copy takes a fifth less time."""
+    """Allocate memory in huge pages, if the system has them: a copy takes a fifth less time."""
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -65,7 +67,7 @@ def _fresh(size: int) -> torch.Tensor:
 
 
 def _is_plain(data: torch.Tensor | io.BytesIO) -> TypeGuard[torch.Tensor]:
-    """Whether these are a tensor's bytes, and no more."""
+    """True if the data is a plain, dense tensor."""
     return (
         isinstance(data, torch.Tensor)
         and type(data) in (torch.Tensor, torch.nn.Parameter)
@@ -75,7 +77,7 @@ def _is_plain(data: torch.Tensor | io.BytesIO) -> TypeGuard[torch.Tensor]:
 
 
 def _room(data: torch.Tensor) -> int:
-    """The bytes that a copy takes, with what makes the next one begin at a good place."""
+    """Return the bytes of a copy, with padding to the next aligned address."""
     return -(-data.nbytes // _ALIGNED) * _ALIGNED
 
 
@@ -86,11 +88,13 @@ def write_items(
     progress: Callable[[], None],
     busy: Callable[[], AbstractContextManager[None]],
 ) -> tuple[list[StorageInfo], dict[str, FileSum]]:
-    """Write the items, if any, into one file, ``__<rank>_0.distcp``, as torch's checkpoints do; the
-    place of each, in their order, and what is kept of the file.
+    """Write the items, if any, into one file, ``__<rank>_0.distcp``, as torch's checkpoints do.
 
-    ``progress`` is called at least once for every 16 MiB, and ``busy`` entered for what takes long
-    and can't call it.
+    ``progress`` is called at least once for every 16 MiB. ``busy`` is entered for long operations
+    that can't call it.
+
+    Returns:
+        The place of each item, in order, and the size and checksums of the file.
     """
     if not items:
         return [], {}
@@ -110,10 +114,10 @@ def write_items(
 
 
 class _Stream:
-    """The little of a file that ``torch.save`` needs.
+    """The part of a file's interface that ``torch.save`` needs.
 
-    The checksum is taken in a thread of its own, from the memory that the data lie in, while the
-    disk is at work. What is small is written together.
+    A separate thread computes the checksum from the tensors' memory while the disk writes. Small
+    pieces are written together.
     """
 
     def __init__(self, file: RawIOBase, progress: Callable[[], None]) -> None:
@@ -123,9 +127,9 @@ class _Stream:
         self._small = bytearray()
         self._begun = 0
         self.size = 0
-        self.seal = Seal()  # of the entry under way
+        self.seal = Seal()  # of the current entry
         self.trouble: Exception | None = None
-        self.memory: memoryview | None = None  # that of the tensor under way
+        self.memory: memoryview | None = None  # memory of the current tensor
 
     def __enter__(self) -> Self:
         return self
@@ -134,7 +138,7 @@ class _Stream:
         self._summing.shutdown(cancel_futures=True)
 
     def digest(self) -> str:
-        """Of all that was written; waits for it."""
+        """Wait for the checksum thread, and return the SHA-256 of all bytes written."""
         self._summing.shutdown()
         return self._sha256.hexdigest()
 
@@ -152,15 +156,15 @@ class _Stream:
         return len(view)
 
     def flush(self) -> None:
-        """torch asks for it after every tensor; the file is flushed once, at its end."""
+        """Do nothing. torch calls it after every tensor; the file is flushed once, at its end."""
 
     def flush_small(self) -> None:
-        """Write what has gathered of small pieces."""
+        """Write the collected small pieces."""
         small, self._small = self._small, bytearray()
         self._put(memoryview(small))
 
     def _own(self, view: memoryview) -> memoryview:
-        """The same bytes in memory that lasts: torch's view does so for as long as the call."""
+        """Return the same bytes in memory that lasts: torch's view ends with the call."""
         if self.memory is not None:
             start = _address(view) - _address(self.memory)
             if 0 <= start <= len(self.memory) - len(view):
@@ -182,10 +186,10 @@ class _Stream:
             raise
 
     def _start_disk(self) -> None:
-        """Have the disk begin with what it has not begun with, or all of it is left to fsync."""
+        """Make the disk start writing, so that less is left to fsync."""
         end = self._file.tell()
         if end - self._begun >= _PIECE:
-            with contextlib.suppress(OSError):  # it is a hint
+            with contextlib.suppress(OSError):  # only a hint
                 os.posix_fadvise(
                     self._file.fileno(), self._begun, end - self._begun, os.POSIX_FADV_DONTNEED
                 )
@@ -206,13 +210,13 @@ def _write(stream: _Stream, data: torch.Tensor | io.BytesIO) -> None:
     except RuntimeError:
         if stream.trouble is None:
             raise
-        raise stream.trouble from None  # over which torch complains of an unfinished archive
+        raise stream.trouble from None  # torch would report an unfinished archive instead
     finally:
         stream.memory = None
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values without what lies behind them, which torch would write; a copy if need be."""
+    """Return the same values without the rest of their storage, which torch would save too."""
     if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         return tensor
     if not tensor.numel():

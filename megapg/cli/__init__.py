@@ -1,4 +1,4 @@
-"""The command line: one module for each command, or for those that belong together."""
+"""The command line: one module for each command or group of commands."""
 
 from megapg.cli.app import app
 

@@ -1,4 +1,4 @@
-"""The app that ``megapg`` runs: every command beside the others."""
+"""The app that ``megapg`` runs, with all commands."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from megapg.cli.console import AsJson, add_to, make_app, print_json, refuse, say
 from megapg.errors import CheckpointError, CheckpointNotFoundError
 from megapg.layout import ParallelLayout
 
-if TYPE_CHECKING:  # they import torch, which takes seconds that --help should not
+if TYPE_CHECKING:  # they import torch, which takes seconds that --help should not take
     from rich.table import Table
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -31,7 +31,7 @@ app = make_app(
     "nothing run that a checkpoint says."
 )
 
-_ROWS = 20  # of a long list, unless --all
+_ROWS = 20  # of a long list, without --all
 
 
 @add_to(app)
@@ -78,7 +78,7 @@ def ls(
                 "release" if info.release else str(info.iteration),
                 _plain(problem or "complete"),
                 decimal(info.size),
-                _said(layout),
+                _short(layout),
                 info.saved_at.astimezone().strftime("%Y-%m-%d %H:%M") if info.saved_at else "",
             )
         Console().print(table)
@@ -147,7 +147,7 @@ def verify(
         if not _is_checkpoint(path):
             found = list_checkpoints(path)
             chosen = [info.path for info in found if info.complete]
-            # Of an interrupted save nothing is expected: the next one removes it.
+            # An interrupted save is no problem: the next save removes it.
             incomplete = [i for i in found if not i.complete and not i.path.name.startswith(".")]
             if not chosen and not incomplete:
                 raise CheckpointNotFoundError(f"{path} has no complete checkpoint.")
@@ -227,8 +227,8 @@ def _sizes(layout: ParallelLayout | None) -> dict[str, object] | None:
     return {name: getattr(layout, name) for name in names}
 
 
-def _said(layout: ParallelLayout | None) -> str:
-    """A layout in a few words: the sizes that are not 1."""
+def _short(layout: ParallelLayout | None) -> str:
+    """Return a layout in short form: the sizes that are not 1."""
     if layout is None:
         return "unknown"
     shown = [
@@ -241,7 +241,7 @@ def _said(layout: ParallelLayout | None) -> str:
 
 
 def _cut(entry: TensorStorageMetadata) -> str:
-    """Pieces of each dimension, 2x1; or their number, where they form no grid."""
+    """Return the pieces of each dimension, 2x1; or their number if they form no grid."""
     offsets = [tuple(chunk.offsets) for chunk in entry.chunks]
     grid = [len(set(axis)) for axis in zip(*offsets, strict=True)]
     if math.prod(grid) != len(offsets):
@@ -258,7 +258,7 @@ def _inspected(contents: Contents) -> dict[str, Any]:
     objects: dict[str, dict[str, Any]] = {}
     for key, entry in contents.metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
-            # Those of one object together: rng_state/shard_0.0_2.2 and its like.
+            # Group the entries of one object: rng_state/shard_0.0_2.2 and so on.
             name = key.partition("/shard_")[0]
             row = objects.setdefault(name, {"key": name, "entries": 0, "bytes": 0})
             row["entries"] += 1
@@ -298,7 +298,7 @@ def _inspected(contents: Contents) -> dict[str, Any]:
 
 
 def _random_streams(contents: Contents) -> tuple[list[dict[str, Any]], str]:
-    """The layouts of the records of random streams; or why they can't be told."""
+    """Return the layouts of the records of random streams, and why they are unknown if they are."""
     from megapg.checkpoint.rng_layouts import detect
 
     try:
@@ -326,7 +326,7 @@ def _show(contents: Contents, rows: int | None) -> None:
     for name, value in {
         "checkpoint": found["path"],
         "iteration": "unknown" if iteration is None else iteration,
-        "saved by": _said(contents.saved_layout()),
+        "saved by": _short(contents.saved_layout()),
         "random streams": found["random_streams_problem"] or ", ".join(kinds) or "none",
         "content": ", ".join(f"{key}={each}" for key, each in content.items()) or "not said",
         "common state": ", ".join(found["common"]) or "none",
@@ -358,11 +358,11 @@ def _list(console: Console, table: Table, total: int, rows: int | None) -> None:
 
 
 def _table(*names: str, right: Sequence[int] = ()) -> Table:
-    from rich.table import Table  # every command of megapg would pay for it
+    from rich.table import Table  # imported here, so that other commands of megapg start faster
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, name in enumerate(names):
-        # Names of tensors are long, and a half name is none: they wrap, and nothing else does.
+        # Names of tensors are long, and must not be cut: they wrap, and other columns do not.
         wraps = name in ("tensor", "object", "state", "saved by")
         table.add_column(
             name, justify="right" if number in right else "left", overflow="fold", no_wrap=not wraps
@@ -379,14 +379,14 @@ def _say(report: Report) -> None:
 
 
 def _plain(value: object) -> Text:
-    """What a stranger's file may have named: it must not draw on the terminal."""
+    """Return text from an untrusted file without control characters."""
     escaped = (char if char.isprintable() else ascii(char)[1:-1] for char in str(value))
     return Text("".join(escaped))
 
 
 @contextlib.contextmanager
 def _progress(name: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on the terminal while the block runs; nothing where there is no terminal."""
+    """Show a progress bar inside the block, if there is a terminal."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
@@ -405,7 +405,7 @@ def _progress(name: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """What can't be read ends the command with one sentence and exit code 2."""
+    """End the command with one sentence and exit code 2 if a file can't be read."""
     try:
         yield
     except CheckpointError as error:

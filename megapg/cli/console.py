@@ -1,4 +1,4 @@
-"""What all commands share: how they are added, and how they refuse."""
+"""Shared parts of the commands: how they are added, and how they refuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs, o
 
 
 def make_app(about: str) -> typer.Typer:
-    """An app for commands, which says what there is where none is named."""
+    """Return an app for commands, which prints its help if no command is named."""
     return typer.Typer(
         help=about, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
     )
@@ -36,13 +36,13 @@ def add_to(app: typer.Typer) -> Callable[[Callable[P, None]], Callable[P, None]]
 
 
 def say(verdict: str, style: str, what: str | Text, *, stderr: bool = False) -> None:
-    """One line: a word in colour, and what there is to say of it."""
+    """Print one line: a word in colour, and its text."""
     console = Console(stderr=stderr, soft_wrap=True, highlight=False)
     console.print(Text(verdict, style=style), what if isinstance(what, Text) else Text(what))
 
 
 def print_json(value: object) -> None:
-    """A document for programs, on one line; what JSON has no form for is written as text."""
+    """Print a value as JSON on one line; a value without a JSON form is written as text."""
     typer.echo(json.dumps(value, default=str))
 
 

@@ -102,7 +102,7 @@ def demo(
             ep=ep,
             expt_tp=expt_tp,
             experts=experts,
-            # Megatron-core refuses experts with tensor parallelism without it.
+            # Megatron-core requires it for experts with tensor parallelism.
             sequence_parallel=layout.tp > 1 and (sequence_parallel or experts is not None),
             layers=layers,
             hidden=hidden,
@@ -131,7 +131,7 @@ def demo(
 def _layout(
     world_size: int, tp: int | None, pp: int | None, vpp: int | None, ep: int, expt_tp: int | None
 ) -> ParallelLayout:
-    """The layout asked for; sizes that were left open are 2 where that fits, else 1."""
+    """Return the requested layout; open sizes are 2 if that fits, else 1."""
     error: LayoutError | None = None
     for tensor in (2, 1) if tp is None else (tp,):
         for pipeline in (2, 1) if pp is None else (pp,):
@@ -150,7 +150,7 @@ def _layout(
 
 
 def _check_model(run: GPTRun) -> None:
-    """Refuse what Megatron-core would refuse deep inside every rank."""
+    """Refuse a model that Megatron-core would refuse deep inside every rank."""
     if run.ep > 1 and run.experts is None:
         refuse(f"--ep {run.ep} spreads experts over ranks: give --experts, a multiple of {run.ep}.")
     if run.experts is not None:

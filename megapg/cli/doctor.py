@@ -10,7 +10,7 @@ import typer
 from megapg.cli.console import add_to, refuse
 from megapg.errors import MegapgError
 
-if TYPE_CHECKING:  # what it needs is loaded when it runs: --help is quick
+if TYPE_CHECKING:  # loaded when the command runs, so that --help is quick
     from megapg.doctor.across import Gathering
 
 

@@ -1,10 +1,10 @@
-"""A small, real Megatron-core GPT training run: the work the demo and the tests do.
+"""A small, real Megatron-core GPT training run, used by the demo and the tests.
 
 Model, pipeline schedule, optimizer and gradient exchange are Megatron-core's own; nothing is
-simulated. :func:`train` runs the same job in two ways, from a process-group collection or the
-classic way from the globals of ``parallel_state``, and both give the same bits.
+simulated. The same job runs in two ways: with a process-group collection, or with the globals of
+``parallel_state``. Both give the same bits. See :func:`train`.
 
-It runs as it is on GPUs; on a CPU, inside :func:`megapg.testing.cpu.megatron_on_cpu`.
+It runs on GPUs without changes, and on a CPU inside :func:`megapg.testing.cpu.megatron_on_cpu`.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def train(
 ) -> TrainingResult:
     """Train a GPT on ``text``. Every rank of the job calls it.
 
-    The samples of a step depend on the seed and on their place in the global batch alone, so
-    layouts with the same global batch see the same data.
+    The samples of a step depend only on the seed and on their place in the global batch. Layouts
+    with the same global batch get the same data.
 
     Args:
         run: the job. Its sizes are those of the groups.
-        text: what to learn, longer than ``run.seq_length`` bytes; the same on every rank.
-        pg_collection: the groups. What no argument reaches (the unfused cross entropy, the
-            memory buffer) Megatron-core still reads from ``parallel_state``, so publish the
-            collection around this call. None: take every group from ``parallel_state``.
-        on_step: called after each step with the step's number from 0, its mean loss, and the
-            tokens trained on so far.
-        checkpoints: where to save or to go on from.
+        text: the training text, longer than ``run.seq_length`` bytes; the same on every rank.
+        pg_collection: the groups. Publish them around this call, because Megatron-core still reads
+            some from ``parallel_state`` (the unfused cross entropy, the memory buffer). None: take
+            every group from ``parallel_state``.
+        on_step: called after each step with the step's number from 0, its mean loss, and the tokens
+            trained on so far.
+        checkpoints: the directory to save to or to resume from.
 
     Raises:
         ValueError: ``text`` is too short.
@@ -73,7 +73,7 @@ def train(
     forward_backward = _schedule(run, chunks, pg_collection)
 
     def mean_loss(step: int, *, forward_only: bool = False) -> float:
-        # Every chunk of this stage walks through the same microbatches on its own.
+        # Every chunk of this stage reads the same microbatches separately.
         batches = [_batches(run, text, step, dp_group) for _ in chunks]
         reported = forward_backward(
             data_iterator=batches if run.vpp else batches[0], forward_only=forward_only
@@ -119,7 +119,7 @@ def train(
     seconds = time.perf_counter() - start
 
     for chunk in chunks:
-        # The optimizer left the other ranks' shards to be gathered by the next forward pass.
+        # The optimizer leaves the gathering of other ranks' shards to the next forward pass.
         chunk.start_param_sync(force_sync=True)
     result = TrainingResult(
         losses=tuple(losses),
@@ -145,7 +145,7 @@ def _pipeline_and_data_groups(
 
 
 def _seed(seed: int, pg_collection: ProcessGroupCollection | None) -> None:
-    """Seed as ``megatron.training``'s ``_set_random_seed`` does; ranks left out are globals."""
+    """Seed as ``megatron.training``'s ``_set_random_seed``; missing ranks come from the globals."""
     ranks = {}
     if pg_collection is not None:
         ranks = {
@@ -170,26 +170,26 @@ def _transformer_config(run: GPTRun) -> Any:
         expert_model_parallel_size=run.ep,
         expert_tensor_parallel_size=run.expt_tp,
         sequence_parallel=run.sequence_parallel,
-        # Experts with a bias are refused when they are tensor-parallel.
+        # Megatron-core refuses tensor-parallel experts with a bias.
         add_bias_linear=run.experts is None,
         pipeline_dtype=torch.float32,
         num_moe_experts=run.experts,
         moe_token_dispatcher_type=run.dispatcher,
-        # The balancing losses are kept in a module global, groups and all, after the run.
+        # A module global would keep the balancing losses, and so the groups, after the run.
         moe_router_load_balancing_type="none",
         recompute_granularity="full" if run.recompute else None,
         recompute_method="uniform" if run.recompute else None,
         recompute_num_layers=1 if run.recompute else None,
         masked_softmax_fusion=False,
-        # With two interleaved stages, batched p2p pairs messages wrongly on gloo: no error, and
-        # a wrong loss. Without interleaving the schedule refuses to overlap.
+        # With two interleaved stages, batched p2p pairs messages wrongly on gloo: no error, and a
+        # wrong loss. Without interleaving the schedule refuses to overlap.
         overlap_p2p_comm=run.vpp is not None,
         batch_p2p_comm=run.vpp is None,
     )
 
 
 def build_for_parity(pg: ProcessGroupCollection, run: GPTRun) -> list[Any]:
-    """The model of a run, cut for these groups."""
+    """Return the model of a run, cut for these groups."""
     layout = pg.layout
     tp = pg.size("tp")
     cut = replace(
@@ -207,7 +207,7 @@ def build_for_parity(pg: ProcessGroupCollection, run: GPTRun) -> list[Any]:
 def _build_chunks(
     run: GPTRun, pg_collection: ProcessGroupCollection | None, pp_group: ProcessGroup
 ) -> list[Any]:
-    """This stage's model chunks, one without interleaving, each wrapped for data parallelism."""
+    """Return this stage's model chunks, one without interleaving, wrapped for data parallelism."""
     config = _transformer_config(run)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
@@ -222,7 +222,7 @@ def _build_chunks(
         )
         for stage, model in enumerate(_build_models(run, config, pg_collection, pp_group))
     ]
-    # Gradients are reduced while the last microbatch's backward pass runs, not before.
+    # Gradients are reduced during the last microbatch's backward pass, not before.
     config.no_sync_func = [c.no_sync for c in chunks] if run.vpp else chunks[0].no_sync
     config.finalize_model_grads_func = finalize_model_grads
     return chunks
@@ -234,7 +234,7 @@ def _build_models(
     pg_collection: ProcessGroupCollection | None,
     pp_group: ProcessGroup,
 ) -> list[Any]:
-    """This stage's model chunks."""
+    """Return this stage's model chunks."""
     first, last = pp_group.rank() == 0, pp_group.rank() == pp_group.size() - 1
     count = run.vpp or 1
     return [
@@ -260,7 +260,8 @@ def _build_optimizer(
     config = OptimizerConfig(
         optimizer="adam", lr=run.lr, use_distributed_optimizer=True, overlap_param_gather=True
     )
-    # The gloo groups serve an old checkpoint format, and a collection is refused with them.
+    # The gloo groups serve an old checkpoint format, and Megatron-core refuses a collection with
+    # them.
     return get_megatron_optimizer(
         config, chunks, use_gloo_process_groups=False, pg_collection=pg_collection
     )
@@ -269,7 +270,7 @@ def _build_optimizer(
 def _schedule(
     run: GPTRun, chunks: list[Any], pg_collection: ProcessGroupCollection | None
 ) -> Callable[..., list[torch.Tensor]]:
-    """Megatron-core's schedule for this layout, to be called with a step's ``data_iterator``."""
+    """Return Megatron-core's schedule for this layout, to call with a step's ``data_iterator``."""
     if pg_collection is None:
         forward_backward = get_forward_backward_func()
         groups = {}
@@ -304,7 +305,7 @@ def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _batches(
     run: GPTRun, text: bytes, step: int, dp_group: ProcessGroup
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Tokens, labels and positions of this rank's microbatches in one step."""
+    """Yield tokens, labels and positions of this rank's microbatches in one step."""
     positions = torch.arange(run.seq_length, device="cuda").expand(run.micro_batch_size, -1)
     for microbatch in range(run.num_microbatches):
         place = microbatch * dp_group.size() + dp_group.rank()
@@ -319,9 +320,9 @@ def _batches(
 def _mean_over_job(
     reported: list[torch.Tensor], pp_group: ProcessGroup, dp_group: ProcessGroup
 ) -> float:
-    """Mean over microbatches and data-parallel ranks, known to every rank afterwards.
+    """Return the mean over microbatches and data-parallel ranks, on every rank.
 
-    Only the last pipeline stage reports losses, so summing over the pipeline hands them on.
+    Only the last pipeline stage reports losses, so a sum over the pipeline distributes them.
     """
     total = torch.zeros((), dtype=torch.float64, device="cuda")
     if reported:
@@ -341,11 +342,11 @@ def _digest(chunks: list[Any]) -> str:
 
 
 def _let_go(chunks: list[Any]) -> None:
-    """Undo what keeps a Megatron-core model, and the groups in it, alive for ever.
+    """Clear the references that keep a Megatron-core model, and its groups, alive.
 
-    That is a class-wide cache, and cycles that the collector can't see, since they lead through
-    autograd: its hooks hold the wrapper, the wrapper the model, and a token dispatcher in the model
-    the last graph, whose nodes hold the hooks.
+    There is a class-wide cache. There are also cycles that the garbage collector can't see, because
+    they lead through autograd. Autograd's hooks hold the wrapper, and the wrapper holds the model.
+    A token dispatcher in the model holds the last graph, whose nodes hold the hooks.
     """
     for chunk in chunks:
         vars(chunk).clear()

@@ -1,4 +1,4 @@
-"""What a training run is and what it brings home. Plain data: no torch, no Megatron-core."""
+"""A training run and its result as plain data, without torch or Megatron-core."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ VOCABULARY = 256  # a token is one byte of the text
 
 @dataclass(frozen=True)
 class GPTRun:
-    """One training job: the layout it is cut into, the model, and how long to train.
+    """One training job: its layout, the model, and the length of the training.
 
-    Context parallelism is 1: Megatron-core has it with TransformerEngine only.
+    Context parallelism is 1: Megatron-core has it only with TransformerEngine.
     """
 
     tp: int = 1  # tensor-parallel size
@@ -20,9 +20,9 @@ class GPTRun:
     ep: int = 1  # expert-parallel size
     expt_tp: int | None = None  # tensor-parallel size of the experts, or None for ``tp``
     experts: int | None = None  # experts in every layer, or None for a dense model
-    # needs ``tp`` > 1; Megatron-core wants it for experts with ``tp`` > 1
+    # needs ``tp`` > 1; Megatron-core requires it for experts with ``tp`` > 1
     sequence_parallel: bool = False
-    dispatcher: str = "allgather"  # how tokens reach their experts: "allgather" or "alltoall"
+    dispatcher: str = "allgather"  # how tokens are sent to their experts: "allgather" or "alltoall"
     layers: int = 4  # transformer layers of the whole model
     hidden: int = 64  # width of the model
     heads: int = 4  # attention heads
@@ -40,24 +40,24 @@ class GPTRun:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What a run does with checkpoints."""
+    """The checkpoints that a run saves or loads."""
 
-    directory: str  # where they are
+    directory: str  # their directory
     # save one after this many steps, in the background; None saves none
     save_after: int | None = None
-    resume: bool = False  # go on from the latest one
+    resume: bool = False  # resume from the latest one
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What :func:`train` did."""
+    """The result of :func:`train`."""
 
-    # mean loss of each step it did, in nats per token, over the whole job; equal on every rank
+    # mean loss of each step, in nats per token, over the whole job; equal on every rank
     losses: tuple[float, ...]
     weights_sha256: str  # of this rank's final parameters, names and bytes
     tokens: int  # tokens the whole job trained on
     seconds: float  # wall time of the steps on this rank, without building the model
     parameters: int  # number of parameters this rank holds
     # mean loss of the step after the checkpoint that was saved or loaded, without dropout and
-    # without learning from it; None where there was none
+    # without learning from it; None if there was none
     at_checkpoint: float | None = None

@@ -1,4 +1,4 @@
-"""What each process of the demo does: the same training, on a session's groups and on globals."""
+"""The function of each demo process: the same training, on a session's groups and on globals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT = timedelta(seconds=120)
 
 @dataclass(frozen=True)
 class Usage:
-    """What this process holds of things that leak."""
+    """The number of resources of this process that may leak."""
 
     groups: int
     threads: int
@@ -35,19 +35,19 @@ class Usage:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank brings home."""
+    """The report of one rank."""
 
-    result: TrainingResult  # losses, weights and pace
-    communicators: int  # process groups it was in, WORLD apart
-    reads: tuple[GlobalRead, ...]  # reads of Megatron's globals while it trained on a session
-    before: Usage  # usage when the groups were not yet there
-    after: Usage  # usage when they were gone again
+    result: TrainingResult  # losses, weights and speed
+    communicators: int  # process groups of this rank, WORLD excluded
+    reads: tuple[GlobalRead, ...]  # reads of Megatron's globals during the training on a session
+    before: Usage  # usage before the groups were made
+    after: Usage  # usage after they were closed
 
 
 def on_a_session(
     run: GPTRun, text: bytes, progress: Path, checkpoints: Checkpoints | None = None
 ) -> RankReport:
-    """Train on groups from a session; Megatron's forced reads are answered from it, and listed."""
+    """Train on groups from a session, and list Megatron's reads of the globals, which show them."""
     train = _trainer()
     with megapg.session(name="warm-up"):  # opens the connection that outlives sessions by design
         pass
@@ -57,15 +57,15 @@ def on_a_session(
         with megapg.published(pg), trace_global_reads(session=pg) as trace:
             result = train(run, text, pg, _reporter(progress, session.rank), checkpoints)
         communicators = len(torch_private.known_groups()) - 1
-        gc.unfreeze()  # whoever is asked now what holds a group is told of all
+        gc.unfreeze()  # lets a later search for references to groups see all objects
         del pg
     del session
-    gc.collect()  # the model and the optimizer hold groups, and are cycles
+    gc.collect()  # model and optimizer hold groups, and are cycles
     return RankReport(result, communicators, trace.reads, before, _usage())
 
 
 def on_globals(run: GPTRun, text: bytes, progress: Path) -> RankReport:
-    """The same training the classic way, on ``initialize_model_parallel``."""
+    """Train the same job on ``initialize_model_parallel``."""
     from megapg.megatron import parallel_state
 
     train = _trainer()
@@ -90,12 +90,12 @@ def on_globals(run: GPTRun, text: bytes, progress: Path) -> RankReport:
 
 
 def _trainer() -> Callable[..., TrainingResult]:
-    """Loads Megatron-core, which takes seconds: the ranks need it, the process that shows not."""
-    warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+    """Import Megatron-core, which takes seconds, in the ranks only, and return the trainer."""
+    warnings.simplefilter("ignore")  # Megatron-core's, about the CPU
     logging.getLogger("megatron").setLevel(logging.ERROR)
     from megapg.demo.gpt import train
 
-    gc.freeze()  # all that stays: to look through it takes longer than a small training does
+    gc.freeze()  # these objects stay: scanning them takes longer than a small training
     return train
 
 
@@ -110,7 +110,7 @@ def _sizes(run: GPTRun) -> megapg.LayoutSizes:
 
 
 def _reporter(progress: Path, rank: int) -> Callable[[int, float, int], None] | None:
-    """Rank 0 writes a line per step; the losses are the same on every rank."""
+    """Return a function that writes a line per step on rank 0; losses are equal on every rank."""
     if rank != 0:
         return None
 

@@ -1,4 +1,4 @@
-"""Another layout of the same ranks, to resume a run under."""
+"""Chooses another layout of the same ranks, to resume a run under."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megapg.layout import ParallelLayout
 
 
 def recut(layout: ParallelLayout, run: GPTRun) -> GPTRun | None:
-    """The same job, cut otherwise and with the same global batch; None if there is none."""
+    """Return the same job, cut otherwise and with the same global batch; None if there is none."""
     for tp, pp in ((run.tp, 1), (1, run.pp), (1, 1), (run.tp, 2), (2, 1)):
         if (tp, pp) == (run.tp, run.pp) or run.heads % tp or run.layers % pp:
             continue
@@ -34,7 +34,7 @@ def recut(layout: ParallelLayout, run: GPTRun) -> GPTRun | None:
 
 
 def sizes_for_parity(run: GPTRun, world_size: int) -> Mapping[str, int]:
-    """The sizes of a run as ``parity`` takes them."""
+    """Return the sizes of a run as arguments of ``parity``."""
     sizes = {"tp": run.tp, "pp": run.pp, "vpp": run.vpp or 1, "ep": run.ep}
     more = {"world": world_size}
     if run.expt_tp not in (None, run.tp):
@@ -43,6 +43,6 @@ def sizes_for_parity(run: GPTRun, world_size: int) -> Mapping[str, int]:
 
 
 def cut(run: GPTRun) -> str:
-    """How a run is cut: ``tp2 pp2``."""
+    """Return the sizes of a run as text: ``tp2 pp2``."""
     sizes = {"tp": run.tp, "pp": run.pp, "ep": run.ep}
     return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "dp alone"

@@ -1,4 +1,4 @@
-"""The demo on the terminal: the layout, the training as it goes, the reads, the verdict."""
+"""The demo on the terminal: the layout, the progress of the training, the reads, the verdict."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from megapg.megatron.watching.trace import empty_table
 from megapg.testing import ParityReport, Ranks, parity, preloaded
 
 _PRELOAD = (RankReport.__module__, f"{__package__}.gpt")  # the second imports Megatron-core
-# There are more ranks than a machine may have GPUs. Megatron-core warns of everything that a CPU
-# lacks, on every rank.
+# There are more ranks than a machine may have GPUs. On a CPU, Megatron-core prints many warnings on
+# every rank.
 _ON_CPUS = {
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONWARNINGS": "ignore",
@@ -43,7 +43,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 def show(
     console: Console, layout: ParallelLayout, run: GPTRun, text: bytes, deadline: float
 ) -> bool:
-    """Run the demo and show it; whether every row of the verdict held.
+    """Run the demo and show it. True if every row of the verdict held.
 
     ``deadline`` is in seconds, for each of the runs.
 
@@ -60,7 +60,7 @@ def show(
     with (
         tempfile.TemporaryDirectory(prefix="megapg-demo-") as directory,
         overridden(_ON_CPUS),
-        preloaded(*_PRELOAD),  # one interpreter for the ranks of all runs: it imports for seconds
+        preloaded(*_PRELOAD),  # one interpreter for the ranks of all runs: its imports take seconds
     ):
         saving = Checkpoints(directory, save_after=max(1, run.steps // 2))
         resuming = Checkpoints(directory, resume=True)
@@ -174,7 +174,7 @@ def _sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def _picture(layout: ParallelLayout) -> Table:
-    """Where each rank sits: one row a rank, for as many as fit on a screen."""
+    """Return a table of the ranks and their groups, one row per rank, for the first ranks."""
     table = Table(title="layout", title_justify="left", pad_edge=False)
     names: tuple[Field, ...] = ("tp", "pp", "dp", "ep", "expt_dp")
     for heading in ("rank", *(f"{name} group" for name in names)):

@@ -1,4 +1,4 @@
-"""Real text to train on: the standard library's own sources, or the user's files."""
+"""Text to train on: the standard library's own sources, or the user's files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megapg.errors import MegapgError
 
-DEFAULT_BYTES = 1 << 20  # a mebibyte of the standard library is plenty for a demo
+DEFAULT_BYTES = 1 << 20  # a mebibyte of the standard library is enough for a demo
 MOST_BYTES = 64 << 20
 
 
@@ -17,10 +17,11 @@ class NoTextError(MegapgError, ValueError):
 
 
 def read_text(paths: Sequence[Path], at_least: int) -> bytes:
-    """The bytes of ``paths``, files or directories; of the standard library if there are none.
+    """Return the bytes of ``paths``, files or directories; of the standard library if there are
+    none.
 
     Args:
-        paths: read in order, directories in name order; 64 MiB at most are taken.
+        paths: read in order, directories in name order; 64 MiB at most are read.
         at_least: bytes needed.
 
     Raises:

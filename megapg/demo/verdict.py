@@ -1,4 +1,4 @@
-"""Did it work? Every row is computed from what the ranks brought home."""
+"""The verdict of the demo. Every row is computed from the reports of the ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megapg.megatron.watching.forbid import is_below
 from megapg.megatron.watching.trace import summed
 from megapg.testing import ParityReport
 
-CORE = "megatron.core"  # whose own reads no argument can prevent
+CORE = "megatron.core"  # no argument can prevent its own reads
 
-# How far the loss may be off after a checkpoint was cut otherwise: sums are taken in another order.
+# Tolerance of the loss after a checkpoint was cut otherwise: sums are taken in another order.
 RECUT_TOLERANCE = 1e-5
-# How far off the last loss may be, as a share of it: dropout draws otherwise from there on.
+# Tolerance of the last loss, as a share of it: dropout draws other numbers after the checkpoint.
 LEARNING = 0.05
 
 
 @dataclass(frozen=True)
 class Row:
-    """One claim, whether it held, and the figures behind it."""
+    """One claim, whether it held, and its figures."""
 
     claim: str
     held: bool
@@ -32,9 +32,9 @@ class Row:
 def judge(
     session: Sequence[RankReport], globals_: Sequence[RankReport], left_over: int
 ) -> tuple[Row, ...]:
-    """The verdict on a run on a session and the same on Megatron's globals, rank by rank.
+    """Return the verdict on a run on a session and the same on Megatron's globals, rank by rank.
 
-    ``left_over`` are processes that the demo started and that still live.
+    ``left_over`` is the number of live processes that the demo started.
     """
     return (
         _losses(session, globals_),
@@ -53,10 +53,10 @@ def judge_resumed(
     recut: Sequence[RankReport],
     how: str,
 ) -> tuple[Row, ...]:
-    """The verdict on the runs that went on from a checkpoint of the first one, rank by rank.
+    """Return the verdict on the runs that resumed from a checkpoint of the first one, rank by rank.
 
-    ``whole`` was not interrupted, ``resumed`` went on in its layout, and ``recut``, which may be
-    empty, in the one that ``how`` says.
+    ``whole`` was not interrupted, and ``resumed`` continued in its layout. ``recut``, which may be
+    empty, continued in the layout that ``how`` names.
     """
     same = _resumed(whole, resumed)
     return (same, _recut(whole, recut, how)) if recut else (same,)
@@ -92,7 +92,7 @@ def _equal_weights(ranks: Sequence[tuple[TrainingResult, TrainingResult]]) -> in
 
 
 def _recut(whole: Sequence[RankReport], recut: Sequence[RankReport], how: str) -> Row:
-    """The loss is compared without dropout, which draws otherwise when cut otherwise."""
+    """Compare the loss without dropout, which draws other numbers in another layout."""
     before, after = whole[0].result.at_checkpoint, recut[0].result.at_checkpoint
     if before is None or after is None:
         return Row(f"resumed {how}: the same model", False, "no loss to compare")
@@ -107,7 +107,7 @@ def _recut(whole: Sequence[RankReport], recut: Sequence[RankReport], how: str) -
 
 
 def judge_parity(report: ParityReport) -> Row:
-    """The verdict on the layouts of the demo, each compared with one rank."""
+    """Return the verdict on the layouts of the demo, each compared with one rank."""
     off = max(cell.off for layout in report.layouts for cell in layout.cells)
     agree = sum(layout.agrees for layout in report.layouts)
     return Row(
@@ -119,7 +119,7 @@ def judge_parity(report: ParityReport) -> Row:
 
 
 def reads_of(session: Sequence[RankReport]) -> tuple[GlobalRead, ...]:
-    """The reads of globals of all ranks, one entry per place, by file and line."""
+    """Return the reads of globals of all ranks, one entry per place, by file and line."""
     return summed(read for report in session for read in report.reads)
 
 
@@ -163,7 +163,7 @@ def _answers(session: Sequence[RankReport]) -> Row:
     total = sum(read.count for read in reads)
     return Row(
         "what Megatron still read from globals came from this session",
-        not other and total > 0,  # Megatron does read some: no reads are a trace that saw nothing
+        not other and total > 0,  # Megatron does read some, so no reads mean a failed trace
         f"{total:,} reads from {len(reads)} places, listed above"
         + (f"; answered by {', '.join(sorted(other))}" if other else ""),
     )

@@ -1,7 +1,7 @@
-"""``megapg doctor``: what launched us, what this machine can do, and what looks wrong.
+"""``megapg doctor``: the launcher, the abilities of this machine, and problems.
 
-Data flows one way: every process collects :mod:`~megapg.doctor.survey` about itself and runs the
-table of :mod:`~megapg.doctor.checks` over them; the ranks' accounts meet at rank 0 over the store
-(:mod:`~megapg.doctor.gather`) and become one :mod:`~megapg.doctor.report`, which
-:mod:`~megapg.doctor.render` prints. It makes no process group.
+Data flows one way. Every process collects a :mod:`~megapg.doctor.survey` of itself, and runs the
+:mod:`~megapg.doctor.checks` on it. The ranks send their accounts to rank 0 over the store
+(:mod:`~megapg.doctor.gather`). Rank 0 merges them into one :mod:`~megapg.doctor.report`, which
+:mod:`~megapg.doctor.render` prints. No process group is made.
 """

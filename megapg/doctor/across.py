@@ -1,4 +1,4 @@
-"""What can look wrong between ranks: another table of small functions."""
+"""Checks that compare ranks: a table of small functions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _NOT_SET = "not set"
 
 @dataclass(frozen=True)
 class Gathering:
-    """The ranks that came, and those that did not."""
+    """The accounts of the ranks that came, and the missing ranks."""
 
-    launch: Launch  # what launched the rank that gathered them
+    launch: Launch  # the launch of the gathering rank
     accounts: tuple[Account, ...]  # in the order of their ranks
     missing: tuple[int, ...] = ()  # ranks that did not come in time
-    problem: str = ""  # why the ranks could not meet at all; empty where they could
+    problem: str = ""  # why the ranks could not meet; empty if they could
 
 
 Located: TypeAlias = tuple[Finding, tuple[int, ...]]
@@ -53,18 +53,18 @@ def missing(gathering: Gathering) -> Iterator[Located]:
 
 
 def differing(gathering: Gathering) -> Iterator[Located]:
-    """A fact that has to be the same on every rank is not."""
+    """A fact that must be the same on every rank is not."""
     has_to = {(r.section, r.name) for a in gathering.accounts for r in a.rows if r.alike}
     for section, name in sorted(has_to):
         found = _by_value(gathering.accounts, section, name)
         if len(found) > 1:
-            said = "; ".join(f"{value} on {ranks_said(ranks)}" for value, ranks in found)
+            values = "; ".join(f"{value} on {ranks_said(ranks)}" for value, ranks in found)
             fewest = min((ranks for _, ranks in found), key=len)
             level = Level.ERROR if section in ("launch", "software") else Level.WARNING
             remedy = "Make it the same on every rank." + (
                 " The same image on every host is the surest way." if section == "software" else ""
             )
-            yield Finding("differs", level, f"{name} is {said}.", remedy), tuple(fewest)
+            yield Finding("differs", level, f"{name} is {values}.", remedy), tuple(fewest)
 
 
 def one_device_each(gathering: Gathering) -> Iterator[Located]:
@@ -80,7 +80,7 @@ def one_device_each(gathering: Gathering) -> Iterator[Located]:
 
 
 def threads(gathering: Gathering) -> Iterator[Located]:
-    """Several ranks on a host, each with a thread for every core."""
+    """Several ranks on a host each start a thread for every core."""
     for host, ranks in _grouped(gathering.accounts, lambda account: account.host).items():
         unset = [
             account.rank
@@ -97,7 +97,7 @@ def threads(gathering: Gathering) -> Iterator[Located]:
 
 
 def local_address(gathering: Gathering) -> Iterator[Located]:
-    """The ranks of several hosts may have been told to meet on each one's own loopback."""
+    """The ranks of several hosts may try to meet at each host's own loopback address."""
     launch = gathering.launch
     one_host = len(set(launch.hosts)) == 1 or launch.local_world_size == launch.world_size
     if gathering.missing and is_loopback(launch.address) and not one_host:
@@ -110,13 +110,13 @@ def local_address(gathering: Gathering) -> Iterator[Located]:
 
 
 def gloo_on_loopback(gathering: Gathering) -> Iterator[Located]:
-    """gloo would tell the other hosts to connect to 127.0.0.1 or its like."""
+    """gloo would make the other hosts connect to 127.0.0.1 or another loopback address."""
     if len({account.host for account in gathering.accounts}) < 2:
         return
     for account in gathering.accounts:
-        told = account.data("network", "gloo talks over")
-        if told and not told["reaches_other_hosts"]:
-            what = f"gloo on {account.host} talks over {told['text']}: other hosts can't reach it."
+        used = account.data("network", "gloo talks over")
+        if used and not used["reaches_other_hosts"]:
+            what = f"gloo on {account.host} talks over {used['text']}: other hosts can't reach it."
             remedy = (
                 "Set GLOO_SOCKET_IFNAME to an interface that they reach, or correct /etc/hosts, or "
                 "let megapg choose (megapg.launch.choose_network)."
@@ -136,7 +136,7 @@ CHECKS: tuple[Callable[[Gathering], Iterator[Located]], ...] = (
 
 
 def _where(gathering: Gathering) -> str:
-    """The hosts of the missing ranks, where the launcher said."""
+    """Return the hosts of the missing ranks, if the launcher names them."""
     hosts = gathering.launch.hosts
     named = dict.fromkeys(hosts[rank] for rank in gathering.missing if rank < len(hosts))
     return f" (on {', '.join(named)})" if named else ""

@@ -1,4 +1,4 @@
-"""What can look wrong on one rank: a table of small functions, and one of single variables."""
+"""Checks of one rank: a table of small functions, and a table of single variables."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ def _no(value: str) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """One value of an environment variable that looks wrong."""
+    """A value of an environment variable that causes a problem."""
 
     names: tuple[str, ...]  # the variable, and older names that are still read
-    wrong: Callable[[str], bool]  # whether the value is
-    consequence: str  # what comes of it
-    remedy: str = "Unset {name}."  # what to do; ``{name}`` stands for the variable
-    level: Level = Level.WARNING  # how bad it is
-    where: Callable[[Facts], bool] = _always  # whether it matters on this machine
+    wrong: Callable[[str], bool]  # True if the value causes the problem
+    consequence: str  # the consequence
+    remedy: str = "Unset {name}."  # the remedy; ``{name}`` stands for the variable
+    level: Level = Level.WARNING  # the severity
+    where: Callable[[Facts], bool] = _always  # True if it matters on this machine
 
 
-# What a value does is from torch's "ProcessGroupNCCL Environment Variables", the chapter
+# The effects of values are from torch's "ProcessGroupNCCL Environment Variables", the chapter
 # "Environment Variables" of NCCL's user guide, and torch/utils/_config_module.py.
 RULES = (
     Rule(
@@ -166,7 +166,7 @@ RULES = (
 
 
 def variables(facts: Facts) -> Iterator[Finding]:
-    """The table of rules above."""
+    """Yield the findings of the table of rules above."""
     for rule in RULES:
         for name in rule.names:
             value = facts.variable(name)
@@ -179,14 +179,14 @@ def variables(facts: Facts) -> Iterator[Finding]:
 
 
 def launch(facts: Facts) -> Iterator[Finding]:
-    """The launcher's variables don't say who this process is."""
+    """The launcher's variables do not identify this process."""
     if facts.launch_problem:
         remedy = "Correct the environment, or start with torchrun, srun or mpirun."
         yield Finding("launch", Level.ERROR, facts.launch_problem, remedy)
 
 
 def interface_names(facts: Facts) -> Iterator[Finding]:
-    """NCCL's and gloo's choice of interfaces names what is not there, or in the other's words."""
+    """The interfaces chosen for NCCL or gloo do not exist, or are in the other library's format."""
     found = {each.name: each for each in facts.interfaces}
     forms = {NCCL_NAMES: "=NAME for an exact name", GLOO_NAMES: "plain names, with commas"}
     for name, problem_of in PROBLEMS.items():
@@ -197,7 +197,7 @@ def interface_names(facts: Facts) -> Iterator[Finding]:
 
 
 def software(facts: Facts) -> Iterator[Finding]:
-    """Something is missing, or older than megapg works with."""
+    """A package is missing, or too old for megapg."""
     if facts.torch_problem:
         what = f"torch {facts.torch_problem}. There are no process groups without it."
         remedy = "Install a torch that fits this machine, or pip install 'megapg[torch]'."
@@ -220,7 +220,7 @@ def software(facts: Facts) -> Iterator[Finding]:
 
 
 def devices(facts: Facts) -> Iterator[Finding]:
-    """This rank has no accelerator to itself, or NCCL is missing for it."""
+    """This rank has no accelerator to itself, or torch has no NCCL."""
     seen, local = facts.variable("CUDA_VISIBLE_DEVICES"), facts.launch.local_rank
     if facts.device_problem:
         remedy = "See that nvidia-smi works here, and that torch's CUDA is not newer than its."
@@ -253,7 +253,7 @@ def devices(facts: Facts) -> Iterator[Finding]:
 
 
 def connections(facts: Facts) -> Iterator[Finding]:
-    """CUDA_DEVICE_MAX_CONNECTIONS is not what Megatron's tensor parallelism takes."""
+    """CUDA_DEVICE_MAX_CONNECTIONS does not suit Megatron's tensor parallelism."""
     value = facts.variable("CUDA_DEVICE_MAX_CONNECTIONS")
     before_blackwell = [each for each in facts.devices if each.capability < _BLACKWELL]
     if before_blackwell and value != "1":
@@ -267,7 +267,7 @@ def connections(facts: Facts) -> Iterator[Finding]:
 
 
 def limits(facts: Facts) -> Iterator[Finding]:
-    """Limits of the process or the container that stop RDMA or NCCL's shared memory."""
+    """Limits of the process or the container prevent RDMA or NCCL's shared memory."""
     if facts.locked_memory is not None and _on_a_fast_network(facts):
         yield Finding(
             "locked_memory",
@@ -295,4 +295,4 @@ CHECKS: tuple[Check, ...] = (
     connections,
     limits,
 )
-"""Every check of one rank; those that compare ranks are in :mod:`megapg.doctor.across`."""
+"""Every check of one rank. Checks that compare ranks are in :mod:`megapg.doctor.across`."""

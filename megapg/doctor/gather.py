@@ -1,4 +1,4 @@
-"""The ranks bring their accounts together at rank 0, over the store; no process group is made."""
+"""Gathers the ranks' accounts at rank 0, over the store. No process group is made."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from megapg.launch import Launch
 if TYPE_CHECKING:
     from megapg.rendezvous.store import Store
 
-_GRACE = 10.0  # seconds that the ranks allow each other beyond the timeout
+_GRACE = 10.0  # seconds that ranks wait for each other beyond the timeout
 
 
 def hold(
     launch: Launch, account: Account, timeout: float, judge: Callable[[Gathering], int]
 ) -> int:
-    """Bring the ranks together, and let rank 0 judge.
+    """Gather the accounts of all ranks, and call ``judge`` with them on rank 0.
 
-    ``judge`` is called there with what came together, and says the exit code, which is the same on
-    every rank that came.
+    ``judge`` returns the exit code, which is the same on every rank that came.
 
     Raises:
         RendezvousError: this is not rank 0, and rank 0 can't be reached or does not answer.
@@ -47,9 +46,9 @@ def hold(
         gathering = _gather(store, launch, account, others, timeout)
         came = [rank for rank in others if rank not in gathering.missing]
         code = judge(gathering)
-        with contextlib.suppress(RendezvousError):  # the others find out, and it is judged
+        with contextlib.suppress(RendezvousError):  # the others get an error of their own
             store.set("verdict", str(code))
-            # This process may host the store: it stays until the others have read the verdict.
+            # This process may host the store, so it stays until the others have read the verdict.
             _those_with(store, "heard", came, _GRACE)
         return code
 
@@ -61,17 +60,17 @@ def _gather(
     try:
         for rank in _those_with(store, "account", others, timeout):
             accounts.append(Account.from_json(store.get(f"account/{rank}")))
-    except RendezvousError as error:  # it reports what it knows
+    except RendezvousError as error:  # rank 0 reports the accounts it has
         problem = str(error)
-    told = [each.rank for each in accounts]
-    missing = tuple(rank for rank in others if rank not in told)
+    came = [each.rank for each in accounts]
+    missing = tuple(rank for rank in others if rank not in came)
     return Gathering(launch, tuple(accounts), missing, problem)
 
 
 def _tell_rank_0(store: Store, launch: Launch, account: Account, timeout: float) -> int:
     store.set(f"account/{launch.rank}", account.to_json())
     patience = timeout + _GRACE
-    # In large jobs everybody asks less often, to spare the store.
+    # In large jobs every rank polls less often, to spare the store.
     if not _until(lambda: store.check(["verdict"]), patience, 0.05 + launch.world_size / 5000):
         raise RendezvousError(
             f"rank 0 did not answer rank {launch.rank} on {account.host} within {patience:g} s: "
@@ -84,9 +83,9 @@ def _tell_rank_0(store: Store, launch: Launch, account: Account, timeout: float)
 
 
 def _those_with(store: Store, key: str, ranks: Sequence[int], timeout: float) -> list[int]:
-    """The ranks that have set their key, as soon as all have or the timeout is over."""
+    """Return the ranks that have set their key, when all have or the timeout has passed."""
     keys = {rank: f"{key}/{rank}" for rank in ranks}
-    # One question for all of them; one each only at the end.
+    # One query for all of them; separate ones only at the end.
     if not keys or _until(lambda: store.check(list(keys.values())), timeout):
         return list(keys)
     return [rank for rank, name in keys.items() if store.check([name])]

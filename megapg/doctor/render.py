@@ -1,4 +1,4 @@
-"""The report for people: the verdict, then the facts, as tables or, in a pipe, one a line."""
+"""The report for people: the verdict, then the facts, as tables, or one per line in a pipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megapg.doctor.report import Fact, Report
 from megapg.launch.process import ranks_said
 
 _STYLES = {Level.ERROR: "bold red", Level.WARNING: "yellow", Level.NOTE: "cyan"}
-_VALUES = 8  # different values of one fact that are shown; --json has all
+_VALUES = 8  # number of values of one fact that are shown; --json has all
 
 
 def show(report: Report) -> None:
@@ -63,7 +63,7 @@ def _lines(fact: Fact, world_size: int) -> list[Text]:
 
 
 def _shown(fact: Fact, world_size: int) -> list[tuple[Text, str]]:
-    """Values and who has them; nothing is said of ranks where every rank has the one value."""
+    """Return the values with their ranks. The ranks are left out if all have the same value."""
     shown = [
         (_plain(each.text), "" if len(each.ranks) == world_size else ranks_said(each.ranks))
         for each in fact.values[:_VALUES]
@@ -74,18 +74,18 @@ def _shown(fact: Fact, world_size: int) -> list[tuple[Text, str]]:
 
 
 def _judge(console: Console, report: Report) -> None:
-    """The verdict in one line, then what looks wrong."""
+    """Print the verdict in one line, then the findings."""
     if report.good:
         console.print(Text("good", style="bold green").append(" nothing looks wrong", "none"))
     else:
         counts = Counter(finding.level for finding, _ in report.findings)
-        said = [
+        counted = [
             f"{count} {level}{'s' if count > 1 else ''}"
             for level in (Level.ERROR, Level.WARNING)
             if (count := counts[level])
         ]
         worst = report.findings[0][0].level
-        console.print(Text("bad", style=_STYLES[worst]).append(f" {', '.join(said)}", "none"))
+        console.print(Text("bad", style=_STYLES[worst]).append(f" {', '.join(counted)}", "none"))
     for finding, ranks in report.findings:
         who = "" if report.world_size == 1 or not ranks else f" [{ranks_said(ranks)}]"
         line = Text(finding.level.value, style=_STYLES[finding.level])
@@ -94,5 +94,5 @@ def _judge(console: Console, report: Report) -> None:
 
 
 def _plain(value: str) -> Text:
-    """What an environment variable may hold: it must not draw on the terminal."""
+    """Return the value of an environment variable without control characters."""
     return Text("".join(char if char.isprintable() else ascii(char)[1:-1] for char in value))

@@ -1,4 +1,4 @@
-"""One report from the accounts of all ranks: equal facts merged, findings too."""
+"""Merges the accounts of all ranks into one report; equal facts and findings are merged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megapg.doctor.account import Finding, Level, Row
 from megapg.doctor.across import Gathering, Located, compare
 
 SCHEMA_VERSION = 1
-"""Of ``--json``: a higher one where a key goes or changes its meaning; new ones may come."""
+"""The version of ``--json``. It grows if a key is removed or changes its meaning."""
 
 
 @dataclass(frozen=True)
@@ -20,38 +20,38 @@ class Value:
 
     ranks: tuple[int, ...]
     text: str
-    value: Mapping[str, object] | bool | int | str  # what the text is made of, or the text again
+    value: Mapping[str, object] | bool | int | str  # the data of the text, or the text again
 
 
 @dataclass(frozen=True)
 class Fact:
     """One fact over all ranks."""
 
-    section: str  # what it belongs to
-    name: str  # what it is about
-    differs: bool  # it has to be the same on every rank, and is not
-    # the different ones; a rank that has none, say of a variable, is in none of them
+    section: str  # its topic
+    name: str  # its subject
+    differs: bool  # True if ranks differ although they must not
+    # the different values; a rank without a value, of a variable for example, is in none
     values: tuple[Value, ...]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What ``megapg doctor`` shows."""
+    """The contents of the report of ``megapg doctor``."""
 
-    launcher: str  # what started the ranks
-    world_size: int  # how many there are
+    launcher: str  # the launcher of the ranks
+    world_size: int  # the number of ranks
     hosts: Mapping[str, tuple[int, ...]]  # host -> its ranks
     missing: tuple[int, ...]  # ranks that did not come
-    findings: tuple[Located, ...]  # what looks wrong and on which ranks, the worst first
-    facts: tuple[Fact, ...]  # in the order in which they are shown
+    findings: tuple[Located, ...]  # the problems and their ranks, the worst first
+    facts: tuple[Fact, ...]  # in the order of their display
 
     @property
     def good(self) -> bool:
-        """Whether nothing looks wrong; notes don't count."""
+        """True if there is no problem; notes don't count."""
         return all(finding.level is Level.NOTE for finding, _ in self.findings)
 
     def as_json(self) -> dict[str, object]:
-        """Plain data, as ``schema.json`` beside this module describes it."""
+        """Return plain data, as described by ``schema.json`` in this package."""
         head = {"schema_version": SCHEMA_VERSION, "megapg": megapg.__version__, "good": self.good}
         findings = [
             {
@@ -67,7 +67,7 @@ class Report:
 
 
 def merge(gathering: Gathering) -> Report:
-    """The report on everyone who came."""
+    """Return the report on all ranks that came."""
     hosts: dict[str, list[int]] = defaultdict(list)
     findings: dict[Finding, list[int]] = defaultdict(list)
     rows: dict[tuple[str, str], dict[int, Row]] = defaultdict(dict)

@@ -1,4 +1,4 @@
-"""The facts of one rank as they are shown, one row each."""
+"""The facts of one rank for display, one row each."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megapg.doctor.account import Row
 from megapg.doctor.survey import Facts
 from megapg.doctor.traffic import fastest, of_gloo, of_nccl
 
-# Environment variables with which ranks talk past each other if they differ ...
+# Environment variables that must be equal on all ranks, so that they can communicate ...
 _SHARED = re.compile(
     r"(MASTER|NCCL|TORCH|TORCHCOMM|MEGAPG)_|(WORLD_SIZE|OMP_NUM_THREADS|CUDA_DEVICE_MAX_.*)$"
 )
-# ... save those that name what a host alone has.
+# ... except those whose value belongs to a host.
 _OWN = re.compile(r"NCCL_(SOCKET_IFNAME|IB_HCA|HOSTID|CONF_FILE|.*FILE|GRAPH_.*)$|TORCH_.*FILE$")
 
 GUARD = {
@@ -22,11 +22,11 @@ GUARD = {
     "warn": "a read that contradicts the reader's own groups is a warning",
     "off": "off: the globals may answer with a group of the wrong layout",
 }
-"""Mode of :func:`megapg.guard` -> what it does once a process has two layouts."""
+"""Mode of :func:`megapg.guard` -> its effect if a process has two layouts."""
 
 
 def rows(facts: Facts) -> Iterator[Row]:
-    """The facts, one by one, as they are shown."""
+    """Yield the facts, one by one, in the order of their display."""
     launch = facts.launch
     yield Row("launch", "launched by", launch.launcher, alike=True)
     yield Row("launch", "host", facts.host)

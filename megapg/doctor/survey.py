@@ -1,4 +1,4 @@
-"""What one process knows about itself and its machine. Nothing here judges."""
+"""Facts about one process and its machine, without judgement."""
 
 from __future__ import annotations
 
@@ -43,46 +43,46 @@ class Device:
 
     name: str  # the model
     capability: tuple[int, int]  # CUDA compute capability, ``(9, 0)``
-    memory: int  # bytes in all
-    uuid: str  # tells it from all others
+    memory: int  # bytes in total
+    uuid: str  # a unique identifier
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What one process knows."""
+    """The facts about one process."""
 
     host: str  # this host's name
-    launch: Launch  # what the launcher said; a process alone where that can't be told
-    host_address: str = ""  # what that name resolves to here; empty where it does not
-    launch_problem: str = ""  # why it can't be told; empty where it can
-    # software -> version, for what is installed
+    launch: Launch  # the launcher's description; a single process if it is contradictory
+    host_address: str = ""  # the address that this name resolves to; empty if there is none
+    launch_problem: str = ""  # why the launch is unknown; empty if it is known
+    # software -> version, of installed software
     versions: Mapping[str, str] = field(default_factory=dict)
-    torch_problem: str = ""  # why torch can't be used; empty where it can
+    torch_problem: str = ""  # why torch can't be used; empty if it can
     devices: tuple[Device, ...] = ()  # accelerators, in the order of their indices
-    # why accelerators can't be used; empty where they can, or there are none
+    # why accelerators can't be used; empty if they can, or there are none
     device_problem: str = ""
-    driver: str = ""  # version of NVIDIA's kernel driver; empty where it is not loaded
+    driver: str = ""  # version of NVIDIA's kernel driver; empty if it is not loaded
     interfaces: tuple[Interface, ...] = ()  # network interfaces
     rdma_ports: tuple[RdmaPort, ...] = ()  # ports of RDMA devices
-    automatic: str = ""  # what ``network="auto"`` would choose here, and why
-    # way of ``session.suspend()`` -> why this machine can't take it; empty where it can
+    automatic: str = ""  # the choice of ``network="auto"`` here, and its reason
+    # way of ``session.suspend()`` -> why this machine can't take it; empty if it can
     offload: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)  # the variables that matter
+    environment: Mapping[str, str] = field(default_factory=dict)  # the relevant variables
     locked_memory: int | None = None  # bytes that the process may lock; None for no limit
-    shared_memory: int | None = None  # bytes of ``/dev/shm``; None where there is none
+    shared_memory: int | None = None  # bytes of ``/dev/shm``; None if there is none
 
     def version(self, name: str) -> Version:
-        """The numbers of a version, ``(2, 13, 0)``; empty where it is not installed."""
+        """Return the numbers of a version, ``(2, 13, 0)``; empty if it is not installed."""
         return _numbers(self.versions.get(name, ""))
 
     def variable(self, name: str) -> str | None:
-        """An environment variable; None where it is not set."""
+        """Return an environment variable; None if it is not set."""
         return self.environment.get(name)
 
     @property
     def device(self) -> str:
-        """The accelerator that this rank would take; empty where there is none for it."""
-        # Some sites show each process its own device only, as the first.
+        """The accelerator that this rank would use; empty if there is none for it."""
+        # Some sites show each process only its own device, as the first.
         index = 0 if len(self.devices) == 1 else self.launch.local_rank
         if index is None or index >= len(self.devices):
             return ""
@@ -90,7 +90,7 @@ class Facts:
 
 
 def collect(environment: Mapping[str, str] = os.environ) -> Facts:
-    """Look at this process and its machine."""
+    """Collect the facts about this process and its machine."""
     launch, launch_problem = Launch("unknown"), ""
     try:
         launch = detect(environment)
@@ -143,20 +143,20 @@ def _versions(torch_problem: str) -> Iterator[tuple[str, str]]:
 
 
 def _nccl() -> str:
-    """The NCCL that is loaded; torch itself only tells the one it was built with."""
+    """Return the version of the loaded NCCL; torch itself reports the version it was built with."""
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         code = ctypes.c_int()
         if library.ncclGetVersion(ctypes.byref(code)) == 0:
             return f"{code.value // 10_000}.{code.value // 100 % 100}.{code.value % 100}"
     with contextlib.suppress(AttributeError, RuntimeError):
-        told = importlib.import_module("torch.cuda.nccl").version()
-        return ".".join(str(part) for part in told)
+        found = importlib.import_module("torch.cuda.nccl").version()
+        return ".".join(str(part) for part in found)
     return ""
 
 
 def _megatron_core() -> str:
-    """Version of the Megatron-core that would be imported, without the seconds that takes."""
+    """Return the version of the Megatron-core that an import would find, without importing it."""
     with contextlib.suppress(ImportError, OSError, AttributeError):
         found = importlib.util.find_spec("megatron.core")
         for folder in (found and found.submodule_search_locations) or ():
@@ -188,7 +188,7 @@ def _torch_problem() -> str:
         import torch  # noqa: F401
     except ModuleNotFoundError as error:
         return f"is not installed ({error})"
-    except (ImportError, OSError) as error:  # a library that it was built with is not here
+    except (ImportError, OSError) as error:  # a library that it was built with is missing
         return f"is installed but can't be imported: {error}"
     return ""
 
@@ -208,8 +208,8 @@ def _automatic(environment: Mapping[str, str]) -> str:
 
 def _driver() -> str:
     with contextlib.suppress(OSError):
-        told = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
-        found = re.search(r"\d+\.\d+[.\d]*", told)
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+        found = re.search(r"\d+\.\d+[.\d]*", text)
         return found[0] if found else "of unknown version"
     return ""
 

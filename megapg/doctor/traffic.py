@@ -1,4 +1,4 @@
-"""Which interfaces NCCL and gloo would take as things are, with nothing opened to find out."""
+"""The interfaces that NCCL and gloo would use, found without opening a connection."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Sequence
 from megapg.doctor.survey import Facts
 from megapg.launch.network import GLOO_NAMES, NCCL_NAMES, Interface, Kind, nccl_takes
 
-# What NCCL tries in turn where NCCL_SOCKET_IFNAME is not set, from "NCCL_SOCKET_IFNAME" in its
-# user guide.
+# NCCL tries these in turn if NCCL_SOCKET_IFNAME is not set. From "NCCL_SOCKET_IFNAME" in its user
+# guide.
 _NCCL_DEFAULTS = ("ib", "^docker,lo,virbr", "docker", "lo")
 
 
 def fastest(facts: Facts) -> str:
-    """The best that could carry traffic between hosts."""
+    """Return the fastest kind of link between hosts."""
     kinds = [each.kind for each in facts.interfaces if not each.obstacle]
     kinds += [port.kind for port in facts.rdma_ports if port.active]
     return min(kinds, key=list(Kind).index).value if kinds else "none"
 
 
 def of_gloo(facts: Facts) -> tuple[str, bool]:
-    """What gloo listens on, and whether other hosts can reach it there.
+    """Return the interfaces that gloo listens on, and True if other hosts can reach them.
 
-    It is GLOO_SOCKET_IFNAME, or else what the host's own name resolves to; where that is no address
-    of this host, gloo falls back to the loopback.
+    They are those of GLOO_SOCKET_IFNAME, or else of the address that the host's own name resolves
+    to. If that is no address of this host, gloo falls back to the loopback.
     """
     setting, address = facts.variable(GLOO_NAMES), facts.host_address
     if setting:
@@ -33,12 +33,12 @@ def of_gloo(facts: Facts) -> tuple[str, bool]:
         named = [each for each in facts.interfaces if address and address in each.addresses]
         why = f"as this host's name resolves to {address or 'nothing'}"
     outward = bool(named) and all(each.kind is not Kind.LOOPBACK for each in named)
-    return f"{_said(named) if named else 'the loopback'}, {why}", outward
+    return f"{_listed(named) if named else 'the loopback'}, {why}", outward
 
 
 def of_nccl(facts: Facts) -> str:
-    """RDMA where there is some, and TCP elsewhere; the ranks first meet over TCP in either case."""
-    sockets = _said(_sockets(facts))
+    """Return RDMA ports if there are any, else TCP. The ranks always meet over TCP first."""
+    sockets = _listed(_sockets(facts))
     if (facts.variable("NCCL_IB_DISABLE") or "0") != "0" or facts.variable("NCCL_NET") == "Socket":
         return f"TCP on {sockets}, told so by the environment"
     filtered = facts.variable("NCCL_IB_HCA")
@@ -59,5 +59,5 @@ def _sockets(facts: Facts) -> list[Interface]:
     return []
 
 
-def _said(found: Sequence[Interface]) -> str:
+def _listed(found: Sequence[Interface]) -> str:
     return ", ".join(f"{each.name} ({each.kind.value})" for each in found) or "no interface"

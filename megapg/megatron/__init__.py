@@ -1,7 +1,7 @@
-"""All that megapg knows of Megatron-core: its collection, its globals, its versions.
+"""The bridge to Megatron-core: its collection, its globals, its versions.
 
-The only package of megapg that touches ``megatron.core.parallel_state``; whoever needs it (the
-demo's comparison run, the tests, the benchmarks) takes it from here.
+Only this package of megapg uses ``megatron.core.parallel_state``. Other code that needs it (the
+demo's comparison run, the tests, the benchmarks) imports it from here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megapg.megatron.watching.forbid import forbid_global_reads
 from megapg.megatron.watching.guard import guard
 from megapg.megatron.watching.trace import GlobalRead, Trace, trace_global_reads
 
-# Here as well, so that a session is never without the guard.
+# Imported here too, so that every session has the guard.
 from megapg.ownership.opening import open_sessions, session
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # or any name would be there for a type checker
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
     def __getattr__(name: str) -> ModuleType:
         if name == "parallel_state":  # loaded on use: importing it takes seconds

@@ -1,4 +1,4 @@
-"""From the arguments of ``initialize_model_parallel`` to those of :func:`megapg.session`."""
+"""Converts the arguments of ``initialize_model_parallel`` to those of :func:`megapg.session`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megapg.ownership.opening import LayoutSizes
 
 
 class SessionArguments(LayoutSizes, total=False):
-    """What :func:`megapg.session` takes of what Megatron's function takes."""
+    """The arguments of :func:`megapg.session` that have a counterpart in Megatron's function."""
 
     collective_timeout: timedelta
     all_gather_groups: bool
@@ -55,7 +55,7 @@ class MegatronArguments(TypedDict, total=False):
     local_world_size: int | None
 
 
-# argument -> the session's name for the same thing.
+# argument -> the name of the session's argument
 _RENAMED = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -75,7 +75,7 @@ _RENAMED = {
 
 _GLOO_FIELDS: Fields = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
 
-# argument -> why a value other than its default is refused.
+# argument -> why a value other than its default is refused
 _REFUSED = {
     "pipeline_model_parallel_comm_backend": (
         "a session makes all of its groups on one backend. Make the pipeline group yourself and "
@@ -91,17 +91,18 @@ _REFUSED = {
 
 
 def session_arguments(**arguments: Unpack[MegatronArguments]) -> SessionArguments:
-    """The arguments of :func:`megapg.session` that do what ``initialize_model_parallel`` would.
+    """Return the arguments of :func:`megapg.session` equivalent to those of
+    ``initialize_model_parallel``.
 
-    Takes that function's arguments by name, so moving over is
+    It takes that function's arguments by name. To migrate, write
     ``megapg.session(**session_arguments(tensor_model_parallel_size=2, ...))``. Gloo companions are
-    made only where ``create_gloo_process_groups=True`` is given: few need them, and each costs.
+    made only with ``create_gloo_process_groups=True``: little code needs them, and each has a cost.
 
     Raises:
         UnsupportedOptionError: an argument that a session can't honour, with the reason, or one
             that the installed Megatron-core does not have.
     """
-    core_version()  # an older one can't run on injected groups
+    core_version()  # older versions can't run on injected groups
     defaults = parameters_of_core()
     made: dict[str, object] = {}
     given: dict[str, Any] = {}
@@ -127,7 +128,7 @@ def session_arguments(**arguments: Unpack[MegatronArguments]) -> SessionArgument
             given[name] = value
     if "hierarchical_context_parallel_sizes" in given:
         made["hierarchical_cp"] = tuple(given["hierarchical_context_parallel_sizes"])
-    # Also where it was not given: a session's own default is WORLD's timeout, not Megatron's.
+    # Always set: a session's own default is WORLD's timeout, not Megatron's.
     minutes = given.get("distributed_timeout_minutes", defaults["distributed_timeout_minutes"])
     made["collective_timeout"] = timedelta(minutes=minutes)
     if "local_world_size" in given:
@@ -149,7 +150,7 @@ def session_arguments(**arguments: Unpack[MegatronArguments]) -> SessionArgument
 
 
 def _gloo_fields(arguments: MegatronArguments) -> Fields:
-    """What Megatron makes gloo twins of: of no group whose ranks shard weights."""
+    """Return the fields for which Megatron makes gloo groups: none whose ranks shard weights."""
     if arguments.get("gtp_remat_size", 1) > 1:
         return ()
     of_experts = arguments.get("expert_gtp_remat_size", 1) == 1
@@ -159,9 +160,9 @@ def _gloo_fields(arguments: MegatronArguments) -> Fields:
 def _options(
     settings: Mapping[str, dict[str, Any]], made: Mapping[str, object]
 ) -> dict[str, CommunicatorOptions]:
-    """The options by field, for the fields that a session with the arguments ``made`` makes.
+    """Return the options by field, for the fields that a session with the arguments ``made`` makes.
 
-    It refuses options for any other field, where Megatron ignores them.
+    A session refuses options for any other field; Megatron ignores them.
     """
     names = dict(NCCL_NAMES)
     left_out: set[str] = set()
@@ -182,14 +183,14 @@ def _options(
 
 
 def parameters_of_core() -> dict[str, Any]:
-    """The parameters of the installed core's ``initialize_model_parallel``, and their defaults."""
+    """Return the parameters of the core's ``initialize_model_parallel``, with their defaults."""
     initialise: Callable[..., None] = parallel_state_module().initialize_model_parallel
     parameters = inspect.signature(initialise).parameters
     return {name: parameter.default for name, parameter in parameters.items()}
 
 
 def _read_nccl_file(path: Path) -> dict[str, dict[str, Any]]:
-    """Megatron's name of a communicator -> its settings."""
+    """Return Megatron's name of a communicator -> its settings."""
     try:
         import yaml
     except ImportError as error:

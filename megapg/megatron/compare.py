@@ -1,8 +1,8 @@
-"""Explicit groups against the globals: does code pass what it would have read?
+"""Compares the groups that code passes as arguments with those in the globals.
 
-Half-way through a migration the same groups travel twice, as arguments and in the globals. Where
-the two differ nothing raises: the program computes with the wrong ranks. Here each call that is
-passed a group is held against the globals.
+Half-way through a migration the same groups travel twice, as arguments and in the globals. If the
+two differ, nothing raises: the program computes with the wrong ranks. This module compares each
+call that is passed a group with the globals.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 
 Ranks = tuple[int, ...]
 
-# Calls inside the bridge are about collections, not in place of globals.
+# Calls inside the bridge handle collections and do not replace reads of the globals.
 _BRIDGE = (BRIDGE,)
-# A module's arguments pass through torch on their way from the one who calls it.
+# A module's arguments pass through torch on their way from the caller.
 _GO_BETWEEN = ("torch",)
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """One place that passes a group other than the one in the globals, and how often.
+    """A call site that passes another group than the one in the globals, with the number of calls.
 
     Attributes:
         function: the function that was passed the group, or the owner that resolved it.
         file: source file of the call.
         line: line number there.
-        field: the collection field in question; where a parameter takes several, joined by "/".
+        field: the collection field in question; if a parameter takes several, joined by "/".
         passed: global ranks of the group that was passed; empty for one that torch has destroyed.
-        in_globals: global ranks of the group in ``parallel_state``; empty where it has none.
+        in_globals: global ranks of the group in ``parallel_state``; empty if it has none.
         count: number of calls.
     """
 
@@ -64,10 +64,10 @@ class Disagreement:
 
 
 class Comparison:
-    """What was compared so far; complete when the block has ended.
+    """The result of a comparison, complete when the block has ended.
 
     Attributes:
-        compared: number of groups held against the globals. Zero says that nothing was proven.
+        compared: number of groups compared with the globals. Zero means that nothing was proven.
     """
 
     def __init__(self) -> None:
@@ -77,13 +77,13 @@ class Comparison:
 
     @property
     def disagreements(self) -> tuple[Disagreement, ...]:
-        """Every place, by file and line; none where arguments and globals agree."""
+        """Every call site that differs, by file and line; empty if arguments and globals agree."""
         with self._lock:
             found = [replace(place, count=count) for place, count in self._found.items()]
         return tuple(sorted(found, key=lambda place: (place.file, place.line, place.field)))
 
     def table(self) -> Table:
-        """The disagreements for the terminal."""
+        """Return the disagreements as a table for the terminal."""
         title = f"groups passed other than in the globals ({self.compared:,} compared)"
         headings = ("call", "function", "field", "passed", "in the globals", "count")
         table = empty_table(title, headings)
@@ -92,8 +92,8 @@ class Comparison:
                 f"{place.file}:{place.line}",
                 place.function,
                 place.field,
-                _words(place.passed, "a destroyed group"),
-                _words(place.in_globals, "none"),
+                _spelled(place.passed, "a destroyed group"),
+                _spelled(place.in_globals, "none"),
                 f"{place.count:,}",
             )
         return table
@@ -101,23 +101,23 @@ class Comparison:
 
 @contextlib.contextmanager
 def compare_with_globals() -> Iterator[Comparison]:
-    """While the block runs, compare every group that is passed with the one in ``parallel_state``.
+    """Compare every group that is passed inside the block with the one in ``parallel_state``.
 
-    Looked at are the arguments of Python functions that are called ``pg_collection``,
-    ``<field>_group`` or one of the few other names that Megatron-core has for them, and whatever
-    :func:`~megapg.megatron.resolve` is passed. Equal means the same ranks in the same order.
-    Nothing is compared while ``parallel_state`` is not initialised.
+    Three kinds of arguments of Python functions are compared: ``pg_collection``, ``<field>_group``
+    and the few other names that Megatron-core has for groups. So are the collections passed to
+    :func:`~megapg.megatron.resolve`. Equal means the same ranks in the same order. Nothing is
+    compared while ``parallel_state`` is not initialised.
 
-    Calls are seen with Python's profiling hook, in the calling thread and in threads that
-    ``threading`` starts during the block. The engine's own threads (backward on a GPU) take no
-    such hook: of them only ``resolve`` is seen. It slows Python down by a few times: for a test of
-    some steps, not for production.
+    Calls are observed with Python's profiling hook, in the calling thread and in threads that
+    ``threading`` starts during the block. Threads of the autograd engine (backward on a GPU) run no
+    such hook, so only their calls of ``resolve`` are compared. The hook makes Python several times
+    slower: use it in a test of some steps, not in production.
 
     The levels of ``hcp`` and a collection's extras are not compared.
 
     Raises:
-        SessionError: a profiler is running, this one included, or was started inside the block;
-            there is room for one.
+        SessionError: a profiler is running, this one included, or was started inside the block.
+            Python supports only one.
     """
     if sys.getprofile() is not None or threading.getprofile() is not None:
         running = sys.getprofile() or threading.getprofile()
@@ -134,7 +134,7 @@ def compare_with_globals() -> Iterator[Comparison]:
             yield comparison
         finally:
             interrupted = sys.getprofile() != watch.profile
-            watch.over = True  # threads started in the block have the hook of their own
+            watch.over = True  # threads started in the block still have the hook
             if not interrupted:
                 sys.setprofile(None)
             threading.setprofile(None)
@@ -146,12 +146,13 @@ def compare_with_globals() -> Iterator[Comparison]:
 
 
 class _Watch:
-    """Sees the calls and compares; what to look at in a function is worked out once."""
+    """Observes calls and compares. The parameters to compare are found once per function."""
 
     def __init__(self, comparison: Comparison, state: Mapping[str, object]) -> None:
         self.over = False
         self._comparison, self._state = comparison, state
-        # By identity, with the code to keep it: to hash a code object is to hash all of its parts.
+        # Keyed by id, with the code to keep it alive: hashing a code object hashes all of its
+        # parts.
         self._watched: dict[int, tuple[CodeType, tuple[str, ...]]] = {}
         self._globals: dict[str, list[str]] = {}
         for name, field in GROUP_GLOBALS.items():
@@ -170,7 +171,7 @@ class _Watch:
                 self._compare_call(frame, known[1])
 
     def read(self, name: str, arguments: Mapping[str, object], caller: FrameType) -> None:
-        """A read of the globals is no disagreement with them."""
+        """Do nothing: a read of the globals can't disagree with them."""
 
     def resolved(self, answer: Resolved) -> None:
         pg = answer.explicit
@@ -187,10 +188,10 @@ class _Watch:
         if not self._initialised():
             return
         if caller is not None and is_below(caller.f_globals.get("__name__", ""), _BRIDGE):
-            return  # from @resolves, which has reported it
+            return  # called by @resolves, which has reported it
         values, function = frame.f_locals, frame.f_code.co_qualname
         for parameter in parameters:
-            value = values.get(parameter)  # a generator that goes on may have deleted it
+            value = values.get(parameter)  # a resumed generator may have deleted it
             if parameter != COLLECTION_PARAMETER:
                 fields = GROUP_PARAMETERS[parameter]
                 if parameter == "tp_group" and values.get(EXPERT_FLAG):
@@ -207,12 +208,12 @@ class _Watch:
         self, group: object, fields: tuple[str, ...], function: str, caller: FrameType | None
     ) -> None:
         state = self._state
-        if not isinstance(group, dist.ProcessGroup):  # none passed, or a stand-in of a test
+        if not isinstance(group, dist.ProcessGroup):  # no group, or a test's stand-in
             return
         if fields == ("cp",) and state.get(HYBRID_GROUPS):  # one of many, chosen for each batch
             return
         names = [name for field in fields for name in self._globals.get(field, ())]
-        if not names:  # a field that this core has no global for
+        if not names:  # this core has no global for the field
             return
         comparison = self._comparison
         if any(state[name] is group for name in names):
@@ -245,5 +246,5 @@ def _watched_parameters(frame: FrameType) -> tuple[str, ...]:
     return tuple(name for name in parameters_of(frame.f_code) if name in watched)
 
 
-def _words(ranks: Ranks, nothing: str) -> str:
+def _spelled(ranks: Ranks, nothing: str) -> str:
     return " ".join(map(str, ranks)) or nothing

@@ -1,4 +1,4 @@
-"""From and to Megatron-core's own collection, and from its globals."""
+"""Conversions from and to Megatron-core's own collection, and from its globals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megapg.megatron.core import (
 from megapg.megatron.tables import GROUP_GLOBALS, SCHEDULE_TESTS_CLASS
 from megapg.megatron.watching import hook
 
-# Before 0.15 the core had several classes, each with some of the fields, by the same names.
+# Before 0.15 the core had several classes, each with some of the fields, under the same names.
 _CLASSES = frozenset(
     {"ProcessGroupCollection", "ModelCommProcessGroups"}
     | {"GradCommProcessGroups", "GradFinalizeProcessGroups"}
@@ -31,14 +31,14 @@ _KEPT_AS = "_megapg_adapted"
 
 
 def to_megatron(pg: ProcessGroupCollection) -> MegatronCollection:
-    """An instance of the core's own class that holds exactly the fields ``pg`` has.
+    """Return an instance of the core's own class that holds exactly the fields of ``pg``.
 
-    Only for the few places where the core tests the class or writes to the collection; everywhere
-    else a :class:`ProcessGroupCollection` goes as it is. Fields that the installed version does
+    Only few places need it: where the core tests the class or writes to the collection. Everywhere
+    else, pass the :class:`ProcessGroupCollection` itself. Fields that the installed version does
     not know are left out.
 
     Raises:
-        StaleGroupError: the session behind ``pg`` has ended.
+        StaleGroupError: the session of ``pg`` has ended.
     """
     pg.require(owner="to_megatron()")
     known = collection_fields()
@@ -51,12 +51,12 @@ def to_megatron(pg: ProcessGroupCollection) -> MegatronCollection:
 
 
 def schedule_collection(pg: ProcessGroupCollection) -> ProcessGroupCollection | MegatronCollection:
-    """``pg`` in the form that the installed core's pipeline schedules take as ``pg_collection``.
+    """Return ``pg`` in the form that the installed core's pipeline schedules take.
 
-    That is ``pg`` itself where they don't test its class, else :func:`to_megatron` of it.
+    This is ``pg`` itself if they don't test its class, else :func:`to_megatron` of it.
 
     Raises:
-        StaleGroupError: the session behind ``pg`` has ended.
+        StaleGroupError: the session of ``pg`` has ended.
     """
     if core_version() >= SCHEDULE_TESTS_CLASS:
         return to_megatron(pg)
@@ -64,10 +64,11 @@ def schedule_collection(pg: ProcessGroupCollection) -> ProcessGroupCollection | 
 
 
 def from_megatron(collection: MegatronCollection) -> ProcessGroupCollection:
-    """A frozen view of the groups that the core's collection holds now; they stay borrowed.
+    """Return a frozen view of the groups that the core's collection holds now.
 
-    What the core leaves unset, or sets to None where None means nothing, is absent here. So is all
-    of a collection that holds None alone: it was made before there were groups.
+    The groups stay borrowed. A field is absent here if the core leaves it unset, or sets it to None
+    and None has no meaning for it. If all fields are None, the collection was made before the
+    groups, and every field is absent.
 
     Raises:
         ForeignGroupError: a field holds something that is no live group of this rank.
@@ -79,7 +80,9 @@ def from_megatron(collection: MegatronCollection) -> ProcessGroupCollection:
 
 
 def from_parallel_state() -> ProcessGroupCollection:
-    """A frozen collection of the groups that ``parallel_state`` holds now; they stay borrowed.
+    """Return a frozen collection of the groups that ``parallel_state`` holds now.
+
+    The groups stay borrowed.
 
     Raises:
         MissingGroupError: ``parallel_state`` is not initialised.
@@ -109,25 +112,25 @@ def _borrow(values: dict[str, object]) -> ProcessGroupCollection:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Converted:
-    held: dict[str, object]  # what the core's held then: it can be changed
+    held: dict[str, object]  # the core's fields at that time; they can change
     ours: ProcessGroupCollection
 
 
 def as_collection(value: object) -> ProcessGroupCollection | None:
-    """``value`` as a collection of ours, if it is one of ours or of Megatron-core's."""
-    # By type(), as isinstance() may run the value's own code, and values are of any kind.
+    """Return ``value`` as megapg's collection, if it is megapg's or Megatron-core's; else None."""
+    # By type(): isinstance() may run the value's own code.
     if issubclass(type(value), ProcessGroupCollection):
         return cast("ProcessGroupCollection", value)
     return converted(value) if _is_of_core(value) else None
 
 
 def converted(core: MegatronCollection) -> ProcessGroupCollection:
-    """What :func:`~megapg.megatron.from_megatron` makes of it: the same object until it changes.
+    """Return the result of :func:`~megapg.megatron.from_megatron`, the same object until it
+    changes.
 
-    To convert a collection is to look at every rank of every group, and functions ask at every
-    call. The result is kept with the core's collection, and made anew when that has changed. It is
-    nowhere else, so whoever puts new groups into the one (:func:`megapg.ownership.rebind.rebind`)
-    finds the other.
+    A conversion visits every rank of every group, and functions need it at every call. So the
+    result is stored in the core's collection, and made again when that has changed. It is stored
+    nowhere else, so :func:`megapg.ownership.rebind.rebind` finds it there.
     """
     namespace = core.__dict__
     kept = namespace.get(_KEPT_AS)

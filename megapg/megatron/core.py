@@ -1,4 +1,4 @@
-"""The one door to the installed Megatron-core."""
+"""Access to the installed Megatron-core."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 _PACKAGE = "megatron.core"
 _PACKAGE_INFO = f"{_PACKAGE}.package_info"
-_NAMES = ("parallel_state", "mpu")  # of one module; the second is an alias
+_NAMES = ("parallel_state", "mpu")  # one module; the second is an alias
 GLOBALS, _ALIAS = (f"{_PACKAGE}.{name}" for name in _NAMES)
 COLLECTIONS = "megatron.core.process_groups_config"
 
 BRIDGE = __name__.rpartition(".")[0]
-"""The package of everything that stands between a collection and the globals."""
+"""The package of everything between a collection and the globals."""
 
 
 class MegatronCollection(Protocol):
@@ -35,7 +35,9 @@ class MegatronCollection(Protocol):
 
     @property
     def tp(self) -> ProcessGroup:
-        """A field that every such collection has, so that a checker knows one from a session."""
+        """A field that every such collection has, so that a type checker can tell it from a
+        session.
+        """
         ...
 
 
@@ -54,7 +56,7 @@ class ModuleCollections(Protocol):
 
 
 def installed_version() -> tuple[int, int, int]:
-    """Version of the installed Megatron-core, for example ``(0, 12, 0)``.
+    """Return the version of the installed Megatron-core, for example ``(0, 12, 0)``.
 
     Raises:
         UnsupportedVersionError: it is not installed, can't be imported, or is older than 0.12.
@@ -96,9 +98,9 @@ def _says_no_version() -> UnsupportedVersionError:
 
 
 def _refusal(error: Exception) -> UnsupportedVersionError | None:
-    """What to say where importing Megatron-core raised this; None where it says enough by itself.
+    """Return the error for a failed import of Megatron-core; None if ``error`` is clear enough.
 
-    An old one may fail in any way beside a newer torch, so its version is read apart.
+    An old one may fail in any way with a newer torch, so its version is read separately.
     """
     not_found = isinstance(error, ModuleNotFoundError) and _PACKAGE_INFO.startswith(f"{error.name}")
     if not_found and sys.modules.get(_PACKAGE) is None:
@@ -117,7 +119,7 @@ def _refusal(error: Exception) -> UnsupportedVersionError | None:
 
 
 def _version_on_disk() -> tuple[int, int, int] | None:
-    """Of the Megatron-core that an import would find, read apart; None where it can't be."""
+    """Return the version of the Megatron-core that an import would find; None if unreadable."""
     with contextlib.suppress(Exception):
         found = importlib.util.find_spec(_PACKAGE)
         for folder in (found and found.submodule_search_locations) or ():
@@ -131,7 +133,7 @@ def _version_on_disk() -> tuple[int, int, int] | None:
 
 
 def core_version() -> tuple[int, int, int]:
-    """Version of the installed Megatron-core, for example ``(0, 16, 1)``, if it can be injected.
+    """Return the version of the installed Megatron-core, for example ``(0, 16, 1)``.
 
     Raises:
         UnsupportedVersionError: it is not installed, or too old for explicit groups.
@@ -151,7 +153,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def parallel_state_module() -> ModuleType:
-    """``megatron.core.parallel_state`` itself, of any version: what the bridge is a bridge to.
+    """Return the module ``megatron.core.parallel_state``, of any version.
 
     Raises:
         UnsupportedVersionError: Megatron-core is not installed.
@@ -161,20 +163,19 @@ def parallel_state_module() -> ModuleType:
 
 
 def globals_of_core() -> Mapping[str, object]:
-    """What ``parallel_state`` holds; empty where nobody has imported it.
+    """Return the variables of ``parallel_state``; empty if it is not imported.
 
-    Nothing is initialised then, and importing it only to find that out takes seconds.
+    In that case nothing is initialised, and an import takes seconds.
     """
     module = sys.modules.get(GLOBALS)
     return {} if module is None else vars(module)
 
 
 def modules_at_hand() -> Sequence[ModuleType]:
-    """What code that imports ``parallel_state`` may get now, a test's stub included; nothing where
-    nobody has imported it.
+    """Return the modules that an import of ``parallel_state`` may give now, a test's stub included.
 
-    A stub may be in ``sys.modules`` or an attribute of the package, under either name. It comes
-    before the real module, which has what the stub lacks: most code reaches that as before.
+    Empty if it is not imported. A stub may be in ``sys.modules`` or an attribute of the package,
+    under either name. It comes before the real module, which has the names that the stub lacks.
     """
     modules = sys.modules
     found = modules.get(GLOBALS)
@@ -192,13 +193,13 @@ def modules_at_hand() -> Sequence[ModuleType]:
 
 
 def _is_real(module: ModuleType) -> bool:
-    """Whether the import system has loaded it."""
+    """True if the import system has loaded it."""
     spec = getattr(module, "__spec__", None)
     return spec is not None and spec.name == GLOBALS
 
 
 def collection_class() -> type[MegatronCollection]:
-    """Megatron-core's own collection class."""
+    """Return Megatron-core's own collection class."""
     core_version()
     module = importlib.import_module(COLLECTIONS)
     found: type[MegatronCollection] = module.ProcessGroupCollection
@@ -206,7 +207,7 @@ def collection_class() -> type[MegatronCollection]:
 
 
 def module_collections_class() -> type[ModuleCollections]:
-    """Megatron-core's own class for the collections of several modules.
+    """Return Megatron-core's own class for the collections of several modules.
 
     Raises:
         UnsupportedVersionError: the installed one has none.
@@ -223,7 +224,7 @@ def module_collections_class() -> type[ModuleCollections]:
 
 
 def fsdp_module() -> ModuleType:
-    """Megatron-core's adapter to Megatron-FSDP, from which all of that can be reached.
+    """Return Megatron-core's adapter to Megatron-FSDP, from which all of that can be reached.
 
     Raises:
         UnsupportedVersionError: Megatron-FSDP can't be imported here.
@@ -239,11 +240,11 @@ def fsdp_module() -> ModuleType:
 
 
 def collection_fields() -> Mapping[str, object]:
-    """Field names that the installed core's collection declares."""
+    """Return the field names that the installed core's collection declares."""
     declared: Mapping[str, object] = vars(collection_class())["__dataclass_fields__"]
     return declared
 
 
 def parameters_of(code: CodeType) -> tuple[str, ...]:
-    """The names of a function's parameters, less ``*args``; ``inspect`` would take 10 us."""
+    """Return the names of a function's parameters without ``*args``; faster than ``inspect``."""
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

@@ -1,7 +1,7 @@
-"""Megatron's ``initialize_model_parallel`` and ``destroy_model_parallel``, with a session behind.
+"""Megatron's ``initialize_model_parallel`` and ``destroy_model_parallel``, based on a session.
 
-For a training loop that calls these two itself: one import changes. Every getter of
-``parallel_state`` answers from the session's groups until they are destroyed.
+They are for a training loop that calls these two itself: change one import. Until the groups are
+destroyed, every getter of ``parallel_state`` returns the session's groups.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from megapg.ownership.opening import session
 from megapg.ownership.session import Session
 
 _NAME = "parallel_state"
-_MARK = "__megapg_drop_in__"  # where the open session lives in parallel_state: no state of our own
+_MARK = "__megapg_drop_in__"  # the open session is stored in parallel_state: megapg has no state
 
 
 def initialize_model_parallel(
     *sizes: int | None, **arguments: Unpack[MegatronArguments]
 ) -> Session:
-    """As Megatron's function of this name, with the same arguments, but by a session.
+    """Open a session with the arguments of Megatron's function of this name.
 
-    Makes one communicator where several groups have the same ranks. In the thread that calls this
-    the globals show the session's groups (:func:`~megapg.megatron.published`), and stay so until
-    :func:`destroy_model_parallel`. Every rank calls it, as it calls Megatron's. The one difference:
-    torch.distributed may be uninitialised, and the session makes it then.
+    It makes one communicator for all groups with the same ranks. The calling thread publishes the
+    session's groups (:func:`~megapg.megatron.published`) until :func:`destroy_model_parallel`.
+    Every rank calls it, as it calls Megatron's. One difference: torch.distributed may be
+    uninitialised, and the session then initialises it.
 
     Args:
         *sizes: the arguments of the installed core's function, in its order.
         **arguments: the same by name.
 
     Returns:
-        The session, whose ``groups`` may be passed on as ``pg_collection``.
+        The session. Its ``groups`` may be passed as ``pg_collection``.
 
     Raises:
         TypeError: the installed core's function has no such argument.
         UnsupportedOptionError: an argument that a session can't honour, with the reason.
-        SessionError: called twice, with no :func:`destroy_model_parallel` in between.
-        LayoutError: the sizes do not fit together, or not the ranks there are.
+        SessionError: called twice, without :func:`destroy_model_parallel` in between.
+        LayoutError: the sizes do not fit together, or do not fit the number of ranks.
     """
     state = vars(parallel_state_module())
     if _MARK in state:
@@ -56,9 +56,9 @@ def initialize_model_parallel(
             "megapg.session(..., name=...)."
         )
     given = inspect.signature(_megatrons("initialize_model_parallel")).bind(*sizes, **arguments)
-    given.apply_defaults()  # Megatron makes gloo companions unless it is told not to
+    given.apply_defaults()  # Megatron's default is to make gloo companions
     minutes = cast("float", given.arguments["distributed_timeout_minutes"])
-    # A rank may be as late as it may be to a collective.
+    # A rank may be as late here as at a collective.
     opened = session(name=_NAME, timeout=60.0 * minutes, **session_arguments(**given.arguments))
     with contextlib.ExitStack() as until_open:
         until_open.push(opened)
@@ -72,13 +72,13 @@ def initialize_model_parallel(
 def destroy_model_parallel() -> None:
     """Close the session of :func:`initialize_model_parallel`. Every rank calls it.
 
-    Megatron's own forgets the groups and leaves 17 to 20 of them open; this leaves none. Groups
-    that Megatron's function made are left to Megatron's. A second call does nothing.
+    Megatron's own function forgets the groups and leaves 17 to 20 of them open; this one leaves
+    none. Groups made by Megatron's function are left to Megatron's. A second call does nothing.
 
     Raises:
         TeardownError: something could not end in order; it has ended all the same.
     """
-    opened = _taken()
+    opened = _pop_open()
     if opened is None:
         _megatrons("destroy_model_parallel")()
         return
@@ -87,13 +87,13 @@ def destroy_model_parallel() -> None:
 
 @contextlib.contextmanager
 def standing_in() -> Iterator[None]:
-    """In the block, ``parallel_state``'s own two functions are those of this module.
+    """Replace ``parallel_state``'s own two functions with those of this module in the block.
 
-    So a script that calls Megatron's gets a session, with no line changed. It must be imported
-    inside: a name that was bound before is Megatron's. At the end the functions are put back, and
-    what was opened inside is ended on this rank alone: the others may have gone before, or be at
-    work for long. After an exception it is aborted. ``sys.exit()`` is the former, with another exit
-    code the latter.
+    An unchanged script that calls Megatron's functions then gets a session. The script must be
+    imported inside, because a name that was bound before refers to Megatron's function. At the end
+    the functions are restored. A session that is still open is ended on this rank alone: the other
+    ranks may have ended, or be busy for long. After an exception it is aborted. ``sys.exit()``
+    counts as a normal end, with another exit code as an exception.
     """
     state = vars(parallel_state_module())
     ours = (initialize_model_parallel, destroy_model_parallel)
@@ -107,7 +107,7 @@ def standing_in() -> Iterator[None]:
         state.update(before)
         if isinstance(error, SystemExit) and not error.code:
             _leave()
-        elif (opened := _taken()) is not None:
+        elif (opened := _pop_open()) is not None:
             with opened.both():
                 raise
         raise
@@ -116,7 +116,7 @@ def standing_in() -> Iterator[None]:
 
 
 def _leave() -> None:
-    if (opened := _taken()) is not None:
+    if (opened := _pop_open()) is not None:
         try:
             opened.showing.close()
         finally:
@@ -125,25 +125,25 @@ def _leave() -> None:
 
 @dataclass(frozen=True)
 class _Open:
-    """What :func:`initialize_model_parallel` has opened."""
+    """The session that :func:`initialize_model_parallel` has opened."""
 
     session: Session
-    showing: contextlib.ExitStack  # its groups in the globals
+    showing: contextlib.ExitStack  # publishes its groups
 
     def both(self) -> contextlib.ExitStack:
-        """A stack whose end hides the groups and closes the session, even a suspended one."""
+        """Return a stack whose end hides the groups and closes the session, even if suspended."""
         stack = contextlib.ExitStack()
         stack.push(self.session)
         stack.push(self.showing)
         return stack
 
 
-def _taken() -> _Open | None:
-    taken: _Open | None = vars(parallel_state_module()).pop(_MARK, None)
-    return taken
+def _pop_open() -> _Open | None:
+    found: _Open | None = vars(parallel_state_module()).pop(_MARK, None)
+    return found
 
 
 def _megatrons(name: str) -> Callable[..., None]:
-    """The core's own function, also while one of ours stands in for it."""
+    """Return the core's own function, even if it is replaced by this module's."""
     function: Callable[..., None] = inspect.unwrap(vars(parallel_state_module())[name])
     return function

@@ -1,4 +1,4 @@
-"""A session by what ``megatron.training`` has parsed."""
+"""Opens a session with the arguments that ``megatron.training`` has parsed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megapg.megatron.arguments import MegatronArguments, parameters_of_core, ses
 from megapg.ownership.opening import session
 from megapg.ownership.session import Session
 
-# parameter of initialize_model_parallel -> what the argument is called, by one core or another.
-_CALLED: Mapping[str, tuple[str, ...]] = {
+# parameter of initialize_model_parallel -> names of the argument, in one core or another
+_NAMES: Mapping[str, tuple[str, ...]] = {
     "create_gloo_process_groups": ("use_gloo_process_groups", "enable_gloo_process_groups"),
     "gtp_remat_size": ("gtp_weight_remat_size",),
     "expert_gtp_remat_size": ("expert_gtp_weight_remat_size",),
@@ -29,20 +29,20 @@ def session_from_args(
     get_embedding_ranks: EmbeddingRanks | None = None,
     get_position_embedding_ranks: EmbeddingRanks | None = None,
 ) -> Session:
-    """The session that does for a training script what Megatron's initialisation would. ::
+    """Open the session equivalent to Megatron's initialisation of a training script. ::
 
         args = parse_and_validate_args()
         with session_from_args(args, get_embedding_ranks=get_embedding_ranks) as session:
             with megapg.published(session.groups) as pg:
                 pretrain(..., pg_collection=pg, skip_model_parallel_init=True)
 
-    Sizes, order, timeout, gloo companions and NCCL settings are those of the arguments. The groups
-    for overlapping all-gathers, too: ``pretrain`` makes none where it is passed a collection.
+    Sizes, order, timeout, gloo companions and NCCL settings are those of the arguments. So are the
+    groups for overlapping all-gathers: ``pretrain`` makes none if it is passed a collection.
 
     Args:
-        args: as Megatron's ``validate_args`` leaves them, of a fork's parser too.
-        get_embedding_ranks: what the script passes to ``pretrain``; models with untied embeddings
-            or multi-token prediction need theirs.
+        args: the result of Megatron's ``validate_args``, or of a fork's parser.
+        get_embedding_ranks: the function that the script passes to ``pretrain``; needed by models
+            with untied embeddings or multi-token prediction.
         get_position_embedding_ranks: likewise.
 
     Raises:
@@ -69,16 +69,16 @@ def session_from_args(
             f"{ranks} ranks. Megatron's parser takes it from WORLD_SIZE, which torchrun sets; "
             "elsewhere parse inside of `with megapg.launch.detect().exported():`."
         )
-    told: dict[str, object] = {
+    found: dict[str, object] = {
         "get_embedding_ranks": get_embedding_ranks,
         "get_position_embedding_ranks": get_position_embedding_ranks,
         "order": "tp-cp-ep-pp-dp" if given.get("use_tp_pp_dp_mapping") else "tp-cp-ep-dp-pp",
     }
     for parameter in parameters_of_core():
-        for name in _CALLED.get(parameter, (parameter,)):
+        for name in _NAMES.get(parameter, (parameter,)):
             if name in given:
-                told[parameter] = given[name]
-    arguments = session_arguments(**cast("MegatronArguments", told))
+                found[parameter] = given[name]
+    arguments = session_arguments(**cast("MegatronArguments", found))
     if given.get("create_all_gather_group"):  # no parameter since 0.18
         arguments["all_gather_groups"] = True
     backend = None if dist.is_initialized() else given.get("distributed_backend")

@@ -1,8 +1,8 @@
-"""What Megatron-FSDP shards over (``megatron.core.distributed.fsdp``), from a collection.
+"""The groups and meshes that Megatron-FSDP (``megatron.core.distributed.fsdp``) shards over.
 
-Megatron-core's adapter numbers the ranks of its meshes itself, from 0 to WORLD's last one in one
-order. It fails, or pairs groups with the ranks of others, where a layout has another order, only
-part of WORLD, or pipeline stages. A layout knows the ranks.
+Megatron-core's adapter numbers the ranks of its meshes itself, from 0 to WORLD's last rank, in one
+order. It fails, or pairs groups with the wrong ranks, if a layout has another order, covers only
+part of WORLD, or has pipeline stages. A layout knows the ranks.
 """
 
 from __future__ import annotations
@@ -21,55 +21,56 @@ if TYPE_CHECKING:
 
     from megapg.layout import Field
 
-# What the adapter calls the dimensions, the same ones in both meshes: Megatron-FSDP wants that.
+# The adapter's names of the dimensions. Megatron-FSDP requires the same ones in both meshes.
 _OUTER, _INNER, _TP = "outer_fsdp_dp", "dp_cp", "tp"
 
 
 class FsdpIndex(Protocol):
-    """What is asked of Megatron-FSDP's ``FSDPDistributedIndex``."""
+    """The part of Megatron-FSDP's ``FSDPDistributedIndex`` that is used here."""
 
     device_mesh: DeviceMesh
     expt_device_mesh: DeviceMesh
     fsdp_group_ag: ProcessGroup | None
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> ProcessGroup:
-        """The group over which gradients are summed."""
+        """Return the group over which gradients are summed."""
         ...
 
     def get_fsdp_group(
         self, is_expert_parallel: bool = False, independent_all_gather: bool = False
     ) -> ProcessGroup | None:
-        """The group over which weights are sharded."""
+        """Return the group over which weights are sharded."""
         ...
 
 
 class FsdpConfig(Protocol):
-    """What is read of a ``DistributedDataParallelConfig``."""
+    """The part of a ``DistributedDataParallelConfig`` that is read here."""
 
     num_distributed_optimizer_instances: int
     outer_dp_sharding_strategy: str
 
 
 def fsdp_index(pg: ProcessGroupCollection, ddp_config: FsdpConfig) -> FsdpIndex:
-    """The groups and meshes of a session as ``MegatronFSDP(dist_index=...)`` takes them.
+    """Return the groups and meshes of a session for ``MegatronFSDP(dist_index=...)``.
 
-    No group is made, and nothing is taken from the globals. The dense layers are sharded over
-    ``dp_cp``, the experts over ``expt_dp``; with several instances of the optimizer over
-    ``intra_dp_cp`` and ``intra_expt_dp``, and ``inter_dist_opt`` is the outer dimension.
-    ``all_gather_groups=True`` of the session gives all-gathers groups of their own, with one
-    instance. A mesh of experts is not flattened, as Megatron-core 0.16 does to gather whole
-    tensors: there is no such group. Of a session that is suspended and resumed the meshes find the
-    new groups, and :meth:`megapg.Session.rebind` puts the others in place.
+    No group is made, and the globals are not read. The dense layers are sharded over ``dp_cp``, the
+    experts over ``expt_dp``. With several optimizer instances, these are ``intra_dp_cp`` and
+    ``intra_expt_dp``, and ``inter_dist_opt`` is the outer dimension. If the session has
+    ``all_gather_groups=True`` and one instance, all-gathers have separate groups.
+
+    Megatron-core 0.16 flattens a mesh of experts to gather whole tensors; this is not possible
+    here, because there is no such group. If a session is suspended and resumed, the meshes find the
+    new groups, and :meth:`megapg.Session.rebind` replaces the others.
 
     Args:
         pg: the groups of a session; a stage of a pipeline has its own meshes.
         ddp_config: that of the model.
 
     Raises:
-        LayoutError: the layout has another number of instances than ``ddp_config``; or instances
+        LayoutError: the layout has another number of instances than ``ddp_config``, or instances
             that form no grid with the other axes.
-        UnsupportedOptionError: weights are sharded by GTP as well; or the installed Megatron-core
-            knows no instances of experts that are spread otherwise than the dense layers.
+        UnsupportedOptionError: weights are sharded by GTP as well, or the installed Megatron-core
+            can't spread experts otherwise than the dense layers with several instances.
         UnsupportedVersionError: Megatron-FSDP can't be imported, or torch is older than 2.13.
         StaleGroupError: the session has ended.
     """
@@ -94,7 +95,7 @@ def fsdp_index(pg: ProcessGroupCollection, ddp_config: FsdpConfig) -> FsdpIndex:
     experts = _mesh(
         pg, ("inter_dist_opt", "intra_expt_dp", "expt_tp") if hybrid else ("expt_dp", "expt_tp")
     )
-    twin = None if hybrid else pg.dp_cp_ag  # of the inner groups of several there is none
+    twin = None if hybrid else pg.dp_cp_ag  # inner groups of several instances have none
     arguments = {
         "device_mesh": dense,
         "expt_device_mesh": experts,
@@ -116,17 +117,18 @@ def fsdp_index(pg: ProcessGroupCollection, ddp_config: FsdpConfig) -> FsdpIndex:
         )
     taken = {name: value for name, value in arguments.items() if name in takes}
     index = cast("FsdpIndex", index_class(**taken))
-    index.fsdp_group_ag = twin  # which 0.16 has just asked the globals for
+    index.fsdp_group_ag = twin  # 0.16 has just read this from the globals
     return index
 
 
 @functools.cache
 def fsdp_adapter() -> type[torch.nn.Module]:
-    """Megatron-core's ``FullyShardedDataParallel`` for Megatron-FSDP, with the :func:`fsdp_index`
-    of the ``pg_collection`` that it is given in place of its own numbering of ranks.
+    """Return Megatron-core's ``FullyShardedDataParallel`` for Megatron-FSDP, based on
+    :func:`fsdp_index`.
 
-    A subclass, with upstream's arguments. In Megatron-core 0.16 its ``__init__`` still asks the
-    globals for the sizes of tensor parallelism: call it inside of ``published(pg)`` there.
+    The class uses the index of its ``pg_collection`` instead of its own numbering of ranks. It is a
+    subclass with upstream's arguments. In Megatron-core 0.16 its ``__init__`` still reads the sizes
+    of tensor parallelism from the globals: call it inside of ``published(pg)`` there.
 
     Raises:
         UnsupportedVersionError: as :func:`fsdp_index`.

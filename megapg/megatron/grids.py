@@ -1,7 +1,7 @@
-"""Collections from and to Megatron-core's ``HyperCommGrid``; no group is made for either.
+"""Collections from and to Megatron-core's ``HyperCommGrid``. No group is made for either.
 
 Megatron-Bridge and Megatron-core's inference describe a job as two grids, one of the dense layers
-and one of the experts, and have each make the groups that are asked for.
+and one of the experts. Each grid makes groups on request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megapg.megatron.core import core_version
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup as TorchGroup
 
-# field -> the dimensions over which a grid makes it.
+# field -> the dimensions over which a grid makes it
 _DENSE: Mapping[Field, tuple[str, ...]] = {
     "tp": ("tp",),
     "cp": ("cp",),
@@ -44,19 +44,19 @@ _EXPERT: Mapping[Field, tuple[str, ...]] = {
 
 
 class Grid(Protocol):
-    """What is asked of a ``HyperCommGrid``."""
+    """The part of a ``HyperCommGrid`` that is used here."""
 
     shape: list[int]
     dim_names: list[str]
     rank_offset: int
 
     def get_pg(self, dims: str | list[str]) -> TorchGroup:
-        """The group of this rank over some dimensions; a KeyError where none was made."""
+        """Return the group of this rank over some dimensions; KeyError if none was made."""
         ...
 
 
 def from_grid(dense: Grid, expert: Grid | None = None) -> ProcessGroupCollection:
-    """A collection of the groups that grids have made: borrowed, never closed by megapg.
+    """Return a collection of the groups that grids have made: borrowed, never closed by megapg.
 
     Args:
         dense: has dimensions among ``tp``, ``cp``, ``dp`` and ``pp``.
@@ -64,11 +64,11 @@ def from_grid(dense: Grid, expert: Grid | None = None) -> ProcessGroupCollection
             and ``pp``.
 
     Returns:
-        A collection with the layout that both imply. A field for which nobody called ``create_pg``
-        is absent; a dimension that a grid lacks has the size 1.
+        A collection with the layout that both imply. A field is absent if ``create_pg`` was not
+            called for it. A dimension that a grid lacks has the size 1.
 
     Raises:
-        LayoutError: a dimension of another name, larger than 1; or grids that fit no layout
+        LayoutError: a dimension of another name is larger than 1, or the grids fit no layout
             together.
         ForeignGroupError: a group has ended.
     """
@@ -89,17 +89,18 @@ def from_grid(dense: Grid, expert: Grid | None = None) -> ProcessGroupCollection
 
 
 def to_grid(pg: ProcessGroupCollection | ParallelLayout) -> tuple[Grid, Grid]:
-    """The two grids of a session, dense and expert, that hold its groups.
+    """Return the two grids of a session, dense and expert, that hold its groups.
 
-    Their ``create_pg`` raises for what is there already. Their ``destroy`` would end groups that
-    belong to the session: leave that to :meth:`megapg.Session.close`.
+    Their ``create_pg`` raises for groups that exist already. Their ``destroy`` would end groups of
+    the session: use :meth:`megapg.Session.close` instead.
 
     Args:
-        pg: the session's groups; or its layout, on ranks outside. A grid of that has no groups.
+        pg: the session's groups; or its layout, on ranks outside. The grids of a layout have no
+            groups.
 
     Raises:
-        LayoutError: the groups have no layout, or one on ranks that do not follow each other:
-            a grid has an offset and no list of ranks.
+        LayoutError: the groups have no layout, or its ranks are not consecutive: a grid has an
+            offset and no list of ranks.
         StaleGroupError: the session has ended.
     """
     if isinstance(pg, ParallelLayout):

@@ -1,4 +1,4 @@
-"""What a session lacks where a getter of ``parallel_state`` says that there is no such group."""
+"""Explains which group a session lacks when a getter of ``parallel_state`` fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megapg.upstream.signatures import SIGNATURES
 
 
 def explain(error: AssertionError, module: ModuleType, lease: Lease) -> None:
-    """Add to Megatron's error which argument of ``session()`` makes the group that it misses."""
+    """Add to Megatron's error the argument of ``session()`` that makes the missing group."""
     frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     if frame.f_globals is not vars(module) or lease.state is not LeaseState.LIVE:
         return

@@ -1,7 +1,8 @@
-"""Collections from and to Megatron-core's ``MultiModuleProcessGroupCollection``; no group is made.
+"""Collections from and to Megatron-core's ``MultiModuleProcessGroupCollection``.
 
-A pipeline of several modules, as an image encoder in front of a language model, has a layout for
-each of them. Megatron-core's schedule is passed the collections of those that this rank is in.
+No group is made. A pipeline of several modules, such as an image encoder and a language model, has
+a layout for each module. Megatron-core's schedule takes the collections of the modules that this
+rank is in.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from megapg.megatron.core import ModuleCollections, module_collections_class
 def to_modules(
     modules: Mapping[str, ProcessGroupCollection | None], language_model: str | None = None
 ) -> ModuleCollections:
-    """What Megatron-core's schedule takes as ``pg_collection`` for a pipeline of several modules.
+    """Return the ``pg_collection`` of Megatron-core's schedule for a pipeline of several modules.
 
     The call is the same on all ranks: a module on other ranks has None here, and is left out. The
-    collections go in as they are, so the groups stay the sessions', and
-    :meth:`megapg.Session.rebind` puts new ones in.
+    collections are used without a copy, so the sessions own the groups, and
+    :meth:`megapg.Session.rebind` replaces them.
 
     Args:
         modules: all modules by name, each with its collection on this rank, or None.
-        language_model: which of them has the loss; where this rank is outside of it Megatron-core
-            hears that there is none here.
+        language_model: the module with the loss. On ranks outside of it, Megatron-core gets None
+            for it.
 
     Raises:
         LayoutError: this rank is in no module, or the language model is not among them.
-        StaleGroupError: the session behind a collection has ended.
+        StaleGroupError: the session of a collection has ended.
         UnsupportedVersionError: this Megatron-core has no such pipelines.
     """
     made = module_collections_class()
@@ -52,10 +53,11 @@ def to_modules(
 
 
 def from_modules(collections: ModuleCollections) -> dict[str, ProcessGroupCollection]:
-    """The modules that this rank is in, each with its groups: borrowed, never closed by megapg.
+    """Return the modules that this rank is in, each with its groups: borrowed, never closed by
+    megapg.
 
-    A collection that :func:`to_modules` put in comes out as the same object; one of Megatron-core's
-    own class as :func:`~megapg.megatron.from_megatron` of it.
+    A collection from :func:`to_modules` is returned as the same object. One of Megatron-core's own
+    class is converted with :func:`~megapg.megatron.from_megatron`.
 
     Raises:
         ForeignGroupError: a field holds something that is no live group of this rank.

@@ -1,8 +1,8 @@
-"""For the duration of a block, ``parallel_state`` answers from a collection.
+"""Makes ``parallel_state`` return the groups of a collection inside a block.
 
-Megatron-core reads its globals in places that no argument can reach (the memory buffer, the
-unfused cross entropy, ...), and so does code of the user that has not moved yet. Inside ``with
-published(pg)`` all of them see ``pg``; afterwards every global is exactly what it was.
+Megatron-core reads its globals in places that no argument can reach (the memory buffer, the unfused
+cross entropy, ...), and so does user code that is not migrated. Inside ``with published(pg)`` all
+of them see ``pg``. Afterwards every global is exactly as before.
 """
 
 from __future__ import annotations
@@ -48,52 +48,54 @@ from megapg.upstream.mapping import RANK_GLOBALS
 if TYPE_CHECKING:
     from types import CodeType, ModuleType
 
-_STATE = re.compile(rf"_[A-Z]|{GROUP_LIST}$")  # how parallel_state spells what holds its state
+_STATE = re.compile(rf"_[A-Z]|{GROUP_LIST}$")  # the names of parallel_state's variables
 
 
 @contextlib.contextmanager
 def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
-    """For the duration of the block every getter of ``parallel_state`` answers from ``pg``.
+    """Make every getter of ``parallel_state`` return the groups of ``pg`` inside the block.
 
-    In all threads of the process, so in backward passes too. Blocks nest, and the innermost one
-    answers; on exit, also after an exception, all of the module's state is what it was, whatever
-    ``set_*`` was called in between. A field that ``pg`` lacks is None in the globals, so its
-    getter says "not initialized". The virtual pipeline's size and rank come from the layout; a
-    collection of borrowed groups has none, and leaves them as they are. The memory buffer is what
-    :func:`~megapg.megatron.getters.memory_buffer` gives for ``pg``, the same one in every block:
-    who clears that clears what Megatron-core's layers have filled.
+    This holds in all threads of the process, and so in backward passes. Blocks nest, and the
+    innermost one counts. On exit, also after an exception, the module's state is exactly as before,
+    even if ``set_*`` was called meanwhile.
+
+    A field that ``pg`` lacks is None in the globals, so its getter raises "not initialized". The
+    virtual pipeline's size and rank come from the layout. A collection of borrowed groups has no
+    layout, and leaves them unchanged. The memory buffer is
+    :func:`~megapg.megatron.getters.memory_buffer` of ``pg``, the same in every block. Clearing it
+    clears the buffer that Megatron-core's layers use.
 
     The functions that set and end the globals' groups (``initialize_*``, ``destroy_*``) raise
-    inside: the groups are their session's. If the session closes inside, the getters say "not
-    initialized" from then on; if it makes its groups anew, they answer from the new ones.
+    inside, because the groups are their session's. If the session closes inside, the getters raise
+    "not initialized" from then on. If it recreates its groups, they return the new ones.
 
-    What ``create_group`` and the functions that call it (``create_all_gather_groups``) make inside
-    is torch's own, on every rank of WORLD, and the caller's to use. It ends when the session
-    closes; where that makes its own groups anew, it stays.
+    ``create_group`` and its callers (``create_all_gather_groups``) make torch groups inside, on
+    every rank of WORLD, for the caller to use. They end when the session closes. They stay if the
+    session recreates its own groups.
 
-    Megatron-core's random streams (``get_cuda_rng_tracker()``) are no part of ``parallel_state``:
-    two models that take turns in one process swap its states along with the groups.
+    Megatron-core's random streams (``get_cuda_rng_tracker()``) are not in ``parallel_state``. Two
+    models that take turns in one process must swap its states with the groups.
 
     Args:
         pg: the groups, of any layout, whatever ``parallel_state`` holds.
 
     Raises:
         ForeignGroupError: ``pg`` is no collection of megapg's.
-        StaleGroupError: the session behind ``pg`` has ended.
+        StaleGroupError: the session of ``pg`` has ended.
         PublishedError: another thread is inside such a block.
         UnsupportedOptionError: weights are sharded (``gtp_remat``), and this core has no such
-            groups; or it has, and context parallelism as well.
+            groups, or also has context parallelism.
     """
     if not isinstance(pg, ProcessGroupCollection):
         raise ForeignGroupError(
             f"published() was given {pg!r}; it takes a ProcessGroupCollection: session.groups, or "
             "megapg.from_megatron(...) of the core's own."
         )
-    core_version()  # an older one has globals that nobody has held against a layout's groups
+    core_version()  # the globals of older versions were never compared with a layout's groups
     pg.require(owner="published()")
     module = parallel_state_module()
     _check_globals_for(pg, module)
-    # setdefault, as two threads may come at once and one of them must find the other.
+    # setdefault: two threads may come at once, and one of them must find the other's.
     publishing: _Publishing = vars(module).setdefault(
         PUBLISHED, _Publishing(module, pg.lease.owner)
     )
@@ -103,7 +105,7 @@ def published(pg: ProcessGroupCollection) -> Iterator[ProcessGroupCollection]:
     del pg
     try:
         yield passed.pop()
-    except AssertionError as error:  # what a getter of the core raises where there is no group
+    except AssertionError as error:  # a getter of the core raises it if there is no group
         missing.explain(error, module, block.lease)
         raise
     finally:
@@ -128,12 +130,12 @@ def _check_globals_for(pg: ProcessGroupCollection, module: ModuleType) -> None:
 
 
 def is_published(module: ModuleType) -> bool:
-    """Whether the globals of ``parallel_state`` show somebody's collection at the moment."""
+    """True if the globals of ``parallel_state`` show a published collection at the moment."""
     return PUBLISHED in vars(module)
 
 
 def hidden_by_published(state: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the globals without what ``published()`` blocks show.
+    """Return the globals without the values that ``published()`` blocks show.
 
     Args:
         state: the namespace of ``parallel_state``.
@@ -143,7 +145,10 @@ def hidden_by_published(state: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def innermost(state: Mapping[str, object]) -> tuple[str, Running] | None:
-    """Return whose groups ``published()`` shows, and the frames that entered it; None outside."""
+    """Return the owner of the groups that ``published()`` shows, and the frames that entered it.
+
+    None outside of such blocks.
+    """
     publishing = cast("_Publishing | None", state.get(PUBLISHED))
     return None if publishing is None else publishing.shown
 
@@ -154,25 +159,27 @@ class _Block:
 
     lease: Lease
     before: dict[str, object]
-    numbers: dict[str, int]  # what ``set_*`` had set when the groups ended
+    numbers: dict[str, int]  # values that ``set_*`` had set when the groups ended
     follow: Callable[[ProcessGroupCollection], None] | None = None
     note: Callable[[], None] | None = None
-    listed: int = sys.maxsize  # how many Megatron's list of all groups had, once it was shown
+    listed: int = sys.maxsize  # length of Megatron's list of all groups after publishing
     left: bool = False
     running: Running = dataclasses.field(default_factory=running)
 
 
 class _Publishing:
-    """The open blocks of one thread, innermost last. There is one at most; it lives in the module.
+    """The open blocks of one thread, innermost last. At most one exists; it is stored in the
+    module.
 
-    Blocks may be left in any order: what one has replaced comes back once those inside it are left.
+    Blocks may be left in any order. A value that a block has replaced is restored when the blocks
+    inside it are left.
     """
 
     def __init__(self, module: ModuleType, first: str) -> None:
         self._state = vars(module)
         self._module = module
         self._first = first
-        # the owner of the groups that answer, and the frames that entered their block
+        # the owner of the shown groups, and the frames that entered their block
         self.shown: tuple[str, Running] | None = None
         self._thread = threading.current_thread()
         self._blocks: list[_Block] = []
@@ -214,7 +221,7 @@ class _Publishing:
             settle(self._module)
 
     def hidden(self) -> Mapping[str, object]:
-        """Return the globals without what the blocks show."""
+        """Return the globals without the values that the blocks show."""
         return self._blocks[0].before if self._blocks else self._state
 
     def _show(self, block: _Block, answers: Mapping[str, object], where: dict[str, object]) -> None:
@@ -222,16 +229,16 @@ class _Publishing:
         block.listed = len(_groups_listed(where))
 
     def _note_made(self, block: _Block, answers: Mapping[str, object]) -> None:
-        """What Megatron's functions have made while the block answered ends with its session."""
+        """Add groups that Megatron's functions made in the block to those that the session ends."""
         block.lease.beside += filter(None, _groups_listed(answers)[block.listed :])
-        block.listed = 1  # a list that is made anew begins with WORLD
+        block.listed = 1  # a list that is made again begins with WORLD
 
-    def _note_what_shows(self, block: _Block) -> None:
-        """As the session closes: what was made while it had no groups, suspended or lost."""
+    def _note_shown(self, block: _Block) -> None:
+        """Note groups made while the session was suspended or lost. Called as it closes."""
         answers = self._answers_of(block)
         self._note_made(block, answers)
         if GROUP_LIST in answers:
-            answers[GROUP_LIST] = None  # no dead group is handed out
+            answers[GROUP_LIST] = None  # no dead group is returned
 
     def _leave(self, block: _Block) -> None:
         self._note_made(block, self._state)
@@ -242,20 +249,20 @@ class _Publishing:
 
     def _listen(self, block: _Block) -> None:
         block.follow = partial(self._follow, block)
-        block.note = partial(self._note_what_shows, block)
-        block.lease.at_end.append(self._go_dark)
+        block.note = partial(self._note_shown, block)
+        block.lease.at_end.append(self._hide_ended)
         block.lease.before_beside_end.append(block.note)
         block.lease.at_succession.append(block.follow)
 
     def _listen_no_more(self, block: _Block) -> None:
         if block.follow is not None and block.note is not None:
-            block.lease.at_end.remove(self._go_dark)
+            block.lease.at_end.remove(self._hide_ended)
             block.lease.before_beside_end.remove(block.note)
             block.lease.at_succession.remove(block.follow)
             block.follow = block.note = None
 
-    def _go_dark(self) -> None:
-        """A dead group still answers, so it must not be handed out: nothing is initialised."""
+    def _hide_ended(self) -> None:
+        """Hide the groups of ended sessions. A dead group must not be returned by a getter."""
         for block in self._blocks:
             if block.lease.state in (LeaseState.CLOSED, LeaseState.FAILED):
                 answers = self._answers_of(block)
@@ -265,7 +272,9 @@ class _Publishing:
                 answers.update({**dict.fromkeys(held), HYBRID_GROUPS: {}})
 
     def _follow(self, block: _Block, successor: ProcessGroupCollection) -> None:
-        """The session has made its groups anew: the same layout, so what was set stays right."""
+        """Show the new groups of a session. The layout is the same, so values of ``set_*`` stay
+        right.
+        """
         self._listen_no_more(block)
         block.lease = successor.lease
         shown = self._answers_of(block)
@@ -275,21 +284,21 @@ class _Publishing:
         self._listen(block)
 
     def _answers_of(self, block: _Block) -> dict[str, object]:
-        """Where the block's answers are: in the module, or with the block that took its place."""
+        """Return where the block's values are: in the module, or saved by the block inside it."""
         inner = self._blocks[self._blocks.index(block) + 1 :]
         return inner[0].before if inner else self._state
 
     def _refuse_owners_calls(self) -> None:
-        """Make the functions themselves raise, so that a name bound long ago does so too."""
+        """Make the functions themselves raise, so that names bound earlier raise too."""
         for name, value in list(self._state.items()):
             if name.startswith(tuple(OWNERS_CALLS)) and callable(value):
-                function = inspect.unwrap(value)  # somebody's wrapper may stay
+                function = inspect.unwrap(value)  # a user's wrapper may stay
                 if (
                     isinstance(function, FunctionType)
                     and function.__module__ == self._module.__name__
                 ):
                     code = function.__code__
-                    if not code.co_freevars:  # a wrapper that hides what it wraps
+                    if not code.co_freevars:  # not a wrapper that hides its function
                         self._codes.append((function, code))
                         function.__code__ = _refusing_code(code)
 
@@ -299,12 +308,12 @@ def _variables(state: Mapping[str, object]) -> dict[str, object]:
 
 
 def _groups_listed(answers: Mapping[str, object]) -> list[ProcessGroup | None]:
-    """All groups that Megatron lists, None for WORLD; a core of its own may have no such list."""
+    """Return all groups that Megatron lists, None for WORLD. A fork may have no such list."""
     return cast("list[ProcessGroup | None] | None", answers.get(GROUP_LIST)) or []
 
 
 def _refusing_code(code: CodeType) -> CodeType:
-    """The same function as far as callers can tell, parameters and all, but it raises."""
+    """Return code that raises, with the same parameters for callers."""
     body = _refuse.__code__
     return code.replace(
         co_code=body.co_code,
@@ -317,12 +326,12 @@ def _refusing_code(code: CodeType) -> CodeType:
 
 
 def _refuse() -> None:
-    # Without variables, as it runs among those of another function, and with that one's globals.
+    # No variables: it runs with the variables and the globals of another function.
     __import__("here", fromlist=["refusal"]).refusal()
 
 
 def refusal() -> NoReturn:
-    """Say what to do instead of calling the function of ``parallel_state`` that calls this."""
+    """Raise PublishedError for the function of ``parallel_state`` that calls this, with advice."""
     name = sys._getframe(1).f_code.co_name
     advice = next(text for prefix, text in OWNERS_CALLS.items() if name.startswith(prefix))
     raise PublishedError(
@@ -332,7 +341,7 @@ def refusal() -> NoReturn:
 
 
 def _answers(pg: ProcessGroupCollection, before: dict[str, object]) -> dict[str, object]:
-    # Everything not named below must not answer: the _MPU_ overrides, the symmetric buffer, ...
+    # All other names must not answer: the _MPU_ overrides, the symmetric buffer, ...
     answers: dict[str, object] = dict.fromkeys(before)
     groups = {**vars(pg), **pg.extras}
     for name, field in {**group_globals(pg.layout), **GLOO_GLOBALS}.items():
@@ -347,7 +356,7 @@ def _answers(pg: ProcessGroupCollection, before: dict[str, object]) -> dict[str,
     answers[GROUP_LIST] = [None, *dict.fromkeys([*every, *pg.extras.values(), *pg.lease.beside])]
     shared = before.get(MEMORY_BUFFER) if shares_globals_buffer(pg) else None
     answers[MEMORY_BUFFER] = owners_buffer(pg) if shared is None else shared
-    if pg.layout is None:  # borrowed groups don't say, so what the globals say stands
+    if pg.layout is None:  # borrowed groups have none, so the globals' values stay
         for name in (VIRTUAL_PIPELINE_SIZE, VIRTUAL_PIPELINE_RANK):
             answers[name] = before.get(name)
     elif pg.layout.vpp is not None:
@@ -357,9 +366,9 @@ def _answers(pg: ProcessGroupCollection, before: dict[str, object]) -> dict[str,
 
 
 def _ranks(pg: ProcessGroupCollection, field: Field, before: object) -> list[int]:
-    """As Megatron lists them: those with an embedding in the order in which they were chosen."""
+    """Return the ranks as Megatron lists them: embedding ranks in the order of their choice."""
     ranks = list(pg.ranks(field))
-    if pg.layout is None:  # a group has forgotten the order, the globals may still have it
+    if pg.layout is None:  # a group has no such order; the globals may still have it
         return [*before] if isinstance(before, list) and sorted(before) == sorted(ranks) else ranks
     if field == "embd":
         return list(pg.layout.embedding_ranks(list(pg.ranks("pp"))))

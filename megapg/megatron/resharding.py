@@ -1,10 +1,9 @@
-"""Models as Megatron-core's resharding (``megatron.core.resharding``) has to be given them.
+"""Prepares models for Megatron-core's resharding (``megatron.core.resharding``).
 
-It asks a collection for nothing that a session's lacks, and so copies weights between the models of
-two sessions as it is. But it matches parameters by name, and knows one way only to number experts:
-that of Transformer Engine's grouped GEMM (``linear_fc1.weight3``), which it counts on from rank to
-rank. ``local_experts.1`` it takes to be the same expert on every rank: it copies the wrong one, or
-finds none.
+Resharding works with a session's collection, so it copies weights between the models of two
+sessions. But it matches parameters by name, and can number experts of only one kind across ranks:
+those of Transformer Engine's grouped GEMM (``linear_fc1.weight3``). It takes ``local_experts.1`` to
+be the same expert on every rank. So it copies the wrong one, or finds none.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _OF_AN_EXPERT = re.compile(r"\blocal_experts\.(\d+)\.(.+)\.(weight|bias)$")
 
 
 class NumberedExperts:
-    """A model whose experts have the names that grouped GEMM gives them: the same parameters."""
+    """A view of a model whose experts have the names of grouped GEMM, with the same parameters."""
 
-    # Nothing else is passed on: upstream keeps plans and tables of names on the models it is given,
-    # and those of the model itself, where it was given that before, have the other names.
+    # No other attribute is passed on. Upstream caches plans and tables of names on the models, and
+    # a cache on the model itself may have the other names.
     def __init__(self, model: Any) -> None:
         self._model = model
         self.config = model.config
@@ -33,25 +32,25 @@ class NumberedExperts:
 
     @property
     def pg_collection(self) -> Any:
-        """The model's; asked each time, since a rebound model has another."""
+        """The model's collection, read each time, since a rebound model has another."""
         return self._model.pg_collection
 
     def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """As of a module, with the index of an expert behind ``weight`` or ``bias``."""
+        """As of a module, with the index of an expert appended to ``weight`` or ``bias``."""
         for name, parameter in self._model.named_parameters(recurse=recurse):
             yield _numbered(name), parameter
 
 
 def for_resharding(model: torch.nn.Module) -> torch.nn.Module | NumberedExperts:
-    """What to pass to Megatron-core's ``swap_model_weights`` in place of ``model``.
+    """Return the object to pass to Megatron-core's ``swap_model_weights`` instead of ``model``.
 
-    That is the model itself, out of its wrappers, unless its experts are modules of their own
-    (``SequentialMLP``: the local spec, and any without grouped GEMM). Then it is a view of the
-    model, whose experts upstream can number through all ranks. Megatron-core 0.16 keeps its plan on
-    the target it was passed: pass the same view again, and the plan is made once.
+    This is the unwrapped model, unless its experts are separate modules (``SequentialMLP``: the
+    local spec, and any without grouped GEMM). Then it is a view of the model, whose experts
+    upstream can number across ranks. Megatron-core 0.16 caches its plan on the target: pass the
+    same view again, and the plan is made once.
 
     Args:
-        model: one, wrapped or not; no list of chunks, of which upstream would take the first only.
+        model: one model, wrapped or not. Upstream would take only the first of a list of chunks.
 
     Raises:
         UnsupportedOptionError: experts on several ranks have biases that tensor parallelism does
@@ -64,8 +63,9 @@ def for_resharding(model: torch.nn.Module) -> torch.nn.Module | NumberedExperts:
     core = unwrap_model(model)
     of_experts = [(name, each) for name, each in core.named_parameters() if _numbered(name) != name]
     for name, parameter in of_experts:
-        # Upstream takes what is not split to be the same on all ranks of the *dense* dp group, over
-        # which the experts are spread. `allreduce` is False on experts under expert parallelism.
+        # Upstream assumes that an unsplit parameter is equal on all ranks of the *dense* dp group,
+        # over which the experts are spread. `allreduce` is False on experts under expert
+        # parallelism.
         split = getattr(parameter, "tensor_model_parallel", False)
         if not split and not getattr(parameter, "allreduce", True):
             raise UnsupportedOptionError(

@@ -1,19 +1,20 @@
-"""Run a training script of Megatron's on groups of a session, with no line of it changed. ::
+"""Run an unchanged training script of Megatron's on groups of a session. ::
 
     torchrun --nproc-per-node 8 -m megapg.megatron.run pretrain_gpt.py ...
 
-Under torchrun, ``srun``, ``mpirun`` or alone: what the launcher says is put into the variables that
-Megatron reads. The script parses its own arguments and initialises Megatron itself. Where that
-calls ``parallel_state.initialize_model_parallel`` it gets a session, of the very arguments that the
-call has (:func:`~megapg.megatron.drop_in.standing_in`). So a fork's own arguments and its choice of
-embedding ranks hold. The ranks have ``--distributed-timeout-minutes`` to come, and each ends its
-groups alone when the script ends there, as without megapg.
+It runs under torchrun, ``srun``, ``mpirun`` or alone, and sets the variables that Megatron reads
+from those of the launcher. The script parses its own arguments and initialises Megatron itself. Its
+call of ``parallel_state.initialize_model_parallel`` opens a session with the same arguments
+(:func:`~megapg.megatron.drop_in.standing_in`). A fork's own arguments and its choice of embedding
+ranks still apply. The ranks wait ``--distributed-timeout-minutes`` for each other. Each rank ends
+its groups alone when the script ends there, as without megapg.
 
-At the end rank 0 says what the groups cost it. ``--on-globals`` before the script leaves it
-Megatron's own groups, and says the same of those.
+At the end rank 0 prints the cost of the groups. With ``--on-globals`` before the script, Megatron
+makes its own groups, and rank 0 prints their cost.
 
-Exit codes: the script's; and 2, with one line on each rank, where it can't start: no such script,
-arguments that Megatron refuses, sizes that no layout has, a launcher that contradicts itself.
+Exit codes: the script's; and 2, with one line on each rank, if it can't start: no such script,
+arguments that Megatron refuses, sizes that form no layout, or contradictory variables of the
+launcher.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _run(script: Path, arguments: Sequence[str], on_globals: bool) -> None:
-    # As `python SCRIPT` has it. The script may be what brings Megatron, so its place comes first.
+    # As `python SCRIPT` sets them. The script's folder may contain Megatron, so it comes first.
     sys.argv = list(arguments)
     sys.path[0] = str(script.resolve().parent)
 
@@ -77,7 +78,7 @@ def _run(script: Path, arguments: Sequence[str], on_globals: bool) -> None:
 
 @contextlib.contextmanager
 def _accounted() -> Iterator[None]:
-    """Say on rank 0 how long making the groups took, and what this process has more since then."""
+    """Print on rank 0 the time that making the groups took, and the resources added since."""
     state = vars(parallel_state_module())
     make = state[_MAKES_GROUPS]
     said: list[str] = []
@@ -96,7 +97,7 @@ def _accounted() -> Iterator[None]:
     try:
         try:
             yield
-        except SystemExit as end:  # as Megatron's --exit-interval has it
+        except SystemExit as end:  # Megatron's --exit-interval raises it
             finished = not end.code
             raise
         finished = True
@@ -112,7 +113,7 @@ def _accounted() -> Iterator[None]:
 
 
 def _held() -> Mapping[str, int]:
-    """What this process holds; the last two on Linux only."""
+    """Return counts of this process's resources; the last two on Linux only."""
     held = {"communicators": len(torch_private.known_groups())}
     for what, folder in (("threads", "/proc/self/task"), ("descriptors", "/proc/self/fd")):
         if os.path.isdir(folder):
@@ -125,12 +126,12 @@ def _more(before: Mapping[str, int]) -> str:
 
 
 def _refused_by_megatron(error: BaseException) -> str:
-    """What Megatron's own checks of its arguments found wrong; empty if they raised no error."""
+    """Return the problem found by Megatron's checks of its arguments; empty for other errors."""
     frames = list(traceback.walk_tb(error.__traceback__))
     frame, line = frames[-1]
     if frame.f_globals.get("__name__") not in _CHECKS:
         return ""
-    # Some of its assertions say nothing, and then their own text must do.
+    # Some of its assertions have no message: use their source line.
     source = traceback.extract_tb(error.__traceback__)[-1].line
     return f"{str(error) or source} ({frame.f_globals['__name__']}, line {line})"
 

@@ -1,6 +1,6 @@
-"""What differs between Megatron-core versions, and where its globals live, as data.
+"""Tables of the differences between Megatron-core versions, and of the names of its globals.
 
-A name that a version does not have is simply not there; nothing else in megapg asks for a version.
+A name that a version does not have is simply missing there. No other module tests the version.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from megapg.upstream import mapping
 
 OLDEST_CORE = (0, 16)
 
-# The first version whose globals can be read: with resolve(), the getters, and what watches them.
+# The first version whose globals can be read: by resolve(), the getters, and the watchers.
 OLDEST_READ = (0, 12)
 
-# The first version whose pipelined schedule (pipeline_parallel/schedules.py) takes instances of the
-# core's own collection class only.
+# The first version whose pipelined schedule (pipeline_parallel/schedules.py) accepts only instances
+# of the core's own collection class.
 SCHEDULE_TESTS_CLASS = (0, 17)
 
-# The first version that takes vp_stage instead of reading the virtual pipeline's rank from a
-# global, and that ignores the virtual pipeline unless told otherwise.
+# The first version that takes vp_stage, instead of reading the virtual pipeline's rank from a
+# global, and that ignores the virtual pipeline by default.
 TAKES_VP_STAGE = (0, 13)
 
-# private global of parallel_state -> collection field. Where several globals hold one field, the
-# first is the one it is read back from: the last three are 0.19's, where rematerialisation is off.
+# private global of parallel_state -> collection field. If several globals hold one field, it is
+# read from the first. The last three are 0.19's, without rematerialisation.
 GROUP_GLOBALS: Mapping[str, str] = {
     **mapping.GROUP_GLOBALS,
     "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "dp",
@@ -33,8 +33,8 @@ GROUP_GLOBALS: Mapping[str, str] = {
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "intra_expt_dp",
 }
 
-# What the last three hold where 0.19 shards weights over more than one rank of the grid. Of the
-# first one no field has the ranks where there is context parallelism as well.
+# The fields of the last three if 0.19 shards weights over more than one rank of the grid. With
+# context parallelism as well, no field has the ranks of the first one.
 _WITH_REMAT: Mapping[str, tuple[str, str]] = {
     "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": ("gtp_remat", "dp_cp_gtp_remat"),
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": ("gtp_remat", "dp_cp_gtp_remat"),
@@ -46,7 +46,7 @@ _WITH_REMAT: Mapping[str, tuple[str, str]] = {
 
 
 def group_globals(layout: ParallelLayout | None) -> Mapping[str, str]:
-    """:data:`GROUP_GLOBALS` for the groups of a layout; for a global that no field holds ``""``."""
+    """Return :data:`GROUP_GLOBALS` for a layout; ``""`` for a global that fits no field."""
     found = dict(GROUP_GLOBALS)
     for name, (size, wider) in _WITH_REMAT.items():
         if layout is not None and getattr(layout, size) > 1:
@@ -56,14 +56,14 @@ def group_globals(layout: ParallelLayout | None) -> Mapping[str, str]:
     return found
 
 
-# Those that every initialisation sets, and destroy_model_parallel() resets in every version.
+# Globals that every initialisation sets, and that destroy_model_parallel() always resets.
 ALWAYS_SET: Mapping[str, str] = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
     "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
     "_DATA_PARALLEL_GROUP": "dp",
 }
 
-# private global -> the group of ``pg.extras`` that it holds.
+# private global -> the group of ``pg.extras`` that it holds
 GLOO_GLOBALS: Mapping[str, str] = {
     "_DATA_PARALLEL_GROUP_GLOO": "gloo.dp",
     "_DATA_PARALLEL_GROUP_WITH_CP_GLOO": "gloo.dp_cp",
@@ -75,19 +75,19 @@ GLOO_GLOBALS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Getters:
-    """Which functions of ``parallel_state`` answer for a field or an extra."""
+    """The functions of ``parallel_state`` that return a field or an extra."""
 
-    group: str  # gives the group; for ``hcp`` the list of its levels
-    rank: str = ""  # gives this rank's index in it; empty where the group itself is asked
+    group: str  # returns the group; for ``hcp`` the list of its levels
+    rank: str = ""  # returns this rank's index; empty: ask the group
     size: str = ""  # likewise, the number of ranks
     ranks: str = ""  # likewise, the global ranks
-    # The arguments that choose the group. One that is True must be there: a core whose getter does
-    # not take it has no such group. One that is False is left out then.
+    # The arguments that choose the group. A True one is required: a core whose getter does not take
+    # it has no such group. A False one is left out if the getter does not take it.
     flags: Mapping[str, bool] = field(default_factory=dict)
 
 
 def _getters(middle: str, *also: str, **flags: bool) -> Getters:
-    """Those that are named after the field; ``also`` says which there are beside the group's."""
+    """Return getters named after the field; ``also`` names those besides the group's."""
     more = {ask: f"get_{middle}_{ending}" for ask, ending in _ENDINGS.items() if ask in also}
     return Getters(f"get_{middle}_group", **more, flags=flags)
 
@@ -95,8 +95,8 @@ def _getters(middle: str, *also: str, **flags: bool) -> Getters:
 _ENDINGS = {"rank": "rank", "size": "world_size", "ranks": "global_ranks"}
 _COUNTED = ("rank", "size")
 
-# With rematerialisation on there are two groups of data parallel ranks, and 0.19 means the wider
-# one unless told otherwise.
+# With rematerialisation there are two groups of data parallel ranks, and 0.19 returns the wider one
+# by default.
 _PLAIN = {"with_gtp_remat": False}
 _WITH_CP = {"with_context_parallel": True}
 _PARTIAL = {"with_context_parallel": True, "partial_data_parallel": True}
@@ -138,18 +138,18 @@ GETTERS: Mapping[str, Getters] = {
     "gloo.expt_dp": Getters("get_expert_data_parallel_group_gloo"),
     "gloo.intra_expt_dp": Getters("get_expert_data_parallel_group_gloo", flags=_EXPERT_PARTIAL),
 }
-"""Field or extra -> whom to ask, the same for every core as far as it has them. No core has a
-getter for ``expt_dp_ag``, nor one that names all hybrid groups."""
+"""Field or extra -> its getters, for every core that has them. No core has a getter for
+``expt_dp_ag``, or one that names all hybrid groups.
+"""
 
-# What is neither a group nor a rank list but belongs to the published layout.
+# Variables of a layout that are neither groups nor lists of ranks.
 VIRTUAL_PIPELINE_SIZE = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"
 VIRTUAL_PIPELINE_RANK = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"
 MEMORY_BUFFER = "_GLOBAL_MEMORY_BUFFER"
 HYBRID_GROUPS = "_HYBRID_DP_CP_GROUPS"  # size -> group
 GROUP_LIST = "_global_process_group_list"  # every group of this rank, None for WORLD
 
-# What the names of the functions that make and end the groups begin with -> what to do instead,
-# where the groups are a session's.
+# Prefix of functions that make and end the groups -> advice for groups of a session.
 OWNERS_CALLS: Mapping[str, str] = {
     "initialize_": (
         "Leave the call out; for another layout open a second session "
@@ -162,7 +162,7 @@ OWNERS_CALLS: Mapping[str, str] = {
     ),
 }
 
-# Megatron-core's helper that asks the globals for a group where a function was passed none.
+# Megatron-core's helper that reads a group from the globals if a function was passed none.
 GROUP_IF_NONE = "get_tensor_model_parallel_group_if_none"
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -173,12 +173,12 @@ USED_IF: Mapping[tuple[str, str], tuple[str, ...]] = {
     ),
     (_LAYERS, "linear_with_frozen_weight"): ("allreduce_dgrad", "sequence_parallel"),
 }
-"""Module and function of the core -> the parameters of which one must be true for the function to
-use the group that it asks for. Every ``RowParallelLinear`` asks so, in 0.16 to 0.19.
+"""Module and function of the core -> parameters, one of which must be true for it to use the group
+that it reads. Every ``RowParallelLinear`` reads it, in 0.16 to 0.19.
 """
 
-# Name of a communicator in Megatron's NCCL configuration file -> the fields that it configures:
-# also those that are the same ranks while rematerialisation is off, so that they go on sharing it.
+# Name of a communicator in Megatron's NCCL configuration file -> the fields that it configures.
+# They include fields with the same ranks without rematerialisation, which share it.
 NCCL_NAMES: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("tp", "pp", "mp", "cp", "tp_cp", "tp_dp", "tp_dp_cp", "embd")},
     **{name: (name,) for name in ("pos_embd", "dp", "hcp", "intra_dp_cp", "ep")},
@@ -192,6 +192,6 @@ NCCL_NAMES: Mapping[str, tuple[str, ...]] = {
     "intra_dist_opt_instance": ("intra_dist_opt",),
 }
 
-# With one optimizer instance Megatron makes no communicator for the first name: the group is the
-# one of the second.
+# With one optimizer instance, Megatron makes no communicator for the first name: the group is that
+# of the second name.
 NCCL_NAMES_OF_ONE_INSTANCE: Mapping[str, str] = {"intra_dp_cp": "dp_cp", "intra_ep_dp": "ep_dp"}

@@ -1,8 +1,10 @@
-"""For tests of code on Megatron-core: real ranks on one host, fake ranks in one process, no GPU.
+"""Tools for tests of code on Megatron-core: real ranks on one host, fake ranks in one process.
+
+No GPU is needed.
 
 * :func:`run_distributed` runs a function in real processes with gloo, and :func:`preloaded` makes
   many such runs faster;
-* :func:`parity` compares what a model computes in other layouts with what one rank computes;
+* :func:`parity` compares the results of a model in other layouts with those of one rank;
 * :func:`megatron_on_cpu` lets Megatron-core train without CUDA;
 * :func:`fake_collection` gives a collection of any layout in one process;
 * :func:`refuse_closed_groups` turns the use of a closed group into an error.
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from megapg.testing.fake import fake_collection
     from megapg.testing.strict import refuse_closed_groups
 
-# Loaded when first used: the pytest plugin beside them must cost nothing where it has no work.
+# Loaded at first use: the pytest plugin in this package must cost nothing if it has no work.
 _HOMES = {
     "Cell": "megapg.testing.agreement.parity_report",
     "LayoutReport": "megapg.testing.agreement.parity_report",
@@ -49,7 +51,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # or any name would be there for a type checker
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:

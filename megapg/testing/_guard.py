@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from megapg.launch.environment import overridden
 from megapg.testing import _ranks
 
-if TYPE_CHECKING:  # who only starts an interpreter has no need of torch
+if TYPE_CHECKING:  # a process that only starts an interpreter does not need torch
     from torch.distributed import TCPStore
 
 _GUARD_S = 10.0
@@ -32,7 +32,7 @@ class Guard(Protocol):
 
 
 class ForkedGuard:
-    """A guard that is nobody's child here, followed by its descriptor, which outlives the pid."""
+    """A guard that is no child of this process, watched by a descriptor that outlives the pid."""
 
     def __init__(self, pid: int) -> None:
         self._watched = os.pidfd_open(pid)
@@ -49,7 +49,7 @@ class ForkedGuard:
 def fork_guard(
     path: str, job: _ranks.Job, environment: dict[str, str], timeout: float
 ) -> tuple[Guard, Connection] | None:
-    """A guard from the preloaded interpreter at ``path``; None where that can't serve this job."""
+    """Return a guard forked by the preloaded interpreter at ``path``; None if that can't run it."""
     descriptors = [1, 2, job["reports"], *job["files"]]
     if len(descriptors) > _ranks.MOST_DESCRIPTORS:
         return None
@@ -78,26 +78,27 @@ def fork_guard(
 
 @contextlib.contextmanager
 def preloaded(*modules: str) -> Iterator[None]:
-    """Have every :func:`run_distributed` of this block fork its ranks from one interpreter. ::
+    """Let every :func:`run_distributed` in this block fork its ranks from one interpreter. ::
 
         @pytest.fixture(scope="session", autouse=True)
         def preloaded_interpreter():
             with preloaded("torch", "megatron.core"):
                 yield
 
-    The interpreter imports ``modules`` once, for the first run, and each later one saves the
-    seconds that a fresh interpreter takes for that. The ranks are forks of it, as they are of a
-    fresh one, so they share nothing with each other or with earlier runs; they do have all of
-    ``modules`` imported. Runs that need another interpreter get a fresh one, as without this: where
-    the user, a resource limit, a namespace or a variable that is read at start-up (``PYTHON...``,
-    ``OMP_...``, ``TORCH_...``) is not what it was when the block began.
+    The interpreter imports ``modules`` once, for the first run. Each later run saves the seconds of
+    these imports. The ranks are always forks of an interpreter, so they share nothing with each
+    other or with earlier runs. All of ``modules`` are imported in them.
 
-    Processes that are started inside the block find the interpreter as well, by an environment
-    variable. It ends with the block, or with this process.
+    A run gets a fresh interpreter, as without this block, if its surroundings have changed since
+    the block began. The surroundings are the user, resource limits, namespaces, and variables that
+    are read at start-up (``PYTHON...``, ``OMP_...``, ``TORCH_...``).
+
+    Processes started inside the block find the interpreter as well, by an environment variable. It
+    ends with the block, or with this process.
 
     Args:
-        modules: what to import; as for ``preload``, they must not start threads or touch CUDA. An
-            import that fails is told on standard error, and the runs go on without.
+        modules: modules to import; as for ``preload``, they must not start threads or touch CUDA. A
+            failed import is reported on standard error, and the runs continue without it.
     """
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with contextlib.ExitStack() as cleanup:
@@ -128,7 +129,7 @@ def preloaded(*modules: str) -> Iterator[None]:
 
 
 def end_guard(guard: Guard, orders: Connection, store: TCPStore) -> None:
-    """End the guard and, being its last holder, the store."""
+    """End the guard, then the store: ``store`` is the last reference to it."""
     orders.close()
     wait_or_kill(guard)
 

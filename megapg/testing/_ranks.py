@@ -1,15 +1,15 @@
 """The processes behind ``run_distributed``: a guard, a launcher and the ranks.
 
-The caller starts this file as a script: the *guard*. It forks the *launcher*, which imports the
-preload modules and forks the ranks. The guard stays single-threaded and does nothing else, so it
-can always answer: it ends with the caller (end of file on its standard input), and on its way out
-it kills and reaps whatever descends from it.
+The caller starts this file as a script: the *guard*. The guard forks the *launcher*, which imports
+the preload modules and forks the ranks. The guard stays single-threaded and does nothing else, so
+it can always react. It ends with the caller (end of file on its standard input), and before it
+exits, it kills and reaps all its descendants.
 
 With ``serve`` as its argument, this file is the interpreter behind ``preloaded``: it imports the
 preload modules once, and forks a guard for each caller that connects to its socket.
 
-Only the standard library is imported here, and nothing of megapg, so that the guard starts in
-milliseconds and the ranks hold no module that the caller did not ask for.
+Only the standard library is imported here, and nothing of megapg. So the guard starts in
+milliseconds, and the ranks have no module that the caller did not ask for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STACK_SIGNAL = signal.SIGUSR2
 """Makes a rank (or the launcher, while it imports) write its Python stack and die."""
 
 MAGIC = b"megapg-outcome\n"
-"""Starts a rank's file when it holds an outcome; a stack dump starts otherwise."""
+"""The first bytes of a rank's file if it holds an outcome; otherwise it holds a stack dump."""
 
 LAUNCHER = -1
 """Reported like a rank: exit code 0 says that the ranks run, 1 that file 0 says why they do not."""
@@ -48,14 +48,14 @@ PRELOADED = "MEGAPG_PRELOADED"
 """The environment variable with the path of a preloaded interpreter's socket."""
 
 MOST_DESCRIPTORS = 253
-"""Linux passes no more with one message."""
+"""The most descriptors that Linux passes with one message."""
 
-# What these variables say is read when an interpreter starts or a library is imported.
+# These variables are read when an interpreter starts or a library is imported.
 _READ_EARLY = ("CUDA_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TORCH_")
 
 _ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _WARNINGS = "PYTHONWARNINGS"
-# What it may say for a fork to follow suit.
+# Values of PYTHONWARNINGS that a fork can apply afterwards.
 _ACTIONS = ("default", "error", "always", "ignore", "module", "once")
 
 _PR_SET_PDEATHSIG = 1
@@ -64,7 +64,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Preload(TypedDict):
-    """What a preloaded interpreter receives first."""
+    """The first message to a preloaded interpreter."""
 
     modules: list[str]
     sys_path: list[str]
@@ -73,7 +73,7 @@ class Preload(TypedDict):
 
 
 class Request(TypedDict):
-    """What a preloaded interpreter receives from a caller, after its descriptors."""
+    """The message of a caller to a preloaded interpreter, after its descriptors."""
 
     job: Job  # its descriptors are positions among those received
     environment: dict[str, str]
@@ -81,7 +81,7 @@ class Request(TypedDict):
 
 
 class Job(TypedDict):
-    """What the guard receives. A plain dict when pickled, so that loading it imports nothing."""
+    """The message to the guard. A plain dict when pickled, so that loading it imports nothing."""
 
     function: bytes  # pickled; only the ranks load it
     world_size: int
@@ -95,7 +95,7 @@ class Job(TypedDict):
 
 
 def start() -> None:
-    """A guard of its own, as the child of the caller."""
+    """Run a guard as the child of the caller."""
     caller = os.getppid()
     orders = Connection(0, writable=False)
     try:
@@ -106,9 +106,9 @@ def start() -> None:
 
 
 def serve() -> None:
-    """Import once, and fork a guard for each caller, until the one who started this is gone.
+    """Import once, and fork a guard for each caller, until the process that started this ends.
 
-    That one writes once; from then on descriptor 0 is readable when it has closed its end.
+    That process writes once; from then on descriptor 0 is readable when it has closed its end.
     """
     lifeline = Connection(0, writable=False)
     config: Preload = pickle.loads(lifeline.recv_bytes())
@@ -117,7 +117,7 @@ def serve() -> None:
     os.chdir(config["directory"])
     with socket.socket(fileno=config["listener"]) as listener:
         while 0 not in select.select([0, listener.fileno()], [], [])[0]:
-            _preload(config["modules"])  # for the first caller; then they are there
+            _preload(config["modules"])  # on the first caller; later calls do nothing
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no guard stays as a zombie
             caller, _ = listener.accept()
             if not os.fork():
@@ -127,10 +127,10 @@ def serve() -> None:
 
 
 def _guard_for(caller: socket.socket, started_with: Mapping[str, str]) -> NoReturn:
-    """Be the guard of the process at the other end, unless its ranks could tell the difference."""
+    """Run as the guard of the caller, unless its ranks could tell the difference."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()  # Ctrl-C in the terminal is for the caller alone
+        os.setsid()  # Ctrl-C in the terminal is for the caller only
         _, received, _, _ = socket.recv_fds(caller, 1, MOST_DESCRIPTORS)
         credentials = caller.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
@@ -156,20 +156,20 @@ def _guard_for(caller: socket.socket, started_with: Mapping[str, str]) -> NoRetu
         job["files"] = [received[position] for position in job["files"]]
         guard(job, orders, alive)
     except EOFError:
-        pass  # the caller is gone
+        pass  # the caller has ended
     except BaseException:
         traceback.print_exc()
     os._exit(0)
 
 
 def surroundings() -> dict[str, object]:
-    """What a rank inherits from its interpreter, beside modules and environment."""
+    """Return the properties, besides modules and environment, that a rank inherits."""
     names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     folder = "/proc/self/ns"
     with open("/proc/self/status") as status:
         lines = dict(line.split(":", 1) for line in status)
-    # Without glibc's own two: make leaves them ignored, and in a process of several threads glibc
-    # does not, so that no fork would ever fit there.
+    # Without glibc's own two: make leaves them ignored, and glibc in a process with several threads
+    # does not, so no fork would ever match.
     ignored = [each for each in signal.valid_signals() if int(lines["SigIgn"], 16) >> each - 1 & 1]
     return {
         "interpreter": (sys.executable, sys.version),
@@ -184,24 +184,24 @@ def surroundings() -> dict[str, object]:
 
 
 def _fits(environment: Mapping[str, str], started_with: Mapping[str, str]) -> bool:
-    """Whether an interpreter that started in the one environment is as one that would in the other.
+    """True if an interpreter started in one environment behaves as one started in the other.
 
-    But for the action for warnings, which can be told to it.
+    The action for warnings may differ, because it can be set afterwards.
     """
-    wanted, had = _early(environment), _early(started_with)
-    if _WARNINGS not in had and wanted.get(_WARNINGS) in _ACTIONS:
+    wanted, started = _read_at_start(environment), _read_at_start(started_with)
+    if _WARNINGS not in started and wanted.get(_WARNINGS) in _ACTIONS:
         del wanted[_WARNINGS]
-    return wanted == had
+    return wanted == started
 
 
-def _early(environment: Mapping[str, str]) -> dict[str, str]:
+def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
-    found.pop("PYTHONPATH", None)  # sys.path is passed on
+    found.pop("PYTHONPATH", None)  # sys.path is sent in the request
     return found
 
 
 def _watch(pid: int) -> Callable[[], bool]:
-    """Whether the process, which lives now, is still the same and alive."""
+    """Return a function that is True while the process, which lives now, is alive."""
     watched = os.pidfd_open(pid)
     return lambda: not select.select([watched], [], [], 0)[0]
 
@@ -210,10 +210,10 @@ def guard(job: Job, orders: Connection, caller_lives: Callable[[], bool]) -> Non
     """Run the ranks, and end them with the caller.
 
     Args:
-        job: what to run.
-        orders: from the caller, on descriptor 0; one message means that the ranks shall stop.
-        caller_lives: tells while it does; where one of its forks holds the other end of
-            ``orders``, that does not close with it.
+        job: the job to run.
+        orders: from the caller, on descriptor 0; one message means that the ranks must stop.
+        caller_lives: True while the caller lives. If a fork of the caller holds the other end of
+            ``orders``, that does not close with the caller.
     """
     descriptors = [job["reports"], *job["files"]]
     for descriptor in descriptors:
@@ -238,7 +238,7 @@ def guard(job: Job, orders: Connection, caller_lives: Callable[[], bool]) -> Non
         os.killpg(launcher, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         while True:
-            # Orphans of every depth become children of the subreaper, also those in new sessions.
+            # Orphans of every depth become children of the subreaper, also in new sessions.
             with contextlib.suppress(OSError), open(f"/proc/{me}/task/{me}/children") as children:
                 for child in children.read().split():
                     os.kill(int(child), signal.SIGKILL)
@@ -253,7 +253,7 @@ def _launch(job: Job) -> NoReturn:
         os.close(null)
         faulthandler.enable(file=job["files"][0])
         faulthandler.register(STACK_SIGNAL, file=job["files"][0], all_threads=True, chain=True)
-        for stream in (sys.stdout, sys.stderr):  # what a killed rank printed must not be lost
+        for stream in (sys.stdout, sys.stderr):  # output of a killed rank must not be lost
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(line_buffering=True)
         sys.path[:] = job["sys_path"]
@@ -282,7 +282,7 @@ def _launch(job: Job) -> NoReturn:
         _write_outcome(job["files"][0], error, None)
         reports.send((LAUNCHER, 1, time.monotonic()))
         os._exit(1)
-    with contextlib.suppress(BrokenPipeError):  # the caller is gone, and the guard will see to us
+    with contextlib.suppress(BrokenPipeError):  # then the guard ends this process
         reports.send((LAUNCHER, 0, time.monotonic()))
         while running:
             pid, status = os.wait()
@@ -293,10 +293,10 @@ def _launch(job: Job) -> NoReturn:
 
 
 def _preload(modules: Sequence[str]) -> None:
-    """Import what the ranks shall find imported, and leave CUDA to them.
+    """Import the modules of the ranks, without initialising CUDA.
 
     Some modules ask at import whether there is a GPU. torch would ask CUDA, which no fork of this
-    process could use from then on; NVML's answer does no harm.
+    process could use from then on. Asking NVML does no harm.
     """
     asked = os.environ.get(_ASKS_NVML)
     os.environ[_ASKS_NVML] = "1"
@@ -346,7 +346,7 @@ def _run(rank: int, job: Job) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # destructors of torch and gloo may wait for ranks that are gone
+    os._exit(0)  # destructors of torch and gloo may wait for ranks that have ended
 
 
 def _write_outcome(file: int, error: BaseException | None, payload: bytes | None) -> None:

@@ -1,12 +1,12 @@
-"""Let Megatron-core train on a CPU with gloo.
+"""Lets Megatron-core train on a CPU with gloo.
 
-Megatron-core assumes CUDA in some dozens of places. :func:`megatron_on_cpu` answers each of
-them for the length of a ``with`` block, by replacing attributes of torch and of Megatron-core
-and putting the old ones back.
+Megatron-core assumes CUDA in some dozens of places. :func:`megatron_on_cpu` handles each of them
+inside a ``with`` block: it replaces attributes of torch and of Megatron-core, and restores the old
+ones at the end.
 
-``PATCHES`` lists them: a row says where, what stands in, and which upstream file needs it. A row
-whose attribute is gone from the installed Megatron-core or torch is an error, unless the row is
-marked ``optional``, so the kit fails when upstream moves instead of doing half its job.
+``PATCHES`` lists them. A row has the place, the replacement, and the upstream file that needs it.
+If the installed Megatron-core or torch lacks the attribute of a row, that is an error, unless the
+row is marked ``optional``. So a change upstream makes the kit fail, instead of doing half its job.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ _ABSENT = object()
 def megatron_on_cpu() -> Iterator[None]:
     """Run Megatron-core on the CPU inside the ``with`` block.
 
-    Enter it on every rank, before the first Megatron-core module is built and until the last
-    backward pass and optimizer step are done; the process groups must be gloo ones. It nests,
-    and leaves every attribute as it was, also when the block raises.
+    Enter it on every rank, before the first Megatron-core module is built, and leave it after the
+    last backward pass and optimizer step. The process groups must be gloo ones. Blocks nest, and
+    each leaves every attribute as it was, also after an exception.
 
-    With a CUDA device present everything still runs on the CPU: ``torch.cuda.is_available()``
-    answers False inside. TransformerEngine and Apex must not be installed, as their kernels
-    take CUDA tensors only and Megatron-core picks them at import.
+    Everything runs on the CPU even if there is a CUDA device: ``torch.cuda.is_available()`` returns
+    False inside. TransformerEngine and Apex must not be installed, as their kernels take only CUDA
+    tensors and Megatron-core picks them at import.
 
-    What the kit does not stand in for (CUDA graphs, offloading, context parallelism, grouped
-    GEMM) fails with the error torch or Megatron-core gives on a machine without CUDA.
+    The kit does not cover CUDA graphs, offloading, context parallelism and grouped GEMM. They fail
+    with the error that torch or Megatron-core gives on a machine without CUDA.
 
-    The CPU generator plays the CUDA generator, so the random state a run leaves behind is not
-    restored. Patched attributes are seen by all threads of the process; ``device="cuda"`` is
-    understood in the thread that entered, and in the backward passes it starts.
+    The CPU generator serves as the CUDA generator, so its state is not restored at the end. All
+    threads of the process see the patched attributes. ``device="cuda"`` works in the thread that
+    entered, and in the backward passes it starts.
 
     Raises:
         UnsupportedVersionError: Megatron-core is older than 0.16, or not installed.
         AttributeError: the installed Megatron-core or torch lacks a name the kit replaces.
     """
     core_version()
-    # Owners first: importing Megatron-core while patched would let it keep patched names.
+    # Owners first: a Megatron-core imported while patched would keep patched names.
     owners = [pkgutil.resolve_name(patch.owner) for patch in PATCHES]
     with contextlib.ExitStack() as undo:
         for owner, patch in zip(owners, PATCHES, strict=True):
             _apply(undo, owner, patch)
         rng_log = logging.getLogger("megatron.core.tensor_parallel.random")
-        # A fresh object each time: a logger holds an object once, so that the end of an inner
-        # block would take the outer one's filter away.
+        # A new object each time: a logger holds an object once, so the end of an inner block would
+        # remove the outer block's filter.
         quiet = functools.partial(_is_not_the_rng_alarm)
         rng_log.addFilter(quiet)
         undo.callback(rng_log.removeFilter, quiet)
@@ -102,7 +102,7 @@ def _apply(undo: contextlib.ExitStack, owner: Any, patch: _Patch) -> None:
 
 
 def _always(value: Any) -> Callable[[Any], Any]:
-    """A replacement that does not depend on the old value."""
+    """Return a replacement that does not depend on the old value."""
     return lambda _old: value
 
 
@@ -110,7 +110,7 @@ def _always(value: Any) -> Callable[[Any], Any]:
 
 
 class _NoStream:
-    """Stands in for a CUDA stream or event. On a CPU all work is done when the call returns."""
+    """Replaces a CUDA stream or event. On a CPU all work is done when the call returns."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -146,20 +146,20 @@ def _manual_seed(seed: int) -> None:
 
 
 def _is_not_the_rng_alarm(record: logging.LogRecord) -> bool:
-    """Drop the tracker's alarm about a used CPU generator: here that generator is its own."""
+    """Drop the tracker's warning about a used CPU generator: here the tracker uses it itself."""
     return "CPU RNG state changed" not in record.getMessage()
 
 
 def _on_the_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """``maybe_move_tensor_to_cpu``, which forgets ``as_numpy`` for tensors that are there."""
+    """Replace ``maybe_move_tensor_to_cpu``, which ignores ``as_numpy`` for tensors on the CPU."""
     return value.numpy() if as_numpy and isinstance(value, torch.Tensor) else value
 
 
 def _norm_with_sequence_parallel(old: Any) -> Any:
-    """Build the torch norm as the fused ones are built under sequence parallelism.
+    """Build the torch norm as the fused norms are built under sequence parallelism.
 
-    They compute the same, and mark their parameters, whose gradients finalize_model_grads.py
-    then sums over the tensor-parallel group.
+    It computes the same, and marks its parameters. finalize_model_grads.py sums the gradients of
+    marked parameters over the tensor-parallel group.
     """
 
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,7 @@ def _norm_with_sequence_parallel(old: Any) -> Any:
 
 
 def _uneven_all_gather(old: Any) -> Any:
-    """Gather pieces of unequal size as NCCL does, by a broadcast each."""
+    """Gather pieces of unequal size as NCCL does, with a broadcast for each."""
 
     def all_gather(pieces: Any, piece: Any, group: Any = None, async_op: bool = False) -> Any:
         if async_op or len({other.shape for other in pieces}) == 1:
@@ -188,7 +188,7 @@ def _uneven_all_gather(old: Any) -> Any:
 
 
 def _reduce_scatter(old: Any) -> Any:
-    """Sum and scatter pieces, uneven ones too, by a reduction each: not every gloo can."""
+    """Sum and scatter pieces, also uneven ones, with a reduction each: some gloo versions can't."""
 
     def reduce_scatter(
         result: Any, pieces: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **kwargs: Any
@@ -208,8 +208,8 @@ def _reduce_scatter(old: Any) -> Any:
 def _backward_inside_the_mode(old: Any) -> Any:
     """Run the autograd engine with the mode on.
 
-    torch switches a mode off while the mode handles a call, ``backward()`` is such a call, and
-    so everything below it would run without.
+    torch switches a mode off while the mode handles a call. ``backward()`` is such a call, so the
+    code below it would run without the mode.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -220,7 +220,7 @@ def _backward_inside_the_mode(old: Any) -> Any:
 
 
 class _GlooForNccl:
-    """Stands in for ``torch.distributed`` in a module that asks for NCCL by name."""
+    """Replaces ``torch.distributed`` in a module that asks for NCCL by name."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(dist, name)
@@ -235,7 +235,7 @@ _MOE = "megatron.core.transformer.moe"
 PATCHES: tuple[_Patch, ...] = (
     # param_and_grad_buffer.py, optimizer.py, p2p_communication.py, mappings.py: device=...
     _Patch("torch.cuda", "current_device", _always(lambda: _CPU)),
-    # utils.py, moe/moe_logging.py: code for the CPU where there is no CUDA, or none to be used
+    # utils.py, moe/moe_logging.py: they have code for machines without CUDA
     _Patch("torch.cuda", "is_available", _always(lambda: False)),
     # p2p_communication.py (batched p2p), dist_checkpointing/strategies/filesystem_async.py
     _Patch("torch.cuda", "synchronize", _always(_no_op)),
@@ -277,8 +277,8 @@ PATCHES: tuple[_Patch, ...] = (
     _Patch(f"{_MOE}.moe_utils", "te_general_gemm", _always(None), optional=True),
     # moe/token_dispatcher.py: alltoall split sizes stay tensors when they were never on CUDA
     _Patch(f"{_MOE}.token_dispatcher", "maybe_move_tensor_to_cpu", _always(_on_the_host)),
-    # moe/token_dispatcher.py, moe/shared_experts.py: streams kept on the class, made on demand;
-    # one made in here must not be found after, nor one from before in here
+    # moe/token_dispatcher.py, moe/shared_experts.py: streams are kept on the class, made on demand.
+    # A stream made inside must not be found afterwards, nor one from before inside.
     _Patch(
         f"{_MOE}.token_dispatcher:MoEAlltoAllTokenDispatcher", "cuda_dtoh_stream", _always(None)
     ),
@@ -292,16 +292,16 @@ _NAMES_DEVICES = frozenset((str, torch.device))
 
 
 def _on_cpu(value: Any) -> Any:
-    """The CPU for whatever names a CUDA device, else the value itself."""
+    """Return the CPU for a value that names a CUDA device, else the value itself."""
     named = isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == "cuda"
     return _CPU if named else value
 
 
 def _type_name(tensor: torch.Tensor, *dtype: Any, **kwargs: Any) -> Any:
-    """``Tensor.type()``, which names a CUDA type when Megatron-core's optimizer asks.
+    """Return ``Tensor.type()``, with a CUDA type for callers in Megatron-core's optimizer.
 
-    distrib_optimizer.py, optimizer.py and clip_grads.py sort parameters by these names and
-    refuse any other.
+    distrib_optimizer.py, optimizer.py and clip_grads.py sort parameters by these names and refuse
+    all others.
     """
     name = tensor.type(*dtype, **kwargs)
     asking = sys._getframe(2).f_globals.get("__name__", "")
@@ -311,8 +311,9 @@ def _type_name(tensor: torch.Tensor, *dtype: Any, **kwargs: Any) -> Any:
 
 
 def _device(*args: Any, **kwargs: Any) -> Any:
-    """``torch.device()``; of ``f"cuda:{torch.cuda.current_device()}"`` (mcore_fsdp_adapter.py,
-    megatron_fsdp.py) the CPU, which is the current device in here.
+    """Return ``torch.device()``, with the CPU for ``f"cuda:{torch.cuda.current_device()}"``.
+
+    mcore_fsdp_adapter.py and megatron_fsdp.py write that; the CPU is the current device here.
     """
     return torch.device(*("cpu" if each == "cuda:cpu" else each for each in args), **kwargs)
 
@@ -337,7 +338,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _SPECIAL:
             return _SPECIAL[func](*args, **kwargs)
-        if isinstance(kwargs.get("device"), int):  # an index is a CUDA device
+        if isinstance(kwargs.get("device"), int):  # an index means a CUDA device
             kwargs["device"] = _CPU
         if not _NAMES_DEVICES.isdisjoint(map(type, args)):  # in few calls
             args = tuple(map(_on_cpu, args))

@@ -1,4 +1,4 @@
-"""Run a function on several real ranks of this host, from a test, a notebook or a script."""
+"""Runs a function on several real ranks of this host, from a test, a notebook or a script."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = ["Ranks", "preloaded", "run_distributed"]
 T = TypeVar("T")
 
 _GRACE_S = 5.0
-"""What the other ranks get after one failed: they may be about to fail for the same reason."""
+"""Time for the other ranks after one failed: they may be about to fail for the same reason."""
 
 _STACKS_S = 5.0
-"""How long the ranks may take to write their stacks before they are killed without."""
+"""Time for the ranks to write their stacks before they are killed."""
 
 _DEFAULT_PRELOAD = ("torch", "torch.distributed")
 
@@ -45,10 +45,10 @@ def run_distributed(
     preload: Sequence[str] = _DEFAULT_PRELOAD,
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
-    """Run ``fn`` in ``world_size`` processes on this host and return what each rank returned.
+    """Run ``fn`` in ``world_size`` processes on this host and return the result of each rank.
 
-    Every rank is a real process with the environment that ``torchrun`` would give it, so
-    ``megapg.session(...)`` and ``torch.distributed.init_process_group("gloo")`` work as they are.
+    Every rank is a real process with the environment that ``torchrun`` sets. So
+    ``megapg.session(...)`` and ``torch.distributed.init_process_group("gloo")`` work unchanged.
     Neither is called for you. ::
 
         def total(start: int) -> int:
@@ -57,57 +57,58 @@ def run_distributed(
             dist.all_reduce(value)
             return int(value)
 
+
         assert run_distributed(partial(total, 10), world_size=4) == [46] * 4
 
     The processes share nothing with the caller but standard output and standard error. They are
-    forks of one fresh interpreter, which imports ``preload`` before it forks: name the heavy
-    modules that ``fn`` needs there (``"megatron.core"``), and they are imported once, not once
-    per rank. Modules imported this way are imported before ``RANK`` is set, must not start
-    threads or touch CUDA, and leave all ranks with one hash seed. The module that ``fn`` comes
-    from is imported by each rank; a script must guard its call with ``if __name__ ==
-    "__main__"``. Handlers registered with ``atexit`` do not run in the ranks.
+    forks of one fresh interpreter, which imports ``preload`` before it forks. Name the heavy
+    modules that ``fn`` needs there (``"megatron.core"``): they are imported once, not once per
+    rank. They are imported before ``RANK`` is set, must not start threads or touch CUDA, and give
+    all ranks the same hash seed. Each rank imports the module of ``fn``; a script must guard its
+    call with ``if __name__ == "__main__"``. Handlers registered with ``atexit`` do not run in the
+    ranks.
 
     Args:
-        fn: what to run: a module-level function; ``functools.partial`` binds its arguments.
+        fn: the function to run: a module-level function; ``functools.partial`` binds its arguments.
             Function, arguments and results travel by pickle.
         world_size: number of ranks.
-        deadline: seconds for the whole run, start of the processes included. When it passes,
-            every rank is killed.
+        deadline: seconds for the whole run, start of the processes included. When it passes, every
+            rank is killed.
         preload: modules to import before the ranks fork.
-        env: environment variables for the ranks, on top of this process's. ``OMP_NUM_THREADS``
-            is 1 where neither sets it; ``RANK`` and the like cannot be overridden.
+        env: environment variables for the ranks, in addition to this process's. ``OMP_NUM_THREADS``
+            is 1 if neither sets it; ``RANK`` and similar variables can't be overridden.
 
     Returns:
         The result of every rank, in rank order.
 
     Raises:
-        RankFailedError: a rank raised, died, returned something that cannot be pickled, or did
-            not finish in time. When one fails, the others get five seconds and are then killed.
-            The error holds one exception per failed rank: what the rank raised, with the
-            remote traceback as a note (a ``RuntimeError`` in its place if it cannot be
-            pickled); a ``ChildProcessError`` with exit code or signal; or a ``TimeoutError``
-            that says where the rank stood, with its stack as a note.
-        TypeError: ``fn`` cannot be pickled. Nothing was started.
+        RankFailedError: a rank raised, died, returned a value that can't be pickled, or did not
+            finish in time. When one fails, the others get five seconds and are then killed. The
+            error holds one exception per failed rank. It is the exception of the rank, with the
+            remote traceback as a note (a ``RuntimeError`` if it can't be pickled); a
+            ``ChildProcessError`` with exit code or signal; or a ``TimeoutError`` with the rank's
+            position, and its stack as a note.
+        TypeError: ``fn`` can't be pickled. Nothing was started.
         ValueError: ``world_size`` or ``deadline`` is not positive. Nothing was started.
 
-    However this ends, by return, exception or Ctrl-C, no process that the ranks started, thread,
-    descriptor or port is left; if this process is killed, the ranks are too.
+    After a return, an exception or Ctrl-C, no process, thread, descriptor or port of the ranks is
+    left. If this process is killed, the ranks are too.
     """
     with Ranks(fn, world_size, deadline=deadline, preload=preload, env=env) as ranks:
         return ranks.results()
 
 
 class Ranks(Generic[T]):
-    """The ranks of :func:`run_distributed` while they run, for callers that have more to do. ::
+    """The ranks of :func:`run_distributed` while they run, for callers with other work to do. ::
 
         with Ranks(fn, world_size=4) as ranks:
             while not ranks.done(timeout=0.1):
                 screen.update(waiting_for=ranks.running)
             results = ranks.results()
 
-    The processes start with the block and are gone after it. The deadline counts from the start
-    of the block and is enforced by :meth:`done` and :meth:`results`. A handle serves one block
-    and one thread. Arguments and their errors are those of :func:`run_distributed`.
+    The processes start with the block and end with it. The deadline counts from the start of the
+    block and is enforced by :meth:`done` and :meth:`results`. A handle serves one block and one
+    thread. Arguments and their errors are those of :func:`run_distributed`.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Ranks(Generic[T]):
         if not 0 < deadline < math.inf:
             raise ValueError(f"deadline must be a positive number of seconds, not {deadline}")
         self._function = _pickled(fn)
-        # "__main__", or "__mp_main__" where this process is a rank itself.
+        # "__main__", or "__mp_main__" if this process is itself a rank.
         self._main = _main_module() if _refers_to_main(self._function) else {}
         self._world_size = world_size
         self._deadline = deadline
@@ -138,7 +139,7 @@ class Ranks(Generic[T]):
         self._pending = set(range(world_size))
         self._results: dict[int, T] = {}
         self._failures: dict[int, Exception] = {}
-        self._failed_at: dict[int, float] = {}  # only those that failed by themselves
+        self._failed_at: dict[int, float] = {}  # without those that were stopped
         self._stopped = ""  # why the pending ranks were stopped
         self._forked = False
         self._files: list[IO[bytes]] = []
@@ -164,9 +165,9 @@ class Ranks(Generic[T]):
         self._cleanup.close()
 
     def done(self, timeout: float | None = 0.0) -> bool:
-        """Wait until every rank has finished or failed, at most ``timeout`` seconds.
+        """Wait for every rank to finish or fail, at most ``timeout`` seconds. True if all have.
 
-        ``None`` waits as long as the deadline allows. After True nothing of the run is left but
+        ``None`` waits as long as the deadline allows. After True, nothing of the run is left but
         its :meth:`results`.
         """
         until = math.inf if timeout is None else time.monotonic() + timeout
@@ -202,9 +203,9 @@ class Ranks(Generic[T]):
         raise error
 
     def _start(self) -> None:
-        # Hosted here, the store has its port before anybody needs it, and keeps it.
+        # Hosted here, the store has its port before a rank needs it, and keeps it.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # Files, not pipes: a rank writes a result of any size and exits, whoever reads it when.
+        # Files, not pipes: a rank writes a result of any size and exits, before it is read.
         for _ in range(self._world_size):
             file = tempfile.TemporaryFile()  # noqa: SIM115
             self._files.append(self._cleanup.enter_context(file))
@@ -227,7 +228,7 @@ class Ranks(Generic[T]):
             self._cleanup.callback(end_guard, guard, self._orders, store)
 
     def _start_guard(self, job: _ranks.Job) -> tuple[Guard, Connection]:
-        """Start the guard, and hand it the job over a connection that ends it when it closes."""
+        """Start the guard, and send it the job over a connection. The guard ends when it closes."""
         path = self._environment.get(_ranks.PRELOADED)
         if path and (forked := fork_guard(path, job, self._environment, self._deadline)):
             return forked
@@ -239,7 +240,7 @@ class Ranks(Generic[T]):
                     stdin=theirs.fileno(),
                     pass_fds=[job["reports"], *job["files"]],
                     env=self._environment,
-                    start_new_session=True,  # Ctrl-C in the terminal is for the caller alone
+                    start_new_session=True,  # Ctrl-C in the terminal is for the caller only
                 )
         except BaseException:
             orders.close()
@@ -267,7 +268,7 @@ class Ranks(Generic[T]):
             self._settle(rank, None, when)
 
     def _settle(self, rank: int, exit_code: int | None, when: float) -> None:
-        """Turn what a rank left behind into its result or its failure. None: no exit was seen."""
+        """Convert the file of a rank into its result or failure. ``exit_code`` None: unknown."""
         self._pending.discard(rank)
         file = self._files[rank]
         file.seek(0)
@@ -315,7 +316,7 @@ class Ranks(Generic[T]):
         return f"rank {rank}" if self._forked else "the launcher, before it started the ranks"
 
     def _stop(self, reports: Connection, orders: Connection) -> None:
-        """Have the pending ranks write their stacks and die."""
+        """Make the pending ranks write their stacks and die."""
         if time.monotonic() >= self._expires:
             self._stopped = f"not finished at the deadline of {self._deadline:g} s"
         else:
@@ -330,7 +331,7 @@ class Ranks(Generic[T]):
         self._settle_all(math.inf)
 
     def _culprit(self) -> int:
-        # Reports may come in another order than the failures: ranks die of each other's deaths.
+        # Reports may come in another order than the failures: a failure may cause others.
         return min(self._failed_at, key=self._failed_at.__getitem__)
 
 
@@ -345,12 +346,12 @@ def _pickled(fn: Callable[[], object]) -> bytes:
 
 
 def _refers_to_main(pickled: bytes) -> bool:
-    """Whether anything in it is of the main module, whose name may also be within a text."""
+    """True if a pickled object is of the main module. Its name may also be part of a text."""
     return any(word in ("__main__", "__mp_main__") for _, word, _ in pickletools.genops(pickled))
 
 
 def _main_module() -> dict[str, str]:
-    """What ``multiprocessing.spawn.prepare`` needs to make ``__main__`` importable in a rank.
+    """Return the data with which ``multiprocessing.spawn.prepare`` makes ``__main__`` importable.
 
     ``multiprocessing.spawn.get_preparation_data`` would also fix the caller's start method.
     """
@@ -372,7 +373,7 @@ def _without_our_frames(stack: str) -> str:
 
 
 def _position(stack: str) -> str:
-    """The innermost frame of a faulthandler dump, which puts the most recent call first."""
+    """Return the innermost frame of a faulthandler dump, which has the most recent call first."""
     found = re.search(r'Current thread.*\n  File "(.+)", line (\d+) in (.+)', stack)
     if found is None:
         return ""

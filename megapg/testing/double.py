@@ -1,4 +1,4 @@
-"""Run Megatron-core in float64, to tell a wrong number from rounding.
+"""Runs Megatron-core in float64, to tell a wrong number from rounding.
 
 Megatron-core asks for float32 in many places: parameters, the cross entropy, routers, buffers that
 pipeline stages receive into. :func:`float64_for_float32` gives each of them float64.

@@ -1,4 +1,4 @@
-"""A collection for unit tests in one process: any layout, any rank, nothing communicated."""
+"""A collection for unit tests in one process: any layout, any rank, no communication."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def fake_collection(
     """Play one rank of a layout: ``with fake_collection(tp=2, rank=1) as pg: ...``.
 
     The groups are torch's *fake* process groups: they know their ranks and sizes, and collectives
-    return at once without touching the data. For code that asks where it is rather than for
-    numbers; :func:`~megapg.testing.run_distributed` runs the real thing.
+    return at once without touching the data. They are for code that asks for its place rather than
+    for numbers; :func:`~megapg.testing.run_distributed` runs real ranks.
 
     Args:
         rank: global rank to play.
-        world_size: number of ranks in the layout; the smallest that fits the sizes unless given.
+        world_size: number of ranks in the layout. Default: the smallest that fits the sizes.
         gloo: as :func:`megapg.session`'s; the companions are fake as well.
         **sizes: see :class:`~megapg.layout.ParallelLayout`.
 
@@ -40,6 +40,6 @@ def fake_collection(
         expert = (sizes.get("expt_tp") or tp) * sizes.get("ep", 1) * pp * instances
         world_size = len(sizes.get("ranks") or ()) or math.lcm(dense, expert)
     layout = ParallelLayout(world_size=world_size, **sizes)
-    layout.coordinates(rank)  # a rank outside the layout is refused before anything is set up
+    layout.coordinates(rank)  # refuses a rank outside the layout before anything is set up
     with fake_session(layout, rank, gloo=gloo) as session:
         yield session.groups

@@ -1,4 +1,4 @@
-"""``parallel_state`` after a test as it was before."""
+"""Restores ``parallel_state`` after a test."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ _Content: TypeAlias = "list[object] | dict[object, object] | None"
 
 @dataclass(frozen=True)
 class Before:
-    """What there was before a test. Without arguments: nothing, torch not even imported."""
+    """The state before a test. Without arguments: nothing, torch not even imported."""
 
-    # of ``parallel_state``: name -> what it held, and a copy of what was in that where it is a list
-    # or a dict
+    # of ``parallel_state``: name -> its value, and a copy of the contents of a list or a dict
     variables: Mapping[str, tuple[object, _Content]] = field(default_factory=dict)
-    groups: frozenset[dist.ProcessGroup] = frozenset()  # those that torch knew
-    world: bool = False  # whether there was a WORLD
+    groups: frozenset[dist.ProcessGroup] = frozenset()  # groups in torch's registry
+    world: bool = False  # True if WORLD existed
 
     @classmethod
     def now(cls) -> Before:
-        """What there is at this moment."""
+        """Return the present state."""
         variables = {name: (value, _content(value)) for name, value in _variables().items()}
         return cls(variables, frozenset(torch_private.known_groups()), dist.is_initialized())
 
 
 def put_back(before: Before) -> str:
-    """Put every variable of ``parallel_state`` back, close the groups left in it, and say which.
+    """Restore every variable of ``parallel_state``, close the groups left in it, and name these.
 
-    Closed are groups that torch did not know before, and WORLD where there was none and no launcher
-    started this process: the ranks of a job share theirs from test to test. Where Megatron-core was
-    not yet imported, the variables end as an import leaves them.
+    A group is closed if torch did not know it before the test. WORLD is closed if it did not exist
+    before and no launcher started this process: the ranks of a job share WORLD between tests. If
+    Megatron-core was not yet imported, the variables end as after an import.
     """
     held = set(groups_in(_variables()))
     _restore(before)

@@ -1,15 +1,15 @@
-"""A pytest plugin for code on its way from Megatron's globals to explicit groups.
+"""A pytest plugin for code that moves from Megatron's globals to explicit groups.
 
 ``pytest -p megapg.testing.plugin`` (or ``pytest_plugins = ["megapg.testing.plugin"]`` in the
-``conftest.py`` of the root directory) gives
+``conftest.py`` of the root directory) provides
 
 * the fixture :func:`megapg_collection`: a collection of any layout, in one process;
-* ``parallel_state`` as it was after each test, the groups a test left in it closed;
-* a summary of who read Megatron's globals, with what to write instead;
-* ``--megapg-forbid-globals``, which makes every such read an error where it happens.
+* ``parallel_state`` restored after each test, with the groups that a test left in it closed;
+* a summary of the code that read Megatron's globals, with the replacements;
+* ``--megapg-forbid-globals``, which turns every such read into an error.
 
-Where Megatron-core is not imported it does nothing. What other processes read, such as the ranks of
-``run_distributed``, it does not see.
+If Megatron-core is not imported, the plugin does nothing. It does not see reads in other processes,
+such as the ranks of ``run_distributed``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DEFAULT_ALLOWED = ("megatron.core",)
 _REPORT = "megapg"  # the attribute of a test's report
 _TRACE = pytest.StashKey["Trace"]()
 _LEFT = pytest.StashKey[str]()
-# Who replaces a global for a test reads it first, to put it back.
+# These modules read a global before they replace it for a test, to restore it.
 _PATCHERS = ("_pytest", "unittest.mock")
 
 _HELP_FORBID = """\
@@ -68,8 +68,8 @@ def megapg_collection() -> Iterator[Callable[..., ProcessGroupCollection]]:
     """Makes a collection for a layout: ``pg = megapg_collection(tp=2, pp=2, rank=3)``.
 
     Arguments, errors and groups are those of :func:`megapg.testing.fake_collection`: this process
-    plays one rank, and nothing is communicated. The groups are closed after the test; a second
-    call closes those of the first, as a process plays one rank at a time.
+    plays one rank, without communication. The groups are closed after the test. A second call
+    closes those of the first, because a process plays one rank at a time.
     """
     from megapg.testing.fake import fake_collection
 
@@ -87,8 +87,8 @@ def megapg_collection() -> Iterator[Callable[..., ProcessGroupCollection]]:
 
 @pytest.fixture(autouse=True)
 def _megapg_isolation(request: pytest.FixtureRequest) -> Iterator[None]:
-    # An autouse fixture of the function scope: fixtures of wider scopes have set up what they share
-    # among tests, and those of the test itself have not.
+    # An autouse fixture of function scope runs after fixtures of wider scopes, whose state is
+    # shared among tests, and before those of the test itself.
     before = None
     if "torch.distributed" in sys.modules:
         from megapg.testing.isolation import Before
@@ -125,7 +125,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if call.when == "teardown":
-        # As plain data on the report, which is what comes back from a worker of xdist.
+        # Plain data on the report, because only that returns from a worker of xdist.
         trace: Trace | None = item.stash.get(_TRACE, None)
         reads = [asdict(read) for read in trace.reads] if trace else []
         vars(report)[_REPORT] = {"reads": reads, "left": item.stash.get(_LEFT, "")}

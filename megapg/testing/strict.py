@@ -1,4 +1,4 @@
-"""Making the use of a closed group an error in tests, which torch on CPU lets pass."""
+"""Makes the use of a closed group an error in tests; torch on CPU does not."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megapg.errors import StaleGroupError
 
 @contextlib.contextmanager
 def refuse_closed_groups() -> Iterator[None]:
-    """While the block runs, a torch.distributed collective on a destroyed group raises.
+    """Make a torch.distributed collective on a destroyed group raise inside the block.
 
-    A destroyed gloo group goes on answering while anyone holds it, so a test on CPU would pass
-    where the same code hangs on a GPU.
+    A destroyed gloo group works while any object holds it. So a test on CPU would pass, while the
+    same code hangs on a GPU.
 
     Raises:
-        StaleGroupError: at the collective, naming the group's ranks as far as they are known.
+        StaleGroupError: at the collective, with the group's ranks as far as they are known.
     """
 
     def check(group: object) -> None:

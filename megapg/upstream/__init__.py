@@ -1,4 +1,4 @@
-"""What each Megatron-core has, and what to write instead: for the codemod and the bridge alike.
+"""Tables of the names of each Megatron-core and of their replacements, for codemod and bridge.
 
-It needs the standard library alone.
+It needs only the standard library.
 """

@@ -1,9 +1,11 @@
-"""Functions of Megatron-core and its training loop that ask the globals for their caller, and how
-they are kept from that, as data.
+"""Functions of Megatron-core and its training loop that read the globals for their caller.
 
-What is left out: functions of the whole job, such as those that start it, or load and save its
-state; what the globals' getters choose from arguments; and what communicates on the globals' tensor
-parallel group where it is passed none, :data:`~megapg.upstream.mapping.TAKING_A_GROUP`.
+The table also has the parameter that prevents the read. It leaves out:
+
+* functions of the whole job, such as those that start it, or load and save its state;
+* getters whose arguments choose the group;
+* functions that communicate on the globals' tensor parallel group if they are passed none,
+  :data:`~megapg.upstream.mapping.TAKING_A_GROUP`.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from megapg.upstream.mapping import GroupArgument
 
 @dataclass(frozen=True)
 class Asking:
-    """A function that asks the globals.
+    """A function that reads the globals.
 
     Attributes:
-        packages: in which it is, or was; the first is the one that has it today.
-        field: of a collection that has what it asks for.
-        instead: the parameter for a group, or a rank, for want of which it asks; None where it has
-            none. ``after`` is 99 of one that is passed by its name alone.
-        until: the first version, of 0, that has none, or one that asks nothing.
+        packages: the packages that have or had it; the first one has it today.
+        field: the collection field of the group that it reads.
+        instead: the parameter for a group or a rank that prevents the read; None if it has none.
+            ``after`` is 99 if the parameter is passed by name only.
+        until: the first version, of 0, in which the function is missing or reads nothing.
     """
 
     packages: tuple[str, ...]
@@ -70,4 +72,4 @@ ASKING: Mapping[str, Asking] = {
     },
     "get_updated_expert_bias": Asking(_CORE, "tp_dp_cp", GroupArgument("tp_dp_cp_group", 3, 19)),
 }
-"""By their names."""
+"""The functions, by name."""

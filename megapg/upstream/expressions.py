@@ -1,6 +1,6 @@
-"""What to write in place of one read of Megatron's globals, in one version or in several.
+"""Finds the replacement of one read of Megatron's globals, in one version or in several.
 
-The tables are :mod:`megapg.upstream.mapping`'s.
+The tables are those of :mod:`megapg.upstream.mapping`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UNKNOWN = object()
 
 
 def known(name: str) -> bool:
-    """Whether some version of ``parallel_state`` has the name."""
+    """True if some version of ``parallel_state`` has the name."""
     return name in SIGNATURES or name in PRIVATE or (name[:1] == "_" and _refused(name) is not None)
 
 
@@ -50,15 +50,15 @@ def replacement(
     *,
     or_several: bool = False,
 ) -> Replacement | Refusal:
-    """What serves in place of ``name(*arguments)``, or of a private global.
+    """Return the replacement of ``name(*arguments)``, or of a private global.
 
     Args:
-        name: as ``parallel_state`` has it.
+        name: in ``parallel_state``.
         arguments: of the call; none for a private global.
-        versions: minor numbers of Megatron-core that may run the code: what is written must mean
+        versions: minor numbers of Megatron-core that may run the code. The replacement must mean
             the same in all of them that have the name.
-        or_several: whether the code can do with a list, which some getters of a pipeline give to
-            a rank in several: what is written does then, too.
+        or_several: True if the code accepts a list, which some getters of a pipeline return to a
+            rank in several pipelines. The replacement then returns one too.
     """
     if not known(name):
         return Refusal("version", "no known version has the name")
@@ -88,7 +88,7 @@ def replacement(
     common = _whatever_the_version(name, arguments, answers)
     if common is not None:
         return common
-    return Refusal("version", "; ".join(f"{_span(at)}: {_said(a)}" for a, at in answers.items()))
+    return Refusal("version", "; ".join(f"{_span(at)}: {_spelled(a)}" for a, at in answers.items()))
 
 
 def _refused(name: str) -> str | None:
@@ -105,7 +105,7 @@ def _span(versions: Sequence[int]) -> str:
     return f"0.{first}" if first == last else f"0.{first} to 0.{last}"
 
 
-def _said(answer: Replacement | Refusal) -> str:
+def _spelled(answer: Replacement | Refusal) -> str:
     return answer.expression if isinstance(answer, Replacement) else answer.reason
 
 
@@ -122,10 +122,10 @@ def _private(name: str) -> Replacement | Refusal:
 
 
 def _unchecked(field: str, checked: str = "False") -> Replacement:
-    """The group, or None where the globals have none, unless ``checked`` says to fail there."""
+    """Return the group, or None if the globals have none; that is an error if ``checked``."""
     if field == "hcp":
         written = f"$getters.hierarchical_groups($pg, check_initialized={checked})"
-    elif field == "pp" or checked != "False":  # of several pipelines: that is not None
+    elif field == "pp" or checked != "False":  # if there are several pipelines, it is not None
         written = f'$getters.present_group($pg, "{field}", check_initialized={checked})'
     else:
         written = f'getattr($pg, "{field}", None)'
@@ -135,17 +135,17 @@ def _unchecked(field: str, checked: str = "False") -> Replacement:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call with its arguments at their parameters: the text given, or the default."""
+    """A call with the text of each parameter: the argument, or the default."""
 
     text: Mapping[str, str]
     given: Sequence[str]
 
     def passed(self) -> str:
-        """What is given, to follow another argument."""
+        """Return the given arguments as text to append to another argument."""
         return "".join(f", {name}={self.text[name]}" for name in self.given)
 
     def value(self, parameter: str) -> object:
-        """The literal; ``_UNKNOWN`` where it shows at run time, None where there is no such one."""
+        """Return the literal of a parameter; ``_UNKNOWN`` for other code, None if there is none."""
         try:
             return ast.literal_eval(self.text.get(parameter, "None").strip())
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -186,7 +186,7 @@ def _in_version(name: str, arguments: Sequence[Argument], version: int) -> Repla
         return Replacement(f"$getters.{name}($pg{rank})", "pp", needs=("pp",), takes=Takes.JOB)
     if name in BY_NAME:
         return BY_NAME[name]
-    if name == "get_amax_reduction_group" and version == 8:  # always of tp, without saying so
+    if name == "get_amax_reduction_group" and version == 8:  # always over tp
         call = _Call({**call.text, "tp_only_amax_red": "True"}, call.given)
     end = next(end for end in FORMS if name.endswith(end))
     found = _of_a_group(name.removeprefix("get_").removesuffix(end), end, call)
@@ -202,12 +202,12 @@ def _whatever_the_version(
     arguments: Sequence[Argument],
     answers: Mapping[Replacement | Refusal, Sequence[int]],
 ) -> Replacement | None:
-    """A helper that means in each version what the call does there, where there is one."""
+    """Return a helper that does in each version what the call does there, or None."""
     of_each = [answer for answer in answers if isinstance(answer, Replacement)]
     if len(of_each) < len(answers):
         return None
-    if name in OF_A_STAGE and not arguments:  # the helper's default is the installed core's
-        oldest = min(of_each, key=lambda answer: answers[answer][0])  # asks for the most
+    if name in OF_A_STAGE and not arguments:  # the helper's default is that of the installed core
+        oldest = min(of_each, key=lambda answer: answers[answer][0])  # it needs the most fields
         return replace(oldest, template=f"$getters.{name}($pg)")
     end = next((end for end in FORMS if name.endswith(end)), "")
     middle = name.removeprefix("get_").removesuffix(end)
@@ -225,23 +225,23 @@ def _whatever_the_version(
 
 
 def _of_a_stage(name: str, arguments: Sequence[Argument], version: int) -> Replacement | Refusal:
-    unseen = [argument.text for argument in arguments if argument.text.startswith("**")]
+    unpacked = [argument.text for argument in arguments if argument.text.startswith("**")]
     call = _bind(name, [a for a in arguments if not a.text.startswith("**")], version)
     if isinstance(call, Refusal):
         return call
     field = OF_A_STAGE[name]
     by_default = "ignore_virtual" not in call.given
-    if not unseen and call.value("ignore_virtual") is True:
+    if not unpacked and call.value("ignore_virtual") is True:
         flag = "" if by_default else ", ignore_virtual=True"
         return Replacement(f"$getters.{name}($pg{flag})", field, needs=(field,))
     if version >= TAKES_VP_STAGE:
-        passed = "".join(f", {text}" for text in unseen)
+        passed = "".join(f", {text}" for text in unpacked)
         written = f"$getters.{name}($pg{call.passed()}{passed})"
-    elif unseen:
-        return Refusal("arguments", ", ".join(unseen))
-    else:  # with the default written out, which is another one from 0.13 on
+    elif unpacked:
+        return Refusal("arguments", ", ".join(unpacked))
+    else:  # with the default written out, which differs from 0.13 on
         written = f"$getters.{name}($pg, ignore_virtual={call.text['ignore_virtual']})"
-    # Of a chunk of the virtual pipeline, whose length only the job as a whole knows.
+    # Only the job knows the number of chunks of the virtual pipeline.
     if field == "pp":
         return Replacement(written, field, needs=(field,), takes=Takes.JOB)
     return Replacement(written, field, needs=(field, "pp"), takes=Takes.GLOBALS)
@@ -270,9 +270,9 @@ def _of_a_group(middle: str, end: str, call: _Call) -> Replacement | Refusal:
     if field == "hcp":
         return Replacement("$getters.hierarchical_groups($pg)", field, asks, needs=(field,))
     if asks == "gloo":
-        # Not of the companion: a collection that has none says so, and no other serves instead.
+        # A collection without the companion raises, and no other collection serves instead.
         return Replacement(form.format(field=field), field, asks, needs=(field,), takes=Takes.JOB)
-    # A field asks the getters of its own name, and these are none of them.
+    # A field calls the getters of the same name; these getters have other names.
     if asks == "first" or (asks == "group" and middle in OTHERS_GROUPS):
         passed = "".join(f", {flag}=True" for flag in row.true)
         form = f"$getters.{HELPERS[middle][asks]}($pg{passed})"
@@ -284,10 +284,10 @@ def _of_a_group(middle: str, end: str, call: _Call) -> Replacement | Refusal:
 def _at_run_time(
     middle: str, asks: str, call: _Call, flags: Mapping[str, object]
 ) -> Replacement | Refusal:
-    """A flag that is no literal: a helper takes it as it is."""
+    """Return the replacement for a flag that is no literal: a helper takes the flag."""
     unknown = {name for name, value in flags.items() if not isinstance(value, bool)}
     others = {name for name, value in flags.items() if value is True} - FLAGS_OF_HELPERS
-    # What counts rematerialisation in is refused by the helpers where it makes a difference.
+    # With flags for rematerialisation, the helpers raise if it makes a difference.
     if middle not in HELPERS or not unknown <= FLAGS_OF_HELPERS or others - {"with_gtp_remat"}:
         return Refusal("arguments", ", ".join(sorted(unknown)))
     passed = ", ".join(
@@ -309,12 +309,12 @@ def _ask_helper(
 
 
 def _candidates(middle: str, flags: Mapping[str, object]) -> tuple[str, ...]:
-    """The fields between which a helper chooses, as far as its flags are known."""
+    """Return the fields between which a helper chooses, as far as its flags are known."""
     found: dict[str, None] = {}
     for row in ROWS[middle]:
         asked = [name in FLAGS_OF_HELPERS and flags.get(name, False) for name in row.true]
         if not any(value is False for value in asked):
             found[row.field] = None
         if all(value is True for value in asked):
-            break  # those below it are out of reach
+            break  # the rows below can't be chosen
     return tuple(found)

@@ -1,8 +1,8 @@
-"""The one table: a read of Megatron's globals in, what to write instead out, for every version.
+"""The table from each read of Megatron's globals to its replacement, for every version.
 
-In what it writes, ``pg`` is the collection and ``getters`` is ``megapg.megatron.getters``, which
-has a function for what no field holds. The expressions are those that a trace of a running job
-shows. Where no expression is certain to mean the same, the answer is a reason
+In the replacements, ``pg`` is the collection and ``getters`` is ``megapg.megatron.getters``, which
+has a function for every answer that no field holds. The same expressions appear in a trace of a
+running job. If no expression is certain to mean the same, the answer is a reason
 (:mod:`megapg.migrate.reasons`).
 """
 
@@ -29,33 +29,33 @@ class Argument:
 
     @property
     def starred(self) -> bool:
-        """Whether it stands for arguments that can't be seen."""
+        """True if it stands for arguments that can't be seen."""
         return self.text.startswith("*")
 
 
 class Takes(StrEnum):
-    """From where the collection of an expression may come."""
+    """The sources from which the collection of an expression may come."""
 
     COLLECTION = "collection"  # any that has the fields
-    JOB = "job"  # a session's, or one of the globals' own groups: others don't tell of the job
-    OPTIONAL = "optional"  # what was passed, None included: the question is whether there is one
-    LAZY = "lazy"  # any, and nothing may raise where neither it nor the globals have the group
-    GLOBALS = "globals"  # megapg.resolve(None): it is state of the job that no group tells
+    JOB = "job"  # a session's, or the globals' own groups: others do not know the job
+    OPTIONAL = "optional"  # the argument itself, None included: the read asks if it exists
+    LAZY = "lazy"  # any; must not raise if neither it nor the globals have the group
+    GLOBALS = "globals"  # megapg.resolve(None): state of the job that no group has
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """What serves in place of a read.
+    """The replacement of a read.
 
     Attributes:
-        expression: what to write, with ``pg`` and ``getters`` as they are.
-        template: the same with ``$pg`` and ``$getters`` in their places, for :meth:`write`.
-        field: the field that serves; empty where several do, or a run-time flag chooses.
-        asks: what is asked of it: group, rank, size, ranks, first; empty for anything else.
-        caution: code of what to look out for; empty where nothing.
-        needs: every field that the expression reads; empty where it reads none, or where that
-            shows at run time.
-        takes: from where the collection may come.
+        expression: the text to write, with ``pg`` and ``getters`` as names.
+        template: the same with ``$pg`` and ``$getters`` instead of the names, for :meth:`write`.
+        field: the field that is used; empty if there are several, or a run-time flag chooses.
+        asks: the property that is read: group, rank, size, ranks, first; empty for any other.
+        caution: code of a caution; empty if there is none.
+        needs: every field that the expression reads; empty if it reads none, or if they are known
+            only at run time.
+        takes: the source of the collection.
     """
 
     template: str
@@ -67,26 +67,26 @@ class Replacement:
 
     @property
     def expression(self) -> str:
-        """What to write."""
+        """The text to write."""
         return self.write()
 
     @property
     def needs_getters(self) -> bool:
-        """Whether the expression calls a function of ``megapg.megatron.getters``."""
+        """True if the expression calls a function of ``megapg.megatron.getters``."""
         return "$getters" in self.template
 
     def write(self, pg: str = "pg", getters: str = "getters") -> str:
-        """The expression with other names for the two."""
+        """Return the expression with other names for the two."""
         return self.template.replace("$pg", pg).replace("$getters", getters)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why nothing serves.
+    """The reason why there is no replacement.
 
     Attributes:
         reason: a code of :data:`megapg.migrate.reasons.REASONS`.
-        detail: what is special about this one; may be empty.
+        detail: the detail of this case; may be empty.
         is_error: True if the call itself fails in this version of Megatron-core.
     """
 
@@ -100,10 +100,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class _Row:
-    """A field, and the arguments that must be true for it. Of several rows the first that fits.
+    """A field, and the arguments that must be true for it. The first row that fits counts.
 
-    ``helper`` is the function of getters that chooses the group instead, where the field alone is
-    not the same in every job: with 0.19's rematerialisation it refuses to guess.
+    ``helper`` names a function of getters to use instead, if the field is not the same in every
+    job. With 0.19's rematerialisation the helper refuses to guess.
     """
 
     true: tuple[str, ...]
@@ -169,11 +169,11 @@ ROWS: Mapping[str, tuple[_Row, ...]] = {
     "expert_gtp_weight_remat": _rows(("", "expt_gtp_remat")),
 }
 
-# Field -> the first version from whose globals a collection can read it; before, there was no such
-# group, or it had another name or other ranks.
+# Field -> the first version from whose globals a collection can read it. Before, the group did not
+# exist, or had another name or other ranks.
 SINCE: Mapping[str, int] = {"ep": 6, "tp_ep": 10, "tp_ep_pp": 10, "expt_dp": 10}
 
-# The end of a getter's name -> what it asks, and how a collection is asked. Longer ends first.
+# The end of a getter's name -> the property, and its expression. Longer ends first.
 FORMS: Mapping[str, tuple[str, str]] = {
     "_group_gloo": ("gloo", '$getters.gloo_group($pg, "{field}")'),
     "_groups": ("group", "$pg.{field}"),
@@ -184,8 +184,8 @@ FORMS: Mapping[str, tuple[str, str]] = {
     "_rank": ("rank", '$pg.rank("{field}")'),
 }
 
-# Functions of getters that take the flags as they come: middle of the name -> what is asked -> the
-# function. Where nothing else asks the getter of the name, it is written whatever the flags.
+# Functions of getters that take the flags unchanged: middle of the name -> property -> function. If
+# no row has the property, the function is used whatever the flags.
 HELPERS: Mapping[str, Mapping[str, str]] = {
     "data_parallel": {
         "group": "data_group",
@@ -205,16 +205,16 @@ HELPERS: Mapping[str, Mapping[str, str]] = {
     "model_parallel": {"first": "model_src_rank"},
     "expert_model_parallel": {"first": "expert_src_rank"},
 }
-# That give a group under a name that is not its field's.
+# Getters whose name is not that of their field.
 OTHERS_GROUPS = frozenset({"amax_reduction", "data_modulo_expert_parallel"})
 FLAGS_OF_HELPERS = frozenset(
     {"with_context_parallel", "partial_data_parallel", "partial_expert_data_parallel"}
     | {"tp_only_amax_red"}
 )
 
-# Whole names that do not follow the pattern.
+# Names that do not follow the pattern.
 BY_NAME: Mapping[str, Replacement] = {
-    # Whether there are groups is asked of a collection whatever its fields.
+    # A collection answers these whatever its fields.
     **{
         name: Replacement(f"$getters.{name}($pg)", takes=Takes.OPTIONAL)
         for name in ("is_initialized", "is_unitialized", "model_parallel_is_initialized")
@@ -260,8 +260,8 @@ BY_NAME: Mapping[str, Replacement] = {
     },
 }
 
-# Asked of the rank, or with ignore_virtual=False of one of its model chunks. Helpers have the same
-# names, and take what the function takes in the newest version.
+# Questions about the rank, or with ignore_virtual=False about one of its model chunks. Helpers have
+# the same names, and the parameters of the newest version.
 OF_A_STAGE: Mapping[str, str] = {
     "is_pipeline_first_stage": "pp",
     "is_pipeline_last_stage": "pp",
@@ -269,8 +269,8 @@ OF_A_STAGE: Mapping[str, str] = {
 }
 TAKES_VP_STAGE = 13
 
-# Where a rank may be in several pipelines: an encoder that has fewer tensor parallel ranks than its
-# decoder. What gives it a list then -> the helper that does so too.
+# Versions in which a rank may be in several pipelines: its encoder has fewer tensor parallel ranks
+# than its decoder. Getter that then returns a list -> its helper.
 OF_SEVERAL_PIPELINES: Mapping[str, str] = {
     "get_pipeline_model_parallel_group": "pipeline_or_pipelines",
     "get_pipeline_model_parallel_next_rank": "pipeline_next_rank_or_ranks",
@@ -279,13 +279,13 @@ OF_SEVERAL_PIPELINES: Mapping[str, str] = {
 }
 SEVERAL_PIPELINES = range(9, 14)
 
-# Of encoder and decoder, for this rank's stage or another. The helpers have the same names.
+# Questions about encoder and decoder, for this stage or another. The helpers have the same names.
 OF_A_SPLIT = frozenset(
     {"is_pipeline_stage_before_split", "is_pipeline_stage_after_split"}
     | {"is_inside_encoder", "is_inside_decoder"}
 )
 
-# How names begin -> the reason. The first that fits.
+# Prefix of a name -> the reason. The first that fits counts.
 REFUSED: Mapping[str, str] = {
     "initialize_model_parallel": "lifecycle",
     "destroy_model_parallel": "lifecycle",
@@ -319,7 +319,7 @@ OPTIONAL_FIELDS = frozenset(
     {"embd", "pos_embd", "hcp", "inter_dist_opt", "dp_cp_ag", "gtp_remat", "expt_gtp_remat"}
 )
 
-# private global -> the field that it holds.
+# private global -> the field that it holds
 GROUP_GLOBALS: Mapping[str, str] = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
     "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
@@ -350,7 +350,7 @@ GROUP_GLOBALS: Mapping[str, str] = {
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
 }
 
-# private global -> the field whose global ranks it lists.
+# private global -> the field whose global ranks it lists
 RANK_GLOBALS: Mapping[str, str] = {
     "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tp",
     "_PIPELINE_GLOBAL_RANKS": "pp",
@@ -365,7 +365,7 @@ RANK_GLOBALS: Mapping[str, str] = {
     "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": "expt_gtp_remat",
 }
 
-# private global -> what is written for it, where it is neither.
+# other private global -> its replacement
 OTHER_GLOBALS: Mapping[str, Replacement] = {
     "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": Replacement(
         "$getters.data_group($pg)", caution="may-be-none", needs=("dp",)
@@ -412,10 +412,10 @@ PRIVATE = frozenset(
 )
 """Private names that code outside of Megatron-core reads, as far as they are known by name."""
 
-# Parameter or attribute of a function, in the cores and in code that is written as they are -> the
-# fields of which it may hold the group. ``<field>_group`` is the field's; what is listed here is
-# wider or has another name. Left out is what takes now one group and now another: group,
-# process_group, reduce_group, data_parallel_group, parallelization_group.
+# Parameter or attribute of a function, in the cores and similar code -> the fields whose group it
+# may hold. ``<field>_group`` holds the field's group. The entries below are wider or have another
+# name. Names that hold different groups in different places are left out: group, process_group,
+# reduce_group, data_parallel_group, parallelization_group.
 GROUP_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     **{f"{field}_group": (field,) for field in FIELDS if field != "hcp"},
     "tp_group": ("tp", "expt_tp"),  # experts are built from the same layers
@@ -428,16 +428,16 @@ GROUP_PARAMETERS: Mapping[str, tuple[str, ...]] = {
 }
 
 ANY_GROUP = ("group", "process_group")
-"""Parameters that hold whichever group a caller means."""
+"""Parameters that hold any group that the caller chooses."""
 
 
 @dataclass(frozen=True)
 class GroupArgument:
-    """How a function of Megatron-core is passed its group.
+    """The parameter through which a function of Megatron-core gets its group.
 
     Attributes:
         name: of the parameter.
-        after: how many arguments come before it.
+        after: number of arguments before it.
         since: the first version, of 0, that has it.
     """
 
@@ -462,13 +462,15 @@ TAKING_A_GROUP: Mapping[str, GroupArgument] = {
     "vocab_parallel_cross_entropy": GroupArgument("tp_group", 3, 19),
 }
 """The functions of ``megatron.core.tensor_parallel`` that communicate on the globals' tensor
-parallel group where they are passed none."""
+parallel group if they are passed none.
+"""
 
 COLLECTION_NAMES = ("pg_collection", "_pg_collection", "model_comm_pgs", "grad_comm_pgs")
-"""What parameters and attributes that hold a collection are called, 0.13 and 0.14 included."""
+"""Names of parameters and attributes that hold a collection, 0.13 and 0.14 included."""
 
 MODEL_ATTRIBUTES = (
     *("unwrapped_models", "wrapped_models", "model_chunks", "models", "model", "module"),
 )
-"""Under what a wrapper, a trainer or an engine keeps its model. ``megapg.groups_of()`` looks there,
-and at the last first."""
+"""Names under which a wrapper, a trainer or an engine holds its model. ``megapg.groups_of()``
+searches them, the last one first.
+"""

@@ -1,7 +1,7 @@
-"""What ``parallel_state`` has in which version of Megatron-core, as data: 0.5 to 0.19.
+"""The parameters of ``parallel_state``'s functions in each version of Megatron-core, 0.5 to 0.19.
 
-Versions are the minor numbers. A row says from which version on a function takes which parameters;
-:data:`GONE` says that it is no longer there.
+Versions are the minor numbers. A row maps the first version to the parameters from then on;
+:data:`GONE` means that the function was removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STAGE = {5: "ignore_virtual=False", 13: "ignore_virtual=True, vp_stage=None"}
 _DATA_RANK = {5: _WITH_CP, 10: f"{_WITH_CP}, {_PARTIAL}", 19: f"{_WITH_CP}, {_REMAT}, {_PARTIAL}"}
 _REMOVED_SPLIT = {5: "rank=None", 14: GONE}
 
-# Without parameters in every version.
+# Functions without parameters in every version.
 _NO_PARAMETERS: Mapping[int, str] = {
     5: "model_parallel_is_initialized get_tensor_model_parallel_world_size "
     "get_pipeline_model_parallel_world_size get_tensor_model_parallel_rank "
@@ -116,7 +116,7 @@ SIGNATURES: Mapping[str, Mapping[int, str]] = {
     "is_pipeline_first_stage": _STAGE,
     "is_pipeline_last_stage": _STAGE,
     "is_rank_in_embedding_group": _STAGE,
-    # What no field serves: see mapping.py for why.
+    # Functions without a field; mapping.py has the reasons.
     "set_expert_model_parallel_world_size": {5: "world_size"},
     "set_tensor_model_parallel_world_size": {5: "world_size"},
     "set_pipeline_model_parallel_world_size": {5: "world_size"},

@@ -1,1 +1,1 @@
-"""Owning the groups that Megatron-core made: closing, suspending and making them anew."""
+"""Ownership of groups that Megatron-core made: closing, suspending and recreating them."""

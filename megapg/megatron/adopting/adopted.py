@@ -1,10 +1,10 @@
 """An owner for the groups that old code made with ``initialize_model_parallel``.
 
-Megatron-core's ``destroy_model_parallel`` forgets its groups and destroys none but the gloo
-companions, so that 17 to 20 stay behind in every cycle, and some of its globals as well.
-:func:`adopt` puts what ``parallel_state`` holds under the ownership that a
-:class:`~megapg.ownership.session.Session` has over its groups: they are closed in order, suspended,
-made anew. Ownership is identity: what the globals do not hold at that moment is never touched.
+Megatron-core's ``destroy_model_parallel`` forgets its groups and destroys only the gloo companions.
+So 17 to 20 groups stay open after every cycle, and some of its globals keep their values.
+:func:`adopt` gives the groups in ``parallel_state`` the same owner that a
+:class:`~megapg.ownership.session.Session` is for its groups: it closes them in order, suspends and
+recreates them. Only groups that the globals hold at that moment are touched.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from megapg.signals import NoSignals
 logger = logging.getLogger(__name__)
 
 _OWNER = f"{NAME}, adopted"
-_MARK = "__megapg_adopted__"  # where the owner lives in parallel_state: no state of our own
+_MARK = "__megapg_adopted__"  # the owner is stored in parallel_state: megapg has no state
 
 
 @dataclass(frozen=True)
 class AdoptedReport(OffloadReport):
-    """What suspending or resuming adopted groups did on this rank.
+    """The result of suspending or resuming adopted groups on this rank.
 
     Attributes:
-        unknown: what a group serves as -> the parameters of its creation that nobody can tell.
+        unknown: name of a group -> the unknown parameters of its creation.
     """
 
     unknown: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -64,14 +64,14 @@ class AdoptedReport(OffloadReport):
 
 @dataclass(frozen=True)
 class Leftover:
-    """A group in torch's registry that nobody answers for: not WORLD, a session's, or adopted.
+    """A group in torch's registry without an owner: not WORLD, a session's, or adopted.
 
-    Most are what ``destroy_model_parallel`` forgot in cycles that have ended. But a group that the
-    caller made is among them too, and so they are told of and never swept.
+    Most were forgotten by ``destroy_model_parallel`` in earlier cycles. But a group that the caller
+    made is among them too, so they are reported and never destroyed.
 
     Attributes:
         name: torch's name of it.
-        description: what its maker said that it is for.
+        description: torch's description of its purpose.
         ranks: its global ranks.
         backend: device by device, as torch spells it.
     """
@@ -90,24 +90,25 @@ def adopt(record: Recording | None = None, *, timeout: float = 60.0) -> Adopted:
 
         parallel_state.initialize_model_parallel(2, 2)
         with adopt():
-            ...  # old code, as it is
-        # In place of destroy_model_parallel(): nothing is left, in torch or in the globals.
+            ...  # old code, unchanged
+        # Replaces destroy_model_parallel(): nothing is left, in torch or in the globals.
 
     Every live group in one of the globals is taken over, in lists and dicts too, but never WORLD.
-    What is made later stays its maker's. Groups of cycles that have ended are not touched either,
-    even where a global still holds one: see :attr:`Adopted.leftovers`.
+    Groups made later belong to their makers. Groups of earlier cycles are not touched either, even
+    if a global still holds one: see :attr:`Adopted.leftovers`.
 
     Args:
-        record: what :func:`record_initialize` saw of their creation. Without it some backends do
-            not tell all that making them anew takes.
-        timeout: seconds to wait for the other ranks, here and wherever they meet again.
+        record: the record of their creation by :func:`record_initialize`. Without it, some
+            parameters needed to recreate groups are unknown for some backends.
+        timeout: seconds to wait for the other ranks, here and whenever they meet again.
 
     Raises:
         UnsupportedVersionError: torch is older than 2.6, or Megatron-core is not installed.
         MissingGroupError: ``parallel_state`` holds no live group.
         SessionError: the groups have an owner: an earlier adoption, or a session.
         PublishedError: inside ``published()``, where the globals show the groups of a collection.
-        RendezvousError: a rank did not come, or could not adopt; every rank that came hears which.
+        RendezvousError: a rank did not come, or could not adopt. Every rank that came gets its
+            name.
     """
     torch_private.check_version()
     module = parallel_state_module()
@@ -131,7 +132,7 @@ class Adopted(Owner):
 
     Attributes:
         arguments: those of ``initialize_model_parallel``, if they were recorded.
-        generation: how often groups were adopted or made anew in this job.
+        generation: how often groups were adopted or recreated in this job.
     """
 
     def __init__(self, module: ModuleType, world: World, record: Recording, timeout: float) -> None:
@@ -171,7 +172,7 @@ class Adopted(Owner):
     def _meet(self) -> tuple[Coordinator | None, Store]:
         """Meet all ranks, in a new generation; :meth:`Coordinator.confirm` must follow.
 
-        The store is one that they share.
+        Return the coordinator, and a store that all ranks share.
         """
         world = self._world
         if backend_for(world.backend).alone:
@@ -189,18 +190,18 @@ class Adopted(Owner):
 
     @property
     def leftovers(self) -> tuple[Leftover, ...]:
-        """Groups in torch's registry that nobody answers for, oldest first. Never touched."""
+        """Groups in torch's registry without an owner, oldest first. Never touched."""
         return _leftovers({group for _, group in self._made})
 
     @property
     def unknown(self) -> dict[str, tuple[str, ...]]:
-        """What a group serves as -> the parameters of its creation that nobody can tell."""
+        """Name of a group -> the unknown parameters of its creation."""
         return unknown_of(self._creations.values())
 
     def describe(self) -> dict[str, object]:
-        """Plain data for logs and JSON: the state, how each group was made, the leftovers.
+        """Return plain data for logs and JSON: the state, how each group was made, the leftovers.
 
-        Timeouts are in seconds; None where nobody can tell.
+        Timeouts are in seconds; None if unknown.
         """
         return {
             "state": self._state.value,
@@ -223,25 +224,25 @@ class Adopted(Owner):
     # -- for a while -------------------------------------------------------------------------
 
     def suspend(self, how: How | None = None, *, allow_unknown: bool = False) -> AdoptedReport:
-        """Give back what the groups hold, until :meth:`resume`. Every rank calls it.
+        """Release the resources of the groups until :meth:`resume`. Every rank calls it.
 
-        As :meth:`megapg.ownership.session.Session.suspend`. By ``"recreate"`` the groups also
-        leave the globals, whose getters then say that nothing is initialised.
+        As :meth:`megapg.ownership.session.Session.suspend`. With ``"recreate"`` the groups also
+        leave the globals, whose getters then raise "not initialized".
 
         Args:
-            how: ``"suspend"`` or ``"recreate"``; by itself the former where every rank can.
-            allow_unknown: ``"recreate"`` also where parameters are :attr:`unknown`; the new groups
-                have the backend's defaults for them.
+            how: ``"suspend"`` or ``"recreate"``. Default: the former if every rank can.
+            allow_unknown: allow ``"recreate"`` also if parameters are :attr:`unknown`; the new
+                groups have the backend's defaults for them.
 
         Raises:
             SessionError: the groups are not live.
-            UnsupportedOffloadError: a rank can't go this way, for example since parameters are
-                unknown, or the ranks asked for different ones. Every rank gets it, and all stay
+            UnsupportedOffloadError: a rank can't do it this way, for example since parameters are
+                unknown, or the ranks asked for different ways. Every rank gets it, and all stay
                 live.
             OffloadError: a step failed, here or on another rank, or a rank did not come within
-                ``timeout``. The groups are lost on every rank, and all that is left is to close.
-            CheckpointSaveError: a background save failed, which this waits for before it destroys
-                groups, and nobody has heard of it yet. The groups are suspended all the same.
+                ``timeout``. The groups are lost on every rank, and can only be closed.
+            CheckpointSaveError: a background save failed, and its error was not raised yet. Saves
+                are awaited before groups are destroyed. The groups are suspended all the same.
         """
         report = self._suspend(how, partial(self._cannot, allow_unknown))
         return AdoptedReport(**vars(report), unknown=self.unknown)
@@ -249,14 +250,14 @@ class Adopted(Owner):
     def resume(self) -> AdoptedReport:
         """Make the groups work again, after :meth:`suspend`. Every rank calls it.
 
-        Those that are made anew take the places of the old in the globals. Models hold on to the
-        old ones: :meth:`rebind` them.
+        New groups replace the old ones in the globals. Models still refer to the old ones:
+        :meth:`rebind` them.
 
         Raises:
             SessionError: the groups are not suspended.
-            UnsupportedOffloadError: on some rank ``parallel_state`` was initialised since, so that
-                its groups would be lost, or is published. Every rank gets it, and all stay
-                suspended.
+            UnsupportedOffloadError: on some rank ``parallel_state`` is published, or was
+                initialised since, so that its groups would be lost. Every rank gets it, and all
+                stay suspended.
             OffloadError: as in :meth:`suspend`.
         """
         return AdoptedReport(**vars(self._resume()), unknown=self.unknown)
@@ -296,7 +297,9 @@ class Adopted(Owner):
         self._compare(steps, "suspend(), after the release")
 
     def _take_apart(self) -> None:
-        """Destroy the groups, and keep all that making them anew takes, but nothing of them."""
+        """Destroy the groups, and keep the parameters for their recreation, but no reference to
+        them.
+        """
         for communicator, group in self._made:
             known = self._creations[communicator]
             timeout = (
@@ -312,7 +315,7 @@ class Adopted(Owner):
             self._make_and_place()
 
     def _make_and_place(self) -> None:
-        """Make the groups as they were, together with all ranks, and put them into the globals."""
+        """Recreate the groups together with all ranks, and put them into the globals."""
         if problems := self._part(None):
             raise OthersFailedError(problems)
         coordinator, store = self._meet()
@@ -330,7 +333,7 @@ class Adopted(Owner):
                     within=self._timeout,
                 )
                 self._made += made.items()
-                # By it, logs and flight recorders tell groups apart.
+                # Logs and flight recorders identify groups by it.
                 description = self._creations[communicator].description
                 torch_private.describe(made[communicator], description)
             if coordinator is not None:
@@ -349,11 +352,11 @@ class Adopted(Owner):
         self._given.add(self._made, self._groups, None)
 
     def _part(self, error: BaseException | None, alone: bool = False) -> dict[int, str]:
-        """Take leave of the other ranks, if we are together: rank -> what went wrong there."""
+        """Leave the other ranks, if they have met: rank -> its problem."""
         coordinator = self._coordinator
         if coordinator is None or self._world.current:
             return super()._part(error, alone)
-        # All groups have ended, so there is nobody to wait for.
+        # All groups have ended, so there is no rank to wait for.
         self._coordinator = None
         coordinator.part(error or SessionError("WORLD was destroyed"), timeout=self._timeout)
         return {}
@@ -361,21 +364,20 @@ class Adopted(Owner):
     # -- the end -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Destroy the groups and reset the globals; in place of ``destroy_model_parallel``.
+        """Destroy the groups and reset the globals, instead of ``destroy_model_parallel``.
 
-        The ranks meet first, for ``timeout`` seconds at most: where all are well the groups are
-        destroyed in the reverse order of their creation, otherwise aborted. The globals are then
-        what they are after an import, unless somebody has initialised ``parallel_state`` since.
-        Closing twice does nothing. Closing after WORLD was destroyed, and all groups with it,
-        resets the globals alone.
+        The ranks meet first, for ``timeout`` seconds at most. If all are well, the groups are
+        destroyed in the reverse order of their creation, otherwise aborted. The globals are then as
+        after an import, unless ``parallel_state`` was initialised since. Closing twice does
+        nothing. If WORLD was destroyed before, and all groups with it, only the globals are reset.
 
         Raises:
             PublishedError: inside ``published()``; leave that block first.
             RendezvousError: ranks did not come, or were not well, and are named. The groups here
                 were aborted all the same.
             TeardownError: some groups could not be destroyed; every one was attempted.
-            CheckpointSaveError: a background save failed, which this waits for, and nobody has
-                heard of it yet. The groups are closed all the same.
+            CheckpointSaveError: a background save failed, and its error was not raised yet. The
+                groups are closed all the same.
         """
         super().close()
 
@@ -384,7 +386,7 @@ class Adopted(Owner):
             raise PublishedError(f"close() of {_OWNER}: {published}.")
 
     def _take_leave(self, error: BaseException | None) -> None:
-        """Suspended or not, the ranks are together until the groups end."""
+        """Do nothing: suspended or not, the ranks stay connected until the groups end."""
 
     def _release(
         self, steps: Steps, news: Callable[[], None], abort: BaseException | None, alone: bool
@@ -420,7 +422,9 @@ class Adopted(Owner):
 
 
 def _leftovers(ours: Collection[ProcessGroup]) -> tuple[Leftover, ...]:
-    """Those in torch's registry that are neither of ``ours`` nor of a session, oldest first."""
+    """Return the groups in torch's registry that are neither ``ours`` nor a session's, oldest
+    first.
+    """
     return tuple(
         Leftover(
             name=group.group_name,

@@ -1,8 +1,8 @@
-"""How the groups that ``parallel_state`` holds were made, as far as anybody can tell afterwards.
+"""How the groups in ``parallel_state`` were made, as far as this can be found out later.
 
-torch tells the ranks, the backends, the timeout and the description of a group, and of NCCL the
-options. :func:`record_initialize` adds what only the call itself says. What neither tells is listed
-as unknown, never guessed.
+torch has the ranks, the backends, the timeout and the description of a group, and the options of
+NCCL. :func:`record_initialize` adds the arguments of the call. Any other parameter is listed as
+unknown, never guessed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megapg.errors import UnsupportedOptionError
 from megapg.megatron.adopting.variables import names_of_groups
 from megapg.megatron.core import parallel_state_module
 
-# Set while the groups that shall have SHARP are made: initialize_model_parallel(use_sharp=True).
+# Set while groups with SHARP are made: initialize_model_parallel(use_sharp=True).
 _SHARP = "NCCL_COLLNET_ENABLE"
 
 
@@ -37,21 +37,21 @@ _SHARP = "NCCL_COLLNET_ENABLE"
 class Creation:
     """How one group was made."""
 
-    # its ranks, options and backend, and as its fields what it serves as: fields of the collection
-    # and names of its extras, else global variables, else its description
+    # Ranks, options and backend of the group. Its fields are the collection's fields and names of
+    # extras, else global variables, else its description.
     communicator: Communicator
-    timeout: timedelta | None  # of its collectives, as it is now; None where nobody can tell
-    description: str  # what torch calls it in logs
-    # parameters that nobody can tell, or that a new group could not be given
+    timeout: timedelta | None  # of its collectives, at present; None if unknown
+    description: str  # torch's description in logs
+    # parameters that are unknown, or that a new group could not be given
     unknown: tuple[str, ...] = ()
 
     @property
     def served(self) -> str:
-        """What the group serves as."""
+        """The fields, extras or variables that hold the group."""
         return "+".join(self.communicator.fields)
 
     def describe(self) -> dict[str, object]:
-        """Plain data for logs and JSON; the timeout in seconds."""
+        """Return plain data for logs and JSON; the timeout in seconds."""
         return {
             "ranks": list(self.communicator.ranks),
             "backend": self.communicator.backend,
@@ -66,19 +66,19 @@ class Creation:
 class Call:
     """One call of ``parallel_state.create_group``."""
 
-    arguments: Mapping[str, object]  # by name, those left out included
-    # what the environment variable NCCL_COLLNET_ENABLE, which asks for SHARP, was then
+    arguments: Mapping[str, object]  # by name, with defaults
+    # the environment variable NCCL_COLLNET_ENABLE, which enables SHARP, at that time
     collnet: str | None
 
 
 @dataclass
 class Recording:
-    """What :func:`record_initialize` saw.
+    """The result of :func:`record_initialize`.
 
     Attributes:
-        arguments: of ``initialize_model_parallel``, by name, those left out included; None where it
-            was called by a name that was bound before the block.
-        calls: what made the groups, in order; also those that this rank is not in.
+        arguments: of ``initialize_model_parallel``, by name, with defaults; None if it was called
+            by a name that was bound before the block.
+        calls: the calls that made the groups, in order; also of groups without this rank.
     """
 
     arguments: Mapping[str, object] | None = None
@@ -88,7 +88,7 @@ class Recording:
     )
 
     def call_for(self, group: dist.ProcessGroup) -> Call | None:
-        """The call that made ``group``; None if it was made outside of the block."""
+        """Return the call that made ``group``; None if it was made outside of the block."""
         return self._made.get(group)
 
 
@@ -100,9 +100,9 @@ def record_initialize() -> Iterator[Recording]:
             parallel_state.initialize_model_parallel(2, 2)
         owner = adopt(record)
 
-    For the duration of the block two functions of ``parallel_state`` are wrapped where they stand:
-    ``create_group``, with which Megatron-core makes every group, whatever name the caller has for
-    ``initialize_model_parallel``; and that function itself, for its arguments. torch is left alone.
+    Inside the block two functions of ``parallel_state`` are wrapped. ``create_group`` makes every
+    group of Megatron-core, whatever name the caller has for ``initialize_model_parallel``. The
+    latter is wrapped for its arguments. torch is not changed.
     """
     module = parallel_state_module()
     record = Recording()
@@ -125,7 +125,7 @@ def record_initialize() -> Iterator[Recording]:
 def creations(
     module: ModuleType, groups: Iterable[dist.ProcessGroup], record: Recording
 ) -> dict[dist.ProcessGroup, Creation]:
-    """How each of ``groups`` was made. All members of a group find the same label for it."""
+    """Return how each of ``groups`` was made. All members of a group get the same label for it."""
     names = names_of_groups(module)
     found: dict[dist.ProcessGroup, Creation] = {}
     seen: Counter[str] = Counter()
@@ -133,7 +133,7 @@ def creations(
         creation = _creation(group, names.get(group, ()), record.call_for(group))
         communicator = creation.communicator
         seen[communicator.label] += 1
-        if (number := seen[communicator.label]) > 1:  # nothing but a description that others share
+        if (number := seen[communicator.label]) > 1:  # its description is not unique
             fields = (f"{communicator.fields[0]} {number}", *communicator.fields[1:])
             creation = replace(creation, communicator=replace(communicator, fields=fields))
         found[group] = creation
@@ -141,12 +141,12 @@ def creations(
 
 
 def unknown_of(made: Iterable[Creation]) -> dict[str, tuple[str, ...]]:
-    """What a group serves as -> the parameters of its creation that nobody can tell."""
+    """Return name of a group -> the unknown parameters of its creation."""
     return {known.served: known.unknown for known in made if known.unknown}
 
 
 def why_not_anew(world: World, made: Collection[Creation], allow_unknown: bool) -> str:
-    """Why the groups can't be made anew; empty if they can."""
+    """Return why the groups can't be recreated; empty if they can."""
     for known in made:
         try:
             row = backend_for(known.communicator.backend)
@@ -195,7 +195,7 @@ def _creation(group: dist.ProcessGroup, names: Iterable[str], call: Call | None)
         fields=tuple(names) or (group.group_desc,),
         ranks=tuple(dist.get_process_group_ranks(group)),
         options=options,
-        # One backend on every device goes by its plain name; otherwise the device map matters.
+        # One backend on every device has a plain name; otherwise the device map matters.
         backend=config if len({*kinds.values()}) > 1 else next(iter(kinds.values())),
     )
     return Creation(communicator, timeout, group.group_desc, tuple(dict.fromkeys(unknown)))
@@ -204,7 +204,7 @@ def _creation(group: dist.ProcessGroup, names: Iterable[str], call: Call | None)
 def _nccl_options(
     backend: torch_private.CommunicatorBackend, call: Call | None
 ) -> tuple[CommunicatorOptions, list[str]]:
-    """What an NCCL communicator was asked for, and what of it can't be told or asked for again."""
+    """Return the options of an NCCL communicator, and the names of those that are unknown."""
     unknown = []
     if call is None or call.collnet not in (None, "0"):
         unknown.append(_SHARP)
@@ -236,7 +236,7 @@ def _nccl_options(
 def _observed(
     module: ModuleType, name: str, tell: Callable[[Mapping[str, object], object], None]
 ) -> Iterator[None]:
-    """For the duration of the block ``tell`` hears of every call of the module's function."""
+    """Call ``tell`` after every call of the module's function inside the block."""
     function = getattr(module, name)
     signature = inspect.signature(function)
 

@@ -1,4 +1,4 @@
-"""The variables of ``parallel_state``: the groups in them, and putting others in their places."""
+"""The variables of ``parallel_state``: finding the groups in them, and replacing these."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from megapg.megatron.tables import (
 
 NAME = "megatron.core.parallel_state"
 
-# variable -> what its group serves as: a field, or the name of an extra.
+# variable -> the field or the name of the extra that its group is
 _NAMES: Mapping[str, str] = {**GROUP_GLOBALS, **GLOO_GLOBALS, HYBRID_GROUPS: "hybrid"}
 
 
 def groups_held(module: ModuleType) -> list[ProcessGroup]:
-    """The live groups that ``parallel_state`` is initialised with, in the order of their creation.
+    """Return the live groups that ``parallel_state`` is initialised with, in order of creation.
 
-    Never WORLD; nor what its variables still hold of a cycle that has ended, for
-    ``destroy_model_parallel`` leaves some as they are.
+    WORLD is left out. So are groups of earlier cycles, as ``destroy_model_parallel`` does not reset
+    all variables.
     """
     variables = _variables(module)
     if not any(isinstance(variables.get(name), (ProcessGroup, list)) for name in ALWAYS_SET):
@@ -52,25 +52,25 @@ def groups_held(module: ModuleType) -> list[ProcessGroup]:
 
 
 class Globals:
-    """What the variables hold of somebody's groups: taken out of them, and put back."""
+    """The variables that hold an owner's groups: takes the groups out, and puts them back."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
-        self._places: dict[str, object] = {}  # what they held, while the groups are away
+        self._places: dict[str, object] = {}  # their values while the groups are away
 
     def published(self) -> str:
-        """Why the globals can't be touched; empty if they can."""
+        """Return why the globals can't be changed; empty if they can."""
         if not is_published(self._module):
             return ""
         return "inside published() the globals show another's groups; leave that block first"
 
     def lift(self, ours: Mapping[ProcessGroup, Communicator]) -> None:
-        """Remember where the groups are, by their communicators: that keeps no group alive."""
+        """Remember the places of the groups by their communicators, which keeps no group alive."""
         held = _holding(self._module, ours).items()
         self._places = {name: _replaced(value, ours) for name, value in held}
 
     def in_the_way(self) -> str:
-        """Why the groups can't come back to this rank's globals; empty if they can."""
+        """Return why the groups can't come back to this rank's globals; empty if they can."""
         if reason := self.published():
             return reason
         variables = vars(self._module)
@@ -83,13 +83,13 @@ class Globals:
         return ""
 
     def put_back(self, made: Mapping[Communicator, ProcessGroup]) -> None:
-        """Put the groups that were made anew into the places of the old."""
+        """Put the new groups into the places of the old ones."""
         places = self._places.items()
         vars(self._module).update({name: _replaced(value, made) for name, value in places})
         self._places = {}
 
     def clear(self, ours: Collection[ProcessGroup]) -> None:
-        """Take the groups out, so that nobody gets a dead one."""
+        """Remove the groups from the variables, so that no code gets a dead one."""
         if not (held := _holding(self._module, ours)):
             return
         fresh = _fresh_variables(self._module)
@@ -97,14 +97,14 @@ class Globals:
         vars(self._module).update({name: value or fresh.get(name) for name, value in left.items()})
 
     def reset(self, ours: Collection[ProcessGroup], *, finish: bool) -> None:
-        """Make the globals what they are after an import, as far as they are ours.
+        """Reset the globals to their values after an import, except those of other groups.
 
-        With ``finish`` also end what else a version has: NCCL's contexts for experts, symmetric
-        memory.
+        With ``finish`` also end other resources of the version: NCCL's contexts for experts,
+        symmetric memory.
         """
         self.clear(ours)
         self._places = {}
-        if groups_held(self._module):  # somebody has initialised it since: the rest is theirs
+        if groups_held(self._module):  # initialised again since: the rest belongs to others
             return
         vars(self._module).update(_fresh_variables(self._module))
         if finish:
@@ -112,9 +112,9 @@ class Globals:
 
 
 def names_of_groups(module: ModuleType) -> dict[ProcessGroup, list[str]]:
-    """group -> what it serves as, for every group in a variable that is more than the list of all.
+    """Return group -> its names, for every group in a variable other than the list of all groups.
 
-    That is fields (``hcp.0`` for a level) and names of extras first, then names of variables.
+    Fields (``hcp.0`` for a level) and names of extras come first, then names of variables.
     """
     found: dict[ProcessGroup, list[str]] = {}
     variables = _variables(module)
@@ -136,7 +136,7 @@ def names_of_groups(module: ModuleType) -> dict[ProcessGroup, list[str]]:
 def collection(
     module: ModuleType, made: Sequence[tuple[Communicator, ProcessGroup]], lease: Lease
 ) -> ProcessGroupCollection:
-    """The groups as the globals hold them; what no field can hold is left out."""
+    """Return a collection of the groups in the globals. Groups that fit no field are left out."""
     ours = {group for _, group in made}
     named = {
         name: group
@@ -153,7 +153,7 @@ def collection(
 
 
 def _holding(module: ModuleType, groups: Collection[ProcessGroup]) -> dict[str, object]:
-    """variable -> value, of those that hold one of ``groups``."""
+    """Return variable -> value, of the variables that hold one of ``groups``."""
     return {
         name: value
         for name, value in _variables(module).items()
@@ -162,7 +162,7 @@ def _holding(module: ModuleType, groups: Collection[ProcessGroup]) -> dict[str, 
 
 
 def groups_in(value: object) -> Iterator[ProcessGroup]:
-    """The groups in the value of a variable: itself, or inside of lists and dicts."""
+    """Yield the groups in the value of a variable: itself, or inside of lists and dicts."""
     if isinstance(value, ProcessGroup):
         yield value
     elif isinstance(value, (list, tuple, dict)):
@@ -183,7 +183,7 @@ def _replaced(
 
 
 def _without(value: object, groups: Collection[ProcessGroup]) -> object:
-    """``value`` without ``groups``; None where no other group is left in it."""
+    """Return ``value`` without ``groups``; None if no other group is left in it."""
     if not any(group not in groups for group in groups_in(value)):
         return None
     if isinstance(value, dict):
@@ -198,7 +198,7 @@ def _among(value: object, groups: Collection[ProcessGroup]) -> bool:
 
 
 def _fresh_variables(module: ModuleType) -> dict[str, object]:
-    """The module's state as it is after an import: that of a copy which is run for the purpose."""
+    """Return the module's variables as after an import, from a copy that is executed for this."""
     spec = importlib.util.find_spec(module.__name__)
     if spec is None or spec.loader is None:
         raise UnsupportedVersionError(

@@ -1,13 +1,14 @@
-"""What ``parallel_state`` answers and no field holds, as functions of a collection.
+"""Functions of a collection for values of ``parallel_state`` that no field holds.
 
-Each takes a collection, explicit or :class:`~megapg.megatron.GlobalGroups`, and gives what the
-getter named in its docstring gives, in the installed version of Megatron-core. A group, a rank or a
-size that a field does hold needs none of them: ``pg.tp``, ``pg.rank("dp_cp")``, ``pg.ranks("cp")``.
+Each takes a collection, explicit or :class:`~megapg.megatron.GlobalGroups`. It returns the value of
+the getter named in its docstring, in the installed version of Megatron-core. These functions are
+not needed for a group, a rank or a size of a field: ``pg.tp``, ``pg.rank("dp_cp")``,
+``pg.ranks("cp")``.
 
-Of :class:`~megapg.megatron.GlobalGroups` each asks that getter itself, by its name in the module at
-the time of the call; where this Megatron-core has no such getter, what it would answer is worked
-out from the fields. A ``MissingGroupError`` about the globals is an ``AssertionError`` as well, as
-from their getters.
+For :class:`~megapg.megatron.GlobalGroups` each function calls that getter itself, by its name in
+the module at the time of the call. If this Megatron-core has no such getter, the value is computed
+from the fields. A ``MissingGroupError`` about the globals is also an ``AssertionError``, like those
+of their getters.
 """
 
 # ruff: noqa: F403

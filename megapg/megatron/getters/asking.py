@@ -1,4 +1,4 @@
-"""Functions of a collection that are a getter of Megatron's where the globals are asked."""
+"""Functions of a collection that call Megatron's getter if the collection is the globals."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ F = TypeVar("F", bound=Callable[..., object])
 def asks(
     name: str, *, refused_with: GroupName | None = None, why: Callable[..., object] | None = None
 ) -> Callable[[F], F]:
-    """The function is the getter ``name`` where it is the globals that are asked.
+    """Make a function call the getter ``name`` if its collection is the globals.
 
-    What the caller leaves out or passes as None is left to the getter's default. Where this core
-    has no such getter, or it does not take what the caller passes, the function itself answers.
-    Where ``refused_with`` names a field of rematerialisation its group must be of one rank. Where
-    the getter fails, ``why`` is called with the same arguments: it may know a better error.
+    Arguments that the caller leaves out or passes as None get the getter's default. If this core
+    has no such getter, or it does not take an argument of the caller, the function itself runs. If
+    ``refused_with`` names a field of rematerialisation, its group must have one rank. If the getter
+    fails, ``why`` is called with the same arguments, to raise a better error.
     """
 
     def decorate(function: F) -> F:
@@ -58,7 +58,7 @@ def asks(
 
 
 def can_be_asked(name: str, arguments: Iterable[str] = ()) -> bool:
-    """Whether this core has the getter ``name``, and it takes these arguments."""
+    """True if this core has the getter ``name``, and it takes these arguments."""
     getter = getter_at_hand(name)
     return getter is not None and takes(getter, arguments)
 
@@ -76,13 +76,14 @@ def present_group(
 def present_group(
     pg: ProcessGroupCollection, field: GroupName, *, check_initialized: bool = True
 ) -> ProcessGroup | None:
-    """For ``get_embedding_group()`` and whatever else fails where there is no group: never None,
-    which torch would take for WORLD.
+    """Return a group for ``get_embedding_group()`` and other getters that fail without a group.
+
+    Never None by default, because torch takes None for WORLD.
 
     Args:
         pg: the collection.
         field: ``embd``, ``pos_embd``, ``inter_dist_opt`` or any other of one group.
-        check_initialized: if False, the answer is None where there is no group.
+        check_initialized: if False, the result is None if there is no group.
 
     Raises:
         MissingGroupError: the field is None here, or the collection lacks it; or it is the pipeline
@@ -92,23 +93,23 @@ def present_group(
     checked = check_initialized or several
     found: ProcessGroup | None = getattr(pg, field, *(() if checked else (None,)))
     if found is None and checked:
-        pg.ranks(field)  # knows what to say
+        pg.ranks(field)  # raises the right error
     return found
 
 
 def is_of_globals(pg: ProcessGroupCollection, field: GroupName) -> bool:
-    """Whether a group is the very one that the globals have; to find out is no read of them."""
+    """True if a group is the very one in the globals. The test does not count as a read of them."""
     return getattr(pg, field, pg) is value_in_globals(field)
 
 
 def is_the_globals_pipeline(pg: ProcessGroupCollection) -> bool:
-    """Whether the globals know of its pipeline what no group tells."""
+    """True if the globals know more about its pipeline than the group does."""
     return isinstance(pg, GlobalGroups) or (pg.layout is None and is_of_globals(pg, "pp"))
 
 
 def refuse_remat(pg: ProcessGroupCollection, field: GroupName) -> None:
-    """With weight rematerialisation on, 0.19's data parallel getters mean wider groups than dp."""
-    # To find out is no read of the globals.
+    """Refuse weight rematerialisation: with it, 0.19's data parallel getters mean wider groups."""
+    # This test does not count as a read of the globals.
     view = isinstance(pg, GlobalGroups)
     group = value_in_globals(field) if view else getattr(pg, field, None)
     if isinstance(group, ProcessGroup) and group.size() > 1:
@@ -120,5 +121,5 @@ def refuse_remat(pg: ProcessGroupCollection, field: GroupName) -> None:
 
 
 def view_of(pg: ProcessGroupCollection) -> GlobalGroups:
-    """The globals, as a view of them or as borrowed groups that are theirs."""
+    """Return the view of the globals, also for borrowed groups that are the globals' own."""
     return pg if isinstance(pg, GlobalGroups) else GlobalGroups()

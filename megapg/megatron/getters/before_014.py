@@ -1,6 +1,6 @@
-"""What ``parallel_state`` answers up to Megatron-core 0.13 and no field holds.
+"""Functions for values of ``parallel_state`` that exist up to Megatron-core 0.13.
 
-Up to then an encoder could have stages of its own, and a rank could be in several pipelines. These
+Up to then an encoder could have separate stages, and a rank could be in several pipelines. These
 functions are part of :mod:`megapg.megatron.getters`.
 """
 
@@ -41,54 +41,55 @@ _INTER_PARTIAL = "_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"  # up to 0.12
 
 @asks("get_pipeline_model_parallel_group")
 def pipeline_or_pipelines(pg: ProcessGroupCollection) -> ProcessGroup | list[ProcessGroup]:
-    """For ``get_pipeline_model_parallel_group()`` of code that can do with a list: the group; in
-    the globals of a rank in several pipelines, which no field can hold, all of them.
+    """Return ``get_pipeline_model_parallel_group()``, for code that accepts a list.
 
-    Up to Megatron-core 0.13 there are such ranks, where an encoder has fewer tensor parallel ranks
-    than its decoder. ``pg.pp`` raises there.
+    This is the group. For a rank in several pipelines it is a list of all of them, from the
+    globals: no field can hold them. Up to Megatron-core 0.13 there are such ranks, if an encoder
+    has fewer tensor parallel ranks than its decoder. ``pg.pp`` raises there.
     """
     return pg.pp
 
 
 @asks("get_pipeline_model_parallel_next_rank")
 def pipeline_next_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
-    """For ``get_pipeline_model_parallel_next_rank()`` of such code: a rank for each pipeline."""
+    """Return ``get_pipeline_model_parallel_next_rank()``: a rank, or one for each pipeline."""
     return pg.ranks("pp")[(pg.rank("pp") + 1) % pg.size("pp")]
 
 
 @asks("get_pipeline_model_parallel_prev_rank")
 def pipeline_prev_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
-    """For ``get_pipeline_model_parallel_prev_rank()`` of such code: a rank for each pipeline."""
+    """Return ``get_pipeline_model_parallel_prev_rank()``: a rank, or one for each pipeline."""
     return pg.ranks("pp")[(pg.rank("pp") - 1) % pg.size("pp")]
 
 
 @asks("get_pipeline_model_parallel_last_rank")
 def pipeline_last_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
-    """For ``get_pipeline_model_parallel_last_rank()`` of such code: a rank for each pipeline."""
+    """Return ``get_pipeline_model_parallel_last_rank()``: a rank, or one for each pipeline."""
     return pg.ranks("pp")[pg.size("pp") - 1]
 
 
 def pipeline_split_rank(pg: ProcessGroupCollection) -> int | None:
-    """For ``get_pipeline_model_parallel_split_rank()``: the first stage of the decoder, or None.
+    """Return ``get_pipeline_model_parallel_split_rank()``: the first stage of the decoder, or None.
 
-    Of a collection of borrowed groups the globals know where its pipeline is theirs. No other has
-    such a split, nor have those of Megatron-core from 0.14 on. The same holds for what follows
-    here.
+    For borrowed groups, the globals answer if the pipeline is theirs. All other collections, and
+    Megatron-core from 0.14 on, have no such split. The same holds for the functions below.
     """
     return _of_split(pg, "get_pipeline_model_parallel_split_rank", _SPLIT_RANK)
 
 
 def pipeline_decoder_start(pg: ProcessGroupCollection) -> int | None:
-    """For ``get_pipeline_model_parallel_decoder_start()``: the first stage of the decoder, where
-    the encoder has stages of its own, or None.
+    """Return ``get_pipeline_model_parallel_decoder_start()``: the first stage of the decoder.
+
+    None if the encoder has no separate stages.
     """
     return _of_split(pg, "get_pipeline_model_parallel_decoder_start", _DECODER_START)
 
 
 @asks("is_pipeline_stage_before_split")
 def is_pipeline_stage_before_split(pg: ProcessGroupCollection, rank: int | None = None) -> bool:
-    """For ``is_pipeline_stage_before_split()``: whether the stage ``rank`` (this rank's unless
-    given) runs the encoder.
+    """True if a stage runs the encoder, as ``is_pipeline_stage_before_split()``.
+
+    The stage is ``rank``. Default: this rank's.
     """
     split, stage = pipeline_split_rank(pg), _one_of_several(pg, rank)
     return split is None or stage is None or stage < split
@@ -96,22 +97,24 @@ def is_pipeline_stage_before_split(pg: ProcessGroupCollection, rank: int | None 
 
 @asks("is_pipeline_stage_after_split")
 def is_pipeline_stage_after_split(pg: ProcessGroupCollection, rank: int | None = None) -> bool:
-    """For ``is_pipeline_stage_after_split()``: whether the stage ``rank`` runs the decoder."""
+    """True if the stage ``rank`` runs the decoder, as ``is_pipeline_stage_after_split()``."""
     split, stage = pipeline_split_rank(pg), _one_of_several(pg, rank)
     return split is None or stage is None or stage >= split
 
 
 @asks("is_pipeline_stage_at_split")
 def is_pipeline_stage_at_split(pg: ProcessGroupCollection) -> bool:
-    """For ``is_pipeline_stage_at_split()``: whether this stage is the encoder's last."""
+    """True if this stage is the encoder's last, as ``is_pipeline_stage_at_split()``."""
     rank = pg.rank("pp")
     return is_pipeline_stage_before_split(pg, rank) and is_pipeline_stage_after_split(pg, rank + 1)
 
 
 @asks("is_inside_encoder")
 def is_inside_encoder(pg: ProcessGroupCollection, rank: int | None = None) -> bool:
-    """For ``is_inside_encoder()``: whether the stage ``rank`` (this rank's unless given) runs the
-    encoder. Where the encoder has no stages of its own, that is the first.
+    """True if a stage runs the encoder, as ``is_inside_encoder()``.
+
+    The stage is ``rank``. Default: this rank's. If the encoder has no separate stages, the first
+    stage runs it.
     """
     start, stage = pipeline_decoder_start(pg), _one_of_several(pg, rank)
     if stage is None:
@@ -123,7 +126,7 @@ def is_inside_encoder(pg: ProcessGroupCollection, rank: int | None = None) -> bo
 
 @asks("is_inside_decoder")
 def is_inside_decoder(pg: ProcessGroupCollection, rank: int | None = None) -> bool:
-    """For ``is_inside_decoder()``: whether the stage ``rank`` runs the decoder."""
+    """True if the stage ``rank`` runs the decoder, as ``is_inside_decoder()``."""
     start, stage = pipeline_decoder_start(pg), _one_of_several(pg, rank)
     return start is None or stage is None or stage >= start
 
@@ -136,7 +139,7 @@ def _of_split(pg: ProcessGroupCollection, getter: str, variable: str) -> int | N
 
 
 def _one_of_several(pg: ProcessGroupCollection, given: int | None) -> int | None:
-    """The stage that is asked about; None in a pipeline of one, which does everything."""
+    """Return the stage in question; None in a pipeline of one stage, which does everything."""
     if pg.size("pp") == 1:
         return None
     return pg.rank("pp") if given is None else given
@@ -155,8 +158,9 @@ def inter_partial_data_group(
 def inter_partial_data_group(
     pg: ProcessGroupCollection, *, check_initialized: bool = True
 ) -> ProcessGroup | None:
-    """For ``get_inter_partial_data_parallel_group()`` of 0.10 to 0.12: ``inter_dist_opt``, for
-    which those versions have a variable of another name. Otherwise as
+    """Return ``get_inter_partial_data_parallel_group()`` of 0.10 to 0.12: ``inter_dist_opt``.
+
+    Those versions have a variable of another name for it. Otherwise as
     :func:`~megapg.megatron.getters.present_group`.
     """
     if isinstance(pg, GlobalGroups):

@@ -1,4 +1,4 @@
-"""Groups that flags choose or that may not be there, their ranks and their sizes."""
+"""Groups that flags choose or that may not exist, with their ranks and sizes."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ __all__ = [
     "tensor_src_rank",
 ]
 
-# The first versions in which no hierarchical groups are None and not an empty list, and whose
-# get_all_ranks() counts rematerialisation in.
+# The first versions that return None without hierarchical groups, not an empty list, and whose
+# get_all_ranks() counts rematerialisation.
 _HIERARCHY_IS_NONE = (0, 13)
 _COUNTS_REMAT = (0, 19)
 
 
 class MissingHybridGroupError(MissingGlobalGroupError, KeyError):
-    """The globals have no hybrid group of that size: from their getter it is a ``KeyError``."""
+    """The globals have no hybrid group of that size; their getter raises a ``KeyError``."""
 
     __str__ = Exception.__str__  # a KeyError's is the repr of its message
 
@@ -70,10 +70,10 @@ def hierarchical_groups(
 def hierarchical_groups(
     pg: ProcessGroupCollection, *, check_initialized: bool = True
 ) -> list[ProcessGroup] | None:
-    """For ``get_hierarchical_context_parallel_groups()``: the groups of the levels, a list.
+    """Return ``get_hierarchical_context_parallel_groups()``: the list of the levels' groups.
 
-    Without ``check_initialized`` the answer is None where there are none. Before 0.13 it is an
-    empty list, and nothing is checked.
+    Without ``check_initialized`` the result is None if there are none. Before 0.13 it is an empty
+    list, and nothing is checked.
 
     Raises:
         MissingGroupError: there are none, or the collection lacks ``hcp``.
@@ -86,31 +86,31 @@ def hierarchical_groups(
     if installed_version() < _HIERARCHY_IS_NONE:
         return []
     if check_initialized:
-        pg.ranks("hcp")  # knows what to say
+        pg.ranks("hcp")  # raises the right error
     return None
 
 
 @asks("get_tensor_model_parallel_src_rank")
 def tensor_src_rank(pg: ProcessGroupCollection) -> int:
-    """For ``get_tensor_model_parallel_src_rank()``: global rank of the group's first."""
+    """Return ``get_tensor_model_parallel_src_rank()``: global rank of the group's first rank."""
     return pg.ranks("tp")[0]
 
 
 @asks("get_model_parallel_src_rank")
 def model_src_rank(pg: ProcessGroupCollection) -> int:
-    """For ``get_model_parallel_src_rank()``: global rank of the group's first."""
+    """Return ``get_model_parallel_src_rank()``: global rank of the group's first rank."""
     return pg.ranks("mp")[0]
 
 
 @asks("get_data_parallel_src_rank")
 def data_src_rank(pg: ProcessGroupCollection, *, with_context_parallel: bool = False) -> int:
-    """For ``get_data_parallel_src_rank()``: global rank of the group's first."""
+    """Return ``get_data_parallel_src_rank()``: global rank of the group's first rank."""
     return pg.ranks("dp_cp" if with_context_parallel else "dp")[0]
 
 
 @asks("get_expert_model_parallel_src_rank")
 def expert_src_rank(pg: ProcessGroupCollection) -> int:
-    """For ``get_expert_model_parallel_src_rank()``: global rank of the group's first."""
+    """Return ``get_expert_model_parallel_src_rank()``: global rank of the group's first rank."""
     return pg.ranks("ep")[0]
 
 
@@ -121,9 +121,10 @@ def data_group(
     with_context_parallel: bool = False,
     partial_data_parallel: bool = False,
 ) -> ProcessGroup:
-    """For ``get_data_parallel_group()`` with flags that are known at run time only: ``dp``; with
-    context parallelism ``dp_cp``; of that the part in this rank's optimizer instance,
-    ``intra_dp_cp``.
+    """Return ``get_data_parallel_group()`` for flags that are known only at run time.
+
+    This is ``dp``, or with context parallelism ``dp_cp``, or the part of that in this rank's
+    optimizer instance, ``intra_dp_cp``.
 
     Raises:
         MissingGroupError: the collection lacks the field.
@@ -139,7 +140,7 @@ def data_rank(
     with_context_parallel: bool = False,
     partial_data_parallel: bool = False,
 ) -> int:
-    """For ``get_data_parallel_rank()`` with such flags; see :func:`data_group`."""
+    """Return ``get_data_parallel_rank()`` for such flags; see :func:`data_group`."""
     return pg.rank(_data_field(with_context_parallel, partial_data_parallel))
 
 
@@ -150,7 +151,7 @@ def data_size(
     with_context_parallel: bool = False,
     partial_data_parallel: bool = False,
 ) -> int:
-    """For ``get_data_parallel_world_size()`` with such flags; see :func:`data_group`."""
+    """Return ``get_data_parallel_world_size()`` for such flags; see :func:`data_group`."""
     return pg.size(_data_field(with_context_parallel, partial_data_parallel))
 
 
@@ -158,8 +159,9 @@ def data_size(
 def expert_data_group(
     pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup:
-    """For ``get_expert_data_parallel_group()`` with a flag that is known at run time only:
-    ``expt_dp``, or the part of it in this rank's optimizer instance, ``intra_expt_dp``.
+    """Return ``get_expert_data_parallel_group()`` for a flag that is known only at run time.
+
+    This is ``expt_dp``, or the part of it in this rank's optimizer instance, ``intra_expt_dp``.
 
     Raises:
         MissingGroupError: the collection lacks the field.
@@ -171,7 +173,7 @@ def expert_data_group(
 def expert_data_rank(
     pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
 ) -> int:
-    """For ``get_expert_data_parallel_rank()`` with such a flag; see :func:`expert_data_group`."""
+    """Return ``get_expert_data_parallel_rank()`` for such a flag; see :func:`expert_data_group`."""
     return pg.rank(_expert_data_field(partial_expert_data_parallel))
 
 
@@ -179,7 +181,7 @@ def expert_data_rank(
 def expert_data_size(
     pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
 ) -> int:
-    """For ``get_expert_data_parallel_world_size()`` likewise; see :func:`expert_data_group`."""
+    """Return ``get_expert_data_parallel_world_size()``; see :func:`expert_data_group`."""
     return pg.size(_expert_data_field(partial_expert_data_parallel))
 
 
@@ -187,7 +189,7 @@ def expert_data_size(
 def data_modulo_expert_group(
     pg: ProcessGroupCollection, *, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup:
-    """For ``get_data_modulo_expert_parallel_group()`` (to 0.16): as :func:`expert_data_group`."""
+    """Return ``get_data_modulo_expert_parallel_group()`` (to 0.16): :func:`expert_data_group`."""
     return expert_data_group(pg, partial_expert_data_parallel=partial_expert_data_parallel)
 
 
@@ -195,8 +197,9 @@ def data_modulo_expert_group(
 def tensor_data_group(
     pg: ProcessGroupCollection, *, with_context_parallel: bool = False
 ) -> ProcessGroup:
-    """For ``get_tensor_and_data_parallel_group()``: ``tp_dp_cp``, or ``tp_dp``, which a session
-    makes and Megatron-core's own collection has no field for.
+    """Return ``get_tensor_and_data_parallel_group()``: ``tp_dp_cp`` or ``tp_dp``.
+
+    A session makes ``tp_dp``; Megatron-core's own collection has no field for it.
 
     Raises:
         MissingGroupError: the collection lacks the field.
@@ -211,8 +214,9 @@ def amax_reduction_group(
     with_context_parallel: bool = False,
     tp_only_amax_red: bool = False,
 ) -> ProcessGroup:
-    """For ``get_amax_reduction_group()``: over which FP8 scaling factors are agreed. With
-    ``tp_only_amax_red`` data parallelism is left out.
+    """Return ``get_amax_reduction_group()``: the group that agrees on FP8 scaling factors.
+
+    With ``tp_only_amax_red`` it has no data parallel ranks.
 
     Raises:
         MissingGroupError: the collection lacks the field.
@@ -224,14 +228,15 @@ def amax_reduction_group(
 
 @asks("has_separate_all_gather_group")
 def has_separate_all_gather_group(pg: ProcessGroupCollection) -> bool:
-    """For ``has_separate_all_gather_group()``: whether ``dp_cp_ag`` is a group of its own."""
+    """True if ``dp_cp_ag`` is a separate group, as ``has_separate_all_gather_group()``."""
     return getattr(pg, "dp_cp_ag", None) is not None
 
 
 def remat_rank(pg: ProcessGroupCollection, field: GroupName) -> int:
-    """For ``get_gtp_weight_remat_rank()`` and ``get_expert_gtp_weight_remat_rank()``, by ``field``
-    ``gtp_remat`` or ``expt_gtp_remat``: 0 where weights are not rematerialised, so that there is
-    no group.
+    """Return ``get_gtp_weight_remat_rank()`` or ``get_expert_gtp_weight_remat_rank()``.
+
+    ``field`` is ``gtp_remat`` or ``expt_gtp_remat``. The result is 0 if weights are not
+    rematerialised, and so there is no group.
 
     Raises:
         MissingGroupError: the collection lacks the field.
@@ -240,8 +245,9 @@ def remat_rank(pg: ProcessGroupCollection, field: GroupName) -> int:
 
 
 def remat_size(pg: ProcessGroupCollection, field: GroupName) -> int:
-    """For ``get_gtp_weight_remat_world_size()`` and
-    ``get_expert_gtp_weight_remat_world_size()``; see :func:`remat_rank`.
+    """Return ``get_gtp_weight_remat_world_size()`` or ``get_expert_gtp_weight_remat_world_size()``.
+
+    See :func:`remat_rank`.
     """
     return pg.size(field) if _counts_remat(pg, field, GETTERS[field].size) else 0
 
@@ -253,17 +259,17 @@ def _counts_remat(pg: ProcessGroupCollection, field: str, getter: str) -> bool:
 
 
 def gloo_group(pg: ProcessGroupCollection, field: GroupName) -> ProcessGroup:
-    """For ``get_data_parallel_group_gloo()`` and ``get_expert_data_parallel_group_gloo()``.
+    """Return ``get_data_parallel_group_gloo()`` or ``get_expert_data_parallel_group_gloo()``.
 
     Args:
-        pg: the collection. Of borrowed groups it is the globals' companion, where the group is
-            theirs.
-        field: whose gloo companion: ``dp``, ``dp_cp``, ``intra_dp_cp``, ``expt_dp`` or
+        pg: the collection. For borrowed groups that are the globals', the result is the globals'
+            companion.
+        field: the field of the gloo companion: ``dp``, ``dp_cp``, ``intra_dp_cp``, ``expt_dp`` or
             ``intra_expt_dp``.
 
     Raises:
-        MissingGroupError: the session was not asked for it: ``session(gloo=("dp_cp",))``. It is
-            never made here, for only one rank might be asking.
+        MissingGroupError: the session was opened without it: ``session(gloo=("dp_cp",))``. It is
+            never made here, because only one rank might call this.
     """
     name = cast("GroupName", f"gloo.{field}")
     borrowed = not isinstance(pg, GlobalGroups) and pg.layout is None
@@ -273,14 +279,14 @@ def gloo_group(pg: ProcessGroupCollection, field: GroupName) -> ProcessGroup:
 
 
 def hybrid_group(pg: ProcessGroupCollection, size: int) -> ProcessGroup:
-    """For ``get_hybrid_data_context_parallel_groups(group_size=size)``.
+    """Return ``get_hybrid_data_context_parallel_groups(group_size=size)``.
 
     Args:
         pg: the collection.
         size: a power of two up to the size of ``dp_cp``, which is the largest group.
 
     Raises:
-        MissingGroupError: no group of that size, or the session was not asked for any:
+        MissingGroupError: no group of that size, or the session was opened without any:
             ``session(hybrid_cp=True)``.
         UnsupportedOptionError: weights are rematerialised.
     """
@@ -298,10 +304,10 @@ def hybrid_group(pg: ProcessGroupCollection, size: int) -> ProcessGroup:
 
 @asks("get_all_ranks", refused_with="gtp_remat")
 def all_ranks(pg: ProcessGroupCollection) -> str:
-    """For ``get_all_ranks()``: this rank's place on the axes, for names of files: ``1_0_0_2_0``.
+    """Return ``get_all_ranks()``: this rank's place on the axes, for file names: ``1_0_0_2_0``.
 
-    From 0.19 on there are six numbers: the second is for weight rematerialisation, of which megapg
-    knows only that it is off.
+    From 0.19 on there are six numbers: the second is for weight rematerialisation, and always 0
+    here.
 
     Raises:
         MissingGroupError: the collection lacks ``tp``, ``dp``, ``cp``, ``pp`` or ``ep``.
@@ -332,5 +338,5 @@ def _group(pg: ProcessGroupCollection, field: str) -> ProcessGroup:
 
 
 def _extra(pg: ProcessGroupCollection, name: GroupName) -> ProcessGroup:
-    pg.ranks(name)  # knows what to say where there is none
+    pg.ranks(name)  # raises the right error if there is none
     return pg.extras[name]

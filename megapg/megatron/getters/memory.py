@@ -1,4 +1,4 @@
-"""Scratch memory that calls of the same name share."""
+"""Scratch memory that calls with the same name share."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class MemoryBuffer(Protocol):
         name: str,
         mem_alloc_context: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> torch.Tensor:
-        """A tensor of that shape, on memory that the next caller with the same name gets too."""
+        """Return a tensor of that shape; the next call with the same name gets the same memory."""
 
 
 def memory_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
-    """For ``get_global_memory_buffer()``: scratch memory that calls of the same name share.
+    """Return ``get_global_memory_buffer()``: scratch memory that calls with the same name share.
 
-    There is one for each owner of groups, made when it is first asked for: two models on two
-    sessions never meet in one buffer. :class:`~megapg.megatron.GlobalGroups` has the global one,
-    and so have borrowed groups that are the globals'.
+    There is one buffer for each owner of groups, made at its first use. So two models on two
+    sessions never share one. :class:`~megapg.megatron.GlobalGroups` has the global one, and so have
+    borrowed groups that are the globals'.
 
     Raises:
         MissingGlobalGroupError: the globals have none.
-        StaleGroupError: the session behind ``pg`` has ended.
+        StaleGroupError: the session of ``pg`` has ended.
     """
     if shares_globals_buffer(pg):
         return cast(MemoryBuffer, view_of(pg).ask("get_global_memory_buffer"))
@@ -50,29 +50,31 @@ def memory_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
 
 
 def shares_globals_buffer(pg: ProcessGroupCollection) -> bool:
-    """Whether :func:`memory_buffer` gives the global one. To find out is no read of it."""
+    """True if :func:`memory_buffer` returns the global one. The test does not count as a read of
+    it.
+    """
     return isinstance(pg, GlobalGroups) or (pg.layout is None and is_of_globals(pg, "tp"))
 
 
 def owners_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
-    """The one that goes with the owner of these groups, made when it is first asked for."""
+    """Return the buffer of the owner of these groups, made at its first use."""
     buffer = pg.lease.scratch.get(MEMORY_BUFFER)
     if buffer is None:
         core = importlib.import_module("megatron.core.utils").GlobalMemoryBuffer
         made = core()
-        # By a proxy: with a circle of references the memory would wait for the collector.
+        # A proxy: with a reference cycle, the memory would wait for the garbage collector.
         made.get_tensor = partial(_ordinary_tensor, partial(core.get_tensor, weakref.proxy(made)))
-        buffer = pg.lease.scratch.setdefault(MEMORY_BUFFER, made)  # one, whoever came first
+        buffer = pg.lease.scratch.setdefault(MEMORY_BUFFER, made)  # the first thread's
     return cast(MemoryBuffer, buffer)
 
 
 def _ordinary_tensor(
     get_tensor: Callable[..., torch.Tensor], *args: object, **kwargs: object
 ) -> torch.Tensor:
-    """One that serves generating and training, whichever asks for it first.
+    """Return a tensor that serves both generation and training, whichever uses it first.
 
-    What is allocated under ``inference_mode`` can't be part of a backward pass ever after. An
-    ordinary tensor may be written to in both modes.
+    A tensor allocated under ``inference_mode`` can never be part of a backward pass. An ordinary
+    tensor may be written to in both modes.
     """
     with torch.inference_mode(False):
         return get_tensor(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Where this rank is in its pipeline, and whether it holds embeddings."""
+"""This rank's place in its pipeline, and its embeddings."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = [
     "virtual_pipeline_size",
 ]
 
-_EMBEDDING_RANKS = "_EMBEDDING_GLOBAL_RANKS"  # in the order in which they were chosen
+_EMBEDDING_RANKS = "_EMBEDDING_GLOBAL_RANKS"  # in the order of their choice
 
 
 def virtual_pipeline_size(pg: ProcessGroupCollection) -> int | None:
-    """For ``get_virtual_pipeline_model_parallel_world_size()``: model chunks per rank, or None.
+    """Return ``get_virtual_pipeline_model_parallel_world_size()``: model chunks per rank, or None.
 
-    Of a collection of borrowed groups the globals know where its pipeline is theirs. A pipeline of
-    one stage has one chunk.
+    For borrowed groups, the globals answer if the pipeline is theirs. A pipeline of one stage has
+    one chunk.
 
     Raises:
-        LayoutError: the collection is of other borrowed groups, which don't say.
+        LayoutError: the collection is of other borrowed groups, for which the size is unknown.
     """
     if is_the_globals_pipeline(pg):
         size = view_of(pg).ask("get_virtual_pipeline_model_parallel_world_size")
@@ -58,7 +58,7 @@ def _chunk(
     vp_stage: int | None = None,
     vp_size: int | None = None,
 ) -> tuple[int, int] | None:
-    """The model chunk that is asked about and how many there are; None where chunks don't count."""
+    """Return the model chunk in question and the number of chunks; None if chunks do not count."""
     if _ignores_virtual(ignore_virtual):
         return None
     size = virtual_pipeline_size(pg) if vp_size is None else vp_size
@@ -67,7 +67,7 @@ def _chunk(
     if vp_stage is None and installed_version() < TAKES_VP_STAGE:
         vp_stage = cast(int | None, view_of(pg).read(VIRTUAL_PIPELINE_RANK))
         if vp_stage is not None and vp_stage >= size and not is_the_globals_pipeline(pg):
-            vp_stage = None  # of another schedule
+            vp_stage = None  # another schedule's
     if vp_stage is None:
         raise UnknownStageError(
             f"this pipeline has {size} model chunks on a rank: pass the one that is meant as "
@@ -88,16 +88,15 @@ def is_pipeline_first_stage(
     vp_stage: int | None = None,
     vp_size: int | None = None,
 ) -> bool:
-    """For ``is_pipeline_first_stage()``: whether this rank holds the first stage.
+    """True if this rank holds the first stage, as ``is_pipeline_first_stage()``.
 
     Args:
         pg: the collection.
-        ignore_virtual: ask about the rank and not about one of its model chunks; as the installed
-            Megatron-core does unless given: True from 0.13 on, False before.
-        vp_stage: the model chunk that is meant, with ``ignore_virtual=False``. Megatron-core before
-            0.13 has a current one, which serves unless given: whatever the groups, its schedule
-            keeps it in the globals.
-        vp_size: model chunks per rank; the layout's unless given.
+        ignore_virtual: ask about the rank, not about one of its model chunks. Default: as the
+            installed Megatron-core, True from 0.13 on, False before.
+        vp_stage: the model chunk, with ``ignore_virtual=False``. Default before Megatron-core 0.13:
+            the current one, which its schedule stores in the globals, whatever the groups.
+        vp_size: model chunks per rank. Default: the layout's.
 
     Raises:
         UnknownStageError: ``vp_stage`` is needed and not given.
@@ -115,8 +114,9 @@ def is_pipeline_last_stage(
     vp_stage: int | None = None,
     vp_size: int | None = None,
 ) -> bool:
-    """For ``is_pipeline_last_stage()``: whether this rank holds the last stage. Arguments and
-    errors are those of :func:`is_pipeline_first_stage`.
+    """True if this rank holds the last stage, as ``is_pipeline_last_stage()``.
+
+    Arguments and errors are those of :func:`is_pipeline_first_stage`.
     """
     chunk = _chunk(pg, ignore_virtual, vp_stage, vp_size)
     if chunk is not None and chunk[0] != chunk[1] - 1:
@@ -126,34 +126,34 @@ def is_pipeline_last_stage(
 
 @asks("get_pipeline_model_parallel_first_rank")
 def pipeline_first_rank(pg: ProcessGroupCollection) -> int:
-    """For ``get_pipeline_model_parallel_first_rank()``: global rank of the first stage."""
+    """Return ``get_pipeline_model_parallel_first_rank()``: the global rank of the first stage."""
     return pg.ranks("pp")[0]
 
 
 def pipeline_last_rank(pg: ProcessGroupCollection) -> int:
-    """For ``get_pipeline_model_parallel_last_rank()``: global rank of the last stage."""
+    """Return ``get_pipeline_model_parallel_last_rank()``: the global rank of the last stage."""
     return _in_one_pipeline(pg, before_014.pipeline_last_rank_or_ranks(pg))
 
 
 def pipeline_next_rank(pg: ProcessGroupCollection) -> int:
-    """For ``get_pipeline_model_parallel_next_rank()``: global rank of the next stage.
+    """Return ``get_pipeline_model_parallel_next_rank()``: the global rank of the next stage.
 
-    After the last comes the first, unlike in Megatron-core's ``get_pp_next_rank(pg.pp)``.
+    After the last stage comes the first, unlike in Megatron-core's ``get_pp_next_rank(pg.pp)``.
     """
     return _in_one_pipeline(pg, before_014.pipeline_next_rank_or_ranks(pg))
 
 
 def pipeline_prev_rank(pg: ProcessGroupCollection) -> int:
-    """For ``get_pipeline_model_parallel_prev_rank()``: global rank of the stage before.
+    """Return ``get_pipeline_model_parallel_prev_rank()``: the global rank of the previous stage.
 
-    Before the first comes the last, unlike in Megatron-core's ``get_pp_prev_rank(pg.pp)``.
+    Before the first stage comes the last, unlike in Megatron-core's ``get_pp_prev_rank(pg.pp)``.
     """
     return _in_one_pipeline(pg, before_014.pipeline_prev_rank_or_ranks(pg))
 
 
 def _in_one_pipeline(pg: ProcessGroupCollection, found: int | list[int]) -> int:
     if isinstance(found, list):
-        pg.ranks("pp")  # knows what to say
+        pg.ranks("pp")  # raises the right error
     return cast(int, found)
 
 
@@ -165,11 +165,11 @@ def is_rank_in_embedding_group(
     vp_stage: int | None = None,
     vp_size: int | None = None,
 ) -> bool:
-    """For ``is_rank_in_embedding_group()``: whether this rank holds the word embeddings.
+    """True if this rank holds the word embeddings, as ``is_rank_in_embedding_group()``.
 
     Arguments and errors are those of :func:`is_pipeline_first_stage`. If ``ignore_virtual`` is
     False, the question is about one model chunk: on the first rank of the group it must be the
-    first stage, on the last one the last.
+    first stage, on the last rank the last stage.
     """
     if pg.embd is None:
         return False
@@ -185,14 +185,14 @@ def is_rank_in_embedding_group(
 
 @asks("is_rank_in_position_embedding_group")
 def is_rank_in_position_embedding_group(pg: ProcessGroupCollection) -> bool:
-    """For ``is_rank_in_position_embedding_group()``: whether this rank holds those."""
+    """True if this rank holds these, as ``is_rank_in_position_embedding_group()``."""
     return pg.pos_embd is not None
 
 
 def embedding_ranks(pg: ProcessGroupCollection) -> list[int]:
-    """For ``_EMBEDDING_GLOBAL_RANKS``: global ranks of the group, in the order of their choice."""
+    """Return ``_EMBEDDING_GLOBAL_RANKS``: the group's global ranks, in order of their choice."""
     if isinstance(pg, GlobalGroups) and (chosen := pg.read(_EMBEDDING_RANKS)) is not None:
         return list(cast(Sequence[int], chosen))
-    if pg.layout is None:  # of the globals as well, which know what to say
+    if pg.layout is None:  # also for the globals, which raise the right error
         return list(pg.ranks("embd"))
     return list(pg.layout.embedding_ranks(list(pg.ranks("pp"))))

@@ -1,8 +1,8 @@
-"""What to write instead of a read of Megatron's globals that has just happened.
+"""The replacement to write for a read of Megatron's globals that has just happened.
 
-It is what the codemod writes, by its table: here the values of all arguments are known. In it
-``pg`` is the collection, ``getters`` is :mod:`megapg.megatron.getters`, and ``vp_stage`` the model
-chunk that the caller works on.
+It is the codemod's, from its table; here the values of all arguments are known. In it ``pg`` is the
+collection, ``getters`` is :mod:`megapg.megatron.getters`, and ``vp_stage`` the model chunk that the
+caller works on.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megapg.upstream.signatures import VERSIONS, signature
 
 @dataclass(frozen=True)
 class Replacement:
-    """What serves in place of one read."""
+    """The replacement of one read."""
 
-    field: str  # the collection's field; empty where it is no group's business
+    field: str  # the collection's field; empty if the read names no group
     write: str  # the expression to write; empty for a name that no supported core has
 
 
@@ -31,7 +31,7 @@ NOTHING_KNOWN = Replacement("", "")
 NOT_READS = frozenset({"get_nccl_options"})
 
 _HYBRID = "get_hybrid_data_context_parallel_groups"
-# What source alone can't be told to write.
+# Replacements that the codemod can't find from source alone.
 _BY_HAND: Mapping[str, str] = {
     "get_virtual_pipeline_model_parallel_rank": "vp_stage",
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": "vp_stage",
@@ -46,27 +46,28 @@ _BY_HAND: Mapping[str, str] = {
 
 COLLECTION_PARAMETER = "pg_collection"
 
-# Where a function is told that it works for experts, its tp_group is theirs. Not being told so says
-# nothing: the cores hand the experts' group on to functions with that flag at its default.
+# If a function is called with is_expert, its tp_group is the experts'. The default proves nothing:
+# the cores pass the experts' group to functions with that flag at its default.
 EXPERT_FLAG = "is_expert"
 TP_GROUP_OF_EXPERTS = ("expt_tp",)
 
 
 def replacement(name: str, arguments: Mapping[str, object]) -> Replacement:
-    """What serves in place of reading ``name``, a private global or a getter, which was called with
-    these arguments, those left to their defaults included.
+    """Return the replacement for a read of ``name``, a private global or a getter.
+
+    ``arguments`` are all arguments of the getter, defaults included.
     """
     version = min(installed_version()[1], VERSIONS[-1])
-    # What a variable holds is there: unlike source, a read that has happened need not ask.
+    # The variable holds a value, so unlike the codemod this code need not check that.
     if name in GROUP_GLOBALS:
         return Replacement(GROUP_GLOBALS[name], f"pg.{GROUP_GLOBALS[name]}")
     if name in RANK_GLOBALS:
         return Replacement(RANK_GLOBALS[name], f'pg.ranks("{RANK_GLOBALS[name]}")')
-    # _MPU_TENSOR_MODEL_PARALLEL_RANK and the like are what the getter of that name answers.
+    # _MPU_TENSOR_MODEL_PARALLEL_RANK and similar names correspond to the getter of that name.
     getter = f"get{name.removeprefix('_MPU').lower()}" if name.startswith("_MPU_") else name
     found = expressions.replacement(getter, _written(getter, arguments, version), (version,))
     for changed in ({"check_initialized": True}, {"with_context_parallel": True}):
-        if isinstance(found, Refusal):  # as with what the getter itself refuses
+        if isinstance(found, Refusal):  # also for a call that the getter itself refuses
             others = _written(getter, {**arguments, **changed}, version)
             found = expressions.replacement(getter, others, (version,))
     if isinstance(found, Refusal):
@@ -78,7 +79,7 @@ def replacement(name: str, arguments: Mapping[str, object]) -> Replacement:
 
 
 def _written(name: str, arguments: Mapping[str, object], version: int) -> list[Argument]:
-    """The arguments that differ from their defaults, as they would be written."""
+    """Return the arguments that differ from their defaults, as source text."""
     texts = {key: repr(value) for key, value in arguments.items()}
     if texts.get("ignore_virtual") == "False" and "vp_stage" in texts:
         texts["vp_stage"] = "vp_stage"

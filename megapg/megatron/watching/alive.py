@@ -31,7 +31,7 @@ NUMBERS: Mapping[str, tuple[str, str]] = {
 """Field -> the globals with the size and the rank that ``set_*()`` has set."""
 
 
-_NO_RANKS: Ranks = (-1,)  # of numbers that set_*() has set: equal to no group's
+_NO_RANKS: Ranks = (-1,)  # for values of set_*(): equal to no group's ranks
 
 
 def layouts() -> list[Mapping[str, Ranks]]:

@@ -19,7 +19,7 @@ from typing import cast
 from megapg.megatron.core import GLOBALS
 from megapg.megatron.watching.hook import calling_instead, twin, unwrapped
 
-_MARK = "__megapg_changes__"  # where the wrappers live in parallel_state: no state of our own
+_MARK = "__megapg_changes__"  # the wrappers are stored in parallel_state: megapg has no state
 _CHANGES = ("initialize_model_parallel", "destroy_model_parallel", "set_")
 # Schedules call these for each microbatch, and they name no group.
 _NO_GROUP = "virtual_pipeline"
@@ -141,5 +141,5 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._own
         self._own.exec_module(module)
-        vars(module)[_MARK] = _Watch(None, {})  # it is there to the end
+        vars(module)[_MARK] = _Watch(None, {})  # to recognise the module as imported
         self._on_change()

@@ -23,7 +23,7 @@ from megapg.megatron.watching.changes import set_at
 from megapg.megatron.watching.forbid import is_below
 from megapg.megatron.watching.stack import SINGLE_GROUPS, Carried, Running, Search, running
 
-# Reads that name no group, although a collection serves in their place.
+# Reads that name no group, although a collection replaces them.
 _NO_GROUP = frozenset(
     {"get_global_memory_buffer", "get_virtual_pipeline_model_parallel_world_size"}
 )
@@ -31,17 +31,16 @@ _HYBRID = ("get_hybrid_data_context_parallel_groups", HYBRID_GROUPS)
 _ENDS_IN_GROUP = ("_group", "_group_gloo", "_groups", "_GROUP", "_GROUPS")
 
 _changing = threading.Lock()
-_ALLOWED = "__megapg_allowed__"  # where the open blocks live in parallel_state: no state of our own
+_ALLOWED = "__megapg_allowed__"  # the open blocks are stored in parallel_state: megapg has no state
 
 
 @contextlib.contextmanager
 def allow_global_reads() -> Iterator[None]:
     """Let code inside the block read the globals, although another layout is alive.
 
-    For code that means the globals, such as an old model that was built on them. It holds in all
-    threads, as ``published()`` does: backward passes run in others.
-    A function inside that is passed a group with other ranks than the globals have is still
-    refused.
+    Use it for code that means the globals, such as an old model that was built on them. It holds in
+    all threads, as ``published()`` does: backward passes run in others. A function inside the block
+    that is passed a group with other ranks than the globals have is still refused.
 
     Raises:
         UnsupportedVersionError: Megatron-core is not installed.
@@ -115,7 +114,7 @@ class Judge:
     def judge(
         self, name: str, arguments: Mapping[str, object], reader: FrameType
     ) -> Contradiction | None:
-        """Return what is wrong with a read; None if nothing is.
+        """Return the contradiction of a read; None if there is none.
 
         Args:
             name: a getter of ``parallel_state``, or one of its private globals.
@@ -162,7 +161,7 @@ class Judge:
         }
         nothing = held is None and not numbers and ranks_in_globals(state, field) is None
         if nothing and arguments.get("check_initialized") is not False:
-            return None  # the getter says so
+            return None  # the getter raises
         shown, allowed = innermost(state), cast("tuple[Running, ...]", state.get(_ALLOWED, ()))
         stops = allowed if shown is None else (shown[1], *allowed)
         carried = self._search.nearest(reader, field, stops)
@@ -172,7 +171,7 @@ class Judge:
             return None
         answer = None if numbers else ranks_in_globals(state, field)
         if answer is None and held is not None and not numbers:
-            return None  # a group that torch does not know any more
+            return None  # torch has forgotten the group
         if any(_agrees(each, field, answer, numbers, state) for each in carried):
             return None
         if _never_used(reader):
@@ -225,7 +224,7 @@ def _agrees(
     numbers: Mapping[str, int],
     state: Mapping[str, object],
 ) -> bool:
-    """Return True if what a frame carries is of the layout that answers, as far as that shows."""
+    """Return True if the group of a frame can be of the layout that answers."""
     ranks = _ranks(carried, field)
     if ranks is None:
         return True

@@ -1,4 +1,4 @@
-"""The proof that nobody reads Megatron's globals any more: whoever does gets an error."""
+"""Raises an error for every read of Megatron's globals, to prove that none is left."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def forbid_global_reads(allow: tuple[str, ...] | list[str] = ()) -> Iterator[None]:
-    """While the block runs, a read of ``parallel_state`` raises in the function that reads.
+    """Raise an error in every function that reads ``parallel_state`` inside the block.
 
-    A read is what :func:`~megapg.megatron.trace_global_reads` records, in all threads; that may
-    run at the same time, and records the forbidden ones too.
+    The reads are those that :func:`~megapg.megatron.trace_global_reads` records, in all threads. A
+    trace may run at the same time, and records the forbidden reads too.
 
     Args:
-        allow: modules whose reads go through, each with all that is below it: "megatron.core" for
-            the reads that Megatron-core makes whatever it is given. Publish the collection for
-            those.
+        allow: modules that may read, each with its submodules. "megatron.core" allows the reads
+            that Megatron-core makes whatever it is given. Publish the collection for those.
 
     Raises:
-        GlobalReadError: at the read; the message says where it is and what to write instead.
+        GlobalReadError: at the read; the message has its place and the replacement.
     """
     if isinstance(cast("object", allow), str):
         raise TypeError(f"allow={allow!r}: give a list of modules, such as [{allow!r}].")
@@ -39,13 +38,13 @@ def forbid_global_reads(allow: tuple[str, ...] | list[str] = ()) -> Iterator[Non
 
 
 def is_below(module: str, prefixes: Sequence[str]) -> bool:
-    """Whether ``module`` is one of ``prefixes`` or a part of one: by whole names, not letters."""
+    """True if ``module`` is one of ``prefixes`` or a submodule of one."""
     return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 @dataclass(frozen=True, eq=False)
 class _Ban:
-    """Listens, and raises unless the reader's module is allowed to read."""
+    """A listener that raises unless the reader's module is allowed to read."""
 
     allow: tuple[str, ...]
 
@@ -60,7 +59,8 @@ class _Ban:
         if answer.explicit is None:
             owner, needs = answer.owner, answer.needs
             fields = f" with {', '.join(needs)}" if needs else ""
-            # Megatron's schedules call the user's forward step: what counts is who falls back.
+            # Megatron's schedules call the user's forward step: the function that falls back
+            # counts.
             self._check(
                 answer.module,
                 answer.caller,
@@ -80,11 +80,11 @@ class _Ban:
 
 
 def _spelled(name: str, arguments: Mapping[str, object]) -> str:
-    """The read as the caller wrote it, arguments that are the default left out."""
+    """Return the read as the caller wrote it, without arguments that equal the default."""
     if name[0] == "_":
         return name
     getter = vars(parallel_state_module()).get(name)
-    if getter is None:  # megapg's own way to the globals
+    if getter is None:  # megapg's own access to the globals
         return f"{name}()"
     parameters = inspect.signature(getter).parameters
     given = [

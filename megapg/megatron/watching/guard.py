@@ -1,4 +1,4 @@
-"""Starts the guard when a second layout appears, and stops it when that has gone."""
+"""Starts the guard when a second layout appears, and stops it when one layout is left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GuardMode: TypeAlias = Literal["error", "warn", "off"]
 """What the guard does about a read that it refuses."""
 
 VARIABLE = "MEGAPG_GUARD"
-_MARK = "__megapg_guard__"  # where the guard lives in parallel_state: no state of our own
+_MARK = "__megapg_guard__"  # the guard is stored in parallel_state: megapg has no state
 _looking = threading.RLock()
 
 
@@ -131,4 +131,4 @@ def _check(mode: str, where: str) -> GuardMode:
 
 
 on_open_or_close(opened=_opened, closed=look)
-look()  # for owners that were opened before this was imported
+look()  # for owners that were opened before this import

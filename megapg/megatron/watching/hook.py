@@ -1,17 +1,17 @@
-"""Where reads of Megatron's globals are noticed, while somebody listens.
+"""Reports reads of Megatron's globals to listeners.
 
-There is one hook for all listeners: a second would find the reporting code where the getters' own
-should be, and take that for the original. It lives in ``parallel_state``, so that megapg keeps no
-state. Two things report to it there:
+All listeners share one hook: a second hook would take the reporting code of the first for the
+getters' own code. The hook is stored in ``parallel_state``, because megapg has no state. Two kinds
+of reads are reported:
 
-* every getter, by running other code of the same signature: names bound by ``from ... import``
-  long before are seen as well, and in every thread;
-* the module itself, by a class that sees its attributes being read: that is how code from outside
-  reaches the private globals. A value bound by ``from ... import _X`` before is beyond reach, and
-  so is ``vars(parallel_state)``.
+* A call of a getter. The getter runs other code with the same signature, so calls by names that
+  were bound earlier with ``from ... import`` are reported as well, in every thread.
+* A read of a private global as an attribute of the module. The module gets a class that reports it.
+  A value that was bound earlier with ``from ... import _X`` is not reported, and neither is
+  ``vars(parallel_state)``.
 
-:func:`~megapg.megatron.resolve` reports as well, and so does what else of the bridge reads globals
-for its caller.
+:func:`~megapg.megatron.resolve` reports as well, and so does other code of the bridge that reads
+globals for its caller.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ HOOK = "__megapg_read__"
 """The name in ``parallel_state`` under which the running hook lives."""
 
 _READERS = ("get_", "is_", "has_", "model_parallel_is_initialized")
-# The view is a collection.
+# The view of the globals is a collection.
 _BRIDGE = (f"{BRIDGE}.", ProcessGroupCollection.__module__)
 _installing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resolved:
-    """``resolve`` or ``groups_of`` gives ``caller`` its groups."""
+    """The result of ``resolve`` or ``groups_of`` for ``caller``."""
 
-    owner: str  # who was to have a collection
-    # what was passed or found; None where the globals serve
+    owner: str  # the function that needs a collection
+    # the collection that was passed or found; None if the globals are used
     explicit: ProcessGroupCollection | None
-    needs: tuple[str, ...]  # the fields that are asked for
-    caller: FrameType  # who can change that
+    needs: tuple[str, ...]  # the fields that are needed
+    caller: FrameType  # the frame that can change that
     module: str  # of the function that falls back
 
 
 class Listener(Protocol):
-    """Who wants to know. Called in the thread that reads, before the read is answered."""
+    """A receiver of reads. It is called in the reading thread, before the read returns."""
 
     def read(self, name: str, arguments: Mapping[str, object], caller: FrameType) -> None:
         """``caller`` calls a getter, with all of its arguments, or reads a private global."""
 
     def resolved(self, answer: Resolved) -> None:
-        """Somebody gets a collection, or the globals in its place."""
+        """A caller gets a collection, or the globals instead."""
 
 
 class Hook:
-    """What getters, module and ``resolve`` report to while at least one listener is there."""
+    """Gets reports from getters, module and ``resolve`` while there is at least one listener."""
 
     def __init__(self, module: ModuleType) -> None:
         self.listeners: tuple[Listener, ...] = ()  # replaced, never changed: other threads read it
@@ -81,17 +81,17 @@ class Hook:
         ]
 
     def resolved(self, answer: Resolved) -> None:
-        """Tell the listeners; see :meth:`Listener.resolved`."""
+        """Call :meth:`Listener.resolved` of all listeners."""
         for listener in self.listeners:
             listener.resolved(answer)
 
     def tell(self, name: str, arguments: Mapping[str, object], reader: FrameType) -> None:
-        """Tell the listeners; see :meth:`Listener.read`."""
+        """Call :meth:`Listener.read` of all listeners."""
         for listener in self.listeners:
             listener.read(name, arguments, reader)
 
     def watches(self, getter: Callable[..., object]) -> bool:
-        """Whether a call of this very function is reported."""
+        """True if calls of this very function are reported."""
         return any(function is getter for function, _ in self._getters)
 
     def install(self) -> None:
@@ -118,10 +118,10 @@ class Hook:
 
         def report(arguments: dict[str, object]) -> object:
             frame = sys._getframe(1)
-            caller = frame.f_back  # None: called from C alone, in a thread or a callback
+            caller = frame.f_back  # None: called from C, in a thread or a callback
             if caller is None:
                 tell(name, arguments, frame)
-            # A getter that calls a getter is one read, and the bridge tells of its calls itself.
+            # A getter that calls a getter is one read, and the bridge reports its own calls.
             elif caller.f_globals is not state and not _is_bridge(caller):
                 tell(name, arguments, caller)
             return original(**arguments)
@@ -135,17 +135,18 @@ class Hook:
             def __getattribute__(self, name: str) -> object:
                 if name[:1] == "_" and name[1:2].isupper() and name in state:
                     tell(name, {}, sys._getframe(1))
-                return plain(self, name)  # super() would fail if the hook goes away meanwhile
+                return plain(self, name)  # super() would fail if the hook is removed meanwhile
 
         return Watched
 
 
 @contextlib.contextmanager
 def listening(listener: Listener, *, last: bool = False) -> Iterator[None]:
-    """Have ``listener`` told of every read while the block runs, in all threads.
+    """Report every read inside the block to ``listener``, in all threads.
 
-    Blocks may overlap and end in any order; when the last one has ended, ``parallel_state`` is
-    exactly what it was. One that raises is to be told ``last``, so that the others know as well.
+    Blocks may overlap and end in any order. When the last one has ended, ``parallel_state`` is
+    exactly as before. A listener that raises should be ``last``, so that the others get the read
+    too.
     """
     attach(listener, last=last)
     try:
@@ -160,7 +161,7 @@ def attach(listener: Listener, *, last: bool = False, module: ModuleType | None 
     Args:
         listener: as there.
         last: as there.
-        module: ``parallel_state``. Unless given it is imported, which may wait for other threads.
+        module: ``parallel_state``. Default: it is imported, which may wait for other threads.
     """
     if module is None:
         module = parallel_state_module()
@@ -173,7 +174,7 @@ def attach(listener: Listener, *, last: bool = False, module: ModuleType | None 
 
 
 def detach(listener: Listener) -> None:
-    """End what :func:`attach` began, if it has not ended."""
+    """Undo :func:`attach`, if it is not undone."""
     with _installing:
         hook = active()
         if hook is not None:
@@ -183,8 +184,10 @@ def detach(listener: Listener) -> None:
 
 
 def report(name: str, arguments: Mapping[str, object] = MappingProxyType({})) -> None:
-    """Tell of a read that the bridge itself makes, in the name of who asked it to: of a private
-    global, of a getter with all of its arguments, or of several by the function that reads them.
+    """Report a read that the bridge makes for a caller outside of it.
+
+    ``name`` is a private global, a getter with all of its arguments, or the function that makes
+    several reads.
     """
     hook = active()
     if hook is not None:
@@ -195,8 +198,10 @@ def report(name: str, arguments: Mapping[str, object] = MappingProxyType({})) ->
 
 
 def report_call(getter: Callable[..., object], arguments: Mapping[str, object]) -> None:
-    """Tell of a getter that the bridge has called, as of any call of it. What somebody has put in a
-    getter's place reads no globals, and where it calls the getter that tells of itself.
+    """Report a getter that the bridge has called, like any call of it.
+
+    A function that replaces a getter reads no globals. If it calls the getter, the getter reports
+    that itself.
     """
     hook = active()
     if hook is not None and hook.watches(getter):
@@ -210,7 +215,7 @@ def _is_bridge(frame: FrameType) -> bool:
 
 
 def active() -> Hook | None:
-    """The running hook, if any."""
+    """Return the running hook, or None."""
     module = sys.modules.get("megatron.core.parallel_state")
     return None if module is None else vars(module).get(HOOK)
 
@@ -249,7 +254,7 @@ def calling_instead(function: FunctionType, run: Callable[[dict[str, object]], o
     return code.replace(co_consts=constants, co_qualname=own.co_qualname)
 
 
-@functools.cache  # to compile takes a tenth of a millisecond
+@functools.cache  # compiling takes a tenth of a millisecond
 def _template(name: str, parameters: tuple[str, ...]) -> CodeType:
     arguments = ", ".join(f"{each!r}: {each}" for each in parameters)
     source = f"def {name}({', '.join(parameters)}):\n    _run = 'here'\n"

@@ -1,11 +1,12 @@
 """Finds the nearest frame on the stack that carries a group for a field.
 
-A frame carries a group if one of its variables holds a collection, or a group under Megatron's
-name for it (``tp_group``). Attributes of ``self``, ``ctx`` and ``cls`` count like variables. A
-model in a variable, or a list of chunks, counts with its own ``pg_collection``. No code of the user
-runs, and submodules are not searched. The search ends at a frame that was running when the
-innermost ``published()`` or ``allow_global_reads()`` was entered: that block says nearer than the
-frame which groups are meant.
+A frame carries a group if one of its variables holds a collection, or a group under Megatron's name
+for it (``tp_group``). Attributes of ``self``, ``ctx`` and ``cls`` count like variables. A model in
+a variable, or a list of chunks, counts with its own ``pg_collection``. No user code runs, and
+submodules are not searched.
+
+The search ends at a frame that was running when the innermost ``published()`` or
+``allow_global_reads()`` was entered: the block was entered later than the frame got its groups.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ from megapg.torch_private import SUBMODULES
 from megapg.upstream.mapping import COLLECTION_NAMES, GROUP_PARAMETERS, MODEL_ATTRIBUTES
 
 Callers: TypeAlias = tuple[tuple[int, int], ...]
-"""Of each caller of a frame, the nearest first: its id, and the instruction that called.
+"""Id and calling instruction of each caller of a frame, the nearest first.
 
-The last is a generator or a coroutine, if there is one: others may resume it.
+A generator or coroutine is always the last, because others may resume it.
 """
 
 Running: TypeAlias = Mapping[int, tuple[CodeType, Callers]]
-"""The frames that ran at some moment: id -> code and callers. Frames would keep their locals."""
+"""The frames that ran at some moment: id -> code and callers. Frames would keep their locals alive.
+"""
 
-# No frame of torch and of Python's own library is given a group, and there are many.
+# Frames of torch and Python's own library carry no groups, and there are many.
 _TORCH, _LIBRARY = f"{os.path.dirname(torch.__file__)}{os.sep}", sysconfig.get_path("stdlib")
-# In these modules collections and groups have known names, so no other variable is looked at.
+# In these modules collections and groups have known names, so other variables are skipped.
 _KNOWN_NAMES = "megatron.core"
 _NAMES = frozenset((*COLLECTION_NAMES, *GROUP_PARAMETERS, "_tp_group"))
-# Classes of these modules keep no collection, and have many attributes.
+# Classes of these modules hold no collection, and have many attributes.
 _PLAIN_CLASSES = ("builtins", "torch", _KNOWN_NAMES)
 _MOST = 10_000  # code objects that a search remembers
 _OBJECTS = ("self", "ctx", "cls")
@@ -81,7 +83,7 @@ class _Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """Where frames of one code object may carry a group."""
+    """The variables in frames of one code object that may carry a group."""
 
     code: CodeType  # kept, so that its id stays its own
     names: tuple[str, ...] | None  # None: all variables
@@ -139,9 +141,10 @@ class Search:
     def nearest(
         self, frame: FrameType | None, field: str, stops: Sequence[Running]
     ) -> list[Carried] | None:
-        """Return what the nearest frame carries for ``field``; None if a stop comes first.
+        """Return the groups that the nearest frame carries for ``field``; None if a stop comes
+        first.
 
-        The list is empty if no frame carries anything.
+        The list is empty if no frame carries a group.
         """
         looks, others = self._looks, self._others
         while frame is not None:
@@ -198,7 +201,7 @@ class Search:
                 self._add_held(found, first, None, field, "", frame)
 
     def _learn(self, code: CodeType, frame: FrameType) -> _Look | None:
-        if len(self._looks) > _MOST:  # generated code may be without end
+        if len(self._looks) > _MOST:  # generated code may be endless
             self._forget()
         home, file = str(frame.f_globals.get("__name__", "")), code.co_filename
         library = file.startswith((_LIBRARY, "<frozen ")) and "-packages" not in file
@@ -259,11 +262,11 @@ class Search:
                     found.append(Carried(group, pg, spelled, "", frame))
 
     def _kind(self, kind: type) -> _Kind:
-        """Return what values of a class may carry."""
+        """Return the kind of group holder that values of a class are."""
         found = _Kind.OTHER
         for each in kind.__mro__:
             if each is ProcessGroupCollection and kind.__module__ == each.__module__:
-                found = _Kind.COLLECTION  # other subclasses stand in for the globals
+                found = _Kind.COLLECTION  # other subclasses stand for the globals
             elif each is dist.ProcessGroup:
                 found = _Kind.GROUP
             elif each is torch.nn.Module:
@@ -284,12 +287,12 @@ def _group(pg: object, field: str) -> object:
     held = cast("Mapping[str, object]", vars(pg))
     if field in held:
         group = held[field]
-        if group is None:  # of Megatron-core's own collection it may mean anything
+        if group is None:  # in Megatron-core's own collection it may mean anything
             outside = isinstance(pg, ProcessGroupCollection) and field in ("embd", "pos_embd")
             return None if outside else _ABSENT
         return group
     if isinstance(pg, ProcessGroupCollection):
-        return pg._extras.get(field, _ABSENT)  # also of the parent of this process
+        return pg._extras.get(field, _ABSENT)  # also for groups of the parent process
     return _ABSENT
 
 
@@ -333,5 +336,5 @@ def _namespace(value: object) -> Mapping[str, object]:
 def _in_slots(value: object, kind: type) -> Iterator[tuple[str, object]]:
     for name, slot in vars(kind).items():
         if isinstance(slot, MemberDescriptorType):
-            with contextlib.suppress(AttributeError):  # nothing is in it
+            with contextlib.suppress(AttributeError):  # the slot is empty
                 yield name, slot.__get__(value)

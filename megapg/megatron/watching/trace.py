@@ -1,4 +1,4 @@
-"""Who still reads Megatron's globals: every read, with its place in the source."""
+"""Records every read of Megatron's globals, with its place in the source."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _OTHER = "other globals"
 
 @dataclass(frozen=True)
 class GlobalRead:
-    """One place that read a global, and how often.
+    """A place that read a global, with the number of reads.
 
     Attributes:
         getter: the function of ``parallel_state`` that was called, the private global that was
-            read, or ``resolve`` where that fell back to the globals.
+            read, or ``resolve`` if it fell back to the globals.
         file: source file of the reader.
         line: line number there.
         function: the reading function.
-        field: the collection field that would have served; empty where there is none.
+        field: the collection field to use instead; empty if there is none.
         answered_by: name of the collection whose groups the globals held at that moment.
         module: the reading module; for ``resolve``, that of the function that fell back.
-        replacement: what to write there instead; empty where megapg knows nothing.
+        replacement: the expression to write instead; empty if megapg knows none.
         refused: the reason if the guard refuses this read; else empty. See :func:`megapg.guard`.
         count: number of reads.
     """
@@ -59,21 +59,21 @@ class GlobalRead:
 
 
 class Trace:
-    """The reads seen so far; complete when the block has ended."""
+    """The recorded reads, complete when the block has ended."""
 
     def __init__(self) -> None:
         self._sites: dict[tuple[object, ...], _Site] = {}
-        # Backward reads from autograd's threads, and a finaliser in the middle of a read.
+        # Backward reads from autograd's threads, and a finaliser may read during a read.
         self._lock = threading.RLock()
 
     @property
     def reads(self) -> tuple[GlobalRead, ...]:
-        """Every place, by file and line."""
+        """Every reading place, by file and line."""
         with self._lock:  # a line may hold the same read twice
             return summed(replace(site.read, count=site.count) for site in self._sites.values())
 
     def table(self) -> Table:
-        """The reads for the terminal, the most frequent first."""
+        """Return the reads as a table for the terminal, the most frequent first."""
         headings = ("place", "function", "reads", "write instead", "answered by", "count")
         table = empty_table("reads of Megatron's globals", headings)
         for read in sorted(self.reads, key=lambda read: -read.count):
@@ -83,12 +83,12 @@ class Trace:
         return table
 
     def to_json(self) -> str:
-        """The reads as a JSON list of objects with the attributes of :class:`GlobalRead`."""
+        """Return the reads as a JSON list of objects with the attributes of :class:`GlobalRead`."""
         return json.dumps([asdict(read) for read in self.reads], indent=1)
 
 
 def summed(reads: Iterable[GlobalRead]) -> tuple[GlobalRead, ...]:
-    """One for each place, with how often it read in all; by file and line."""
+    """Return one read for each place, with the total count, by file and line."""
     counts: Counter[GlobalRead] = Counter()
     for read in reads:
         counts[replace(read, count=0)] += read.count
@@ -97,7 +97,7 @@ def summed(reads: Iterable[GlobalRead]) -> tuple[GlobalRead, ...]:
 
 
 def empty_table(title: str, headings: Sequence[str]) -> Table:
-    """A table for the terminal, whose last column is of numbers."""
+    """Return a table for the terminal, whose last column holds numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", pad_edge=False)
@@ -109,18 +109,23 @@ def empty_table(title: str, headings: Sequence[str]) -> Table:
 
 @contextlib.contextmanager
 def trace_global_reads(**known: ProcessGroupCollection) -> Iterator[Trace]:
-    """Record every read of ``parallel_state`` while the block runs, in all threads.
+    """Record every read of ``parallel_state`` inside the block, in all threads.
 
-    That is every call of a getter, also through names bound by ``from ... import`` long before;
-    every private global read off the module (``parallel_state._DATA_PARALLEL_GROUP``, and
-    ``from ... import`` of one while the block runs: what was bound before is an ordinary variable
-    by now, and not seen); every :func:`~megapg.megatron.resolve` that was passed nothing; and what
-    :class:`~megapg.megatron.GlobalGroups`, ``from_parallel_state`` and the getters of the bridge
-    read for their caller. On exit each function and the module are exactly what they were. Traces
-    may overlap, and end in any order: each records what happens while it runs.
+    Recorded are:
+
+    * every call of a getter, also through names that were bound earlier with ``from ... import``;
+    * every read of a private global as an attribute of the module
+      (``parallel_state._DATA_PARALLEL_GROUP``, or ``from ... import`` of it inside the block). A
+      value that was bound before is an ordinary variable, and its use is not recorded;
+    * every :func:`~megapg.megatron.resolve` without a collection;
+    * every read that :class:`~megapg.megatron.GlobalGroups`, ``from_parallel_state`` and the
+      getters of the bridge make for their caller.
+
+    On exit each function and the module are exactly as before. Traces may overlap, and end in any
+    order.
 
     Args:
-        **known: collections by name, to say which of them the globals held at each read.
+        **known: collections by name, to report which of them the globals held at each read.
     """
     trace = Trace()
     with listening(_Recorder(trace, known, vars(parallel_state_module()))):
@@ -129,21 +134,21 @@ def trace_global_reads(**known: ProcessGroupCollection) -> Iterator[Trace]:
 
 @dataclass
 class _Site:
-    """One instruction that reads, and how often it did."""
+    """One instruction that reads, with the number of its reads."""
 
     read: GlobalRead
-    code: CodeType  # held, so that its id stays its own
+    code: CodeType  # kept, so that its id stays its own
     count: int = 0
 
 
 class _Recorder:
-    """Listens for one trace. What a site is gets worked out once; after that it is counted."""
+    """The listener of one trace. A site is described once and then counted."""
 
     def __init__(
         self, trace: Trace, known: Mapping[str, ProcessGroupCollection], state: Mapping[str, object]
     ) -> None:
         self._trace, self._state, self._judge = trace, state, Judge(frozenset())
-        # Enough to tell collections apart: two layouts that share all three share the rest.
+        # Enough to distinguish collections: two layouts that share all three share the rest.
         self._known = [
             (label, [(name, vars(pg).get(field)) for name, field in ALWAYS_SET.items()])
             for label, pg in known.items()
@@ -166,7 +171,7 @@ class _Recorder:
         code, trace = caller.f_code, self._trace
         answered_by = self._answered_by()
         refused = "" if instead else self._refused(name, arguments, caller)
-        # By identity: to hash a code object is to hash all of its parts.
+        # Keyed by id: hashing a code object hashes all of its parts.
         place = (id(code), caller.f_lasti, name, answered_by, refused)
         key = (*place, *map(_hashable, arguments.values()))
         with trace._lock:

@@ -16,7 +16,7 @@ FACTORS = ("tp", "pp", "cp", "ep", "dp")
 SIZES = (*FACTORS, "expt_tp", "vpp", "world")
 _WORDS: Mapping[str, Option] = {"true": True, "false": False}
 
-# The axes of each grid, in the order in which a cause is looked for.
+# The axes of each grid, in the order of the search for a cause.
 DENSE_AXES: tuple[Field, ...] = ("tp", "cp", "dp", "pp")
 EXPERT_AXES: tuple[Field, ...] = ("expt_tp", "ep", "expt_dp", "pp")
 
@@ -27,8 +27,8 @@ class LayoutCase:
 
     Attributes:
         text: as the user wrote it.
-        layout: who is in which group.
-        options: further words, handed to ``build`` as keyword arguments.
+        layout: the ranks of each group.
+        options: further words, passed to ``build`` as keyword arguments.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Look for the cause of a wrong tensor in its numbers, and claim no more than they show."""
+"""Looks for the cause of a wrong tensor in its numbers, and claims no more than they show."""
 
 from __future__ import annotations
 

@@ -67,5 +67,5 @@ def write(folder: Path, rank: int, held: Held) -> None:
 def read(folder: Path, rank: int) -> Held:
     """Read the results of a rank."""
     with (folder / f"{rank}.pickle").open("rb") as file:
-        held: Held = pickle.load(file)  # our own ranks wrote it
+        held: Held = pickle.load(file)  # written by our own ranks
     return held

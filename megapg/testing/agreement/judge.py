@@ -64,7 +64,7 @@ class Judge:
         wanted = self.reference.losses
         off, wrong = 0.0, list[tuple[int, int, float]]()
         for rank in range(len(ranks)):
-            members = case.layout.members("cp", rank)  # each has a part of the sequence
+            members = case.layout.members("cp", rank)  # each rank has a part of the sequence
             for number in ranks[rank].losses:
                 value = sum(ranks[each].losses[number] for each in members) / len(members)
                 error = _error(value, wanted[number])
@@ -105,7 +105,7 @@ class Judge:
                 whole = self.reference.outputs.get((name, number))
                 part = None if whole is None else closest_part(output, whole)
                 if part is not None and whole is not None:
-                    # Ranks that hold all of an output share it; parts are held alone.
+                    # Ranks that hold a whole output share it; a part is held by one rank.
                     place = (number,) if part.shape == whole.shape else (number, rank)
                     box = (name, place, tuple(part.shape))
                     pieces[name].append(Piece(rank, box, output, part))

@@ -54,7 +54,7 @@ def run_rank(job: Job, case: LayoutCase, number: int | None) -> None:
         case: the layout.
         number: of the layout. None: this is the reference, which saves the weights first.
     """
-    warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+    warnings.simplefilter("ignore")  # Megatron-core's, about the CPU
     logging.getLogger("megatron").setLevel(logging.ERROR)
     held = Held()
     precision = float64_for_float32() if job.double else contextlib.nullcontext()
@@ -76,7 +76,7 @@ def run_rank(job: Job, case: LayoutCase, number: int | None) -> None:
 
 @contextlib.contextmanager
 def _globals(job: Job, case: LayoutCase, pg: ProcessGroupCollection) -> Iterator[None]:
-    """Have Megatron's globals answer with these groups, or with those of other sizes."""
+    """Make Megatron's globals return these groups, or groups of other sizes."""
     if job.global_sizes is None or case.world_size == 1:
         with megapg.published(pg):
             yield
@@ -85,7 +85,7 @@ def _globals(job: Job, case: LayoutCase, pg: ProcessGroupCollection) -> Iterator
     with (
         megapg.session(layout, name="globals") as other,
         megapg.published(other.groups),
-        megapg.guard("off"),  # the wrong numbers are what is asked for
+        megapg.guard("off"),  # the caller wants the wrong numbers
     ):
         yield
 
@@ -98,7 +98,7 @@ class Trial:
     ) -> None:
         self._job, self._case, self._pg = job, case, pg
         self._distributed = distributed
-        # With another seed the second time: a step that draws random numbers then differs.
+        # Another seed the second time, so that a step that draws random numbers differs.
         megapg.seed_all(SEED + distributed, pg)
         self._plain = self._build()
         self._config: Any = self._plain[0].config
