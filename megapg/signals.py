@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Self
 
+from typing_extensions import override
+
 from megapg.errors import SessionError
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class SignalExit(SystemExit):
         self.signal = signal.Signals(number)
         self.code = 128 + number
 
+    @override
     def __str__(self) -> str:
         return f"stopped by {self.signal.name}"
 
@@ -105,11 +108,13 @@ class Signals(NoSignals):
         self._watch = _Watch.installed() or _Watch()
         self._watch.ears.append(self)
 
+    @override
     def when_stuck(self, work: Callable[[SignalExit], None]) -> None:
         """See :meth:`NoSignals.when_stuck`."""
         self.work_when_stuck = work
 
     @contextlib.contextmanager
+    @override
     def closing(self) -> Iterator[None]:
         """See :meth:`NoSignals.closing`."""
         self._watch.holding += 1
@@ -121,6 +126,7 @@ class Signals(NoSignals):
             self._watch.deliver()
 
     @contextlib.contextmanager
+    @override
     def heeding(self) -> Iterator[None]:
         """See :meth:`NoSignals.heeding`."""
         self._watch.holding -= 1
@@ -130,6 +136,7 @@ class Signals(NoSignals):
         finally:
             self._watch.holding += 1
 
+    @override
     def close(self) -> None:
         """See :meth:`NoSignals.close`."""
         self.work_when_stuck = None

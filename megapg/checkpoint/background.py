@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 
+from typing_extensions import override
+
 from megapg.checkpoint.directory import CheckpointInfo
 from megapg.checkpoint.writer import Memory
 from megapg.collection import Lease
@@ -71,6 +73,7 @@ class CheckpointSave:
         except BaseException as error:
             self._result.set_exception(error)
 
+    @override
     def __repr__(self) -> str:
         state = "under way"
         if self.done:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from typing_extensions import override
+
 from megapg.checkpoint.directory import (
     INDEX_FILE,
     RELEASE,
@@ -45,6 +47,7 @@ class Choice:
         self._attempts = 0
         self.fallback = ""
 
+    @override
     def __str__(self) -> str:
         which = "the latest" if self._iteration is None else f"iteration {self._iteration}"
         return f"{which} from {self._root}"

@@ -12,6 +12,8 @@ import re
 from collections import defaultdict
 from typing import Never, TypeVar
 
+from typing_extensions import override
+
 from megapg.errors import BrokenCheckpointError, UnsafeCheckpointError
 
 T = TypeVar("T")
@@ -79,6 +81,7 @@ _PLAIN = _plain_opcodes()
 class Sealed(type):
     """A class whose attributes can't be set, because a pickle may try to."""
 
+    @override
     def __setattr__(cls, name: str, value: object) -> None:
         raise TypeError(f"{cls.__name__}.{name} can't be set")
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from typing_extensions import override
 
 from megapg.checkpoint.pickles import (
     Called,
@@ -143,6 +144,7 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._what = what
 
+    @override
     def find_class(self, module: str, name: str) -> object:
         known = _STAND_INS.get((module, name))
         if known is not None:
@@ -153,6 +155,7 @@ class _Unpickler(pickle.Unpickler):
             refuse(self._what, f"{module}.{name}")
         return value
 
+    @override
     def persistent_load(self, pid: object) -> object:
         raise UnsafeCheckpointError(
             f"{self._what} asks for an object that lies outside of it, {pid!r:.60}; no checkpoint "

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 import torch
+from typing_extensions import override
 
 from megapg.checkpoint.pickles import Called, Dict, check_bounds, checked, damaged, refuse
 from megapg.errors import MegapgError
@@ -87,6 +88,7 @@ class _Foreign:
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
 
+    @override
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(map(repr, getattr(self, 'arguments', ())))})"
 
@@ -248,8 +250,10 @@ _OF_A_TENSOR = {
 
 
 class _TensorUnpickler(pickle.Unpickler):
+    @override
     def find_class(self, module: str, name: str) -> object:
         return _OF_A_TENSOR[module, name]
 
+    @override
     def persistent_load(self, pid: object) -> object:
         return _Storage(*checked(pid, tuple))

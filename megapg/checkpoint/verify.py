@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from typing_extensions import override
 
 from megapg.checkpoint.contents import (
     COMMON_KEY,
@@ -318,12 +319,15 @@ class _Window(io.RawIOBase):
         self._stream, self._start, self._size = stream, place.offset, place.length
         self._at = 0
 
+    @override
     def readable(self) -> bool:
         return True
 
+    @override
     def seekable(self) -> bool:
         return True
 
+    @override
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
         if base + offset < 0:
@@ -331,6 +335,7 @@ class _Window(io.RawIOBase):
         self._at = base + offset
         return self._at
 
+    @override
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         self._stream.seek(self._start + self._at)
         left = max(self._size - self._at, 0)

@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, TypedDict, Unpack, cast
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from megapg.collection.lease import LIVE
 from megapg.collection.lease import Lease as Lease
@@ -225,8 +226,7 @@ class ProcessGroupCollection:
             MissingGroupError: fields are absent; the error names all of them.
             UnknownFieldError: a name is no field.
             StaleGroupError: the owner closed or suspended the groups.
-            ForeignGroupError: other code destroyed a group, or all of them live in the process from
-                which this one was forked.
+            ForeignGroupError: other code destroyed a group, or this process was forked.
         """
         self._lease.check(owner)
         held = self._present(fields or FIELDS)
@@ -253,7 +253,7 @@ class ProcessGroupCollection:
     def holds(self, fields: Sequence[GroupName]) -> bool:
         """True if ``require(*fields)`` would pass. Takes a microsecond, for use at every call.
 
-        Does not notice if other code has destroyed a single group, but notices the end of WORLD.
+        Notices the end of WORLD, but not that other code has destroyed a single group.
         """
         lease = self._lease
         if lease.state is not LIVE or lease.pid != os.getpid():
@@ -262,7 +262,7 @@ class ProcessGroupCollection:
         for field in fields:
             if field not in held:
                 return False
-        try:  # torch forgets all groups together with WORLD, so one is enough
+        try:  # WORLD's end is the end of all groups, so one is enough
             return self._witness is None or dist.get_global_rank(self._witness, 0) >= 0
         except (KeyError, ValueError, RuntimeError):
             return False
@@ -313,11 +313,13 @@ class ProcessGroupCollection:
                 raise self._missing(self._absent(type(self).__name__, [name]))
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
+    @override
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ProcessGroupCollection):
             return NotImplemented
         return _identity(self) == _identity(other)
 
+    @override
     def __hash__(self) -> int:
         return hash(_identity(self))
 
@@ -327,12 +329,14 @@ class ProcessGroupCollection:
     def __deepcopy__(self, memo: object) -> ProcessGroupCollection:
         return self
 
+    @override
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "a ProcessGroupCollection can't be pickled: its groups live in this process. Send "
             "`pg.describe()`, or the ParallelLayout, and open a session on the other side."
         )
 
+    @override
     def __repr__(self) -> str:
         """Show fields by communicator, each with this rank's index and the group's size."""
         state = "" if self._lease.state is LeaseState.LIVE else f" {self._lease.state.value}"
@@ -343,8 +347,7 @@ class ProcessGroupCollection:
             shared.setdefault(key, []).append(field)
         nothing = shared.pop(None, [])
         parts = [f"{' '.join(fields)} = {_place(self, fields[0])}" for fields in shared.values()]
-        if nothing:
-            parts.append(f"{' '.join(nothing)} = None")
+        parts += [f"{' '.join(nothing)} = None"] if nothing else []
         return f"<{type(self).__name__}{state}: {'; '.join(parts) or 'empty'}>"
 
     def _member(self, field: str) -> Membership:

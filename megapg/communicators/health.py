@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from megapg.communicators.warm_up import Opened
 
 
@@ -26,6 +28,7 @@ class HealthReport:
     seconds: float
     communicators: tuple[Opened, ...] = ()
 
+    @override
     def __str__(self) -> str:
         lines = [
             f"{self.owner}: {len(self.ranks)} rank{'s' if len(self.ranks) != 1 else ''} answered "

@@ -22,6 +22,7 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from megapg.communicators.backends import rows_of
 from megapg.communicators.options import CommunicatorOptions
@@ -92,6 +93,7 @@ class WarmUpReport:
         known = [each.bytes for each in self.communicators if each.bytes is not None]
         return sum(known) if known else None
 
+    @override
     def __str__(self) -> str:
         count = len(self.communicators)
         lines = [

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from typing_extensions import override
+
 from megapg.errors import RendezvousError
 from megapg.rendezvous.coordinator import SOON, Coordinator
 from megapg.rendezvous.problems import brief, listed
@@ -114,6 +116,7 @@ class Place:
         fields, first, name, ranks = json.loads(text)
         return cls(tuple(fields), first, name, ranks)
 
+    @override
     def __str__(self) -> str:
         return json.dumps([self.fields, self.first, self.name, self.ranks[:8]])
 

@@ -21,6 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import psutil
+from typing_extensions import override
 
 from megapg.errors import LaunchError
 
@@ -78,6 +79,7 @@ class Interface:
             return "is down"
         return "" if self.addresses else "has no IP address"
 
+    @override
     def __str__(self) -> str:
         facts = [self.kind.value, *self.devices]
         if self.speed is not None:
@@ -98,6 +100,7 @@ class RdmaPort:
     # the network interfaces whose addresses it uses, for RoCE
     interfaces: frozenset[str] = frozenset()
 
+    @override
     def __str__(self) -> str:
         facts = [self.kind.value, "active" if self.active else "not active", self.rate]
         return f"{self.device}:{self.number} ({', '.join(filter(None, facts))})"
@@ -121,6 +124,7 @@ class Variable:
     kept: str = ""
     problem: str = ""
 
+    @override
     def __str__(self) -> str:
         if not self.kept:
             return f"set {self.name}={self.value}"
@@ -187,6 +191,7 @@ class Network:
                 if os.environ.get(name) == value:  # otherwise other code has changed it
                     del os.environ[name]
 
+    @override
     def __str__(self) -> str:
         chosen = ", ".join(map(str, self.interfaces)) or "no interface chosen"
         lines = [f"network: {chosen}: {self.why}", *(f"  {each}" for each in self.variables)]

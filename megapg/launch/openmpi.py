@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from megapg.errors import LaunchError
 from megapg.launch.launcher import Launcher, Place
 from megapg.launch.process import Launch, port_for
@@ -25,6 +27,7 @@ class OpenMpi(Launcher):
     name = "Open MPI"
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 
+    @override
     def launch(self, place: Place) -> Launch:
         namespace = self.variables.text("PMIX_NAMESPACE", "")
         if not namespace and place.port is None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from typing_extensions import override
+
 from megapg.errors import LaunchError
 from megapg.launch.environment import Variables
 from megapg.launch.launcher import Launcher, Place
@@ -32,12 +34,14 @@ class Slurm(Launcher):
     also = ("SLURM_STEP_ID", "SLURM_JOB_ID")
 
     @classmethod
+    @override
     def detect(cls, variables: Variables) -> Self | None:
         step = variables.maybe("SLURM_STEP_ID")
         if step is None or step >= _FIRST_SPECIAL_STEP:
             return None
         return super().detect(variables)
 
+    @override
     def launch(self, place: Place) -> Launch:
         job, step = self.variables.text("SLURM_JOB_ID"), self.variables.number("SLURM_STEP_ID")
         restarts = self.variables.number("SLURM_RESTART_COUNT", 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from typing_extensions import override
+
 from megapg.launch.environment import Variables
 from megapg.launch.launcher import Launcher, Place
 from megapg.launch.process import Launch
@@ -21,10 +23,12 @@ class Torchrun(Launcher):
     also = (_MARK, "MASTER_ADDR", "MASTER_PORT")
 
     @classmethod
+    @override
     def detect(cls, variables: Variables) -> Self | None:
         # Without the mark, the other variables may have been set by hand.
         return super().detect(variables) if _MARK in variables else None
 
+    @override
     def launch(self, place: Place) -> Launch:
         return Launch(
             launcher=self.name,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeGuard, cast
+from typing import cast
 
 import torch.distributed as dist
+from typing_extensions import TypeIs
 
 from megapg.collection import OPTIONAL_FIELDS, ProcessGroupCollection
 from megapg.errors import MissingGroupError
@@ -146,7 +147,7 @@ def converted(core: MegatronCollection) -> ProcessGroupCollection:
     return ours
 
 
-def _is_of_core(value: object) -> TypeGuard[MegatronCollection]:
+def _is_of_core(value: object) -> TypeIs[MegatronCollection]:
     for each in type(value).__mro__:
         if each.__module__ == COLLECTIONS and each.__name__ in _CLASSES:
             return True

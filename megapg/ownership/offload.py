@@ -23,6 +23,7 @@ from typing import Literal, Protocol, TypeAlias, cast, get_args
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from megapg import torch_private
 from megapg.communicators.backends import rows_of
@@ -67,6 +68,7 @@ class OffloadReport:
     free: tuple[int | None, int | None]
     seconds: Mapping[str, float]
 
+    @override
     def __str__(self) -> str:
         registry = f"{abs(self.groups_gone)} groups {'left' if self.groups_gone > 0 else 'entered'}"
         lines = [

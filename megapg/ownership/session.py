@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
+from typing_extensions import override
+
 from megapg.collection import Lease, LeaseState, ProcessGroup
 from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.addresses import AddressBook
@@ -157,6 +159,7 @@ class Session(Owner):
             "communicators": {"+".join(c.fields): list(c.ranks) for c, _ in self._made},
         }
 
+    @override
     def __repr__(self) -> str:
         name = f"Session {self.name!r} generation {self.generation} {self._state.value}"
         if self._state is not LeaseState.LIVE:
@@ -225,14 +228,17 @@ class Session(Owner):
         return self._resume()
 
     @property
+    @override
     def _ranks(self) -> Sequence[int]:
         return self.layout.ranks
 
+    @override
     def _in_the_way(self) -> str:
         if self._way == "recreate" and not self._world.current:
             return "WORLD, on which its groups were, is no more"
         return ""
 
+    @override
     def _cannot(self) -> dict[How, str]:
         if reason := offload.capturing():
             return dict.fromkeys(offload.WAYS, reason)
@@ -253,6 +259,7 @@ class Session(Owner):
         ]
         return f"others have groups on WORLD: {', '.join(bystanders[:8])}" if bystanders else ""
 
+    @override
     def _concerned(self, way: How) -> list[tuple[Communicator, ProcessGroup]]:
         world = self._world.group
         if way == "recreate" or world is None or len(self.layout.ranks) < self._world.size:
@@ -263,12 +270,15 @@ class Session(Owner):
             (Communicator(("WORLD",), ranks, CommunicatorOptions(), backend), world),
         ]
 
+    @override
     def _sends_without_batching(self) -> bool:
         return self.layout.vpp is not None
 
+    @override
     def _world_of_ours(self) -> ProcessGroup | None:
         return self._world.group
 
+    @override
     def _let_go(self, way: How, steps: Steps) -> None:
         with steps.attempted("destroy"):
             self._destroy(abort=False)
@@ -280,10 +290,12 @@ class Session(Owner):
             with steps.timed("destroy WORLD"):
                 self._world.close(abort=None, timeout=self._timeout)
 
+    @override
     def _agree_to_resume(self, way: How) -> None:
         if way == "suspend":  # otherwise the ranks have disconnected
             self._exchange("resume()", "")
 
+    @override
     def _make_anew(self, way: How, steps: Steps) -> None:
         if way == "recreate world":
             assert self._make_world is not None  # checked before the ranks agreed on this way
@@ -299,6 +311,7 @@ class Session(Owner):
             self._world.check()
             self._open()
 
+    @override
     def _expect(self, state: LeaseState, doing: str) -> None:
         if self._state is state:
             return
@@ -316,6 +329,7 @@ class Session(Owner):
 
     # -- the end -----------------------------------------------------------------------------
 
+    @override
     def close(self) -> None:
         """Close the groups, and WORLD if this session made it. Closing twice does nothing.
 
@@ -338,9 +352,11 @@ class Session(Owner):
         """
         super().close()
 
+    @override
     def _refuse_to_close(self) -> None:
         """Never raises: a session can always be closed."""
 
+    @override
     def _take_leave(self, error: BaseException | None) -> None:
         if self._state is LeaseState.SUSPENDED and self._way == "recreate":
             # The other ranks may be waiting in resume(). If they are not, each rank must count this
@@ -348,6 +364,7 @@ class Session(Owner):
             gone = error or SessionError("it has closed the session")
             Rendezvous(self._world.store, self.name, self.rank, self.layout.ranks).decline(gone)
 
+    @override
     def _release(
         self, steps: Steps, news: Callable[[], None], abort: BaseException | None, alone: bool
     ) -> dict[int, str]:

@@ -7,6 +7,8 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from typing_extensions import override
+
 from megapg.errors import RendezvousError
 from megapg.rendezvous.gathering import Words
 from megapg.rendezvous.problems import listed, of_a_communicator
@@ -27,6 +29,7 @@ class Coordinator(Rendezvous):
 
     _turn = 0
 
+    @override
     def meet(self, settings: Mapping[str, str], *, timeout: float, at_least: int = 1) -> Agreement:
         """See :meth:`~megapg.rendezvous.rendezvous.Rendezvous.meet`."""
         agreement = super().meet(settings, timeout=timeout, at_least=at_least)

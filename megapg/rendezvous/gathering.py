@@ -8,6 +8,8 @@ import json
 import time
 from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence
 
+from typing_extensions import override
+
 from megapg.rendezvous.blocks import FLAT, Blocks, Reports, report_key
 from megapg.rendezvous.store import Store, batches
 
@@ -29,18 +31,22 @@ class Words(Mapping[int, str]):
     def __init__(self, rows: Sequence[tuple[int, int, str]]) -> None:
         self._rows = rows
 
+    @override
     def __getitem__(self, rank: int) -> str:
         at = bisect.bisect(self._rows, rank, key=lambda row: row[0]) - 1
         if at < 0 or rank > self._rows[at][1]:
             raise KeyError(rank)
         return self._rows[at][2]
 
+    @override
     def __iter__(self) -> Iterator[int]:
         return (rank for first, last, _ in self._rows for rank in range(first, last + 1))
 
+    @override
     def __len__(self) -> int:
         return sum(last + 1 - first for first, last, _ in self._rows)
 
+    @override
     def items(self) -> ItemsView[int, str]:
         """Return the items without a search for each rank."""
         return _Items(self)
@@ -64,6 +70,7 @@ class _Items(ItemsView[int, str]):
         super().__init__(words)
         self._words = words
 
+    @override
     def __iter__(self) -> Iterator[tuple[int, str]]:
         return self._words.rows()
 

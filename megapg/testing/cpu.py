@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from megapg import torch_private
 from megapg.megatron.core import core_version
@@ -328,6 +329,7 @@ _SPECIAL: Mapping[Any, Callable[..., Any]] = {
 class _CudaMeansCpu(TorchFunctionMode):
     """Replaces CUDA devices by the CPU in the arguments of every torch function."""
 
+    @override
     def __torch_function__(
         self,
         func: Any,

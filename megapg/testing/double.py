@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from megapg import torch_private
 
@@ -52,6 +53,7 @@ def _wider(value: object) -> object:
 class _Float64ForFloat32(TorchFunctionMode):
     """Replaces float32 by float64 in the arguments of every torch function."""
 
+    @override
     def __torch_function__(
         self,
         func: Callable[..., object],

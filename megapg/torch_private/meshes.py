@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from megapg.errors import LayoutError, UnsupportedVersionError
 from megapg.torch_private import as_name, version
@@ -24,16 +25,19 @@ class _Dimension(str):
 
     owner: object
 
+    @override
     def __eq__(self, other: object) -> bool:
         if isinstance(other, _Dimension) and other.owner is not self.owner:
             return False
         return str.__eq__(self, other)
 
+    @override
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     __hash__ = str.__hash__
 
+    @override
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (str(self),)
 
@@ -45,6 +49,7 @@ class _Mesh(DeviceMesh):
     _fields: Mapping[str, tuple[tuple[int, ...], str]]
     _owner: object
 
+    @override
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         wanted = (names,) if isinstance(names, str) else tuple(names)
         own = {name: name for name in self.mesh_dim_names or ()}
@@ -71,6 +76,7 @@ class _Mesh(DeviceMesh):
             "field that some of them make up, in this order."
         )
 
+    @override
     def _create_flatten_mesh(self, mesh_dim_name: str, *_: object, **__: object) -> None:
         root = self._get_root_mesh()
         if mesh_dim_name in root._flatten_mapping:
@@ -97,6 +103,7 @@ class _Mesh(DeviceMesh):
         root._pg_registry[named] = _c10d._resolve_process_group(as_name(named))
         root._flatten_mapping[name] = flat
 
+    @override
     def _create_unflatten_mesh(self, *_: object, **__: object) -> DeviceMesh:
         raise LayoutError(
             "a mesh of a collection makes no group, so it can't be unflattened; name the fields of "

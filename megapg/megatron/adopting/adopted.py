@@ -17,6 +17,7 @@ from functools import partial
 from types import ModuleType
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from megapg import torch_private
 from megapg.collection import Lease, LeaseState, ProcessGroup
@@ -57,6 +58,7 @@ class AdoptedReport(OffloadReport):
 
     unknown: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    @override
     def __str__(self) -> str:
         lines = [f"  unknown of {name}: {', '.join(what)}" for name, what in self.unknown.items()]
         return "\n".join([super().__str__(), *lines])
@@ -81,6 +83,7 @@ class Leftover:
     ranks: tuple[int, ...]
     backend: str
 
+    @override
     def __str__(self) -> str:
         return f"{self.description} ({self.name!r}, {self.backend}) of ranks {list(self.ranks)}"
 
@@ -213,6 +216,7 @@ class Adopted(Owner):
             "leftovers": [str(leftover) for leftover in self.leftovers],
         }
 
+    @override
     def __repr__(self) -> str:
         since = f" {self._lease.since}" if self._state is not LeaseState.LIVE else ""
         return (
@@ -220,8 +224,6 @@ class Adopted(Owner):
             f"{len(self._creations)} communicators, rank {self._world.rank} of {self._world.size} "
             f"({self._world.backend})>"
         )
-
-    # -- for a while -------------------------------------------------------------------------
 
     def suspend(self, how: How | None = None, *, allow_unknown: bool = False) -> AdoptedReport:
         """Release the resources of the groups until :meth:`resume`. Every rank calls it.
@@ -263,9 +265,11 @@ class Adopted(Owner):
         return AdoptedReport(**vars(self._resume()), unknown=self.unknown)
 
     @property
+    @override
     def _ranks(self) -> Sequence[int]:
         return range(self._world.size)
 
+    @override
     def _cannot(self, allow_unknown: bool = False) -> dict[How, str]:
         if reason := self._globals.published() or offload.capturing():
             return dict.fromkeys(offload.WAYS, reason)
@@ -275,6 +279,7 @@ class Adopted(Owner):
             "recreate world": "WORLD is not theirs",
         }
 
+    @override
     def _agree_to_resume(self, way: How) -> None:
         heard = self._exchange("resume()", self._in_the_way())
         if reasons := [f"rank {rank}: {text}" for rank, text in heard.items() if text]:
@@ -282,34 +287,35 @@ class Adopted(Owner):
                 f"{_OWNER} can't be resumed. {'; '.join(reasons[:8])}. Nothing was touched."
             )
 
+    @override
     def _in_the_way(self) -> str:
         return self._globals.in_the_way()
 
+    @override
     def _concerned(self, way: How) -> list[tuple[Communicator, ProcessGroup]]:
         return self._made
 
+    @override
     def _sends_without_batching(self) -> bool:
         return self._module.get_virtual_pipeline_model_parallel_world_size() is not None
 
+    @override
     def _let_go(self, way: How, steps: Steps) -> None:
         with steps.attempted("destroy"):
             self._take_apart()
         self._compare(steps, "suspend(), after the release")
 
     def _take_apart(self) -> None:
-        """Destroy the groups, and keep the parameters for their recreation, but no reference to
-        them.
-        """
+        """Destroy the groups. Keep their parameters, to make them again."""
         for communicator, group in self._made:
             known = self._creations[communicator]
-            timeout = (
-                torch_private.timeout_of(group) or known.timeout
-            )  # it may have been changed since
-            self._creations[communicator] = replace(known, timeout=timeout)
+            current = torch_private.timeout_of(group)  # may have changed since the creation
+            self._creations[communicator] = replace(known, timeout=current or known.timeout)
         self._globals.lift({group: communicator for communicator, group in self._made})
         del group
         self._destroy(abort=False)
 
+    @override
     def _make_anew(self, way: How, steps: Steps) -> None:
         with steps.timed("make groups"):
             self._make_and_place()
@@ -334,8 +340,9 @@ class Adopted(Owner):
                 )
                 self._made += made.items()
                 # Logs and flight recorders identify groups by it.
-                description = self._creations[communicator].description
-                torch_private.describe(made[communicator], description)
+                torch_private.describe(
+                    made[communicator], self._creations[communicator].description
+                )
             if coordinator is not None:
                 telling = book.mine(self._world.rank)
                 coordinator.confirm(None, timeout=self._timeout, telling=telling)
@@ -351,18 +358,19 @@ class Adopted(Owner):
         self._groups = collection(self._module, self._made, self._lease)
         self._given.add(self._made, self._groups, None)
 
+    @override
     def _part(self, error: BaseException | None, alone: bool = False) -> dict[int, str]:
         """Leave the other ranks, if they have met: rank -> its problem."""
         coordinator = self._coordinator
         if coordinator is None or self._world.current:
             return super()._part(error, alone)
-        # All groups have ended, so there is no rank to wait for.
-        self._coordinator = None
+        self._coordinator = None  # all groups have ended, so there is no rank to wait for
         coordinator.part(error or SessionError("WORLD was destroyed"), timeout=self._timeout)
         return {}
 
     # -- the end -----------------------------------------------------------------------------
 
+    @override
     def close(self) -> None:
         """Destroy the groups and reset the globals, instead of ``destroy_model_parallel``.
 
@@ -381,13 +389,16 @@ class Adopted(Owner):
         """
         super().close()
 
+    @override
     def _refuse_to_close(self) -> None:
         if published := self._globals.published():
             raise PublishedError(f"close() of {_OWNER}: {published}.")
 
+    @override
     def _take_leave(self, error: BaseException | None) -> None:
         """Do nothing: suspended or not, the ranks stay connected until the groups end."""
 
+    @override
     def _release(
         self, steps: Steps, news: Callable[[], None], abort: BaseException | None, alone: bool
     ) -> dict[int, str]:
@@ -400,14 +411,14 @@ class Adopted(Owner):
         news()
         return {}
 
+    @override
     def _destroy(self, *, abort: bool) -> None:
         try:
             self._globals.clear({group for _, group in self._made})
         finally:
             super()._destroy(abort=abort)
 
-    # -- its state ---------------------------------------------------------------------------
-
+    @override
     def _expect(self, state: LeaseState, doing: str) -> None:
         if self._state is not state:
             what_now = {

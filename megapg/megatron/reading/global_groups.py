@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from megapg.collection import (
     OPTIONAL_FIELDS,
@@ -116,6 +117,7 @@ class GlobalGroups(ProcessGroupCollection):
             raise self._missing(self._absent("GlobalGroups", [name]))
         raise self._no_such(name)
 
+    @override
     def rank(self, field: GroupName) -> int:
         """This rank's index in the group of ``field``, as the getter of ``parallel_state`` has it.
 
@@ -128,14 +130,17 @@ class GlobalGroups(ProcessGroupCollection):
         """
         return cast(int, self._number(field, "rank"))
 
+    @override
     def size(self, field: GroupName) -> int:
         """Number of ranks in the group of ``field``, likewise."""
         return cast(int, self._number(field, "size"))
 
+    @override
     def ranks(self, field: GroupName) -> tuple[int, ...]:
         """Global ranks of the group of ``field``, in the group's order, likewise."""
         return tuple(cast(Sequence[int], self._number(field, "ranks")))
 
+    @override
     def holds(self, fields: Sequence[GroupName]) -> bool:
         """True: the globals are asked for each when it is read."""
         return True
@@ -150,10 +155,12 @@ class GlobalGroups(ProcessGroupCollection):
     # vars() is how Megatron-core 0.19 asks what is present. Never what attributes come from: those
     # pass __getattr__, one getter each.
     @property
+    @override
     def __dict__(self) -> dict[str, object]:  # type: ignore[override]
         return self._present(FIELDS)
 
     @property
+    @override
     def extras(self) -> Mapping[str, ProcessGroup]:
         """The gloo companions and hybrid groups that ``initialize_model_parallel`` made."""
         found = {name: self._held(name, _quietly) for name in _GLOO}
@@ -164,10 +171,12 @@ class GlobalGroups(ProcessGroupCollection):
         self._announce(groups)
         return MappingProxyType(groups)
 
+    @override
     def __reduce_ex__(self, protocol: object) -> tuple[type[GlobalGroups], tuple[()]]:  # type: ignore[override]
         self._announce()
         return GlobalGroups, ()  # on the other side the globals are those there
 
+    @override
     def __repr__(self) -> str:  # of no consequence: debuggers call it
         now = self._held_of(FIELDS, _harmlessly) if modules_at_hand() else {}
         held = [field for field, value in now.items() if value is not None]
@@ -213,6 +222,7 @@ class GlobalGroups(ProcessGroupCollection):
         # 0.12 leaves an empty list where there are no levels.
         return tuple(found) or None if name == "hcp" else _ABSENT
 
+    @override
     def _present(self, fields: Sequence[str]) -> dict[str, object]:
         found = self._held_of([field for field in fields if field in FIELDS], _quietly)
         self._announce(any(value is not None for value in found.values()))
@@ -229,6 +239,7 @@ class GlobalGroups(ProcessGroupCollection):
             if value is not _ABSENT and not isinstance(value, list)
         }
 
+    @override
     def _member(self, field: str) -> Membership:
         name, _, level = field.partition(".")
         if name == "hybrid":
@@ -244,9 +255,11 @@ class GlobalGroups(ProcessGroupCollection):
 
     # -- what is said where there is nothing --------------------------------------------------
 
+    @override
     def _missing(self, text: str) -> MissingGlobalGroupError:
         return MissingGlobalGroupError(text)
 
+    @override
     def _no_such(self, name: str) -> MissingGroupError | UnknownFieldError:
         arguments = {
             "gloo": "create_gloo_process_groups=True",
@@ -261,6 +274,7 @@ class GlobalGroups(ProcessGroupCollection):
             f"initialize_model_parallel({argument}) before, or pass pg_collection=session.groups."
         )
 
+    @override
     def _absent(self, owner: str, missing: Sequence[str]) -> str:
         getters = ", ".join(_spelled(field) for field in missing)
         several = "pp" in missing and several_pipelines() is not None

@@ -14,6 +14,7 @@ from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from megapg.collection import Groups, ProcessGroupCollection
 from megapg.collection.membership import known_ranks
@@ -162,6 +163,7 @@ class _Partial(Wanted):
 
     part: ProcessGroupCollection
 
+    @override
     def check(self) -> None:
         """Raise a NoCollectionError where the globals have other ranks for what is carried."""
         other = _apart(self.part, value_in_globals)

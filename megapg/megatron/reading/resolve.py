@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, cast, get_args
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import (
@@ -228,6 +229,7 @@ class NotGiven(Wanted):
 
     __slots__ = ()
 
+    @override
     def missing(self, text: str) -> MissingGlobalGroupError:
         """The error, which says what to pass."""
         if initialised():
@@ -285,6 +287,7 @@ class StandIn(GlobalGroups):
         object.__setattr__(self, "_wanted", wanted)
         object.__setattr__(self, "_said", False)
 
+    @override
     def _announce(self, answer: object = None, getter: Callable[..., object] | None = None) -> None:
         if self._said:
             return
@@ -293,6 +296,7 @@ class StandIn(GlobalGroups):
             let_globals_serve(self._wanted, policy_now())
             object.__setattr__(self, "_said", True)
 
+    @override
     def _missing(self, text: str) -> MissingGlobalGroupError:
         return self._wanted.missing(text)
 

@@ -16,6 +16,8 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, ModuleType
 from typing import cast
 
+from typing_extensions import override
+
 from megapg.megatron.core import GLOBALS
 from megapg.megatron.watching.hook import calling_instead, twin, unwrapped
 
@@ -115,6 +117,7 @@ class _Import(importlib.abc.MetaPathFinder):
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
 
+    @override
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -133,9 +136,11 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, own: importlib.abc.Loader, on_change: Callable[[], None]) -> None:
         self._own, self._on_change = own, on_change
 
+    @override
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._own.create_module(spec)
 
+    @override
     def exec_module(self, module: ModuleType) -> None:
         module.__loader__ = self._own
         if module.__spec__ is not None:

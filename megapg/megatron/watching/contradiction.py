@@ -11,6 +11,7 @@ from types import FrameType
 from typing import cast
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from megapg.collection import ProcessGroupCollection
 from megapg.layout import GroupName
@@ -78,6 +79,7 @@ class Contradiction:
     source: str
     given: str
 
+    @override
     def __str__(self) -> str:
         what = f"{self.reader} asks {self.read}: the globals answer {self.answer}, {self.source}"
         if self.given:

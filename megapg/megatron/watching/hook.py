@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from types import FrameType, FunctionType, MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Protocol
 
+from typing_extensions import override
+
 from megapg.collection import ProcessGroupCollection
 from megapg.megatron.core import BRIDGE, parallel_state_module, parameters_of
 from megapg.megatron.watching.advice import NOT_READS
@@ -132,6 +134,7 @@ class Hook:
         state, tell, plain = self._state, self.tell, self._class.__getattribute__
 
         class Watched(self._class):  # type: ignore[misc, name-defined]
+            @override
             def __getattribute__(self, name: str) -> object:
                 if name[:1] == "_" and name[1:2].isupper() and name in state:
                     tell(name, {}, sys._getframe(1))

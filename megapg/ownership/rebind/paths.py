@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from typing_extensions import override
+
 _STEPS = 50  # most steps in the text of a path, to bound the cost of long paths
 
 # Kinds of steps: a passed object, an attribute, the value of a key or index, a key, a part of an
@@ -18,6 +20,7 @@ class Path(NamedTuple):
     kind: int
     key: object
 
+    @override
     def __str__(self) -> str:
         steps: list[Path] = []
         step: Path | None = self

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
 from megapg.ownership.rebind.successors import Replacements
 from megapg.ownership.rebind.survivors import survivors
 from megapg.ownership.rebind.walk import Walk
@@ -39,6 +41,7 @@ class Rebound:
         """True if no known reference leads to an old group."""
         return not self.left and not self.elsewhere
 
+    @override
     def __str__(self) -> str:
         names = ", ".join(f"{name} {count}" for name, count in self.by_name.items())
         count = len(self.replaced)
