@@ -25,7 +25,7 @@ from megapg.cli.migrate_screen import (
     show_use,
 )
 from megapg.errors import MegapgError
-from megapg.migrate.baseline import beyond, gone, read_baseline, write_baseline
+from megapg.migrate.baseline import beyond, gone, of_files, read_baseline, write_baseline
 from megapg.migrate.config import load_config
 from megapg.migrate.migration import Problem, Rewritten
 from megapg.migrate.reasons import explain as explanation
@@ -91,8 +91,8 @@ def check(
     "# megapg: keep" are skipped. Settings are in \\[tool.megapg] of pyproject.toml: exclude,
     wrappers, from-core.
 
-    Exit code 0: no uses, or none beyond the baseline. 1: there are uses. 2: wrong paths or
-    settings, or a file given by name can't be read.
+    Exit code 0: no uses, or none beyond the baseline. 1: there are uses, or a file in a folder
+    can't be read. 2: wrong paths or settings, or a file given by name can't be read.
 
     Example: megapg check src --baseline megapg-baseline.json
     """
@@ -110,9 +110,14 @@ def check(
         counted = list(report.entries)
         compared = []
         if baseline is not None:
+            read = {*report.found.files} - {problem.file for problem in report.problems}
+
+            def is_read(name: str) -> bool:
+                return name in read or not (config.root / name).exists()
+
             if update_baseline:
-                write_baseline(baseline, uses)
-            allowed = read_baseline(baseline)
+                write_baseline(baseline, uses, is_read)
+            allowed = of_files(read_baseline(baseline), is_read)
             new = set(map(id, beyond(uses, allowed)))
             counted = [entry for entry in report.entries if id(entry.use) in new]
             compared = [f"{len(counted)} more than in {baseline}"]
@@ -121,12 +126,10 @@ def check(
         if not quiet:
             out = screen()
             show(out, report, counted, "uses, by package")
-            parts = [count(report.found.files, "file"), count(len(uses), "use")]
+            parts = [count(len(report.found.files), "file"), count(len(uses), "use")]
             _end(out, report, [*parts, *compared])
         _write_documents(report, counted, as_json, sarif)
-    if counted:
-        raise typer.Exit(1)
-    _exit_if_unread(paths, report)
+    _exit(paths, report, bool(counted))
 
 
 @add_to(app)
@@ -177,8 +180,9 @@ def migrate(
     vendored module is deleted by hand. New text is formatted with the
     black, isort or ruff that the project configures. Lines with "# megapg: keep" stay.
 
-    Exit code 0: all uses are rewritten. 1: uses are left, or changes are not written yet. 2: wrong
-    paths or settings, files could not be written, or a file given by name can't be read.
+    Exit code 0: all uses are rewritten. 1: uses are left, changes are not written yet, or a file in
+    a folder can't be read. 2: wrong paths or settings, files could not be written, or a file given
+    by name can't be read.
 
     Example: megapg migrate src tests, and if the diff looks right, again with --write
     """
@@ -201,9 +205,7 @@ def migrate(
         _write_documents(report, report.entries, as_json, sarif)
     if unwritten:
         raise typer.Exit(2)
-    if report.left or (report.files and not write):
-        raise typer.Exit(1)
-    _exit_if_unread(paths, report)
+    _exit(paths, report, bool(report.left or (report.files and not write)))
 
 
 @add_to(app)
@@ -267,12 +269,14 @@ def _check_paths(paths: Sequence[Path]) -> None:
         )
 
 
-def _exit_if_unread(paths: Sequence[Path], report: Report) -> None:
-    """Exit with 2 if a file given by name was not read: it may have uses."""
+def _exit(paths: Sequence[Path], report: Report, is_unfinished: bool) -> None:
+    """Exit with the code of the outcome. A file that was not read may have uses."""
     named = {os.path.realpath(path) for path in paths if not path.is_dir()}
     unread = {os.path.realpath(report.config.root / each.file) for each in report.problems}
     if named & unread:
         raise typer.Exit(2)
+    if is_unfinished or unread:
+        raise typer.Exit(1)
 
 
 def _is_document(as_json: bool, sarif: Path | None) -> bool:
@@ -320,7 +324,7 @@ def _show_migration(report: Report, written: bool) -> None:
     modules = [file.file for file in report.files if file.is_runtime]
     done = "rewritten" if written else "can be rewritten"
     parts = [
-        count(report.found.files, "file"),
+        count(len(report.found.files), "file"),
         f"{count(len(report.entries), 'use')}: {len(report.entries) - len(report.left):,} {done} "
         f"in {count(len(report.files) - len(modules), 'file')}",
         *(f"{module} {verb}" for module in modules),

@@ -132,7 +132,7 @@ class _Scans:
         uses = [each.use for facts in self.facts.values() for each in facts.uses]
         return Found(
             uses=sorted(uses, key=lambda use: (use.file, use.span)),
-            files=len(self.project.files),
+            files=self.project.files.values(),
             notebooks=self.project.notebooks,
             problems=self._problems,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -33,7 +33,7 @@ class Found:
     """All uses in a project."""
 
     uses: Sequence[Use]  # by file and position
-    files: int  # Python files that were looked at
+    files: Collection[str]  # names of the Python files that were looked at
     notebooks: int  # notebooks, which are not read
     problems: Sequence[Problem]
 

@@ -97,6 +97,24 @@ def test_the_ratchet(project: Path) -> None:
     assert run(2, "check", project, "--update-baseline")
 
 
+def test_the_ratchet_of_some_files(project: Path) -> None:
+    """Entries of files that were not read stay, also if such a file is no valid Python now."""
+    baseline = project / "baseline.json"
+    options = ("--baseline", baseline, "--update-baseline")
+    run(0, "check", project, *options)
+    allowed = json.loads(baseline.read_text())["allowed"]
+    assert len(allowed) == 2
+    assert "fewer" not in run(0, "check", project / "p" / "a.py", *options[:2])
+    write(project, {"p/a.py": "", "p/c.py": LEFT})
+    run(0, "check", project / "p" / "a.py", project / "p" / "c.py", *options)
+    found = [key.partition("::")[0] for key in json.loads(baseline.read_text())["allowed"]]
+    assert found == ["p/b.py", "p/c.py"]
+    write(project, {"p/c.py": f"{LEFT}print 'two'\n"})
+    assert "fewer" not in run(1, "check", project, *options[:2])
+    (project / "p" / "c.py").unlink()
+    assert "1 fewer" in run(0, "check", project / "p" / "a.py", *options[:2])
+
+
 def test_the_hook_for_pre_commit(project: Path) -> None:
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     assert (hook["language"], hook["pass_filenames"]) == ("python", False)
@@ -269,7 +287,8 @@ def test_paths_that_can_not_be_read(project: Path, command: str) -> None:
     assert "nowhere does not exist" in run(2, command, project / "nowhere")
     assert "notebooks are not read" in run(2, command, project / "q" / "x.ipynb")
     assert "q/old.py:6: is no valid Python" in run(2, command, project / "q" / "old.py")
-    assert "1 problem" in run(0, command, project / "q")
+    assert "1 problem" in run(1, command, project / "q")
+    run(2, command, project / "p", project / "q" / "old.py")
     run(2, command, project / "q" / "clean.py", project / "q" / "old.py")
     run(0, command, project / "q" / "clean.py")
     run(2, command)

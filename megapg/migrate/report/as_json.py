@@ -24,7 +24,7 @@ def document(report: Report, counted: Collection[Entry]) -> dict[str, object]:
         "megapg": __version__,
         "versions": [f"0.{version}" for version in report.config.versions],
         "versions_from": report.config.versions_from,
-        "files": report.found.files,
+        "files": len(report.found.files),
         "notebooks": report.found.notebooks,
         "kept": report.kept,
         "totals": {"uses": len(report.entries), **report.fates, "reasons": report.reasons},
