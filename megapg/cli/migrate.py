@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +27,6 @@ from megapg.cli.migrate_screen import (
 from megapg.errors import MegapgError
 from megapg.migrate.baseline import beyond, gone, of_files, read_baseline, write_baseline
 from megapg.migrate.config import load_config
-from megapg.migrate.migration import Problem, Rewritten
 from megapg.migrate.reasons import explain as explanation
 from megapg.migrate.report import as_json as json_report
 from megapg.migrate.report import sarif as sarif_report
@@ -175,9 +174,9 @@ def migrate(
     Without --write no file changes. The diff goes to standard output, for git apply or patch -p1,
     and the report to standard error. For the report alone: megapg migrate src tests > /dev/null.
 
-    --write changes all files or none. It refuses files with uncommitted changes, or outside of
-    git, unless you add --allow-dirty. git restore undoes it; a new
-    vendored module is deleted by hand. New text is formatted with the
+    --write changes all files or none. It refuses if a file that mentions the globals, or that it
+    would change, has uncommitted changes or is not in git, unless you add --allow-dirty. git
+    restore undoes it; a new vendored module is deleted by hand. New text is formatted with the
     black, isort or ruff that the project configures. Lines with "# megapg: keep" stay.
 
     Exit code 0: all uses are rewritten. 1: uses are left, changes are not written yet, or a file in
@@ -193,8 +192,14 @@ def migrate(
         _check_paths(paths)
         config = load_config(paths[0], from_core, wrapper or (), runtime, thread_from or ())
         with progress("migrating") as advance:
-            migration = engine.migrate(paths, config, unsafe=unsafe, on_progress=advance)
-        unwritten = _write(migration.files, allow_dirty) if write else []
+            check: Callable[[Mapping[Path, str]], object] = len
+            if write and not allow_dirty:
+                check = _refuse_uncommitted
+            migration = engine.migrate(
+                paths, config, unsafe=unsafe, on_progress=advance, check_files=check
+            )
+        check({file.path: file.file for file in migration.files})
+        unwritten = write_files(migration.files) if write else []
         report = of_migration(migration, config, unwritten)
         if not quiet:
             if not write:
@@ -302,16 +307,18 @@ def _write_documents(
             raise typer.BadParameter(f"{sarif} can't be written: {error.strerror}.") from error
 
 
-def _write(files: Sequence[Rewritten], allow_dirty: bool) -> list[Problem]:
-    """Write the files, unless git could not restore them."""
-    if lines := [] if allow_dirty else uncommitted(files):
-        more = len(lines) - _MOST_NAMES
-        shown = [*lines[:_MOST_NAMES], *([f"and {more:,} more"] if more > 0 else [])]
+def _refuse_uncommitted(files: Mapping[Path, str]) -> None:
+    if lines := uncommitted(files):
         raise typer.BadParameter(
-            f"nothing is written, since git could not restore the files: {'; '.join(shown)}. "
+            f"nothing is written, since git could not restore the files: {_some(lines, '; ')}. "
             "Commit your changes first, or add --allow-dirty."
         )
-    return write_files(files)
+
+
+def _some(names: Sequence[str], separator: str = ", ") -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - _MOST_NAMES
+    return separator.join([*names[:_MOST_NAMES], *([f"and {more:,} more"] if more > 0 else [])])
 
 
 def _show_migration(report: Report, written: bool) -> None:
@@ -343,6 +350,9 @@ def _end(out: Console, report: Report, parts: Sequence[str], hint: str = "") -> 
         parts.append(f"{report.kept} kept")
     if report.found.notebooks:
         parts.append(f"{count(report.found.notebooks, 'notebook')} not read")
+    if report.found.skipped:
+        number = sum(report.found.skipped.values())
+        parts.append(f"{count(number, 'file')} in {_some(list(report.found.skipped))} skipped")
     if report.problems:
         parts.append(count(len(report.problems), "problem"))
     out.print(Text(f"{'; '.join(parts)}. Read as Megatron-core {versions(report.config)}.{hint}"))

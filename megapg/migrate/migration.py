@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -36,6 +36,7 @@ class Found:
     files: Collection[str]  # names of the Python files that were looked at
     notebooks: int  # notebooks, which are not read
     problems: Sequence[Problem]
+    skipped: Mapping[str, int] = field(default_factory=dict)  # folders -> Python files in them
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from trees import contents, write
 from typer.testing import CliRunner
 
 from megapg.cli.migrate import app
+from megapg.migrate import engine
 from megapg.migrate.reasons import REASONS
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,35 @@ def test_check_prints_a_line_for_each_use(project: Path) -> None:
         "p/b.py:5:5: mpu.destroy_model_parallel() [lifecycle]",
     ]
     assert lines[-1] == "2 files; 2 uses. Read as Megatron-core 0.16 ([tool.megapg] from-core)."
+
+
+def test_skipped_folders_are_named(project: Path) -> None:
+    write(project, dict.fromkeys(("build/lib/p/a.py", "q/dist/a.py", "q/dist/b.txt"), SERVED))
+    environments = ("env/a.py", "env/conda-meta/x", "venv/a.py", "venv/pyvenv.cfg")
+    write(project, dict.fromkeys(environments, SERVED))
+    for command in ("check", "migrate"):
+        assert "; 2 files in build, q/dist skipped. Read as" in run(1, command, project)
+        found = json.loads(run(1, command, project, "--json"))
+        assert found["skipped"] == {"build": 1, "q/dist": 1}
+    assert "skipped" not in run(1, "check", project, project / "build", project / "q" / "dist")
+    write(project, {"pyproject.toml": f'{SETTINGS}exclude = ["build/*", "q/dist/*"]\n'})
+    assert "skipped" not in run(1, "check", project)
+
+
+def test_check_and_migrate_count_the_same_uses(project: Path) -> None:
+    """Names for the globals are followed into files that do not mention the globals."""
+    files = {
+        "p/names.py": f"{SERVED}rank = mpu.get_tensor_model_parallel_rank\n",
+        "p/again.py": "from p.names import rank as place\n",
+        "p/c.py": "from p.names import *\n\n\ndef f():\n    return first() + rank()\n",
+        "p/d.py": "from p import again\n\nx = again.place()\n",
+        "p/e.py": "rank = 3\nprint(rank)\n",
+    }
+    write(project, files)
+    for command in ("check", "migrate"):
+        found = json.loads(run(1, command, project, "--json"))
+        names = [use["file"] for use in found["uses"]]
+        assert names == ["p/a.py", "p/b.py", "p/c.py", "p/d.py", "p/names.py", "p/names.py"]
 
 
 def test_check_without_uses(project: Path) -> None:
@@ -163,18 +193,33 @@ def test_write_refuses_files_that_git_could_not_restore(project: Path) -> None:
     output = run(2, "migrate", project, "--write")
     assert output.startswith("error nothing is written, since git could not restore the files: ")
     assert "p/a.py is in no git repository; " in output
-    assert "p/c3.py is in no git repository; and 2 more. Commit your changes first" in output
+    assert "p/c2.py is in no git repository; and 3 more. Commit your changes first" in output
     assert "--allow-dirty" in output
     assert contents(project) == before
 
     committed(project)
     write(project, {"p/a.py": f"{SERVED}# edited\n"})
     assert "p/a.py has uncommitted changes" in run(2, "migrate", project, "--write")
-    write(project, {"p/a.py": SERVED, "p/b.py": f"{LEFT}# edited, but not rewritten\n"})
+    write(project, {"p/a.py": SERVED, "p/b.py": LEFT, "p/new.py": "x = 1\n"})
     run(1, "migrate", project, "--write")
     write(project, {"p/a.py": f"{SERVED}# edited\n"})
     run(1, "migrate", project, "--write", "--allow-dirty")
     assert "megapg" in (project / "p" / "a.py").read_text()
+
+
+def test_uncommitted_changes_are_refused_before_the_analysis(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed(project)
+    write(project, {"p/b.py": f"{LEFT}# edited\n"})
+    monkeypatch.setattr(engine, "scan", None)
+    assert "p/b.py has uncommitted changes" in run(2, "migrate", project, "--write")
+
+
+def test_a_caller_with_uncommitted_changes_is_refused(project: Path) -> None:
+    write(project, {"p/c.py": "from p.a import first\n\n\ndef third(model):\n    return first()\n"})
+    write(committed(project), {"p/c.py": (project / "p" / "c.py").read_text() + "# edited\n"})
+    assert "p/c.py has uncommitted changes" in run(2, "migrate", project, "--write")
 
 
 @pytest.mark.parametrize("where", ["", "p"])

@@ -26,6 +26,7 @@ def document(report: Report, counted: Collection[Entry]) -> dict[str, object]:
         "versions_from": report.config.versions_from,
         "files": len(report.found.files),
         "notebooks": report.found.notebooks,
+        "skipped": dict(report.found.skipped),
         "kept": report.kept,
         "totals": {"uses": len(report.entries), **report.fates, "reasons": report.reasons},
         "by_package": {row.package: row.uses for row in packages},
