@@ -36,6 +36,7 @@ from megapg.migrate.write import uncommitted, write_files
 
 _STDOUT = Path("-")
 _MOST_NAMES = 5  # of files, in a message
+_NOTHING_WRITTEN = "Nothing is written yet: add --write."
 
 app = make_app(
     "Move code off Megatron's globals: find the uses, rewrite them, and explain the rest. "
@@ -159,8 +160,9 @@ def migrate(
         list[str] | None,
         typer.Option(
             metavar="FUNCTION",
-            help="Add the parameter pg_collection to this function or class although no caller "
-            "passes it yet, and pass it on from there. Can be repeated.",
+            help="Add the parameter pg_collection to this function, class or static method "
+            "although no caller passes it yet, and pass it on from there: train, Trainer or "
+            "Trainer.make. The module's name picks one of several: steps.train. Can be repeated.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -246,7 +248,8 @@ def _in_line(file: Path, line: int, from_core: str | None, wrappers: Sequence[st
 
     _check_paths([file])
     config = load_config(file, from_core, wrappers)
-    migration = engine.migrate([file, config.root], config)
+    with progress("explaining") as advance:
+        migration = engine.migrate([file, config.root], config, on_progress=advance)
     name = Path(os.path.relpath(os.path.abspath(file), config.root)).as_posix()
     entries = [
         entry
@@ -339,7 +342,11 @@ def _show_migration(report: Report, written: bool) -> None:
     ]
     if report.roots:
         parts.append(f"{count(len(report.roots), 'function')} may read the globals")
-    hint = "" if written or not report.files else " Nothing is written yet: add --write."
+    for program, number in report.unformatted.items():
+        text = f"{program} is configured but not installed: {count(number, 'file')} not formatted"
+        out.print(Text(text, style="yellow"))
+    hint = "Line numbers are those of the old files." if written else _NOTHING_WRITTEN
+    hint = f" {hint}" if report.files else ""
     _end(out, report, parts, hint)
 
 

@@ -90,7 +90,7 @@ def migrate(
             break
         frozen |= failed  # other files may not rely on a file that stays
     files += runtimes.modules({path: _called(each) for path, each in plan.files.items()})
-    files = formatted(files, config.root, on_progress)
+    files, unformatted = formatted(files, config.root, on_progress)
     failures = [Problem(project.files[path], 0, why) for path, why in frozen.items()]
     return Migration(
         found=found,
@@ -99,6 +99,7 @@ def migrate(
         files=sorted(files, key=lambda each: each.file),
         roots=plan.roots,
         problems=[*found.problems, *failures],
+        unformatted=unformatted,
     )
 
 

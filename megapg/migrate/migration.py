@@ -91,3 +91,5 @@ class Migration:
     files: Sequence[Rewritten]  # by name
     roots: Sequence[Root]  # those with most uses first
     problems: Sequence[Problem]  # those of ``found``, and files that can't be rewritten
+    # Formatters that are configured but not installed -> number of files.
+    unformatted: Mapping[str, int] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from megapg.cli.migrate import app
 from megapg.migrate import engine
+from megapg.migrate import format as format_module
 from megapg.migrate.reasons import REASONS
 
 ROOT = Path(__file__).parents[2]
@@ -178,6 +179,7 @@ def test_write_and_a_second_run(project: Path) -> None:
     committed(project)
     output = run(1, "migrate", project, "--write")
     assert "1 rewritten in 1 file; 1 left" in output.splitlines()[-1]
+    assert output.endswith("Line numbers are those of the old files.\n")
     assert "resolve(pg_collection)" in (project / "p" / "a.py").read_text()
     assert (project / "p" / "b.py").read_text() == LEFT
     after = files_of(project)
@@ -280,11 +282,44 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
         assert b"Traceback" not in done.stderr
 
 
-def test_colours_and_progress_on_a_terminal(project: Path) -> None:
+def test_a_formatter_that_is_not_installed_is_named(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(project, {"pyproject.toml": f"{SETTINGS}[tool.black]\n", "p/c.py": SERVED})
+    monkeypatch.setattr(format_module, "_start", lambda program: ())
+    said = "black is configured but not installed: 2 files not formatted\n"
+    for options in ([], ["--write", "--allow-dirty"]):
+        assert said in run(1, "migrate", project, *options)
+        write(project, {"p/a.py": SERVED, "p/c.py": SERVED})
+    assert json.loads(run(1, "migrate", project, "--json"))["unformatted"] == {"black": 2}
+
+
+@pytest.mark.parametrize("name", ["second", "C", "C.make", "a.second", "a.C", "a.C.make"])
+def test_the_forms_of_thread_from(project: Path, name: str) -> None:
+    text = (
+        f"{SERVED}\n\nclass C:\n    def __init__(self):\n        first()\n\n"
+        "    @staticmethod\n    def make():\n        first()\n\n\ndef second():\n    first()\n"
+    )
+    write(project, {"p/__init__.py": "", "p/a.py": text})
+    diff = CliRunner().invoke(app, ["migrate", str(project), "--thread-from", name]).stdout
+    starts = {"C": "    def __init__(self, ", "make": "    def make(", "second": "def second("}
+    for each, start in starts.items():
+        taken = f"+{start}*, pg_collection=None)" in diff
+        assert taken == (each == name.rpartition(".")[2])
+    assert "no function or class of that name" in run(2, "migrate", project, "--thread-from", "b.D")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "title"),
+    [(["migrate", "."], "migrating: "), (["explain", "p/a.py:5"], "explaining: ")],
+)
+def test_colours_and_progress_on_a_terminal(
+    project: Path, arguments: list[str], title: str
+) -> None:
     leader, follower = pty.openpty()
     environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "megapg", "migrate", "."],
+        [sys.executable, "-P", "-m", "megapg", *arguments],
         cwd=project,
         env={**environment, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"},
         stdin=subprocess.DEVNULL,
@@ -298,9 +333,10 @@ def test_colours_and_progress_on_a_terminal(project: Path) -> None:
             drawn += os.read(leader, 65536)
         except OSError:  # the process has ended
             break
-    assert process.wait(60) == 1
-    assert b"migrating: " in drawn
-    assert b"\x1b[31m-    return mpu.get_tensor_model_parallel_rank()" in drawn
+    is_migrate = arguments[0] == "migrate"
+    assert process.wait(60) == int(is_migrate)
+    assert title.encode() in drawn
+    assert (b"\x1b[31m-    return mpu.get_tensor_model_parallel_rank()" in drawn) == is_migrate
 
 
 # --- explain --------------------------------------------------------------------------------------
@@ -367,6 +403,7 @@ def test_help_teaches() -> None:
     text = " ".join(run(0, "migrate", "--help").split())
     for part in ("Example: megapg migrate", "git apply", "Exit code 0", "megapg: keep", "--write"):
         assert part in text
+    assert "Trainer.make" in text
 
 
 def test_settings_in_pyproject(project: Path) -> None:

@@ -32,6 +32,7 @@ def document(report: Report, counted: Collection[Entry]) -> dict[str, object]:
         "by_package": {row.package: row.uses for row in packages},
         "uses": [{**_described(entry), "counts": id(entry) in counts} for entry in report.entries],
         "changes": [_changed(file, report) for file in report.files],
+        "unformatted": dict(report.unformatted),
         "roots": list(map(asdict, report.roots)),
         "problems": list(map(asdict, report.problems)),
     }
