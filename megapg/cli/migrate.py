@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -25,9 +25,8 @@ from megapg.cli.migrate_screen import (
     show_use,
 )
 from megapg.errors import MegapgError
-from megapg.migrate.baseline import beyond, gone, read_baseline, write_baseline
+from megapg.migrate.baseline import beyond, gone, of_files, read_baseline, write_baseline
 from megapg.migrate.config import load_config
-from megapg.migrate.migration import Problem, Rewritten
 from megapg.migrate.reasons import explain as explanation
 from megapg.migrate.report import as_json as json_report
 from megapg.migrate.report import sarif as sarif_report
@@ -37,6 +36,7 @@ from megapg.migrate.write import uncommitted, write_files
 
 _STDOUT = Path("-")
 _MOST_NAMES = 5  # of files, in a message
+_NOTHING_WRITTEN = "Nothing is written yet: add --write."
 
 app = make_app(
     "Move code off Megatron's globals: find the uses, rewrite them, and explain the rest. "
@@ -91,8 +91,8 @@ def check(
     "# megapg: keep" are skipped. Settings are in \\[tool.megapg] of pyproject.toml: exclude,
     wrappers, from-core.
 
-    Exit code 0: no uses, or none beyond the baseline. 1: there are uses. 2: wrong paths or
-    settings, or a file given by name can't be read.
+    Exit code 0: no uses, or none beyond the baseline. 1: there are uses, or a file in a folder
+    can't be read. 2: wrong paths or settings, or a file given by name can't be read.
 
     Example: megapg check src --baseline megapg-baseline.json
     """
@@ -110,9 +110,14 @@ def check(
         counted = list(report.entries)
         compared = []
         if baseline is not None:
+            read = {*report.found.files} - {problem.file for problem in report.problems}
+
+            def is_read(name: str) -> bool:
+                return name in read or not (config.root / name).exists()
+
             if update_baseline:
-                write_baseline(baseline, uses)
-            allowed = read_baseline(baseline)
+                write_baseline(baseline, uses, is_read)
+            allowed = of_files(read_baseline(baseline), is_read)
             new = set(map(id, beyond(uses, allowed)))
             counted = [entry for entry in report.entries if id(entry.use) in new]
             compared = [f"{len(counted)} more than in {baseline}"]
@@ -121,12 +126,10 @@ def check(
         if not quiet:
             out = screen()
             show(out, report, counted, "uses, by package")
-            parts = [count(report.found.files, "file"), count(len(uses), "use")]
+            parts = [count(len(report.found.files), "file"), count(len(uses), "use")]
             _end(out, report, [*parts, *compared])
         _write_documents(report, counted, as_json, sarif)
-    if counted:
-        raise typer.Exit(1)
-    _exit_if_unread(paths, report)
+    _exit(paths, report, bool(counted))
 
 
 @add_to(app)
@@ -157,8 +160,9 @@ def migrate(
         list[str] | None,
         typer.Option(
             metavar="FUNCTION",
-            help="Add the parameter pg_collection to this function or class although no caller "
-            "passes it yet, and pass it on from there. Can be repeated.",
+            help="Add the parameter pg_collection to this function, class or static method "
+            "although no caller passes it yet, and pass it on from there: train, Trainer or "
+            "Trainer.make. The module's name picks one of several: steps.train. Can be repeated.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -172,13 +176,14 @@ def migrate(
     Without --write no file changes. The diff goes to standard output, for git apply or patch -p1,
     and the report to standard error. For the report alone: megapg migrate src tests > /dev/null.
 
-    --write changes all files or none. It refuses files with uncommitted changes, or outside of
-    git, unless you add --allow-dirty. git restore undoes it; a new
-    vendored module is deleted by hand. New text is formatted with the
+    --write changes all files or none. It refuses if a file that mentions the globals, or that it
+    would change, has uncommitted changes or is not in git, unless you add --allow-dirty. git
+    restore undoes it; a new vendored module is deleted by hand. New text is formatted with the
     black, isort or ruff that the project configures. Lines with "# megapg: keep" stay.
 
-    Exit code 0: all uses are rewritten. 1: uses are left, or changes are not written yet. 2: wrong
-    paths or settings, files could not be written, or a file given by name can't be read.
+    Exit code 0: all uses are rewritten. 1: uses are left, changes are not written yet, or a file in
+    a folder can't be read. 2: wrong paths or settings, files could not be written, or a file given
+    by name can't be read.
 
     Example: megapg migrate src tests, and if the diff looks right, again with --write
     """
@@ -189,8 +194,14 @@ def migrate(
         _check_paths(paths)
         config = load_config(paths[0], from_core, wrapper or (), runtime, thread_from or ())
         with progress("migrating") as advance:
-            migration = engine.migrate(paths, config, unsafe=unsafe, on_progress=advance)
-        unwritten = _write(migration.files, allow_dirty) if write else []
+            check: Callable[[Mapping[Path, str]], object] = len
+            if write and not allow_dirty:
+                check = _refuse_uncommitted
+            migration = engine.migrate(
+                paths, config, unsafe=unsafe, on_progress=advance, check_files=check
+            )
+        check({file.path: file.file for file in migration.files})
+        unwritten = write_files(migration.files) if write else []
         report = of_migration(migration, config, unwritten)
         if not quiet:
             if not write:
@@ -201,9 +212,7 @@ def migrate(
         _write_documents(report, report.entries, as_json, sarif)
     if unwritten:
         raise typer.Exit(2)
-    if report.left or (report.files and not write):
-        raise typer.Exit(1)
-    _exit_if_unread(paths, report)
+    _exit(paths, report, bool(report.left or (report.files and not write)))
 
 
 @add_to(app)
@@ -239,7 +248,8 @@ def _in_line(file: Path, line: int, from_core: str | None, wrappers: Sequence[st
 
     _check_paths([file])
     config = load_config(file, from_core, wrappers)
-    migration = engine.migrate([file, config.root], config)
+    with progress("explaining") as advance:
+        migration = engine.migrate([file, config.root], config, on_progress=advance)
     name = Path(os.path.relpath(os.path.abspath(file), config.root)).as_posix()
     entries = [
         entry
@@ -267,12 +277,14 @@ def _check_paths(paths: Sequence[Path]) -> None:
         )
 
 
-def _exit_if_unread(paths: Sequence[Path], report: Report) -> None:
-    """Exit with 2 if a file given by name was not read: it may have uses."""
+def _exit(paths: Sequence[Path], report: Report, is_unfinished: bool) -> None:
+    """Exit with the code of the outcome. A file that was not read may have uses."""
     named = {os.path.realpath(path) for path in paths if not path.is_dir()}
     unread = {os.path.realpath(report.config.root / each.file) for each in report.problems}
     if named & unread:
         raise typer.Exit(2)
+    if is_unfinished or unread:
+        raise typer.Exit(1)
 
 
 def _is_document(as_json: bool, sarif: Path | None) -> bool:
@@ -298,16 +310,18 @@ def _write_documents(
             raise typer.BadParameter(f"{sarif} can't be written: {error.strerror}.") from error
 
 
-def _write(files: Sequence[Rewritten], allow_dirty: bool) -> list[Problem]:
-    """Write the files, unless git could not restore them."""
-    if lines := [] if allow_dirty else uncommitted(files):
-        more = len(lines) - _MOST_NAMES
-        shown = [*lines[:_MOST_NAMES], *([f"and {more:,} more"] if more > 0 else [])]
+def _refuse_uncommitted(files: Mapping[Path, str]) -> None:
+    if lines := uncommitted(files):
         raise typer.BadParameter(
-            f"nothing is written, since git could not restore the files: {'; '.join(shown)}. "
+            f"nothing is written, since git could not restore the files: {_some(lines, '; ')}. "
             "Commit your changes first, or add --allow-dirty."
         )
-    return write_files(files)
+
+
+def _some(names: Sequence[str], separator: str = ", ") -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - _MOST_NAMES
+    return separator.join([*names[:_MOST_NAMES], *([f"and {more:,} more"] if more > 0 else [])])
 
 
 def _show_migration(report: Report, written: bool) -> None:
@@ -320,7 +334,7 @@ def _show_migration(report: Report, written: bool) -> None:
     modules = [file.file for file in report.files if file.is_runtime]
     done = "rewritten" if written else "can be rewritten"
     parts = [
-        count(report.found.files, "file"),
+        count(len(report.found.files), "file"),
         f"{count(len(report.entries), 'use')}: {len(report.entries) - len(report.left):,} {done} "
         f"in {count(len(report.files) - len(modules), 'file')}",
         *(f"{module} {verb}" for module in modules),
@@ -328,7 +342,11 @@ def _show_migration(report: Report, written: bool) -> None:
     ]
     if report.roots:
         parts.append(f"{count(len(report.roots), 'function')} may read the globals")
-    hint = "" if written or not report.files else " Nothing is written yet: add --write."
+    for program, number in report.unformatted.items():
+        text = f"{program} is configured but not installed: {count(number, 'file')} not formatted"
+        out.print(Text(text, style="yellow"))
+    hint = "Line numbers are those of the old files." if written else _NOTHING_WRITTEN
+    hint = f" {hint}" if report.files else ""
     _end(out, report, parts, hint)
 
 
@@ -339,6 +357,9 @@ def _end(out: Console, report: Report, parts: Sequence[str], hint: str = "") -> 
         parts.append(f"{report.kept} kept")
     if report.found.notebooks:
         parts.append(f"{count(report.found.notebooks, 'notebook')} not read")
+    if report.found.skipped:
+        number = sum(report.found.skipped.values())
+        parts.append(f"{count(number, 'file')} in {_some(list(report.found.skipped))} skipped")
     if report.problems:
         parts.append(count(len(report.problems), "problem"))
     out.print(Text(f"{'; '.join(parts)}. Read as Megatron-core {versions(report.config)}.{hint}"))

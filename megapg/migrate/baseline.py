@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from megapg.errors import UnsupportedOptionError
@@ -42,6 +42,16 @@ def gone(uses: Iterable[Use], allowed: Mapping[str, int]) -> int:
     return sum(max(0, count - there[key]) for key, count in allowed.items())
 
 
+def of_files(allowed: Mapping[str, int], is_read: Callable[[str], bool]) -> dict[str, int]:
+    """Return the allowed counts of some files.
+
+    Args:
+        allowed: the counts of all files.
+        is_read: True for the name of a file whose uses are known.
+    """
+    return {key: count for key, count in allowed.items() if is_read(key.partition("::")[0])}
+
+
 def read_baseline(file: Path) -> dict[str, int]:
     """Return the allowed counts.
 
@@ -62,13 +72,24 @@ def read_baseline(file: Path) -> dict[str, int]:
     return allowed
 
 
-def write_baseline(file: Path, uses: Iterable[Use]) -> None:
-    """Write a baseline that allows these uses.
+def write_baseline(file: Path, uses: Iterable[Use], is_read: Callable[[str], bool]) -> None:
+    """Write a baseline that allows these uses. The counts of files that were not read stay.
+
+    Args:
+        file: the baseline.
+        uses: those in the files that were read.
+        is_read: True for the name of such a file.
 
     Raises:
         UnsupportedOptionError: if the file can't be written.
     """
-    content = {"format": _FORMAT, "allowed": dict(sorted(Counter(map(key_of, uses)).items()))}
+    try:
+        before = read_baseline(file)
+    except UnsupportedOptionError:
+        before = {}
+    others = of_files(before, lambda name: not is_read(name))
+    allowed = {**others, **Counter(map(key_of, uses))}
+    content = {"format": _FORMAT, "allowed": dict(sorted(allowed.items()))}
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeAlias
@@ -51,11 +51,18 @@ def unseen(what: str, done: int, of: int) -> None:
 
 def find(paths: Sequence[Path], config: Config, on_progress: Progress = unseen) -> Found:
     """Find every use of the globals at and under some paths."""
-    return _Scans(paths, config, on_progress).found()
+    scans = _Scans(paths, config, on_progress)
+    scans.find_uses()
+    return scans.found()
 
 
 def migrate(
-    paths: Sequence[Path], config: Config, *, unsafe: bool = False, on_progress: Progress = unseen
+    paths: Sequence[Path],
+    config: Config,
+    *,
+    unsafe: bool = False,
+    on_progress: Progress = unseen,
+    check_files: Callable[[Mapping[Path, str]], object] = len,
 ) -> Migration:
     """Rewrite the uses of the globals at and under some paths.
 
@@ -64,10 +71,14 @@ def migrate(
         config: of the project.
         unsafe: also rewrite uses that may behave differently if groups are missing.
         on_progress: called as the work goes on.
+        check_files: called before the analysis with the files that mention the globals, and their
+            names.
     """
     scans = _Scans(paths, config, on_progress)
-    found = scans.found()
+    check_files(scans.mentioning)
+    scans.find_uses()
     scans.follow_calls()
+    found = scans.found()
     project = scans.project
     replaced = find_replaced(project, scans.facts)
     runtimes = Runtimes(config, list(project.files))
@@ -79,7 +90,7 @@ def migrate(
             break
         frozen |= failed  # other files may not rely on a file that stays
     files += runtimes.modules({path: _called(each) for path, each in plan.files.items()})
-    files = formatted(files, config.root, on_progress)
+    files, unformatted = formatted(files, config.root, on_progress)
     failures = [Problem(project.files[path], 0, why) for path, why in frozen.items()]
     return Migration(
         found=found,
@@ -88,6 +99,7 @@ def migrate(
         files=sorted(files, key=lambda each: each.file),
         roots=plan.roots,
         problems=[*found.problems, *failures],
+        unformatted=unformatted,
     )
 
 
@@ -96,24 +108,45 @@ def _place(each: Served | Left) -> tuple[str, Span]:
 
 
 class _Scans:
-    """The facts of the files that matter."""
+    """The facts of the files that matter.
+
+    Attributes:
+        mentioning: files that mention the globals -> their names.
+    """
 
     def __init__(self, paths: Sequence[Path], config: Config, on_progress: Progress) -> None:
         self.project = Project(paths, config)
         self.facts: dict[Path, Facts] = {}
+        self._scanned: set[Path] = set()
         self._on_progress = on_progress
         self._problems = list(self.project.problems)
-        mentions = [
-            path
-            for path in self.project.mentioning(_MENTIONS)
-            if not f"/{self.project.files[path]}".endswith(_OWN_MODULE)
-        ]
-        self._scan("finding", mentions)
+        names = {path: self.project.files[path] for path in self.project.mentioning(_MENTIONS)}
+        self.mentioning = {p: n for p, n in names.items() if not f"/{n}".endswith(_OWN_MODULE)}
+
+    def find_uses(self) -> None:
+        """Scan the files that mention the globals, and those that import them by other names."""
+        self._scan("finding", list(self.mentioning))
+        known: set[tuple[Path, str]] = set()
+        while new := self._other_names() - known:
+            known |= new
+            self._scan("finding", sorted(self.project.importers(new) - self._scanned))
+
+    def _other_names(self) -> set[tuple[Path, str]]:
+        """Return the modules and names that stand for the globals but do not mention them."""
+        project = self.project
+        return {
+            (path, name)
+            for path in self.facts
+            for name, several in project.table(path).imports.items()
+            if not _MENTIONS.fullmatch(name.encode())
+            if any(project.meaning(each, path).name.startswith(PARALLEL_STATE) for each in several)
+        }
 
     def _scan(self, what: str, paths: Sequence[Path]) -> None:
         project = self.project
         for done, path in enumerate(paths):
             self._on_progress(what, done, len(paths))
+            self._scanned.add(path)
             name = project.files[path]
 
             def stands_for(dotted: str, path: Path = path) -> str:
@@ -132,8 +165,9 @@ class _Scans:
         uses = [each.use for facts in self.facts.values() for each in facts.uses]
         return Found(
             uses=sorted(uses, key=lambda use: (use.file, use.span)),
-            files=len(self.project.files),
+            files=self.project.files.values(),
             notebooks=self.project.notebooks,
+            skipped=self.project.skipped,
             problems=self._problems,
         )
 
@@ -180,7 +214,7 @@ class _Scans:
                 new = {(n.path, n.name.partition(".")[0]) for n in nodes - known}
                 more |= self.project.importers(new)
             known |= nodes
-            more -= self.facts.keys()
+            more -= self._scanned
             if not more:
                 return
             self._scan("following calls", sorted(more))

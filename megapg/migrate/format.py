@@ -1,7 +1,8 @@
 """Run the project's own formatter and import sorter on the new texts.
 
 A tool is run if the project configures it, it is installed, and it would not change the old text.
-Texts go through standard input, so no file on disk changes.
+ruff sorts imports only if the project selects its rules for that. Texts go through standard input,
+so no file on disk changes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -39,7 +41,7 @@ _ISORT = (
     *(("setup.cfg", "isort"), ("setup.cfg", "tool:isort")),
 )
 _BLACK = (("pyproject.toml", "tool.black"),)
-_RUFF_SORT = ("check", "--quiet", "--select", "I", "--fix", "-", "--stdin-filename")
+_RUFF_SORT = ("check", "--quiet", "--fix-only", "--fixable", "I", "-", "--stdin-filename")
 # Only the first tool that fits is run.
 _SORTERS = (
     _Tool("isort", ("-", "--quiet", "--filename"), _ISORT, "isort"),
@@ -53,8 +55,10 @@ _FORMATTERS = (
 
 def formatted(
     files: Sequence[Rewritten], root: Path, on_progress: Callable[[str, int, int], None]
-) -> list[Rewritten]:
+) -> tuple[list[Rewritten], Counter[str]]:
     """Return the files with new texts in the project's format.
+
+    Return also the programs that are configured but not installed, with a number of files.
 
     Args:
         files: the rewritten files.
@@ -62,20 +66,26 @@ def formatted(
         on_progress: called with "formatting", the number of files that are done, and of all.
     """
     top = next((each for each in (root, *root.parents) if (each / ".git").exists()), root)
-    done: list[Rewritten] = []
+    done, missing = list[Rewritten](), Counter[str]()
     with ThreadPoolExecutor(_WORKERS) as pool:
-        for file in pool.map(lambda each: _formatted(each, top), files):
+        for file, programs in pool.map(lambda each: _formatted(each, top), files):
             done.append(file)
+            missing.update(programs)
             on_progress("formatting", len(done), len(files))
-    return done
+    return done, missing
 
 
-def _formatted(file: Rewritten, top: Path) -> Rewritten:
+def _formatted(file: Rewritten, top: Path) -> tuple[Rewritten, set[str]]:
+    missing = set[str]()
     # The module of --runtime vendored keeps the order of its lines: its checksum depends on that.
     for tools in (_FORMATTERS,) if file.is_runtime else (_SORTERS, _FORMATTERS):
+        absent = set[str]()
         for tool in tools:
+            if not _is_configured(tool, file.path.parent, top):
+                continue
             program = _start(tool.program)
-            if not program or not _is_configured(tool, file.path.parent, top):
+            if not program:
+                absent.add(tool.program)
                 continue
             command = (*program, *tool.arguments, str(file.path))
             after = _output(command, file.after)
@@ -84,7 +94,9 @@ def _formatted(file: Rewritten, top: Path) -> Rewritten:
             if after and (file.is_new or _output(command, file.before) == file.before):
                 file = replace(file, after=after)
                 break
-    return file
+        else:
+            missing |= absent  # and no other tool took its place
+    return file, missing
 
 
 @cache

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -33,9 +33,10 @@ class Found:
     """All uses in a project."""
 
     uses: Sequence[Use]  # by file and position
-    files: int  # Python files that were looked at
+    files: Collection[str]  # names of the Python files that were looked at
     notebooks: int  # notebooks, which are not read
     problems: Sequence[Problem]
+    skipped: Mapping[str, int] = field(default_factory=dict)  # folders -> Python files in them
 
 
 @dataclass(frozen=True)
@@ -90,3 +91,5 @@ class Migration:
     files: Sequence[Rewritten]  # by name
     roots: Sequence[Root]  # those with most uses first
     problems: Sequence[Problem]  # those of ``found``, and files that can't be rewritten
+    # Formatters that are configured but not installed -> number of files.
+    unformatted: Mapping[str, int] = field(default_factory=dict)

@@ -25,9 +25,8 @@ PARALLEL_STATE = "megatron.core.parallel_state"
 _NAMES_OF_THE_MODULE = (PARALLEL_STATE, "megatron.core.mpu")
 # Megatron's own modules import getters, and other code imports them from there.
 _REEXPORTED = re.compile(r"megatron\.(?:core|training|legacy)\.(?:\w+\.)+(\w+)")
-_SKIPPED = frozenset(
-    {"__pycache__", "node_modules", "build", "dist", "site-packages", "venv", "env"}
-)
+_REPORTED = frozenset({"build", "dist", "env", "venv"})  # may hold sources after all
+_SKIPPED = _REPORTED | {"__pycache__", "node_modules", "site-packages"}
 _WORD = re.compile(rb"\w+")
 _MOST_IMPORTS = 20  # followed from one name: imports may be circular
 
@@ -60,6 +59,8 @@ class Project:
     Attributes:
         files: path -> name in reports, relative to the project's root.
         notebooks: number of notebooks, which are not read.
+        skipped: folders that are skipped by their name -> number of Python files in them. Virtual
+            environments do not count.
         problems: files that can't be read.
     """
 
@@ -67,12 +68,15 @@ class Project:
         self.config: Config = config
         self.files: dict[Path, str] = {}
         self.notebooks = 0
+        self._skipped: list[Path] = []
         self.problems: list[Problem] = []
         self._data: dict[Path, bytes] = {}
         self._tables: dict[Path, Table] = {}
         visited: set[str] = set()
         for path in paths:
             self._add(Path(os.path.abspath(path)), visited)
+        numbers = {self.name(each): self._unread(each) for each in self._skipped}
+        self.skipped = {name: number for name, number in numbers.items() if number}
 
     def _add(self, path: Path, visited: set[str]) -> None:
         if not path.is_dir():
@@ -84,13 +88,25 @@ class Project:
                 folders.clear()
                 continue
             visited.add(real)
-            folders[:] = sorted(each for each in folders if not _is_skipped(Path(folder, each)))
+            skipped = {each for each in folders if _is_skipped(Path(folder, each))}
+            self._skipped += [Path(folder, each) for each in sorted(skipped & _REPORTED)]
+            folders[:] = sorted({*folders} - skipped)
             for name in sorted(names):
                 self._add_file(Path(folder, name), visited)
 
+    def _unread(self, folder: Path) -> int:
+        """Return the number of Python files in a folder that are neither read nor excluded."""
+        if any((folder / each).exists() for each in ("pyvenv.cfg", "conda-meta")):
+            return 0
+        unread = (each for each in folder.rglob("*.py") if each not in self.files)
+        return sum(not self._is_excluded(self.name(each)) for each in unread)
+
+    def _is_excluded(self, name: str) -> bool:
+        return any(fnmatch(name, pattern) for pattern in self.config.exclude)
+
     def _add_file(self, path: Path, visited: set[str], named: bool = False) -> None:
         name, real = self.name(path), os.path.realpath(path)
-        if real in visited or any(fnmatch(name, pattern) for pattern in self.config.exclude):
+        if real in visited or self._is_excluded(name):
             return
         visited.add(real)
         if is_notebook(path):
@@ -264,12 +280,14 @@ class Project:
         for path in self.mentioning(re.compile(rb"\b(%b)\b" % b"|".join(words))):
             mentioned = set(_WORD.findall(self._data[path]))
             for dotted in set().union(*self.table(path).everywhere.values()):
-                meaning = self.meaning(dotted.removesuffix(".*"), path)
-                word = meaning.local.partition(".")[0].encode()
-                wanted = of_module.get(meaning.path, set()) if meaning.path else set()
-                if word in wanted or (not word and wanted & mentioned):
-                    found.add(path)
-                    break
+                dotted = dotted.removesuffix(".*")
+                meaning, at = self.meaning(dotted, path), self.split(dotted, path)
+                places = [(meaning.path, meaning.local.partition(".")[0])]
+                places += [(at[0], at[1][0] if at[1] else "")] if at is not None else []
+                for home, word in places:
+                    wanted = of_module.get(home, set()) if home is not None else set()
+                    if word.encode() in wanted or (not word and wanted & mentioned):
+                        found.add(path)
         return found
 
     def is_imported(self, path: Path, name: str, scanned: Collection[Path]) -> bool:

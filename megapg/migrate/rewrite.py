@@ -75,6 +75,7 @@ class _Rewriter(cst.CSTTransformer):
         # For each function, class, ``if`` and ``try`` around: True if its imports may go. Those of
         # a class are attributes, and the branches of ``if`` and ``try`` bind the same names.
         self._may_go = [True]
+        self._unused_line = False  # True if an import of this line stays although it is unused now
 
     def _span(self, node: cst.CSTNode) -> Span:
         return span_of(self.get_metadata(PositionProvider, node))
@@ -144,6 +145,14 @@ class _Rewriter(cst.CSTTransformer):
         more = cst.parse_statement(text, self._config).with_changes(leading_lines=blank)
         return cst.FlattenSentinel([more, new.with_changes(leading_lines=lines[len(blank) :])])
 
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
+        self._unused_line = False
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        return _with_noqa(updated_node) if self._unused_line else updated_node
+
     def visit_Try(self, node: cst.Try) -> None:
         self._may_go.append(False)
 
@@ -191,11 +200,35 @@ class _Rewriter(cst.CSTTransformer):
             bound = alias.value if isinstance(alias, cst.Name) else name.partition(".")[0]
             if not self._is_unneeded(home + name, bound):
                 kept.append(each)
+                self._unused_line |= bound in self._plan.unused
         if not kept:
             return cst.RemoveFromParent()
         if kept[-1] is not node.names[-1]:
             kept[-1] = kept[-1].with_changes(comma=node.names[-1].comma)
         return node.with_changes(names=kept) if len(kept) < len(node.names) else node
+
+
+def _with_noqa(line: cst.SimpleStatementLine) -> cst.SimpleStatementLine:
+    """Return a line with an import, for which linters do not report that it is unused."""
+    statement = line.body[-1]
+    match statement:
+        case cst.ImportFrom(
+            lpar=cst.LeftParen(whitespace_after=cst.ParenthesizedWhitespace() as space)
+        ):
+            first = _noqa(space.first_line)
+            lpar = cst.LeftParen(space.with_changes(first_line=first))
+            return line.with_changes(body=[*line.body[:-1], statement.with_changes(lpar=lpar)])
+    return line.with_changes(trailing_whitespace=_noqa(line.trailing_whitespace))
+
+
+def _noqa(space: cst.TrailingWhitespace) -> cst.TrailingWhitespace:
+    """Return the end of a line with ``# noqa: F401``, unless its comment has a ``noqa``."""
+    if space.comment is None:
+        blank = cst.SimpleWhitespace("  ")
+        return space.with_changes(whitespace=blank, comment=cst.Comment("# noqa: F401"))
+    text = space.comment.value
+    new = cst.Comment(text if "noqa" in text else f"{text}  # noqa: F401")
+    return space.with_changes(comment=new)
 
 
 def _in_parentheses(arg: cst.Arg) -> cst.Arg:

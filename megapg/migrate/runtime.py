@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files as resources
+from itertools import pairwise
 from pathlib import Path
 
 from megapg.errors import UnsupportedOptionError
@@ -24,8 +25,11 @@ _FIRST_LINE = "# megapg migrate --runtime vendored wrote this, and writes it ane
 _TEMPLATES = ("process_groups.py", "more_getters.py")  # the first has the module's docstring
 _ALWAYS = ("ProcessGroupCollection", "resolve")
 _LAYOUT = re.compile(r"[\s(),'\"]+")  # characters that formatters add, remove or exchange
-_ABSOLUTE = re.compile(rb"^(?:from|import)[ \t]+([A-Za-z_]\w*(?:\.\w+)+)", re.MULTILINE)
-_RELATIVE = re.compile(rb"^from[ \t]+\.", re.MULTILINE)
+# The dots, the module and the first name of ``from ..a.b import c``; the module of ``import a.b``.
+_IMPORT = re.compile(
+    rb"^(?:from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+\(?[ \t]*(\w*)|import[ \t]+([\w.]+))",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -130,14 +134,39 @@ class Runtimes:
         return package / f"{name}.py", dots, name
 
     def _package(self, path: Path) -> Path | None:
-        """The outermost package of a file, below the project's root; None for a script."""
-        found = None
-        for folder in path.parents:
+        """The outermost package of a file, below the project's root; None for a script.
+
+        A folder without ``__init__.py`` is a package if imports go through it. The vendored module
+        goes there only if there is no other package.
+        """
+        regular = found = None
+        for folder in () if self._is_script(path) else path.parents:
+            is_regular = (folder / "__init__.py").exists()
             is_root = folder == self._config.root and found is not None
-            if is_root or not (folder / "__init__.py").exists():
+            if is_root or not (is_regular or folder in self._imported):
                 break
-            found = folder
-        return found
+            found, regular = folder, folder if is_regular else regular
+        return regular or found
+
+    def _is_script(self, path: Path) -> bool:
+        """True for a file of a folder without ``__init__.py`` that is not imported.
+
+        It runs as ``__main__``, or lies in a folder whose files import each other as scripts do.
+        """
+        is_relative = any(level for level, *_ in self._imports(path))
+        if is_relative or path in self._imported or (path.parent / "__init__.py").exists():
+            return False
+        return path.parent in self._of_scripts or b"__main__" in self._text(path)
+
+    @cached_property
+    def _of_scripts(self) -> set[Path]:
+        """The folders with a file that imports a module of its folder by its bare name."""
+        return {
+            path.parent
+            for path in self._files
+            for level, module, _ in self._imports(path)
+            if not level and len(module) == 1 and (path.parent / f"{module[0]}.py").exists()
+        }
 
     def _top(self, path: Path, package: Path | None) -> Path | None:
         """The folder whose name begins absolute imports in a file; None if it has no such imports.
@@ -147,15 +176,12 @@ class Runtimes:
         """
         if own := self._tops_of(path):
             return own[0]
-        if not _RELATIVE.search(self._text(path)):
-            for first, *rest in self._imports(path):
+        if not any(level for level, *_ in self._imports(path)):
+            for first, *rest in self._absolute(path):
                 for top in self._tops:
                     if top.name == first and _holds(top, rest):
                         return top
-        around = [folder for folder in path.parents if folder in self._tops]
-        if package is None:  # a script, unless another file imports it
-            whole = path.with_suffix("").parts
-            around = [each for each in around if whole[len(each.parts) - 1 :] in self._imported]
+        around = [folder for folder in path.parents if folder in self._tops and package is not None]
         return max(around, key=lambda each: (self._tops[each], -len(each.parts)), default=None)
 
     @cached_property
@@ -164,22 +190,38 @@ class Runtimes:
         return Counter(top for path in self._files for top in self._tops_of(path))
 
     @cached_property
-    def _imported(self) -> set[tuple[str, ...]]:
-        return {tuple(parts) for path in self._files for parts in self._imports(path)}
+    def _imported(self) -> set[Path]:
+        """The folders of the project that imports go through, and the modules in them."""
+        found: set[Path] = set()
+        names = {folder.name for path in self._files for folder in path.parents}
+        for path in self._files:
+            inside = [each for each in path.parents if each.is_relative_to(self._config.root)]
+            for level, module, member in self._imports(path):
+                parts = [*module, *member]
+                if level:
+                    found |= {*path.parents[:level]}
+                    found |= {path.parents[level - 1] / f"{each}.py" for each in parts[:1]}
+                for start in path.parents[level - 1 : level] if level else inside:
+                    found |= _on_the_way(start, parts) if {*parts[:1]} & names else set()
+        return found
 
     def _tops_of(self, path: Path) -> list[Path]:
         found = [
             folder
-            for first, *rest in self._imports(path)
+            for first, *rest in self._absolute(path)
             for folder in path.parents
             if folder.name == first and _holds(folder, rest)
         ]
         return list(dict.fromkeys(found))
 
-    def _imports(self, path: Path) -> Iterator[list[str]]:
-        """The dotted names in the imports of a file."""
-        for dotted in _ABSOLUTE.findall(self._text(path)):
-            yield dotted.decode().split(".")
+    def _imports(self, path: Path) -> Iterator[tuple[int, list[str], list[str]]]:
+        """The imports of a file: leading dots, and the parts of the module and of a name in it."""
+        for dots, module, member, imported in _IMPORT.findall(self._text(path)):
+            parts = (module or imported).decode().split(".") if module or imported else []
+            yield len(dots), parts, [member.decode()] if member else []
+
+    def _absolute(self, path: Path) -> Iterator[list[str]]:
+        return (parts for level, parts, _ in self._imports(path) if not level and len(parts) > 1)
 
     def _text(self, path: Path) -> bytes:
         if path not in self._texts:
@@ -188,6 +230,17 @@ class Runtimes:
             except OSError:
                 self._texts[path] = b""
         return self._texts[path]
+
+
+def _on_the_way(folder: Path, parts: Sequence[str]) -> set[Path]:
+    """Return the folders that a dotted name goes through from a folder, and its modules."""
+    found: set[Path] = set()
+    for each, following in pairwise(parts):
+        folder /= each
+        if not _holds(folder, [following]):
+            break
+        found |= {folder, folder / f"{following}.py"}
+    return found
 
 
 def _holds(folder: Path, names: Sequence[str]) -> bool:

@@ -160,8 +160,8 @@ class Threads:
         """True if a node is not called, or some call of it passes nothing."""
         return not self._calls[node] or bool(self.unpassed(node))
 
-    def behind(self, node: Node) -> set[Node]:
-        """Return a node and all that it hands its collection to."""
+    def receivers(self, node: Node) -> set[Node]:
+        """Return a node, and the functions and classes that get its collection through calls."""
         found: set[Node] = set()
         waiting = [node]
         while waiting:
@@ -191,7 +191,7 @@ def find_roots(
     """
     roots = []
     for node in threads.taking - threads.fed:
-        uses = sum(by_parameter.get(n, 0) for n in threads.behind(node) - threads.fed)
+        uses = sum(by_parameter.get(n, 0) for n in threads.receivers(node) - threads.fed)
         if uses and threads.is_root(node):
             places = [(project.files[e.path], e.call.span.line) for e in threads.unpassed(node)]
             calls = tuple(f"{file}:{line}" for file, line in sorted(places))

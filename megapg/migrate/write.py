@@ -8,7 +8,7 @@ import stat
 import subprocess
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,17 +112,21 @@ def _problem(file: Rewritten, error: OSError) -> Problem:
     return Problem(file.file, 0, f"can't be written: {error.strerror or error}")
 
 
-def uncommitted(files: Sequence[Rewritten]) -> list[str]:
-    """Return a line for each file that git could not restore: its name, and why."""
+def uncommitted(files: Mapping[Path, str]) -> list[str]:
+    """Return a line for each file that git could not restore: its name, and why.
+
+    Args:
+        files: with their names in reports.
+    """
     reasons: dict[str, str] = {}
     by_repository: dict[Path, dict[Path, str]] = defaultdict(dict)
-    for file in files:
-        real = Path(os.path.realpath(file.path))
+    for path, name in files.items():
+        real = Path(os.path.realpath(path))
         repository = next((each for each in real.parents if (each / ".git").exists()), None)
         if repository is None:
-            reasons[file.file] = "is in no git repository"
+            reasons[name] = "is in no git repository"
         else:
-            by_repository[repository][real] = file.file
+            by_repository[repository][real] = name
     for repository, names in by_repository.items():
         try:
             states = _states(repository, list(names))

@@ -18,6 +18,8 @@ from trees import contents, write
 from typer.testing import CliRunner
 
 from megapg.cli.migrate import app
+from megapg.migrate import engine
+from megapg.migrate import format as format_module
 from megapg.migrate.reasons import REASONS
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +76,35 @@ def test_check_prints_a_line_for_each_use(project: Path) -> None:
     assert lines[-1] == "2 files; 2 uses. Read as Megatron-core 0.16 ([tool.megapg] from-core)."
 
 
+def test_skipped_folders_are_named(project: Path) -> None:
+    write(project, dict.fromkeys(("build/lib/p/a.py", "q/dist/a.py", "q/dist/b.txt"), SERVED))
+    environments = ("env/a.py", "env/conda-meta/x", "venv/a.py", "venv/pyvenv.cfg")
+    write(project, dict.fromkeys(environments, SERVED))
+    for command in ("check", "migrate"):
+        assert "; 2 files in build, q/dist skipped. Read as" in run(1, command, project)
+        found = json.loads(run(1, command, project, "--json"))
+        assert found["skipped"] == {"build": 1, "q/dist": 1}
+    assert "skipped" not in run(1, "check", project, project / "build", project / "q" / "dist")
+    write(project, {"pyproject.toml": f'{SETTINGS}exclude = ["build/*", "q/dist/*"]\n'})
+    assert "skipped" not in run(1, "check", project)
+
+
+def test_check_and_migrate_count_the_same_uses(project: Path) -> None:
+    """Names for the globals are followed into files that do not mention the globals."""
+    files = {
+        "p/names.py": f"{SERVED}rank = mpu.get_tensor_model_parallel_rank\n",
+        "p/again.py": "from p.names import rank as place\n",
+        "p/c.py": "from p.names import *\n\n\ndef f():\n    return first() + rank()\n",
+        "p/d.py": "from p import again\n\nx = again.place()\n",
+        "p/e.py": "rank = 3\nprint(rank)\n",
+    }
+    write(project, files)
+    for command in ("check", "migrate"):
+        found = json.loads(run(1, command, project, "--json"))
+        names = [use["file"] for use in found["uses"]]
+        assert names == ["p/a.py", "p/b.py", "p/c.py", "p/d.py", "p/names.py", "p/names.py"]
+
+
 def test_check_without_uses(project: Path) -> None:
     write(project, {"p/a.py": "", "p/b.py": LEFT.replace("l()", "l()  # megapg: keep")})
     write(project, {"p/c.ipynb": "{}", "p/d.IPYNB": "{}"})
@@ -95,6 +126,24 @@ def test_the_ratchet(project: Path) -> None:
     write(project, {"p/c.py": "", "p/b.py": ""})
     assert "1 fewer: lower it with --update-baseline" in run(0, *options)
     assert run(2, "check", project, "--update-baseline")
+
+
+def test_the_ratchet_of_some_files(project: Path) -> None:
+    """Entries of files that were not read stay, also if such a file is no valid Python now."""
+    baseline = project / "baseline.json"
+    options = ("--baseline", baseline, "--update-baseline")
+    run(0, "check", project, *options)
+    allowed = json.loads(baseline.read_text())["allowed"]
+    assert len(allowed) == 2
+    assert "fewer" not in run(0, "check", project / "p" / "a.py", *options[:2])
+    write(project, {"p/a.py": "", "p/c.py": LEFT})
+    run(0, "check", project / "p" / "a.py", project / "p" / "c.py", *options)
+    found = [key.partition("::")[0] for key in json.loads(baseline.read_text())["allowed"]]
+    assert found == ["p/b.py", "p/c.py"]
+    write(project, {"p/c.py": f"{LEFT}print 'two'\n"})
+    assert "fewer" not in run(1, "check", project, *options[:2])
+    (project / "p" / "c.py").unlink()
+    assert "1 fewer" in run(0, "check", project / "p" / "a.py", *options[:2])
 
 
 def test_the_hook_for_pre_commit(project: Path) -> None:
@@ -130,6 +179,7 @@ def test_write_and_a_second_run(project: Path) -> None:
     committed(project)
     output = run(1, "migrate", project, "--write")
     assert "1 rewritten in 1 file; 1 left" in output.splitlines()[-1]
+    assert output.endswith("Line numbers are those of the old files.\n")
     assert "resolve(pg_collection)" in (project / "p" / "a.py").read_text()
     assert (project / "p" / "b.py").read_text() == LEFT
     after = files_of(project)
@@ -145,18 +195,33 @@ def test_write_refuses_files_that_git_could_not_restore(project: Path) -> None:
     output = run(2, "migrate", project, "--write")
     assert output.startswith("error nothing is written, since git could not restore the files: ")
     assert "p/a.py is in no git repository; " in output
-    assert "p/c3.py is in no git repository; and 2 more. Commit your changes first" in output
+    assert "p/c2.py is in no git repository; and 3 more. Commit your changes first" in output
     assert "--allow-dirty" in output
     assert contents(project) == before
 
     committed(project)
     write(project, {"p/a.py": f"{SERVED}# edited\n"})
     assert "p/a.py has uncommitted changes" in run(2, "migrate", project, "--write")
-    write(project, {"p/a.py": SERVED, "p/b.py": f"{LEFT}# edited, but not rewritten\n"})
+    write(project, {"p/a.py": SERVED, "p/b.py": LEFT, "p/new.py": "x = 1\n"})
     run(1, "migrate", project, "--write")
     write(project, {"p/a.py": f"{SERVED}# edited\n"})
     run(1, "migrate", project, "--write", "--allow-dirty")
     assert "megapg" in (project / "p" / "a.py").read_text()
+
+
+def test_uncommitted_changes_are_refused_before_the_analysis(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committed(project)
+    write(project, {"p/b.py": f"{LEFT}# edited\n"})
+    monkeypatch.setattr(engine, "scan", None)
+    assert "p/b.py has uncommitted changes" in run(2, "migrate", project, "--write")
+
+
+def test_a_caller_with_uncommitted_changes_is_refused(project: Path) -> None:
+    write(project, {"p/c.py": "from p.a import first\n\n\ndef third(model):\n    return first()\n"})
+    write(committed(project), {"p/c.py": (project / "p" / "c.py").read_text() + "# edited\n"})
+    assert "p/c.py has uncommitted changes" in run(2, "migrate", project, "--write")
 
 
 @pytest.mark.parametrize("where", ["", "p"])
@@ -217,11 +282,44 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
         assert b"Traceback" not in done.stderr
 
 
-def test_colours_and_progress_on_a_terminal(project: Path) -> None:
+def test_a_formatter_that_is_not_installed_is_named(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(project, {"pyproject.toml": f"{SETTINGS}[tool.black]\n", "p/c.py": SERVED})
+    monkeypatch.setattr(format_module, "_start", lambda program: ())
+    said = "black is configured but not installed: 2 files not formatted\n"
+    for options in ([], ["--write", "--allow-dirty"]):
+        assert said in run(1, "migrate", project, *options)
+        write(project, {"p/a.py": SERVED, "p/c.py": SERVED})
+    assert json.loads(run(1, "migrate", project, "--json"))["unformatted"] == {"black": 2}
+
+
+@pytest.mark.parametrize("name", ["second", "C", "C.make", "a.second", "a.C", "a.C.make"])
+def test_the_forms_of_thread_from(project: Path, name: str) -> None:
+    text = (
+        f"{SERVED}\n\nclass C:\n    def __init__(self):\n        first()\n\n"
+        "    @staticmethod\n    def make():\n        first()\n\n\ndef second():\n    first()\n"
+    )
+    write(project, {"p/__init__.py": "", "p/a.py": text})
+    diff = CliRunner().invoke(app, ["migrate", str(project), "--thread-from", name]).stdout
+    starts = {"C": "    def __init__(self, ", "make": "    def make(", "second": "def second("}
+    for each, start in starts.items():
+        taken = f"+{start}*, pg_collection=None)" in diff
+        assert taken == (each == name.rpartition(".")[2])
+    assert "no function or class of that name" in run(2, "migrate", project, "--thread-from", "b.D")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "title"),
+    [(["migrate", "."], "migrating: "), (["explain", "p/a.py:5"], "explaining: ")],
+)
+def test_colours_and_progress_on_a_terminal(
+    project: Path, arguments: list[str], title: str
+) -> None:
     leader, follower = pty.openpty()
     environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "megapg", "migrate", "."],
+        [sys.executable, "-P", "-m", "megapg", *arguments],
         cwd=project,
         env={**environment, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"},
         stdin=subprocess.DEVNULL,
@@ -235,9 +333,10 @@ def test_colours_and_progress_on_a_terminal(project: Path) -> None:
             drawn += os.read(leader, 65536)
         except OSError:  # the process has ended
             break
-    assert process.wait(60) == 1
-    assert b"migrating: " in drawn
-    assert b"\x1b[31m-    return mpu.get_tensor_model_parallel_rank()" in drawn
+    is_migrate = arguments[0] == "migrate"
+    assert process.wait(60) == int(is_migrate)
+    assert title.encode() in drawn
+    assert (b"\x1b[31m-    return mpu.get_tensor_model_parallel_rank()" in drawn) == is_migrate
 
 
 # --- explain --------------------------------------------------------------------------------------
@@ -269,7 +368,8 @@ def test_paths_that_can_not_be_read(project: Path, command: str) -> None:
     assert "nowhere does not exist" in run(2, command, project / "nowhere")
     assert "notebooks are not read" in run(2, command, project / "q" / "x.ipynb")
     assert "q/old.py:6: is no valid Python" in run(2, command, project / "q" / "old.py")
-    assert "1 problem" in run(0, command, project / "q")
+    assert "1 problem" in run(1, command, project / "q")
+    run(2, command, project / "p", project / "q" / "old.py")
     run(2, command, project / "q" / "clean.py", project / "q" / "old.py")
     run(0, command, project / "q" / "clean.py")
     run(2, command)
@@ -303,6 +403,7 @@ def test_help_teaches() -> None:
     text = " ".join(run(0, "migrate", "--help").split())
     for part in ("Example: megapg migrate", "git apply", "Exit code 0", "megapg: keep", "--write"):
         assert part in text
+    assert "Trainer.make" in text
 
 
 def test_settings_in_pyproject(project: Path) -> None:

@@ -18,7 +18,7 @@ from megapg.migrate.migration import Rewritten
 OLD = b"import os\nimport sys\n\n\ndef f():\n    return os.sep + sys.path[0]\n"
 UNSORTED = b"import os\nimport megapg\nimport sys\n\n\ndef f( ):\n    return os.sep + sys.path[0]\n"
 SORTED = b"import os\nimport sys\n\nimport megapg\n\n\ndef f():\n    return os.sep + sys.path[0]\n"
-RUFF = "[tool.ruff]\nline-length = 79\n"
+RUFF = "[tool.ruff]\nline-length = 79\nlint.select = ['I']\n"
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +34,14 @@ def run(root: Path, files: dict[str, str], before: bytes = OLD, after: bytes = U
     """Return the new text of ``p/a.py``."""
     write(root, {**files, "p/a.py": before})
     steps: list[tuple[str, int, int]] = []
-    (file,) = formatted(
+    (file,), missing = formatted(
         [Rewritten("p/a.py", root / "p" / "a.py", before, after)],
         root,
         lambda *step: steps.append(step),
     )
     assert steps == [("formatting", 1, 1)]
     assert (root / "p" / "a.py").read_bytes() == before
+    assert not missing
     return file.after
 
 
@@ -48,15 +49,34 @@ def run(root: Path, files: dict[str, str], before: bytes = OLD, after: bytes = U
     "files",
     [
         {"pyproject.toml": RUFF},
-        {"pyproject.toml": "[tool.ruff.lint]\nselect = ['E']\n"},
-        {"ruff.toml": ""},
-        {".ruff.toml": "line-length = 79\n"},
-        {"p/ruff.toml": ""},
+        {"pyproject.toml": "[tool.ruff.lint]\nextend-select = ['I001']\n"},
+        {"ruff.toml": "lint.select = ['ALL']"},
+        {".ruff.toml": "line-length = 79\nlint.select = ['F', 'I']"},
+        {"p/ruff.toml": "lint.select = ['I']"},
     ],
     ids=str,
 )
 def test_ruff_is_run_if_it_is_configured(tmp_path: Path, files: dict[str, str]) -> None:
     assert run(tmp_path, files) == SORTED
+
+
+@pytest.mark.parametrize("select", ["['E']", "['ALL']\nlint.ignore = ['I']"])
+def test_imports_are_sorted_only_if_the_project_selects_that(tmp_path: Path, select: str) -> None:
+    after = run(tmp_path, {"ruff.toml": f"lint.select = {select}\n"})
+    assert after == UNSORTED.replace(b"f( )", b"f()")
+
+
+def test_tools_that_are_not_installed_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = module._start
+    monkeypatch.setattr(module, "_start", lambda each: start(each) if each == "ruff" else ())
+    write(tmp_path, {"pyproject.toml": "[tool.black]\n[tool.isort]\n"})
+    file = Rewritten("a.py", tmp_path / "a.py", OLD, UNSORTED)
+    assert formatted([file, file], tmp_path, lambda *step: None)[1] == {"black": 2, "isort": 2}
+    module._is_configured.cache_clear()
+    write(tmp_path, {"pyproject.toml": f"[tool.black]\n[tool.isort]\n{RUFF}"})
+    assert not formatted([file], tmp_path, lambda *step: None)[1]  # ruff takes their place
 
 
 def test_a_pre_commit_hook_counts_as_settings(tmp_path: Path) -> None:
@@ -81,10 +101,11 @@ def test_without_settings_the_text_stays(tmp_path: Path, files: dict[str, str]) 
 
 
 def test_settings_above_the_project_end_at_the_repository(tmp_path: Path) -> None:
-    write(tmp_path, {"ruff.toml": "", "repo/.git/HEAD": "", "repo/project/pyproject.toml": ""})
+    sort = "lint.select = ['I']"
+    write(tmp_path, {"ruff.toml": sort, "repo/.git/HEAD": "", "repo/project/pyproject.toml": ""})
     assert run(tmp_path / "repo" / "project", {}) == UNSORTED
     module._is_configured.cache_clear()
-    write(tmp_path, {"repo/ruff.toml": ""})
+    write(tmp_path, {"repo/ruff.toml": sort})
     assert run(tmp_path / "repo" / "project", {}) == SORTED
 
 
@@ -119,7 +140,7 @@ def test_a_new_file_is_formatted_and_the_vendored_module_is_not_sorted(tmp_path:
         Rewritten(f"{name}.py", tmp_path / f"{name}.py", b"", UNSORTED, True, is_runtime=is_runtime)
         for name, is_runtime in (("a", False), ("b", True))
     ]
-    plain, runtime = formatted(files, tmp_path, lambda *step: None)
+    (plain, runtime), _ = formatted(files, tmp_path, lambda *step: None)
     assert plain.after == SORTED
     assert runtime.after == UNSORTED.replace(b"f( )", b"f()")
 

@@ -103,10 +103,21 @@ PLACES: list[tuple[str, dict[str, str], dict[str, str]]] = [
     ("a/__init__.py a/b/__init__.py a/b/c.py a/d.py", {}, {"a/b/c.py": "a ..", "a/d.py": "a ."}),
     ("a/__init__.py a/b.py", {"a/c.py": "from a.b import f"}, {"a/b.py": "a a"}),
     ("s/a/__init__.py s/a/c.py", {"s/a/b.py": "import a.c"}, {"s/a/__init__.py": "s/a a"}),
-    # Namespace packages. The third has a file that nobody imports: a script.
+    # Namespace packages: folders that imports go through.
     ("a/b.py", {"a/c.py": "from a.b import f"}, {"a/b.py": "a a"}),
     ("a/b/__init__.py a/b/c.py", {"a/b/d.py": "import a.b.c"}, {"a/b/c.py": "a/b a.b"}),
-    ("a/b.py a/c/e.py", {"a/c/d.py": "import a.c.e"}, {"a/b.py": "a"}),
+    ("a/b.py a/c/e.py", {"a/c/d.py": "import a.c.e"}, {"a/b.py": "a a"}),
+    (
+        "a/x/b.py a/y/c.py a/__init__.py",
+        {"a/z.py": "from .x import b\nfrom .y.c import f", "a/y/d.py": "from ..x.b import g"},
+        {"a/x/b.py": "a ..", "a/y/c.py": "a .."},
+    ),
+    # Scripts in such folders.
+    (
+        "a/c/e.py a/c/f.py a/g.py",
+        {"a/c/d.py": "import a.c.e\nimport e", "a/b.py": "if __name__ == '__main__': pass"},
+        {"a/b.py": "a", "a/c/f.py": "a/c", "a/c/e.py": "a a", "a/g.py": "a a"},
+    ),
     # The root is no package.
     ("__init__.py a/__init__.py a/b.py", {"a/c.py": "import a.b"}, {"a/b.py": "a a"}),
     ("__init__.py a/__init__.py a/b.py", {}, {"a/b.py": "a ."}),
@@ -136,6 +147,23 @@ def test_each_top_package_gets_one(
         assert module.file == str(Path(folder, NAME))
         assert module.is_new
         assert module.is_runtime
+
+
+def test_namespace_packages_are_imported_from_the_root(tmp_path: Path) -> None:
+    use = "from megatron.core import mpu\n\n\ndef f():\n    return mpu.get_data_parallel_rank()\n"
+    files = {
+        "pyproject.toml": TREE["pyproject.toml"],
+        "main.py": "from parts import load\nfrom train.steps import loop\nimport extra.show\n",
+        "parts/load.py": use,
+        "train/steps/loop.py": use,
+        "train/data/split.py": f"from train.steps.loop import f as g\n\n{use}",
+        "extra/show.py": use,
+    }
+    after = migrated(tmp_path, files)
+    places = sorted(name for name in after if name.endswith(NAME))
+    assert places == [f"{folder}/{NAME}" for folder in ("extra", "parts", "train")]
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import main, train.data.split"
+    subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path.parent, check=True)
 
 
 # --- what is there already ------------------------------------------------------------------------

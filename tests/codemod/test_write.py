@@ -204,14 +204,14 @@ def repository(tmp_path: Path) -> Path:
 
 
 def restorable(folder: Path, *names: str) -> list[str]:
-    return uncommitted([Rewritten(name, folder / name, OLD, NEW) for name in names])
+    return uncommitted({folder / name: name for name in names})
 
 
 def test_committed_files_can_be_restored(repository: Path) -> None:
     (repository / "c.py").write_bytes(NEW)
     assert restorable(repository, "a.py", "b.py", "[a].py", "é b.py") == []
-    assert uncommitted([new_file(repository / "new.py")]) == []
-    assert uncommitted([]) == []
+    assert restorable(repository, "new.py") == []
+    assert restorable(repository) == []
 
 
 def test_files_that_git_could_not_restore(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megapg.migrate.config import Config
 from megapg.migrate.migration import Found, How, Migration, Problem, Rewritten, Root
@@ -52,6 +52,8 @@ class Report:
     config: Config
     files: Sequence[Rewritten] = ()
     roots: Sequence[Root] = ()
+    # Formatters that are configured but not installed -> number of files.
+    unformatted: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def left(self) -> list[Entry]:
@@ -115,6 +117,7 @@ def of_migration(migration: Migration, config: Config, unwritten: Sequence[Probl
         config=config,
         files=() if unwritten else migration.files,
         roots=() if unwritten else migration.roots,
+        unformatted={} if unwritten else migration.unformatted,
     )
 
 
