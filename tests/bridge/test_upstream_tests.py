@@ -133,7 +133,7 @@ def assert_rows(said: str, rows: dict[str, tuple[int, int]]) -> None:
 
 @pytest.mark.slow
 def test_what_passes_on_globals_and_not_on_sessions_is_named(checkout: Path) -> None:
-    code, said = upstream(checkout, "--ranks 2 --minutes 3 --select _both --select _one")
+    code, said = upstream(checkout, "--ranks 2 --select _both --select _one")
     assert code == 1, said
     assert_rows(said, {"test_both.py": (1, 1), "test_one.py": (1, 0), r"\.": (2, 1), "all": (2, 1)})
     assert "only on globals: tests.unit_tests.test_one.test_globals\n" in said

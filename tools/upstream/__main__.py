@@ -79,9 +79,12 @@ def why_nothing_runs(checkout: Path) -> str:
 
 def run(checkout: Path, file: Path, ranks: int, minutes: float, on_a_session: bool) -> Outcome:
     """The tests of a file that pass on every rank; what has not ended in time has not passed."""
-    with tempfile.TemporaryDirectory(prefix="megapg-upstream-") as folder:
+    with tempfile.TemporaryDirectory(prefix="megapg-upstream-") as folder, socket.socket() as held:
+        # Without it, another process may take the port before rank 0 listens there.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
         shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": str(_free_port()), ON_A_SESSION: "1" * on_a_session}
+        shared |= {"MASTER_PORT": str(held.getsockname()[1]), ON_A_SESSION: "1" * on_a_session}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "megapg_upstream"]
         command += ["-p", "no:cacheprovider", "-o", "addopts=", str(file)]
         reports = [Path(folder, f"{rank}.xml") for rank in range(ranks)]
@@ -113,13 +116,6 @@ def run(checkout: Path, file: Path, ranks: int, minutes: float, on_a_session: bo
         # pytest's: errors while collecting, a wrong call, an error of its own.
         failed = started[0].returncode in (2, 3, 4)
         return Outcome(passed, _reason(printed) if failed and not passed else "")
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-    return port
 
 
 def _passed(report: Path) -> frozenset[str]:
