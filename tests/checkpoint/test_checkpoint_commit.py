@@ -236,9 +236,7 @@ def result(process, deadline=250):
 
 @pytest.fixture
 def memory(tmp_path):
-    """Yield a directory in memory if there is one: syncing is free and a kill loses no written
-    file.
-    """
+    """Yield a directory in memory if possible: syncing is free and a kill loses no written file."""
     if not os.access("/dev/shm", os.W_OK):
         yield str(tmp_path)
         return
