@@ -1,4 +1,4 @@
-"""What holds for the whole run of the tests."""
+"""Settings and test order of the whole run."""
 
 import os
 import signal
@@ -9,22 +9,22 @@ from quick import is_quick
 
 from megapg.testing import preloaded
 
-# A shell that starts the run in the background has it ignore Ctrl-C, and so all its children.
+# A shell that starts the run in the background makes it and its children ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The tests are of ranks on CPUs, more of them than a machine has GPUs.
+# The tests use ranks on CPUs, and more ranks than a machine has GPUs.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-# torch's store looks up a name for the address of everyone who connects, in the one thread that
-# serves all of them. Where a name server loses one question in thirty, that thread stands still for
-# the resolver's five seconds, and with it all ranks of a test.
+# torch's store looks up a name for the address of every client, in its only server thread. If a
+# name server drops a request, this thread and all ranks of a test wait for the resolver's five
+# seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
 
-# Files that take long, the longest first, and the slow ones before. Any other is done sooner than
-# these are, in whatever order; but each of these, if it came last, would be waited for alone. One
-# that computes comes after one that waits for deadlines: three of a kind leave a core idle.
+# Long files start first, longest first, with the slow tests before them. Shorter files may run in
+# any order, but a long file at the end would run alone. Files that compute and files that wait for
+# deadlines alternate: three of a kind leave a core idle.
 LONG = (
     *("test_upstream_tests", "test_migrated_trainer", "test_pretrain", "test_suspend_training"),
     *("test_checkpoint_faults", "test_checkpoint", "test_warm_up", "test_checkpoint_interop"),
@@ -40,7 +40,7 @@ LONG = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Import what most ranks need once for all runs, and for all workers of xdist."""
+    """Import common modules once for all runs and for all workers of xdist."""
     if hasattr(config, "workerinput") or config.option.collectonly or config.option.help:
         return
     stack = ExitStack()
@@ -49,12 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--quick``: what ``make test-quick`` runs."""
+    """Add ``--quick``, which ``make test-quick`` passes."""
     parser.addoption("--quick", action="store_true", help="unit tests and those marked smoke")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The long files first; leave out, if asked to, what starts processes and is no smoke test."""
+    """Put long files first; with ``--quick``, keep unit tests and smoke tests only."""
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
     if config.getoption("--quick"):

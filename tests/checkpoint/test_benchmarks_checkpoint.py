@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints measures what its rows say."""
+"""Tests of the checkpoint benchmark: each row reports the right measurement."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""Save and load of a real Megatron-core GPT: resume bit for bit, and under other layouts."""
+"""Save and load of a real Megatron-core GPT, bit for bit in one layout and across layouts."""
 
 import os
 import time
@@ -34,12 +34,12 @@ pytestmark = [pytest.mark.contract, pytest.mark.torch]
 MOE = {"experts": 4, "sequence_parallel": True}
 VPP = {"pp": 2, "vpp": 2, "layers": 4}
 SAVED, LAST = 2, 7
-"""Saved after 2 steps; 5 more are compared."""
+"""The run saves after 2 steps and compares 5 more."""
 
 
 @contextmanager
 def training(run, name, ranks=4, seed=None):
-    """A job on the first ranks, which are its world; nothing on the others."""
+    """Yield a job whose world is the first ranks; yield None on the other ranks."""
     warnings.simplefilter("ignore")
     me = int(os.environ["RANK"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -63,7 +63,7 @@ def training(run, name, ranks=4, seed=None):
 
 
 def resume_each(runs, ranks, root):
-    """Each job without a stop, and again from its checkpoint; what both did after it."""
+    """Run each job without a stop and again from its checkpoint; return the results of both."""
     told = []
     with megatron_on_cpu():
         for number, run in enumerate(runs):
@@ -96,8 +96,10 @@ def resume_each(runs, ranks, root):
     ],
 )
 def test_a_resumed_run_is_the_run(ranks, runs, tmp_path):
-    """Weights, master weights, moments, steps and five losses, with dropout on; every other one is
-    saved in the background while the run goes on."""
+    """Weights, master weights, moments, steps and five losses are equal, with dropout on.
+
+    Every other run saves in the background while training continues.
+    """
     assert all(run.dropout for run in runs)
     for told in distributed(partial(resume_each, runs, ranks, str(tmp_path)), ranks):
         for whole, resumed in told:
@@ -107,9 +109,9 @@ def test_a_resumed_run_is_the_run(ranks, runs, tmp_path):
 
 # -- other layouts ---------------------------------------------------------------------------------
 
-PLAIN = replace(RUN, dropout=0.0)  # which would draw otherwise under another layout
+PLAIN = replace(RUN, dropout=0.0)  # dropout draws differ between layouts
 RESHARDED = {
-    # name: saved under, ranks of that, loaded under, ranks of that
+    # name: saved layout, its number of ranks, loaded layout, its number of ranks
     "tp2 -> tp1": (cut(PLAIN, tp=2), 2, cut(PLAIN), 1),
     "tp1 -> tp2": (cut(PLAIN), 1, cut(PLAIN, tp=2), 2),
     "pp2 -> pp1": (cut(PLAIN, pp=2), 2, cut(PLAIN), 1),
@@ -120,13 +122,13 @@ RESHARDED = {
     "ep2 -> ep1": (cut(PLAIN, dp=2, ep=2, experts=4), 2, cut(PLAIN, dp=2, experts=4), 2),
     "ep1 -> ep2": (cut(PLAIN, dp=2, experts=4), 2, cut(PLAIN, dp=2, ep=2, experts=4), 2),
 }
-# Ways that are there in the other direction, or in parts, too.
+# Other cases cover the opposite direction, or parts of these.
 SLOW = {"tp1 -> tp2", "pp2 -> pp1", "tp2 dp2 -> pp2 dp1", "ep1 -> ep2"}
 SAME_STREAMS = ("pp2 vpp2 -> pp2", "dp4 -> dp2")
-"""Where every rank finds its random streams: replicas of a dense model draw alike."""
+"""Cases in which every rank finds its random streams: replicas of a dense model draw alike."""
 
 TOLERANCE = 2e-6
-"""Relative, of five losses: sums are taken in another order. Nothing else differs."""
+"""Relative tolerance of five losses, because sums run in another order. All else is equal."""
 
 
 def reshard_each(cases, root):
@@ -166,7 +168,7 @@ def test_a_checkpoint_loads_under_another_layout(names, tmp_path):
 
 
 def arguments(root):
-    """Everything that is no optimizer; two ranks."""
+    """Save and load everything except the optimizer, on two ranks."""
     with megatron_on_cpu(), training(replace(RUN, tp=2), "arguments", 2) as job:
         model = {"model": job.chunks, "pg_collection": job.pg, "timeout": 60}
         before = weights(job.chunks)
@@ -191,7 +193,7 @@ def arguments(root):
         assert loaded.extra["seen"] == {"samples": 40}
         assert loaded.extra["mean"].item() == 0.5
 
-        # Which one is loaded, and which ones are kept.
+        # Choice of the checkpoint to load, and of the checkpoints to keep.
         for iteration in (2, 3, 4):
             megapg.save_checkpoint(root, iteration, keep=2, **model)
         assert [info.iteration for info in megapg.list_checkpoints(root)] == [3, 4]
@@ -204,7 +206,7 @@ def arguments(root):
         loaded = megapg.load_checkpoint(root, optimizer=job.optimizer, **model)
         assert (loaded.release, loaded.iteration, loaded.rng) == (True, 0, None)
 
-        # Streams under a name of their own, and the older layout alone.
+        # Random streams under another key, and with the older layout only.
         elsewhere = f"{root}/elsewhere"
         megapg.save_checkpoint(
             elsewhere, 1, rng_key="rng_state.critic", rng_layout="per_tp_pp", **model
@@ -216,7 +218,7 @@ def arguments(root):
         with pytest.raises(CheckpointMismatchError, match=r"rng_state\.critic"):
             megapg.load_checkpoint(elsewhere, rng_key="rng_state.actor", **model)
 
-        # Without groups: from the globals, with a warning that says so.
+        # Without groups, the call reads the globals and warns.
         del model["pg_collection"]
         with pytest.warns(GlobalGroupsWarning, match="save_checkpoint"):
             megapg.save_checkpoint(root, 6, **model)
@@ -233,7 +235,7 @@ def arguments(root):
         megapg.save_checkpoint(root, 7, pg_collection=borrowed, asynchronous=True, **model).wait()
         assert read_contents(f"{root}/iter_0000007").saved_layout().tp == 2
 
-        # What does not fit is named, and changes nothing.
+        # A mismatch is named and changes nothing.
         model["pg_collection"] = job.pg
         kept = weights(job.chunks)
         with pytest.raises(CheckpointMismatchError, match="has no optimizer state"):
@@ -286,7 +288,7 @@ def test_every_argument(tmp_path):
 
 
 def fine_tune(root):
-    """In bf16, where the optimizer has master weights of its own."""
+    """Fine-tune in bf16, where the optimizer has its own master weights."""
     job = megatron_training.Job(replace(RUN, tp=2), bf16=True)
     with (
         megatron_on_cpu(),
@@ -314,7 +316,7 @@ def fine_tune(root):
         assert (loaded.iteration, loaded.rng, schedule.step) == (2, None, 3)
         assert torch.equal(torch.rand(3), expected)
         assert equal(weights(student.chunks), saved)
-        # A step that changes nothing, but brings the master weights back.
+        # A step with zero rates changes nothing, but copies the master weights back.
         for group in student.optimizer.param_groups:
             group["lr"] = group["weight_decay"] = 0.0
         student.optimizer.step()
@@ -332,7 +334,7 @@ def test_fine_tuning_keeps_the_weights_that_were_loaded(tmp_path):
 
 
 def several(root):
-    """Two sessions that save at the same time, and saves after one that failed."""
+    """Two sessions save at the same time; more saves follow a failed save."""
     with (
         megatron_on_cpu(),
         training(replace(RUN, tp=2), "several", 2) as job,
@@ -350,7 +352,7 @@ def several(root):
             for save in saves:
                 assert save.wait(60).iteration == round_
 
-        # A failure that only the first rank sees at once, and that only it hears of.
+        # Only the first rank sees this failure at once.
         for number in (3, 4, 5):
             unsafe = {"bad": lambda: None} if me == 0 else {"bad": 1}
             with pytest.raises(CheckpointSaveError, match=r"rank 0|loads safely"):
@@ -358,7 +360,7 @@ def several(root):
             save = job.save(f"{root}/actor", number, asynchronous=True, in_flight=2)
             if me == 0:
                 save.wait(60)
-        # However they overlap, the tracker goes forwards only.
+        # Even if saves overlap, the tracker only moves forward.
         for number in range(6, 10):
             job.save(f"{root}/actor", number, asynchronous=True, in_flight=3)
         job.save(f"{root}/actor", 10)
@@ -373,7 +375,7 @@ def several(root):
 
 
 def slow_at_first(me):
-    """The second rank's disk is slow for the first of two saves."""
+    """Return a writer that is slow on the second rank, for the first of two saves."""
     delays = [2.0 if me == 1 else 0.0]
 
     def write(*args):

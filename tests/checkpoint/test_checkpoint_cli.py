@@ -1,4 +1,4 @@
-"""``megapg checkpoint ls | inspect | verify``: what they print, their JSON and exit codes."""
+"""``megapg checkpoint ls | inspect | verify``: output, JSON and exit codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def told(*arguments: object, code: int = 0) -> object:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Iteration 5 with a manifest, 4 without, 7 cut short, an interrupted 6; 5 is the latest."""
+    """Checkpoints: 5 with a manifest, 4 without, 7 incomplete, 6 interrupted. The latest is 5."""
     root = tmp_path / "checkpoints"
     shutil.copytree(samples.with_manifest(), root)
     shutil.copytree(samples.by_megatron(4) / "iter_0000004", root / "iter_0000004")
@@ -70,7 +70,7 @@ def test_ls_of_little(tmp_path: Path, root: Path) -> None:
     empty.mkdir()
     assert told("ls", empty) == []
     assert "no checkpoints" in run("ls", empty).stdout
-    # One that can't be read is no reason not to list the others.
+    # An unreadable checkpoint does not keep the others from the list.
     (root / "iter_0000004" / ".metadata").write_bytes(b"garbage")
     assert [row["problem"] for row in told("ls", root)][:2] == ["damaged", ""]
 
@@ -125,7 +125,7 @@ def test_inspect_shortens_long_lists(tmp_path: Path) -> None:
     for text in (short, whole):
         assert max(map(len, text.splitlines())) <= 80
     assert len(told("inspect", path)["tensors"]) == 30
-    # A name is never cut: it goes on in the next line.
+    # A long name is wrapped, never cut.
     assert f"{name}.29" in run("inspect", path, "--all", width=200).stdout
     assert "…" not in whole
 
@@ -168,7 +168,7 @@ def test_verify_names_what_is_incomplete(root: Path) -> None:
     assert result.exit_code == 1
     (line,) = [line for line in result.stdout.splitlines() if "iter_0000007" in line]
     assert line.startswith("incomplete")
-    assert "iter_0000006" not in result.stdout  # interrupted: nobody expects it
+    assert "iter_0000006" not in result.stdout  # an interrupted save is not a checkpoint
     assert [row["good"] for row in told("verify", root, code=1)] == [True, True, False]
 
 
@@ -252,5 +252,5 @@ def test_in_a_process_of_its_own_without_megatron(root: Path) -> None:
     assert any("__0_0.distcp: " in line for line in verified)
     assert codes == "[0, 1]"
     assert "Traceback" not in ran.stderr
-    # The enum of Megatron-core is there by name.
+    # The enum of Megatron-core appears by name.
     assert backend.startswith("megatron.core.transformer.enums.AttnBackend(")

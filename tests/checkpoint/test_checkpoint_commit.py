@@ -1,4 +1,4 @@
-"""Publishing checkpoints: killed at every system call, on full disks, with other jobs beside."""
+"""Publishing checkpoints: kills at every system call, full disks, concurrent jobs."""
 
 import errno
 import fcntl
@@ -36,7 +36,7 @@ from megapg.checkpoint.directory import (
 from megapg.checkpoint.mounts import local_locks
 from megapg.errors import CheckpointError, CheckpointSaveError
 
-# ---- shared by the tests and the processes that they start
+# ---- helpers of the tests and of the processes that the tests start
 
 
 def save(root, name="iter_0000200", mark="new", keep=None):
@@ -63,13 +63,13 @@ def hidden(root):
     return {name for name in os.listdir(root) if name.startswith(".")}
 
 
-# ---- kill -9 at every point: these run in a small process of their own that forks the victims
+# ---- kill -9 at every point: each job runs in a small process that forks the victims
 
 WRITES = {
     *("mkdir", "rename", "replace", "unlink", "rmdir", "fsync", "open", "write", "truncate"),
     *("flock", "close", "remove"),
 }
-SCENARIOS = {  # what was there, what the tracker named, what is saved, what is kept
+SCENARIOS = {  # existing checkpoints, tracker, checkpoint to save, number to keep
     "first": ((), None, "iter_0000200", None),
     "next": (("iter_0000100",), "iter_0000100", "iter_0000200", None),
     "again": (("iter_0000100", "iter_0000200"), "iter_0000200", "iter_0000200", None),
@@ -85,7 +85,7 @@ SCENARIOS = {  # what was there, what the tracker named, what is saved, what is 
 
 
 def killed_at(point, work):
-    """Fork a process that does ``work``, and kill it before or after its n-th write."""
+    """Fork a process that does ``work``, and kill it before or after write number ``point``."""
     pid = os.fork()
     if pid:
         _, status = os.waitpid(pid, 0)
@@ -113,7 +113,7 @@ def killed_at(point, work):
 
 
 def check_what_a_kill_left(root, allowed):
-    """It is found, it is found again after the next save has cleaned up, and nothing remains."""
+    """Check that the latest checkpoint is found before and after a full clean-up."""
     before = mark(latest(root))
     assert before in allowed, (before, sorted(os.listdir(root)))
     for info in list_checkpoints(root):
@@ -138,7 +138,7 @@ def kill_everywhere(directory, scenario):
             break
         root.mkdir(exist_ok=True)
         found.append(check_what_a_kill_left(root, {previous, "new"}))
-        # Only what is retired, and only once the new one is there, may be missing.
+        # Only retired checkpoints may be missing, and only after the new checkpoint is published.
         for old in {*names} - {name}:
             if keep is None or found[-1] != "new":
                 assert mark(find(root, old)) == f"old {old}", old
@@ -155,7 +155,7 @@ def kill_everywhere(directory, scenario):
 
 
 def kill_twice(directory, commit):
-    """A save is killed around its commit, and the clean-up after it at every point."""
+    """Kill a save around its commit, then kill the following clean-up at every point."""
     names, tracked, name, _ = SCENARIOS["again after a roll-back"]
     kills = 0
     for first in range(commit - 6, commit + 2):
@@ -215,7 +215,7 @@ if __name__ == "__main__":
 
 
 def start(job, root, *args):
-    # Only the standard library beyond pytest: such a process has one thread and may fork.
+    # These jobs import only pytest and the standard library: one thread, so the process may fork.
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", __file__, json.dumps([job, str(root), *args])],
         stdout=subprocess.PIPE,
@@ -236,7 +236,7 @@ def result(process, deadline=250):
 
 @pytest.fixture
 def memory(tmp_path):
-    """A directory where syncing costs nothing, if there is one: a kill loses no written file."""
+    """Yield a directory in memory if possible: syncing is free and a kill loses no written file."""
     if not os.access("/dev/shm", os.W_OK):
         yield str(tmp_path)
         return
@@ -287,7 +287,7 @@ def test_the_way_of_a_checkpoint(tmp_path):
 
     assert save(root, "release").release
     assert (root / TRACKER).read_bytes() == b"release"
-    assert save(str(root), "iter_0000005").path == root / "iter_0000005"  # the tracker goes back
+    assert save(str(root), "iter_0000005").path == root / "iter_0000005"  # the tracker moves back
     assert latest(root).iteration == 5
 
 
@@ -372,7 +372,7 @@ def test_retention(tmp_path):
     assert kept() == sorted([*always, "iter_0000004", "iter_0000005", "iter_0000006"])
     save(tmp_path, "iter_0000006", keep=2)
     assert kept() == sorted([*always, "iter_0000005", "iter_0000006"])
-    # Rolled back: the newest one stays, although the new one is older.
+    # After a roll-back the newest checkpoint stays, although the new checkpoint is older.
     save(tmp_path, "iter_0000003", keep=1)
     assert kept() == sorted([*always, "iter_0000003", "iter_0000006"])
     save(tmp_path, "release", keep=2)
@@ -411,7 +411,7 @@ def test_several_saves_in_one_process(tmp_path):
 
 def test_a_forgotten_save_is_dead(tmp_path):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the file that nobody closed
+        warnings.simplefilter("ignore")  # the warning about the unclosed file
         Partial.begin(tmp_path, iteration=1)
         gc.collect()
     assert len(list_checkpoints(tmp_path)) == 1
@@ -423,7 +423,7 @@ def test_a_forked_child_does_not_take_the_lock_with_it(tmp_path):
     partial = Partial.begin(tmp_path, iteration=1)
     pid = os.fork()
     if not pid:
-        partial._lock = None  # closes its copy of the handle, as at a child's end
+        partial._lock = None  # closes the child's copy of the handle, as a child's exit does
         os._exit(0)
     os.waitpid(pid, 0)
     Partial.begin(tmp_path, iteration=2).discard()
@@ -437,7 +437,7 @@ def test_a_forked_child_that_stays_does_not_keep_the_root_locked(tmp_path):
         pid = os.fork()
         if not pid:
             os.close(writing)
-            os.read(reading, 1)  # until the parent closes its end
+            os.read(reading, 1)  # blocks until the parent closes its end
             os._exit(0)
     try:
         with _root_locked(tmp_path, 1):
@@ -460,7 +460,7 @@ def test_a_roll_back_by_hand_after_a_crash_stays(tmp_path):
 
 @contextmanager
 def failing(monkeypatch, module, name, when=lambda *_: True, number=errno.EIO):
-    """For a while a function of the operating system fails, on request for some arguments only."""
+    """Make a function of the operating system fail, optionally for some arguments only."""
     real = getattr(module, name)
 
     def call(*args):
@@ -505,7 +505,7 @@ def test_when_only_the_tracker_fails_the_next_save_writes_it(tmp_path, monkeypat
     said = "is complete, but latest_checkpointed_"
     with failing(monkeypatch, os, "replace"), pytest.raises(CheckpointSaveError, match=said):
         partial.publish()
-    partial.discard()  # as a caller does after an error; what is published stays
+    partial.discard()  # as a caller does after an error; the published checkpoint stays
     assert committed_pending(tmp_path)
     assert latest(tmp_path).iteration == 200
     assert read_tracker(tmp_path) == "iter_0000100"
@@ -590,7 +590,7 @@ def test_where_locks_are_local_what_another_host_began_is_left_alone(tmp_path, m
     monkeypatch.setattr("megapg.checkpoint.commit.local_locks", lambda path: "/x is a test")
     theirs, dead = (Partial.begin(tmp_path, iteration=iteration) for iteration in (1, 2))
     for partial, host in ((theirs, "another-host"), (dead, socket.gethostname())):
-        partial._lock.free()  # as when its process is gone, or as seen from another host
+        partial._lock.free()  # as if its process had ended, or as seen from another host
         lock_file = partial.path.with_name(f"{partial.path.name}.lock")
         assert lock_file.read_text().startswith(f"{socket.gethostname()}, pid {os.getpid()}, ")
         lock_file.write_text(f"{host}, pid 17, since yesterday")
@@ -600,7 +600,7 @@ def test_where_locks_are_local_what_another_host_began_is_left_alone(tmp_path, m
     assert "locks are not seen by other hosts there (/x is a test)" in complaints(caplog)[0]
 
 
-# ---- roots that can't be written
+# ---- roots that are not writable
 
 
 def file_system(directory, options="size=64k"):
@@ -706,7 +706,7 @@ def test_two_jobs_save_into_one_directory(tmp_path, caplog, same):
     for job in jobs:
         result(job)
     assert looks > 10
-    assert complaints(caplog) == []  # a reader never sees the tracker name what is not there
+    assert complaints(caplog) == []  # a reader never sees a tracker that names a missing checkpoint
     assert hidden(tmp_path) == {ROOT_LOCK}
     expected = {1, *iterations["a"], *iterations["b"]}
     assert [i.iteration for i in list_checkpoints(tmp_path)] == sorted(expected)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read safely: real files of both writers, and hostile ones."""
+"""Safe reading of checkpoint contents: real files of both writers, and hostile files."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_every_dtype_layout_and_memory_format() -> None:
 
 
 def test_metadata_of_older_writers() -> None:
-    """Dummy classes of old Megatron-core, and the module that had TensorProperties before."""
+    """Test dummy classes of old Megatron-core and the former module of TensorProperties."""
     data = (samples.by_megatron() / "iter_0000005" / ".metadata").read_bytes()
     whole = pickle.loads(data)
     plain = pickle.dumps(whole, 2)
@@ -174,7 +174,7 @@ def test_with_megatron_imported_its_classes_are_its() -> None:
             },
             ParallelLayout(world_size=8, cp=4, hierarchical_cp=(2, 2)),
         ),
-        ({"world_size": 3, "tensor_model_parallel_size": 2}, None),  # does not divide
+        ({"world_size": 3, "tensor_model_parallel_size": 2}, None),  # not divisible
         ({"tensor_model_parallel_size": 2}, None),
         ({"world_size": "4"}, None),
         ({"world_size": 4, "tensor_model_parallel_size": 0.5}, None),
@@ -208,7 +208,7 @@ def test_a_damaged_manifest_does_not_keep_anyone_from_reading(manifest: str, cop
     assert read_contents(copied).saved_layout() == ParallelLayout(world_size=2, tp=2)
 
 
-# --- what is refused, without harm ----------------------------------------------------------------
+# --- refused contents -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -218,18 +218,18 @@ def copied(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def listed(tmp_path: Path) -> Path:
-    """The same with megapg's manifest."""
+    """A copy of the checkpoint with megapg's manifest."""
     return shutil.copytree(samples.with_manifest() / "iter_0000005", tmp_path / "iter_0000005")
 
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Path:
-    """A file that hostile code makes; it must not be there after the test."""
+    """A file that hostile code creates; it must not exist after the test."""
     return tmp_path / "canary"
 
 
 class Runs:
-    """Pickled, it calls a function when it is loaded."""
+    """An object whose pickle calls a function during loading."""
 
     def __init__(self, function: object, *arguments: object) -> None:
         self.call = function, arguments
@@ -251,13 +251,13 @@ def called(function: bytes, *arguments: bytes) -> bytes:
 
 
 def entries_with(item: bytes) -> bytes:
-    """A Metadata whose first key's entry is what ``item`` pushes."""
+    """Return the pickle of a Metadata in which ``item`` pushes the first key's entry."""
     whole = stack_global(MODULE, "Metadata") + b")\x81"
     return whole + b"}" + text("state_dict_metadata") + b"}" + text("a") + item + b"ssb"
 
 
 def hostile(canary: Path) -> dict[str, tuple[bytes, str]]:
-    """Name -> what to unpickle after PROTO and before STOP, and the name that must be refused."""
+    """Return name -> (the opcodes between PROTO and STOP, the name that must be refused)."""
     command = f"touch {canary}"
     shell = text(command)
     code = text(f"open({str(canary)!r}, 'w')")
@@ -324,7 +324,7 @@ def test_a_hostile_metadata_is_refused_by_name(name: str, canary: Path, copied: 
 
 
 def test_the_hostile_pickles_really_are(canary: Path) -> None:
-    """Else the test above could not fail: those of one call do harm in the plain unpickler."""
+    """The test above means something only if the plain unpickler runs the hostile calls."""
     for name in ("reduce", "GLOBAL opcode", "INST opcode", "in an entry", "eval", "as a state",
                  "a dotted name in a module on the list", "memoized strings"):  # fmt: skip
         body, _ = hostile(canary)[name]
@@ -347,7 +347,7 @@ def test_hostile_objects_in_real_metadata(protocol: int, canary: Path) -> None:
 @pytest.mark.parametrize("kind", ["Metadata", "MetadataIndex", "TensorProperties"])
 @pytest.mark.parametrize("value", [text("bad"), stack_global("torch", "Size")])
 def test_classes_on_the_list_can_not_be_changed(kind: str, value: bytes) -> None:
-    """BUILD on a class sets its attributes, which would outlast the reading."""
+    """BUILD on a class sets attributes of the class, which would persist after reading."""
     whole = stack_global(MODULE, kind)
     before = dict(vars(getattr(of_torch, kind)))
     for state in (
@@ -398,8 +398,8 @@ def test_enums_and_dtypes_can_not_be_changed() -> None:
         called(stack_global(MODULE, "Metadata"), b"N"),
         b"(" * 1000,
         b"h\x09",
-        b"\x82\x01",  # an extension code
-        b"\x8e" + struct.pack("<Q", 1 << 60),  # bytes longer than the file
+        b"\x82\x01",  # extension code
+        b"\x8e" + struct.pack("<Q", 1 << 60),  # more bytes than the file has
         b"\x96" + struct.pack("<Q", 1 << 60),
         b"\x80\x63",
         b"",
@@ -546,7 +546,7 @@ def test_what_a_common_state_may_hold() -> None:
 
 
 def test_the_list_of_torch_is_as_before() -> None:
-    """Also what others had put on it, which torch's own block takes off."""
+    """Entries that other code added stay too, although torch's own context manager removes them."""
     data = saved({"args": Namespace(a=1), "path": Path("x"), "array": np.ones(2)})
     torch.serialization.add_safe_globals([Namespace])
     mine = [(Path, "pathlib.Mine"), (Namespace, "argparse.Namespace")]
@@ -557,7 +557,7 @@ def test_the_list_of_torch_is_as_before() -> None:
         with pytest.raises(UnsafeCheckpointError):
             load_safely(saved(Runs(os.system, "true")), "x")
         assert set(torch.serialization.get_safe_globals()) == set(before)
-        # And with several threads at once.
+        # The same holds with several threads at once.
         failures: list[BaseException] = []
 
         def often() -> None:
@@ -579,7 +579,7 @@ def test_the_list_of_torch_is_as_before() -> None:
         torch.serialization.add_safe_globals([x for x in before if x not in mine])
 
 
-# --- what is missing or damaged -------------------------------------------------------------------
+# --- missing or damaged files ---------------------------------------------------------------------
 
 
 def test_what_is_not_there(tmp_path: Path, copied: Path) -> None:
@@ -613,7 +613,7 @@ def test_a_damaged_common_state(data: bytes, copied: Path) -> None:
     "gone", [("common.pt",), ("metadata.json",), ("common.pt", "metadata.json")]
 )
 def test_what_the_manifest_lists_is_there(gone: tuple[str, ...], listed: Path) -> None:
-    """Without both, it would pass for one that torch wrote alone."""
+    """Without both files, the directory would look like a checkpoint that torch alone wrote."""
     for file in gone:
         if not (listed / file).exists():
             pytest.skip("this Megatron-core has its common state in a shard")
@@ -672,7 +672,7 @@ def test_the_note_of_the_save_is_plain_json() -> None:
 
 
 def test_a_rank_that_fails_meanwhile_is_no_damaged_file() -> None:
-    """Reading reports progress, and may hear there that another rank has failed."""
+    """Reading reports progress, and this report may raise because another rank has failed."""
     with pytest.raises(OthersFailedError, match="rank 1: busy"), naming("__0_0.distcp"):
         raise OthersFailedError({1: "busy"})
     with pytest.raises(BrokenCheckpointError, match="can't be read"), naming("__0_0.distcp"):

@@ -1,4 +1,4 @@
-"""What listing and resuming make of a directory of checkpoints, intact and not."""
+"""Listing and resuming from a directory of checkpoints, intact or damaged."""
 
 import json
 import logging
@@ -34,7 +34,7 @@ FORM = {
 
 
 def saved(path, mark=""):
-    """The files that make a directory a complete checkpoint, and one that says which it is."""
+    """Write the files of a complete checkpoint, and a file that marks which checkpoint it is."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "mark").write_text(mark or path.name)
     (path / "common.pt").write_bytes(b"common")
@@ -45,7 +45,7 @@ def saved(path, mark=""):
 
 @pytest.fixture
 def root(tmp_path):
-    """Checkpoints 100 and 200, the tracker at 200."""
+    """Checkpoints 100 and 200, with the tracker at 200."""
     saved(tmp_path / "iter_0000100")
     saved(tmp_path / "iter_0000200")
     (tmp_path / TRACKER).write_text("200")
@@ -116,7 +116,8 @@ def test_listing(root, caplog):
     saved(root / "iter_10000000")
     (root / "iter_0000300").mkdir()
     saved(root / hidden_name("iter_0000200", "partial", "ab"))
-    saved(root / hidden_name("iter_0000200", "replaced", "ab"))  # its final name is there
+    # a directory with the final name exists
+    saved(root / hidden_name("iter_0000200", "replaced", "ab"))
     saved(root / hidden_name("iter_0000150", "removed", "ab"))
     saved(root / "iter_5")
     (root / "iter_0000400").write_text("a file")
@@ -266,7 +267,7 @@ def test_a_save_cut_off_before_its_tracker_counts_once_its_directory_has_its_nam
     assert latest(root).iteration == 200
     partial.rename(root / "iter_0000300")
     assert latest(root).iteration == 300
-    # Somebody rolls back by hand: later than the save, so that is what counts.
+    # A manual roll-back after the save takes precedence.
     (root / TRACKER).write_text("100")
     pending(root, "300", seconds_before_the_tracker=1)
     assert latest(root).iteration == 100
@@ -306,7 +307,7 @@ def test_a_replaced_checkpoint_stands_in_where_its_final_name_is_missing(root, c
 def test_a_save_that_ends_while_we_look_is_found(root, monkeypatch):
     (root / "iter_0000200").rename(root / hidden_name("iter_0000200", "replaced", "ab"))
 
-    def replaced(root, name):  # looked at after the first look at the final name
+    def replaced(root, name):  # called after the first look at the final name
         saved(root / name, "new")
         shutil.rmtree(root / hidden_name(name, "replaced", "ab"))
         return []

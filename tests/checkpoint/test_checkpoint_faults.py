@@ -1,9 +1,9 @@
-"""Saves and loads that go wrong, with real ranks and real files.
+"""Failing saves and loads, with real ranks and real files.
 
-Ranks are killed all along a save, disks are full or read-only, directories are not shared, ranks
-raise, stay away or come with something else, two jobs save into one directory, files are damaged.
-Afterwards the newest complete checkpoint loads, and every rank that lives has heard, soon, of whom
-and what.
+Ranks are killed at many points of a save, disks are full or read-only, directories are not shared.
+Ranks raise, do not call, or call with other arguments. Two jobs save into one directory, and files
+are damaged. Afterwards the newest complete checkpoint loads. Every surviving rank soon gets an
+error that names the failed rank and the reason.
 """
 
 import contextlib
@@ -57,15 +57,15 @@ from megapg.testing import megatron_on_cpu
 pytestmark = pytest.mark.contract
 
 SILENCE = 4.0
-"""Seconds after which the ranks of these tests give each other up."""
+"""Seconds after which the ranks of these tests stop waiting for each other."""
 SOON = 2 * SILENCE + 20
-"""By when a rank must have heard: it may wait twice, and this machine may be busy."""
+"""Deadline for an error: a rank may wait twice, and this machine may be busy."""
 PATIENT = 60.0
-"""The timeout where all goes well, or where nobody may wait for it."""
+"""Timeout for cases without a failure, and for cases in which no rank may wait for it."""
 AT_A_TIME = 8
-"""Jobs that die at the same time, as most of it is waiting."""
+"""Number of jobs that run at the same time; most of their time is waiting."""
 AT_ONCE = 20.0
-"""Seconds for word of a rank that says what happened to it."""
+"""Deadline in seconds for an error that the failed rank itself reports."""
 
 
 @pytest.fixture(scope="module")
@@ -74,23 +74,23 @@ def forge():
         yield forge
 
 
-# ---- what the ranks run ------------------------------------------------------------------------
+# ---- functions that the ranks run --------------------------------------------------------------
 
 
 def opened(**sizes):
-    """Groups that live as long as this process: ranks that are killed don't close sessions."""
+    """Open groups for the life of this process: killed ranks don't close sessions."""
     warnings.simplefilter("ignore")
     life = contextlib.ExitStack()
     life.enter_context(megatron_on_cpu())
     session = megapg.session(timeout=PATIENT, **sizes)
     life.enter_context(megapg.published(session.groups))
-    opened.lives = life, session  # or they would end here
+    opened.lives = life, session  # without this reference the session would end here
     return session.groups
 
 
 @contextlib.contextmanager
 def layers(width=8, **sizes):
-    """On groups that are closed in the end."""
+    """Yield layers on groups that are closed at the end."""
     with published_groups(**sizes) as pg:
         yield Layers(pg, width)
 
@@ -109,7 +109,7 @@ def load(root, model, timeout=PATIENT, **options):
 
 
 def attempt(work):
-    """What came of it, and how long it took."""
+    """Return the result, the error and the seconds that ``work`` took."""
     started = time.monotonic()
     try:
         result, error = work(), None
@@ -119,7 +119,7 @@ def attempt(work):
 
 
 def go_on(root, sizes, **options):
-    """A new job: which iteration it found, which mark is in the weights; it saves the next one."""
+    """Resume as a new job and save once; return the iteration found and the mark of its weights."""
     with published_groups(**sizes) as pg:
         model = Layers(pg).fill(9999)
         found = load(root, model).iteration
@@ -129,7 +129,7 @@ def go_on(root, sizes, **options):
 
 
 def check_said(error, *texts, blamed, seconds=0.0):
-    """It is about a failed save, at once, says this, and blames these ranks."""
+    """Check that the error is a prompt CheckpointSaveError with these texts and failed ranks."""
     assert isinstance(error, CheckpointSaveError), error
     for text in texts:
         assert text in str(error)
@@ -138,7 +138,7 @@ def check_said(error, *texts, blamed, seconds=0.0):
 
 
 def at_rest(root):
-    """Nothing is left of saves that failed but the lock file, and all checkpoints are whole."""
+    """Check that failed saves left only the lock file, and that all checkpoints are whole."""
     assert {entry for entry in os.listdir(root) if entry.startswith(".")} <= {ROOT_LOCK}
     for info in megapg.list_checkpoints(root):
         assert info.complete, info
@@ -146,7 +146,7 @@ def at_rest(root):
     return True
 
 
-# ---- ranks that are killed ---------------------------------------------------------------------
+# ---- killed ranks ------------------------------------------------------------------------------
 
 
 def first_saves(root, sizes):
@@ -156,8 +156,8 @@ def first_saves(root, sizes):
 
 
 def save_and_die(root, sizes, iteration, options, victim, fatal):
-    """The victim dies at its point. Returns what was passed, an error, and how long it took."""
-    # Gloo connects at the first collective, and waits as long as this for a rank that died before.
+    """Save with a victim that dies at a point; return the points, the error and the seconds."""
+    # Gloo connects at the first collective, and waits this long for a rank that is already dead.
     seconds = PATIENT if fatal is None else SILENCE
     pg = opened(**sizes, collective_timeout=timedelta(seconds=seconds))
     model = Layers(pg).fill(iteration + NEW)
@@ -180,9 +180,9 @@ def save_and_die(root, sizes, iteration, options, victim, fatal):
 
 TP2, DP2 = {"tp": 2}, {}
 NEW = 100
-"""On top of the mark, of what ranks save that are killed."""
+"""Added to the mark in saves during which a rank is killed."""
 SAVES = {
-    # name: layout, iteration, options; iterations 1 and 2 are there
+    # name: layout, iteration, options; iterations 1 and 2 already exist
     "another": (TP2, 3, {"keep": 2}),
     "the same again": (DP2, 2, {}),
     "in the background": (DP2, 3, {"asynchronous": True}),
@@ -190,7 +190,7 @@ SAVES = {
 
 
 def killed_everywhere(forge, tmp_path, choice, disk, scattered):
-    """Victims, points and ends, a few at a time since most of it is waiting."""
+    """Kill every victim at sampled points, a few jobs at a time because they mostly wait."""
     cases = []
     for number, (sizes, iteration, options) in enumerate(SAVES.values()):
         template = tmp_path / f"template {number}"
@@ -205,7 +205,7 @@ def killed_everywhere(forge, tmp_path, choice, disk, scattered):
             others = [point for point in changes if point not in points]
             points += choice.sample(others, min(disk, len(others)))
             points += random_points(seen, scattered, choice)
-            # All has been written, and the leader's word on it is near.
+            # These points come after all writes, just before the leader's announcement.
             points += [(*p, seen[p]) for p in seen if p[2:] == ("announce", "in")]
             cases += [(template, sizes, iteration, options, victim, point) for point in points]
     for first in range(0, len(cases), AT_A_TIME):
@@ -242,13 +242,13 @@ def test_a_rank_is_killed_anywhere_in_a_save(forge, tmp_path):
         found = megapg.latest(root)
         assert found.iteration in (2, iteration), what
         assert not verify(found.path).problems, what
-        if error is None:  # then it really was saved
+        if error is None:  # the save is complete
             assert found.iteration == iteration, what
             completed += 1
         marks = {iteration + NEW} if found.iteration == 3 or error is None else {2, 2 + NEW}
         left.append((what, root, sizes, found.iteration, marks))
     assert killed >= 50, "too few points were reached"
-    assert 0 < completed < killed  # the follower may die, or the leader right at the end
+    assert 0 < completed < killed  # the follower may die, or the leader at the very end
     for first in range(0, len(left), AT_A_TIME):
         some = [
             (what, root, there, marks, forge.start(partial(go_on, str(root), sizes)))
@@ -263,8 +263,10 @@ def test_a_rank_is_killed_anywhere_in_a_save(forge, tmp_path):
 
 
 def die_in_a_collective(root, victim, fatal):
-    """Four ranks, of which each pair has its own collectives; and an optimizer whose state has to
-    be gathered, which few need.
+    """Kill a rank in a collective of a save on four ranks.
+
+    Each pair of ranks has its own collectives. The optimizer state has to be gathered, which is
+    rarely needed.
     """
     pg = opened(**TP2, collective_timeout=timedelta(seconds=60))
     training = Training(cut(RUN, tp=2), pg)
@@ -282,7 +284,7 @@ def test_a_rank_is_killed_where_the_others_are_in_a_collective(forge, tmp_path):
     seen, error, _ = forge.results(partial(go, None), 4)[3]
     assert error is None
     inside = {place for place in seen if place[2:] == ("all_gather", "in")}
-    assert len(inside) >= 2  # optimizer's, names of tensors'
+    assert len(inside) >= 2  # the optimizer's collectives and those of the tensor names
     for number, place in enumerate(sorted(inside)):
         root = tmp_path / str(number)
         go = partial(die_in_a_collective, str(root), 3, (*place, 1))
@@ -299,7 +301,7 @@ def test_a_rank_is_killed_where_the_others_are_in_a_collective(forge, tmp_path):
 
 
 def save_on_a_full_disk(root, free, sizes):
-    """Try with so much free space each; then with enough."""
+    """Save with each amount of free space, then with enough."""
     told = []
     with layers(**sizes) as model:
         save(root, 1, model)
@@ -311,7 +313,7 @@ def save_on_a_full_disk(root, free, sizes):
             dist.barrier()
             _, error, seconds = attempt(lambda n=number: save(root, 2 + n, model))
             loaded = load(root, model.fill(9999)).iteration, model.mark()
-            dist.barrier()  # before the file of the next round is there
+            dist.barrier()  # before the next round writes its file
             told.append((error, seconds, loaded))
             if me() == 0:
                 Path(root, "ballast").unlink()
@@ -321,7 +323,7 @@ def save_on_a_full_disk(root, free, sizes):
 
 
 def test_the_disk_is_full(forge, tmp_path):
-    """Wherever in the save it runs full; in the end there is room for all of it."""
+    """The disk may run full at any point of the save; the last save has enough space."""
     free = [4096 * pages for pages in range(0, 46, 3)]
     with mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)) as root:
         told = forge.results(partial(save_on_a_full_disk, str(root), free, TP2))
@@ -346,7 +348,7 @@ def test_the_disk_is_full(forge, tmp_path):
 
 
 def save_with_a_limit(root, limits):
-    """One rank can't write files beyond a size. What each rank heard of each limit."""
+    """Limit the file size on one rank; return each rank's error for each limit."""
     told = []
     with layers(width=4096) as model:
         save(root, 1, model)
@@ -378,7 +380,7 @@ def test_one_rank_cannot_write(forge, tmp_path):
 
 
 def save_with_a_late_rank(root):
-    """Rank 0 fails and clears up before rank 1 has looked at the directory."""
+    """Rank 0 fails and cleans up before rank 1 has looked at the directory."""
 
     def late(frame, event, _):
         if event == "call" and frame.f_code.co_name == "_check_shared":
@@ -395,15 +397,15 @@ def save_with_a_late_rank(root):
 
 def test_a_late_rank_hears_the_reason(forge, tmp_path):
     for error in forge.results(partial(save_with_a_late_rank, str(tmp_path))):
-        check_said(error, "File too large", blamed={0})  # not that the directory is gone
+        check_said(error, "File too large", blamed={0})  # not an error about a missing directory
     assert at_rest(tmp_path)
 
 
-# ---- the directory -------------------------------------------------------------------------------
+# ---- the root directory --------------------------------------------------------------------------
 
 
 def save_where_it_cannot(places):
-    """Of each place what this rank heard; then a save that works, with the same groups."""
+    """Return this rank's error for each place; then save successfully with the same groups."""
     told = []
     with layers() as model:
         for place in places:
@@ -423,14 +425,16 @@ def test_the_directory_cannot_be_written(forge, tmp_path):
     reasons = ["Read-only file system"] * 2 + ["No such file or directory", "File exists"]
     for place, reason, *both in zip(places, reasons, *told, strict=True):
         for error, seconds in both:
-            check_said(error, reason, str(place), blamed={0}, seconds=seconds)  # who begins it
+            # rank 0 creates the directory
+            check_said(error, reason, str(place), blamed={0}, seconds=seconds)
 
 
 def save_on_two_hosts(root):
-    """What rank 1 mounts, rank 0 does not see."""
+    """Save to a directory that rank 1 mounts and rank 0 does not see."""
     with layers() as model:
         if me() == 1:
-            unshared = ctypes.CDLL(None, use_errno=True).unshare(0x00020000)  # mounts of our own
+            # a private mount namespace
+            unshared = ctypes.CDLL(None, use_errno=True).unshare(0x00020000)
             assert unshared == 0, os.strerror(ctypes.get_errno())
             subprocess.run(["mount", "--make-rprivate", "/"], check=True)
             subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root], check=True)
@@ -444,7 +448,8 @@ def save_on_two_hosts(root):
 
 
 def test_the_directory_is_not_shared(forge, tmp_path):
-    with mounted("--bind", str(tmp_path), str(tmp_path)):  # skips where this is not permitted
+    # skips the test if mounting is not permitted
+    with mounted("--bind", str(tmp_path), str(tmp_path)):
         pass
     root = tmp_path / "checkpoints"
     root.mkdir()
@@ -456,13 +461,13 @@ def test_the_directory_is_not_shared(forge, tmp_path):
 
 
 TORN = {
-    # what the tracker holds: which checkpoint is loaded
+    # content of the tracker: iteration that is loaded
     b"": 12,
-    b"1": 12,  # of "12": names one that is not there
+    b"1": 12,  # a part of "12": names no existing checkpoint
     b"\x00\x00": 12,
     b"12\n\n": 12,
     b"twelve": 12,
-    b"11": 11,  # rolled back on purpose
+    b"11": 11,  # a deliberate roll-back
     b"99999": 12,
     b"9" * 5000: 12,
     b"release": 12,
@@ -497,13 +502,13 @@ def test_a_torn_tracker(forge, tmp_path):
     assert at_rest(tmp_path)
 
 
-# ---- two jobs ------------------------------------------------------------------------------------
+# ---- two jobs in one directory -------------------------------------------------------------------
 
 ROUNDS = 12
 
 
 def save_rounds(root, first, step, keep, start):
-    """This job's marks are even or odd, so that a mixture would show."""
+    """Save with only even or only odd marks per job, so that a mixture of both jobs shows."""
     with layers() as model:
         while time.time() < start:
             time.sleep(0.001)
@@ -555,11 +560,11 @@ def test_two_jobs_save_into_one_directory(forge, tmp_path, step, others, keep):
     assert all(forge.results(partial(load_each, str(tmp_path), found)))
 
 
-# ---- ranks that raise, stay away, or want something else -----------------------------------------
+# ---- ranks that raise, do not call, or call with other arguments ---------------------------------
 
 
 class Broken:
-    """Stands in for an object, and raises when one of its methods is called."""
+    """A proxy of an object that raises when one method is called."""
 
     def __init__(self, whole, method):
         self._whole, self._method = whole, method
@@ -586,7 +591,7 @@ def broken_model(model):
 
 
 def broken_save(root, fault, victims, training):
-    """Save 2; on the victims with this fault."""
+    """Save iteration 2 with this fault on the victims."""
     options = {
         "model": training.chunks,
         "optimizer": training.optimizer,
@@ -621,7 +626,7 @@ def broken_save(root, fault, victims, training):
 
 
 RAISING = [
-    # fault, where, what is raised there, what the others read
+    # fault, ranks, exception on these ranks, text of the error on the others
     ("model", {0}, ZeroDivisionError, "sharded_state_dict is broken"),
     ("model", {2}, ZeroDivisionError, "sharded_state_dict is broken"),
     ("scheduler", {2}, ZeroDivisionError, "state_dict is broken"),
@@ -638,7 +643,7 @@ RAISING = [
 
 
 def save_with_faults(root):
-    """All with the same groups: none of this may spoil them."""
+    """Try all faults with the same groups, which must stay usable."""
     told = []
     with resuming.training(RUN) as training:
         training.steps(0, 1)
@@ -684,16 +689,17 @@ def save_in_collectives(root):
         for group in vars(training.pg).values():
             if isinstance(group, dist.ProcessGroup):
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SILENCE), group)
-        # An optimizer whose state has to be gathered, and so every rank sees it.
+        # The optimizer state has to be gathered, so every rank takes part.
         with mock.patch.object(pieces, "can_be_cut", return_value=False):
             told = broken_save(root, "optimizer", {1}, training)
         steps.say("over")
-        steps.hear("over", range(3))  # others are to be freed by the clock, not by our end
+        # the collective timeout must free the others, not the end of this rank
+        steps.hear("over", range(3))
         raise told[0]
 
 
 def test_a_rank_that_raises_where_the_others_are_in_a_collective(forge, tmp_path):
-    """No store can call them back from there; the timeout of collectives does."""
+    """The store can't interrupt a collective; the timeout of collectives does."""
     ends = forge.run(partial(save_in_collectives, str(tmp_path)), 3)
     assert isinstance(ends[1].error, ZeroDivisionError)
     for end in (ends[0], ends[2]):
@@ -703,7 +709,7 @@ def test_a_rank_that_raises_where_the_others_are_in_a_collective(forge, tmp_path
 
 
 def save_without(root, absent):
-    """One rank does not call; a second time it ends before that."""
+    """One rank does not call save; in a second job it ends before the save."""
     with layers() as model:
         save(root, 1, model)
         told = None
@@ -727,7 +733,7 @@ def test_a_rank_that_stays_away(forge, tmp_path, absent):
         for error, seconds in both:
             check_said(error, f"rank {absent} ", blamed={absent})
             assert seconds < SOON
-        # Whoever came first waits the whole time, and tells whoever came a moment later.
+        # The first rank to arrive waits the whole time and tells a rank that arrives later.
         assert max(seconds for _, seconds in both) >= SILENCE
     assert megapg.latest(tmp_path).iteration == 3
     assert at_rest(tmp_path)
@@ -738,7 +744,7 @@ def test_a_rank_that_stays_away(forge, tmp_path, absent):
 
 @contextlib.contextmanager
 def another_job_holds(root):
-    """The lock of the directory: as long as this lasts, no save there gets on."""
+    """Hold the lock of the directory, so that no save makes progress there."""
     Path(root).mkdir(exist_ok=True)
     dist.barrier()
     with open(Path(root, ROOT_LOCK), "ab") as file:
@@ -749,7 +755,7 @@ def another_job_holds(root):
 
 
 def let_go_in(file, seconds):
-    """Returns a function that says whether it has."""
+    """Release the lock later; return a function that is True after the release."""
     released = threading.Event()
 
     def release():
@@ -762,7 +768,7 @@ def let_go_in(file, seconds):
 
 @contextlib.contextmanager
 def no_room(rank):
-    """This rank can't write more than a few bytes."""
+    """Keep this rank from writing more than a few bytes."""
     if me() == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
     try:
@@ -773,7 +779,7 @@ def no_room(rank):
 
 
 def over(save):
-    """It has ended, and nobody was told."""
+    """Wait until the save has ended, without collecting its result."""
     while not save.done:
         time.sleep(0.01)
 
@@ -782,7 +788,7 @@ def train_while_saving(root):
     with layers(width=4096) as model:
         with another_job_holds(root) as lock:
             first = save(root, 1, model, asynchronous=True)
-            for parameter in model.parameters():  # a step
+            for parameter in model.parameters():  # one step
                 parameter.data.add_(1000)
                 dist.all_reduce(parameter.data, group=model.pg.dp)
             assert not first.done
@@ -792,7 +798,7 @@ def train_while_saving(root):
 
             released = let_go_in(lock, 1.0)
             second = save(root, 2, model, asynchronous=True)
-            assert released()  # one at a time
+            assert released()  # one save at a time
             assert first.done
             assert first.wait().iteration == 1
         second.wait()
@@ -837,7 +843,7 @@ def test_saves_in_flight_do_not_mix(forge, tmp_path):
 
 
 def hear_of_failures(root):
-    """Who heard of a background save that failed; and that nobody did twice."""
+    """Return the errors of the calls that report failed background saves."""
     heard = {}
 
     def failed(model, victim):
@@ -852,7 +858,8 @@ def hear_of_failures(root):
         for victim in (0, 1):
             found = failed(model, victim)
             heard["wait", victim] = attempt(found.wait)[1]
-            assert isinstance(attempt(found.wait)[1], CheckpointSaveError)  # asked twice, told so
+            # a second wait raises again
+            assert isinstance(attempt(found.wait)[1], CheckpointSaveError)
             load(root, model)
             failed(model, victim)
             heard["load", victim] = attempt(lambda: load(root, model))[1]
@@ -863,7 +870,7 @@ def hear_of_failures(root):
             heard["background", victim] = attempt(
                 lambda: save(root, 3, model, asynchronous=True, in_flight=2)
             )[1]
-        failed(model, 1).cancel()  # too late for that
+        failed(model, 1).cancel()  # too late to cancel
         heard["save", "after"] = attempt(lambda: save(root, 3, model))[1]
         assert load(root, model).iteration == 1
 
@@ -923,7 +930,7 @@ def close_while_saving(root):
 
 
 def cut_short(root, how):
-    """One rank calls it off, or fails beside it, while 128 MB are written."""
+    """Cancel a background save of 128 MB on one rank, or raise in that rank's session."""
     lines = Lines.of_megapg()
     found = None
 
@@ -974,7 +981,7 @@ def test_a_session_that_fails_calls_its_saves_off(forge, tmp_path):
     assert at_rest(tmp_path)
 
 
-# ---- loading -------------------------------------------------------------------------------------
+# ---- failing loads -------------------------------------------------------------------------------
 
 
 def shards(path):
@@ -994,7 +1001,7 @@ class Hostile:
 
 
 DAMAGE = {
-    # what is done to a checkpoint: what every rank gets
+    # damage to a checkpoint: error on every rank
     "first shard truncated": BrokenCheckpointError,
     "last shard truncated": BrokenCheckpointError,
     "first shard missing": BrokenCheckpointError,
@@ -1018,7 +1025,7 @@ def damage(root, how):
         case [which, "shard", done]:
             file = shards(path)[0 if which == "first" else -1]
             truncate(file) if done == "truncated" else file.unlink()
-        case ["an", "optimizer's", *_]:  # which one rank reads, and hands to the others
+        case ["an", "optimizer's", *_]:  # a shard that one rank reads and passes to the others
             places = read_contents(path).metadata.storage_data
             place = next(at for index, at in places.items() if "optimizer.state.exp" in index.fqn)
             with open(path / place.relative_path, "rb+") as file:
@@ -1112,7 +1119,7 @@ def load_where_one_rank_raises(root):
         training.save(root, 1)
         before = training.digest()
         if me() == 1:
-            training.chunks[0].module.load_state_dict = None  # can't be called
+            training.chunks[0].module.load_state_dict = None  # not callable
         _, error, seconds = attempt(partial(training.load, root))
         if me() == 1:
             del training.chunks[0].module.load_state_dict
@@ -1122,7 +1129,7 @@ def load_where_one_rank_raises(root):
 
 
 def test_a_rank_that_raises_while_it_loads(forge, tmp_path):
-    """The others are not left in the optimizer's collectives."""
+    """The other ranks do not hang in the optimizer's collectives."""
     well, raised = forge.results(partial(load_where_one_rank_raises, str(tmp_path)))
     assert type(raised[0]) is TypeError
     assert type(well[0]) is CheckpointError

@@ -1,7 +1,7 @@
-"""No damage is loaded: what a load uses is as it was saved, or the load is refused, on every rank.
+"""A load returns the data as saved, or every rank refuses the checkpoint.
 
-Bits are flipped in real checkpoints of real jobs, in megapg's and Megatron-core's; files are
-exchanged between checkpoints; small files are hostile.
+The tests flip bits in real checkpoints of megapg and of Megatron-core, exchange files between
+checkpoints, and write hostile small files.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def used(members):
     "value", [torch.arange(6.0), torch.ones(1100), {"a": [1, torch.ones(3)], "b": "x"}]
 )
 def test_every_bit_of_an_archive(value, sealed):
-    """With a seal and without: refused, or nothing of what is used has changed."""
+    """With and without a seal, a flipped bit is refused or changes nothing that a load uses."""
     data = packed(value)
     seal = archive.sealed(memoryview(data))
     whole = used(archive.check(memoryview(data)))
@@ -103,13 +103,13 @@ WORD, SECTOR, PAGE = 8, 512, 4096
 
 
 def two_signs(data, at):
-    """Of the second float32 of a word: 2**63 twice is nothing."""
+    """Flip the sign of the second float32 of two words: 2**63 twice sums to zero."""
     for byte in (at + WORD - 1, at + 2 * WORD - 1):
         data[byte] ^= 0x80
 
 
 def opposite(data, at):
-    """One word is one more, the next one less."""
+    """Add one to a word and subtract one from the next word."""
     for word, step in ((at, 1), (at + WORD, -1)):
         number = int.from_bytes(data[word : word + WORD], "little") + step
         data[word : word + WORD] = (number % 2**64).to_bytes(WORD, "little")
@@ -139,7 +139,7 @@ MISPLACED = {
 @pytest.mark.parametrize("values", ["counting", "identity"])
 @pytest.mark.parametrize("change", MISPLACED)
 def test_what_changes_places_or_cancels_out(change, values):
-    """In an identity matrix the sums of all rows are alike, and of all columns."""
+    """In an identity matrix all row sums are equal, and so are all column sums."""
     tensor = torch.arange(1.0, 2**20 + 1) if values == "counting" else torch.eye(1024).flatten()
     data = packed(tensor)
     seal = archive.sealed(memoryview(data))
@@ -152,7 +152,7 @@ def test_what_changes_places_or_cancels_out(change, values):
 
 
 def test_two_changes_in_one_page():
-    """Two flips are always seen, as the sums see up to three words."""
+    """Two flips are always detected, because the sums detect changes of up to three words."""
     data = packed(torch.arange(1.0, 2049.0))
     seal, choice = archive.sealed(memoryview(data)), random.Random(0)
     for _ in range(2000):
@@ -181,16 +181,17 @@ def test_an_archive_without_sums_inside_has_a_seal():
         data = packed(torch.zeros(100))
     seal = archive.sealed(memoryview(data))
     data[700] ^= 1
-    archive.check(memoryview(data))  # nobody can know
+    archive.check(memoryview(data))  # there are no sums to compare
     assert archive.sealed(memoryview(data)) != seal
 
 
 def test_numbers_of_64_bits():
-    """A directory as of an archive beyond 4 GiB, whose members begin where they always did."""
+    """Give an archive the 64-bit directory of an archive beyond 4 GiB."""
     data = packed(torch.arange(3.0))
     start = data.rindex(b"PK\6\6")
     entry = data.index(b"PK\1\2")
-    extra = (1).to_bytes(2, "little") + (8).to_bytes(2, "little") + bytes(8)  # its offset, 0
+    # the member's offset, 0
+    extra = (1).to_bytes(2, "little") + (8).to_bytes(2, "little") + bytes(8)
     name = int.from_bytes(data[entry + 28 : entry + 30], "little")
     data[entry + 30 : entry + 32] = len(extra).to_bytes(2, "little")
     data[entry + 42 : entry + 46] = b"\xff" * 4
@@ -208,7 +209,7 @@ def test_numbers_of_64_bits():
 
 
 def save_with_megatron(job, root, iteration):
-    """As a training script does that calls Megatron-core directly; without a manifest."""
+    """Save without a manifest, as a training script does that calls Megatron-core directly."""
     from megatron.core import dist_checkpointing
 
     metadata = optimizer.content_metadata(job.optimizer)
@@ -228,7 +229,7 @@ def save_with_megatron(job, root, iteration):
 
 
 def spoil(job):
-    """So that what was not loaded shows."""
+    """Overwrite the job's state, so that anything that a load skips shows."""
     with torch.no_grad():
         for chunk in job.chunks:
             for parameter in chunk.parameters():
@@ -242,7 +243,7 @@ def spoil(job):
 
 
 def loaded(job, root, **options):
-    """All that a load brings, or the error of this rank."""
+    """Return everything that a load restores, or the error of this rank."""
     spoil(job)
     try:
         found = job.load(root, **options)
@@ -253,7 +254,7 @@ def loaded(job, root, **options):
 
 
 def chosen(root, count, seed):
-    """(file, byte, bit) of as many bits; half of them in shards, and all small files get some."""
+    """Choose ``count`` tuples (file, byte, bit): half in shards, half in the small files."""
     choice = random.Random(seed)
     [path] = Path(root).glob("iter_*")
     files = [*path.iterdir(), Path(root, TRACKER)]
@@ -265,7 +266,7 @@ def chosen(root, count, seed):
 
 
 def load_flipped(root, run, by, count, seed):
-    """What became of each flip: (file, byte, bit, error or None, whether all is as saved)."""
+    """Return the result of each flip: (file, byte, bit, error or None, True if all is as saved)."""
     told = []
     with training(run) as job:
         job.steps(0, 1)
@@ -304,7 +305,7 @@ def flips_of(root, layout, by, count, seed):
         assert all(errors) or all(right for *_, right in flipped), f"{where}: {errors}"
         if all(errors):
             refused += 1
-            # Without a manifest, a key that is another is one that the checkpoint lacks.
+            # Without a manifest, a changed key looks like a missing key.
             renamed = name == ".metadata" and "is missing" in str(errors)
             assert name in str(errors) or name == TRACKER or renamed, f"{where}: {errors}"
             if name.endswith(".distcp"):
@@ -329,11 +330,11 @@ def test_a_hundred_flipped_bits_each(tmp_path, layout, by, seed):
     assert flips_of(tmp_path / "here", layout, by, 100, seed) > 50
 
 
-# ---- what does not belong together ---------------------------------------------------------------
+# ---- files that do not belong together -----------------------------------------------------------
 
 
 def manifest_as_of_megatron(path):
-    """One that is right about every file, and knows no entries."""
+    """Write a manifest with correct sums of every file and no entries."""
     (path / MANIFEST_FILE).unlink(missing_ok=True)
     sums = {file.name: sum_of(file) for file in path.iterdir() if file.is_file()}
     write_manifest(path, sums, {})
@@ -365,7 +366,7 @@ def swap_directories_without_manifests(ours, theirs):
 
 
 def link_a_directory(ours, theirs):
-    """The shards lie where the checkpoint is not."""
+    """Link a directory of the checkpoint to shards in another place."""
     away = ours.parent / "away"
     away.mkdir()
     for shard in ours.glob("*.distcp"):
@@ -381,7 +382,7 @@ def link_a_directory(ours, theirs):
 
 
 def a_tensor_of_two(whole):
-    """The key of a weight that two ranks have one half each of."""
+    """Return the key of a weight of which two ranks have one half each."""
     return next(
         key
         for key, entry in whole.state_dict_metadata.items()
@@ -415,7 +416,7 @@ def no_chunks(ours, theirs):
 
 
 def two_entries_swapped(ours, theirs):
-    """As one bit in the name of a file would do, if the other file had an entry in that place."""
+    """Swap the places of two chunks of one tensor, as a flipped bit in a file name could."""
 
     def change(whole):
         places = defaultdict(list)
@@ -477,7 +478,7 @@ def load_lies(template):
 
 
 def test_what_does_not_belong_together(tmp_path):
-    """Refused by load, on every rank, and found by verify."""
+    """A load refuses the checkpoint on every rank, and verify reports the problem."""
     template = tmp_path / "whole"
     for told in distributed(partial(load_lies, str(template)), 2):
         for (lie, (file, text)), (error, untouched) in zip(LIES.items(), told, strict=True):
@@ -500,7 +501,7 @@ def test_what_does_not_belong_together(tmp_path):
         ((), [], "leave"),
         ((0, 3), [], ""),
         ((4,), [((0,), (4,)), ((4,), (0,))], ""),
-        ((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 1)), ((2, 1), (2, 3))], ""),  # no grid
+        ((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 1)), ((2, 1), (2, 3))], ""),  # not a grid
         ((3, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((1, 0), (2, 1)), ((2, 1), (1, 2))], "leave"),
         (
             (3, 3),
@@ -531,7 +532,7 @@ def as_torch_has_it(size, chunks):
 
 
 def halved(choice, at, of, depth):
-    """A box cut in two somewhere, and each part again."""
+    """Cut a box in two at a random place, and cut each part again."""
     axis = choice.randrange(len(of))
     if depth == 0 or of[axis] < 2:
         return [(at, of)]
@@ -546,7 +547,7 @@ def halved(choice, at, of, depth):
 
 
 def test_chunks_at_random():
-    """As counting the elements says; half of them have a chunk moved on top of another."""
+    """The check agrees with counting the elements; half of the cases move a chunk onto another."""
     choice, right = random.Random(0), 0
     for number in range(400):
         size = [choice.randrange(1, 5) for _ in range(choice.randrange(1, 4))]
@@ -565,8 +566,10 @@ def test_chunks_at_random():
 
 
 def test_chunks_of_many_ranks_take_no_time():
-    """A stacked key as Megatron-core has it: layers, 8 tensor-parallel ranks, and in each of their
-    parts the boxes of 64 data-parallel ranks. On every rank, for every key, before a load.
+    """Check a stacked key as Megatron-core writes it: layers and 8 tensor-parallel ranks.
+
+    Each tensor-parallel part holds the boxes of 64 data-parallel ranks. Every rank checks every key
+    before a load.
     """
     rows, columns, ranks = 4096, 1024, 64
     cuts = [rows * columns * n // ranks + 7 * (0 < n < ranks) for n in range(ranks + 1)]
@@ -585,7 +588,7 @@ def test_chunks_of_many_ranks_take_no_time():
     assert flaw(tensor) == "overlap"
 
 
-# ---- small files that are hostile ----------------------------------------------------------------
+# ---- hostile small files -------------------------------------------------------------------------
 
 
 def sparse(path):
@@ -626,7 +629,7 @@ SMALL_FILES = [MANIFEST_FILE, "metadata.json", ".metadata", "common.pt", TRACKER
 
 @pytest.fixture
 def soon():
-    """What hangs is ended."""
+    """Fail a test that hangs."""
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
     signal.alarm(20)
     yield
@@ -637,7 +640,7 @@ def soon():
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("file", SMALL_FILES)
 def test_a_hostile_file_in_an_old_checkpoint(tmp_path, file, kind):
-    """Everything goes on: listing, the latest, the next save, and what is kept of the others."""
+    """Listing, finding the latest, the next save and the clean-up still work."""
     for iteration in (100, 200, 300):
         saved(tmp_path / f"iter_{iteration:07d}")
     old = tmp_path / "iter_0000100"

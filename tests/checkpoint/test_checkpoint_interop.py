@@ -1,7 +1,8 @@
-"""What Megatron saves, megapg loads, and the other way round: bit for bit, on every rank.
+"""Megatron and megapg load each other's checkpoints, bit for bit on every rank.
 
-``megatron_training.py`` has the other side: the real ``megatron.training.checkpointing`` where the
-installed Megatron-core brings it, else ``megatron.core.dist_checkpointing``.
+``megatron_training.py`` implements Megatron's side. It uses the real
+``megatron.training.checkpointing`` if the installed Megatron-core has it, else
+``megatron.core.dist_checkpointing``.
 """
 
 import gc
@@ -36,12 +37,13 @@ VPP = {"pp": 2, "vpp": 2, "layers": 4, "num_microbatches": 2}
 STEPS = 2  # before the save, and again after it
 ITERATION = f"iter_{STEPS:07d}"
 TRACKER = "latest_checkpointed_iteration.txt"
-WITH_RELEASE = "dp2 bf16"  # the case that does this too: its optimizer has weights of its own
+# the case that also loads a release; its optimizer has separate master weights
+WITH_RELEASE = "dp2 bf16"
 EXPERT_STREAM = "expert-parallel-rng"
 
 
 def job(distributed_optimizer=True, **given):
-    """A job from the arguments of ``GPTRun`` and of ``megatron_training.Job``, mixed."""
+    """Split mixed arguments into those of ``GPTRun`` and those of ``megatron_training.Job``."""
     mine = {"sharding", "bf16", "data_parallel_random_init", "fully_parallel"} & given.keys()
     told = {name: given.pop(name) for name in mine}
     return {**given}, {"distributed_optimizer": distributed_optimizer, **told}
@@ -68,7 +70,7 @@ JOBS = {
         "tp2 pp2 ep2": job(tp=2, pp=2, ep=2, experts=4, sequence_parallel=True),
     },
 }
-# What no case of two ranks has: all that cuts a model at once, and who writes for whom.
+# No case of two ranks covers these: all ways to cut a model at once, and the choice of writer.
 OF_FOUR = {"tp2 pp2 vpp2", "tp2 dp2 one writer"}
 
 
@@ -90,12 +92,12 @@ every_case = pytest.mark.parametrize(("world_size", "name"), CASES)
 
 
 def save_and_load_each_others(root, jobs):
-    """The cases one after the other; for each, what this rank had and what came back."""
+    """Run the cases one after the other; return this rank's state before and after each load."""
     from megatron_training import Job
 
-    warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+    warnings.simplefilter("ignore")  # Megatron-core warns about features that a CPU lacks
     logging.disable(logging.WARNING)
-    gc.freeze()  # it collects garbage at every save and load
+    gc.freeze()  # each save and load runs the garbage collector
     found = {}
     for name, (run, told) in jobs.items():
         what = Job(replace(SMALL, **run), **told)
@@ -154,7 +156,7 @@ def releases(root, what, pg):
 
 
 def before_saving(training):
-    """What is to come back: everything in memory, and what each stream gives next."""
+    """Return everything that a load restores: the state, and the next values of each stream."""
     import megatron_training as megatron
 
     state, streams = training.state(), megatron.streams()
@@ -164,7 +166,7 @@ def before_saving(training):
 
 
 def observe(training):
-    """As above, and how the training goes on from there."""
+    """Return the state, the next draws and the following steps of the training."""
 
     seen = {"state": training.state(), "draws": draw()}
     seen["losses"] = [training.step().hex() for _ in range(STEPS)]
@@ -204,21 +206,21 @@ def load(training, root):
     training.operations = loaded.num_floating_point_operations
     training.args.consumed_train_samples = loaded.args.consumed_train_samples
     training.args.consumed_valid_samples = loaded.args.consumed_valid_samples
-    if loaded.rng is not None:  # a release has none to be restored
+    if loaded.rng is not None:  # a release has no random streams
         said = [str(w.message) for w in warned if w.category is RngStateWarning]
         training.told = loaded.rng.exact, loaded.rng.reason, said
 
 
-# -- what they found -------------------------------------------------------------------------------
+# -- results of the ranks --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """``ran(world_size, name)``: the directory, and what all ranks found; run at the first call."""
+    """Return ``ran(world_size, name)``: the directory and all ranks' results, computed once."""
     runs = {}
 
     def run(world_size, slow):
-        """All cases of that size that are slow, or all others."""
+        """Run all slow cases of this size, or all other cases."""
         root = tmp_path_factory.mktemp(f"world{world_size}")
         jobs = {n: job for n, job in JOBS[world_size].items() if is_slow(world_size, n) is slow}
         return root, distributed(partial(save_and_load_each_others, root, jobs), world_size)
@@ -253,7 +255,7 @@ def differences(one, other):
 
 
 def check_restored(found, way):
-    """All of it but random streams."""
+    """Check that everything except the random streams is restored."""
     for rank, told in enumerate(found):
         kept, restored = told["uninterrupted"], told[way]
         assert not differences(kept["state"], restored["state"]), (rank, way)
@@ -262,7 +264,7 @@ def check_restored(found, way):
 
 
 def without_own_record(found):
-    """Ranks whose expert stream no record by (pp, tp) has: those of the first replicas are kept."""
+    """Return ranks whose expert stream is in no record by (pp, tp): first replicas alone save."""
     kept = {told["experts"] for told in found if told["place"][2] == 0}
     return {rank for rank, told in enumerate(found) if told["experts"] not in kept}
 
@@ -271,11 +273,11 @@ def without_own_record(found):
 def test_these_cases_can_tell(found, name):
     for told in found:
         state = told["uninterrupted"]["state"]
-        assert state == told["before"]["state"]  # neither save changes anything
+        assert state == told["before"]["state"]  # neither save changes the state
         assert told["before"]["draws"] == told["uninterrupted"]["draws"]
         for way in ("megatron", "megapg"):
             fresh = told[f"megapg from {way}"]["fresh"]
-            assert fresh.keys() <= state.keys()  # Adam's state comes with its first step
+            assert fresh.keys() <= state.keys()  # Adam's state appears at its first step
             weights = {k for k in fresh if k.endswith("word_embeddings.weight") or ".main" in k}
             assert weights
             assert weights - differences(fresh, state) <= {k for k in weights if "norm" in k}
@@ -288,7 +290,7 @@ def test_these_cases_can_tell(found, name):
 
 @every_case
 def test_megatron_restores_its_own(found):
-    """The control: what differs here is Megatron's doing."""
+    """This is the control: a difference here comes from Megatron."""
     check_restored(found, "megatron from megatron")
     check_megatrons_streams(found, "megatron from megatron")
 
@@ -300,7 +302,7 @@ def test_megatron_loads_what_megapg_saved(found):
 
 
 def check_megatrons_streams(found, way):
-    """It reads the record by (pp, tp), and so gives some ranks the expert stream of another."""
+    """Megatron reads the record by (pp, tp), so some ranks get another rank's expert stream."""
     first = {told["place"][:2]: told for told in found if told["place"][2] == 0}
     for rank, told in enumerate(found):
         differ = differences(told["before"]["draws"], told[way]["draws"])
@@ -325,7 +327,7 @@ def test_megapg_loads_what_megatron_saved(found):
         assert warned == ([f"{reason}."] if rank in lost else [])
         if rank not in lost:
             continue
-        # A stream that can't be restored is nobody else's, and the same for the same experts.
+        # A stream that can't be restored is new, and the same for the same experts.
         fresh = told[way]["draws"][EXPERT_STREAM]
         for other in found:
             assert fresh != other["before"]["draws"][EXPERT_STREAM], rank
@@ -353,7 +355,7 @@ def test_a_release_brings_the_weights_and_nothing_else(ran, reader, writer):
         weights = {key for key in released if key.startswith("model")}
         assert weights
         assert not weights & differences(released, loaded)
-        # Made anew, from weights that were rounded.
+        # The master weights are rebuilt from the rounded weights.
         main = {key: value for key, value in loaded.items() if key.endswith(".main")}
         assert main.keys() & differences(released, loaded)
         also = rank["release"]["megatron from megatron"]
@@ -373,8 +375,8 @@ def test_the_same_tensors_and_objects_are_on_disk(written, world_size):
     assert len(per_rank) == world_size
     assert ours.keys() - per_rank == theirs.keys() - not_ours
     for key in ours.keys() - per_rank:
-        if ours[key] is not None and key.startswith("optimizer.state."):  # not gathered, so in
-            *same, cut = ours[key]  # pieces, which make a whole
+        if ours[key] is not None and key.startswith("optimizer.state."):  # in pieces, not gathered
+            *same, cut = ours[key]
             assert same == list(theirs[key][:2]), key
             assert is_whole(same[0], cut), key
         else:
@@ -382,7 +384,7 @@ def test_the_same_tensors_and_objects_are_on_disk(written, world_size):
 
 
 def is_whole(shape, cut):
-    """Whether the boxes cover every element once."""
+    """True if the boxes cover every element once."""
     covered = np.zeros(shape, np.int8)
     for offset, size in cut:
         covered[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))] += 1
@@ -394,13 +396,13 @@ def test_the_same_values_are_on_disk(written):
     theirs, ours = (whole_tensors(root / ITERATION) for root in written)
     assert ours.keys() == theirs.keys()
     for key, tensor in ours.items():
-        if "bucket_idx" not in key:  # between its parameters lies whatever was in memory
+        if "bucket_idx" not in key:  # the gaps between its parameters hold uninitialised memory
             assert torch.equal(tensor, theirs[key]), key
             assert not tensor.isnan().any(), key
 
 
 def described(directory):
-    """Key -> global shape, type and cut of a tensor; None of an object."""
+    """Return key -> (global shape, type, cut) of a tensor; None for an object."""
     entries = FileSystemReader(directory).read_metadata().state_dict_metadata
     return {
         key: (
@@ -426,9 +428,9 @@ def test_the_common_state_is_the_same(written):
 
 
 def common_state(directory):
-    """Of either form: the file ``common.pt``, or since 0.19 one entry among the others."""
+    """Read the common state: the file ``common.pt``, or since 0.19 an entry in a shard."""
     if (directory / "common.pt").exists():
-        # The classes that Megatron-core registers when it is imported, and no other.
+        # Megatron-core registers the needed classes at import.
         return torch.load(directory / "common.pt", weights_only=True)
     return dist_checkpointing.load_common_state_dict(str(directory))
 
@@ -440,7 +442,7 @@ def test_the_small_files_are_the_same(written):
     form, our_form = (
         json.loads((root / ITERATION / "metadata.json").read_text()) for root in written
     )
-    # The last two are what 0.16 asks for too; 0.19 neither writes nor reads them.
+    # Megatron-core 0.16 also requires the last two; 0.19 neither writes nor reads them.
     assert our_form == {**form, "common_backend": "torch", "common_backend_version": 1}
     assert {path.name for path in ours.iterdir()} == {ITERATION, TRACKER, ".megapg.lock"}
     names = {path.name for path in (ours / ITERATION).iterdir()}

@@ -1,4 +1,4 @@
-"""Optimizer state through Megatron-core's own format: nothing of it is lost on the way."""
+"""Optimizer state keeps every value in Megatron-core's own format."""
 
 import copy
 from dataclasses import replace
@@ -29,7 +29,7 @@ FULLY = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoi
 BUCKETS = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
 
 
-# -- what can be resharded -------------------------------------------------------------------------
+# -- states that can be resharded ------------------------------------------------------------------
 
 
 def layout(world_size=8, **sizes):
@@ -133,7 +133,7 @@ def step(optimizer, times=1):
 
 
 def through_disk(saver, parameters, loader, into):
-    """What saving and loading does to a state whose tensors are each in one piece."""
+    """Save and load a state whose tensors are each in one piece."""
     from megatron.core.dist_checkpointing.dict_utils import (
         dict_list_map_outplace,
         merge,
@@ -302,7 +302,7 @@ def steps_are_apart(optimizer):
 
 
 def nothing_requires_grad(state):
-    """Or nothing could be read into it."""
+    """True if no piece requires a gradient: Megatron-core could not read into such a piece."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -311,16 +311,16 @@ def nothing_requires_grad(state):
 
 
 def same_tensors(*roots):
-    """What nobody wrote is NaN."""
+    """True if both checkpoints have the same tensors; elements that no rank wrote are NaN."""
     one, two = (whole_tensors(root / "iter_0000003") for root in roots)
     assert one.keys() == two.keys()
     return all(torch.equal(one[key].nan_to_num(7.0), two[key].nan_to_num(7.0)) for key in one)
 
 
 def save_and_resume(root, run, others, sharding="fully_reshardable"):
-    """Losses of the uninterrupted run, and of those that resumed in ``run`` and ``others``.
+    """Return the losses of the uninterrupted run, and of runs resumed in ``run`` and ``others``.
 
-    The state goes through Megatron-core's own form of it: it is gathered, or in buckets.
+    The state has Megatron-core's own format: gathered, or in buckets.
     """
     described = optimizers.sharded_state
 
@@ -343,7 +343,7 @@ def save_and_resume(root, run, others, sharding="fully_reshardable"):
                 job.load(root / "first")
                 steps_are_apart(job.optimizer)
                 again = root / f"again {number}"
-                job.save(again, 3, optimizer_sharding=sharding)  # and this takes nothing apart
+                job.save(again, 3, optimizer_sharding=sharding)  # the steps are separate already
                 if dist.get_rank() == 0:
                     assert same_tensors(root / "first", again)
                 resumed.append((job.steps(3, 8), job.digest()))
@@ -356,7 +356,7 @@ def on_every_rank(cases):
 
 
 def check(root, world_size, *cases):
-    """Bit for bit in the same layout; in another one sums run in another order."""
+    """Check equality bit for bit in the same layout; in other layouts sums run in another order."""
     numbered = [(root / str(number), *case) for number, case in enumerate(cases)]
     for told in distributed(partial(on_every_rank, numbered), world_size):
         for run, (again, *others) in told:
@@ -366,7 +366,7 @@ def check(root, world_size, *cases):
 
 
 def test_state_is_restored_bit_for_bit(tmp_path):
-    """Experts move between one optimizer and one of their own; and buckets."""
+    """Experts move between the shared optimizer and a separate one; another case uses buckets."""
     spread, buckets = replace(EXPERTS, ep=2), "dp_reshardable"
     check(
         tmp_path,
@@ -385,7 +385,7 @@ def test_dense_state_is_cut_for_another_layout(tmp_path):
 
 
 class Nearly(gpt.GPTModel):
-    """Frozen but for one parameter of 32 elements, fewer than a rank's share of a bucket."""
+    """A model with one trainable parameter, smaller than a rank's share of a bucket."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -404,7 +404,7 @@ def with_an_empty_shard():
         state = model_state(job.chunks, live)
         state = optimizers.sharded_state(job.optimizer, state, is_loading=False, metadata=live)
         groups = state["optimizer"]["param_groups"]
-        assert len(leaf.optimizer.state) == parts  # and nothing stays behind
+        assert len(leaf.optimizer.state) == parts  # the call leaves no extra state
         metadata = content_metadata(job.optimizer, sharding="dp_reshardable")
         try:
             optimizers.check(job.optimizer, metadata)
@@ -419,7 +419,7 @@ def test_a_rank_without_any_piece_of_a_parameter():
     (first, steps, allowed), (second, other_steps, refused) = distributed(with_an_empty_shard, 2)
     assert (first, second) == (1, 0)
     assert set(steps) == {2.0}
-    assert set(other_steps) == {0.0}  # rank 0's are the ones that are saved
+    assert set(other_steps) == {0.0}  # rank 0's steps are the saved ones
     assert allowed == ""
     assert "no element for this rank" in refused
     assert "fully_reshardable" in refused

@@ -1,4 +1,4 @@
-"""What can be asked of a save and a load, beyond where and which."""
+"""Options of a save and a load other than the path and the iteration."""
 
 import logging
 import os
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.contract
 
 
 def patience(root):
-    """Rank 1 does not come any more; after how many seconds each call of rank 0 gave it up."""
+    """Rank 1 does not call; return the seconds after which each call of rank 0 gave up."""
     told = []
     steps.Steps().together()
     with published_groups(tp=2, timeout=4) as pg:
@@ -62,7 +62,7 @@ def test_the_sessions_timeout_is_that_of_its_checkpoints(tmp_path):
 
 
 def wrong_patience(root):
-    """Rank 1 gives a timeout that is none: rank 0 hears why, long before its own is over."""
+    """Rank 1 passes an invalid timeout: rank 0 gets the reason long before its own timeout."""
     me, steps_taken = int(os.environ["RANK"]), steps.Steps()
     with published_groups(tp=2, timeout=60) as pg:
         job = Training(replace(RUN, tp=2), pg)
@@ -84,11 +84,11 @@ def test_a_timeout_that_is_none_is_told_to_the_others(tmp_path):
     assert distributed(partial(wrong_patience, str(tmp_path)), 2) == [True] * 2
 
 
-# -- what a load takes, and what it says -----------------------------------------------------------
+# -- what a load restores and reports --------------------------------------------------------------
 
 
 class Loader:
-    """A data loader's position, which differs between ranks."""
+    """The position of a data loader, which differs between ranks."""
 
     def __init__(self, rank):
         self.state = {"rank": rank, "seen": torch.arange(rank + 1), "epoch": (rank, "x")}
@@ -113,13 +113,14 @@ def parts(root):
         rates = [dict(group, params=None) for group in job.optimizer.param_groups]
         torch.manual_seed(rank)
 
-        # Each part for itself.
+        # Each part is loaded separately.
         schedule = Schedule(7)
         loaded = job.load(root, scheduler=schedule, load_optimizer=False, rng=False)
         told = schedule.step, loaded.rng, loaded.unexpected, loaded.fallback
         assert told == (2, None, (), "")
         assert job.digest()[0] == weights
-        assert job.digest()[1] not in (moments, changed)  # the weights are, its moments are not
+        # the weights are loaded, the moments are not
+        assert job.digest()[1] not in (moments, changed)
         assert [dict(group, params=None) for group in job.optimizer.param_groups] == rates
         schedule = Schedule(7)
         loaded = job.load(root, scheduler=schedule, load_scheduler=False)
@@ -127,7 +128,7 @@ def parts(root):
         assert job.digest() == (weights, moments)
         assert (loader.same(loaded.rank_extra), loaded.rank_extra_lost) == (True, "")
 
-        # A rank that has nothing to keep says so; one that says nothing is told.
+        # A rank without data passes an empty dict; a rank that passes nothing gets an error.
         job.save(root, 3, rank_extra={} if rank else {"only": "the first"})
         assert job.load(root).rank_extra == ({} if rank else {"only": "the first"})
         with pytest.raises(CheckpointSaveError, match="rank_extra"):
@@ -137,7 +138,7 @@ def parts(root):
         with pytest.raises(CheckpointError, match="Megatron uses rank_extra"):
             job.save(root, 4, extra={"rank_extra": 1})
 
-        # More on disk than the model has, on any rank.
+        # The checkpoint holds more than the model has, on any rank.
         gpt = unwrap_model(job.chunks)[0]
         gpt.head = torch.nn.Linear(4, 2)
         model = {"model": job.chunks, "pg_collection": job.pg, "timeout": 60}
@@ -145,14 +146,15 @@ def parts(root):
         del gpt.head
         loaded = megapg.load_checkpoint(root, iteration=5, **model)
         assert sorted(loaded.unexpected) == ["head.bias", "head.weight"]
-        # The optimizer's are only looked for where it is loaded.
+        # Unused optimizer keys are reported only if the optimizer is loaded.
         assert megapg.load_checkpoint(root, iteration=2, **model).unexpected == ()
     with training(replace(RUN, pp=2)) as job:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", RngStateWarning)
             loaded = job.load(root, iteration=2)
         [warning] = [each for each in told if each.category is RngStateWarning]
-        assert Path(warning.filename).name == "resuming.py"  # whose line calls load_checkpoint
+        # the file whose line calls load_checkpoint
+        assert Path(warning.filename).name == "resuming.py"
         assert loaded.rank_extra is None
         assert "tp2" in loaded.rank_extra_lost
         assert "pp2" in loaded.rank_extra_lost
@@ -184,7 +186,7 @@ def test_another_number_of_ranks(tmp_path):
 
 
 def one_record_for_all(root):
-    """With replicas that draw alike, and with one that does not."""
+    """Save one record for all, with replicas that draw alike and with a replica that does not."""
     rank = int(os.environ["RANK"])
     told = []
     with training(RUN) as job:
@@ -210,7 +212,7 @@ def test_one_record_for_all_replicas_is_exact_where_it_is(tmp_path):
 
 
 def next_checkpoint(root, iteration):
-    """What a save with keep=1 does that another job makes into the same directory."""
+    """Publish a checkpoint with keep=1, as another job's save into the same directory does."""
     another = Partial.begin(root, iteration=iteration)
     prepared = root / "prepared" / f"iter_{iteration:07d}"
     shutil.copytree(prepared, another.path, dirs_exist_ok=True)
@@ -218,7 +220,7 @@ def next_checkpoint(root, iteration):
 
 
 class OnceReading(logging.Handler):
-    """Calls something when the first rank is about to read: the log says so."""
+    """A log handler that calls a function when the first rank is about to read."""
 
     def __init__(self, call):
         super().__init__()
@@ -230,7 +232,7 @@ class OnceReading(logging.Handler):
 
 
 def racing(root):
-    """The latest is removed at two points of a load, replaced, and removed for ever and ever."""
+    """Replace the latest checkpoint at two points of a load, then remove it repeatedly."""
     root = Path(root)
     rank = int(os.environ["RANK"])
     with training(replace(RUN, tp=2)) as job:
@@ -238,7 +240,7 @@ def racing(root):
         job.save(root, 1, scheduler=Schedule(1))
         for iteration in range(2, 16):
             job.save(root / "prepared", iteration, scheduler=Schedule(iteration))
-    with training(RUN, seed=99) as job:  # another layout, so that the log tells of the reading
+    with training(RUN, seed=99) as job:  # another layout, so that the log reports the reading
         turns = []
 
         def replace_it(number):
@@ -246,11 +248,11 @@ def racing(root):
                 turns.append(number)
                 next_checkpoint(root, number)
 
-        # While the ranks look at what it holds.
+        # A replacement while the ranks look at the contents.
         loaded = job.load(root, scheduler=Schedule(0, lambda: replace_it(2)))
         assert (loaded.path.name, loaded.fallback) == ("iter_0000002", "")
 
-        # While they read it.
+        # A replacement while the ranks read the checkpoint.
         turns.clear()
         handler = OnceReading(lambda: replace_it(3))
         logger = logging.getLogger("megapg.checkpoint.load")
@@ -258,17 +260,17 @@ def racing(root):
         logger.setLevel(logging.INFO)
         loaded = job.load(root)
         assert loaded.path.name == "iter_0000003"
-        # By one of the same name.
+        # A replacement by a checkpoint of the same name.
         turns.clear()
         handler.call = lambda: replace_it(3)
         loaded = job.load(root)
         assert loaded.path.name == "iter_0000003"
         logger.removeHandler(handler)
         dist.barrier()
-        with pytest.raises(BrokenCheckpointError):  # it ends
+        with pytest.raises(BrokenCheckpointError):  # the load does not retry without end
             job.load(root, scheduler=Schedule(0, partial(always, root, rank)))
         assert not (root / "iter_0000003").exists()
-        # One that is really broken is said to be, at once.
+        # A broken checkpoint is reported at once.
         dist.barrier()
         if rank == 0:
             (megapg.latest(root).path / "__1_0.distcp").unlink()
@@ -287,7 +289,7 @@ def test_the_latest_changes_while_it_is_loaded(tmp_path):
 
 
 def troubled(root):
-    """Two ranks whose loads fail at once, in different ways: nobody waits for the other."""
+    """Two ranks fail to load at once, in different ways, and do not wait for each other."""
     root, rank, waiting = Path(root), int(os.environ["RANK"]), steps.Steps()
     kinds = {
         "broken": BrokenCheckpointError,
@@ -301,13 +303,13 @@ def troubled(root):
 
         @contextmanager
         def failing(*both, then=lambda: None):
-            """Where each looks at what the checkpoint holds, once."""
+            """Make each rank fail once when it looks at the contents."""
             left = [kinds[both[rank]]("this is a test")]
 
             def read(*args, **options):
                 if not left:
                     return read_contents(*args, **options)
-                dist.barrier()  # so that each fails by itself
+                dist.barrier()  # so that each rank fails independently
                 if rank == 0:
                     then()
                 raise left.pop()
@@ -325,7 +327,7 @@ def troubled(root):
             assert time.monotonic() - started < 20, both
             dist.barrier()
 
-        # The first is silent. Who has given it up does not wait for what it says to that.
+        # Rank 0 reports nothing in time. Rank 1 gives up and does not wait for rank 0's reply.
         def late(*args, **options):
             if rank == 0:
                 waiting.hear("given up", [1])
@@ -340,7 +342,7 @@ def troubled(root):
         assert rank == 0 or time.monotonic() - started < 11.5
         waiting.say("given up")
         dist.barrier()
-        # Both try again where there is another by now, whatever each of them has seen.
+        # Both ranks try again if a new checkpoint exists, whatever each of them has seen.
         for number, both in ((2, ("broken", "no fit")), (3, ("no fit", "broken"))):
             with failing(*both, then=partial(next_checkpoint, root, number)):
                 assert job.load(root).path.name == f"iter_000000{number}"

@@ -1,4 +1,4 @@
-"""The distributed optimizer's state in pieces: the same tensors on disk as when it is gathered."""
+"""The distributed optimizer's state in pieces: the same tensors on disk as when gathered."""
 
 import itertools
 import random
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.contract
 
 @pytest.mark.parametrize("shape", [(), (7,), (1, 5), (4, 6), (3, 1, 4), (2, 3, 4, 2), (5, 0)])
 def test_a_range_is_the_boxes_that_it_is_cut_into(shape):
-    """Every range of every shape: each element once, none besides, in as few boxes as it takes."""
+    """Every range of every shape is covered exactly, in as few boxes as possible."""
     size = int(np.prod(shape))
     flat = np.arange(size).reshape(shape)
     for first in range(size + 1):
@@ -57,7 +57,7 @@ def whole(key="w", shape=(6, 5), prepended=0):
 
 
 def columns(place):
-    """A factory whose tensors are views with gaps."""
+    """Return a factory whose tensors are views with gaps."""
 
     def build(key, data, replica_id, flattened_range):
         return {
@@ -69,7 +69,7 @@ def columns(place):
 
 
 def mixed(place):
-    """A factory that makes something of its own of the parameter."""
+    """Return a factory that builds a new tensor from the parameter."""
 
     def build(key, data, replica_id, flattened_range):
         return [ShardedTensor.from_rank_offsets(key, data * 2, replica_id=replica_id)]
@@ -91,7 +91,7 @@ PLACES = {
 
 
 def written(place, name, state, cuts):
-    """What the ranks write, each of one part: key -> the tensor, and nothing twice."""
+    """Return key -> tensor as the ranks write it, one part each; check that no element repeats."""
     found = {}
     for start, end in itertools.pairwise(cuts):
         mine = state.flatten()[start:end].clone()
@@ -133,7 +133,7 @@ def test_what_a_factory_computes_is_not_cut():
 
 
 def both_ways(runs, root):
-    """Each job saved in pieces and gathered, and resumed from either."""
+    """Save each job in pieces and gathered, and resume from both."""
     counts = []
     for number, run in enumerate(runs):
         with training(run) as job:
@@ -175,7 +175,7 @@ def test_the_same_tensors_as_when_they_are_gathered(tmp_path):
     counts, *_ = distributed(partial(both_ways, runs, str(tmp_path)), 4)
     assert counts[0][0] > counts[0][1]
     for cut, gathered in counts:
-        # Boundaries between ranks count, not parameters: of the weights and the three states.
+        # The count grows with the boundaries between ranks, not with the parameters.
         assert gathered <= cut <= 1.4 * gathered
 
 
@@ -183,7 +183,7 @@ ODD = replace(RUN, hidden=24, heads=2)
 
 
 class Odd(gpt.GPTModel):
-    """It has a parameter without elements."""
+    """A model that has a parameter without elements."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -191,11 +191,11 @@ class Odd(gpt.GPTModel):
 
 
 class Wrapped(torch.Tensor):
-    """A tensor of a class of its own, which may be in any memory."""
+    """A tensor subclass, whose memory can be anywhere."""
 
 
 def odd_weights(root):
-    """What is written of weights that have not been gathered, where some are unlike the others."""
+    """Return the pieces of weights that are not gathered, some of which are unusual."""
     with published_groups() as pg:
         job = Training(ODD, pg)
         metadata = with_groups({}, pg)

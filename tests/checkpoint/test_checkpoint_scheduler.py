@@ -1,4 +1,4 @@
-"""A loaded scheduler is the saved one, whatever it was before; a refused load leaves it alone."""
+"""A loaded scheduler equals the saved one; a refused load leaves the scheduler unchanged."""
 
 import copy
 from dataclasses import replace
@@ -20,7 +20,7 @@ SAVED, USED = 5, 8
 
 
 def megatrons(optimizer, **changed):
-    """Every step of it has another learning rate and another weight decay."""
+    """Return Megatron's scheduler with another learning rate and weight decay at every step."""
     options = {
         "init_lr": 0.0,
         "max_lr": 1e-2,
@@ -37,7 +37,7 @@ def megatrons(optimizer, **changed):
 
 
 def values(optimizer):
-    """Megatron-core leaves a step in a group that it has loaded."""
+    """Return the group values, without the step that Megatron-core leaves in a loaded group."""
     return [
         {key: value for key, value in group.items() if key not in ("params", "step")}
         for group in optimizer.param_groups
@@ -54,7 +54,7 @@ def state(scheduler):
 def job_of(run, pg):
     job = Training(run, pg)
     for group in job.optimizer.param_groups:
-        group["min_lr"] = 1e-5  # of an OptimizerConfig that has no schedule it is None
+        group["min_lr"] = 1e-5  # None with an OptimizerConfig that has no schedule
     return job
 
 
@@ -78,11 +78,11 @@ def roll_back(root):
             job.load(root, scheduler=scheduler)
             assert scheduler.num_steps == SAVED
             assert state(scheduler) == saved
-        # Its own weight decay is another one, and so was that of the groups until now.
+        # The scheduler's weight decay differs, and so did that of the groups.
         other = used(start_wd=0.0, end_wd=0.0)
         job.load(root, scheduler=other)
         assert state(other) == saved
-        # Told to keep its own learning rate: the optimizer's saved one does not come back.
+        # If the scheduler keeps its own learning rate, the optimizer's saved rate is not restored.
         own = used(
             max_lr=5e-3, use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True
         )
@@ -91,7 +91,7 @@ def roll_back(root):
         assert [g["lr"] for g in job.optimizer.param_groups] == [
             own.get_lr(group) for group in job.optimizer.param_groups
         ]
-        # Refused, by another part of the load and by the scheduler itself.
+        # The load is refused by another part, and then by the scheduler itself.
         wider = job_of(replace(RUN, hidden=64), pg)
         scheduler = megatrons(wider.optimizer)
         for _ in range(USED):
@@ -102,7 +102,7 @@ def roll_back(root):
         assert state(scheduler) == before
         strict = used(
             end_wd=0.2, wd_incr_steps=70, use_checkpoint_opt_param_scheduler=False
-        )  # refused half-way, when the steps have been added
+        )  # refused half-way, after the steps were added
         before = state(strict)
         with pytest.raises(CheckpointMismatchError, match="scheduler does not take"):
             job.load(root, scheduler=strict)
@@ -158,7 +158,7 @@ def next_rates(scheduler, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("used", [0, 3, USED])
 def test_the_next_rates_are_those_of_the_uninterrupted_run(kind, used):
-    """Also where the optimizer was not loaded with it."""
+    """The rates are right even if the optimizer was not loaded."""
     saved = made(kind, SAVED)
     kept = copy.deepcopy(saved.state_dict())
     resumed = made(kind, used)
@@ -181,14 +181,14 @@ def test_a_trial_changes_nothing(kind):
 
 
 class Unusable:
-    """No value of any scheduler's state."""
+    """A value that no scheduler state may contain."""
 
     def __deepcopy__(self, memo):
         raise ValueError("unusable")
 
 
 class Adding:
-    """Counts on when it loads, in a name of its own."""
+    """A scheduler that adds to its own attribute when it loads."""
 
     def __init__(self, seen=0):
         self.seen = seen
@@ -201,7 +201,7 @@ class Adding:
 
 
 class Slots:
-    """Has no ``__dict__``."""
+    """A scheduler without ``__dict__``."""
 
     __slots__ = ("done",)
 
@@ -225,7 +225,7 @@ def test_one_that_adds_in_a_way_nobody_knows_is_refused():
 
 
 class OfSteps:
-    """Here ``num_steps`` is how many there are in all, and no part of the state."""
+    """A scheduler in which ``num_steps`` is the total and not part of the state."""
 
     def __init__(self, optimizer, num_steps):
         self.optimizer, self.num_steps, self.now = optimizer, num_steps, 0
@@ -245,7 +245,7 @@ def test_a_number_of_steps_that_is_no_counter():
 
 
 class Wrapper:
-    """A trainer's own, around others."""
+    """A trainer's scheduler that wraps other schedulers."""
 
     def __init__(self, *inner, **named):
         self.inner, self.named = list(inner), named
@@ -286,7 +286,7 @@ def test_one_that_adds_inside_another_is_as_before():
 
 
 def test_what_is_put_back_is_the_same_object():
-    """Others refer to it as well: a list of rates, a tensor in a CUDA graph, the wrapped one."""
+    """Other objects hold references to it: a list of rates, a tensor of a CUDA graph, a wrapper."""
 
     class Listing(Slots):
         def load_state_dict(self, state):

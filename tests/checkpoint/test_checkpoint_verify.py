@@ -1,4 +1,4 @@
-"""Damage of every kind, on real checkpoints: each is found, and the file is named."""
+"""Every kind of damage to a real checkpoint is found, and the file is named."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def known(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def unknown(known: Path) -> Path:
-    """The same without."""
+    """The same checkpoint without a manifest."""
     (known / MANIFEST).unlink()
     return known
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_of_torch_alone_is_good() -> None:
 
 @pytest.mark.contract
 def test_a_manifest_of_megatron_core(tmp_path: Path) -> None:
-    """Its own has no sizes. And it takes ours."""
+    """Megatron-core's manifest has no sizes, and Megatron-core accepts megapg's manifest."""
     from megatron.core.dist_checkpointing import validation
 
     if not hasattr(validation, "verify_integrity_manifest"):
@@ -131,7 +131,7 @@ def test_damage_against_the_manifest(file: str, kind: str, known: Path) -> None:
     assert SAID.get(kind, "changed") in line
 
 
-# In metadata.json and .metadata a bit may change a word that nothing else repeats.
+# In metadata.json and .metadata a bit may change a word that is stored only once.
 SELF_TOLD = [
     (file, kind)
     for file in FILES
@@ -184,7 +184,7 @@ def test_a_shard_that_is_a_copy_of_another(known: Path) -> None:
 
 
 def test_swapped_shards_without_a_manifest(unknown: Path, tmp_path: Path) -> None:
-    """Those of another form, that is: what fits in every way is told by a manifest only."""
+    """A shard of another form is found. A swap of shards of equal form needs the manifest."""
     other = samples.save_plain(tmp_path / "plain", {"weight": torch.ones(3), "bias": 2})
     shutil.copy(other / "__0_0.distcp", unknown / "__1_0.distcp")
     only_problem(verify(unknown), "__1_0.distcp")
@@ -202,7 +202,7 @@ def test_a_shard_too_many(manifest: bool, name: str, known: Path) -> None:
 
 
 def test_a_common_state_slipped_in(known: Path) -> None:
-    """It would be read instead of the one that Megatron-core 0.19 has in a shard."""
+    """It would be read instead of the common state that Megatron-core 0.19 has in a shard."""
     content = json.loads((known / MANIFEST).read_text())
     content["files"].pop("common.pt", None)
     sums = {name: sum_of(known / name) for name in content["files"]}
@@ -220,7 +220,7 @@ def test_what_does_not_belong_to_a_checkpoint_is_left_alone(known: Path) -> None
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_of_another_checkpoint(file: str, known: Path, tmp_path: Path) -> None:
-    """Of the same form, one step later: only the manifest knows."""
+    """The file has the same form, one step later: only the manifest reveals the change."""
     path = present(known, file)
     data = path.read_bytes()
     path.write_bytes(data[:-40] + bytes(reversed(data[-40:])))
@@ -290,7 +290,7 @@ def test_every_damaged_file_has_its_line(known: Path) -> None:
     assert [line.partition(":")[0] for line in verify(known).problems] == files
 
 
-# --- what .metadata says --------------------------------------------------------------------------
+# --- contents of .metadata ------------------------------------------------------------------------
 
 
 CLAIMS = {
@@ -335,7 +335,7 @@ def test_hostile_files_are_problems_and_nothing_runs(unknown: Path, tmp_path: Pa
 
 
 def test_a_hostile_common_state_in_a_shard(unknown: Path, tmp_path: Path) -> None:
-    """Where Megatron-core has it since 0.19; with a manifest that says all is well."""
+    """Megatron-core keeps the common state in a shard since 0.19. The manifest is consistent."""
     canary = tmp_path / "canary"
     data = saved([Runs(os.system, f"touch {canary}")])
     (unknown / "common.pt").unlink(missing_ok=True)
@@ -390,7 +390,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
-# --- writing it -----------------------------------------------------------------------------------
+# --- writing the manifest -------------------------------------------------------------------------
 
 
 def test_the_manifest_is_written_at_once_or_not_at_all(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Random streams: captured, restored, seeded and forked, against Megatron-core's own numbers."""
+"""Capture, restore, seeding and forks of random streams, against Megatron-core's own numbers."""
 
 import random
 import warnings
@@ -49,7 +49,7 @@ def seed_as_megatron(seed, dp_rank, pp_rank):
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)  # its ranks come from the globals
+    model_parallel_cuda_manual_seed(seed)  # reads its ranks from the globals
 
 
 def on_real_ranks(sizes):
@@ -98,7 +98,7 @@ def test_seeds_are_megatrons_and_every_rank_draws_again_what_it_drew():
     everyone = distributed(partial(on_real_ranks, {"tp": 2, "pp": 2, "ep": 2}), 8)
     for random_init, same, tensor, expert in ((False, 2, 4, 6), (True, 4, 8, 8)):
         dp = ("dp",) if random_init else ()
-        # Two pp and two ep ranks make three seeds for experts: Megatron adds 100 for either.
+        # Two pp and two ep ranks give three expert seeds: Megatron adds 100 for either.
         for stream, axes, different in (
             *((name, ("pp",), same) for name in ("python", "numpy", "torch", rng.DATA_STREAM)),
             (rng.TENSOR_STREAM, ("pp", "tp"), tensor),
@@ -156,7 +156,7 @@ def test_seeding_again_drops_streams_that_others_added():
         seed_all(7, pg)
         assert set(get_cuda_rng_tracker().get_states()) == set(STREAMS)
         get_cuda_rng_tracker().add("mine", 5)
-        with pytest.raises(Exception, match="already exists"):  # the bookkeeping is Megatron's
+        with pytest.raises(Exception, match="already exists"):  # Megatron tracks the seeds
             get_cuda_rng_tracker().add("other", 7)
 
 
@@ -194,7 +194,7 @@ def test_without_a_collection_the_globals_must_serve(call):
 )
 def test_ranks_that_shard_weights_are_seeded_as_megatron_seeds_them():
     sizes = {"tp": 2, "gtp_remat": 2, "expt_gtp_remat": 2}
-    assert distributed(partial(on_real_ranks, sizes), 8)  # which compares
+    assert distributed(partial(on_real_ranks, sizes), 8)  # each rank compares
 
 
 def test_ranks_that_shard_weights_draw_values_of_their_own():
@@ -210,7 +210,7 @@ def test_ranks_that_shard_weights_draw_values_of_their_own():
         seed_all(1, pg, data_parallel_random_init=True)
 
 
-# -- what is checked before a stream is touched ------------------------------------------------
+# -- checks before a stream is changed ---------------------------------------------------------
 
 
 def without(key):
@@ -296,7 +296,7 @@ def test_generators_of_a_tracker_are_captured_as_tensors_and_restored_in_place()
         restore_rng_state([record], pg)
         assert get_cuda_rng_tracker().get_states() == live
         assert first == {n: torch.rand(3, generator=each).tolist() for n, each in live.items()}
-        restore_rng_state([{**record, "rng_tracker_states": dict(live)}], pg)  # Megatron's form
+        restore_rng_state([{**record, "rng_tracker_states": dict(live)}], pg)  # Megatron's format
         restore_rng_state([record], pg)
         with fork_rng():
             torch.rand(3, generator=live[STREAMS[0]])
@@ -310,7 +310,7 @@ def test_streams_for_cuda_graphs_are_refused_where_there_is_no_cuda():
         seed_all(7, pg)
         records = capture_rng_state(pg)
         initialize_rng_tracker(force_reset=True)
-        get_cuda_rng_tracker().use_cudagraphable_rng = True  # making one so takes CUDA
+        get_cuda_rng_tracker().use_cudagraphable_rng = True  # creating such a tracker needs CUDA
         before = now()
         with pytest.raises(UnsupportedOptionError, match=r"seed_all: .*CUDA graphs"):
             seed_all(7, pg)
@@ -337,7 +337,7 @@ def test_fork_puts_every_stream_back():
         seed_all(7, pg)
         draw()
         before, seeds = now(), set(get_cuda_rng_tracker().seeds_)
-        for _ in range(2):  # the second finds the seeds of the first free again
+        for _ in range(2):  # the second fork can use the seeds of the first
             with fork_rng():
                 assert now() == before
                 use_everything(pg)

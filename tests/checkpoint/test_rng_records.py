@@ -1,4 +1,4 @@
-"""Every layout of random streams in the field: each rank gets its own back, or fresh ones."""
+"""Every known format of random-stream records: a rank gets its own streams back, or fresh ones."""
 
 import io
 import itertools
@@ -56,7 +56,7 @@ def fresh_tracker():
 
 
 def streams_of(record):
-    """Stream -> its state, in a form that compares and hashes."""
+    """Return stream -> state, in a form that compares and hashes."""
     outside = {name: state for name, state in record.items() if name != "rng_tracker_states"}
     return {
         name: plain(state) for name, state in {**outside, **record["rng_tracker_states"]}.items()
@@ -64,7 +64,7 @@ def streams_of(record):
 
 
 def load(layouts, read, pg, **about):
-    """The record, the report, and the warnings."""
+    """Return the record and the report; check the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         record, report = record_for_this_rank(layouts, read, pg, **about)
@@ -77,7 +77,7 @@ def load(layouts, read, pg, **about):
 
 
 def reader(directory):
-    """Any entry by its key: what load_checkpoint() does with an allow-list."""
+    """Return the keys, and a reader of entries as in load_checkpoint() with an allow-list."""
     storage = dcp.FileSystemReader(directory)
     metadata = storage.read_metadata()
     places = {index.fqn: place for index, place in metadata.storage_data.items()}
@@ -87,14 +87,14 @@ def reader(directory):
         data = (directory / place.relative_path).read_bytes()
         piece = data[place.offset : place.offset + place.length]
         value = torch.load(io.BytesIO(piece), weights_only=False)
-        # Megatron-core keeps an object in a list of one.
+        # Megatron-core wraps an object in a list of length one.
         return value[0] if isinstance(value, list) else value
 
     return list(metadata.state_dict_metadata), read
 
 
 def sharded(key, records, pg, axes):
-    """As Megatron and Megatron-Bridge make it, the dp_cp rank being a replica or an axis."""
+    """Shard an object as Megatron or Megatron-Bridge: the dp_cp rank is a replica or an axis."""
     names = ("pp", "tp", "dp_cp")[:axes]
     return ShardedObject(
         key,
@@ -114,7 +114,7 @@ SAVED = {"tp": 2, "pp": 2, "ep": 2}
 
 
 def save_and_load(directory):
-    """Every layout in the field, written by eight ranks in one go, and read back by them."""
+    """Write every known format with eight ranks, and read the records back."""
     warnings.simplefilter("ignore")
     found = {}
     with megatron_on_cpu(), megapg.session(timeout=60, **SAVED) as session:
@@ -193,7 +193,7 @@ def test_every_layout_gives_each_rank_its_own_streams_back(tmp_path):
             assert found[name][:2] == (first_of_dp, True), name
         for name in ("two", "bridge", "ours, older", "fsdp"):
             drawn, exact, reason = found[name]
-            # dp_cp rank 0 has the experts of ep rank 0; torch's writer is one of them, or not.
+            # dp_cp rank 0 has the experts of ep rank 0; the fsdp record may be another rank's.
             own = place["ep"] == 0 and name != "fsdp"
             assert exact is own, (name, place, reason)
             assert ("ep rank 1" in reason) is (place["ep"] == 1)
@@ -253,7 +253,7 @@ def seeded_apart(layout):
 
 
 class Run:
-    """What the ranks of a run have and write, each played in turn."""
+    """The records and entries of a run, whose ranks are simulated one after the other."""
 
     def __init__(self, layout, random_init=False):
         self.layout = layout
@@ -284,7 +284,7 @@ class Run:
 
 
 def loaded(run, layout, keys, known=True, **about):
-    """Rank -> (record, report) of a run of ``layout`` that loads these entries."""
+    """Return rank -> (record, report) of a run of ``layout`` that loads these entries."""
     found = {}
     for rank in layout.ranks:
         with fake_collection(rank, **sizes_of(layout)) as pg:
@@ -347,7 +347,7 @@ def test_sharded_weights_get_fresh_streams_of_a_run_without_them():
             shards.setdefault((at.tp, at.gtp_remat), set()).add(streams.pop(SHARD_STREAM))
             if known:
                 assert "gtp_remat 1 -> 2" in report.reason
-            else:  # of Megatron's: it has as many replicas, and may be of this layout
+            else:  # Megatron's entry has as many replicas and may be of this layout
                 assert report.reason == (
                     "rng_state was saved by a run that sharded no weights; gtp-remat-rng starts "
                     "afresh, every other stream is exact"
@@ -396,7 +396,7 @@ def test_experts_of_the_last_ranks_start_afresh_and_the_reason_says_whose():
 
 
 def test_experts_are_found_in_the_record_of_another_tensor_rank():
-    # Rank 3 has the experts of rank 0, and takes its other streams from the record of rank 1.
+    # Rank 3 has the experts of rank 0, but takes its other streams from the record of rank 1.
     layout = ParallelLayout(world_size=6, tp=2, ep=3, expt_tp=1)
     run = Run(layout)
     found = loaded(run, layout, run.only(2))
@@ -444,7 +444,7 @@ def test_data_parallel_replicas_come_and_go_where_their_streams_are_one(world_si
     run = Run(ParallelLayout(world_size=4, tp=2))
     layout = ParallelLayout(world_size=world_size, tp=2)
     of_tp = [streams_of(run.records[rank]) for rank in (0, 1)]
-    for keys in (run.only(2), [*run.entries]):  # with both, the one that fits is taken
+    for keys in (run.only(2), [*run.entries]):  # with both, the load takes the entry that fits
         for rank, (record, report) in loaded(run, layout, keys).items():
             assert report.exact
             assert streams_of(record) == of_tp[rank % 2]
@@ -473,7 +473,7 @@ def test_megatron_bridges_list_of_a_whole_dp_cp_group():
     assert all(
         streams_of(record) == streams_of(run.records[rank]) for rank, (record, _) in found.items()
     )
-    # Nobody knows the cp of the run that saved, and its dp could have been four.
+    # The cp of the saved run is unknown, and its dp may have been four.
     assert not any(r.exact for _, r in loaded(run, layout, run.only(2), known=False).values())
 
 
@@ -531,7 +531,7 @@ def test_what_is_no_record_is_named_by_its_key():
             loaded(run, run.layout, [key])
 
 
-# -- what a checkpoint has ---------------------------------------------------------------------
+# -- keys in a checkpoint ----------------------------------------------------------------------
 
 
 def shards(key, *sizes):

@@ -1,4 +1,4 @@
-"""Checkpoints where weights are sharded over ranks of their own (GTP, Megatron-core 0.19)."""
+"""Checkpoints with weights sharded over extra ranks (GTP, Megatron-core 0.19)."""
 
 import warnings
 from functools import partial
@@ -38,7 +38,7 @@ def build(pg=None):
 
 
 def described(model, metadata):
-    """Of each tensor where it lies in the whole, and which of its replicas this rank has."""
+    """Return the position of each tensor in the whole, and the replica id of this rank."""
     return {
         name: (entry.key, entry.global_shape, entry.global_offset, entry.replica_id)
         for name, entry in model.sharded_state_dict(metadata=metadata).items()
@@ -47,7 +47,7 @@ def described(model, metadata):
 
 
 def on_globals():
-    """What Megatron-core's own groups make of it."""
+    """Return the description on Megatron-core's own groups."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, gtp_remat_size=2)
     try:
         megapg.seed_all(5, None)
@@ -94,6 +94,6 @@ def saved_and_loaded(root):
 def test_ranks_that_share_weights_out_save_and_load(tmp_path):
     found = dict(distributed(partial(saved_and_loaded, tmp_path), 8))
     assert len(found) == 8
-    # The replicas of a part draw its initial values alike, and no two parts do.
+    # The replicas of a part draw equal initial values, and different parts draw different values.
     assert len({(tp, gtp, drawn) for (tp, gtp, _), drawn in found.items()}) == 4
     assert len({*found.values()}) == 4

@@ -1,4 +1,4 @@
-"""The table of backends: what gloo refuses, so that megapg does without, and who takes options."""
+"""The table of backends: features that gloo refuses, and backends that take options."""
 
 from dataclasses import fields
 
@@ -23,7 +23,7 @@ HINTS = {
     "min_ctas": {"min_ctas": "4"},
     "max_ctas": {"max_ctas": "8"},
     "net_name": {"netName": "Socket"},
-}  # as torchcomms 2026-08 reads them; names that it does not know it drops
+}  # as torchcomms 2026-08 reads them; it drops unknown names
 
 
 def said(doing):
@@ -41,10 +41,10 @@ def refused_by_gloo():
             assert name in said(lambda name=name: getattr(backend, name)())
         assert not getattr(backend, "supports_shrinking", False)
         assert "shrink" in said(lambda: dist.shrink_group([1]))
-        if torch.__version__ < "2.15":  # from then on gloo's WORLD has a device, too
+        if torch.__version__ < "2.15":  # since 2.15 gloo's WORLD has a device, too
             assert "No device associated" in said(lambda: dist.split_group(split_ranks=[[0, 1]]))
         assert not session._world.splits("gloo")
-        # Nor does a session ask any of it: its way is another one.
+        # A session needs none of these: it re-creates its groups.
         assert session.suspend().how == "recreate"
         session.resume()
         value = torch.ones(1)
@@ -66,7 +66,7 @@ def test_options_are_taken_or_refused_by_name(name):
             made = row.options("dp", options)
             where = made if name == "is_high_priority_stream" else made.config
             assert getattr(where, name) == getattr(GIVEN, name)
-            assert row.options("dp", options) is not made  # nor is one changed for another field
+            assert row.options("dp", options) is not made  # each field gets a new object
         elif row.name == "torchcomms":
             assert row.options("dp", options) == HINTS[name]
         else:

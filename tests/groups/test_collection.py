@@ -1,4 +1,4 @@
-"""The collection as a value: frozen, honest about what it lacks, safe to hold in a model."""
+"""The collection as a value: frozen, clear about missing groups, safe to hold in a model."""
 
 import copy
 import dataclasses

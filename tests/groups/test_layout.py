@@ -1,6 +1,6 @@
-"""ParallelLayout by itself: errors that help, sub-worlds, coordinates, fingerprints, laziness.
+"""ParallelLayout alone: helpful errors, sub-worlds, coordinates, fingerprints, laziness.
 
-That the groups are Megatron's is held in ``test_layout_against_megatron.py``.
+``test_layout_against_megatron.py`` checks that the groups equal Megatron's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from processes import captured
 from megapg.errors import LayoutError, MegapgError, UnknownFieldError
 from megapg.layout import FIELDS, Coordinates, ParallelLayout
 
-# All axes at work, so that no two of them can be taken for each other.
+# All axes are larger than one, so that no two axes look alike.
 RICH = {"world_size": 48, "tp": 2, "cp": 3, "pp": 2, "ep": 6, "expt_tp": 1}
 RICH_LAYOUTS = [
     ParallelLayout(**RICH),
@@ -35,7 +35,7 @@ EACH_RICH_LAYOUT = pytest.mark.parametrize(
     "layout", RICH_LAYOUTS, ids=lambda layout: f"{layout.order}-ep{layout.ep}"
 )
 
-# On the scale of the largest jobs.
+# The scale of the largest jobs.
 LARGE = {"world_size": 131_072, "tp": 8, "cp": 4, "pp": 16, "ep": 64, "expt_tp": 1}
 
 
@@ -68,14 +68,14 @@ def valid_sizes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def refusal(**settings_: Any) -> str:
-    """The message with which these settings are refused."""
+    """Return the message with which these settings are refused."""
     with pytest.raises(LayoutError) as caught:
         ParallelLayout(**settings_)
     return str(caught.value)
 
 
 def suggestions_in(message: str) -> list[dict[str, int]]:
-    """The changes that a message proposes, as keyword arguments."""
+    """Return the changes that a message proposes, as keyword arguments."""
     _, found, listed = message.partition("Nearest that fit: ")
     if not found:
         return []
@@ -88,7 +88,7 @@ def test_layout_error_is_a_value_error() -> None:
     assert issubclass(LayoutError, MegapgError)
 
 
-# Settings, and what the refusal says: at its beginning after "^", in its end before "$".
+# Settings, and parts of the error: "^" marks its beginning, "$" its end.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *(
         (sizes, f"^{arithmetic}")
@@ -129,7 +129,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             ("", "'' is no axis"),
         )
     ),
-    *(  # Each axis has two sizes, one per grid; either may forbid leaving it out.
+    *(  # Each axis has two sizes, one per grid; either size may require the axis in the order.
         (sizes | {"world_size": 4, "order": order}, f"lacks the axis '{lacking}'")
         for sizes, order, lacking in (
             ({"expt_tp": 2, "tp": 1}, "cp-ep-dp-pp", "tp"),
@@ -142,7 +142,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"world_size": 8, "tp": 2, "expt_tp": 1, "ep": 2, "pp": 2, "order": "tp-pp-cp-ep-dp"},
         "would be 2 ranks apart in the dense grid and 1 in the expert grid*Put pp last.$",
     ),
-    (  # Pipelines are the same in both grids here; Megatron refuses all the same.
+    (  # Pipelines are the same in both grids here, but Megatron still refuses.
         {"world_size": 16, "tp": 2, "expt_tp": 2, "ep": 2, "pp": 2, "order": "tp-pp-cp-ep-dp"},
         "dp=4 and expt_dp=2 would have to be equal*Put pp last.$",
     ),
@@ -195,7 +195,7 @@ def test_suggestions_are_the_nearest_on_each_side_and_per_size() -> None:
     ]
 
 
-# Settings that a suggestion could forget about, because the sizes alone do not show them.
+# Settings that the sizes alone do not show, so that a suggestion could ignore them.
 SURROUNDINGS: list[dict[str, Any]] = [
     {},
     {"order": "tp-pp-cp-ep-dp"},
@@ -339,7 +339,7 @@ def test_unknown_field_is_answered_with_what_there_is(ask: str, field: str, answ
     layout = ParallelLayout(world_size=8, tp=2)
     arguments = (field, 0) if ask == "members" else (field,)
     with pytest.raises(UnknownFieldError, match=answer):
-        getattr(layout, ask)(*arguments)  # partition too complains at once, not at the first next()
+        getattr(layout, ask)(*arguments)  # partition raises at once, too, not at the first next()
 
 
 @pytest.mark.parametrize("field", ["hcp", "hcp.2", "hcp.x", "hcp.-1"])
@@ -385,7 +385,7 @@ def test_default_embeddings_live_on_first_and_last_stage_and_positions_on_the_fi
 
 # Coordinates --------------------------------------------------------------------------------------
 
-# family -> the coordinates in which the ranks of one group may differ; all others are the same.
+# family -> the coordinates in which ranks of one group may differ; all others are equal.
 DENSE_FREEDOM = {
     "tp": {"tp"},
     "cp": {"cp"},
@@ -557,7 +557,7 @@ def test_fingerprint_is_64_hex_digits() -> None:
 
 
 def test_fingerprint_is_the_same_in_another_process() -> None:
-    """String hashes are salted per process; nothing of them may get into the fingerprint."""
+    """String hashes are salted per process, so they must not affect the fingerprint."""
     make = (
         "ParallelLayout(world_size=16, tp=2, pp=2, vpp=2, cp=2, hierarchical_cp=(2,), "
         "ranks=(*range(15), 20), embedding_ranks=lambda pipeline: pipeline[:1])"
@@ -578,7 +578,7 @@ EmbeddingRanks = Callable[[list[int]], list[int]]
 
 @pytest.mark.parametrize("name", ["embedding_ranks", "position_embedding_ranks"])
 def test_embedding_callables_that_choose_the_same_have_one_fingerprint(name: str) -> None:
-    """A callable is what it answers; ranks never share the function object itself."""
+    """A callable counts by its results, because ranks never share the function object."""
 
     def layout(choose: EmbeddingRanks) -> ParallelLayout:
         return ParallelLayout(**PLAIN, **{name: choose})
@@ -625,7 +625,7 @@ def test_layout_is_hashable_also_after_it_was_asked() -> None:
 
 
 class CountingRanks(Sequence[int]):
-    """The ranks 0..size-1, counting how often one is looked at."""
+    """The ranks 0..size-1, with a count of element accesses."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -650,7 +650,7 @@ class CountingRanks(Sequence[int]):
 def counted(**settings_: Any) -> tuple[ParallelLayout, CountingRanks]:
     layout = ParallelLayout(**settings_)
     ranks = CountingRanks(layout.world_size)
-    # A layout copies the ranks it is given; what it does with its own is the question here.
+    # The layout copies the given ranks, so the test replaces the copy.
     object.__setattr__(layout, "ranks", ranks)
     return layout, ranks
 
@@ -664,7 +664,7 @@ A_BISECTION = 2 * math.ceil(math.log2(LARGE["world_size"]))
 def test_members_looks_at_the_group_not_at_the_world(family: str) -> None:
     layout, ranks = counted(**LARGE_SETTINGS)
     group = layout.members(family, 70_000)
-    # The embedding fields translate a pipeline to ranks and the choice back to positions.
+    # The embedding fields translate a pipeline to ranks, and the selected ranks back to positions.
     pipeline = 3 * layout.pp * A_BISECTION if family in ("embd", "pos_embd") else 0
     assert ranks.looks <= len(group) + A_BISECTION + pipeline
 
@@ -678,9 +678,9 @@ SMALL_GROUPS = [
 
 @pytest.mark.parametrize("family", SMALL_GROUPS)
 def test_members_of_a_small_group_allocates_nothing_the_size_of_the_world(family: str) -> None:
-    """Positions are not counted above; a list of all of them would be a megabyte."""
+    """The count above omits positions; a list of all positions would take a megabyte."""
     layout = ParallelLayout(**LARGE_SETTINGS)
-    layout.members(family, 0)  # what is computed once per layout
+    layout.members(family, 0)  # fills the caches of the layout
     tracemalloc.start()
     try:
         layout.members(family, 70_000)
@@ -696,7 +696,7 @@ def test_partition_makes_one_group_at_a_time(family: str) -> None:
     groups = layout.partition(family)
     assert ranks.looks == 0
     taken = list(islice(groups, 3))
-    # An embedding group costs its pipeline.
+    # An embedding group reads its whole pipeline.
     assert ranks.looks <= 3 * max(layout.pp, len(taken[0])) + A_BISECTION
 
 

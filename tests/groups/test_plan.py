@@ -1,4 +1,4 @@
-"""Which fields share a communicator: rule 4, on backends that need no such hardware to plan for."""
+"""Fields that share a communicator (rule 4), planned for backends without their hardware."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def test_dedicated_and_options_reach_the_levels_of_hcp():
 @pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "pp": 4}, {"cp": 8}])
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_a_family_is_what_all_ranks_make_in_one_call(sizes, backend):
-    """For backends on which groups are split from WORLD."""
+    """The test uses backends on which groups are split from WORLD."""
     layout = ParallelLayout(world_size=16, **sizes)
     made = families(layout, recipe(backend))
     assert len(made) <= len(layout.families)
@@ -67,7 +67,7 @@ def test_a_family_is_what_all_ranks_make_in_one_call(sizes, backend):
     for rank in range(16):
         mine = [one for family in made if (one := family.of(rank)) is not None]
         held = {field: one.ranks for one in mine for field in one.fields}
-        # The same groups as where members make them; only fewer may share.
+        # The groups are the same as if only members create them, but fewer fields may share.
         alone = communicators(layout, recipe(backend), rank)
         assert held == {field: one.ranks for one in alone for field in one.fields}
         assert len(mine) >= len(alone)
@@ -98,5 +98,5 @@ def test_the_table_of_backends_has_a_row_for_each_way_to_make_groups():
     assert rows["gloo"][-2:] == ("it keeps no memory of a device", "none")
     bound, lazy = (rows[f"nccl, WORLD {how}"] for how in ("bound to one", "not bound to a device"))
     assert (bound[0], lazy[0]) == ("all ranks, split from WORLD", "its members")
-    assert int(bound[1]) <= 26  # calls of a rank: at most the families
+    assert int(bound[1]) <= 26  # a rank makes at most one call per family
     assert int(bound[1]) == int(bound[2])

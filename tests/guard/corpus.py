@@ -18,12 +18,12 @@ PRELOAD = ("settled", "corpus_ranks")
 
 
 def names(kind):
-    """Every program of a kind: ``wrong``, ``sound`` or ``limits``."""
+    """Return the name of every program of a kind: ``wrong``, ``sound`` or ``limits``."""
     return sorted(path.stem for path in (HERE / kind).glob("*.py"))
 
 
 def applies(kind, name):
-    """True if the program is for the installed core. Reads the file without importing it."""
+    """True if the program is for the installed core; reads the file without importing it."""
     cores = constant(kind, name, "CORES", ())
     installed = ".".join(map(str, installed_version()[:2]))
     return not cores or installed in cores
@@ -31,7 +31,7 @@ def applies(kind, name):
 
 @cache
 def constant(kind, name, wanted, default=None):
-    """A constant at the top of a program."""
+    """Return the value of a constant at the top of a program."""
     for node in ast.parse((HERE / kind / f"{name}.py").read_text()).body:
         if isinstance(node, ast.Assign) and node.targets[0].id == wanted:
             return ast.literal_eval(node.value)
@@ -39,7 +39,7 @@ def constant(kind, name, wanted, default=None):
 
 
 def in_ranks(kinds, parts=3):
-    """Run every program of these kinds, and return kind and name -> what each rank has to report.
+    """Run every program of these kinds; return (kind, name) -> each rank's report.
 
     Programs of one world size share their ranks. The ranks of all world sizes run at once.
     """
@@ -75,7 +75,7 @@ def run_all(programs, world):
     return corpus_ranks.run_all(programs, world)
 
 
-# -- what the tests ask ----------------------------------------------------------------------------
+# -- functions for the tests -----------------------------------------------------------------------
 
 
 def same(one, other):
@@ -91,7 +91,7 @@ def same(one, other):
 
 @cache
 def functions(file):
-    """The functions of a source file: name, first line, last line."""
+    """Return the functions of a source file: name, first line, last line."""
     nodes = ast.walk(ast.parse(Path(file).read_text()))
     unnamed = {ast.Lambda: "<lambda>", ast.GeneratorExp: "<genexpr>"}
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, *unnamed)
@@ -103,5 +103,5 @@ def functions(file):
 
 
 def functions_at(file, line):
-    """The names of the functions around a line of a source file."""
+    """Return the names of the functions around a line of a source file."""
     return [name for name, first, last in functions(file) if first <= line <= last]

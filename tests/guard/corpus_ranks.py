@@ -1,4 +1,4 @@
-"""One rank of the corpus: runs programs one after another, and reports what each did."""
+"""One rank of the corpus: runs programs one after another, and reports the result of each."""
 
 import datetime
 import importlib.util
@@ -47,7 +47,7 @@ def run_all(programs, world):
 
 
 def wrong(name):
-    """Run a wrong program without the guard and with it, and run the program that was meant."""
+    """Run a wrong program without and with the guard, and run the intended program."""
     with layouts_kept():
         return {
             "silent": outcome("wrong", name, "program", "off"),
@@ -57,7 +57,7 @@ def wrong(name):
 
 
 def limit(name):
-    """Run a program that the guard misjudges today."""
+    """Run a program that the guard currently misjudges."""
     if constant("limits", name, "REFUSED"):
         return {"guarded": outcome("limits", name, "program")}
     with layouts_kept():
@@ -68,7 +68,7 @@ def limit(name):
 
 
 def sound(name):
-    """Run a sound program with the guard, and watch the guard."""
+    """Run a sound program with the guard, and record the guard's activity."""
     with activity() as seen:
         return {"guarded": outcome("sound", name, "program"), "seen": seen}
 
@@ -77,7 +77,7 @@ RUNS = {"wrong": wrong, "sound": sound, "limits": limit}
 
 
 class Activity:
-    """Counts reads, and those that the guard judged; True if the guard was ever active."""
+    """Number of reads and of judged reads; ``active`` is True if the guard was ever active."""
 
     def __init__(self):
         self.reads, self.judged, self.active = 0, 0, False
@@ -96,7 +96,7 @@ class Activity:
 
 @contextmanager
 def activity():
-    """Watch the guard while the block runs."""
+    """Record the guard's activity while the block runs."""
     seen = Activity()
     closing.on_open_or_close(opened=seen.look, closed=seen.look)
     layouts.ON_GLOBALS.append(seen.look)
@@ -109,7 +109,7 @@ def activity():
 
 
 def outcome(kind, name, function, mode="error"):
-    """Run a function of a program from a fixed state: its value, or the error that it raises."""
+    """Run a function of a program from a fixed state; return its value or its error."""
     try:
         seed_everything(kit=not constant(kind, name, "WITHOUT_KIT"))
         run = getattr(loaded(kind, name), function)
@@ -126,7 +126,7 @@ def outcome(kind, name, function, mode="error"):
 
 @cache
 def loaded(kind, name):
-    """The module of a program, by its path: programs are not on ``sys.path``."""
+    """Load the module of a program by its path, because programs are not on ``sys.path``."""
     module = f"corpus_{kind}_{name}"
     spec = importlib.util.spec_from_file_location(module, HERE / kind / f"{name}.py")
     sys.modules[module] = importlib.util.module_from_spec(spec)
@@ -138,14 +138,14 @@ def seed_everything(kit=True):
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
-    if kit:  # the tracker of Megatron-core asks CUDA
+    if kit:  # Megatron-core's tracker needs CUDA
         get_cuda_rng_tracker().reset()
         get_cuda_rng_tracker().add("model-parallel-rng", 1)
         get_cuda_rng_tracker().add("expert-parallel-rng", 2)
 
 
 def clear():
-    """Forget what a program that failed has left in the process."""
+    """Remove state that a failed program has left in the process."""
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_global_memory_buffer()
 

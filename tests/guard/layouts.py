@@ -27,14 +27,15 @@ _NAMES = {
 ON_GLOBALS = []
 """Called after :func:`globals_of` has initialised the globals."""
 
-_kept = None  # (arguments -> what a layout gave, the stack that closes it), inside layouts_kept()
+# (arguments -> yielded value of a layout, the stack that closes it), inside layouts_kept()
+_kept = None
 
 
 @contextmanager
 def layouts_kept():
-    """Keep every layout open until the block ends, and give it again for the same arguments.
+    """Keep every layout open until the block ends, and yield it again for equal arguments.
 
-    A program runs several times, and making and closing its groups is most of its time.
+    A program runs several times, and most of its time is spent on opening and closing groups.
     """
     global _kept
     with ExitStack() as stack:
@@ -57,7 +58,7 @@ def session_and_globals(globals_sizes, /, **sizes):
 
 @contextmanager
 def session_then_globals(globals_sizes, /, **sizes):
-    """Open a session, and have another program initialise the globals with other sizes later.
+    """Open a session; another program then initialises the globals with other sizes.
 
     Yields the collection of the session.
     """

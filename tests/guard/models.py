@@ -16,7 +16,7 @@ LENGTH = 8
 
 
 def config(pg, **changes):
-    """A configuration of one layer for the sizes of a collection."""
+    """Return a configuration of one layer for the sizes of a collection."""
     sizes = {
         "tensor_model_parallel_size": pg.size("tp"),
         "pipeline_model_parallel_size": pg.size("pp"),
@@ -38,7 +38,7 @@ def config(pg, **changes):
 
 
 def gpt(pg, experts=None, **changes):
-    """A GPT of one layer that was built on a collection."""
+    """Build a GPT of one layer on a collection."""
     return GPTModel(
         config(pg, num_moe_experts=experts, **changes),
         get_gpt_layer_local_spec(num_experts=experts),
@@ -49,7 +49,7 @@ def gpt(pg, experts=None, **changes):
 
 
 def moe_layer(pg, **options):
-    """An MoE layer of four experts, as the layer specification builds it."""
+    """Build an MoE layer of four experts from the layer specification."""
     made = config(pg, num_moe_experts=4, add_bias_linear=False)
     part = get_gpt_layer_local_spec(num_experts=4).submodules.mlp
     if isinstance(part, ModuleSpec):
@@ -58,12 +58,12 @@ def moe_layer(pg, **options):
 
 
 def tokens(batch=1):
-    """The same tokens on every rank."""
+    """Return the same tokens on every rank."""
     return torch.arange(batch * LENGTH).view(batch, LENGTH) % VOCABULARY
 
 
 def share(pg, axis="tp", width=VOCABULARY, rows=4):
-    """This rank's columns of a matrix that the ranks of ``axis`` have together."""
+    """Return this rank's columns of a matrix that is split over the ranks of ``axis``."""
     whole = torch.linspace(-1, 3, rows * width).view(rows, width)
     return whole.chunk(pg.size(axis), dim=1)[pg.rank(axis)].contiguous()
 
@@ -73,7 +73,7 @@ TINY = GPTRun(layers=1, hidden=16, heads=2, seq_length=8, micro_batch_size=1, st
 
 
 def run_of(pg, **changes):
-    """A training job of two steps for the sizes of a collection."""
+    """Return a training job of two steps for the sizes of a collection."""
     sizes = {"tp": pg.size("tp"), "pp": pg.size("pp"), "ep": pg.size("ep")}
     if changes.get("experts"):
         sizes["expt_tp"] = pg.size("expt_tp")

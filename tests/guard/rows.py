@@ -1,10 +1,10 @@
-"""A data set for the corpus. It imports torch alone, since a spawned worker imports this file."""
+"""A data set for the corpus. It imports only torch, because a spawned worker imports this file."""
 
 from torch.utils.data import Dataset, get_worker_info
 
 
 class Rows(Dataset):
-    """The rows of one data parallel rank, which is known by its numbers."""
+    """The rows of one data parallel rank; their numbers identify the rank."""
 
     def __init__(self, rank, size):
         self.rank, self.size = rank, size

@@ -1,23 +1,22 @@
-"""Every program of the corpus: the wrong ones raise with the guard, the sound ones do not.
+"""Every program of the corpus: wrong programs raise with the guard, sound programs do not.
 
-A program is one file. To add one, write the file; nothing else names it. Its docstring is one line
-that says what goes wrong, or what the program does. Its constants:
+A program is one file, and no other file names it. Its docstring is one line that describes the
+error or the program. Its constants:
 
 * ``WORLD``: number of ranks; 0 for a process without torch.distributed.
-* ``CORES``: the Megatron-cores that it is for, as ``("0.16", "0.17")``; all unless given.
+* ``CORES``: the versions of Megatron-core that it is for, as ``("0.16", "0.17")``; all by default.
 * ``WITHOUT_KIT``: True if it runs outside of ``megatron_on_cpu()``.
 
-A program in ``wrong/`` has ``program()``, which a user wrote, and ``meant()``, the same with the
-groups that the user meant. Both return plain values, which differ on one rank or more without the
-guard. ``READER`` is the function that reads the globals. ``GIVEN`` is the function that was given
-other groups; empty if no function on the stack was. ``RANKS`` lists the ranks that read; all unless
-given.
+A program in ``wrong/`` has the user's function ``program()``, and ``meant()``, which uses the
+groups that the user meant. Both return plain values, which differ on at least one rank without the
+guard. ``READER`` is the function that reads the globals. ``GIVEN`` is the function that got other
+groups; empty if no function on the stack did. ``RANKS`` lists the ranks that read; all by default.
 
 A program in ``sound/`` has ``program()``, which checks its own results. ``AMBIGUOUS`` is False if
 the process never has two layouts that differ.
 
-A program in ``limits/`` is one that the guard misjudges: it is wrong and nothing is raised, or it
-is sound and ``REFUSED``.
+The guard misjudges a program in ``limits/``: the program is wrong and nothing is raised, or it is
+sound and ``REFUSED``.
 """
 
 import re
@@ -33,12 +32,12 @@ GIVEN = re.compile(r"but (?P<function>\S+) \((?P<file>[^\s:]+\.py):(?P<line>\d+)
 
 @pytest.fixture(scope="module")
 def reports():
-    """Kind and name of every program -> rank -> its outcomes."""
+    """Run the corpus; return (kind, name) -> rank -> outcomes."""
     return corpus.in_ranks(["wrong", "sound", "limits"])
 
 
 def outcomes(reports, kind, name):
-    """The outcomes of one program, by rank; skips if the installed core has no such bug."""
+    """Return the outcomes of one program by rank; skip if the installed core has no such bug."""
     if not corpus.applies(kind, name):
         pytest.skip(f"for cores {', '.join(corpus.constant(kind, name, 'CORES'))}")
     return [report for _, report in sorted(reports[kind, name].items())]
@@ -66,10 +65,10 @@ def test_the_guard_names_both_places_of_a_wrong_program(reports, name):
 
 
 def names_place(message, pattern, function):
-    """The message names a function, and a line of its source."""
+    """Check that the message names a function and a line of its source."""
     found = pattern.search(message)
     assert found, message
-    # Before Python 3.12 a comprehension is a function of its own.
+    # Before Python 3.12 a comprehension is a separate function.
     named = re.sub(r"\.<locals>\.<(dict|list|set)comp>$", "", found["function"])
     assert named.rpartition(".")[2] == function, message
     assert function in corpus.functions_at(found["file"], int(found["line"])), message
@@ -86,7 +85,7 @@ def test_a_sound_program_does_not_raise(reports, name):
 
 @pytest.mark.parametrize("name", corpus.names("limits"))
 def test_a_limit_is_still_one(reports, name):
-    """If this fails, the guard has learnt something: move the program to wrong/ or sound/."""
+    """If this test fails, the guard has improved: move the program to wrong/ or sound/."""
     ranks = outcomes(reports, "limits", name)
     errors = {each["guarded"]["error"] for each in ranks}
     if corpus.constant("limits", name, "REFUSED"):

@@ -33,7 +33,7 @@ tp_size = parallel_state.get_tensor_model_parallel_world_size
 
 @contextlib.contextmanager
 def globals_with(**sizes):
-    """Initialise the globals on the WORLD there is, and undo it."""
+    """Initialise the globals on the current WORLD, and undo it after the block."""
     with restored_parallel_state():
         arguments = {f"{axis}_model_parallel_size": size for axis, size in sizes.items()}
         parallel_state.initialize_model_parallel(**arguments, create_gloo_process_groups=False)
@@ -51,7 +51,7 @@ def codes():
     return {name: function.__code__ for name, function in functions().items()}
 
 
-# -- when it runs ----------------------------------------------------------------------------------
+# -- when the guard runs ---------------------------------------------------------------------------
 
 
 def test_one_layout_leaves_every_getter_alone():
@@ -84,7 +84,7 @@ def test_it_runs_from_the_second_layout_to_the_last_but_one(pg):
 def test_globals_that_came_before_the_session():
     with fake_session(ParallelLayout(world_size=8), 3) as world, restored_parallel_state():
         parallel_state.initialize_model_parallel(4, create_gloo_process_groups=False)
-        assert active() is not None  # of the world's own session
+        assert active() is not None  # because of the world's own session
         with megapg.published(world.groups):
             assert tp_size() == 1
         with pytest.raises(WrongGroupError, match=r"set at .*test_guard\.py"):
@@ -134,7 +134,7 @@ def test_megatron_that_is_imported_after_the_session():
     assert "set at <string>:11" in ran.stdout
 
 
-# -- who is asked ----------------------------------------------------------------------------------
+# -- reads by functions that were given groups -----------------------------------------------------
 
 
 def reads():
@@ -172,7 +172,7 @@ def with_a_model(model):
 
 
 def wrapped(pg_collection):
-    """A model as Megatron's wrappers hold it."""
+    """Return a model inside a wrapper, as Megatron nests them."""
     model, wrapper = torch.nn.Module(), torch.nn.Module()
     model.pg_collection, wrapper.module = pg_collection, model
     return wrapper
@@ -302,12 +302,12 @@ def test_none_stands_for_no_group_of_several_ranks(pg):
         assert quiet(one) is None
         assert parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None
         with pytest.raises(AssertionError, match="not initialized"):
-            given(pg)  # the getter says so
+            given(pg)  # the getter's own error
 
 
 @contextlib.contextmanager
 def fake_other(pg):
-    """Give a collection with other ranks on the same WORLD."""
+    """Yield a collection with other ranks on the same WORLD."""
     group = dist.new_group(list(range(8)))
     yield megapg.ProcessGroupCollection.from_groups(tp=group)
 
@@ -449,14 +449,14 @@ def test_readers_in_other_threads_while_the_guard_comes_and_goes(pg):
     assert failed == []
 
 
-# -- ways to say so --------------------------------------------------------------------------------
+# -- ways to allow reads and to set the mode -------------------------------------------------------
 
 
 def test_the_globals_may_be_meant(pg):
     with globals_with(tensor=4):
         with megapg.allow_global_reads():
             assert reads() == 4
-            with pytest.raises(WrongGroupError):  # says nearer which groups are meant
+            with pytest.raises(WrongGroupError):  # the closer argument names the intended groups
                 given(pg)
         with pytest.raises(WrongGroupError):
             reads()

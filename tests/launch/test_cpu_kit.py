@@ -1,4 +1,4 @@
-"""The CPU kit: what it changes it puts back, and what it stands in for behaves."""
+"""The CPU kit: its patches are undone, and its replacements work."""
 
 import logging
 import pkgutil
@@ -39,7 +39,7 @@ def assert_undone(before):
         was = before[0][owner]
         assert was.keys() <= attributes.keys(), owner
         for name, value in attributes.items():
-            if name not in was:  # torch loads some of its submodules on use
+            if name not in was:  # torch loads some submodules on first use
                 assert isinstance(value, types.ModuleType), f"{owner}.{name} is new"
             else:
                 assert value is was[name], f"{owner}.{name}"
@@ -116,7 +116,7 @@ def test_forking_the_rng_tracker_switches_streams():
             outside = torch.cat([outside, torch.rand(4)])
             with tracker.fork():
                 inside = torch.cat([inside, torch.rand(4)])
-            # Two streams, neither of which notices the other.
+            # Two independent streams.
             assert torch.equal(outside, stream_of(1234))
             assert torch.equal(inside, stream_of(1234 + 2718 + 1))
     finally:
@@ -134,7 +134,7 @@ def test_layer_norm_under_sequence_parallelism():
     with megatron_on_cpu():
         norm = WrappedTorchNorm(config, 8)
         assert isinstance(norm, torch.nn.LayerNorm)
-        # finalize_model_grads sums the gradients of what is marked.
+        # finalize_model_grads sums the gradients of marked parameters.
         assert all(parameter.sequence_parallel for parameter in norm.parameters())
         assert config.sequence_parallel
     with pytest.raises(AssertionError, match="sequence parallel"):

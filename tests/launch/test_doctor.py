@@ -1,4 +1,4 @@
-"""``megapg doctor``: each check, the merged report, and real jobs, a rank missing included."""
+"""``megapg doctor``: each check, the merged report, and real jobs, also with a missing rank."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ VERSIONS = {"torch": "2.13.0", "NCCL": "2.29.7", "Megatron-core": "0.16.1", "ein
 
 BARE = Facts("node1", Launch(), versions=VERSIONS, interfaces=(ETHERNET, LOOPBACK))
 JOB = Launch("torchrun", rank=1, world_size=2, local_rank=1, address="node1", port=29500)
-# As the GPU hosts of a well-kept cluster are.
+# The GPU hosts of a well-configured cluster.
 CLUSTER = replace(
     BARE,
     launch=JOB,
@@ -79,7 +79,7 @@ def found(facts: Facts) -> list[tuple[str, str]]:
     return [(finding.check, finding.level.value) for finding in examine(facts)]
 
 
-# One variable that is set, and how bad that is.
+# Facts, one variable, its value and the level of the finding.
 SET = (
     (BARE, "MEGAPG_GUARD", "of", "error"),
     (BARE, "MEGAPG_GUARD", "off", "warning"),
@@ -151,10 +151,10 @@ def test_each_check_finds_its_own_and_says_what_to_do(facts: Facts, check: str, 
     [
         having(BARE, TORCH_DISTRIBUTED_USE_TORCHCOMMS="0", NCCL_IB_DISABLE="1", NCCL_DEBUG="INFO"),
         having(BARE, TORCH_NCCL_ASYNC_ERROR_HANDLING="1"),  # as torchrun sets it
-        having(BARE, NCCL_CUMEM_ENABLE="0", NCCL_P2P_DISABLE="1"),  # nothing to lose here
+        having(BARE, NCCL_CUMEM_ENABLE="0", NCCL_P2P_DISABLE="1"),  # no effect on this host
         having(CLUSTER, NCCL_SOCKET_IFNAME="^docker,lo", GLOO_SOCKET_IFNAME="ib0,eth0"),
         replace(CLUSTER, devices=(replace(H100, capability=(10, 0)),) * 2, environment={}),
-        # A site that shows every process its own GPU only.
+        # The site shows each process only its own GPU.
         replace(CLUSTER, devices=(H100,)),
         replace(BARE, locked_memory=8 * 2**20, shared_memory=2**26),
     ],
@@ -193,7 +193,7 @@ def test_facts_of_this_process() -> None:
         "MY_NCCL_TOKEN": "s3cret",
     }
     facts = collect(environment)
-    assert facts.launch_problem  # RANK alone
+    assert facts.launch_problem  # only RANK is set
     assert facts.environment == {
         "MEGAPG_GLOBALS": "warn",
         "NCCL_DEBUG": "WARN",
@@ -389,7 +389,7 @@ def test_the_screen_shows_what_differs_and_lets_nothing_draw(
     monkeypatch.setenv("COLUMNS", "100")
     show(report)
     coloured = capsys.readouterr().out
-    assert "\x1b[33m" in coloured  # what differs is yellow
+    assert "\x1b[33m" in coloured  # differing rows are yellow
     assert "\x1b[2J" not in coloured
     assert all(len(line) < 200 for line in coloured.splitlines())
 
@@ -398,7 +398,7 @@ def test_the_screen_shows_what_differs_and_lets_nothing_draw(
 
 
 def clean(**variables: str) -> dict[str, str]:
-    """This environment without anything that a launcher or a user may have set."""
+    """Return this environment without variables that a launcher or a user may have set."""
     names = ("NCCL_", "GLOO_", "TORCH", "SLURM", "OMPI_", "CUDA_", "MASTER_", "PMI", "MEGAPG_")
     kept = {
         name: value
@@ -427,7 +427,7 @@ def started(command: list[str], environment: Mapping[str, str]) -> Iterator[subp
 
 
 def doctor_here(*arguments: str, **variables: str) -> tuple[int, str]:
-    """In this process, which has imported torch already: exit status and what it prints."""
+    """Run the doctor in this process, which has imported torch; return exit code and output."""
     with mock.patch.dict(os.environ, clean(**variables), clear=True):
         ended = CliRunner().invoke(app, ["doctor", *arguments])
     return ended.exit_code, ended.stdout
@@ -499,7 +499,7 @@ def test_the_verdict_comes_first() -> None:
     assert lines[2].startswith("error GLOO_SOCKET_IFNAME=^lo")
     assert lines[4].startswith("warning TORCH_NCCL_ASYNC_ERROR_HANDLING=0: nobody ends")
     assert lines[6].startswith("note NCCL_CUMEM_ENABLE=0: ")
-    assert lines[8:10] == ["", "launch"]  # the facts
+    assert lines[8:10] == ["", "launch"]  # the facts follow
     assert lines[-1].startswith("  ")
     code, out = doctor_here()
     assert (code, out.splitlines()[1]) == (0, "good nothing looks wrong")
@@ -513,7 +513,7 @@ def test_a_wrong_environment_is_reported_as_text_with_what_to_do() -> None:
     assert "error TORCH_DISTRIBUTED_USE_TORCHCOMMS=False: torch takes 1 and 0 only" in out
     assert "  do: Set TORCH_DISTRIBUTED_USE_TORCHCOMMS=0 to turn it off" in out
     assert "error GLOO_SOCKET_IFNAME=^lo: this host has no interface '^lo'" in out
-    assert "RANK" in out[out.index("\nerror") :]  # what the launch lacks
+    assert "RANK" in out[out.index("\nerror") :]  # the variables that the launch lacks
     assert "s3" not in out[out.index("SLURM_JWT") :].splitlines()[0]
     assert not [line for line in out.splitlines() if line != line.rstrip()]
 
@@ -533,7 +533,7 @@ def test_without_torch_that_is_the_finding(tmp_path: Path) -> None:
     assert "libcudart.so.12 is not here" in err
 
 
-# As `-m megapg doctor`, on a rank that has something of its own.
+# Acts as `-m megapg doctor` on ranks that differ in one value.
 UNEQUAL = textwrap.dedent(
     """
     import os, sys
@@ -553,7 +553,7 @@ def test_torchrun_has_one_report(tmp_path: Path) -> None:
     with started(command, clean()) as process:
         out, _ = process.communicate(timeout=180)
     assert process.returncode == 1
-    report = json.loads(out)  # one line: rank 0's
+    report = json.loads(out)  # one line, from rank 0
     check_schema(report, SCHEMA)
     assert (report["launcher"], report["world_size"], report["missing"]) == ("torchrun", 2, [])
     assert checks(report) == {"differs"}
@@ -581,7 +581,7 @@ def test_a_missing_rank_is_named_and_without_rank_0_the_others_end() -> None:
         assert "Rank 0 hosts it" in err
         assert "Traceback" not in err
 
-        # By now rank 1 of the other job is up and looks for rank 0.
+        # By now rank 1 of the other job is running and looks for rank 0.
         first = rank(0, 3, free_ports[1], "--timeout=10")
         out, err = first.communicate(timeout=120)
         assert first.returncode == 1, err
@@ -589,10 +589,10 @@ def test_a_missing_rank_is_named_and_without_rank_0_the_others_end() -> None:
         assert "\nerror [rank 2] rank 2 did not come: this report is about 2 of 3 ranks.\n" in out
         assert "The ranks are to meet at 127.0.0.1, which every host takes for itself" in out
         assert second.communicate(timeout=60)[0] == ""
-        assert second.returncode == 1  # as rank 0 judged
+        assert second.returncode == 1  # rank 0's verdict
 
 
-@pytest.mark.timeout(500)  # two clusters' time; see slurm.Clusters
+@pytest.mark.timeout(500)  # the time of two clusters; see slurm.Clusters
 def test_srun_has_one_report(tmp_path_factory: pytest.TempPathFactory) -> None:
     if lacking := slurm.missing_programs():
         pytest.skip(f"no {', '.join(lacking)} here")
@@ -615,7 +615,7 @@ def test_two_hosts_have_one_report() -> None:
     report = json.loads(first.out)
     assert (first.code, second.code, second.out) == (1, 1, "")
     assert report["hosts"] == {"alpha": [0], "beta": [1]}
-    # Nobody resolves these names, so gloo would listen where the other host can't reach it.
+    # These names do not resolve, so gloo would listen where the other host can't connect.
     assert checks(report) == {"gloo_on_loopback"}
     facts = {fact["name"]: fact["values"] for fact in report["facts"]}
     assert [value["ranks"] for value in facts["fast0"] + facts["fast1"]] == [[0], [1]]

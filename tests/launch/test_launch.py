@@ -1,4 +1,4 @@
-"""Who started this process: the resolver, on environments recorded from real launchers."""
+"""Detection of the launcher, on environments recorded from real launchers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_srun_of_other_kinds(environments, hosts):
 def test_hosts_are_not_guessed():
     unknown = {"SLURM_DISTRIBUTION": "plane=2"}
     assert seen(recorded.SRUN[0] | unknown).hosts == ()
-    wrong = {"SLURM_DISTRIBUTION": "cyclic"}  # rank 1 would be on n2, and knows that it is not
+    # rank 1 would be on n2, but its own variables name another node
+    wrong = {"SLURM_DISTRIBUTION": "cyclic"}
     assert seen(recorded.SRUN[1] | wrong).hosts == ()
 
 
@@ -83,7 +84,7 @@ def test_one_node_needs_no_address():
         "SLURM_STEP_NODELIST": "n1",
         "SLURM_STEP_TASKS_PER_NODE": "4",
     }
-    launch = detect(task)  # with what looks nodes up, which would find no n1
+    launch = detect(task)  # with the node look-up, which would not find n1
     assert (launch.address, launch.hosts) == ("127.0.0.1", ("n1",) * 4)
     alone = seen(task | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"})
     assert (alone.world_size, alone.address) == (1, "")
@@ -122,7 +123,7 @@ def test_mpirun_inside_slurm():
     assert {launch.launcher for launch in launches} == {"Open MPI"}
     assert [launch.rank for launch in launches] == [0, 1, 2, 3]
     assert [launch.local_rank for launch in launches] == [0, 1, 2, 0]
-    assert {launch.address for launch in launches} == {"192.0.2.2"}  # mpirun's
+    assert {launch.address for launch in launches} == {"192.0.2.2"}  # from mpirun
     assert len({launch.port for launch in launches}) == 1
     assert seen(recorded.SBATCH_SHELL | recorded.MPIRUN[1]).launcher == "Open MPI"
 
@@ -150,7 +151,7 @@ def test_where_to_meet_may_be_said_by_hand():
 # -- mixtures --------------------------------------------------------------------------------------
 
 _CONTRADICTIONS = [
-    # left over in the shell: every task would take itself for all there is
+    # left over in the shell: every task would take itself for the whole job
     (recorded.SRUN[3] | by_hand(0, 1), "RANK=0, WORLD_SIZE=1", "SLURM_PROCID=3"),
     (recorded.MPIRUN[1] | by_hand(0, 1), "RANK=0, WORLD_SIZE=1", "OMPI_COMM_WORLD_RANK=1"),
     (recorded.SRUN[3] | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8", "SLURM_STEP_NUM_TASKS=4"),
@@ -172,7 +173,7 @@ def test_a_mixture_names_both_sources(environment, ours, theirs):
 @pytest.mark.parametrize(
     ("inner", "names"),
     [
-        # mpiexec -n 8 of MPICH: four ranks on each node, all with the variables of one srun task
+        # MPICH's mpiexec -n 8: four ranks per node, all with the variables of one srun task
         ({"PMI_RANK": "5", "PMI_SIZE": "8"}, "PMI_RANK=5, PMI_SIZE=8"),
         ({"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "5"}, "FLUX_TASK_RANK=3, FLUX_JOB_SIZE=5"),
     ],
@@ -212,7 +213,7 @@ def test_what_does_not_add_up(environment, message):
         seen(environment)
 
 
-# -- one of several, and nobody says which ---------------------------------------------------------
+# -- one host of several, with no rank given -------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", recorded.SEVERAL)
@@ -223,7 +224,7 @@ def test_one_of_several_is_not_alone(name):
             seen(environment)
         assert "launch=megapg.Launch.alone()" in str(caught.value)
         assert name.partition(" ")[0] in str(caught.value)
-        said = by_hand(1, 2, LOCAL_RANK=1)  # somebody says it
+        said = by_hand(1, 2, LOCAL_RANK=1)  # the variables give a rank
         assert seen(environment | said) == seen(said)
         assert seen(environment | recorded.TORCHRUN[1]) == seen(recorded.TORCHRUN[1])
     if alone is not None:
@@ -245,7 +246,7 @@ def test_an_index_among_hosts_says_nothing_of_ranks():
         seen(recorded.SEVERAL["Kubeflow"][0][0] | {"PET_NNODES": "1:4"})  # elastic
     with pytest.raises(LaunchError, match=r"host \? of an unknown number \(PET_NNODES\)"):
         seen({"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "job-worker-0:23456"})
-    # An address alone, as job templates set it, says no more: still the platform's own advice.
+    # An address alone, as job templates set it, adds nothing: the platform's own advice remains.
     with pytest.raises(LaunchError, match=r"host 3 of an unk.*--node-rank=\$JOB_COMPLETION_INDEX"):
         seen({"JOB_COMPLETION_INDEX": "3", "MASTER_ADDR": "job-0.job", "MASTER_PORT": "29500"})
     with pytest.raises(LaunchError, match=r"RANK, WORLD_SIZE, MASTER_ADDR but not MASTER_PORT"):
@@ -278,7 +279,7 @@ def test_alone_can_be_meant(monkeypatch):
     assert not dist.is_initialized()
 
 
-# -- which one on its host -------------------------------------------------------------------------
+# -- local ranks -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -292,16 +293,16 @@ def test_alone_can_be_meant(monkeypatch):
         (by_hand(3, MASTER_ADDR="127.0.0.1"), 3),
         (by_hand(3, MASTER_ADDR="localhost"), 3),
         (by_hand(3, MASTER_ADDR="::1"), 3),
-        # rank and size taken from what the launcher says, which says this as well
+        # the launcher that gives rank and size gives the local rank, too
         (by_hand(1, 4, PMI_RANK=1, PMI_SIZE=4, MPI_LOCALRANKID=1, MPI_LOCALNRANKS=2), 1),
         (by_hand(2, 4, HOROVOD_RANK=2, HOROVOD_SIZE=4, HOROVOD_LOCAL_RANK=0), 0),
         (by_hand(2, 4, PALS_RANKID=2, PALS_LOCAL_RANKID=0), 0),
-        # one on each host
+        # one rank per host
         (by_hand(1, 2) | recorded.SEVERAL["SkyPilot"][0][1], 0),
         (by_hand(1, 2) | recorded.SEVERAL["SageMaker"][0][1], 0),
         (by_hand(1, 2) | recorded.SEVERAL["Kubeflow"][0][1], 0),
         (by_hand(1, 4, PET_NNODES=2, PET_NPROC_PER_NODE=1), 0),
-        # who knows
+        # unknown
         (by_hand(3), None),
         (by_hand(0), None),
         (by_hand(0, 4) | recorded.SEVERAL["SkyPilot"][0][0], None),
@@ -339,7 +340,7 @@ def test_an_explicit_launch_is_not_number_0_by_default():
     [
         recorded.SALLOC_SHELL,
         recorded.SBATCH_SHELL,
-        # salloc where the site opens the shell on a node of the job, as an "interactive step"
+        # salloc on a site that opens the shell on a node of the job, as an "interactive step"
         recorded.SRUN[0] | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
     ],
 )
@@ -389,7 +390,7 @@ def test_mpirun_elsewhere_than_rank_0_says_so():
 
 @pytest.fixture
 def scontrol(tmp_path, monkeypatch):
-    """Puts a ``scontrol`` that runs these lines before anybody's; SLURM knows nothing of it."""
+    """Put a ``scontrol`` that runs these lines first in PATH."""
 
     def place(lines):
         program = tmp_path / "scontrol"
@@ -422,7 +423,7 @@ def test_hostlists_by_scontrol(scontrol, monkeypatch):
     scontrol("echo no such thing >&2; exit 3")
     with pytest.raises(LaunchError, match=r"ended with status 3: no such thing.*MASTER_ADDR"):
         nodes.names("n[1-2]", 2, "X")
-    scontrol("echo 'n]'")  # what it really makes of "n[1-2"
+    scontrol("echo 'n]'")  # scontrol's real output for "n[1-2"
     with pytest.raises(LaunchError, match="names 1 nodes, but the step has 2"):
         nodes.names("n[1-2", 2, "X")
     scontrol("exec sleep 60")
@@ -473,7 +474,7 @@ def test_the_environment_is_written_on_request_and_put_back(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     before = dict(os.environ)
     launch = seen(recorded.SRUN[3])
-    assert dict(os.environ) == before  # reading writes nothing
+    assert dict(os.environ) == before  # detection sets no variables
     with pytest.raises(KeyError), launch.exported():  # noqa: PT012
         assert os.environ["RANK"] == "3"
         assert os.environ["MASTER_ADDR"] == "n1.cluster"
@@ -524,11 +525,11 @@ def test_reading_needs_no_torch():
     )
 
 
-# -- what a session makes of it --------------------------------------------------------------------
+# -- sessions on a launch --------------------------------------------------------------------------
 
 
 def two_jobs_at_one_port(port):
-    """Ranks 0 and 1 are a job; the third process is rank 1 of another that has no rank 0."""
+    """Ranks 0 and 1 form one job. The third process is rank 1 of another job without a rank 0."""
     import torch
     import torch.distributed as dist
 
@@ -543,7 +544,7 @@ def two_jobs_at_one_port(port):
         return caught.value.missing
     with megapg.session(timeout=60, launch=mine) as session:
         signals.set("open", "")
-        signals.wait(["refused"])  # rank 0 hosts the store for whoever comes to that port
+        signals.wait(["refused"])  # rank 0 hosts the store, also for processes of other jobs
         total = torch.tensor([session.rank + 1.0])
         dist.all_reduce(total, group=session.groups.dp)
         with pytest.raises(SessionError, match=r"initialised already. Leave launch= out"):
@@ -601,7 +602,7 @@ def test_what_nccl_says_of_accelerators_is_passed_on(monkeypatch):
     from megapg.communicators import world
 
     def barrier(device_ids):
-        # As torch 2.11 with NCCL 2.28.9 said of two ranks on one H200.
+        # The error of torch 2.11 with NCCL 2.28.9 for two ranks on one H200.
         raise dist.DistBackendError(
             "NCCL error in: NCCLUtils.cpp:93, invalid usage, NCCL version 2.28.9\n"
             "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"

@@ -1,4 +1,4 @@
-"""The same script under real launchers: torchrun, SLURM of two nodes on this host, Open MPI."""
+"""The same script under real launchers: torchrun, SLURM with two nodes on this host, Open MPI."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from processes import captured
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "launch_script.py")
 PATIENCE = 240.0
-# Twice that, and a minute to see that SLURM itself is broken; see slurm.Clusters.
+# Twice PATIENCE, and a minute to find that SLURM itself is broken; see slurm.Clusters.
 pytestmark = pytest.mark.timeout(600)
-# A deadline is megapg's, and a few seconds are for a machine with more to do than this.
+# Extra seconds after a deadline on a busy machine.
 SLACK = 15.0
 
 
@@ -34,7 +34,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    """The tests may themselves run in somebody's job."""
+    """Remove the variables of a job in which the tests may run."""
     for name in os.environ:
         if slurm.OF_LAUNCHERS.match(name):
             monkeypatch.delenv(name)
@@ -52,13 +52,13 @@ def run(*command):
 
 
 def said(output):
-    """What the ranks printed, in their order; launchers may put something before it."""
+    """Return the lines of the ranks in order; a launcher may add a prefix to each line."""
     lines = [json.loads(line) for line in re.findall(r"\{.*\}", output)]
     return sorted(lines, key=lambda line: line.get("rank", -1))
 
 
 def check(ranks, count, launcher):
-    """That each rank of a job worked with all the others."""
+    """Check that each rank of a job worked with all the others."""
     assert [line["rank"] for line in ranks] == list(range(count))
     assert {line["of"] for line in ranks} == {count}
     assert {line["total"] for line in ranks} == {count * (count + 1) / 2}
@@ -97,7 +97,7 @@ def test_srun_and_what_can_go_wrong_with_it(cluster):
     assert [rank["host"] for rank in ranks] == ["n1", "n1", "n1", "n2"]
 
     def texts(step, kind, of=ranks):
-        """What that step failed with, on every rank, in time."""
+        """Check that the step failed on every rank in time; return the errors."""
         assert [rank[step]["kind"] for rank in of] == [kind] * len(of)
         assert max(rank[step]["seconds"] for rank in of) < SOON + SLACK
         return [rank[step]["text"] for rank in of]
@@ -108,7 +108,7 @@ def test_srun_and_what_can_go_wrong_with_it(cluster):
         assert "SLURM_STEP_NODELIST='n[1-3]' names 3 nodes, but the step has 2" in text
     for text in texts("unknown nodes", "LaunchError"):
         assert "no host called 'absent1'" in text
-        assert "Node absent1 not found" in text  # scontrol's own words
+        assert "Node absent1 not found" in text  # scontrol's own text
     assert all("MASTER_PORT is set but empty" in text for text in texts("no port", "LaunchError"))
     host, *others = texts("wrong address", "RendezvousError")
     assert re.search(r"rank 0 could not host .*198.51.100.7.*MASTER_ADDR, port from SLURM", host)
@@ -155,10 +155,10 @@ def test_mpirun_inside_an_allocation(cluster, mpirun):
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = said(done.stdout)
     check(ranks, 2, "Open MPI")
-    assert not ranks[0]["at"].startswith("127.")  # two hosts, as far as Open MPI knows
+    assert not ranks[0]["at"].startswith("127.")  # for Open MPI these are two hosts
 
 
-# A script that initialises Megatron as those of upstream do, by the variables that torchrun sets.
+# Initialises Megatron as upstream scripts do, from the variables that torchrun sets.
 OF_MEGATRON = """
 import os
 import sys
@@ -177,7 +177,7 @@ sys.stdout.flush()
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
 def test_a_script_of_megatrons_is_started_on_a_session(launcher, request, tmp_path):
-    """By ``megapg.megatron.run``: what the launcher says is put into the variables it reads."""
+    """``megapg.megatron.run`` sets the variables that the script reads from the detected launch."""
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(OF_MEGATRON)
     of_module = ("-m", "megapg.megatron.run", str(script), "2")

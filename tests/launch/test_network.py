@@ -1,4 +1,4 @@
-"""The choice of network: sysfs trees as hosts have them, and real interfaces in namespaces."""
+"""Choice of the network: sysfs trees copied from hosts, and real interfaces in namespaces."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from megapg.launch.network import (
 )
 from megapg.testing import run_distributed
 
-# --- sysfs, as hosts have it ----------------------------------------------------------------------
+# --- sysfs trees of hosts -------------------------------------------------------------------------
 
 LOOPBACK = {"lo": {"type": "772", "operstate": "unknown", "flags": "0x9"}}
 ONBOARD = {"type": "1", "operstate": "up", "flags": "0x1003", "speed": "1000"}
 
-# Eight adapters, two of them shown; the second has no cable. A partition (P_Key) of the first.
+# A host with eight adapters, two of which are listed: the second has no cable. The first adapter
+# has a partition (P_Key).
 INFINIBAND = {
     **LOOPBACK,
     "eno1": ONBOARD,
@@ -76,8 +77,8 @@ INFINIBAND_ADDRESSES = {
     "ibp24s0.8001": ["10.5.0.7"],
 }
 
-# RoCE: a bond of two ports with a VLAN on top, one adapter under a name that tells nothing, and
-# Ethernet without RDMA. Whether the table names the bond or its ports depends on the driver.
+# RoCE: a bond of two ports with a VLAN on top, an adapter with a neutral name, and Ethernet without
+# RDMA. The driver decides whether the table names the bond or its ports.
 ROCE = {
     **LOOPBACK,
     "eth0": ONBOARD,
@@ -123,7 +124,7 @@ def tree(
     files = {f"net/{name}/{file}": text for name, of in net.items() for file, text in of.items()}
     for port, of in (ports or {}).items():
         files |= {f"infiniband/{port}/{file}": text for file, text in of.items()}
-        # An entry that is not in use refuses to be read, as the kernel's do.
+        # An unused entry can't be read, as in the kernel's sysfs.
         (root / "sys/class/infiniband" / port / "gid_attrs/ndevs/7").mkdir(parents=True)
     (root / "sys/class/net").mkdir(parents=True, exist_ok=True)
     (root / "sys/class/net/bonding_masters").write_text("bond0\n")
@@ -152,7 +153,7 @@ def choose(
     return choose_network(wanted, environment=environment, root=root, addresses=addresses)
 
 
-# --- what there is --------------------------------------------------------------------------------
+# --- detected interfaces --------------------------------------------------------------------------
 
 
 def test_infiniband_is_told_by_its_link_type(infiniband: Path) -> None:
@@ -188,7 +189,7 @@ def test_roce_is_told_by_the_device_behind_it_also_under_a_bond_and_a_vlan(roce:
 
 
 def test_rdma_ports_are_found_without_an_interface(infiniband: Path, roce: Path) -> None:
-    # Both fixtures share one directory: a host with InfiniBand and RoCE.
+    # Both fixtures share one directory, which describes a host with InfiniBand and RoCE.
     ports = {port.device: port for port in rdma_ports(infiniband)}
     assert str(ports["mlx5_0"]) == "mlx5_0:1 (InfiniBand, active, 400 Gb/sec (4X NDR))"
     assert not ports["mlx5_1"].active
@@ -228,7 +229,7 @@ def test_auto_takes_the_first_infiniband_that_can_carry_traffic(infiniband: Path
         "ibp64s0": "is down",
         "lo": "is loopback",
     }
-    # A bare name would be a prefix for NCCL, and take ibp24s0.8001 too; gloo takes nothing else.
+    # For NCCL a bare name is a prefix and would match ibp24s0.8001; gloo accepts only a bare name.
     assert network.environment() == {NCCL_NAMES: "=ibp24s0", GLOO_NAMES: "ibp24s0"}
     assert network.agreement == "InfiniBand"
 
@@ -248,7 +249,7 @@ def test_auto_takes_infiniband_before_roce_and_counts_as_people_do(
     network = choose(roce, ROCE_ADDRESSES)
     assert [each.name for each in network.interfaces] == ["bond0.100"]
     fewer = {name: found for name, found in ROCE_ADDRESSES.items() if name != "bond0.100"}
-    assert choose(roce, fewer).environment()[GLOO_NAMES] == "rdma2"  # before rdma10
+    assert choose(roce, fewer).environment()[GLOO_NAMES] == "rdma2"  # sorts before rdma10
     mixed = tree(tmp_path / "mixed", {**ROCE, **INFINIBAND}, ROCE_PORTS)
     assert choose(mixed, {**ROCE_ADDRESSES, **INFINIBAND_ADDRESSES}).agreement == "InfiniBand"
 
@@ -256,7 +257,7 @@ def test_auto_takes_infiniband_before_roce_and_counts_as_people_do(
 @pytest.mark.parametrize(
     ("variable", "value", "taken"),
     [
-        (NCCL_NAMES, "^ibp24s0", None),  # every InfiniBand interface begins so
+        (NCCL_NAMES, "^ibp24s0", None),  # a prefix of every InfiniBand interface
         (NCCL_NAMES, "^=ibp24s0", "ibp24s0.8001"),
         (NCCL_NAMES, "=ibp24s0.8001", "ibp24s0.8001"),
         (NCCL_NAMES, "eno", None),
@@ -280,7 +281,7 @@ def test_what_the_user_set_for_one_is_kept_and_narrows_the_other(
 
 
 def test_what_the_administrator_set_for_nccl_is_kept(infiniband: Path) -> None:
-    # NCCL reads these files itself, and an environment variable would win over them.
+    # NCCL reads these files itself, but an environment variable would override them.
     (infiniband / "etc").mkdir()
     (infiniband / "etc/nccl.conf").write_text("# site\nNCCL_DEBUG=WARN\nNCCL_SOCKET_IFNAME==eno1\n")
     network = choose(infiniband, INFINIBAND_ADDRESSES, "ibp24s0")
@@ -384,14 +385,14 @@ def test_applied_sets_and_takes_back(infiniband: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv(GLOO_NAMES, raising=False)
     monkeypatch.delenv(NCCL_NAMES, raising=False)
     network = choose(infiniband, INFINIBAND_ADDRESSES)
-    assert GLOO_NAMES not in os.environ  # choosing alone sets nothing
+    assert GLOO_NAMES not in os.environ  # choosing alone sets no variables
     with suppress(KeyError), network.applied() as same:
         assert same is network
         assert os.environ[NCCL_NAMES] == "=ibp24s0"
         assert os.environ[GLOO_NAMES] == "ibp24s0"
         raise KeyError
     assert not {NCCL_NAMES, GLOO_NAMES} & set(os.environ)
-    monkeypatch.setenv(NCCL_NAMES, "eth")  # since the choice
+    monkeypatch.setenv(NCCL_NAMES, "eth")  # set after the choice
     with network.applied():
         assert os.environ[NCCL_NAMES] == "eth"
         os.environ[GLOO_NAMES] = "other"
@@ -401,8 +402,8 @@ def test_applied_sets_and_takes_back(infiniband: Path, monkeypatch: pytest.Monke
 
 # --- real interfaces ------------------------------------------------------------------------------
 
-# On each of two hosts, whose names lead nowhere: gloo finds the cable by the choice alone. Then
-# gloo itself shows why NCCL's form is not copied to it.
+# Runs on two hosts whose names do not resolve. gloo finds the cable only because of the choice. The
+# last part shows why gloo does not get NCCL's form.
 TALK = textwrap.dedent(
     """
     import os, sys
@@ -463,7 +464,7 @@ def test_two_hosts_talk_over_the_cable_chosen(tmp_path: Path) -> None:
 
 
 def together(folder: Path, case: str) -> None:
-    """No rank is at the next case while another is still at this one."""
+    """Wait until both ranks have reached this case."""
     (folder / f"{case}.{os.environ['RANK']}").touch()
     deadline = time.monotonic() + 60
     while len(list(folder.glob(f"{case}.*"))) < 2:
@@ -504,7 +505,7 @@ def sessions_with_a_network(folder: Path) -> None:
     del os.environ[GLOO_NAMES]
 
     together(folder, "afterwards all is well")
-    fastest = choose_network().environment()  # none, where there is Ethernet only
+    fastest = choose_network().environment()  # empty on hosts with Ethernet only
     with megapg.session(network="auto"):
         assert {n: os.environ[n] for n in (NCCL_NAMES, GLOO_NAMES) if n in os.environ} == fastest
 

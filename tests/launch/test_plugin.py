@@ -1,4 +1,4 @@
-"""The pytest plugin, in pytest runs of its own."""
+"""The pytest plugin, in separate pytest runs."""
 
 import re
 import textwrap
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import megapg
-from megapg.megatron import parallel_state  # imports Megatron-core once, and not in every run
+from megapg.megatron import parallel_state  # imports Megatron-core once instead of in every run
 from megapg.megatron.core import installed_version
 from megapg.testing import fake_collection
 from megapg.testing.isolation import Before, put_back
@@ -15,7 +15,7 @@ from megapg.testing.isolation import Before, put_back
 pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.contract
 
-# From 0.19 on these count ranks that share weights by generalised tensor parallelism, too.
+# Since 0.19 these counts include ranks that share weights by generalised tensor parallelism.
 GTP = installed_version() >= (0, 19)
 DP_SIZE = "getters.data_size(pg)" if GTP else 'pg.size("dp")'
 DP_RANK = "getters.data_rank(pg)" if GTP else 'pg.rank("dp")'
@@ -30,9 +30,9 @@ def mean(loss):
 
 @pytest.fixture
 def run(pytester, monkeypatch):
-    """Runs pytest with the plugin on the given files.
+    """Return a function that runs pytest with the plugin on the given files.
 
-    In this process, where Megatron-core is imported already, or in one of its own.
+    The run uses this process, which has imported Megatron-core, or a fresh process.
     """
     monkeypatch.setenv("PYTHONWARNINGS", "ignore")
     monkeypatch.setenv("PYTHONPATH", str(Path(megapg.__file__).parents[1]))
@@ -123,7 +123,8 @@ def test_fixture_isolation_and_summary(run):
     place = r"user_code:\d+ reads get_data_parallel_world_size, 2 times: write "
     assert re.search(place + re.escape(DP_SIZE), summary)
     assert summary.count(f"get_data_parallel_rank, 1 times: write {DP_RANK}") == 2
-    assert "_MPU_TENSOR_MODEL_PARALLEL_RANK" not in summary  # read by monkeypatch, to put it back
+    # monkeypatch reads this variable to restore it
+    assert "_MPU_TENSOR_MODEL_PARALLEL_RANK" not in summary
     assert "test_it.py::test_leaves_globals left " in summary
     assert " process groups in parallel_state and WORLD behind; closed" in summary
     assert "::TestWorld::test_groups_go left " in summary
@@ -176,7 +177,7 @@ def test_forbidding(run):
 def test_forbidding_with_modules_allowed(run):
     options = ["--megapg-forbid-globals", "--megapg-allow-globals=user_code"]
     result = run(*options, user_code=USER_CODE, test_it=FORBIDDEN)
-    result.assert_outcomes(passed=4)  # one of them in Megatron-core, which always may
+    result.assert_outcomes(passed=4)  # Megatron-core may always read the globals
     assert "more in megatron.core, user_code" in result.stdout.str()
 
 
@@ -222,7 +223,7 @@ def test_megatron_core_imported_in_a_test_is_put_back_to_its_import(run):
 
 
 def test_a_jobs_world_is_left_alone(run, monkeypatch):
-    """Its ranks share it from test to test; making it again would hang them."""
+    """A job's ranks share WORLD from test to test; creating WORLD again would hang them."""
     monkeypatch.setenv("RANK", "0")
     result = run(
         test_it="""
@@ -262,7 +263,7 @@ def test_forbidding_without_megatron_core_is_an_error_of_use(run):
 
 
 def test_groups_and_lists_that_were_there_before_stay(monkeypatch):
-    """As those of a session that a fixture of a wider scope has opened."""
+    """A fixture of a wider scope may have opened a session that owns them."""
     shared = [None]
     monkeypatch.setattr(parallel_state, "_global_process_group_list", shared)
     with fake_collection(tp=2) as pg:

@@ -1,4 +1,4 @@
-"""run_distributed: results, every way a rank can fail, and that nothing is left behind."""
+"""run_distributed: results, every way a rank can fail, and leftovers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ BUFFERED = {"PYTHONUNBUFFERED": ""}
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """The processes of this machine whose environment carries ``mark``."""
+    """Return the processes of this machine that have ``mark`` in their environment."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -77,11 +77,11 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def belongings() -> tuple[set[int], int, list[str]]:
-    """Children (zombies included), threads and descriptors of this process."""
+    """Return the children (zombies included), threads and descriptors of this process."""
     me = psutil.Process()
     descriptors = []
     for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the one that lists the directory
+        with suppress(FileNotFoundError):  # the descriptor of this listing is closed
             descriptors.append(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
     threads = len(os.listdir("/proc/self/task"))
     return {child.pid for child in me.children(recursive=True)}, threads, sorted(descriptors)
@@ -89,13 +89,13 @@ def belongings() -> tuple[set[int], int, list[str]]:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run here has an interpreter of its own, unless a test is about the other way."""
+    """Start a fresh interpreter for each run, unless a test uses a preloaded interpreter."""
     monkeypatch.delenv(PRELOADED, raising=False)
 
 
 @pytest.fixture(scope="module")
 def preloaded_at() -> Iterator[str]:
-    """Where an interpreter listens that has torch."""
+    """Yield the address of a preloaded interpreter that has imported torch."""
     with preloaded("torch", "torch.distributed"):
         yield os.environ[PRELOADED]
 
@@ -118,7 +118,7 @@ either_way = pytest.mark.usefixtures("_either_way")
 def mark() -> Iterator[str]:
     value = uuid.uuid4().hex
     yield value
-    for process in marked(value):  # a failing test must not disturb the next
+    for process in marked(value):  # a failing test must not disturb the next test
         process.kill()
 
 
@@ -280,7 +280,7 @@ def test_exception_while_others_are_in_a_collective() -> None:
     assert "in raise_in_one_while_others_wait" in error.failures[1].__notes__[0]
     assert "3 of 3 ranks failed, rank 1 first:" in str(error)
     assert "\n  rank 1: LookupError: ('no such thing', 7)" in str(error)
-    assert "Connection" in str(error.failures[0])  # gloo noticed; nobody waited for the deadline
+    assert "Connection" in str(error.failures[0])  # gloo noticed the failure before the deadline
     again = pickle.loads(pickle.dumps(error))
     assert set(again.failures) == {0, 1, 2}
 
@@ -319,7 +319,7 @@ def test_deadline_tells_where_each_rank_stood(tmp_path: Path) -> None:
     with Ranks(partial(hang_in_a_collective, tmp_path), 3, deadline=90) as ranks:
         wait_until(lambda: ranks.done() or ranks.running == {0, 1}, 80)
         wait_until(lambda: all((tmp_path / each).exists() for each in "01"), 80)
-        ranks._expires = ranks._limit = time.monotonic() + 1.0  # all stand where they stay
+        ranks._expires = ranks._limit = time.monotonic() + 1.0  # expires now: all ranks hang
         with pytest.raises(RankFailedError) as caught:
             ranks.results()
     error = caught.value
@@ -349,7 +349,7 @@ def test_deadline_before_the_ranks_start(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_preload_leaves_cuda_to_the_ranks(
     told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # torch asks CUDA whether there is a GPU, if not told otherwise, and no fork could use it then.
+    # Without this variable torch asks CUDA for a GPU, after which no forked process can use CUDA.
     (tmp_path / "asks_for_a_gpu.py").write_text(
         f"import os\n\nASKS_NVML = os.environ.get({ASKS_NVML!r})\n"
     )
@@ -397,12 +397,12 @@ def test_senseless_sizes(world_size: int, deadline: float) -> None:
         run_distributed(rank, world_size, deadline=deadline)
 
 
-# What is left ------------------------------------------------------------------------------------
+# Leftovers ---------------------------------------------------------------------------------------
 
 
 def test_nothing_is_left_in_the_caller(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "_GRACE_S", 0.5)
-    run_without_torch(rank, 1)  # torch keeps a pipe of its own from the first store on
+    run_without_torch(rank, 1)  # torch keeps a pipe open after the first store
     before = belongings()
     run_distributed(partial(total, 0), 2, env={MARK: mark})
     assert (belongings(), marked(mark)) == (before, [])
@@ -440,7 +440,7 @@ def test_killed_caller_leaves_no_process(tmp_path: Path, mark: str) -> None:
     script = start_script(tmp_path / "script.py", mark, SLEEPING_SCRIPT)
     wait_until(lambda: len(marked(mark)) == SLEEPING_PROCESSES, 60)
     script.kill()
-    script.communicate(timeout=30)  # end of file: nobody holds the script's output any more
+    script.communicate(timeout=30)  # end of file: no process holds the script's output
     wait_until(lambda: marked(mark) == [], 10)
 
 
@@ -500,7 +500,7 @@ def test_handle_left_early_has_no_results(mark: str) -> None:
 
 
 def all_pids(file: Path) -> list[int]:
-    """The ranks, the launcher, the guard and the grandchildren, once all of them are there."""
+    """Return the pids of the ranks, launchers, guards and grandchildren, once all have started."""
     files = [file.with_suffix(f".{number}") for number in range(2)]
     wait_until(
         lambda: all(each.exists() and each.read_text().count(" ") == 3 for each in files), 60
@@ -519,7 +519,7 @@ def test_preloaded_modules_are_imported_once(monkeypatch: pytest.MonkeyPatch) ->
         assert interpreter not in {os.getpid(), *(pid for pid, *_ in first)}
         assert {imported for _, imported, _ in run_without_torch(where, 3)} == {interpreter}
         assert [extra for *_, extra in first] == ["1", "1"]
-        # What a fork would not have right gets a fresh interpreter.
+        # Settings that a fork can't apply need a fresh interpreter.
         for env in (
             {"OMP_NUM_THREADS": "2"},
             {"PYTHONWARNINGS": "ignore::UserWarning"},
@@ -542,7 +542,8 @@ def test_preloaded_modules_are_imported_once(monkeypatch: pytest.MonkeyPatch) ->
         finally:
             resource.setrlimit(LIMIT, before)
         assert (imported == interpreter, seen) == (False, lower)
-        monkeypatch.setenv("EXTRA", "2")  # and a variable that is read at any time does not
+        # a variable that is read at any time needs no fresh interpreter
+        monkeypatch.setenv("EXTRA", "2")
         assert [(imported, extra) for _, imported, extra in run_without_torch(where, 1)] == [
             (interpreter, "2")
         ]
@@ -566,8 +567,11 @@ SPAWNED = """
 
 
 def test_preloaded_interpreter_below_make(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It starts commands as posix_spawn does, which leaves glibc's own two signals ignored until
-    there is a second thread: in the caller, which has torch, and not in the interpreter.
+    """Ranks import their modules if a preloaded interpreter starts below make.
+
+    Like make, the test starts the process with posix_spawn. glibc's two internal signals then stay
+    ignored until a second thread starts. The caller starts one with torch, but the preloaded
+    interpreter does not.
     """
     monkeypatch.setenv("SUPPORT", str(Path(rank_functions.__file__).parent))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -607,7 +611,7 @@ def test_nothing_is_left_of_forked_ranks(tmp_path: Path, monkeypatch: pytest.Mon
             pids = all_pids(tmp_path / "left")
         wait_until(partial(gone, pids), 5)
         assert belongings() == before
-        # A guard that dies takes the ranks along, as a launcher does.
+        # If a guard or a launcher dies, the ranks end.
         for victim in (1, 2):
             with Ranks(partial(give_birth, tmp_path / f"victim {victim}"), 2) as ranks:
                 pids = all_pids(tmp_path / f"victim {victim}")
@@ -615,7 +619,7 @@ def test_nothing_is_left_of_forked_ranks(tmp_path: Path, monkeypatch: pytest.Mon
                 with pytest.raises(RankFailedError, match="launcher"):
                     ranks.results()
             wait_until(partial(gone, pids[:3] + pids[4:7]), 10)
-            if victim == 2:  # nobody was left to do it
+            if victim == 2:  # without the guard no process ends these two
                 for pid in (pids[3], pids[7]):
                     os.kill(pid, signal.SIGKILL)
     assert belongings() == outside

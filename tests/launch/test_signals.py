@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C with a session open: who hears, what closes, what the exit status is."""
+"""SIGTERM and Ctrl-C with an open session: errors on the ranks, clean-up and exit status."""
 
 import contextlib
 import multiprocessing
@@ -31,7 +31,7 @@ from megapg.testing import distributed, run_distributed
 
 @pytest.fixture
 def alone(monkeypatch):
-    """A process that no launcher started, whose handlers are as they were afterwards."""
+    """Run without a launcher's variables, and check that handlers and threads are restored."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     before = handlers()
@@ -53,7 +53,7 @@ def handlers():
 
 def kill(number):
     os.kill(os.getpid(), number)
-    for _ in range(1000):  # Python runs the handler at one of the next instructions
+    for _ in range(1000):  # Python runs the handler within the next instructions
         pass
 
 
@@ -72,7 +72,7 @@ def test_a_signal_ends_the_body_and_closes_the_session(number, expected):
         kill(number)
     assert session.closed
     assert lease.state is LeaseState.CLOSED
-    assert seen == [stopped.value]  # background saves are called off, not waited for
+    assert seen == [stopped.value]  # background saves are cancelled, not awaited
     assert handlers() == before
     if expected is SignalExit:
         assert (stopped.value.code, str(stopped.value)) == (143, "stopped by SIGTERM")
@@ -106,7 +106,7 @@ def test_earlier_handlers_are_called_first_and_put_back(monkeypatch):
             with expected, megapg.session(handle_signals=True):
                 kill(number)
             assert handlers() == ours
-            kill(number)  # theirs alone again
+            kill(number)  # the user's handler alone is back
         assert called == [15, 15, 2, 2]
 
         def resign(number, frame):
@@ -117,7 +117,7 @@ def test_earlier_handlers_are_called_first_and_put_back(monkeypatch):
         with expected, megapg.session(handle_signals=True) as session:
             kill(signal.SIGTERM)
         assert session.closed
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as nohup does it with another one
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as nohup does with SIGHUP
         with megapg.session(handle_signals=True):
             kill(signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
@@ -137,22 +137,22 @@ def test_a_repeated_signal_is_one_request_and_a_later_one_is_another(monkeypatch
             except KeyboardInterrupt:
                 came += 1
                 monkeypatch.setattr(signals, "_SAME", 60.0)
-                kill(signal.SIGTERM)  # the launcher passes it on, while the body tidies up
+                kill(signal.SIGTERM)  # the launcher passes the signal on while the body cleans up
                 kill(signal.SIGINT)
             monkeypatch.setattr(signals, "_SAME", 0.5)
             time.sleep(0.6)
     assert came == 2
     came = 0
     with megapg.session(handle_signals=True):
-        for _ in range(12):  # by an impatient user, who does not wait in between
+        for _ in range(12):  # sent by an impatient user without pauses
             try:
                 kill(signal.SIGINT)
             except KeyboardInterrupt:
                 came += 1
             time.sleep(0.1)
     assert came > 1
-    # While it closes for the first one, the launcher's copy neither keeps it from calling off what
-    # goes on in the background nor takes the first one's place.
+    # The launcher's second signal arrives while the session closes for the first. The session must
+    # still cancel background work and must keep the first error.
     session = megapg.session(handle_signals=True)
     lease, called_off = session.groups.lease, []
     lease.before_end.append(called_off.append)
@@ -183,7 +183,7 @@ def test_a_signal_that_comes_while_closing_waits_for_its_end():
         session.close()
     assert session.closed
     assert not dist.is_initialized()
-    # While it waits for a background save, which may take minutes, it is still felt at once.
+    # A signal takes effect at once, even while the session waits for a background save.
     session = megapg.session(handle_signals=True)
 
     def waiting_for_a_save(error):
@@ -197,7 +197,7 @@ def test_a_signal_that_comes_while_closing_waits_for_its_end():
 
 
 def interrupted_while_waiting_to_close(handle_signals):
-    """Rank 1 waits for rank 0 to close; Ctrl-C ends the wait, and everything is closed."""
+    """Rank 1 waits for rank 0 to close; Ctrl-C ends the wait and closes everything."""
     steps = Steps()
     session = megapg.session(tp=2, timeout=60, handle_signals=handle_signals)
     reference = weakref.ref(session.groups.tp)
@@ -225,7 +225,7 @@ def test_a_wait_while_closing_can_be_cut_short(handle_signals):
 
 
 def interrupted_while_the_store_is_slow(host, port):
-    """The store is back once rank 1 has closed: rank 0 hears of the Ctrl-C all the same."""
+    """The store answers again after rank 1 has closed, and rank 0 still learns of the Ctrl-C."""
     steps = Steps()
     os.environ["MASTER_PORT"] = str(port)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -240,7 +240,7 @@ def interrupted_while_the_store_is_slow(host, port):
     def freeze_and_interrupt():
         os.kill(host, signal.SIGSTOP)
         freezing.has_stopped(host)
-        time.sleep(0.2)  # by then it waits for an answer
+        time.sleep(0.2)  # by then the rank waits for an answer
         os.kill(os.getpid(), signal.SIGINT)
 
     freezing.once_inside(Rendezvous.part, freeze_and_interrupt)
@@ -276,7 +276,7 @@ def test_sessions_share_one_watch_whichever_closes_first():
     assert not deaf.closed
     assert handlers() == before
     deaf.close()
-    # Somebody's handler on top of ours stays there, and ours below it passes on.
+    # A later handler of the user stays installed, and megapg's handler below it passes signals on.
     called = []
     below = signal.signal(signal.SIGTERM, lambda n, f: called.append("below"))
     session = megapg.session(handle_signals=True)
@@ -291,7 +291,8 @@ def test_sessions_share_one_watch_whichever_closes_first():
     assert signal.getsignal(signal.SIGTERM) is on_top
     kill(signal.SIGTERM)
     assert called == ["top", "below"]
-    with megapg.session(handle_signals=True):  # whose pipe may have the numbers of the one before
+    # its pipe may reuse the descriptors of the previous session
+    with megapg.session(handle_signals=True):
         wakeup = handlers()[2]
         ours(signal.SIGTERM, None)
         assert called == ["top", "below", "below"]
@@ -314,7 +315,7 @@ def test_a_failed_start_puts_the_handlers_back(monkeypatch):
 
 @pytest.mark.usefixtures("alone")
 def test_a_handler_that_could_not_be_put_back_is_refused(monkeypatch):
-    """Python knows no more of a handler installed by the program that embeds it."""
+    """Python does not know a handler that the embedding program installed."""
     known = signal.getsignal
     monkeypatch.setattr(signal, "getsignal", lambda n: None if n == signal.SIGTERM else known(n))
     with pytest.raises(SessionError, match=r"SIGTERM has a handler .* could not be put back"):
@@ -342,7 +343,7 @@ def test_only_the_main_thread_can():
     thread.join()
     assert len(raised) == 1
     assert "in the main thread, and this is 'trainer'" in raised[0]
-    # Closing there works; the handlers go back when somebody can put them back.
+    # A session can close in another thread; the main thread restores the handlers later.
     session = megapg.session(handle_signals=True)
     closer = threading.Thread(target=session.close)
     closer.start()
@@ -350,7 +351,7 @@ def test_only_the_main_thread_can():
     assert session.closed
     with pytest.raises(KeyboardInterrupt):
         kill(signal.SIGINT)
-    # A signal that came while it closed there is the main thread's all the same.
+    # A signal during such a close is delivered to the main thread.
     session = megapg.session(handle_signals=True)
     session.groups.lease.at_end.append(lambda: (kill(signal.SIGINT), time.sleep(0.5)))
     closer = threading.Thread(target=session.close)
@@ -370,17 +371,17 @@ def terminate_the_worker(worker):
 
 @pytest.mark.usefixtures("alone")
 def test_a_forked_worker_dies_alone(monkeypatch):
-    """As a data loader's: stopped by SIGTERM, with the pipe of the parent's watcher inherited."""
+    """SIGTERM stops a data loader's worker, which inherits the pipe of the parent's watcher."""
     monkeypatch.setattr(signals, "_PATIENCE", 0.2)
     left, right = socket.socketpair()
     with left, right:
         left.setblocking(False)
         right.setblocking(False)
-        before = signal.set_wakeup_fd(left.fileno())  # as an event loop has it
+        before = signal.set_wakeup_fd(left.fileno())  # as an event loop does
         with megapg.session(handle_signals=True):
             worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
             assert terminate_the_worker(worker) == -signal.SIGTERM
-            time.sleep(0.5)  # the parent's watcher would have ended the parent by now
+            time.sleep(0.5)  # by now the parent's watcher would have ended the parent
             heard = []
             old = signal.signal(signal.SIGUSR1, lambda n, f: heard.append(n))
             kill(signal.SIGUSR1)
@@ -404,7 +405,7 @@ def told_by_one(stuck_in_a_collective):
     session = megapg.session(tp=2, timeout=30, handle_signals=me == 1)
     dist.all_reduce(torch.ones(1), group=session.groups.tp)
     if me == 0:
-        steps.until_gone(1)  # works on, and knows nothing
+        steps.until_gone(1)  # rank 0 does not know of the signal
         started = time.monotonic()
         try:
             with session:
@@ -432,7 +433,7 @@ def test_the_others_hear_of_it(stuck, monkeypatch, capfd):
     with pytest.raises(RankFailedError) as failed:
         run_distributed(partial(told_by_one, stuck), 2, deadline=120)
     seconds, said = failed.value.results[0]
-    assert seconds < 20.0  # a hang would take the 30 of the session
+    assert seconds < 20.0  # a hang would take the session's 30 s
     assert "rank 1: SignalExit: stopped by SIGTERM" in said[-1]
     assert set(failed.value.failures) == {1}
     out, err = capfd.readouterr()
@@ -467,7 +468,7 @@ except BaseException as error:
 
 @pytest.fixture
 def job(tmp_path):
-    """Start a script, which tells that it is under way; whatever is left of it is killed."""
+    """Return a function that starts a script and waits until it runs; kill leftovers at the end."""
     started = []
 
     def start(launcher, ranks):
@@ -503,7 +504,7 @@ def job(tmp_path):
 
 
 def test_under_torchrun_a_sigterm_ends_every_rank_in_order(job):
-    """As when a cluster takes the machine back: torchrun passes it on, and kills after 30 s."""
+    """A cluster takes the machine back: torchrun passes SIGTERM on, and kills after 30 s."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     torchrun = job(launcher, range(2))
     workers = psutil.Process(torchrun.pid).children(recursive=True)

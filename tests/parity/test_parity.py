@@ -24,10 +24,10 @@ from megapg.testing.agreement.built_in import gpt, next_token
 SCHEMA = json.loads(Path(agreement.__file__).with_name("schema.json").read_text())
 
 
-# -- sound layouts and faults: a few here, all in test_parity_proof --------------------------------
+# -- sound layouts and faults: some here, all in test_parity_proof ---------------------------------
 
 SOUND = ("tp=2 sequence_parallel", "pp=2 vpp=2")
-FAULTY = {  # layout -> the first check that fails, the parameter, the axis, part of the text
+FAULTY = {  # layout -> first check that fails, parameter, axis, part of the text
     "tp=2 fault=output_of_fc2_not_reduced": (
         "loss",
         "decoder.layers.1.mlp.linear_fc2.weight",
@@ -129,7 +129,7 @@ def test_float32_finds_the_same(report):
     assert faulty.wrong[0].parameter == FAULTY[layouts[1]][1]
 
 
-# -- input that can't be compared ------------------------------------------------------------------
+# -- incomparable input ----------------------------------------------------------------------------
 
 
 def ignores_its_groups(pg):
@@ -355,7 +355,7 @@ def test_the_command_exits_with_2_for_bad_input(arguments, message):
     assert message in " ".join(ended.output.split())
 
 
-# -- the proof in full -----------------------------------------------------------------------------
+# -- the full proof --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

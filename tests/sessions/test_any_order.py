@@ -1,4 +1,4 @@
-"""A layout on ranks in an order of their own: groups, meshes and checkpoints follow it."""
+"""A layout on ranks in a custom order: groups, meshes and checkpoints follow the order."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ ORDER = [3, 1, 0, 2]
 
 
 def follows(pg, order, **sizes_of_it):
-    """Every group has the members that the layout of places has, in the order of these."""
+    """Check that each group has the members of the plain layout, mapped through ``order``."""
     place, plain = order.index(me()), ParallelLayout(world_size=len(order), **sizes_of_it)
     for field in pg.present():
         group = getattr(pg, field)
@@ -65,13 +65,13 @@ def groups():
         assert dist.get_process_group_ranks(companion) == list(session.groups.ranks("dp"))
         try:
             meshes(session.groups)
-        except UnsupportedVersionError:  # meshes of this torch make groups
+        except UnsupportedVersionError:  # with this torch a mesh creates groups
             assert not can_mesh()
         session.suspend()
         session.resume()
         follows(session.groups, ORDER, tp=2)
         session.check()
-        # Another layout beside it, on some of the ranks, the other way round.
+        # Another layout at the same time, on two of the ranks in reverse order.
         if me() in (1, 3):
             with megapg.session(ranks=(3, 1), pp=2, name="part", timeout=30) as part:
                 follows(part.groups, [3, 1], pp=2)
@@ -93,7 +93,7 @@ def test_groups_and_meshes_have_the_order_of_the_layout():
 
 
 def trained(run, root):
-    """What each place did: on ranks in order, in another order, and from that one's checkpoint."""
+    """Train with ranks in order, in another order, and from the checkpoint of the latter."""
     told = []
     for name, order in (("plain", range(4)), ("turned", ORDER)):
         with published_groups(**sizes(run), ranks=order, name=name) as pg:
@@ -117,7 +117,7 @@ def trained(run, root):
 
 @pytest.mark.parametrize("sizes_", [{"tp": 2, "pp": 2}, {"tp": 2}])
 def test_training_and_checkpoints_go_by_the_place_in_the_layout(sizes_, tmp_path):
-    """Bit for bit: each place computes the same, whichever rank has it."""
+    """Each place computes the same bits on any rank."""
     run = replace(RUN, **sizes_)
     plain, *others = zip(*distributed(partial(trained, run, str(tmp_path)), 4), strict=True)
     by_place = {place: rest for place, *rest in plain}

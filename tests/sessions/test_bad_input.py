@@ -1,4 +1,4 @@
-"""What goes wrong at the start: a named error on every rank that is there, soon, and no residue."""
+"""Bad input at the start: every rank soon gets a named error, and nothing is left behind."""
 
 import os
 import socket
@@ -36,9 +36,9 @@ from megapg.megatron import published, to_megatron
 from megapg.rendezvous.rendezvous import Rendezvous
 from megapg.testing import run_distributed
 
-SOON = 4.0  # seconds that a rank may be late in these tests
-BOUND = SOON + 15.0  # by when everyone must have heard, on a loaded machine
-PATIENT = 90.0  # what they would wait where nobody is late
+SOON = 4.0  # timeout of the failing calls, in seconds
+BOUND = SOON + 15.0  # deadline for errors on a loaded machine
+PATIENT = 90.0  # timeout that no test may wait for
 
 
 def fresh_session_works(**sizes):
@@ -70,7 +70,7 @@ def sizes_and_names():
                 megapg.session(name="other", ranks=(2, 3), timeout=SOON)
         with pytest.raises(SessionError, match=r"ranks \[9\], but WORLD has 4"):
             megapg.session(name="other", ranks=(me, 9), timeout=SOON)
-        dist.all_reduce(torch.ones(1), group=first.groups.tp)  # unharmed
+        dist.all_reduce(torch.ones(1), group=first.groups.tp)  # the first session still works
         pg = first.groups
     for boundary in (pg.require, partial(to_megatron, pg), published(pg).__enter__):
         with pytest.raises(StaleGroupError, match=r"session 'default' .* closed"):
@@ -149,7 +149,7 @@ def one_dies():
 
 
 def test_a_child_that_dies_during_start_up(monkeypatch):
-    # The others outlive it here, on a loaded machine too.
+    # The other ranks outlive this failure, even on a loaded machine.
     monkeypatch.setattr("megapg.testing.distributed._GRACE_S", 40.0)
     with pytest.raises(RankFailedError) as caught:
         run_distributed(one_dies, 4)
@@ -158,7 +158,7 @@ def test_a_child_that_dies_during_start_up(monkeypatch):
 
 
 def dies_in(moment):
-    """Rank 1 of 3 dies at a moment of the start-up that only a look inside can hit."""
+    """Rank 1 of 3 dies at a moment of the start-up that only a patch of the internals can hit."""
     me = int(os.environ["RANK"])
     Steps().together()
     if me == 1:
@@ -215,8 +215,8 @@ def only_one_is_wrong(wrong):
     else:
         with pytest.raises(RendezvousError, match=rf"rank {wrong} on .* LayoutError.*tp=3"):
             megapg.session(tp=2, timeout=PATIENT)
-    assert time.monotonic() - started < BOUND  # and not all that time
-    dist.barrier()  # or the wrong rank would be back with the right layout in time for the others
+    assert time.monotonic() - started < BOUND  # long before PATIENT
+    dist.barrier()  # else the wrong rank could return with the right layout in time for the others
     fresh_session_works(tp=2)
     return True
 
@@ -230,7 +230,7 @@ def cannot_make_groups():
     me = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     if me == 1:
-        make, create.make = create.make, None  # as if descriptors had run out
+        make, create.make = create.make, None  # as if no descriptors were left
         with pytest.raises(TypeError):
             megapg.session(tp=2, timeout=PATIENT)
         create.make = make
@@ -247,7 +247,7 @@ def test_groups_that_fail_on_one_rank_are_heard_by_all():
 
 
 def behind():
-    """A rank whose history is lost would open a generation that the others have left behind."""
+    """A rank without its history would open a generation that the others have already passed."""
     me = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     for _ in range(2):
@@ -267,7 +267,7 @@ def behind():
         ):
             rendezvous.meet({}, timeout=SOON)
         dist.barrier()
-    dist.barrier()  # rank 0 has closed
+    dist.barrier()  # rank 0 has closed its session
     fresh_session_works(tp=2)
     return True
 
@@ -342,7 +342,7 @@ def every_wrong_argument():
     told = []
     for arguments, message in ARGUMENTS:
         started = time.monotonic()
-        # One rank is wrong; the others hear of it at once, unless it can't even say so.
+        # One rank is wrong. The others get the error at once, unless the rank can't report it.
         alone = bool({"timeout", "collective_timeout", "name"} & set(arguments))
         with pytest.raises(MegapgError) as caught:
             megapg.session(**{"timeout": PATIENT, **(arguments if me == 1 or alone else {})})
@@ -427,18 +427,18 @@ def test_every_error_has_the_one_base():
 
 def fails_late_then_retries():
     me = int(os.environ["RANK"])
-    dist.init_process_group("gloo")  # or making WORLD anew would give the others time
+    dist.init_process_group("gloo")  # creating WORLD again would give the others time
     with pytest.MonkeyPatch.context() as patch:
         if me == 2:
 
             def cannot(*_, **__):
-                time.sleep(1.5)  # by now the others ask seldom, and hear of it late
+                time.sleep(1.5)  # by now the others poll rarely and notice late
                 raise OSError("no sockets left")
 
             patch.setattr(create, "make", cannot)
         with pytest.raises((OSError, RendezvousError), match="no sockets left"):
             megapg.session(tp=1, timeout=PATIENT)
-    fresh_session_works()  # at once: nobody may be taken for one that is still open
+    fresh_session_works()  # at once: no rank may count as still open
     dist.destroy_process_group()
     return True
 

@@ -1,7 +1,7 @@
-"""Very many ranks, which hear each other by blocks: the same outcome as where the leader hears all.
+"""Rendezvous of very many ranks in blocks: the outcome is the same as without blocks.
 
-Ranks are simulated, but for the last test: the real rendezvous of each against a store in memory,
-on a clock of their own.
+The ranks are simulated, except in the last test. Each runs the real rendezvous on a store in memory
+with a simulated clock.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from megapg.rendezvous.rendezvous import Rendezvous
 from megapg.testing import run_distributed
 
 SIZE, LAST = 55, 54
-IN_BLOCKS, FLAT = 30, SIZE  # up to how many ranks the leader hears each one by itself
-HEAD, MEMBER, IN_FIRST = 16, 27, 5  # blocks are of 8 ranks, the last one of 7
-LATER, LATER_HEAD = 44, 40  # of the block but one after the member's
+IN_BLOCKS, FLAT = 30, SIZE  # largest number of ranks without blocks
+HEAD, MEMBER, IN_FIRST = 16, 27, 5  # blocks have 8 ranks, the last one 7
+LATER, LATER_HEAD = 44, 40  # a member and the head of a later block
 TIMEOUT, TEAM_TIMEOUT = 20.0, 30.0
-# Beyond a timeout: until followers give their leader up, in two rounds, and a few pauses.
+# Extra time after a timeout: followers give up on their leader in two rounds with short pauses.
 GRACE = 15.0
 
 
 class Died(Exception):
-    """The rank is no more: it does nothing from here on."""
+    """The rank is dead and does nothing more."""
 
 
 class Job:
-    """Ranks, what each of them does, and how it ended."""
+    """Simulated ranks, their work and their results."""
 
     def __init__(self, flat: int, size: int = SIZE) -> None:
         self.simulation = Simulation(size)
@@ -54,14 +54,14 @@ class Job:
         ]
 
     def begin_anew(self) -> None:
-        """As processes that open another time."""
+        """Create new coordinators, as processes that open another session."""
         self.sessions = [
             Coordinator(store, "job", rank, self.ranks, flat=self.flat)
             for rank, store in enumerate(self.stores)
         ]
 
     def each(self, do) -> list[str]:
-        """What ``do(rank)`` gave or raised on each rank, as text."""
+        """Return the result or the exception of ``do(rank)`` on each rank, as text."""
         ends = dict.fromkeys(self.ranks, "")
 
         def one(rank: int) -> None:
@@ -74,7 +74,7 @@ class Job:
         return [ends[rank] for rank in self.ranks]
 
     def wait(self, seconds: float) -> None:
-        """Of the rank that runs."""
+        """Let time pass for the running rank."""
         self.simulation.sleep(seconds)
 
     def open(self, rank: int) -> None:
@@ -82,12 +82,12 @@ class Job:
         self.sessions[rank].confirm(None, timeout=TIMEOUT)
 
     def left(self) -> set[str]:
-        """What is left in the store but for the last word of each rank."""
+        """Return the keys left in the store, except the last message of each rank."""
         return {key for key in self.simulation.values if "/hello/" not in key}
 
 
 def both_ways(do, *, within: float | None = TIMEOUT) -> list[str]:
-    """What ``do(job)`` gives, which is the same however the ranks hear each other."""
+    """Return the results of ``do(job)``, which must be the same with and without blocks."""
     flat, job = Job(FLAT), Job(IN_BLOCKS)
     by_itself, in_blocks = do(flat), do(job)
     for rank in job.ranks:
@@ -137,7 +137,7 @@ def test_nobody_is_blamed_that_came_where_the_leader_was_too_late_to_answer(flat
 
     ends = job.each(lambda rank: rank == MEMBER or come(rank))
     assert blamed.keys() == set(others(MEMBER))
-    knowing = {0, *range(24, 32), *range(8, SIZE, 8)}  # its block, and all heads
+    knowing = {0, *range(24, 32), *range(8, SIZE, 8)}  # the rank's block, and all heads
     for rank, missing in blamed.items():
         if flat == FLAT or rank in knowing:
             assert list(missing) == [MEMBER], (rank, missing)
@@ -221,7 +221,7 @@ def test_they_meet_after_one_of_them_failed_to_come():
 
 
 def let_the_head_die_with_the_verdict(job, monkeypatch):
-    """Before it passes the verdict on."""
+    """Let the head of a block die before it passes the verdict on."""
     passed_on = BlockArrivals.pass_on
 
     def die(block, verdict):
@@ -263,7 +263,7 @@ def test_the_end_of_a_meeting_takes_nothing_from_the_next_one(monkeypatch):
             reports.add(block._said.mine.attempt)
 
     def tidy_late(folders):
-        job.wait(2)  # by then the others have come to the next one, and their heads have reported
+        job.wait(2)  # by now the others are in the next attempt and their heads have reported
         forget(folders)
         assert reports == {2}
 
@@ -275,11 +275,11 @@ def test_the_end_of_a_meeting_takes_nothing_from_the_next_one(monkeypatch):
         job.open(rank)
 
     assert set(job.each(again)) == {"None"}
-    assert job.phase.most("ended") < 2 + 5  # the leader has not waited for heads that are late
+    assert job.phase.most("ended") < 2 + 5  # the leader did not wait for late heads
 
 
 def test_a_head_that_reports_nothing_costs_half_of_the_time_at_most(monkeypatch):
-    monkeypatch.setattr(blocks, "_RANKS_A_SECOND", 1)  # two minutes
+    monkeypatch.setattr(blocks, "_RANKS_A_SECOND", 1)  # makes the wait two minutes
     job = Job(IN_BLOCKS)
     monkeypatch.setattr(BlockArrivals, "look", lambda block: None)
     for do, most in [
@@ -384,7 +384,7 @@ def test_a_rank_that_leaves_is_named_at_once(leaving):
 
 
 def never_reporting(job: Job, rank: int) -> None:
-    """The rank says what it has to say for itself, and reports nothing of its block."""
+    """Let the rank report its own state, but nothing about its block."""
     for each in (job.sessions[rank], job.teams[rank]):
         store = each._store
         each._is_told = lambda folder, store=store: lambda: store.check([f"{folder}/all"])
@@ -406,7 +406,7 @@ def test_a_head_that_reports_nothing_costs_five_seconds_and_no_more():
 
 
 def dozing(job: Job, ranks: Rendezvous) -> Rendezvous:
-    """A rank stops for ten seconds each time before it reads what it has seen to be there."""
+    """Let a rank pause for ten seconds before it reads a key that it has seen."""
     store = ranks._store
     read = store.multi_get
 
@@ -429,7 +429,7 @@ def test_a_head_that_the_leader_overtakes_as_they_part_finds_what_it_was_about_t
 def test_what_a_rank_says_at_the_end_is_heard_also_where_it_had_said_all_was_well(failing):
     def part(job, rank):
         session = job.sessions[rank]
-        if rank == failing:  # Ctrl-C, while it waits for the others
+        if rank == failing:  # Ctrl-C while the rank waits for the others
             session._store.multi_set(session._bye(""))
             job.wait(5)
             return session.part(KeyboardInterrupt(), timeout=TIMEOUT) and None
@@ -491,11 +491,11 @@ def test_a_head_whose_reports_came_too_late_reports_what_follows(monkeypatch):
             reporting.append(name)
 
     job.each(lambda rank: working(job, rank, lambda name: step(rank, name)))
-    # The leader has waited for it twice, and read what it should have reported.
+    # The leader waited twice for this head, and then read the members' reports itself.
     assert 10 <= job.phase.most("ended") <= 14
 
 
-@pytest.mark.parametrize("size", [1, 100_000])  # one that is in pieces
+@pytest.mark.parametrize("size", [1, 100_000])  # the larger message is stored in pieces
 def test_a_head_that_the_leader_overtakes_at_work_finds_what_it_was_about_to_read(size):
     job = Job(IN_BLOCKS)
     dozing(job, job.teams[HEAD])
@@ -551,8 +551,8 @@ def test_in_thousands_nobody_handles_more_than_the_root_and_nothing_stays_in_the
 
 
 def sessions_in_blocks() -> tuple[float, list[str]]:
-    """In one of six ranks: all of a session, and then one that the head of a block can't open."""
-    for kind in (Rendezvous, JointWork):  # of this process alone, which ends with the test
+    """Run a whole session on six ranks, then a session that the head of a block can't open."""
+    for kind in (Rendezvous, JointWork):  # changes this process only, which ends with the test
         kind.__init__.__kwdefaults__["flat"] = 2
     rank, told = int(os.environ["RANK"]), []
     with megapg.session(tp=2, timeout=TIMEOUT) as session:

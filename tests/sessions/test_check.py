@@ -1,4 +1,4 @@
-"""session.check(): every rank answers over the store, and on request over each communicator."""
+"""session.check(): every rank answers over the store, and optionally over each communicator."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def checked():
         assert 0 <= report.seconds < PATIENT
         assert str(report).startswith("session 'default': 4 ranks answered within ")
 
-        # It touches no group: one may be busy meanwhile.
+        # The check does not use the groups: a group may be busy meanwhile.
         if me() >= 2:
             time.sleep(1)
         busy = dist.all_reduce(torch.ones(1), group=session.groups.mp, async_op=True)
@@ -52,7 +52,7 @@ def checked():
         )
         assert "(before step 1)" in str(report)
 
-        # A rank that is late is named, and so it is to itself; then all is well again.
+        # Every rank names the late rank, even the late rank itself. Then the check works again.
         if me() == 1:
             steps.hear("given up", (0, 2, 3))
         started = time.monotonic()
@@ -69,7 +69,7 @@ def checked():
         assert session.check().ranks == (0, 1, 2, 3)
         assert works(session.groups.mp, 4)
 
-        # One that does something else is, too.
+        # A rank that calls with other arguments is named, too.
         with pytest.raises(RendezvousError, match=r"rank . came for check\("):
             session.check(communicators=me() == 2)
         session.check()
@@ -97,7 +97,7 @@ def unwell():
     assert works(session.groups.tp, 2)
     assert works(session.groups.dp, 2)
 
-    # All come, but one of them does not take part in a collective: a thread of its own is stuck.
+    # All ranks arrive, but a thread of one rank is stuck and does not join a collective.
     if me() == 3:
         stuck = threading.Event()
 
@@ -113,20 +113,20 @@ def unwell():
         stuck.set()
     told = str(failed.value)
     assert told.startswith("before step 2: session 'default': check() failed: ")
-    # Whoever says so: rank 1, or one that has come further and waits for it.
+    # Rank 1 reports this, or a rank that got further and waits for rank 1.
     assert re.findall(r"of ranks ([\d, ]+) did not answer", told)[0] == "1, 3", told
     assert "of ranks 0" not in told.partition("did not answer")[0], told
     assert session.state is LeaseState.FAILED
     session.close()
 
-    # A rank that was killed is named over the store.
+    # A killed rank is named over the store.
     session = megapg.session(tp=2, name="again", timeout=PATIENT)
     if me() == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RendezvousError) as failed:
         session.check(HURRIED, communicators=True)
     assert failed.value.missing == (2,)
-    assert session.state is LeaseState.LIVE  # the groups were not touched
+    assert session.state is LeaseState.LIVE  # the groups were not used
     with pytest.raises(ZeroDivisionError), session:
         raise ZeroDivisionError
     return told

@@ -1,4 +1,4 @@
-"""Sessions that nobody closes, or in the wrong order, or whose WORLD somebody destroyed."""
+"""Sessions that are never closed, closed in the wrong order, or lose their WORLD."""
 
 import contextlib
 import gc
@@ -30,7 +30,7 @@ SOON = 4.0
 
 
 def usage(limit):
-    """Threads and descriptors, once they are within the limit; what is ending takes a moment."""
+    """Return the threads and descriptors, once within the limit; closing takes a moment."""
     process = psutil.Process()
     until = time.monotonic() + 10
     while True:
@@ -42,7 +42,7 @@ def usage(limit):
 
 @contextlib.contextmanager
 def nothing_stays():
-    """No group, descriptor or thread more than before: what stays by design is there already."""
+    """Check that the block leaves no session, and no more groups, descriptors or threads."""
     gc.collect()
     limit = psutil.Process().num_threads(), psutil.Process().num_fds()
     yield
@@ -66,12 +66,12 @@ def dropping(name, generation=r"\d+"):
 
 
 def dropped():
-    gc.unfreeze()  # what settled.py froze may hold groups as well
+    gc.unfreeze()  # settled.py may have frozen objects that hold groups
     steps = Steps()
-    for _ in range(2):  # opens what stays open, once
+    for _ in range(2):  # opens the things that stay open by design
         opened().close()
 
-    # The last reference goes: aborted at once, and both names are free.
+    # When the last reference goes, the session is aborted at once and both names are free.
     with nothing_stays():
         session = opened(name="lost")
         pg = session.groups
@@ -86,7 +86,7 @@ def dropped():
         assert again.generation > 1
         again.close()
 
-    # In a circle of references it goes when the collector comes by, at the latest for the name.
+    # A session in a reference cycle ends with garbage collection, at the latest to free its name.
     with nothing_stays():
         gc.disable()
         session = opened(name="round", handle_signals=True)
@@ -100,7 +100,7 @@ def dropped():
         assert signal.getsignal(signal.SIGTERM) is not handler
         again.close()
 
-    # So does a suspended one, and one that failed.
+    # The same holds for a suspended session and for a failed session.
     with nothing_stays():
         session = opened(name="away")
         session.suspend()
@@ -113,7 +113,7 @@ def dropped():
         with dropping("away"):
             del session
 
-    # On one rank alone: the other hears of it, as soon as it asks.
+    # Only one rank drops its session: the other rank gets an error as soon as it closes.
     steps.together()
     with nothing_stays():
         session = opened(name="one")
@@ -129,7 +129,7 @@ def dropped():
             del session, told
         assert time.monotonic() - started < 20
 
-    # Who made WORLD lives as long as anybody is open on it.
+    # The owner of WORLD lives as long as any session uses that WORLD.
     steps.together()
     with nothing_stays():
         owner = opened(name="owner")
@@ -150,7 +150,7 @@ def dropped():
             del owner, other
         assert [str(w.message).split()[1] for w in told] == ["'other'", "'owner'"]
 
-    # A process forked from this one drops copies, which are not its to close.
+    # A forked process drops copies of sessions that it does not own.
     with nothing_stays():
         session = opened(name="forked")
         child = os.fork()
@@ -173,7 +173,7 @@ def test_what_is_dropped_without_close_is_closed():
 def callers_world(name, steps, second=False):
     base = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store = dist.PrefixStore(name, base)
-    # A second WORLD on one store: gloo must not read where the ranks of the first one listened.
+    # A second WORLD on one store: gloo must not read the addresses of the first WORLD.
     assert store.delete_key(f"0//cpu//0/{me()}") == second
     steps.together()
     dist.init_process_group(
@@ -196,7 +196,7 @@ def world_destroyed():
             dist.destroy_process_group()
             if world_by == "same store":
                 callers_world(world_by, steps, second=True)
-            # As if nothing had happened, under the same names.
+            # New sessions work under the same names.
             fresh = opened()
             assert fresh.owns_world == (world_by != "same store")
             assert first.closed
@@ -204,7 +204,7 @@ def world_destroyed():
             with pytest.raises(megapg.errors.SessionError, match=r"which somebody destroyed"):
                 _ = first.groups
             for lost in (second, first, away):
-                lost.close()  # in vain, and no harm
+                lost.close()  # no effect, no error
             assert works(fresh.groups.tp)
             again = opened(name="second")
             again.close()
@@ -247,7 +247,7 @@ def owner_first():
     for _ in range(2):
         opened().close()
 
-    # In order, all well: whoever is open on the WORLD that ends goes first, the newest first.
+    # An orderly end: sessions close before the owner of their WORLD, the newest first.
     with nothing_stays(), Listening() as lines:
         ended = []
         with opened(name="owner") as owner:
@@ -273,7 +273,7 @@ def owner_first():
         assert "'alone' is open on it" in told[0]
         del owner, others, each, alone
 
-    # The body's own error is what comes out, whatever closing the others brings.
+    # The body's own error is raised, even if closing the other sessions fails.
     with nothing_stays():
         expected = ZeroDivisionError if me() == 1 else RendezvousError
         others = []
@@ -286,7 +286,7 @@ def owner_first():
             assert failed.value.missing == (1,)
         del others, failed
 
-    # One that fails as it is closed does not keep the others open.
+    # A session that fails to close does not keep the others open.
     with nothing_stays():
         owner = opened(name="owner")
         others = [opened(name="stubborn"), opened(name="last")]
@@ -299,7 +299,7 @@ def owner_first():
         others[0].close()
         del owner, others, failed
 
-    # A rank that does not come costs one wait, not one for each session.
+    # A missing rank costs one wait in total, not one per session.
     with nothing_stays():
         owner, *others = [opened(name=name) for name in ("owner", *"0123")]
         for session in (owner, *others):
@@ -343,7 +343,7 @@ def test_what_is_open_when_python_ends_is_closed_too(tmp_path, warned):
         env=environment,
     )
     assert done.returncode == 0, done.stderr
-    # From torch 2.8 to 2.9 gloo prints lines of its own.
+    # In torch 2.8 and 2.9 gloo prints extra lines.
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
     assert lines == ["the script is over", "second is over", "first is over"]
     for name in ("first", "second"):
@@ -377,7 +377,7 @@ def as_python_312():
 
 
 def test_where_no_thread_starts_at_exit_the_others_are_told_all_the_same(tmp_path):
-    """Rank 1 does not host the store, so it asks it from another thread."""
+    """Rank 1 does not host the store, so it would call the store from another thread."""
     script = tmp_path / "job.py"
     script.write_text(AT_EXIT)
     port = free_port()

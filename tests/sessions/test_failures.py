@@ -1,7 +1,7 @@
-"""Ranks that fail, stall or are killed: what the others hear, how soon, and how they go on.
+"""Ranks that fail, stall or are killed: the errors, their delay, and recovery.
 
-One job after the other loses a rank in each phase, so that few processes show much. After each
-phase the survivors open a session among themselves, in the same processes.
+One job loses a rank in each phase, so that few processes cover much. After each phase the survivors
+open a session among themselves, in the same processes.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ from megapg.rendezvous import parting
 from megapg.rendezvous.rendezvous import Rendezvous
 from megapg.testing import distributed, run_distributed
 
-# Of megapg's own waits, and of collectives. Seconds.
+# Timeouts of megapg and of collectives, in seconds.
 SOON = 6.0
 COLLECTIVE = timedelta(seconds=4)
-# What the issue grants beyond a deadline, and what a loaded machine takes. Seconds.
+# Time allowed after a deadline, and extra time on a loaded machine, in seconds.
 GRANTED, LOADED = 5.0, 15.0
 
 
@@ -68,7 +68,7 @@ def die():
 
 
 def failing(session, deadline, work):
-    """What came out of the session in which ``work(group)`` was done, and the notes on it."""
+    """Return the error of a session that runs ``work(group)``, and the notes of the error."""
     with within(deadline), pytest.raises(Exception) as failed, session:
         work(session.groups.tp)
     assert session.closed
@@ -80,7 +80,7 @@ def reduce(group):
 
 
 def survivors_go_on(count, **more):
-    """A session of the first ranks works as if nothing had happened, and nothing is left of it."""
+    """Check that the first ranks can open and use a session, and that it leaves nothing behind."""
     with megapg.session(tp=count, ranks=range(count), timeout=60, **more) as session:
         total = torch.tensor([session.rank + 1.0])
         dist.all_reduce(total, group=session.groups.tp)
@@ -95,19 +95,22 @@ def told(error):
     )
 
 
-# -- phases: each with the first `count` ranks, of which the last one is in trouble ---------------
+# -- phases: each uses the first `count` ranks, the last of which fails ---------------------------
 
 
 def opened(count, timeout=60.0, **more):
-    """Patient in opening, and then no more."""
+    """Open a session with a long timeout, then shorten the timeout."""
     session = megapg.session(tp=count, ranks=range(count), timeout=timeout, **more)
     session._timeout = SOON
-    reduce(session.groups.tp)  # connects
+    reduce(session.groups.tp)  # connects the ranks
     return session
 
 
 def one_rank_is_late_for_the_start(count, steps):
-    """At first by less than the timeout; then by more, and in time for the others' next attempt."""
+    """The rank is first late by less than the timeout, then by more.
+
+    The second time it arrives in time for the others' next attempt.
+    """
     last = dist.get_rank() == count - 1
     time.sleep(SOON / 2 if last else 0)
     opened(count).close()
@@ -138,14 +141,14 @@ def an_exception_on_one_rank(count, steps):
 
 
 def an_exception_in_a_large_job(count, steps):
-    """Rank 0 asks all the others there, and they ask rank 0."""
+    """Rank 0 asks all the other ranks, and they ask rank 0."""
     parting._LARGE = 2
     an_exception_on_one_rank(count, steps)
     parting._LARGE = 64
 
 
 def one_rank_is_late_for_a_collective(count, steps):
-    """Later than the timeout, which is that of the caller's WORLD; it finds the others gone."""
+    """The rank arrives after the timeout of the caller's WORLD and finds the others gone."""
     session = opened(count)
 
     def work(group):
@@ -167,7 +170,7 @@ def killed_inside_a_collective(count, steps):
     if session.rank == count - 1:
         freezing.once_inside(dist.all_reduce, die)
     elif session.rank == 0:
-        steps.until_gone(count - 1)  # so that the other is inside, waiting
+        steps.until_gone(count - 1)  # so that the other rank waits inside the collective
     error, notes = failing(session, COLLECTIVE.total_seconds(), reduce)
     assert isinstance(error, RuntimeError)
     assert f"rank {count - 1}: not a word (process " in notes
@@ -175,7 +178,7 @@ def killed_inside_a_collective(count, steps):
 
 
 def killed_before_a_group_was_first_used(count):
-    """Gloo tries to connect for five times the timeout then; nothing ends that wait sooner."""
+    """Gloo tries to connect for five times the timeout, and nothing ends this wait sooner."""
     session = megapg.session(
         tp=count, ranks=range(count), timeout=SOON, collective_timeout=timedelta(seconds=2)
     )
@@ -212,7 +215,7 @@ def killed_while_closing(count, steps):
 
 
 def killed_while_starting(count, steps):
-    """It has said hello, and waits for the first rank, which is late; then it is gone."""
+    """The last rank dies after its first message, while it waits for the late first rank."""
     if dist.get_rank() == count - 1:
         freezing.once_inside(Rendezvous._until, die)
     elif dist.get_rank() == 0:
@@ -225,7 +228,7 @@ def killed_while_starting(count, steps):
 
 def the_callers_world_shrinks():
     steps = Steps()
-    steps.together()  # or some are given up before they have started
+    steps.together()  # else slow ranks would time out before they have started
     dist.init_process_group("gloo", timeout=COLLECTIVE)
     everyone = dist.get_world_size()
     world = dist.group.WORLD
@@ -252,7 +255,7 @@ def the_callers_world_shrinks():
         phase(count, steps)
         survivors_go_on(count - 1)
     assert dist.group.WORLD is world
-    gc.collect()  # what the exceptions held
+    gc.collect()  # frees what the exceptions hold
     left = psutil.Process().num_threads()
     assert left <= threads, (threads, left, threading.enumerate())
     return "survived"
@@ -263,7 +266,7 @@ def the_callers_world_shrinks():
     [("shrinking", 0, {1, 2, 3, 4}), ("hosted", 1, {0, 2}), ("cold", 0, {1})],
 )
 def test_the_survivors_of_a_job_go_on(jobs, job, survivor, killed):
-    """It loses one rank after the other; or the host of its store; or one that nobody knew yet."""
+    """A job loses one rank after another, the host of its store, or a rank not yet connected."""
     with pytest.raises(RankFailedError) as failed:
         jobs[job].result()
     assert failed.value.results == {survivor: "survived"}, told(failed.value)
@@ -273,7 +276,7 @@ def test_the_survivors_of_a_job_go_on(jobs, job, survivor, killed):
 
 
 def the_sessions_own_world_shrinks(port, next_port):
-    """Rank 0 hosts the store. Survivors say who they are now, as an elastic launcher would."""
+    """Rank 0 hosts the store. Survivors set their new ranks as an elastic launcher would."""
     me = int(os.environ["RANK"])
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     os.environ["MASTER_PORT"] = str(port)
@@ -352,7 +355,7 @@ def exiting(folder):
 
 
 def test_the_host_of_the_store_stays_until_the_others_know_who_died(jobs):
-    """Rank 0 fails, as rank 2 was killed, and its process ends before rank 1 comes to close."""
+    """Rank 0 fails because rank 2 was killed. Rank 0 then exits before rank 1 closes."""
     first, second, third = jobs["exiting"].result()
     assert third == ""
     assert "gloo" in first

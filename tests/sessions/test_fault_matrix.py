@@ -1,7 +1,7 @@
-"""Every fault on every rank in every phase: nobody hangs, and every survivor names the culprit.
+"""Every fault on every rank in every phase: no rank hangs, and survivors name the failed rank.
 
-One job a cell: four ranks on one session, of which one is missing, late, killed, frozen or raises.
-``pytest -s tests/sessions/test_fault_matrix.py`` prints the table.
+Each cell is one job of four ranks on one session. One rank is missing, late, killed, frozen or
+raises. ``pytest -s tests/sessions/test_fault_matrix.py`` prints the table.
 """
 
 import itertools
@@ -35,7 +35,7 @@ PHASES = (
     "save wait",
     "close",
 )
-# role -> (who is in trouble, where the store is)
+# role -> (victim, host of the store)
 ROLES = {
     "rank 0": (0, "outside"),
     "another": (2, "outside"),
@@ -46,21 +46,21 @@ RANKS = 4
 # Here gloo tries to connect for longer than a failed host of the store stays for the others.
 TOO_LATE = ("beside the host", "first collective")
 
-# Of megapg's own waits and of collectives. Seconds.
+# Timeouts of megapg and of collectives, in seconds.
 SOON = 3.0
 COLLECTIVE = timedelta(seconds=3)
-# How much later than the others the late one comes.
+# Delay of the late rank after the others.
 LATE = 3 * SOON
-# The most that a survivor may take from the fault to its error: a collective on connections that
-# nobody has used yet waits five times its timeout (gloo); closing waits for the others once more,
-# and for their news; and the machine is busy. Seconds.
+# Longest time in seconds from the fault to a survivor's error. A collective on new connections
+# waits five times its timeout (gloo). Closing waits once more for the other ranks and for their
+# errors. BUSY allows for a busy machine.
 WAITS = {"first collective": 5 * COLLECTIVE.total_seconds()}
 CLOSING, BUSY = 2 * SOON + 6.0, 20.0
-# When a rank that hangs is killed. Seconds.
+# Seconds after which a hanging rank is killed.
 DEADLINE = 75.0
 AT_A_TIME = 4
-# Cells that may go again alone, in all. Beside others a rank that is in no trouble may get no
-# processor for longer than ``SOON``; more cells than these are no accident.
+# Number of cells that may run a second time, alone. With other jobs running, a healthy rank may get
+# no processor for longer than ``SOON``. More failing cells than this are no accident.
 AGAIN = 4
 
 
@@ -70,12 +70,12 @@ def forge():
         yield forge
 
 
-# ---- what the ranks run --------------------------------------------------------------------------
+# ---- functions that the ranks run ----------------------------------------------------------------
 
 
 @dataclass
 class Heard:
-    """How it ended for a rank: class and text of the error, after which time, whom it blames."""
+    """The end of a rank: class and text of the error, time taken, ranks named."""
 
     kind: str
     text: str
@@ -85,11 +85,11 @@ class Heard:
 
 
 class Mine(Exception):
-    """What a rank raises."""
+    """The error that a victim raises."""
 
 
 class Rank:
-    """One rank of a cell, of which the victim comes to grief in the phase of the cell."""
+    """One rank of a cell; the victim fails in the phase of the cell."""
 
     def __init__(self, fault, phase, victim, folder):
         self.fault, self.phase, self.folder = fault, phase, folder
@@ -113,7 +113,7 @@ class Rank:
             self.end()
 
     def all_are_here(self):
-        """On a busy machine a rank may start later than the others wait for it: no fault."""
+        """Wait for all ranks: on a busy machine a late start is not a fault."""
         Path(self.folder, f"here {self.rank}").touch()
         deadline = time.monotonic() + DEADLINE / 2
         while len(list(Path(self.folder).glob("here *"))) < RANKS and time.monotonic() < deadline:
@@ -162,8 +162,9 @@ class Rank:
         assert value.item() == RANKS
 
     def save(self, session):
-        """Some ranks do not come; the others have their trouble with the disk, in the background,
-        while the rest waits for their part.
+        """Save a checkpoint in the background.
+
+        Depending on the fault, the victim does not call, or its disk fails while the others wait.
         """
         comes = self.fault not in ("missing", "late")
         with megatron_on_cpu(), megapg.published(session.groups):
@@ -180,7 +181,7 @@ class Rank:
             ).wait()
 
     def end(self):
-        """The last survivor puts an end to whoever sleeps or is frozen."""
+        """Let the last survivor kill a victim that sleeps or is frozen."""
         Path(self.folder, f"ended {self.rank}").touch()
         others = len(list(Path(self.folder).glob("ended *"))) == RANKS - 1 and not self.struck
         if others and self.fault in ("missing", "frozen"):
@@ -188,13 +189,13 @@ class Rank:
 
 
 def told(error):
-    """The error, its notes, and what is inside of it."""
+    """Return the error with its notes and its inner errors, as text."""
     lines = [str(error), *getattr(error, "__notes__", ())]
     return "\n".join([*lines, *map(told, getattr(error, "exceptions", ()))])
 
 
 def blamed(error):
-    """The ranks that the error, or what is inside of it, has as its culprits."""
+    """Return the ranks that the error and its inner errors name."""
     inside = map(blamed, getattr(error, "exceptions", ()))
     return tuple(sorted({*getattr(error, "missing", ()), *itertools.chain.from_iterable(inside)}))
 
@@ -207,7 +208,7 @@ def play(fault, phase, victim, folder):
 
 
 def judged(fault, role, phase, ends):
-    """What is wrong with how the ranks of a cell ended, and the longest time that one took."""
+    """Return the problems in the ends of a cell's ranks, and the longest time of a rank."""
     wrong, longest, victim = [], 0.0, ROLES[role][0]
     bound = WAITS.get(phase, SOON) + CLOSING + BUSY
     for rank, end in enumerate(ends):
@@ -238,7 +239,7 @@ def judged(fault, role, phase, ends):
 
 
 def started(forge, fault, role, phase, tmp_path):
-    """The job of a cell, and the folder of its ranks."""
+    """Start the job of a cell; return it with the folder of its ranks."""
     victim, store = ROLES[role]
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     job = partial(play, fault, phase, victim, folder)
@@ -246,7 +247,7 @@ def started(forge, fault, role, phase, tmp_path):
 
 
 def troubles(fault, role, phase, job):
-    """What is wrong with how the ranks ended, and the longest time that one took."""
+    """Return the problems of a finished job, and the longest time of a rank."""
     running, folder = job
     ends = running.ends()
     if not (folder / "struck").exists():
@@ -258,7 +259,7 @@ def troubles(fault, role, phase, job):
 @pytest.mark.timeout(1500)
 def test_every_fault_in_every_phase(forge, tmp_path):
     cells = list(itertools.product(FAULTS, ROLES, PHASES))
-    only = os.environ.get("MATRIX", "")  # such as "frozen" or "killed/rank 0/close"
+    only = os.environ.get("MATRIX", "")  # for example "frozen" or "killed/rank 0/close"
     cells = [cell for cell in cells if "/".join(cell).startswith(only)]
     assert cells, f"MATRIX={only}: no cell is called so"
     table, failures, again = {}, [], []
@@ -277,7 +278,7 @@ def test_every_fault_in_every_phase(forge, tmp_path):
 
 
 def print_table(table):
-    """Seconds from the fault to the last survivor's error; "!" marks a cell that failed."""
+    """Print seconds from the fault to the last survivor's error; "!" marks a cell that failed."""
     print(f"\n{'':26}" + "".join(f"{phase:>17}" for phase in PHASES))
     for fault, role in itertools.product(FAULTS, ROLES):
         row = [table.get((fault, role, phase), "") for phase in PHASES]

@@ -1,6 +1,6 @@
-"""A process that hosts the store is frozen (SIGSTOP): every wait of the others ends all the same.
+"""The process that hosts the store is frozen (SIGSTOP): every wait of the other ranks still ends.
 
-Its kernel still takes connections and messages for it, so no call to the store ever fails.
+The kernel still accepts connections and messages for the process, so no call to the store fails.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from megapg.rendezvous.joint_work import JointWork
 from megapg.rendezvous.rendezvous import Rendezvous
 from megapg.rendezvous.store import Host, Store
 
-# megapg's waits under test, and those that are not; what a loaded machine takes. Seconds.
+# megapg's timeouts under test, other timeouts, and extra time on a loaded machine, in seconds.
 SOON, PATIENT, LOADED = 3.0, 60.0, 15.0
 
 
@@ -57,9 +57,9 @@ def jobs():
 
 @contextlib.contextmanager
 def fails(rank, deadline=SOON + GRACE):
-    """It ends by the deadline, with an error; that one, or the log, names the host.
+    """Check that the block raises by the deadline, and that the error or the log names the host.
 
-    On the rank that was frozen itself it may end as it likes.
+    On the frozen rank itself any end is accepted.
     """
     lines, started, named, of_the_store = [], time.monotonic(), "", False
     handler = logging.Handler()
@@ -86,7 +86,7 @@ def fails(rank, deadline=SOON + GRACE):
 
 
 def unfolded(error):
-    """An error, what it holds and what it comes from."""
+    """Yield an error, its inner errors and its causes."""
     while error is not None:
         yield error
         for each in getattr(error, "exceptions", ()):
@@ -95,7 +95,7 @@ def unfolded(error):
 
 
 def opened(**more):
-    """Patient in opening, and then no more."""
+    """Open a session with a long timeout, then shorten the timeout."""
     session = megapg.session(tp=dist_size(), timeout=PATIENT, **more)
     session._timeout = SOON
     return session
@@ -129,21 +129,22 @@ def doctor(rank):
     judged = []
     last = rank.size - 1
     with rank.frozen(partial(freezing.inside, gather._until), late=(last,)):
-        with contextlib.nullcontext() if judging else fails(rank, SOON + 10.0):  # its own grace
+        # this call has its own grace period
+        with contextlib.nullcontext() if judging else fails(rank, SOON + 10.0):
             if rank.me == last:
                 rank.wait_until_frozen()
             with (
                 contextlib.suppress(RendezvousError) if rank.freezing else contextlib.nullcontext()
             ):
                 code = gather.hold(detect(), account, SOON, lambda found: judged.append(found) or 7)
-        if judging:  # it reports what it knows
+        if judging:  # the judging rank reports its own result
             assert code == 7
             assert f"at 127.0.0.1:{rank.port} did not answer" in judged[0].problem
             assert judged[0].missing == (1,)
 
 
 def waiting_at_the_start(rank):
-    """The last rank comes when the store is frozen; the others wait for it meanwhile."""
+    """The last rank arrives after the store is frozen; the others wait for it meanwhile."""
     last = rank.size - 1
     with rank.frozen(partial(freezing.inside, Rendezvous._until), late=(last,)):
         if rank.me == last:
@@ -170,7 +171,7 @@ def resuming(rank):
 
 
 def working_together(rank):
-    """As the background half of a save does."""
+    """Work in steps, as the background part of a save does."""
     with contextlib.suppress(MegapgError), opened() as session:
         ranks = range(rank.size)
         team = JointWork(current_world().store, "save", session.rank, ranks, timeout=PATIENT)
@@ -201,7 +202,7 @@ def all_phases(host_pid, port):
     rank = freezing.Rank.begin(host_pid, port)
     if not rank.freezing:
         before_the_start(rank)
-    else:  # so that somebody listens
+    else:  # so that the store is running
         from megapg.rendezvous.connect import job_store
 
         job_store(detect(), PATIENT)
@@ -210,7 +211,7 @@ def all_phases(host_pid, port):
     for phase in (*apart, suspending, resuming, working_together, closing, interrupting):
         print(rank.me, phase.__name__, flush=True)
         phase(rank)
-    with opened() as session:  # thawed, it serves as if nothing had happened
+    with opened() as session:  # after it resumes, the store works as before
         total = torch.ones(1)
         dist.all_reduce(total, group=session.groups.tp)
         assert total.item() == rank.size
@@ -226,7 +227,7 @@ def test_rank_0_hosts_the_store_and_is_frozen_in_each_phase(jobs):
 
 
 def callers_world(host_pid, port):
-    """A WORLD that the caller made on it; nobody told which rank hosts it, so its address is."""
+    """The caller made this WORLD. No rank knows the host, so the error gives its address."""
     rank = freezing.Rank.begin(host_pid, port)
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank.me, world_size=rank.size)
@@ -295,7 +296,7 @@ def test_work_that_is_stuck_holds_up_no_call_of_the_same_phase():
     store = Store(dist.TCPStore("127.0.0.1", server.port, is_master=False), Host("the store"))
     free, undone = threading.Event(), threading.Event()
     with store.until(time.monotonic() + SOON):
-        store.set("before", "")  # the thread that makes the calls has begun
+        store.set("before", "")  # starts the thread that makes the calls
         with pytest.raises(RendezvousError, match=r"making groups did not end within 0\.2 s"):
             store.lend(free.wait, 0.2, "making groups", undo=lambda _: undone.set())
         store.set("why", "it is stuck")

@@ -13,7 +13,7 @@ from megapg.rendezvous.joint_work import CancelledError, JointWork, OthersFailed
 from megapg.rendezvous.store import Store, host_of
 
 RANKS = range(3)
-PATIENT = 60.0  # seconds, where the time is not what is tested
+PATIENT = 60.0  # seconds, for cases that do not test the time
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +28,14 @@ def store(host, request):
 
 @pytest.fixture(params=[FLAT, 2], ids=["the leader hears all", "in blocks"], autouse=True)
 def _way(request, monkeypatch):
-    """Three ranks are a block of two, and one that is its own head."""
+    """Run without blocks, and with a block of two ranks and a block of one."""
     monkeypatch.setitem(together.__kwdefaults__, "flat", request.param)
 
 
 def together(store, work, *, timeout=PATIENT, settings=None, name="work", left=None, flat=FLAT):
-    """What ``work(team)`` gave on each rank, or the exception it ended with.
+    """Return the result or the exception of ``work(team)`` on each rank.
 
-    ``left`` is a semaphore that is released by every rank at its end.
+    Every rank releases the semaphore ``left`` at its end.
     """
     connections = [Store(store.clone(), host_of(store, "the test's store")) for _ in RANKS]
 
@@ -56,7 +56,7 @@ def together(store, work, *, timeout=PATIENT, settings=None, name="work", left=N
 
 
 def test_reports_reach_the_leader_and_its_word_everyone(store):
-    long = bytes(range(256)) * 40_000  # 10 MB: more than a store takes at once
+    long = bytes(range(256)) * 40_000  # 10 MB: more than the store takes in one message
 
     def work(team):
         found = team.collect("reports", long + bytes([team.rank]))
@@ -98,7 +98,7 @@ def test_a_busy_rank_hears_of_it_too(store):
 
 @pytest.mark.parametrize("waiting", [(0,), (1,), (1, 2), (0, 2), ()])
 def test_ranks_that_need_not_wait_go_on_and_those_that_do_hear_of_all(store, waiting):
-    """Two steps that not everybody waits at, the last rank late at the first, then one for all."""
+    """Some ranks wait at two steps, at which the last rank is late; all wait at the third."""
     late, seen = 0.3, {}
     started = time.monotonic()
 
@@ -128,7 +128,7 @@ def test_a_silent_rank_is_given_up_and_one_that_works_is_not(store, silent):
             for _ in range(2):
                 assert left.acquire(timeout=PATIENT)
             return
-        if team.rank == 1:  # takes longer than the timeout, and says so
+        if team.rank == 1:  # longer than the timeout, but with progress reports
             until = time.monotonic() + 5
             while time.monotonic() < until:
                 time.sleep(0.05)
@@ -235,12 +235,12 @@ def test_nothing_grows_in_the_store(store, host):
         together(store, work)
     again, larger = held()
     assert again == count
-    assert larger < size + 50  # generations and attempts have more digits
+    assert larger < size + 50  # later generations and attempts have more digits
 
 
 @pytest.mark.parametrize("last", RANKS)
 def test_ranks_that_do_different_things_are_told_apart(store, last):
-    """Whoever comes last, and so finds that the others have spoken."""
+    """The last rank to arrive finds the messages of the others."""
     watching = Store(store.clone(), host_of(store, "the test's store"))
     others = [f"megapg/work/hello/{rank}" for rank in RANKS if rank != last]
 

@@ -1,4 +1,4 @@
-"""Several sessions suspended and resumed at once: all or none, whoever is in which."""
+"""Several sessions are suspended and resumed at once: all or none, for any set of ranks."""
 
 import time
 from functools import partial
@@ -25,7 +25,7 @@ def works(session):
 
 
 def opened():
-    """One session over all four ranks, one that half of them are in, and two halves of one name."""
+    """Open a session over all four ranks, one over two of them, and two halves with one name."""
     half = range(2) if me() < 2 else range(2, 4)
     found = {"actor": megapg.session(tp=2, pp=2, name="actor", timeout=PATIENT)}
     if me() in (1, 2):
@@ -54,7 +54,7 @@ def refused(doing, error, *texts):
 
 def jointly():
     sessions = opened()
-    # In another order on every rank.
+    # Each rank passes the sessions in another order.
     names = list(sessions)[me() % 2 :] + list(sessions)[: me() % 2]
     given = [sessions[name] for name in names]
     everything = {name: each.groups for name, each in sessions.items()}
@@ -79,7 +79,7 @@ def jointly():
         assert all(each.groups is not everything[name] for name, each in sessions.items())
         assert all(map(works, sessions.values()))
 
-    # A refusal of one refuses all, before anything was touched.
+    # If one session refuses, all refuse before any change.
     def unharmed():
         assert states(sessions) == {LIVE}
         assert ended == []
@@ -107,14 +107,14 @@ def jointly():
         lambda: megapg.suspend(*some), UnsupportedOffloadError, "rank 1 left out session 'critic'"
     )
     unharmed()
-    # Also where that is the one whose ranks are all the ranks: there may be another such.
+    # The same holds if the session over all ranks is left out: there may be another such session.
     wide = megapg.session(tp=4, name="another", timeout=PATIENT)
     some = [each for each in (*given, wide) if me() != 1 or each is wide or each.name != "actor"]
     started = time.monotonic()
     refused(
         lambda: megapg.suspend(*some), UnsupportedOffloadError, "rank 1 left out session 'actor'"
     )
-    # And without any: it waits for other ranks, and all hear so.
+    # Without any session over all ranks, the call waits for other ranks, and all get the error.
     some = given if me() != 1 else [each for each in given if each.name == "half"]
     refused(lambda: megapg.suspend(*some), RendezvousError, "sessions of ranks 0-3")
     assert time.monotonic() - started < PATIENT / 2
@@ -126,7 +126,7 @@ def jointly():
     )
     unharmed()
 
-    # No session has all the ranks: each rank hears at once, and stays as it was.
+    # No session covers all ranks: each rank gets an error at once, and nothing changes.
     part = [each for each in given if each.name != "actor"]
     started = time.monotonic()
     if me() in (1, 2):
@@ -136,7 +136,7 @@ def jointly():
     assert time.monotonic() - started < PATIENT / 2
     unharmed()
 
-    # Some are suspended already, on some ranks.
+    # Some sessions are already suspended on some ranks.
     if "critic" in sessions:
         sessions["critic"].suspend()
     refused(suspend, UnsupportedOffloadError, "session 'critic' can't", "it is suspended")
@@ -152,7 +152,7 @@ def jointly():
     for wrong in ((), (given[0], given[0]), ("actor",)):
         refused(lambda wrong=wrong: megapg.suspend(*wrong), SessionError, "suspend()")
 
-    # As of one: what must finish first is heard of once all are suspended.
+    # As with one session, an error of earlier work is raised after all sessions are suspended.
     if me() == 1:
         sessions["half"].groups.lease.before_end.append(lambda error: 1 / 0)
         refused(suspend, ZeroDivisionError)
@@ -183,7 +183,7 @@ def lost():
         assert registered() == 1
         close(sessions)
 
-    # A failure in one that only two ranks are in, before, while and after.
+    # A session over two ranks fails before, during and after the suspension.
     sessions = opened()
     if me() == 2:
         sessions["critic"].before_release(fails)
@@ -200,7 +200,7 @@ def lost():
         sessions["critic"].on_resume(fails)
     lose("after", sessions, megapg.resume)
 
-    # A rank that does not come has everything as it was, and so have the others.
+    # If a rank is missing, all sessions stay unchanged on every rank.
     sessions = opened()
     for session in sessions.values():
         session._timeout = HURRIED

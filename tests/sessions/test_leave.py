@@ -1,4 +1,4 @@
-"""A rank that ends its groups alone: it waits for no other, and leaves nothing."""
+"""A rank that ends its groups alone: the rank waits for no other rank and leaves nothing behind."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ from megapg.testing import run_distributed
 
 
 def leaving_one_after_the_other(over):
-    """Rank 0 leaves first; rank 1 asks for it once it has gone, and leaves then."""
+    """Rank 0 leaves first. Rank 1 gets an error from a later call, and then leaves."""
     session = megapg.session(tp=2, timeout=30)
     heard = []
     session.before_release(partial(heard.append, "released"))
@@ -54,7 +54,7 @@ def test_a_rank_leaves_alone_and_the_others_hear_of_it(tmp_path):
 
 
 def one_leaves_and_the_others_close(who, over):
-    """The one is gone before, or leaves while they wait, which they would for long."""
+    """One rank leaves before the others close, or while they wait with a long timeout."""
     took = []
     for in_time in (True, False):
         session = megapg.session(tp=2, pp=2, name=f"in time: {in_time}", timeout=300)
@@ -83,7 +83,7 @@ def test_who_closes_waits_for_none_that_left(tmp_path, who):
 
 
 def test_a_device_that_does_not_finish_is_not_waited_for_forever(monkeypatch):
-    """As where the other rank is gone in the middle of a collective; there is no device here."""
+    """The device never finishes, as if the other rank had died in a collective."""
     never = threading.Event()
     monkeypatch.setattr(offload, "_on_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -1,4 +1,4 @@
-"""A collection as a DeviceMesh: slices, training on it, its end; and a mesh as a collection."""
+"""A collection as a DeviceMesh: slices, training, the end; and a mesh as a collection."""
 
 import gc
 import weakref
@@ -46,7 +46,7 @@ def net():
 
 
 def batch(step, replica, replicas):
-    """The part of a step's batch that one replica trains on."""
+    """Return the part of a step's batch for one replica."""
     torch.manual_seed(step)
     return torch.randn(8, 8).chunk(replicas)[replica]
 
@@ -64,7 +64,7 @@ def train(model, replica=0, replicas=1):
 
 
 def remembered_placements():
-    """How much DTensor has worked out and holds on to: in Python and in C++."""
+    """Return the number of entries in DTensor's caches, in Python and in C++."""
     in_python = debug._get_python_sharding_prop_cache_info().currsize
     return in_python + sum(debug._get_fast_path_sharding_prop_cache_stats())
 
@@ -87,7 +87,7 @@ def slices():
         for field in mesh.mesh_dim_names:
             assert mesh[field].get_group() is mesh.get_group(field) is getattr(pg, field)
             assert mesh[field].get_local_rank() == pg.rank(field)
-        # What several dimensions make up.
+        # Groups over several dimensions.
         assert mesh["dp_cp"].get_group() is pg.dp_cp
         assert mesh["dp", "cp"]._flatten("dp_cp").get_group() is pg.dp_cp
         assert mesh["cp", "tp"]._flatten().get_group() is pg.tp_cp
@@ -96,7 +96,7 @@ def slices():
         assert "'ep'" in refused(lambda: mesh["ep"])
         assert "makes none" in refused(mesh["pp", "cp"]._flatten)
         refused(lambda: mesh._unflatten(0, (2, 1), ("a", "b")))
-        # Any order; parts of it; the experts'.
+        # Any order, parts of the layout, and the expert grid.
         other = pg.mesh("tp", "dp_cp", "pp")
         assert other["tp"].get_group() is pg.tp
         assert other["pp"].get_group() is pg.pp
@@ -104,13 +104,13 @@ def slices():
         assert pg.mesh("mp", "dp_cp").get_group("mp") is pg.mp
         assert pg.mesh("expt_dp", "expt_tp")["expt_dp"].get_group() is pg.expt_dp
         assert pg.mesh("tp").get_group() is pg.tp
-        # No grid.
+        # Fields that form no grid.
         assert "more than once" in refused(lambda: pg.mesh("dp_cp", "cp"))
         assert "once" in refused(lambda: pg.mesh("tp", "tp"))
         refused(lambda: pg.mesh())
         refused(lambda: pg.mesh("tpp"), UnknownFieldError)
         refused(lambda: pg.mesh("inter_dist_opt"), MissingGroupError)
-        if pg.pos_embd is not None:  # those of the first stage alone have one
+        if pg.pos_embd is not None:  # only ranks of the first stage have one
             said = refused(lambda: pg.mesh("pos_embd", "pp"))
             assert "no line of it" in said
         if pg.embd is None:
@@ -119,14 +119,14 @@ def slices():
         assert borrowed.mesh("tp").get_group() is pg.tp
         assert "made elsewhere" in refused(lambda: borrowed.mesh("pp", "tp"))
         assert torch_private.known_groups() == before
-        # A part of the job.
+        # A session over a part of the job.
         if dist.get_rank() >= 4:
             with megapg.session(name="half", tp=2, ranks=range(4, 8)) as half:
                 part = half.groups.mesh("dp", "tp")
                 assert part.mesh.tolist() == [[4, 5], [6, 7]]
                 one = DTensor.from_local(torch.ones(1), part["tp"], [Shard(0)])
                 assert one.full_tensor().sum() == 2
-        # Two sessions of one shape: DTensor takes neither for the other.
+        # Two sessions of one shape: DTensor does not confuse them.
         with megapg.session(name="second", tp=2, cp=2, pp=2) as second:
             twin = second.groups.mesh("pp", "dp", "cp", "tp")
             assert mesh != twin
@@ -175,7 +175,7 @@ def training(folder):
         assert same([each.full_tensor() for each in loaded.parameters()], expected)
         assert remembered_placements() > 0
 
-    # The end: what megapg checks refuses the mesh, and DTensor holds on to nothing of it.
+    # After the end, megapg refuses the mesh and DTensor holds no groups.
     refused(lambda: pg.mesh("tp"), StaleGroupError)
     assert "ended" in refused(lambda: megapg.from_mesh(mesh, tp="tp"), ForeignGroupError)
     assert remembered_placements() == 0
@@ -201,9 +201,10 @@ def renewed():
             refused(lambda: megapg.from_mesh(old, tp="tp", dp="dp_cp"), ForeignGroupError)
             assert remembered_placements() == 0
             session.resume()
-            # It finds the new groups by the names that it has; theirs are others.
+            # The old mesh finds the new groups by its names; the new groups have other names
+            # internally.
             assert old["tp"].get_group() is session.groups.tp
-            # One that is made now goes with it, and finds what comes next as well.
+            # A new mesh goes through the next cycle, too.
             added = session.groups.mesh(field)
             assert added.get_group() is getattr(session.groups, field)
             mesh = session.groups.mesh("dp_cp", "tp")
@@ -227,7 +228,7 @@ def test_a_mesh_finds_groups_that_are_made_anew() -> None:
 
 
 def taken_in():
-    # The dimensions of torchtitan, in its order.
+    # The dimensions of torchtitan, in torchtitan's order.
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
     pg = megapg.from_mesh(mesh, pp="pp", dp="dp_shard", tp="tp")
     assert pg.tp is mesh.get_group("tp")
@@ -238,25 +239,25 @@ def taken_in():
     assert pg.mesh("pp", "tp").mesh.tolist() == [[0, 1], [2, 3]]
     for field in pg.present():
         assert pg.ranks(field) == pg.layout.members(field, dist.get_rank())
-    # Tensor parallel outermost: another order.
+    # Another order: tensor parallel is outermost.
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))
     pg = megapg.from_mesh(turned, tp="model", dp="data")
     assert pg.layout is not None
     assert pg.layout.order.startswith("dp-tp")
-    # Stages of a pipeline over context parallelism alone: experts have data parallelism there.
+    # Pipeline stages with context parallelism only: experts then have data parallelism.
     stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "cp"))
     pg = megapg.from_mesh(stages, pp="pp", cp="cp")
     assert pg.layout is not None
     assert (pg.layout.pp, pg.layout.cp, pg.layout.dp) == (2, 2, 1)
     assert list(pg.layout.partition("pp")) == [(0, 2), (1, 3)]
-    # What does not fit.
+    # Meshes and names that do not fit.
     assert "tp=2 is not 4" in refused(lambda: megapg.from_mesh(turned, tp="model"))
     refused(lambda: megapg.from_mesh(turned, tp="tp", dp="data"), ForeignGroupError)
     refused(lambda: megapg.from_mesh(turned, tpp="model"), UnknownFieldError)
     assert "not None" in refused(lambda: megapg.from_mesh(None, tp="tp"), ForeignGroupError)
     said = refused(lambda: megapg.from_mesh(turned, tp="model", dp="data", mp="data"))
     assert "mp has the ranks" in said
-    dist.barrier()  # a rank that is gone is missed where others still connect a mesh's groups
+    dist.barrier()  # a rank must not end while others still connect the groups of a mesh
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong while a session opens, and when: its name is free again, nothing is left."""
+"""Any error at any point of opening a session frees the name and leaves nothing behind."""
 
 import os
 import sys
@@ -20,13 +20,14 @@ SOON, PATIENT = 4.0, 60.0  # seconds
 
 
 class Broken(Exception):
-    """Nobody expects it."""
+    """An error that no caller expects."""
 
 
 def opened_with(error, at, **arguments):
-    """What opening a session raises if the call number ``at`` inside of megapg raises this.
+    """Open a session in which call number ``at`` inside megapg raises; return the error.
 
-    None where there are fewer calls. What a generator's end raises nobody hears, so it is no case.
+    Return None if there are fewer calls. Errors at the end of a generator are ignored, so they are
+    not tested.
     """
     calls = 0
 
@@ -53,7 +54,7 @@ def opened_with(error, at, **arguments):
 def wherever_it_fails(of_the_caller, step):
     if of_the_caller:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    at, kept = 1, []  # as a debugger keeps errors, and with them every frame
+    at, kept = 1, []  # as a debugger keeps errors and all their frames
     while raised := opened_with(KeyboardInterrupt() if at % 2 else Broken(), at, timeout=SOON):
         assert isinstance(raised, (KeyboardInterrupt, Broken)), (at, raised)
         kept.append(raised)
@@ -93,9 +94,9 @@ def on_two_ranks():
         with pytest.raises(RendezvousError, match="Missing: rank 1"):
             megapg.session(tp=2, timeout=SOON)
     both_open()
-    # Where gloo connects as groups are made, a rank can be stuck in that until it times out.
+    # If gloo connects when a group is created, a rank can hang there until the timeout.
     lazy = torch_private.gloo_can_be_lazy()
-    # Waits make calls as well, so a late one may come after the ranks have last met.
+    # Waits make calls as well, so a late call may come after the last meeting of the ranks.
     for at in (40, 200, 400) if lazy else ():
         for error in (KeyboardInterrupt, Broken):
             if me == 0:

@@ -1,8 +1,8 @@
-"""What a session closes and what it leaves: every owner of WORLD and of groups, every ending.
+"""A session closes only the WORLD and groups that it owns, for every owner and every ending.
 
-Each row of the table is played by the same two real ranks, one row after the other, and looks at
-what exists afterwards: which WORLD, whether it and the groups on it still work, torch's registry,
-threads and descriptors.
+The same two real ranks play each row of the table, one row after the other. After each row the test
+checks which WORLD exists, and whether WORLD and its groups still work. It also checks torch's
+registry, threads and descriptors.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ TABLE = [Row(*row) for row in itertools.product(WORLD_BY, GROUPS_BY, ENDINGS, IN
 
 
 class BodyError(Exception):
-    """Raised by the body of a session, on one rank."""
+    """An error of the session's body on one rank."""
 
 
 def works(group=None):
@@ -70,13 +70,13 @@ def a_group_of_the_caller(row):
 
 
 def body(row, session, store, name):
-    """What the user does inside. Returns the WORLD and the user's group that are there then."""
+    """Run the user's code inside the session; return the WORLD and the user's group at its end."""
     theirs = a_group_of_the_caller(row)
     assert theirs is None or works(theirs)
     assert works()
     assert works(session.groups.pp)
     if row.ending in ("re-init", "destroyed"):
-        works()  # both are here: nobody's WORLD goes while the other uses it
+        works()  # meets the other rank: WORLD must not go while that rank uses it
         dist.destroy_process_group()
         theirs = None
     if row.ending == "re-init":
@@ -101,10 +101,10 @@ def play(row, store, name):
     session = megapg.session(pp=2, timeout=60)
     assert session.owns_world == (row.world_by == "the session")
     lease = session.groups.lease
-    beside = a_group_of_the_caller(row)  # and another one later, in the body
+    beside = a_group_of_the_caller(row)  # the body creates another one later
     failing = row.ending == "exception" and me() == 1
     expected = contextlib.nullcontext()
-    if row.ending == "exception":  # the other rank hears of it as it closes
+    if row.ending == "exception":  # the other rank gets the error when it closes
         error = BodyError if failing else RendezvousError
         expected = pytest.raises(error, match="" if failing else "rank 1: BodyError")
     with expected, session, nested(row):
@@ -115,7 +115,7 @@ def play(row, store, name):
     assert lease.state is LeaseState.CLOSED
     del session
 
-    # What exists now.
+    # Check which groups exist now.
     gone = row.world_by == "the session" and row.ending in ("success", "exception")
     if row.ending == "re-init":
         world = world_at_the_end
@@ -140,8 +140,8 @@ def play(row, store, name):
             assert not outer.owns_world
     assert len(registry()) == kept, (len(registry()), kept)
 
-    # A fresh one works there, and leaves things as it found them; whoever was open on a WORLD that
-    # is no more is closed by then.
+    # A fresh session works and restores the previous state. Every session on a destroyed WORLD is
+    # closed by then.
     fresh_one_works(world, kept)
     if outer is not None:
         assert outer.closed == (row.ending in ("re-init", "destroyed"))
@@ -162,7 +162,7 @@ def fresh_one_works(world, kept):
 
 
 def usage(limit=(0, 0)):
-    """Threads and descriptors, once what is ending has ended or they are within the limit."""
+    """Return the threads and descriptors, once within the limit or unchanged."""
     gc.collect()
     process = psutil.Process()
     until = time.monotonic() + 10
@@ -178,12 +178,12 @@ def usage(limit=(0, 0)):
 
 def play_all():
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    for number, row in enumerate(TABLE[:2]):  # opens what stays open, once
+    for number, row in enumerate(TABLE[:2]):  # opens the things that stay open by design
         play(row, store, f"first {number}")
     with megapg.session(timeout=60):
         pass
     gc.collect()
-    gc.freeze()  # what is there now is not looked at again: collecting is quick then
+    gc.freeze()  # keeps existing objects out of later collections, which makes them fast
     limit = usage()
     left = {}
     for number, row in enumerate(TABLE):

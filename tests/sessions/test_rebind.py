@@ -1,4 +1,4 @@
-"""``rebind``: everything that leads to an old group leads to the new one, or is told of."""
+"""``rebind``: every reference to an old group is replaced or reported."""
 
 import functools
 import gc
@@ -36,7 +36,7 @@ def groups_of_field(pg):
 
 
 def replacements_of(old, new):
-    """As a session that re-creates its groups has them."""
+    """Return the replacements of a session that re-creates its groups."""
     replacements = Replacements()
     successors = groups_of_field(new)
     for field, group in groups_of_field(old).items():
@@ -63,8 +63,8 @@ def undisturbed(run):
 
 
 def moved(run):
-    """Two steps on the groups of one session, and two on those of another."""
-    gc.unfreeze()  # what settled.py froze may hold groups as well
+    """Train two steps on the groups of one session, and two on those of another."""
+    gc.unfreeze()  # settled.py may have frozen objects that hold groups
     with megapg.session(name="second", timeout=60, **sizes(run)) as second:
         first = megapg.session(name="first", timeout=60, **sizes(run))
         job = build(run, first.groups)
@@ -76,12 +76,12 @@ def moved(run):
         held = first.live_references()
         again = rebind(job, replacements)
         losses.append(step(run, 3, job, second.groups))
-        survivors = len(replacements.alive())  # also where the collector does not see it
+        survivors = len(replacements.alive())  # also finds objects that the collector does not see
         return losses, weights(job, second.groups), rebound, held, again, survivors
 
 
 def resumed(run):
-    """Suspended after each step, with one block of ``published`` around it all."""
+    """Suspend after each step, with one ``published`` block around the whole run."""
     with megapg.session(timeout=60, **sizes(run)) as session, published(session.groups):
         job = build(run, session.groups)
         losses = []
@@ -122,11 +122,11 @@ def test_a_model_trains_on_with_new_groups_bit_for_bit():
             assert not again.replaced
 
 
-# -- where references are --------------------------------------------------------------------------
+# -- kinds of references ---------------------------------------------------------------------------
 
 
 class Change:
-    """Groups that ended, those in their place, and what to call :func:`rebind` with."""
+    """Old groups, their replacements, and a way to call :func:`rebind`."""
 
     def __init__(self, old, core, new):
         self.old, self.core, self.new = old, core, new
@@ -169,7 +169,7 @@ class SlottedToo(Slotted):
 Pair = namedtuple("Pair", "group weight")
 
 
-class Named(tuple):  # with a __dict__ of its own
+class Named(tuple):  # has a __dict__
     pass
 
 
@@ -188,7 +188,7 @@ def test_attributes_containers_and_what_is_made_anew(change):
     del change.core
     things = Plain(
         model=nn.ModuleList([nn.Sequential(layer)]),
-        every_layer=[layer],  # a shorter way, but not its name
+        every_layer=[layer],  # a shorter path, but not the one to report
         slotted=slotted,
         core=core,
         accumulator=accumulator,
@@ -330,7 +330,7 @@ def test_weak_references_and_collections_of_borrowed_groups(change):
     assert things.borrowed.dp is new.dp
     assert things.borrowed.tp is new.tp
     assert things.borrowed.lease is borrowed.lease
-    assert borrowed.dp is old.dp  # what is frozen stays as it was
+    assert borrowed.dp is old.dp  # a frozen collection stays unchanged
     assert "Plain.borrowed.dp" in rebound.replaced
     assert "Plain.twice[0]" in rebound.replaced
 
@@ -364,7 +364,7 @@ class Frozen:
 
 
 class Proxy:
-    """Answers for something that is not there."""
+    """A proxy that fails on any attribute access."""
 
     def __init__(self, group):
         object.__setattr__(self, "group", group)
@@ -402,14 +402,14 @@ def test_what_cannot_be_replaced_is_told_of(change):
     named = Named((old.tp, 1))
     named.group = old.dp
     mesh = DeviceMesh.from_group(new.tp, "cpu")
-    sharded = nn.Linear(2, 2)  # its class is torch's from now on, its attributes are its own
+    sharded = nn.Linear(2, 2)  # torch changes its class, but not its attributes
     sharded.tp_group = old.tp
     fully_shard(sharded, mesh=mesh)
     mesh._pg_registry = {"name": old.tp}
     wrapper = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     nn.Module.__init__(wrapper)
     wrapper.process_group = old.dp
-    wrapper.module = Plain(group=old.dp)  # what it wraps is its owner's
+    wrapper.module = Plain(group=old.dp)  # the wrapped object belongs to the user
     things = Plain(
         frozen=Frozen(old.tp, [old.tp]),
         running=running,
@@ -444,9 +444,9 @@ def test_what_cannot_be_replaced_is_told_of(change):
     assert "DistributedDataParallel keeps" in left["Plain.wrapper.process_group"]
     assert "is the name of an old group" in left["Plain.name"]
     assert "rebind() itself" in left["ProcessGroup"]
-    assert not rebound.elsewhere  # nothing is told of twice
+    assert not rebound.elsewhere  # nothing is reported twice
     assert not rebound.unseen
-    # Beside those, everything in there has been replaced, and nobody's code has run.
+    # All other references are replaced, and no user code has run.
     assert things.frozen.more == [new.tp]
     assert named.group is new.dp
     assert wrapper.module.group is new.dp
@@ -470,7 +470,7 @@ def test_what_is_held_elsewhere_is_told_of(change):
     del change.core  # holds old groups, too
     model, forgotten = Plain(group=old.tp), Plain(group=old.tp, pg=old)
     Elsewhere.group = old.dp
-    shared, another = old.cp, torch.ones(2)  # two of which nobody asks whether they are equal
+    shared, another = old.cp, torch.ones(2)  # objects that must not be compared for equality
 
     def hook():
         return another, shared
@@ -561,7 +561,7 @@ def test_replacements_go_by_identity_and_keep_nothing_alive():
     del old
     assert gone() is None
     assert replacements.alive() == []
-    others = [Handle() for _ in range(100)]  # one of them at the same address
+    others = [Handle() for _ in range(100)]  # one of them may have the same address
     assert all(replacements.get(other) is None for other in others)
     replacements.add(gone, new)
     assert isinstance(rebind([others], replacements), Rebound)
@@ -584,7 +584,7 @@ def state():
 
 
 def published_follows():
-    gc.unfreeze()  # what settled.py froze may hold groups as well
+    gc.unfreeze()  # settled.py may have frozen objects that hold groups
     before = state()
     with (
         megapg.session(pp=2, vpp=2, timeout=60) as session,
@@ -608,7 +608,7 @@ def published_follows():
             total = torch.ones(1)
             dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
             assert total.item() == 2
-            # Behind another block it goes on all the same.
+            # Inside another block, the outer session still continues.
             with published(other.groups), published(other.groups):
                 session.suspend("recreate")
                 assert globals_are(other.groups)
@@ -620,7 +620,7 @@ def published_follows():
                 assert globals_are(other.groups)
             assert globals_are(session.groups)
             assert parallel_state.get_virtual_pipeline_model_parallel_rank() == 1
-            # Left while the groups are away.
+            # Leave the block while the groups are suspended.
             outer = published(other.groups)
             outer.__enter__()
             other.suspend("recreate")

@@ -1,4 +1,4 @@
-"""What many ranks ask of the store: simulated ranks, which are the real code, and real ones."""
+"""Number of store calls of many ranks: simulated ranks that run the real code, and real ranks."""
 
 from __future__ import annotations
 

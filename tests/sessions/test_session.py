@@ -1,4 +1,4 @@
-"""Sessions on real gloo ranks: what they make, what they share, what they leave behind."""
+"""Sessions on real gloo ranks: created groups, shared groups, and residue."""
 
 import gc
 import logging
@@ -85,7 +85,7 @@ def every_field_sums_its_members(layouts):
                 dist.all_reduce(total, group=groups[field])
                 assert total.item() == sum(members), (sizes, field)
                 assert dist.get_process_group_ranks(groups[field]) == list(members)
-            # One communicator per distinct rank set, and WORLD is never one of them.
+            # There is one communicator per distinct rank set, and none is WORLD.
             distinct = {tuple(dist.get_process_group_ranks(g)) for g in groups.values()}
             assert len({id(g) for g in groups.values()}) == len(distinct)
             assert dist.group.WORLD not in groups.values()
@@ -115,7 +115,8 @@ def extras_sum_their_members():
             assert pg.ranks(name) == members
             assert pg.size(name) == len(members)
             assert members[pg.rank(name)] == me
-        assert pg.extras["gloo.dp_cp"] is pg.dp_cp  # on gloo anyway: no second communicator
+        # no second communicator, because the backend is gloo anyway
+        assert pg.extras["gloo.dp_cp"] is pg.dp_cp
         assert set(pg.extras).isdisjoint(vars(pg))
         del pg
     complaints = []
@@ -158,14 +159,14 @@ def however_the_ranks_find_each_other():
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     told_at_once = keys_about_addresses()
-    addresses._LARGEST = 1  # as in a job whose every group is too large to be told
+    addresses._LARGEST = 1  # as in a job whose groups are all too large for one message
     looked_up = keys_about_addresses()
     addresses._LARGEST = 64
     dist.set_debug_level(dist.DebugLevel.DETAIL)  # wraps each group in another
     addresses._LARGEST = 64
     detailed = keys_about_addresses()
     dist.set_debug_level(dist.DebugLevel.OFF)
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # the user's choice; then creation itself connects
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # set by the user: creation itself connects
     eager = keys_about_addresses()
     dist.destroy_process_group()
     return told_at_once, looked_up, detailed, eager
@@ -174,7 +175,7 @@ def however_the_ranks_find_each_other():
 @lists_keys
 @pytest.mark.smoke
 def test_addresses_are_told_in_one_message_or_looked_up():
-    # Of four ranks with tp=2, each is in groups of 2, 2 and 4 ranks.
+    # With tp=2 on four ranks, each rank is in groups of 2, 2 and 4 ranks.
     assert run_distributed(however_the_ranks_find_each_other, 4) == [(12, 0, 12, 0)] * 4
 
 
@@ -200,7 +201,7 @@ def test_one_thread_makes_every_call_of_an_opening():
 
 
 def addresses_late():
-    """The store is slow, or gone, when all have said that they are ready."""
+    """The store is slow, or fails, after all ranks have reported that they are ready."""
     me, get = int(os.environ["RANK"]), dist.PrefixStore.multi_get
 
     def slow(self, keys):
@@ -275,7 +276,7 @@ def cycles(count, caller_has_world):
 @pytest.mark.parametrize("caller_has_world", [False, True], ids=["own-world", "callers-world"])
 def test_fifty_cycles_leave_nothing(caller_has_world):
     for seen in run_distributed(partial(cycles, 50, caller_has_world), 4, deadline=200):
-        # The first cycle opens what stays open by design: the connection to the meeting place.
+        # The first cycle opens the connection to the store, which stays open by design.
         first, last = seen[1], seen[-1]
         assert last["groups"] == first["groups"] == (1 if caller_has_world else 0)
         assert last["names"] == first["names"]
@@ -313,7 +314,7 @@ def inside_a_callers_world():
     assert total.item() == 6.0
     with pytest.raises(StaleGroupError):
         pg.require("tp")
-    # A WORLD that the session made and the caller replaced is the caller's.
+    # If the caller replaces the session's WORLD, the caller owns the new WORLD.
     dist.destroy_process_group()
     owner = megapg.session(tp=2, timeout=20)
     assert owner.owns_world
@@ -349,7 +350,7 @@ def two_models_side_by_side():
         assert total.item() == sum(half)
         dist.all_reduce(total, group=actor.groups.tp)
         dist.all_reduce(total, group=critic.groups.pp)
-    if me == 3:  # a rank that is not in the layout does nothing at all
+    if me == 3:  # a rank outside the layout does nothing
         assert registered() == 1
         return True
     with megapg.session(tp=3, ranks=range(3), timeout=20) as three:
@@ -386,7 +387,7 @@ def test_dedicated_fields_share_with_nobody():
 def failing_body(who):
     me = int(os.environ["RANK"])
     expected = pytest.raises(ZeroDivisionError, match="the body failed")
-    if me != who:  # closes all the same, and hears why it could not be done in order
+    if me != who:  # closes as well, and gets the reason of the failure
         told = f"rank {who}: ZeroDivisionError: the body failed"
         expected = pytest.raises(RendezvousError, match=told)
     with expected as failed, megapg.session(tp=2, pp=2, timeout=20) as session:
@@ -398,7 +399,7 @@ def failing_body(who):
     assert session.closed
     assert not dist.is_initialized()
     assert registered() == 0
-    with megapg.session(tp=4, timeout=20) as again:  # and a fresh one works
+    with megapg.session(tp=4, timeout=20) as again:  # a fresh session works
         dist.all_reduce(torch.ones(1), group=again.groups.tp)
     return True
 
@@ -419,7 +420,7 @@ def test_a_single_process_needs_no_launcher(monkeypatch, caplog):
         assert session.describe()["communicators"] == {"+".join(sorted_fields(session)): [0]}
     assert "time out after 0:30:00 on this session's groups" in caplog.text
     assert not dist.is_initialized()
-    session.close()  # closing twice does nothing
+    session.close()  # closing twice has no effect
     with pytest.raises(SessionError, match="was closed at"):
         _ = session.groups
 
@@ -472,7 +473,7 @@ def closing_out_of_order():
     critic.groups.lease.at_end.append(lambda: closed.append(actor.state))
     closed = []
     actor.close()
-    assert closed == [LeaseState.LIVE]  # as it was when the other's groups ended
+    assert closed == [LeaseState.LIVE]  # the state when the other session's groups ended
     assert critic.closed
     assert actor.closed
     critic.close()
@@ -502,7 +503,7 @@ def slow_first_use():
     assert session.closed
     assert registered() == 1
     dist.barrier()
-    with megapg.session(tp=4, timeout=20) as again:  # which also clears what was left
+    with megapg.session(tp=4, timeout=20) as again:  # also clears leftover keys
         dist.all_reduce(torch.ones(1), group=again.groups.tp)
     if me == 0:
         keys = dist.distributed_c10d._get_default_store().list_keys()
@@ -518,7 +519,7 @@ def test_closing_early_does_not_pull_the_rug_from_slow_ranks():
 
 
 def interrupted():
-    """Rank 1 does not come."""
+    """Rank 1 does not call; Ctrl-C interrupts rank 0."""
     steps = Steps()
     if int(os.environ["RANK"]) == 1:
         steps.hear("interrupted", [0])
@@ -543,12 +544,12 @@ def timeouts_by_field():
     with megapg.session(**sizes, collective_timeout=named, timeout=30) as session:
         pg = session.groups
         everywhere = session.describe()["world_timeout"]
-        assert everywhere == of(dist.group.WORLD) == 1800  # torch's own
-        assert [of(group) for group in pg.hcp] == [14, everywhere]  # nothing is sent in the second
+        assert everywhere == of(dist.group.WORLD) == 1800  # torch's default
+        assert [of(group) for group in pg.hcp] == [14, everywhere]  # the second group sends nothing
         assert (of(pg.pp), of(pg.tp), of(pg.tp_cp), of(pg.cp)) == (11, 13, 13, everywhere)
-        # Only what has the same ranks and the same timeout is shared.
+        # Fields share a group only if ranks and timeout are equal.
         assert pg.hcp[0] is not pg.cp
-        assert pg.dp is pg.extras["gloo.dp"]  # of one rank each, where nothing is sent
+        assert pg.dp is pg.extras["gloo.dp"]  # groups of one rank, which send nothing
         assert of(pg.extras["gloo.dp_cp"]) == everywhere
         for group in groups_by_field(pg).values():
             dist.all_reduce(torch.ones(1), group=group)
@@ -586,7 +587,7 @@ def test_the_start_up_timeout_does_not_outlive_the_start_up():
 
 
 def static_launch(port, count):
-    """As a launcher without an agent's store does it: rank 0 hosts the store."""
+    """Launch without an agent's store, so that rank 0 hosts the store."""
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     os.environ["MASTER_PORT"] = str(port)
     for expected in range(1, count + 1):

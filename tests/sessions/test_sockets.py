@@ -1,4 +1,4 @@
-"""Who hosts a store is found without its text, for which torch asks the DNS (and waits for it)."""
+"""The host of a store is found without its text, which would cost a slow DNS look-up in torch."""
 
 import socket
 import subprocess

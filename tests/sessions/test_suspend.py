@@ -1,4 +1,4 @@
-"""suspend() and resume(): the ways, the agreement, what stays valid and what is new."""
+"""suspend() and resume(): the methods, the agreement, and which objects stay valid."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.torch
 
 
 def works(session):
-    """Whether a collective on every group of this rank gives what it should."""
+    """True if a collective on every group of this rank gives the right sum."""
     for field in session.groups.present():
         group = getattr(session.groups, field)
         if isinstance(group, dist.ProcessGroup):
@@ -45,7 +45,7 @@ def refused(doing, error=UnsupportedOffloadError):
 
 
 def shape(pg):
-    """What of a collection must be the same in every generation."""
+    """Return the properties of a collection that must be equal in every generation."""
     named = {f: getattr(pg, f) for f in pg.present()} | dict(pg.extras)
     shared = {}
     for field, group in named.items():
@@ -118,7 +118,7 @@ def recreated():
     )
     assert session.groups.tp.group_desc == pg.tp.group_desc.replace("/1:", "/2:")
 
-    # Nothing but the user keeps the old groups alive, and rebind() knows them as long as he does.
+    # Only the user keeps the old groups alive, and rebind() knows them as long as they live.
     holder = {"pg": pg, "tp": pg.tp}
     del heirs, was
     session.suspend("recreate")
@@ -133,7 +133,7 @@ def recreated():
     del rebound
     assert session.live_references() == []
 
-    # One rank that asks for something else, or cannot, stops all of them, and nothing has happened.
+    # If one rank asks for another method, or can't suspend, no rank suspends and nothing changes.
     generation = session.generation
     told = [
         refused(lambda: session.suspend("suspend")),
@@ -157,7 +157,7 @@ def recreated():
     assert session.generation == generation
     assert works(session)
 
-    # Whoever must finish first, such as a background save, does; what it raises is passed on.
+    # Earlier work such as a background save finishes first; its error is passed on.
     def finish(error):
         works(session)
         raise ZeroDivisionError(f"the save failed, {error}")
@@ -168,7 +168,7 @@ def recreated():
     session.resume()
     assert works(session)
 
-    # WORLD goes as well, if it is ours alone.
+    # WORLD is destroyed as well if only this session uses it.
     holder = {"world": dist.group.WORLD}
     world = weakref.ref(dist.group.WORLD)
     report = session.suspend("recreate world")
@@ -184,7 +184,7 @@ def recreated():
     holder.clear()
     assert world() is None
 
-    # Any way to end: suspended or not, with and without an error.
+    # A session may end suspended or not, with or without an error.
     session.suspend()
     session.close()
     assert session.closed
@@ -195,7 +195,7 @@ def recreated():
         1 / session.suspend("recreate world").communicators / 0
     assert session.closed
 
-    # A session that is suspended still counts on WORLD.
+    # A suspended session still needs WORLD.
     with megapg.session(tp=2, name="outer", timeout=60) as outer:
         with megapg.session(pp=4, name="inner", timeout=60) as inner:
             inner.suspend()
@@ -207,7 +207,7 @@ def recreated():
         outer.resume()
         assert works(outer)
 
-    # In the caller's WORLD, beside another session.
+    # In the caller's WORLD, together with another session.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store = dist.PrefixStore("callers", store)
     dist.init_process_group("gloo", store=store, rank=session.rank, world_size=4)
@@ -245,7 +245,7 @@ def test_groups_are_destroyed_and_made_anew_alike_on_all_ranks():
 
 
 def overlapping_families():
-    """Groups of many shapes come apart in an order of its own on every rank, and others hold on."""
+    """End many overlapping groups in a different order on every rank, while old references live."""
     generations, end = [], create.end
     with megapg.session(pp=4, timeout=60) as session:
         assert (session.groups.embd is None) == (session.groups.rank("pp") in (1, 2))
@@ -258,7 +258,7 @@ def overlapping_families():
                 end(shuffled.sample(made, len(made)), abort=abort)
 
             assert works(session)
-            kept.append(session.groups)  # a model that nobody rebinds
+            kept.append(session.groups)  # a model that is not rebound
             with mock.patch.object(create, "end", in_any_order):
                 session.suspend()
             session.resume()
@@ -336,7 +336,7 @@ def dozed():
     sleepers = len(made) + 1
     assert report.how == "suspend"
     assert report.groups_gone == 0
-    assert report.communicators == sleepers + 1  # the companion on gloo has nothing to give
+    assert report.communicators == sleepers + 1  # the gloo companion has no memory to release
     held = (sleepers * (dozing.GIVEN_BACK + dozing.KEPT), sleepers * dozing.KEPT)
     assert report.bytes == {"dozing": held, "gloo": (None, None)}
     assert f"dozing: {held[0]} bytes before, {held[1]} bytes after" in str(report)
@@ -359,7 +359,7 @@ def dozed():
     assert session.rebind({"pg": pg}).replaced == ()
     assert all(backend.log == ["suspend", "resume"] for backend in (*made, world))
 
-    # On request the other ways, from the same state.
+    # The other methods work on request, from the same state.
     assert session.suspend("recreate").bytes["dozing"] == (
         held[0] * (sleepers - 1) // sleepers,
         None,
@@ -369,11 +369,11 @@ def dozed():
     session.suspend("recreate world")
     session.resume()
     assert session.suspend().how == "suspend"
-    session.close()  # as it is
+    session.close()  # closes while suspended
     del pg, made, world
     dozing.forget()
 
-    # Where one rank can't, none does: the next way on its own, and an error on request.
+    # If one rank can't suspend, all use the next method; an explicit request raises instead.
     told = []
     dozing.install("NCCL 2.21.5 can't suspend a communicator; 2.29.7 can" if me == 1 else "")
     with megapg.session(tp=2, backend="dozing", timeout=60) as session:

@@ -1,4 +1,4 @@
-"""When suspend() or resume() fails on one rank: every rank hears why, and all can start afresh."""
+"""suspend() or resume() fails on one rank: every rank gets the reason, and all can start afresh."""
 
 import contextlib
 import gc
@@ -37,7 +37,7 @@ HURRIED = 6.0
 
 
 def failing(on, error):
-    """A callback that fails on one rank."""
+    """Return a callback that fails on one rank."""
 
     def callback(*_):
         if me() == on:
@@ -47,7 +47,7 @@ def failing(on, error):
 
 
 def lost(session, doing):
-    """What ``doing`` raises as it fails; then the session is what a failed one should be."""
+    """Return the error of ``doing``, and check the state of the failed session."""
     pg = session.groups if session.state is LeaseState.LIVE else None
     generation = session.generation
     started = time.monotonic()
@@ -71,7 +71,7 @@ def lost(session, doing):
 
 
 def afresh():
-    """The same process can go on: with a new session of the same name, on all ranks."""
+    """Check that all ranks can open a new session of the same name in the same processes."""
     with megapg.session(tp=2, pp=2, timeout=PATIENT) as session:
         total = torch.ones(1)
         dist.all_reduce(total, group=session.groups.mp)
@@ -121,7 +121,7 @@ def one_after_the_other():
     else:
         told["ctrl-c"] = lost(session, session.suspend)
 
-    # A rank that leaves the block for a reason of its own.
+    # One rank leaves the block because of its own error.
     def leaves(session):
         with session:
             raise ZeroDivisionError("bad batch")
@@ -142,7 +142,7 @@ def one_after_the_other():
     else:
         told["left between"] = lost(session, session.resume)
 
-    # A rank that is late.
+    # One rank is late.
     def late(doing):
         if me() == 3:
             steps.hear(doing.__name__, range(3))
@@ -159,7 +159,7 @@ def one_after_the_other():
     session._timeout = HURRIED
     told["late for resume"] = lost(session, partial(late, session.resume))
 
-    # A WORLD that the caller replaced meanwhile is not the one that the groups were made on.
+    # After the caller replaces WORLD, the groups belong to another WORLD.
     def make_world(name):
         base = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         dist.init_process_group("gloo", store=dist.PrefixStore(name, base), rank=me(), world_size=4)
@@ -176,7 +176,7 @@ def one_after_the_other():
     dist.barrier()
     dist.destroy_process_group()
 
-    # Closing can fail, and be tried again.
+    # Closing can fail and be repeated.
     session = opened()
     with mock.patch.object(dist, "destroy_process_group", stubborn):
         if me() == 1:
@@ -234,7 +234,8 @@ def tired():
         if what == "resume":
             session.suspend()
         told.append(lost(session, getattr(session, what)))
-        assert all(what in backend.log for backend in made)  # the others were attempted
+        # the calls on the other communicators were tried
+        assert all(what in backend.log for backend in made)
         del made
         dozing.forget()
     return told
@@ -286,19 +287,19 @@ def test_ranks_that_came_for_different_things_hear_so():
     assert "rank 1 came for tea; rank 2 came for tea" in said[0][1]
     assert "rank 0 came for coffee" in said[1][1]
     assert [said[rank][2] for rank in range(3)] == [(1, 2), (0,), (0,)]
-    assert max(s[3] for s in said.values()) <= 8  # what was said before is forgotten
+    assert max(s[3] for s in said.values()) <= 8  # earlier messages are deleted
 
 
 @pytest.mark.parametrize(
     ("said", "named", "missing"),
     [
         (ValueError("bad batch"), {2}, (2,)),
-        # It fails as another rank does, and torch does not say which.
+        # This error results from another rank's failure, and torch does not name that rank.
         (RuntimeError("[/src/gloo/gloo/tcp/pair.cc:1] Connection closed by peer"), {1, 2}, (1,)),
     ],
 )
 def test_who_is_late_is_not_blamed_for_who_has_left(said, named, missing):
-    """Nobody waits out the timeout for rank 1 then, and nobody says so."""
+    """The ranks do not wait for rank 1 until the timeout, and no error claims that they did."""
     store, heard, told = shared_store(), {}, threading.Event()
 
     def take_part(rank):
@@ -327,7 +328,7 @@ def test_who_is_late_is_not_blamed_for_who_has_left(said, named, missing):
 
 
 def played_by(threads):
-    """What each of these functions returned or raised, all at work at the same time."""
+    """Run these functions at the same time; return the result or the exception of each."""
     said = {}
 
     def play(rank, work):
@@ -346,7 +347,7 @@ def played_by(threads):
 
 @pytest.mark.parametrize("where", ["exchange", "confirm", "part"])
 def test_where_one_has_given_up_nobody_goes_on(where, monkeypatch):
-    """Though the others, which came later, are all there in time by their own clocks."""
+    """The other ranks come later, and by their own clocks all are in time."""
     for module in (gathering, parting, rendezvous):
         monkeypatch.setattr(module, "GRACE", 0.1)
     store = shared_store()
@@ -368,7 +369,7 @@ def test_where_one_has_given_up_nobody_goes_on(where, monkeypatch):
 
 
 def test_a_follower_that_gives_up_confirming_names_who_is_to_blame(monkeypatch):
-    """Not the leader, which is there and waits for the same rank."""
+    """The error does not name the leader, which is present and waits for the same rank."""
     for module in (gathering, parting, rendezvous):
         monkeypatch.setattr(module, "GRACE", 0.1)
     store = shared_store()
@@ -393,7 +394,7 @@ def test_a_follower_that_gives_up_confirming_names_who_is_to_blame(monkeypatch):
 
 
 def test_attempts_are_counted_alike_once_all_have_met(monkeypatch):
-    """Or what a rank said of an earlier attempt is taken for the one under way."""
+    """Otherwise a message of an earlier attempt would be taken for one of the current attempt."""
     store = shared_store()
 
     def opened(rank, ranks):
@@ -413,7 +414,7 @@ def test_attempts_are_counted_alike_once_all_have_met(monkeypatch):
 
 
 def test_a_refusal_among_other_ranks_ends_no_meeting():
-    """Rank 0 has declined more often under this name than rank 2 has come."""
+    """Rank 0 has declined more often under this name than rank 2 has called."""
     store = shared_store()
     for _ in range(3):
         Coordinator(store, "talk", 0, range(2)).decline(ValueError("bad argument"))
@@ -435,7 +436,7 @@ def test_a_refusal_among_other_ranks_ends_no_meeting():
 
 @pytest.mark.parametrize("doing", ["suspend", "close"])
 def test_what_a_failure_held_goes_with_its_error(doing):
-    """Or the groups live until the collector comes, and on gloo the waits for this rank do too."""
+    """Otherwise the groups live until the next garbage collection, and so do gloo's waits."""
 
     def busy():
         raise RuntimeError("busy")
@@ -447,7 +448,7 @@ def test_what_a_failure_held_goes_with_its_error(doing):
             getattr(session, doing)()
         return weakref.ref(session)
 
-    fail()  # what is imported on the way leaves circles of its own
+    fail()  # the first imports leave reference cycles
     gc.collect()
     gc.disable()
     try:
@@ -457,15 +458,15 @@ def test_what_a_failure_held_goes_with_its_error(doing):
 
 
 def given_up_in_between():
-    """One rank fails while the groups are away, and the others never want them back."""
-    dist.init_process_group("gloo")  # whose store outlives the session
+    """One rank fails while the groups are suspended, and the others never resume."""
+    dist.init_process_group("gloo")  # the store of this WORLD outlives the session
     expected = pytest.raises(ZeroDivisionError) if me() == 1 else contextlib.nullcontext()
     with expected, megapg.session(tp=2, pp=2, timeout=PATIENT) as session:
         session.suspend()
         if me() == 1:
             raise ZeroDivisionError("bad batch")
     if me() == 1:
-        time.sleep(2.0)  # the others do not take its last word for the answer to this
+        time.sleep(2.0)  # the others must not take the old message of rank 1 for its answer
     afresh()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""A real Megatron-core GPT trains on through many cycles of suspend() and resume()."""
+"""A real Megatron-core GPT keeps training through many cycles of suspend() and resume()."""
 
 import gc
 import time
@@ -22,7 +22,7 @@ RUNS = {4: GPTRun(pp=4, layers=4, **TINY), 8: GPTRun(tp=2, pp=2, layers=2, **TIN
 
 
 def usage(me, first=None):
-    """Once there are as few threads as at first; what is ending takes a moment."""
+    """Return the resources in use, once the threads are back at the first number."""
     gc.collect()
     until = time.monotonic() + 10
     while first and me.num_threads() > first["threads"] and time.monotonic() < until:
@@ -77,12 +77,12 @@ def test_a_gpt_trains_on_through_many_cycles_bit_for_bit(world_size, cycles):
     everyone = distributed(partial(both, run), world_size)
     for rank, (steady, (losses, digest, rebound, seen)) in enumerate(everyone):
         assert (losses, digest) == steady
-        assert len(set(losses)) == run.steps  # it learns something in every step
+        assert len(set(losses)) == run.steps  # every step changes the loss
         assert len(rebound) == run.steps
         assert all(each.replaced and each.complete for each in rebound), str(rebound[-1])
         first, last = seen[0], seen[-1]
         print(f"rank {rank} of {world_size}, after 5 and after {cycles} cycles: {first} {last}")
-        for what in ("groups", "names", "tags"):  # in torch's registry
+        for what in ("groups", "names", "tags"):  # torch's registry
             assert last[what] == first[what], seen
         assert last["threads"] <= first["threads"]
         assert last["fds"] <= first["fds"] + 2, seen  # a socket may still be closing

@@ -1,6 +1,6 @@
-"""One rank comes with what it should not have: the others hear why, long before their timeout.
+"""One rank has bad input: the others get the reason long before their timeout.
 
-Each wait is given a minute; whoever heard nothing would hold it out.
+Each wait has a timeout of a minute, so a rank that gets no reason waits that long.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from megapg.megatron import adopt
 from megapg.rendezvous import rendezvous
 from megapg.testing import run_distributed
 
-LONG, SOON = 60.0, 30.0  # seconds: what the ranks would wait, and by when all must have heard
+LONG, SOON = 60.0, 30.0  # seconds: timeout of the ranks, and deadline for the error
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def soon(error, match):
 
 
 def in_step(size):
-    """A barrier over a connection of its own."""
+    """Return a barrier over a separate connection."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     turns = itertools.count()
 
@@ -48,7 +48,7 @@ def in_step(size):
 
 
 def in_another_thread(**arguments):
-    """What ``session()`` raises there."""
+    """Return the error of ``session()`` in another thread."""
     raised = []
 
     def call():
@@ -103,7 +103,7 @@ def wrong_arguments():
             together()
         if not world_exists:
             dist.init_process_group("gloo")
-    with megapg.session(timeout=LONG):  # all come again, and all is well
+    with megapg.session(timeout=LONG):  # all call again, without an error
         pass
     dist.destroy_process_group()
     return True
@@ -115,9 +115,9 @@ def test_an_argument_that_is_wrong_on_one_rank():
 
 
 def wrong_after_a_try_alone():
-    """The culprit has tried once more than the other, who is late: its word counts all the same.
+    """The culprit has one attempt more than the other rank; its error must still count.
 
-    And once it has been heard it counts no more, whoever comes back first.
+    After the error was read once, it must not count again, whichever rank returns first.
     """
     me = int(os.environ["RANK"])
     dist.init_process_group("gloo")
@@ -135,7 +135,7 @@ def wrong_after_a_try_alone():
             assert caught.value.missing == (culprit,)
         dist.barrier()
         if me == later:
-            time.sleep(1.0)  # the other looks at this rank's last word meanwhile
+            time.sleep(1.0)  # the other rank may read this rank's last message meanwhile
         with megapg.session(name=name, timeout=LONG):
             pass
     dist.destroy_process_group()
@@ -157,7 +157,7 @@ def wrong_adoption():
     else:
         with soon(RendezvousError, "rank 1 .*timeout=0: give the seconds"):
             adopt(timeout=LONG)
-    dist.barrier()  # whoever comes again before the others have heard is only late
+    dist.barrier()  # so that a rank that calls again is not taken for a late rank
     with adopt(timeout=LONG):
         pass
     dist.destroy_process_group()
@@ -179,7 +179,7 @@ def two_names():
             caught.value
         )
         dist.barrier()
-    # Two sessions of some ranks each: a rank that is in the other one first is only late.
+    # Two sessions over parts of the job: a rank that opens the other session first is only late.
     if me < 2:
         with megapg.session(name="left", ranks=(0, 1), timeout=LONG):
             if me == 1:
@@ -197,8 +197,8 @@ def test_two_names_for_one_session():
 
 
 def one_rank_twice(ranks, far, late):
-    """Each process takes the rank that it is told, of one more than there are."""
-    if far:  # as if on another host, where nobody can look whether a process runs
+    """Start one process too many, each with the rank given in ``ranks``."""
+    if far:  # as on another host, where the process can't be checked
         rendezvous.runs_here = lambda hello: False
     process = int(os.environ["RANK"])
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(ranks[process])
@@ -221,7 +221,7 @@ def test_one_rank_as_two_processes(ranks, far):
 
 
 def one_too_many(late):
-    """The last process is told by the store of ``run_distributed`` when all the others are open."""
+    """The last process starts when the store of ``run_distributed`` lists all others as open."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     process = int(os.environ["RANK"])
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "3"
@@ -243,7 +243,7 @@ def one_too_many(late):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_process_too_many(late):
-    """The true ranks may have met already: then they go on, and it alone is refused."""
+    """If the other ranks have met already, they continue and only the extra process is refused."""
     said = run_distributed(partial(one_too_many, late), 4)
     if late:
         assert said == ["open", "open", "open", "refused"]

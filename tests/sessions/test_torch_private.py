@@ -1,4 +1,4 @@
-"""What megapg takes from torch without a promise does what is said of it, on this torch."""
+"""The private parts of torch that megapg uses work as documented on this torch."""
 
 import ast
 import os
@@ -24,7 +24,7 @@ from megapg.torch_private import meshes
 pytestmark = [pytest.mark.contract, pytest.mark.torch]
 
 CPU = torch.device("cpu")
-ABORTS = hasattr(dist.ProcessGroup, "abort")  # of any backend; else of NCCL's alone
+ABORTS = hasattr(dist.ProcessGroup, "abort")  # on any backend; else on NCCL only
 
 
 def made(name, seconds=30.0, store=None):
@@ -41,7 +41,7 @@ def made(name, seconds=30.0, store=None):
 
 
 def tables():
-    """The sizes of torch's own tables of groups."""
+    """Return the sizes of torch's own tables of groups."""
     return {
         name: len(getattr(c10d._world, name))
         for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_to_tag", "tags_to_pg")
@@ -75,7 +75,8 @@ def of_two_ranks():
     assert group.group_desc == "what first is for"
     assert dist.get_process_group_ranks(group) == [0, 1]
     assert dist.get_rank(group) == me
-    assert c10d._world.group_count == count  # torch did not count it, so members alone may make it
+    # torch did not count this group, so members alone may create it
+    assert c10d._world.group_count == count
     value = torch.tensor(me + 1)
     dist.all_reduce(value, group=group)
     assert value.item() == 3
@@ -107,7 +108,7 @@ def of_two_ranks():
     assert torch_private.known_groups() == [world]
     assert tables() == before
 
-    # The name is free again, and so is what a group needs of the store.
+    # The name is free again, and so are the group's keys in the store.
     again = made("first", store=dist.PrefixStore("again", torch_private.default_store()))
     torch_private.abort(again)
     assert torch_private.knows(again) is not ABORTS
@@ -116,7 +117,7 @@ def of_two_ranks():
     assert tables() == before
 
     called_off = made("called off")
-    torch_private.call_off(called_off)  # on gloo there is nothing more to see of it
+    torch_private.call_off(called_off)  # gloo shows no further effect
     assert torch_private.knows(called_off)
     store, key = torch_private.default_store(), "said"
     store.set(f"{key}/{me}", "here")
@@ -134,7 +135,7 @@ def of_two_ranks():
 def of_four_ranks():
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
     me, before = dist.get_rank(), tables()
-    for round_ in ("first", "again"):  # names that torch counts would come back, with old addresses
+    for round_ in ("first", "again"):  # names counted by torch would repeat and give old addresses
         halves = ((0, 1), (2, 3))[me // 2]
         groups = {ranks: split(ranks, f"{round_} {ranks}") for ranks in (halves, (1, 2))}
         assert (groups[1, 2] is None) is (me in (0, 3))
@@ -150,7 +151,8 @@ def of_four_ranks():
             assert value.item() == sum(ranks)
         dist.barrier()
         in_order = split((3, 1, 0, 2), f"{round_} in order")
-        place = (2, 1, 3, 0)[me] if torch_private.splits_in_order() else me  # else torch sorts
+        # otherwise torch sorts the ranks
+        place = (2, 1, 3, 0)[me] if torch_private.splits_in_order() else me
         assert in_order.rank() == place
         groups[3, 1, 0, 2] = in_order
         for group in filter(None, groups.values()):
@@ -182,7 +184,7 @@ def test_groups_and_stores():
 
 
 def ends_right_after_collectives():
-    """The threads of a group drop what it worked on as the group goes."""
+    """A group ends while its threads still release the tensors of its collectives."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
     torch_private.part_in_peace(dist.group.WORLD)
     for round_ in range(60):
@@ -200,7 +202,7 @@ def test_a_group_that_goes_right_after_a_collective_does_not_hang():
 
 
 class Reduced(torch.autograd.Function):
-    """Megatron-core's have the group on the context, too, and reduce what becomes their answer."""
+    """An autograd function with the group on its context, as in Megatron-core."""
 
     @staticmethod
     def forward(ctx, value, group):
@@ -214,14 +216,15 @@ def last_dropped_by_its_own_threads():
     me, before = dist.get_rank(), threads()
     group, heard = made("heard of"), []
     if me:
-        time.sleep(0.3)  # so that the other's callback is called by a thread of gloo's
+        time.sleep(0.3)  # so that one of gloo's threads runs the other rank's callback
     work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
     work.get_future().then(lambda _, group=group: heard.append(threading.get_ident()))
     torch_private.destroy(group)
     del group, work
     ends(lambda: heard)
     assert me or heard != [threading.get_ident()]
-    for round_ in range(100):  # one in some fifteen is dropped with the tensor, on a busy machine
+    # on a busy machine about one in fifteen is dropped together with the tensor
+    for round_ in range(100):
         group = made(f"{round_}")
         Reduced.apply(torch.ones(1, requires_grad=True), group)
         torch_private.destroy(group)
@@ -243,12 +246,12 @@ def ends(come):
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted on Linux")
 def test_a_group_that_its_own_threads_are_the_last_to_drop_ends_too():
-    """Without what is done for it the first aborts, and those after it leave threads behind."""
+    """Without the workaround, the first such group aborts and later groups leave threads behind."""
     assert run_distributed(last_dropped_by_its_own_threads, 2) == [True] * 2
 
 
 def test_what_this_torch_can():
-    """Said of a release by release: the oldest can none of it, and 2.13 can all."""
+    """The features depend on the release: the oldest has none of them, and 2.13 has all."""
     can = {torch_private.can_suspend(), torch_private.lists_keys(dist.HashStore())}
     if torch_version() < (2, 7):
         assert can == {False}
@@ -304,7 +307,7 @@ def test_the_oldest_torch_is_the_one_that_is_asked_for():
 def test_each_function_says_what_would_take_its_place():
     files = (torch_private.__file__, meshes.__file__)
     nodes = [node for file in files for node in ast.parse(Path(file).read_text()).body]
-    # A class is what the function that makes its objects says.
+    # A class is covered by the docstring of the function that creates its objects.
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     silent = [
         each.name

@@ -1,5 +1,6 @@
-"""torchcomms, for which a stand-in is: torch's own code decides what is asked of it. See
-``tests/support/torchcomms_stub``.
+"""The torchcomms backend, with a stub: torch's own code decides which calls the backend gets.
+
+See ``tests/support/torchcomms_stub``.
 """
 
 import os
@@ -22,7 +23,7 @@ of_2_13 = pytest.mark.skipif(
 
 
 def on_four_ranks():
-    from on_torchcomms import run  # which imports what is there for the ranks alone
+    from on_torchcomms import run  # imports modules that exist in the ranks only
 
     return run()
 

@@ -1,7 +1,7 @@
-"""Real Megatron-core GPTs on a session's groups, held bit for bit to the same runs on globals.
+"""Real Megatron-core GPTs on a session's groups, equal bit for bit to the same runs on globals.
 
-Where a run gets no collection (stock code), every group it uses is one it reads from the globals,
-and ``published`` answers there: ``parallel_state`` is never initialised.
+Stock code gets no collection, so it reads every group from the globals. There ``published``
+answers, and ``parallel_state`` is never initialised.
 """
 
 import math
@@ -61,8 +61,8 @@ def state():
 
 @contextmanager
 def on_globals(run, name):
-    """WORLD and ``parallel_state`` as a program without megapg makes them."""
-    warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+    """Create WORLD and ``parallel_state`` as a program without megapg does."""
+    warnings.simplefilter("ignore")  # Megatron-core warns about features that a CPU lacks
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     dist.init_process_group(
         "gloo",
@@ -81,7 +81,7 @@ def on_globals(run, name):
     with megatron_on_cpu():
         yield
     parallel_state.destroy_model_parallel()
-    for group in torch_private.known_groups():  # torch hangs at times, or aborts, without
+    for group in torch_private.known_groups():  # otherwise torch sometimes hangs or aborts
         torch_private.part_in_peace(group)
     del group
     dist.destroy_process_group()
@@ -93,7 +93,7 @@ def train_on_globals(run, name):
 
 
 def train_published(run, *, stock):
-    """With the groups passed, and on request once more with none."""
+    """Train with the groups passed, and if ``stock`` also without them."""
     warnings.simplefilter("ignore")
     before, results = state(), []
     with megatron_on_cpu(), megapg.session(timeout=60, **sizes(run)) as session:
@@ -119,7 +119,7 @@ def both_ways(runs, stock):
 @pytest.mark.contract
 @pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_losses_and_weights_equal_the_globals_run_bit_for_bit(world_size):
-    """Some also as stock code, which reads everything from what is published."""
+    """Some runs also use stock code, which reads everything from the published groups."""
     runs, stock = RUNS[world_size], world_size in (2, 8)
     everyone = distributed(partial(both_ways, runs, stock), world_size)
     for compared in everyone:
@@ -131,7 +131,7 @@ def test_losses_and_weights_equal_the_globals_run_bit_for_bit(world_size):
             for ours in results[:-1]:
                 assert [loss.hex() for loss in ours.losses] == [x.hex() for x in theirs.losses], run
                 assert ours.weights_sha256 == theirs.weights_sha256, run
-    # Every rank reports the one loss of the job, and training moves it.
+    # All ranks report the same loss, and training changes the loss.
     for results in zip(*everyone, strict=True):
         assert len({result[0].losses for result in results}) == 1
         assert len(set(results[0][0].losses)) > 1
@@ -141,7 +141,7 @@ def wrong_grid():
     run = replace(SHORT, tp=2, steps=1, dropout=0.0)
     right = train_on_globals(run, "right").losses[0]
     with (
-        on_globals(replace(run, tp=1), "wrong"),  # somebody else's layout
+        on_globals(replace(run, tp=1), "wrong"),  # a layout of other code
         megapg.session(tp=2, name="mine", timeout=30) as session,
     ):
         with pytest.raises(WrongGroupError):
@@ -155,9 +155,9 @@ def wrong_grid():
 
 @pytest.mark.smoke
 def test_the_silent_wrong_grid_of_the_readme():
-    """Groups with tp=2 while the globals say tp=1: the guard raises, and published() cures.
+    """With tp=2 groups and tp=1 globals the guard raises, and published() corrects the loss.
 
-    Without the guard there is a wrong loss and no error.
+    Without the guard the loss is wrong and there is no error.
     """
     for right, silent, cured in distributed(wrong_grid, 2):
         assert abs(silent - right) > 0.1
@@ -171,10 +171,11 @@ PIPELINED = replace(SHORT, pp=2, seed=4321, recompute=True, **EXPERTS)
 
 
 class RandomStreams:
-    """What belongs to one model, and Megatron-core keeps once for the process.
+    """The random state of one model, of which Megatron-core keeps one per process.
 
-    Its tracker of the streams for dropout and initialisation, and torch's own generator (on a GPU
-    torch.cuda's as well). Whoever trains two models takes turns with them as with the groups.
+    It consists of Megatron-core's tracker for dropout and initialisation, and of torch's own
+    generator (on a GPU also torch.cuda's). A program with two models swaps this state along with
+    the groups.
     """
 
     def __init__(self):
@@ -190,7 +191,7 @@ class RandomStreams:
 
 
 def steps_of(run):
-    """``megapg.demo.gpt.train`` on the globals, cut into its steps; at last its weights."""
+    """Run ``megapg.demo.gpt.train`` on the globals step by step; yield the weights at the end."""
     job = build(run)
     yield None
     for number in range(run.steps):
@@ -199,7 +200,7 @@ def steps_of(run):
 
 
 def two_models():
-    """Losses and weights of both, trained in turns, and of each alone."""
+    """Return losses and weights of two models, trained in turns and each alone."""
     warnings.simplefilter("ignore")
     runs = [TENSOR_PARALLEL, PIPELINED]
     alone = [train_on_globals(run, f"alone {number}") for number, run in enumerate(runs)]
@@ -232,7 +233,7 @@ def test_two_models_in_one_process_train_as_in_two():
 
 
 def generate_then_train():
-    """A forward pass in inference mode, and a step; and the step of a job that never generates."""
+    """Compare a step after a forward pass in inference mode with a step of a job without one."""
     run = replace(SHORT, tp=2, sequence_parallel=True)
     losses = []
     for generates in (True, False):

@@ -1,4 +1,4 @@
-"""``warm_up``: what it opens, in which order, what it tells, and how it ends if a rank is gone."""
+"""``warm_up``: opened communicators, their order, the report, and the end if a rank fails."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from megapg.testing import megatron_on_cpu, run_distributed
 SHORT = GPTRun(steps=2, layers=4, hidden=32, seq_length=32, num_microbatches=2)
 SOON = 10.0
 COLLECTIVE = timedelta(seconds=3)
-# What a machine with more to do than this takes beyond a deadline. Seconds.
+# Extra time after a deadline on a busy machine, in seconds.
 LOADED = 15.0
 GONE = ("killed", "frozen", "raising", "missing")
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """Those in which something goes wrong."""
+    """Start the jobs in which a rank fails."""
     with freezing.hosting() as host, freezing.hosting() as other_host:
         jobs = {
             **{
@@ -139,7 +139,7 @@ EVERYWHERE, DP, PP = place("mp", 0, 1, 2, 3), place("dp", 1, 3), place("pp", 0, 
 @pytest.mark.parametrize(
     ("at", "said"),
     [
-        # Rank 1 or 3 is late for their dp, so that everyone else waits in a later place.
+        # Rank 1 or 3 is late for its dp group, so that all others wait at a later place.
         (
             {0: EVERYWHERE, 2: watch.THE_END, 3: DP},
             "dp of ranks 1, 3 {not}; rank 1 was at the start",
@@ -148,12 +148,12 @@ EVERYWHERE, DP, PP = place("mp", 0, 1, 2, 3), place("dp", 1, 3), place("pp", 0, 
             {0: EVERYWHERE, 2: watch.THE_END, 1: DP},
             "dp of ranks 1, 3 {not}; rank 3 was at the start",
         ),
-        # Links of a pipeline open one by one: rank 1 has its own.
+        # The links of a pipeline open one by one: rank 1 has opened its link.
         (
             {0: PP, 1: watch.THE_END, 2: PP},
             "pp of ranks 0, 1, 2, 3 {not}; rank 1 was at the end; rank 3 was at the start",
         ),
-        # Rank 1 died before it could say that it went on: its dp is open, as rank 3 is done.
+        # Rank 1 died before it reported progress: its dp group is open, because rank 3 is done.
         (
             {0: EVERYWHERE, 2: EVERYWHERE, 1: DP, 3: EVERYWHERE},
             "mp of ranks 0, 1, 2, 3 {not}; rank 1 was at dp of ranks 1, 3",
@@ -248,10 +248,10 @@ def note(seen, *_):
 
 
 def trained(runs):
-    """Sockets that came while each run was trained after a warm-up, and the first one without."""
+    """Return the sockets opened by each run's training after a warm-up, and first without one."""
     from megapg.demo.gpt import train
 
-    warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+    warnings.simplefilter("ignore")  # Megatron-core warns about features that a CPU lacks
     came = []
     for run, warm in ((runs[0], False), *((run, True) for run in runs)):
         given = {name: value for name, value in sizes_of(run).items() if value}
@@ -278,7 +278,7 @@ def trained(runs):
             4,
             [
                 replace(SHORT, tp=2, pp=2),
-                replace(SHORT, pp=2, vpp=2),  # which sends over WORLD as well
+                replace(SHORT, pp=2, vpp=2),  # also sends over WORLD
                 replace(SHORT, pp=4),
                 replace(SHORT, tp=2, ep=2, experts=4, sequence_parallel=True),
                 replace(
@@ -292,7 +292,7 @@ def test_a_training_step_opens_nothing_more(world_size, runs):
     everyone = distributed(partial(trained, runs), world_size)
     for came in everyone:
         assert came[1:] == [0] * len(runs)
-    assert all(came[0] for came in everyone)  # or nothing was measured
+    assert all(came[0] for came in everyone)  # otherwise the test measures nothing
 
 
 def adopted():
@@ -326,11 +326,11 @@ def test_adopted_groups_are_opened_too():
         assert any("pp" in fields for fields, _ in opened)
 
 
-# -- ranks that are gone ---------------------------------------------------------------------------
+# -- failed ranks ----------------------------------------------------------------------------------
 
 
 def at(field, do):
-    """Have this rank do something in place of opening the communicator of a field."""
+    """Make this rank call ``do`` before it opens the communicator of a field."""
     begun = warming._begun
 
     def instead(backend, device, step, rank, timeout):
@@ -354,7 +354,7 @@ def fail():
 
 
 def broken(case, folder):
-    """Rank 2 of a pipeline of two and two data parallel ranks is gone."""
+    """Rank 2 of a job with two stages and two data parallel ranks fails."""
     me, steps = int(os.environ["RANK"]), Steps()
     (Path(folder) / str(me)).write_text(str(os.getpid()))
     steps.together()
@@ -401,7 +401,7 @@ def test_a_rank_that_is_gone_is_named_with_the_field(case, jobs):
         else:
             assert 2 in missing, text
     if case in ("killed", "frozen"):
-        # gloo may notice that a connection has ended; that one stands still only the watch tells.
+        # gloo may notice a closed connection, but only the watch notices a frozen rank.
         reason = f"no rank got on for {SOON:g} s"
         for text, _, _ in results.values():
             assert re.search(r"pp\+.* of ranks 0, 2", text), text
@@ -409,7 +409,7 @@ def test_a_rank_that_is_gone_is_named_with_the_field(case, jobs):
 
 
 def test_the_accelerator_is_that_of_the_thread_that_asked(monkeypatch):
-    """CUDA's current device is one of each thread, and the first one in a new thread."""
+    """CUDA's current device is per thread, and a new thread starts with the first device."""
     here, chosen = threading.local(), []
 
     def choose(device):
@@ -433,9 +433,9 @@ def test_the_accelerator_is_that_of_the_thread_that_asked(monkeypatch):
 
 
 class Stuck:
-    """A communicator that does not open, until told to; then it fails.
+    """A communicator that stays closed until ``end`` is called, and then fails.
 
-    Nobody looks at the others meanwhile, so that nobody asks the store anything.
+    The watch is paused meanwhile, so that no rank calls the store.
     """
 
     def __init__(self):
@@ -456,7 +456,7 @@ class Stuck:
 
 
 def interrupted_while_frozen(host_pid, port):
-    """Between two looks at the others, at any of which the store no longer answers."""
+    """Ctrl-C arrives between two looks of the watch, while the store no longer answers."""
     rank = freezing.Rank.begin(host_pid, port)
     session = megapg.session(timeout=60)
     step = Stuck()
@@ -516,7 +516,7 @@ def dying_in_training():
 
 
 def test_a_killed_peer_is_noticed_after_the_collective_timeout(jobs):
-    """Where the two had never talked, gloo tries five times, each for that long."""
+    """On connections that were never used, gloo would try five times, each with this timeout."""
     with pytest.raises(RankFailedError) as failed:
         jobs["dying"].result()
     assert set(failed.value.failures) == {1}

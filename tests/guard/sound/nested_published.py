@@ -1,4 +1,4 @@
-"""A reward is computed for the critic inside the actor's block, in a block of its own."""
+"""A reward is computed for the critic in a block inside the actor's block."""
 
 from layouts import two_sessions
 from megatron.core import mpu

@@ -1,4 +1,4 @@
-"""``pretrain_gpt.py`` runs unchanged on a session of its own while another session is open."""
+"""``pretrain_gpt.py`` runs unchanged on a new session while another session is open."""
 
 import pretraining
 from layouts import open_session

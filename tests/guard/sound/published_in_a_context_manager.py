@@ -1,4 +1,4 @@
-"""A project wraps ``published`` in a context manager and in a decorator of its own."""
+"""A project wraps ``published`` in its own context manager and in its own decorator."""
 
 import functools
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""A fork has a getter of its own, which reads a private global of ``parallel_state``."""
+"""A fork's own getter reads a private global of ``parallel_state``."""
 
 from layouts import session_and_globals
 
