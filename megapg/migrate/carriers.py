@@ -55,7 +55,7 @@ _PLAIN_BASES = re.compile(
 )
 _SEQUENCES = re.compile(r"(builtins\.)?(list|tuple)|(typing\.)?NamedTuple")
 # Classes with these create objects differently, or look at all attributes.
-_OWN_WAYS = {"__new__", "__slots__", "__setattr__", "__dict__"}
+_CUSTOM_ATTRIBUTES = {"__new__", "__slots__", "__setattr__", "__dict__"}
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ class Carriers:
             found = self.class_at(meaning.path, meaning.local)
             yield meaning.name if found is None or found is of else found
 
-    def line_of(self, of: Class, depth: int = 0) -> Iterator[Class]:
+    def ancestry(self, of: Class, depth: int = 0) -> Iterator[Class]:
         """Yield a class and its bases in the project."""
         yield of
         for base in self.bases(of) if depth < 20 else ():
             if isinstance(base, Class):
-                yield from self.line_of(base, depth + 1)
+                yield from self.ancestry(base, depth + 1)
 
     # -- carriers ----------------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Carriers:
     def _looks_up(self, method: Function) -> bool:
         """True if looking for groups in an object calls methods of its class."""
         of = self.class_at(method.path, method.of_class)
-        for each in self.line_of(of) if of is not None else ():
+        for each in self.ancestry(of) if of is not None else ():
             if {"__getattr__", "__getattribute__"} & each.methods:
                 return True
             if any(isinstance(b, str) and _SEQUENCES.fullmatch(b) for b in self.bases(each)):
@@ -199,7 +199,7 @@ class Carriers:
         of = self.class_at(method.path, method.of_class)
         if of is None or not method.self_name or method.last_name == "__init__":
             return False
-        bases = (base for each in self.line_of(of) for base in self.bases(each))
+        bases = (base for each in self.ancestry(of) for base in self.bases(each))
         return any(isinstance(base, str) and _MODULES.fullmatch(base) for base in bases)
 
     def _kept(self, method: Function) -> set[str]:
@@ -207,7 +207,7 @@ class Carriers:
         of = self.class_at(method.path, method.of_class)
         if of is None or not method.self_name or method.last_name == "__init__":
             return set()
-        kept = {each for base in self.line_of(of) for each in base.attributes}
+        kept = {each for base in self.ancestry(of) for each in base.attributes}
         return kept & {*COLLECTION_NAMES, *MODEL_ATTRIBUTES}
 
     def _new(self, outermost: Function) -> Carrier:
@@ -253,13 +253,13 @@ class Carriers:
         """Return the bases of classes with several: these decide what ``super()`` is."""
         classes = [each for facts in self._everything.values() for each in facts.classes.values()]
         several = [each for each in classes if len(each.bases) > 1]
-        return [each for of in several for each in self.line_of(of)]
+        return [each for of in several for each in self.ancestry(of)]
 
     def _is_plain(self, of: Class) -> bool:
         """True if a call of a class passes all arguments to a constructor that can keep one."""
-        for each in self.line_of(of):
+        for each in self.ancestry(of):
             repeated = self._everything[each.path].repeated
-            own = (each.methods | each.attributes) & _OWN_WAYS
+            own = (each.methods | each.attributes) & _CUSTOM_ATTRIBUTES
             if each.decorators or each.has_keywords or own or PARAMETER in each.methods:
                 return False
             if "__init__" in each.attributes:

@@ -233,7 +233,7 @@ class _Scans:
         found = set()
         for node in nodes:
             of = carriers.class_at(node.path, node.name)
-            for each in carriers.line_of(of) if of is not None else ():
+            for each in carriers.ancestry(of) if of is not None else ():
                 for base in each.bases:
                     path = carriers.meaning(base, each.path).path
                     found |= {path} if path is not None else set()

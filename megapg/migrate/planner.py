@@ -224,7 +224,7 @@ class Planner:
                 Node(path, each)
                 for path in self._sources
                 for each in [*self._everything[path].functions, *self._everything[path].classes]
-                if f"{self._project.module(path)}.{each}".endswith(f".{name}") or each == name
+                if f".{self._project.module(path)}.{each}".endswith(f".{name}")
             ]
             defined = re.compile(rf"\b(def|class) {name.rpartition('.')[2]}\b".encode())
             if not found and not any(self._project.mentioning(defined)):
@@ -292,7 +292,7 @@ class Planner:
         how = carrier.how
         if how is How.THREADED and carrier.node is not None:
             self._uses[carrier.node] += 1
-            how = How.THREADED if carrier.node in threads.fed else How.RESOLVED
+            how = How.THREADED if carrier.node in threads.always_passed else How.RESOLVED
         elif how is How.RESOLVED:
             self._alone[Node(choice.path, use.function)] += 1
         text = self._text(choice, file)

@@ -40,7 +40,7 @@ class Threads:
 
     Attributes:
         taking: the nodes that take the parameter.
-        fed: those of them that are passed a collection by every call.
+        always_passed: those of them that are passed a collection by every call.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Threads:
         for edge in self._edges:
             self._calls[edge.callee].append(edge)
         self.taking: set[Node] = self._take(thread_from)
-        self.fed: set[Node] = self._feed()
+        self.always_passed: set[Node] = self._find_always_passed()
         self._needs = self._find_needs()
 
     def _edges_of(self, path: Path) -> Iterator[Edge]:
@@ -116,19 +116,21 @@ class Threads:
             return False
         return self._is_real(edge.carrier) or edge.carrier.node in self.taking
 
-    def _feed(self) -> set[Node]:
-        fed = {node for node in self.taking if self._calls[node]}
+    def _find_always_passed(self) -> set[Node]:
+        passed = {node for node in self.taking if self._calls[node]}
 
-        def is_fed(edge: Edge) -> bool:
-            return self.passes(edge) and (self._is_real(edge.carrier) or edge.carrier.node in fed)
+        def is_passed(edge: Edge) -> bool:
+            return self.passes(edge) and (
+                self._is_real(edge.carrier) or edge.carrier.node in passed
+            )
 
-        while unfed := {n for n in fed if not all(map(is_fed, self._calls[n]))}:
-            fed -= unfed
+        while unpassed := {n for n in passed if not all(map(is_passed, self._calls[n]))}:
+            passed -= unpassed
         reached: set[Node] = set()  # a circle of calls passes no collection
         waiting = [e.callee for e in self._edges if self._is_real(e.carrier)]
         while waiting:
             node = waiting.pop()
-            if node in fed and node not in reached:
+            if node in passed and node not in reached:
                 reached.add(node)
                 waiting += [e.callee for e in self._edges if e.carrier.node == node]
         return reached
@@ -190,8 +192,8 @@ def find_roots(
         alone: number of uses in functions without a carrier.
     """
     roots = []
-    for node in threads.taking - threads.fed:
-        uses = sum(by_parameter.get(n, 0) for n in threads.receivers(node) - threads.fed)
+    for node in threads.taking - threads.always_passed:
+        uses = sum(by_parameter.get(n, 0) for n in threads.receivers(node) - threads.always_passed)
         if uses and threads.is_root(node):
             places = [(project.files[e.path], e.call.span.line) for e in threads.unpassed(node)]
             calls = tuple(f"{file}:{line}" for file, line in sorted(places))
