@@ -1,4 +1,4 @@
-"""Test the benchmark of the codemod: its counts, and that it notices damage."""
+"""Test the benchmark of the codemod: its counts, and that it detects damaged output."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_skipped_folders_are_named(project: Path) -> None:
 
 
 def test_check_and_migrate_count_the_same_uses(project: Path) -> None:
-    """Names for the globals are followed into files that do not mention the globals."""
+    """Uses include getters that a file imports from another file of the project."""
     files = {
         "p/names.py": f"{SERVED}rank = mpu.get_tensor_model_parallel_rank\n",
         "p/again.py": "from p.names import rank as place\n",
@@ -129,7 +129,7 @@ def test_the_ratchet(project: Path) -> None:
 
 
 def test_the_ratchet_of_some_files(project: Path) -> None:
-    """Entries of files that were not read stay, also if such a file is no valid Python now."""
+    """Entries of files that were not read stay, even if such a file is now invalid Python."""
     baseline = project / "baseline.json"
     options = ("--baseline", baseline, "--update-baseline")
     run(0, "check", project, *options)
@@ -164,7 +164,7 @@ def test_a_dry_run_prints_the_diff_and_the_report_apart(project: Path) -> None:
     assert result.stdout.startswith("--- a/p/a.py\n+++ b/p/a.py\n@@ -1,")
     assert "\n-    return mpu.get_tensor_model_parallel_rank()\n" in result.stdout
     assert "b.py" not in result.stdout
-    assert "test_a.py" not in result.output  # but it counts
+    assert "test_a.py" not in result.output  # its uses are only reported
     assert "is in a test" in result.stderr
     lines = result.stderr.splitlines()
     assert lines[0] == "p/b.py:5:5: mpu.destroy_model_parallel() [lifecycle]"

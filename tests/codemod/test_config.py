@@ -1,4 +1,4 @@
-"""The settings of a project, and the Megatron-core that it runs on."""
+"""Test how the settings and the Megatron-core versions of a project are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New texts are formatted as the project does it, if the old ones were."""
+"""Test that new texts are formatted by the project's tools if the old texts were."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUFF = "[tool.ruff]\nline-length = 79\nlint.select = ['I']\n"
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    """Look for programs and settings anew in each test."""
+    """Clear the caches of programs and settings for each test."""
     for cached in (module._start, module._is_configured):
         cached.cache_clear()
     yield
@@ -76,7 +76,7 @@ def test_tools_that_are_not_installed_are_counted(
     assert formatted([file, file], tmp_path, lambda *step: None)[1] == {"black": 2, "isort": 2}
     module._is_configured.cache_clear()
     write(tmp_path, {"pyproject.toml": f"[tool.black]\n[tool.isort]\n{RUFF}"})
-    assert not formatted([file], tmp_path, lambda *step: None)[1]  # ruff takes their place
+    assert not formatted([file], tmp_path, lambda *step: None)[1]  # ruff replaces both
 
 
 def test_a_pre_commit_hook_counts_as_settings(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_new_file_is_formatted_and_the_vendored_module_is_not_sorted(tmp_path:
 
 
 def program(folder: Path, name: str, script: str) -> None:
-    """Put a program on the path that is run with the arguments of the real one."""
+    """Write a fake formatter: ``script`` changes ``text``, which is read from stdin."""
     folder.mkdir(exist_ok=True)
     text = f"#!{sys.executable} -I\nimport sys\ntext = sys.stdin.buffer.read()\n{script}\n"
     write(folder, {name: text + "sys.stdout.buffer.write(text)\n"})
@@ -161,7 +161,7 @@ BOTH = {"pyproject.toml": f"[tool.black]\n[tool.isort]\n{RUFF}"}
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of programs that come first."""
+    """Put a folder with fake formatters first on the path."""
     folder = tmp_path / "bin"
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     program(folder, "black", "text = text.replace(b'NEW', b'by black')")

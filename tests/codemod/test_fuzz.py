@@ -1,6 +1,6 @@
-"""Generated packages: nothing changes if nothing is passed, and no other group answers if one is.
+"""Test generated packages: calls without groups give the same, and calls with groups use these.
 
-More of them by command: ``python tests/support/migrate_fuzzer.py --count 1000 --seed 1``.
+A command tests more packages: ``python tests/support/migrate_fuzzer.py --count 1000 --seed 1``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from migrate_fuzzer import Groups, Tally, check, two_layouts
 from migrate_generator import Package, make_package
 
 FEW, MANY = range(1, 9), range(100, 250)
-SOME = range(4, 8)  # for changes of the new text
+SOME = range(4, 8)  # for tests that damage the new text
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_generated_packages(seeds: range, groups: Groups, tmp_path: Path) -> Non
     for seed in seeds:
         check(make_package(seed), tmp_path / str(seed), groups, tally)
     assert not tally.failures, "\n".join(tally.failures)
-    # The packages have uses, and most calls are passed what they need.
+    # The packages have uses, and most calls get the groups that they need.
     many = len(seeds)
     assert tally.rewritten > 25 * many > 10 * tally.left
     assert tally.same > 12 * many
@@ -50,7 +50,7 @@ def test_a_seed_gives_the_same_valid_package() -> None:
 
 
 def damaged(package: Package, old: bytes, new: bytes, root: Path, groups: Groups) -> Tally:
-    """Return the counts of a check in which new files are changed."""
+    """Check a package with ``old`` replaced in all rewritten files, and return the counts."""
     tally, count = Tally(), 0
 
     def change(data: bytes) -> bytes:
@@ -67,7 +67,7 @@ def damaged(package: Package, old: bytes, new: bytes, root: Path, groups: Groups
     ("old", "new"),
     [
         (rb'rank\("tp"\)', b'rank("pp")'),  # another field
-        (rb"pg_collection=None", b"pg_collection"),  # nothing may be passed any more
+        (rb"pg_collection=None", b"pg_collection"),  # no default any more
         (rb'size\("tp"\)', b'size("tp") + 1'),
     ],
 )
@@ -78,7 +78,7 @@ def test_a_change_with_nothing_passed_is_found(
 
 
 def test_groups_that_are_dropped_are_refused_or_found(groups: Groups, tmp_path: Path) -> None:
-    """If no call passes the collection on, the guard refuses instead."""
+    """If no call passes the collection on, the guard refuses the reads of the globals."""
     sound, tally = Tally(), Tally()
     for seed in SOME:
         check(make_package(seed), tmp_path / "sound" / str(seed), groups, sound)
@@ -91,7 +91,7 @@ def test_groups_that_are_dropped_are_refused_or_found(groups: Groups, tmp_path: 
 
 
 def test_the_globals_in_place_of_what_is_passed_are_found(groups: Groups, tmp_path: Path) -> None:
-    """Published globals of the right layout hide a mistake; those of another one do not."""
+    """Published globals of the right layout hide the mistake; globals of another layout do not."""
     _, passed = groups
     same, other = Tally(), Tally()
     for number, (tally, pair) in enumerate(((same, (passed, passed)), (other, groups))):

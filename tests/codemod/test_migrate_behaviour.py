@@ -1,4 +1,4 @@
-"""Megatron-core itself, migrated by ``megapg migrate``, does what the installed one does."""
+"""Test that Megatron-core, migrated by ``megapg migrate``, behaves like the installed one."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ CASES = (
 )
 INSTALLED, MIGRATED = "installed", "migrated"
 
-training = pytest.mark.slow  # four ranks on two cores train twice
+training = pytest.mark.slow  # four ranks train with both versions of Megatron-core
 
 
-# -- small calls, made on both cores ---------------------------------------------------------------
+# -- small calls, with both versions ---------------------------------------------------------------
 
 
 def config(**more: Any) -> Any:
@@ -55,7 +55,7 @@ def collection(*fields: str) -> Any:
 
 @cache
 def alone() -> Any:
-    """A group of this rank."""
+    """Return a group of this rank alone."""
     return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
 
 
@@ -159,7 +159,7 @@ def log_of_a_collection_without_dp() -> object:
                 img_w=16,
                 pg_collection=collection("tp", "cp", "pp"),
             )
-        except TypeError as error:  # the core itself can't write a group
+        except TypeError as error:  # Megatron-core itself can't write a group to the log
             return str(error)
         return sorted(file.name for file in Path(folder).iterdir())
 
@@ -206,7 +206,7 @@ def make_the_calls() -> dict[tuple[bool, str], object]:
 
 
 def on_a_rank(core: Path, folder: Path) -> tuple[dict[Case, Trained], dict[Any, object]]:
-    """Everything that is compared, in one process for each rank."""
+    """Run all trainings and calls in the process of one rank, and return the results."""
     dist.init_process_group("gloo")
     trained = behaviour.train_on_this_rank(core, CASES, folder)
     called = make_the_calls()
@@ -214,12 +214,12 @@ def on_a_rank(core: Path, folder: Path) -> tuple[dict[Case, Trained], dict[Any, 
     return trained, called
 
 
-# -- both cores, once ------------------------------------------------------------------------------
+# -- results of both versions ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What every rank brings home from either core."""
+    """The results of each rank with the installed and the migrated Megatron-core."""
     found = {}
     with warnings.catch_warnings(), behaviour.migrated_core() as (tree, migration):
         warnings.simplefilter("ignore")
@@ -239,7 +239,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def contrasts(ranks: dict[str, list[Any]]) -> dict[str, Contrast]:
-    """The training runs, by name."""
+    """The training runs with both versions, by name."""
     return {
         case.what: Contrast(
             case,
@@ -280,7 +280,7 @@ def name_of(probe: tuple[bool, Callable[[], object]]) -> str:
     return f"{probe[1].__name__}{' on globals' * probe[0]}"
 
 
-# A collection that lacks a field which is read: the installed core reads the globals for it.
+# Calls that read a field which their collection lacks. The installed core then reads the globals.
 PARTIAL = {log_of_a_collection_without_dp: "dp", optimizer_of_a_collection_without_tp: "tp"}
 
 

@@ -1,5 +1,6 @@
-"""A trainer on the globals, migrated: two of its models, of two layouts, train in one process while
-the globals are those of a third, and learn what two jobs learn.
+"""Test that a migrated trainer can train two models of different layouts in one process.
+
+The globals have a third layout. The results must equal those of two jobs before the migration.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MODELS = ((DENSE, None), (EXPERTS, 4))
 
 
 def in_two_jobs() -> list[list[object]]:
-    """What each model learns alone, on the globals."""
+    """Train each model alone, on the globals, and return the results of its steps."""
     from megapg.megatron import parallel_state
 
     policies = importlib.import_module("before.policy")
@@ -49,7 +50,7 @@ def in_two_jobs() -> list[list[object]]:
 
 
 def in_one_process() -> list[list[object]]:
-    """What they learn beside each other, a step in turn."""
+    """Train both models with a session each, in alternating steps, and return the results."""
     from megapg.megatron import parallel_state
 
     policies = importlib.import_module("after.policy")
@@ -61,7 +62,7 @@ def in_one_process() -> list[list[object]]:
         models = []
         for session, (_, number) in zip((dense, experts), MODELS, strict=True):
             policy = policies.Policy(number, pg_collection=session.groups)
-            # Megatron-core keeps one set of random streams a process.
+            # Megatron-core keeps one set of random streams per process.
             models.append((policy, session.groups, megapg.capture_rng_state(session.groups)))
         for step in range(STEPS):
             for at, (policy, pg, streams) in enumerate(models):

@@ -1,4 +1,4 @@
-"""Files as they occur: encodings, line ends, layouts, and files that are no Python."""
+"""Test unusual files: encodings, line ends, layouts, and files that are no Python."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_rewritten(name: str, tmp_path: Path) -> None:
     after = file.read_bytes()
     assert RANK.encode() not in after
     assert b"import megapg" in after
-    # Lines without uses and imports stay, byte for byte, and new lines end like the others.
+    # Lines without uses and imports stay, byte for byte. New lines have the line ends of the file.
     lines = after.splitlines(keepends=True)
     for line in before.splitlines(keepends=True):
         assert line in lines or re.search(rb"mpu|megatron|\xc3\xbcn|def f", line), line

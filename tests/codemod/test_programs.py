@@ -1,4 +1,4 @@
-"""Programs give the same before and after the migration, if nothing is passed to them."""
+"""Test that programs give the same before and after the migration if no groups are passed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reports: a diff that git applies, JSON, SARIF, the baseline, the tables."""
+"""Test the reports: the diff, which git can apply, JSON, SARIF, the baseline, the tables."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_any_diff_applied_gives_the_same_bytes(
     file = rewritten(folder / "a.py", "\n".join(old).encode(), "\n".join(new).encode())
     diff = b"".join(unified(file, folder))
     assert bool(diff) == (file.before != file.after)
-    if diff and file.before and file.after:  # git takes an empty file for one that comes or goes
+    if diff and file.before and file.after:  # git takes an empty file for a new or deleted one
         git_apply(folder, diff)
         assert file.path.read_bytes() == file.after
 
@@ -239,7 +239,7 @@ def test_json(tmp_path: Path) -> None:
 
 
 def log(report: Report) -> Any:
-    """The run of a SARIF log, after a check of the parts of the standard that are used."""
+    """Check a SARIF log against the parts of the standard that megapg uses; return its run."""
     whole = json.loads(json.dumps(sarif.document(report, list(report.entries))))
     assert set(whole) == {"$schema", "version", "runs"}
     assert whole["version"] == "2.1.0"

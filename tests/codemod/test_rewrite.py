@@ -1,4 +1,4 @@
-"""The new text of small trees, to the letter: ``cases/rewrite.diff`` has one case for each rule."""
+"""Test the exact new text of small trees. ``cases/rewrite.diff`` has one case for each rule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_case(text: str, tmp_path: Path) -> None:
 
 def test_every_reason_has_a_case() -> None:
     found = {reason for _, text in sections("rewrite.diff") for reason in Case.read(text).reasons}
-    # The first is tested below, the second with the files that are written.
+    # The first is tested below, the second with the reports.
     assert {*REASONS} - found == {"unverified", "unwritten"}
 
 
@@ -65,7 +65,7 @@ def test_unsafe_rewrites_what_may_be_none(tmp_path: Path) -> None:
 def test_a_file_whose_new_text_is_wrong_stays(
     damage: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other files do not rely on it then."""
+    """No other file is changed to use its new parameters."""
     write(
         tmp_path,
         {

@@ -1,4 +1,4 @@
-"""The module that a package gets with ``--runtime vendored``: its place, its text, its answers."""
+"""Test the module that ``--runtime vendored`` adds to a package: its place, text and functions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TREE = {
 
 
 def migrated(root: Path, files: dict[str, str], *arguments: str) -> dict[str, str]:
-    """Return the files after ``megapg migrate``, which rewrites all uses."""
+    """Run ``megapg migrate``, which must rewrite all uses, and return the files."""
     write(root, files)
     command = ["migrate", str(root), "--write", "--allow-dirty", *arguments]
     result = CliRunner().invoke(app, command)
@@ -59,7 +59,7 @@ def of(root: Path, name: str = "process_groups") -> Runtimes:
 
 
 def functions(text: str) -> set[str]:
-    """The names that a module defines."""
+    """Return the names that a module defines."""
     names: dict[str, object] = {}
     exec(text, names)
     return {*names}
@@ -96,14 +96,14 @@ def test_the_diff_makes_the_same_files(tmp_path: Path) -> None:
     assert {name: data.decode() for name, data in contents(tmp_path / "a").items()} == after
 
 
-# --- where it goes --------------------------------------------------------------------------------
+# --- the place of the module ----------------------------------------------------------------------
 
-# Empty files, files with an import, and for each file that uses the module: its folder and import.
+# Empty files, files with text, and for files that use the module: the module's folder and import.
 PLACES: list[tuple[str, dict[str, str], dict[str, str]]] = [
     ("a/__init__.py a/b/__init__.py a/b/c.py a/d.py", {}, {"a/b/c.py": "a ..", "a/d.py": "a ."}),
     ("a/__init__.py a/b.py", {"a/c.py": "from a.b import f"}, {"a/b.py": "a a"}),
     ("s/a/__init__.py s/a/c.py", {"s/a/b.py": "import a.c"}, {"s/a/__init__.py": "s/a a"}),
-    # Namespace packages: folders that imports go through.
+    # Namespace packages: folders without __init__.py that imports name.
     ("a/b.py", {"a/c.py": "from a.b import f"}, {"a/b.py": "a a"}),
     ("a/b/__init__.py a/b/c.py", {"a/b/d.py": "import a.b.c"}, {"a/b/c.py": "a/b a.b"}),
     ("a/b.py a/c/e.py", {"a/c/d.py": "import a.c.e"}, {"a/b.py": "a a"}),
@@ -112,16 +112,16 @@ PLACES: list[tuple[str, dict[str, str], dict[str, str]]] = [
         {"a/z.py": "from .x import b\nfrom .y.c import f", "a/y/d.py": "from ..x.b import g"},
         {"a/x/b.py": "a ..", "a/y/c.py": "a .."},
     ),
-    # Scripts in such folders.
+    # Scripts in namespace packages.
     (
         "a/c/e.py a/c/f.py a/g.py",
         {"a/c/d.py": "import a.c.e\nimport e", "a/b.py": "if __name__ == '__main__': pass"},
         {"a/b.py": "a", "a/c/f.py": "a/c", "a/c/e.py": "a a", "a/g.py": "a a"},
     ),
-    # The root is no package.
+    # The root counts as no package, even with an __init__.py.
     ("__init__.py a/__init__.py a/b.py", {"a/c.py": "import a.b"}, {"a/b.py": "a a"}),
     ("__init__.py a/__init__.py a/b.py", {}, {"a/b.py": "a ."}),
-    # Scripts that import a package, in another package and in none.
+    # Scripts that import a package, inside of another package or of none.
     (
         "a/__init__.py a/b.py t/__init__.py",
         {"a/c.py": "import a.b", "t/run.py": "import a.b", "t/other.py": "import t.run"},
@@ -166,11 +166,11 @@ def test_namespace_packages_are_imported_from_the_root(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path.parent, check=True)
 
 
-# --- what is there already ------------------------------------------------------------------------
+# --- existing modules -----------------------------------------------------------------------------
 
 
 def written(root: Path, *names: str) -> str | None:
-    """The new text of the module of ``a``, whose one file calls some functions."""
+    """Return the new text of the module of ``a`` if ``a/b.py`` calls some functions, or None."""
     modules = of(root).modules({root / "a" / "b.py": names})
     assert len(modules) < 2
     return modules[0].after.decode() if modules else None

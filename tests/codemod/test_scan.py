@@ -1,4 +1,4 @@
-"""The uses that are found, and the files that are looked at."""
+"""Test which uses are found, and in which files."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_places(tmp_path: Path) -> None:
         assert inside[span.column - 1 : len(inside) - last].split() == each.text.split()
 
 
-# What a name stands for: the text, and how many uses of the last line are found.
+# text -> the number of uses that are found in its last line
 MEANINGS = {
     "import megatron.core.parallel_state\nmegatron.core.parallel_state.TP_RANK()": 1,
     "import megatron.core\nmegatron.core.mpu.TP_RANK()": 1,

@@ -1,4 +1,4 @@
-"""What a project gets in place of megapg answers as the getter that it replaces, in every form."""
+"""Test that the vendored functions give the same results as the getters that they replace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = {**vars(more_getters), **vars(process_groups)}
 
 
 def passed(pg: object) -> process_groups.ProcessGroupCollection:
-    """A view; of a session's groups as if they were in a collection of Megatron-core's."""
+    """Return a vendored view; a session's groups are put into Megatron-core's collection first."""
     if isinstance(pg, Session):
         core = type("ProcessGroupCollection", (), {})()
         vars(core).update(
@@ -29,7 +29,7 @@ def passed(pg: object) -> process_groups.ProcessGroupCollection:
 
 
 class OfPassed(Tally):
-    """Without the questions about the job that the groups of a session alone can't answer."""
+    """A tally without questions about the whole job, which a session's groups can't answer."""
 
     def compare(self, question: Question, kind: str, *rest: Any, **more: Any) -> None:
         if kind != "session" or question.written.takes not in (Takes.JOB, Takes.GLOBALS):
@@ -62,5 +62,5 @@ def test_everything_written_answers_as_the_getter(tally: Tally) -> None:
     )
     assert tally.mismatches[:20] == []
     assert tally.unanswered == set()
-    # Raising on both sides proves little.
+    # Comparisons in which both sides raise prove little.
     assert tally.raised + tally.refused < tally.comparisons / 8

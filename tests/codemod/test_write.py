@@ -1,4 +1,4 @@
-"""Rewritten files reach the disk whole or not at all, and git can restore them."""
+"""Test that rewritten files are written whole or not at all, and that git can restore them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rewritten(path: Path, old: bytes = OLD, new: bytes = NEW) -> Rewritten:
 
 
 def made(folder: Path, *names: str) -> list[Rewritten]:
-    """Files with the old text."""
+    """Create files with the old text."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         (folder / name).write_bytes(OLD)
@@ -44,7 +44,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def listed(folder: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Every name with its mode, inode and content."""
+    """Return the mode, inode and content of every name."""
     found = {}
     for each in sorted(folder.iterdir()):
         at = each.lstat()
@@ -100,7 +100,7 @@ def test_the_owner_is_kept(tmp_path: Path) -> None:
 
 
 def test_python_does_not_run_the_old_bytecode(tmp_path: Path) -> None:
-    old, new = b"print(1)\n", b"print(2)\n"  # of one size
+    old, new = b"print(1)\n", b"print(2)\n"  # of the same size
     (tmp_path / "a.py").write_bytes(old)
     os.utime(tmp_path / "a.py", (time.time() - 1000,) * 2)
     run = [sys.executable, "-c", "import sys; sys.dont_write_bytecode = False; import a"]

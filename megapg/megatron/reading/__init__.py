@@ -1,1 +1,1 @@
-"""Where a function gets its collection from: what it was passed, its model, or the globals."""
+"""The collection of a function: its argument, that of its model, or Megatron's globals."""

@@ -1,9 +1,7 @@
-"""Megatron's globals in the form of a collection: what :func:`~megapg.megatron.resolve` falls back
-to.
+"""A collection that reads Megatron's globals, the fallback of :func:`~megapg.megatron.resolve`.
 
-Nothing is read before it is asked for. Code on the way to injection calls ``resolve`` at the top
-of a function, where the globals may be initialised in part, later, or not be needed on the path
-that this call takes.
+A global is read only when its value is accessed. Functions call ``resolve`` at their top, where the
+globals may not be fully initialised yet, or may not be needed by this call.
 """
 
 from __future__ import annotations
@@ -42,11 +40,11 @@ from megapg.megatron.watching import hook
 
 _Getter = Callable[..., object]
 
-# field -> the global that holds it: the first of those that do.
+# field -> the global that holds it; the first, if there are several.
 _GLOBALS: Mapping[str, str] = {field: name for name, field in reversed([*GROUP_GLOBALS.items()])}
 
-# Any of these set means that somebody initialised parallel_state, if only in part. Of the others
-# destroy_model_parallel() forgets a good many.
+# If one of these is set, parallel_state is initialised, at least in part. Many other globals do not
+# show this, because destroy_model_parallel() does not reset them.
 _SIGNS = (
     *ALWAYS_SET,
     *("_MPU_TENSOR_MODEL_PARALLEL_RANK", "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE"),
@@ -55,22 +53,21 @@ _SIGNS = (
 
 _GLOO = tuple(name for name in GETTERS if name.startswith("gloo."))
 _ABSENT = object()
-_LISTED = ("hcp", "pp")  # of what Megatron-core itself has lists: of levels, of several pipelines
+_LISTED = ("hcp", "pp")  # Megatron-core itself may hold lists: of levels, of several pipelines
 
 
 class GlobalGroups(ProcessGroupCollection):
-    """The groups that ``megatron.core.parallel_state`` has at the moment they are asked for.
+    """The groups that ``megatron.core.parallel_state`` has at the time of each access.
 
-    It takes the place of a collection wherever one goes. A group, a rank or a size is what the
-    getter of ``parallel_state`` answers that was written for it. That function is called when the
-    value is asked for, by its name in the module. So what it falls back to where nothing is
-    initialised, what ``set_*`` has set, what a test has put in its place and a stub of the module
-    mean what they mean to code that calls it itself.
+    Accepted wherever a collection is. Each group, rank and size comes from its getter in
+    ``parallel_state``. The getter is looked up by name and called at each access, so the result is
+    that of a direct call. This includes values from ``set_*``, mocks of a getter, stubs of the
+    module, and defaults before initialisation.
 
-    A field is absent where its getter fails with an ``AssertionError``. To read it raises
-    :class:`~megapg.errors.MissingGlobalGroupError`: a ``MissingGroupError`` that is an
-    ``AssertionError`` too, so that ``except AssertionError`` around the one works around the other.
-    Other errors of a getter come through as they are.
+    A field is absent if its getter fails with an ``AssertionError``. Reading the field then raises
+    :class:`~megapg.errors.MissingGlobalGroupError`, which is both a ``MissingGroupError`` and an
+    ``AssertionError``: an ``except AssertionError`` that was written for the getter still works.
+    Other errors of a getter are not changed.
     """
 
     __slots__ = ()
@@ -79,7 +76,7 @@ class GlobalGroups(ProcessGroupCollection):
         super().__init__({}, {}, Lease(owner="megatron.core.parallel_state"))
 
     def ask(self, name: str, **arguments: object) -> object:
-        """What the function ``name`` of ``parallel_state`` answers.
+        """Call the function ``name`` of ``parallel_state`` and return its result.
 
         Raises:
             MissingGlobalGroupError: it fails with an AssertionError, or there is no such function.
@@ -97,18 +94,20 @@ class GlobalGroups(ProcessGroupCollection):
         )
 
     def read(self, name: str) -> object:
-        """What the private global ``name``, which no getter gives, has now; None if it is unset."""
+        """Return the value of a private global that has no getter; None if it is unset."""
         value = held_now(name)
         self._announce(value)
         hook.report(name)
         return value
 
     def group(self, name: GroupName) -> object:
-        """What the globals have for a field or an extra: for ``hcp`` a tuple; None where a field
-        may be None and there is nothing.
+        """Return the group of a field or an extra; for ``hcp`` a tuple of groups.
+
+        None if the globals have no such group and the field may be None.
 
         Raises:
-            MissingGlobalGroupError: they have nothing, or what no field can hold.
+            MissingGlobalGroupError: the globals have no such group, or a value that no field can
+                hold.
         """
         found = self._held(name, self._call)
         if found is not _ABSENT:
@@ -119,11 +118,11 @@ class GlobalGroups(ProcessGroupCollection):
 
     @override
     def rank(self, field: GroupName) -> int:
-        """This rank's index in the group of ``field``, as the getter of ``parallel_state`` has it.
+        """Return this rank's index in the group of ``field``, from ``parallel_state``'s getter.
 
-        Of a rank in several pipelines, up to Megatron-core 0.13, its index in each (as of
-        :meth:`size` the size of each). Where torch.distributed is not initialised some getters
-        answer 0.
+        Up to Megatron-core 0.13, a rank can be in several pipelines. The result is then its index
+        in each of them, and that of :meth:`size` is the size of each. If torch.distributed is not
+        initialised, some getters return 0.
 
         Raises:
             MissingGlobalGroupError: there is no such group.
@@ -132,17 +131,17 @@ class GlobalGroups(ProcessGroupCollection):
 
     @override
     def size(self, field: GroupName) -> int:
-        """Number of ranks in the group of ``field``, likewise."""
+        """Return the number of ranks in the group of ``field``, likewise."""
         return cast(int, self._number(field, "size"))
 
     @override
     def ranks(self, field: GroupName) -> tuple[int, ...]:
-        """Global ranks of the group of ``field``, in the group's order, likewise."""
+        """Return the global ranks of the group of ``field``, in the group's order, likewise."""
         return tuple(cast(Sequence[int], self._number(field, "ranks")))
 
     @override
     def holds(self, fields: Sequence[GroupName]) -> bool:
-        """True: the globals are asked for each when it is read."""
+        """Always True: each field is looked up when it is read."""
         return True
 
     if not TYPE_CHECKING:
@@ -152,8 +151,8 @@ class GlobalGroups(ProcessGroupCollection):
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
             return self.group(name)
 
-    # vars() is how Megatron-core 0.19 asks what is present. Never what attributes come from: those
-    # pass __getattr__, one getter each.
+    # Megatron-core 0.19 finds present fields with vars(). Attributes do not come from here, but
+    # from __getattr__, with one call of a getter each.
     @property
     @override
     def __dict__(self) -> dict[str, object]:  # type: ignore[override]
@@ -162,7 +161,7 @@ class GlobalGroups(ProcessGroupCollection):
     @property
     @override
     def extras(self) -> Mapping[str, ProcessGroup]:
-        """The gloo companions and hybrid groups that ``initialize_model_parallel`` made."""
+        """The gloo and hybrid groups that ``initialize_model_parallel`` created."""
         found = {name: self._held(name, _quietly) for name in _GLOO}
         hybrid = held_now(HYBRID_GROUPS)
         if isinstance(hybrid, dict):
@@ -174,20 +173,25 @@ class GlobalGroups(ProcessGroupCollection):
     @override
     def __reduce_ex__(self, protocol: object) -> tuple[type[GlobalGroups], tuple[()]]:  # type: ignore[override]
         self._announce()
-        return GlobalGroups, ()  # on the other side the globals are those there
+        return GlobalGroups, ()  # reads the globals of the process that unpickles it
 
     @override
-    def __repr__(self) -> str:  # of no consequence: debuggers call it
+    def __repr__(self) -> str:  # no errors and no warnings: debuggers call it
         now = self._held_of(FIELDS, _harmlessly) if modules_at_hand() else {}
         held = [field for field, value in now.items() if value is not None]
         return f"<GlobalGroups: {', '.join(held) or 'nothing'} of megatron.core.parallel_state>"
 
-    # -- how the globals are asked ------------------------------------------------------------
+    # -- reads of the globals -----------------------------------------------------------------
 
     def _announce(self, answer: object = None, getter: _Getter | None = None) -> None:
-        """Called with what the globals answered, before it is given, and which getter that was.
-        There is nothing to say here; one that stands in for what somebody did not pass says only
-        now that they serve.
+        """Do nothing. A subclass warns here, because only now the globals are really used.
+
+        Called after each read of the globals, before the reader gets the value.
+
+        Args:
+            answer: the value; None if the read failed. After several reads, true if one of them
+                found a group.
+            getter: the getter that was called, if only one was.
         """
 
     def _call(self, getter: _Getter, arguments: Mapping[str, object]) -> object:
@@ -195,12 +199,12 @@ class GlobalGroups(ProcessGroupCollection):
         try:
             answer = getter(**arguments)
             return answer
-        finally:  # a read is one whatever its answer
+        finally:  # a failed read is reported too
             self._announce(answer, getter)
             hook.report_call(getter, arguments)
 
     def _number(self, field: str, what: str) -> object:
-        """``what`` of a field: of its getter, or of the group where there is none to ask."""
+        """Return ``what`` of a field from its getter, or from the group if there is no getter."""
         question = _question(field, what)
         if question is None:
             return getattr(super(), what)(field)
@@ -210,7 +214,7 @@ class GlobalGroups(ProcessGroupCollection):
             raise self._missing(self._absent("GlobalGroups", [field])) from error
 
     def _held(self, name: str, call: Callable[[_Getter, Mapping[str, object]], object]) -> object:
-        """What the globals have for a field or an extra; ``_ABSENT`` if no field can hold that."""
+        """Return the group of a field or an extra; ``_ABSENT`` if no field can hold the value."""
         nothing = None if name in OPTIONAL_FIELDS else _ABSENT
         question = _question(name, "group")
         try:
@@ -218,8 +222,8 @@ class GlobalGroups(ProcessGroupCollection):
         except AssertionError:
             return nothing
         if not isinstance(found, list) or name not in _LISTED:
-            return found  # a list of another field is a fork's own, and its code takes that
-        # 0.12 leaves an empty list where there are no levels.
+            return found  # other lists come from a fork of Megatron-core, whose code expects them
+        # 0.12 has an empty list if there are no levels.
         return tuple(found) or None if name == "hcp" else _ABSENT
 
     @override
@@ -231,7 +235,7 @@ class GlobalGroups(ProcessGroupCollection):
     def _held_of(
         self, fields: Sequence[str], call: Callable[[_Getter, Mapping[str, object]], object]
     ) -> dict[str, object]:
-        """Those of the fields that are present in the globals now, and what they hold."""
+        """Return the fields that the globals have now, with their values."""
         found = {field: self._held(field, call) for field in fields}
         return {
             field: value
@@ -253,7 +257,7 @@ class GlobalGroups(ProcessGroupCollection):
             raise self._no_such(field)
         return membership(field, group)
 
-    # -- what is said where there is nothing --------------------------------------------------
+    # -- errors for missing groups ------------------------------------------------------------
 
     @override
     def _missing(self, text: str) -> MissingGlobalGroupError:
@@ -289,7 +293,7 @@ class GlobalGroups(ProcessGroupCollection):
 
 
 def _question(name: str, what: str) -> tuple[_Getter, Mapping[str, object]] | None:
-    """The getter that answers ``what`` of a field or an extra, and its arguments; or None."""
+    """Return the getter for ``what`` of a field or an extra, with its arguments; or None."""
     getters = GETTERS.get(name)
     getter = getter_at_hand(getattr(getters, what)) if getters else None
     arguments = _fitting(getter, getters.flags) if getters and getter else None
@@ -297,13 +301,13 @@ def _question(name: str, what: str) -> tuple[_Getter, Mapping[str, object]] | No
 
 
 def initialised() -> bool:
-    """Whether somebody has set up ``parallel_state``, be it in part."""
+    """True if ``parallel_state`` is initialised, at least in part."""
     states = [*map(vars, modules_at_hand())]
     return any(state.get(name) is not None for state in states for name in _SIGNS)
 
 
 def put_there(getter: _Getter) -> bool:
-    """Whether somebody had a part in a getter's answer: replaced it, or set a rank or a size."""
+    """True if the getter was replaced, or if a rank or a size was set with ``set_*``."""
     if getattr(getter, "__globals__", None) is not globals_of_core():
         return True
     state = globals_of_core().items()
@@ -311,10 +315,10 @@ def put_there(getter: _Getter) -> bool:
 
 
 def getter_at_hand(name: str) -> _Getter | None:
-    """The function of ``parallel_state`` that code finds under the name now; None if there is none.
+    """Return the function that ``parallel_state`` has under the name now, or None.
 
-    Where nobody has imported Megatron-core it is imported: what a getter answers before anything is
-    initialised only the getter knows.
+    Imports Megatron-core if it is not imported: only a getter knows its value before
+    initialisation.
     """
     modules = modules_at_hand()
     if not modules:
@@ -327,21 +331,22 @@ def getter_at_hand(name: str) -> _Getter | None:
 
 
 def held_now(name: str) -> object:
-    """What the private global ``name`` has now; None where there is none. Nobody is told."""
+    """Return the value of the private global ``name``, or None. The read is not reported."""
     found = (vars(module).get(name) for module in modules_at_hand())
     return next((value for value in found if value is not None), None)
 
 
 def value_in_globals(field: str) -> ProcessGroup | None:
-    """What the field's private global holds now; None also where that is no group. Nobody is told:
-    it serves to find out whether a group is the globals' own.
+    """Return the group in the field's private global; None if the value is no group.
+
+    The read is not reported: it only serves to compare groups.
     """
     held = held_now(_GLOBALS.get(field, ""))
     return held if isinstance(held, dist.ProcessGroup) else None
 
 
 def several_pipelines() -> Sequence[ProcessGroup] | None:
-    """Of a rank in several pipelines, which no field can hold, those. Nobody is told of it."""
+    """Return the groups of a rank in several pipelines, else None. The read is not reported."""
     held = held_now(_GLOBALS["pp"])
     return held if isinstance(held, list) else None
 
@@ -354,19 +359,20 @@ def _harmlessly(getter: _Getter, arguments: Mapping[str, object]) -> object:
     try:
         return getter(**arguments)
     except Exception as error:
-        raise AssertionError from error  # as where there is nothing
+        raise AssertionError from error  # the field counts as absent
 
 
 def takes(getter: _Getter, names: Iterable[str]) -> bool:
-    """Whether a call may have arguments of these names, as far as that shows."""
+    """True if the getter takes arguments of these names, or if its signature is unknown."""
     parameters = _parameters(getter) if names else None
     return parameters is None or all(name in parameters for name in names)
 
 
 def _fitting(getter: _Getter, flags: Mapping[str, bool]) -> Mapping[str, object] | None:
-    """Those of a field's arguments that ``getter`` takes; None where it lacks one that is True.
+    """Return the flags that ``getter`` takes; None if it does not take one that is True.
 
-    Of one that takes any, such as a mock, it does not show whether it knows those that are False.
+    A getter that takes any argument, such as a mock, gets only the True ones: its signature does
+    not show whether it knows the others.
     """
     if not flags:
         return flags
@@ -383,7 +389,7 @@ def _fitting(getter: _Getter, flags: Mapping[str, bool]) -> Mapping[str, object]
 
 
 def _parameters(getter: _Getter) -> Sequence[str] | None:
-    """The names that it takes; None of one that takes any."""
+    """Return the names of the getter's parameters; None if it takes any or is no Python code."""
     code = getattr(getter, "__code__", None)
     if code is None or code.co_flags & inspect.CO_VARKEYWORDS:
         code = getattr(inspect.unwrap(getter), "__code__", None)

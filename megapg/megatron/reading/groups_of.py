@@ -1,8 +1,8 @@
-"""The collection that a model carries: for functions that have a model and no collection.
+"""Finds the collection that a model carries, for functions that have a model and no collection.
 
-Megatron-core keeps on its modules what they were built with, under ``pg_collection``, and training
-code wraps these modules: for mixed precision, for data parallelism, in lists of pipeline chunks.
-:func:`groups_of` finds it again.
+Megatron-core's modules keep the collection that they were built with as ``pg_collection``. Training
+code wraps these modules for mixed precision and data parallelism, and puts pipeline chunks into
+lists. :func:`groups_of` searches through the wrappers.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
-# What is looked into as well, but only where it is a module: others use the name for other things.
+# Attributes that hold a model only if the value is a module: others use the name for other things.
 _MAY_BE_MODULES = ("net",)
 _TELLING = frozenset((*COLLECTION_NAMES, *MODEL_ATTRIBUTES, *_MAY_BE_MODULES))
 
-# Modules of the core that keep groups of the collection that they were built with, and not that:
-# where their classes are -> attribute -> its field. The same in every core, as far as it has them.
+# Megatron-core's modules that keep single groups instead of their collection: the module of their
+# classes -> attribute -> field. The names are the same in all versions that have them.
 _MOE = "megatron.core.transformer.moe"
 _SINGLE_GROUPS: Mapping[str, Mapping[str, str]] = {
     f"{_MOE}.experts": {"ep_group": "ep", "tp_group": "expt_tp", "dp_group": "expt_dp"},
@@ -49,51 +49,58 @@ _SINGLE_GROUPS: Mapping[str, Mapping[str, str]] = {
         "tp_dp_cp_group": "tp_dp_cp",
     },
 }
-# Layers keep the one group that they were given, of tensor parallelism. Inside of a model they are
-# not looked at: they may be experts, or be given any group.
+# Layers keep only their tensor parallel group. The search skips layers inside of a model: they may
+# be experts, or have any group.
 _LAYERS, _EXTENSIONS = "megatron.core.tensor_parallel.", "megatron.core.extensions."
 _OF_LAYERS = ("_tp_group", "tp_group")
 
 
 def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
-    """The collection that ``owner`` carries: a model, or what holds one.
+    """Return the collection that ``owner`` carries: a model, or an object that holds a model.
 
-    ``owner`` may be a model, a wrapper around one (``.module`` or ``.model``: data parallelism,
-    mixed precision, Lightning; ``.net`` where that is a module), a list of pipeline chunks, any
-    object with a ``pg_collection``, or a collection. It is searched from the outside in: its own
-    ``pg_collection``, then what it wraps, then its submodules in order; the answer is the first
-    collection found that has all fields of ``needs``, since the inner modules of Megatron-core
-    keep just the fields they use. Where submodules have different groups for one of these, as an
-    encoder and a decoder of different layouts do, none of them answers for the whole model.
-    Its experts, MoE layers and routers keep single groups (``ep_group``, say) in place of one, and
-    answer with these where they have all of ``needs``. Last, a module that is asked itself answers
-    with what it was built with, where it shows: a parallel linear or an embedding with its
-    ``tp_group``, any with the collection that its ``config`` has, unless that is of other groups
-    than its own. ::
+    ``owner`` may be:
+
+    * a model;
+    * a wrapper around a model (``.module`` or ``.model``: data parallelism, mixed precision,
+      Lightning; ``.net`` if it is a module);
+    * a list of pipeline chunks;
+    * any object with a ``pg_collection``;
+    * a collection.
+
+    The search goes from the outside in: the owner's own ``pg_collection``, then the object that it
+    wraps, then its submodules in order. The result is the first collection that has all fields of
+    ``needs``, because inner modules of Megatron-core keep only the fields that they use. Submodules
+    may differ for a field of ``needs``, such as an encoder and a decoder of different layouts. Then
+    no submodule's collection is used for the whole model.
+
+    Experts, MoE layers and routers keep single groups (for example ``ep_group``) instead of a
+    collection. These groups are used if they cover all of ``needs``. Last, the search uses the
+    groups that ``owner`` itself was built with. A parallel linear layer or an embedding has a
+    ``tp_group``, and any module may have a collection in its ``config``. That collection is not
+    used if its groups differ from the module's own. ::
 
         def total(model, norm):
             tp = megapg.groups_of(model, "tp").tp
             torch.distributed.all_reduce(norm, group=tp)
 
-    Of a model that holds models of different layouts ask for the groups of the one you mean, or
-    set the ``pg_collection`` of the whole.
-    A :class:`GlobalGroups` that something carries (a trainer, say, that kept what this gave before
-    there was a model) is what the globals stood in for, not a collection: the search goes on.
+    If a model holds models of different layouts, pass the one whose groups you want, or set the
+    ``pg_collection`` of the whole model.
 
-    Megatron-core's own collections are converted, once each. Of properties and ``__getattr__`` only
-    those are run that may give a collection; a property ``model`` may load one from disk.
+    Megatron-core's own collections are converted, once each. Properties and ``__getattr__`` are run
+    only for names of collections. A property ``model`` could load one from disk.
 
-    Where nothing is found, or submodules differ, or ``owner`` is None, the answer is a
-    :class:`GlobalGroups`, as :func:`resolve` gives it: with a
-    :class:`~megapg.errors.GlobalGroupsWarning` once per place, and as ``MEGAPG_GLOBALS`` allows.
-    As there, all that waits until a field is read, its rank or its size, and is then said of the
-    place that called this: the call can stand in front of the test whether the globals are
-    initialised, and be an argument of what may not need it. Where nothing is read nothing has
-    happened. One that is carried, the outermost, is passed on instead, and tells of the place that
-    first asked for it.
+    If nothing is found, or if submodules differ, or if ``owner`` is None, the result is a
+    :class:`GlobalGroups`, as in :func:`resolve`. The first read of a field, a rank or a size
+    issues a :class:`~megapg.errors.GlobalGroupsWarning`, once per place that calls this function,
+    or raises, as ``MEGAPG_GLOBALS`` says. Before that, nothing happens. You can call this before
+    you test whether the globals are initialised, and pass the result to code that may not use it.
 
-    The search costs a microsecond or so where the model itself carries a collection, and grows
-    with the number of modules where it does not: in a loop, call it once before.
+    A :class:`GlobalGroups` that an object carries is not a collection, and the search goes on. A
+    trainer may keep one from a call before it had a model. If no collection is found, the
+    outermost of these is returned, and its warning names the place that first called for it.
+
+    The search takes about a microsecond if the model itself carries a collection. Otherwise the
+    time grows with the number of modules: call this once, outside of loops.
 
     Args:
         owner: the model.
@@ -101,23 +108,23 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
 
     Raises:
         MissingGroupError: ``owner`` is a collection and lacks a field of ``needs``.
-        StaleGroupError: the session behind what was found has closed or suspended its groups.
-        ForeignGroupError: its groups were destroyed or are of another process.
+        StaleGroupError: the session of the collection has closed or suspended its groups.
+        ForeignGroupError: the groups were destroyed or belong to another process.
         UnknownFieldError: a name in ``needs`` is no field.
 
-    What a read raises where nothing was found:
-        NoCollectionError: ``MEGAPG_GLOBALS`` forbids the globals, which serve; or they may not,
-            since a collection is carried that has not all of ``needs``, and for another field other
-            ranks than they have.
-        MissingGlobalGroupError: the getter fails with an AssertionError. The error is one too, and
-            a ``MissingGroupError``.
-        UnsupportedOptionError: ``MEGAPG_GLOBALS`` is set to something unknown.
+    If nothing was found, a read of the result raises:
+        NoCollectionError: ``MEGAPG_GLOBALS`` forbids the globals, which have a value. Or ``owner``
+            carries a collection that lacks a field of ``needs``, and that has other ranks for
+            another field than the globals.
+        MissingGlobalGroupError: the getter fails with an AssertionError. The error is an
+            ``AssertionError`` and a ``MissingGroupError`` as well.
+        UnsupportedOptionError: ``MEGAPG_GLOBALS`` has an unknown value.
     """
     itself = as_collection(owner)
     if itself is not None:
         return resolve(itself, needs=needs, owner="groups_of")
     found = partial = stand_in = None
-    answering: set[int] = set()  # submodules, for what is inside of them as well
+    answering: set[int] = set()  # submodules whose collections also hold for the modules inside
     for holder, carried in _carried(owner, needs, answering):
         pg = as_collection(carried)
         if pg is None:
@@ -132,7 +139,7 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
             pg.require(*needs, owner=f"groups_of({_name(_innermost(owner))})")
         if found is not None:
             differing = _differing(found, pg, needs)
-        else:  # what is found further in belongs to what was passed over, as far as both tell
+        else:  # a collection further in extends the partial one, unless their groups differ
             differing = _apart(partial, vars(pg).get) if partial is not None else []
         if differing:
             but = f"several, of different {', '.join(differing)}"
@@ -157,15 +164,17 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class _Partial(Wanted):
-    """What a model carries a part of: the globals serve the whole where that part is theirs. Else
-    two questions about one model, of which it can answer one, would be answered by two layouts.
+    """The needs of a function whose model carries a collection without some of these fields.
+
+    The globals may stand in only if their ranks are those of the collection. Otherwise two calls
+    for one model would get groups of two layouts.
     """
 
     part: ProcessGroupCollection
 
     @override
     def check(self) -> None:
-        """Raise a NoCollectionError where the globals have other ranks for what is carried."""
+        """Raise a NoCollectionError if the globals have other ranks than the model's collection."""
         other = _apart(self.part, value_in_globals)
         if other:
             raise NoCollectionError(
@@ -175,7 +184,7 @@ class _Partial(Wanted):
 
 
 def _apart(one: ProcessGroupCollection, other: Callable[[str], object]) -> list[str]:
-    """The fields of a collection for which another one, of fields, has a group of other ranks."""
+    """Return the fields of a collection for which ``other`` returns a group of other ranks."""
     groups = ((name, group, other(name)) for name, group in vars(one).items())
     both = ((name, known_ranks(a), known_ranks(b)) for name, a, b in groups if a is not b)
     return sorted(
@@ -190,10 +199,10 @@ def _wanted(
     caller: FrameType,
     partial: ProcessGroupCollection | None = None,
 ) -> Wanted:
-    """What a model of class ``kind`` does not carry, and ``caller`` asks for.
+    """Describe the collection that ``caller`` needs and a model of class ``kind`` does not carry.
 
-    ``but`` is what it carries in place of that, such as ``partial``. The model itself may have to
-    go before what is made of this.
+    ``but`` names the model's collections that can't be used, such as ``partial``. The result may
+    outlive the model, so this takes only the model's class.
     """
     site, wanted = Place.of(caller), f" with {', '.join(needs)}" if needs else ""
     wanted += f" (but {but})" if but else ""
@@ -206,12 +215,14 @@ def _wanted(
 def _carried(
     owner: object, needs: Sequence[GroupName], answering: Collection[int]
 ) -> Iterator[tuple[object, object]]:
-    """What may be a collection, with the module that has it, from the outside in, whatever is odd
-    about ``owner``; nothing from inside of the modules in ``answering``.
+    """Yield each module with a value that may be a collection, from the outside in.
+
+    Unusual objects do not stop the search. Modules inside of those in ``answering`` are skipped.
     """
     seen = {id(None)}
-    quiet: set[type] = set()  # torch's modules that compute none: a model has many of few classes
-    single: dict[type, Mapping[str, str]] = {}  # what those of the core keep group by group
+    # Torch modules of these classes compute no collection. A model has many modules of few classes.
+    quiet: set[type] = set()
+    single: dict[type, Mapping[str, str]] = {}  # class -> the attributes with single groups
     waiting = [owner]
     while waiting:
         each = waiting.pop()
@@ -233,7 +244,7 @@ def _carried(
                 if name in plain:
                     yield each, plain[name]
         if kind not in quiet:
-            # What torch's own __getattr__ finds, and costs, is found among the submodules.
+            # Skip torch's __getattr__: it is slow, and the search visits submodules anyway.
             torch_s = submodules is not None
             asked = [n for n in COLLECTION_NAMES if not torch_s or _asked(kind, n) is not None]
             for name in asked:
@@ -258,7 +269,7 @@ def _carried(
 
 
 def _built_with(module: object, needs: Sequence[GroupName]) -> Iterator[object]:
-    """What shows of the groups that a module without a collection was built with."""
+    """Yield collections of the groups that a module was built with, if its attributes show them."""
     plain, submodules = _opened(module)
     config, _ = _opened(plain.get("config"))
     if submodules is None:
@@ -270,7 +281,7 @@ def _built_with(module: object, needs: Sequence[GroupName]) -> Iterator[object]:
         yield ProcessGroupCollection.from_groups(**cast("Groups", own))
     for name in COLLECTION_NAMES:
         pg = as_collection(config.get(name))
-        stands_in = isinstance(pg, GlobalGroups)  # to compare with it would be a read
+        stands_in = isinstance(pg, GlobalGroups)  # a comparison would read the globals
         if pg is None or (own and not stands_in and getattr(pg, field, group) is not group):
             continue
         yield pg
@@ -279,7 +290,7 @@ def _built_with(module: object, needs: Sequence[GroupName]) -> Iterator[object]:
 def _field_of_layer(
     kind: type, plain: Mapping[str, object], config: Mapping[str, object], group: object
 ) -> str:
-    """Of which field a layer of the core was given the group; empty where that is not certain."""
+    """Return the field of the group that a layer of the core has; empty if uncertain."""
     homes = [each.__module__ for each in kind.__mro__]
     extends = any(home.startswith(_EXTENSIONS) for home in homes)
     if not (extends or any(home.startswith(_LAYERS) for home in homes)):
@@ -290,20 +301,21 @@ def _field_of_layer(
         return "expt_tp" if plain["is_expert"] else "tp"
     if not extends:
         return "tp"
-    # Those of Transformer Engine don't say. They are told of no parallelism where Megatron-core
-    # sees to it: for experts that are divided, and where weights are not. Other experts are left.
+    # Transformer Engine's layers have no is_expert. Megatron-core gives them no parallel mode for
+    # divided experts and for undivided weights. The size excludes the other experts.
     divided = plain.get("parallel_mode") in ("column", "row")
     size = cast("dist.ProcessGroup", group).size()
     return "tp" if divided and size == config.get("tensor_model_parallel_size") else ""
 
 
 def _opened(value: object) -> tuple[Mapping[str, object], dict[str, object] | None]:
-    """What can be seen of it without anybody's code being run: its attributes; and the submodules
-    if it is torch's, which are kept apart from these.
+    """Return a value's attributes and, for a torch module, its submodules.
+
+    Runs no code of the value. A torch module keeps its submodules apart from its attributes.
     """
     try:
         plain: object = value.__dict__
-    except Exception:  # it has none, or computes one and fails
+    except Exception:  # the value has no __dict__, or fails to compute it
         return _NOTHING, None
     if not isinstance(plain, (dict, MappingProxyType)):
         return _NOTHING, None
@@ -312,7 +324,7 @@ def _opened(value: object) -> tuple[Mapping[str, object], dict[str, object] | No
 
 
 def _wrapped(plain: Mapping[str, object], submodules: dict[str, object] | None) -> list[object]:
-    """What an object with these attributes wraps, the first to look at last."""
+    """Return the objects that these attributes wrap; the last is to be searched first."""
     inside: object
     wrapped = [inside for name in _MAY_BE_MODULES if _is_module(inside := plain.get(name))]
     for name in MODEL_ATTRIBUTES:
@@ -325,12 +337,12 @@ def _wrapped(plain: Mapping[str, object], submodules: dict[str, object] | None) 
 
 
 def _is_module(value: object) -> bool:
-    """Whether it is torch's, as far as that can be told without anybody's code being run."""
+    """True if the value is a torch module. Runs no code of the value."""
     return _opened(value)[1] is not None
 
 
 def _single_groups(kind: type) -> Mapping[str, str]:
-    """The attributes in which a class of the core keeps single groups, and their fields."""
+    """Return the attributes in which a class of the core keeps single groups, with their fields."""
     return {
         attribute: field
         for each in kind.__mro__
@@ -341,7 +353,7 @@ def _single_groups(kind: type) -> Mapping[str, str]:
 def _kept_singly(
     plain: Mapping[str, object], fields: Mapping[str, str], needs: Sequence[GroupName]
 ) -> dict[str, dist.ProcessGroup]:
-    """The needed fields for which an object with these attributes has a group."""
+    """Return the groups of needed fields in an object's attributes."""
     return {
         field: cast("dist.ProcessGroup", plain[attribute])
         for attribute, field in fields.items()
@@ -350,7 +362,7 @@ def _kept_singly(
 
 
 def _asked(value: object, name: str) -> object:
-    """The attribute, by way of properties and ``__getattr__``; None where that does not work."""
+    """Return an attribute, also from properties and ``__getattr__``; None if that fails."""
     try:
         return getattr(value, name, None)
     except MegapgError:  # such as a forbidden read of the globals
@@ -367,8 +379,9 @@ def _lacking(pg: ProcessGroupCollection, needs: Sequence[str]) -> list[str]:
 def _differing(
     one: ProcessGroupCollection, other: ProcessGroupCollection, needs: Sequence[str]
 ) -> list[str]:
-    """The needed fields for which two collections have different groups; of all that both have,
-    where nothing is needed.
+    """Return the needed fields for which two collections have different groups.
+
+    If ``needs`` is empty, all fields that both have are compared.
     """
     both = [{**vars(each), **each.extras} for each in (one, other)]
     names = needs or both[0].keys() & both[1].keys()
@@ -376,13 +389,13 @@ def _differing(
 
 
 def _innermost(owner: object) -> type:
-    """Class of the model that ``owner`` is or wraps."""
+    """Return the class of the model that ``owner`` is or wraps."""
     *_, model = _inwards(owner)
     return type(model)
 
 
 def _inwards(owner: object) -> Iterator[object]:
-    """``owner``, what it wraps, what that wraps, and so on to the model."""
+    """Yield ``owner``, the object that it wraps, and so on to the model."""
     seen: set[int] = set()
     while id(owner) not in seen:
         yield owner

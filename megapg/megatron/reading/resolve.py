@@ -1,7 +1,7 @@
-"""The collection that a function works with: the one it was passed, else Megatron's globals.
+"""The collection that a function works with: its argument, else Megatron's globals.
 
-Existing code moves over one function at a time. A function that calls :func:`resolve` takes a
-``pg_collection`` from callers that have one, and goes on working for callers that have not moved.
+Existing code can change one function at a time. A function that calls :func:`resolve` takes a
+``pg_collection`` from callers that have a collection, and still works for the others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 GlobalsPolicy: TypeAlias = Literal["warn", "error", "silent"]
-"""What happens where a function has to take its groups from the globals."""
+"""What happens if a function has to take its groups from the globals."""
 
 POLICY_VARIABLE = "MEGAPG_GLOBALS"
 
@@ -54,35 +54,38 @@ def resolve(
     needs: Sequence[GroupName] = (),
     owner: str | None = None,
 ) -> ProcessGroupCollection:
-    """The collection to work with, at the top of a function that takes ``pg_collection=None``.
+    """Return the collection to work with, in a function that takes ``pg_collection=None``.
 
-    What was passed is checked and returned. Where nothing was, the answer is a
-    :class:`GlobalGroups`: it asks Megatron's own getters, each when its value is asked for, and at
-    the first of them there is a :class:`~megapg.errors.GlobalGroupsWarning`, once per place that
-    called the function so. The environment variable ``MEGAPG_GLOBALS`` (``warn``, ``error`` or
-    ``silent``) decides about that, and :func:`globals_policy` for a block. Where nothing is read,
-    or the globals are not initialised and nobody has replaced what answers, nothing is said. The
-    zeros that Megatron's own give in a process without torch.distributed are nobody's answer.
+    Call this at the top of the function. A collection that was passed is checked and returned. If
+    None was passed, the result is a :class:`GlobalGroups`, which calls Megatron's own getter at
+    each read. The first read issues a :class:`~megapg.errors.GlobalGroupsWarning`, once per place
+    that calls the function without a collection. The environment variable ``MEGAPG_GLOBALS``
+    (``warn``, ``error`` or ``silent``) changes this, and :func:`globals_policy` changes it for a
+    block.
+
+    There is no warning if no value is read. There is also none if the globals are not initialised
+    and the getter is Megatron's own. Some getters return 0 without torch.distributed, which counts
+    as no value.
 
     Args:
-        pg_collection: what the function was passed. Megatron-core's own collection is taken too.
-        needs: the fields that the function reads. An explicit collection must have them now; of
-            the globals, each is looked at when it is read.
-        owner: the function's name, for messages; found out unless given.
+        pg_collection: the function's argument. May also be a collection of Megatron-core's class.
+        needs: the fields that the function reads. A collection that was passed must have them now.
+            The globals are checked at each read.
+        owner: the function's name, for messages. Default: the name of the calling function.
 
     Raises:
-        MissingGroupError: the collection passed lacks a field of ``needs``.
-        StaleGroupError: the session behind it has closed or suspended its groups.
-        ForeignGroupError: its groups were destroyed or are of another process, or what was passed
-            is no collection.
-        UnsupportedOptionError: ``MEGAPG_GLOBALS`` is set to something else.
+        MissingGroupError: the collection lacks a field of ``needs``.
+        StaleGroupError: the session of the collection has closed or suspended its groups.
+        ForeignGroupError: the groups were destroyed or belong to another process, or
+            ``pg_collection`` is no collection.
+        UnsupportedOptionError: ``MEGAPG_GLOBALS`` has an unknown value.
 
-    What a read raises where nothing was passed:
-        NoGlobalGroupsError: the getter fails with an AssertionError, as the globals are not
-            initialised. The error is an ``AssertionError`` as well, and a ``MissingGroupError``.
-        MissingGlobalGroupError: they are initialised without that group.
-        NoCollectionError: the globals are initialised, or somebody has set or replaced what the
-            getter asks, and they are not allowed.
+    If None was passed, a read of the result raises:
+        NoGlobalGroupsError: the getter fails with an AssertionError because the globals are not
+            initialised. The error is an ``AssertionError`` and a ``MissingGroupError`` as well.
+        MissingGlobalGroupError: the globals are initialised without that group.
+        NoCollectionError: ``MEGAPG_GLOBALS`` forbids the globals, and they have a value: they are
+            initialised, or the getter was replaced, or its value was set.
     """
     if pg_collection is None:
         return _fall_back(needs, owner, sys._getframe(1))
@@ -101,10 +104,10 @@ def resolve(
 
 
 def was_passed(pg_collection: object) -> bool:
-    """True if a collection was passed: not None, and not the globals in place of one.
+    """True if a collection was passed, not None or a :class:`GlobalGroups`.
 
-    A constructor keeps what it was passed with this, so that its object has no attribute more if
-    nothing was::
+    For constructors that store the collection. Without a collection, the object gets no additional
+    attribute::
 
         if megapg.was_passed(pg_collection):
             self.pg_collection = pg_collection
@@ -113,8 +116,12 @@ def was_passed(pg_collection: object) -> bool:
 
 
 def require_groups(pg: ProcessGroupCollection) -> ProcessGroupCollection:
-    """What :func:`resolve` gave, for a function that has no use for the numbers that getters answer
-    where nothing is initialised: there it raises a NoGlobalGroupsError.
+    """Return ``pg``, a result of :func:`resolve`, unless it reads globals without groups.
+
+    For functions that can't work with the numbers that getters return before initialisation.
+
+    Raises:
+        NoGlobalGroupsError: ``pg`` reads the globals, which are not initialised.
     """
     if isinstance(pg, StandIn) and not initialised():
         raise pg._missing("")
@@ -124,18 +131,17 @@ def require_groups(pg: ProcessGroupCollection) -> ProcessGroupCollection:
 def resolves(
     *, needs: Sequence[GroupName] = (), owner: str | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The decorator form of :func:`resolve`, for a function whose ``pg_collection`` is
-    keyword-only: it always receives a collection.
+    """Decorate a function so that its keyword-only ``pg_collection`` is a :func:`resolve` result.
 
-    Declare the parameter without a default, and the type checker points at every caller that has
-    not moved, while at run time they go on working::
+    The function always receives a collection. If you declare the parameter without a default, the
+    type checker finds every caller that passes none, and these callers still work at run time::
 
         @resolves(needs=("tp", "pp"))
         def build(config: Config, *, pg_collection: ProcessGroupCollection) -> Model: ...
 
     Args:
         needs: see :func:`resolve`.
-        owner: the function's name, for messages; its qualified name unless given.
+        owner: the function's name, for messages. Default: its qualified name.
 
     Raises:
         TypeError: the function has no keyword-only ``pg_collection``.
@@ -155,7 +161,7 @@ def resolves(
 
         @functools.wraps(function)
         def resolved(*args: P.args, **kwargs: P.kwargs) -> R:
-            # In this frame, as resolve() is in that of the function: it looks for the caller.
+            # resolve() must be called in this frame, whose caller is the caller of the function.
             passed = cast("ProcessGroupCollection | None", kwargs.get("pg_collection"))
             kwargs["pg_collection"] = resolve(passed, needs=needs, owner=name)
             return function(*args, **kwargs)
@@ -167,17 +173,17 @@ def resolves(
 
 @contextlib.contextmanager
 def globals_policy(policy: GlobalsPolicy) -> Iterator[None]:
-    """What :func:`resolve` does about the globals while the block runs.
+    """Set what :func:`resolve` does about the globals while the block runs.
 
-    It sets the environment variable ``MEGAPG_GLOBALS``, so it holds for every thread of the
-    process (backward runs in others) and for processes started meanwhile; afterwards the variable
-    is what it was. Blocks nest; those of two threads must not overlap.
+    This sets the environment variable ``MEGAPG_GLOBALS``, and restores its old value at the end.
+    The policy holds for every thread of the process, such as those of the backward pass, and for
+    processes started in the block. Blocks may nest. Blocks of two threads must not overlap.
 
     Args:
         policy: ``"warn"``, ``"error"`` or ``"silent"``.
 
     Raises:
-        UnsupportedOptionError: none of the three.
+        UnsupportedOptionError: the policy is none of the three.
     """
     _check_policy(policy, "globals_policy()")
     with overridden({POLICY_VARIABLE: policy}):
@@ -186,7 +192,7 @@ def globals_policy(policy: GlobalsPolicy) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Place:
-    """What can be kept of a frame, by its names; a frame keeps the models in its variables."""
+    """Code position of a frame. Keeping the frame itself would keep its variables alive."""
 
     f_code: CodeType
     f_lasti: int
@@ -195,43 +201,47 @@ class Place:
 
     @classmethod
     def of(cls, frame: FrameType) -> Place:
-        """Where ``frame`` stands now."""
+        """Return the current position of ``frame``."""
         return cls(frame.f_code, frame.f_lasti, frame.f_lineno, frame.f_globals)
 
 
 def policy_now() -> GlobalsPolicy:
-    """What ``MEGAPG_GLOBALS`` says; an UnsupportedOptionError if that is nothing known."""
+    """Return the policy in ``MEGAPG_GLOBALS``.
+
+    Raises:
+        UnsupportedOptionError: the value is no policy.
+    """
     policy = os.environ.get(POLICY_VARIABLE) or "warn"
     return _check_policy(policy, f"the environment variable {POLICY_VARIABLE}")
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Wanted:
-    """What somebody needs and was not given, so that the globals have to serve."""
+    """The needs of a function that has no collection and has to use the globals."""
 
-    owner: str  # what was given no collection
-    needs: tuple[str, ...]  # the fields that are asked for
-    lack: str  # that as a sentence, without its end
-    advice: str  # what to write instead, likewise, with ``$pg`` for the collection
-    caller: Place  # where that is to be changed, or is best looked for
+    owner: str  # the function or model without a collection
+    needs: tuple[str, ...]  # the fields that are needed
+    lack: str  # a sentence that says what is missing, without its full stop
+    advice: str  # a sentence that says what to write, likewise, with ``$pg`` for the collection
+    caller: Place  # the place to change, or the best place to start looking
     module: str  # of the function that falls back
 
     def missing(self, text: str) -> MissingGlobalGroupError:
-        """The error where the globals have nothing either, of which ``text`` says more."""
+        """Return the error for a group that the globals lack too; ``text`` gives details."""
         return MissingGlobalGroupError(f"{self.lack}. {text}")
 
     def check(self) -> None:
-        """Raise where the globals, which have an answer, may not serve whatever the policy."""
+        """Raise if the globals have a value that must not be used under any policy."""
 
 
 class NotGiven(Wanted):
-    """What a function needs that was called without ``pg_collection``."""
+    """The needs of a function that was called without ``pg_collection``."""
 
     __slots__ = ()
 
     @override
     def missing(self, text: str) -> MissingGlobalGroupError:
-        """The error, which says what to pass."""
+        """Return the error. If the globals are not initialised, it says what to pass."""
         if initialised():
             return super().missing(text)
         sizes = ", ".join(f"{axis}=..." for axis in ("tp", "pp", "cp", "ep") if axis in self.needs)
@@ -244,8 +254,10 @@ class NotGiven(Wanted):
 
 
 def let_globals_serve(wanted: Wanted, policy: GlobalsPolicy) -> None:
-    """Let the globals serve, or raise what ``wanted`` has to say, or a NoCollectionError by the
-    policy; who listens is told.
+    """Report the use of the globals to listeners, and warn if the policy asks for it.
+
+    Raises:
+        NoCollectionError: the policy or ``wanted.check()`` forbids the globals.
     """
     lack, advice, caller = wanted.lack, wanted.advice.replace("$pg", "pg"), wanted.caller
     wanted.check()
@@ -257,7 +269,7 @@ def let_globals_serve(wanted: Wanted, policy: GlobalsPolicy) -> None:
         )
     watching = hook.active()
     if watching is not None:
-        # Listeners ask for nothing of a frame that a place does not have.
+        # A Place has all attributes of a frame that listeners use.
         frame = cast("FrameType", caller)
         watching.resolved(hook.Resolved(wanted.owner, None, wanted.needs, frame, wanted.module))
     if policy == "warn":
@@ -265,7 +277,7 @@ def let_globals_serve(wanted: Wanted, policy: GlobalsPolicy) -> None:
 
 
 def check_names(needs: Sequence[GroupName]) -> None:
-    """Raise an UnknownFieldError unless each is a field, or an extra such as ``gloo.dp``."""
+    """Raise an UnknownFieldError unless each name is a field, or an extra such as ``gloo.dp``."""
     if isinstance(needs, str):
         raise UnknownFieldError(f"needs={needs!r}: give the fields in a tuple, ({needs!r},).")
     for name in needs:
@@ -274,7 +286,7 @@ def check_names(needs: Sequence[GroupName]) -> None:
 
 
 class StandIn(GlobalGroups):
-    """The globals in place of what somebody did not pass; that they serve is said when they do."""
+    """The globals in place of a missing collection. The first use warns or raises."""
 
     __slots__ = ("_said", "_wanted")
 
@@ -291,7 +303,7 @@ class StandIn(GlobalGroups):
     def _announce(self, answer: object = None, getter: Callable[..., object] | None = None) -> None:
         if self._said:
             return
-        # By its number alone rank 0 looks as where there is nothing.
+        # A rank of 0 is falsy, like the 0 of a getter before initialisation.
         if answer or initialised() or (getter is not None and put_there(getter)):
             let_globals_serve(self._wanted, policy_now())
             object.__setattr__(self, "_said", True)
@@ -304,7 +316,7 @@ class StandIn(GlobalGroups):
 def _fall_back(needs: Sequence[GroupName], owner: str | None, frame: FrameType) -> GlobalGroups:
     check_names(needs)
     if policy_now() == "silent" and initialised() and hook.active() is None:
-        return GlobalGroups()  # without a word that nobody reads
+        return GlobalGroups()  # its reads need no text for a warning or a listener
     takes_it = owner is not None or "pg_collection" in parameters_of(frame.f_code)
     owner = owner or _name(frame)
     fields = f"the process groups {', '.join(needs)}" if needs else "process groups"
@@ -320,14 +332,14 @@ def _fall_back(needs: Sequence[GroupName], owner: str | None, frame: FrameType) 
 
 
 def _advice(frame: FrameType, owner: str, *, takes_it: bool) -> str:
-    # Megatron's own source is no place to write at.
+    # Users do not change Megatron-core's source.
     if takes_it and _home(_call_site(frame)).startswith("megatron."):
         return (
             f"Where you hand {owner} over, bind it: functools.partial({owner}, pg_collection=$pg)"
         )
     if takes_it:
         return f"Write {owner}(..., pg_collection=$pg) there"
-    if "pg_collection" in frame.f_code.co_freevars:  # of the function around
+    if "pg_collection" in frame.f_code.co_freevars:  # of the enclosing function
         return f"Write {owner.rpartition('.<locals>')[0]}(..., pg_collection=$pg)"
     return f"Give {owner} a keyword-only parameter pg_collection, and pass $pg there"
 
@@ -362,13 +374,13 @@ def _place(frame: FrameType | Place) -> str:
 
 
 def _home(frame: FrameType) -> str:
-    """The module of the function that resolves, which may run in the decorator's frame."""
+    """Return the module of the function that calls ``resolve``, or that ``resolves`` decorates."""
     decorated = frame.f_locals.get("function") if frame.f_globals is globals() else None
     return str(decorated.__module__ if decorated else frame.f_globals.get("__name__", ""))
 
 
 def _call_site(frame: FrameType) -> FrameType:
-    """Who called the function that runs in ``frame``; torch's own machinery is passed over."""
+    """Return the frame that called the function in ``frame``, skipping frames of torch."""
     caller = frame.f_back
     while caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
         caller = caller.f_back
@@ -376,7 +388,7 @@ def _call_site(frame: FrameType) -> FrameType:
 
 
 def _warn(message: str, caller: FrameType | Place) -> None:
-    # What warnings.warn() does with a stacklevel; here the frame is known and its level is not.
+    # warnings.warn() needs a stacklevel, but only the frame is known here.
     warnings.warn_explicit(
         message,
         GlobalGroupsWarning,
