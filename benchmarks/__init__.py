@@ -1,1 +1,1 @@
-"""What megapg costs next to what people use today. Run ``python -m benchmarks --help``."""
+"""The cost of megapg compared with existing tools. Run ``python -m benchmarks --help``."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: run the benchmarks and say how megapg compares."""
+"""``python -m benchmarks``: run the benchmarks, and compare megapg with its peers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-if TYPE_CHECKING:  # what is heavy is imported once the command line has been understood
+if TYPE_CHECKING:  # heavy modules are imported after the command line is parsed
     from benchmarks.report import Report
 
 RESULTS = pathlib.Path(__file__).with_name("RESULTS.md")
@@ -32,7 +32,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 
 class Part(enum.StrEnum):
-    """What there is to measure."""
+    """The things to measure."""
 
     CREATION = "creation"
     LAYOUT = "layout"
@@ -87,40 +87,40 @@ def main(
     """Measure megapg next to what people use today; each figure is a ratio to a peer.
 
     **creation** makes every process group of a layout (tp=2 pp=2, with and without ep=2) on gloo
-    and uses each once: `megapg.session` against `initialize_model_parallel`, Megatron-Bridge's
-    recipe on `HyperCommGrid`, and torch's `init_device_mesh`. It also counts the calls, threads,
-    descriptors and memory that each adds to a rank.
+    and uses each once. It compares `megapg.session` with `initialize_model_parallel`,
+    Megatron-Bridge's recipe on `HyperCommGrid`, and torch's `init_device_mesh`. It also counts the
+    calls, threads, descriptors and memory that each adds to a rank.
 
-    **layout** asks for the ranks of one rank's groups among up to 131,072, against Megatron's
+    **layout** computes the ranks of one rank's groups among up to 131,072, against Megatron's
     `RankGenerator`.
 
-    **access** reads `pg.tp` and the like, against the getters of `parallel_state`.
+    **access** reads `pg.tp` and similar values, against the getters of `parallel_state`.
 
-    **bridge** takes a function's collection from `resolve`, against a read of the globals, and
+    **bridge** gets a function's collection from `resolve`, against a read of the globals, and
     traces and guards the reads of a training step.
 
     **starting** starts four ranks that have Megatron-core, against `torch.multiprocessing.spawn`.
 
-    **checkpoint** saves and loads model and optimizer, 194 MiB of them: megapg against
-    `dist_checkpointing` called directly and against torch's distributed checkpoints. It writes to
-    the directory for temporary files (`TMPDIR`).
+    **checkpoint** saves and loads model and optimizer (194 MiB). It compares megapg with direct
+    calls of `dist_checkpointing` and with torch's distributed checkpoints. It writes to the
+    directory for temporary files (`TMPDIR`).
 
-    **backends** lists what megapg does with each backend, and what that costs a rank of 1,024.
+    **backends** lists what megapg does with each backend, and its cost for one rank of 1,024.
 
-    **scale** runs the rendezvous of up to 131,072 simulated ranks, and counts what each asks of the
-    store; 64 real ones show that it counts right.
+    **scale** runs the rendezvous of up to 131,072 simulated ranks, and counts each rank's calls to
+    the store. 64 real ranks check the counts.
 
-    **migrate** runs `megapg migrate` on published code: the share of uses that it rewrites, and
-    whether the result compiles. The wheels are downloaded to `.corpora` once (33 MB).
-    `python -m benchmarks.behaviour` trains on a migrated copy of Megatron-core and on the installed
-    one, and compares every bit.
+    **migrate** runs `megapg migrate` on published code. It reports the share of uses that are
+    rewritten, and whether the result compiles. The wheels are downloaded to `.corpora` once (33
+    MB). `python -m benchmarks.behaviour` trains on a migrated copy of Megatron-core and on the
+    installed one, and compares every bit.
 
     **parity** runs `megapg parity` on sound layouts, on planted faults and on faults of
     Megatron-core itself, and counts what it finds. It needs `tests/support`.
 
-    All ranks are processes on this host. The whole takes about sixteen minutes on two cores
-    that have nothing else to do, and 10 GiB of memory at world 32. On a busy machine wall times
-    mislead; look at the ratios of CPU time there.
+    All ranks are processes on this host. A full run takes about sixteen minutes on two idle cores,
+    and 10 GiB of memory at world 32. On a busy machine wall times mislead; look at the ratios of
+    CPU time there.
 
     Examples:
 
@@ -131,8 +131,8 @@ def main(
     sizes = QUICK_WORLDS if quick else _worlds(worlds)
     parts = set(only or Part)
     console = Console()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all ranks are on CPUs; `make test-gpu` is apart
-    warnings.simplefilter("ignore")  # Megatron-core warns of every package that it could use
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all ranks run on CPUs; `make test-gpu` uses GPUs
+    warnings.simplefilter("ignore")  # Megatron-core warns about each missing package
     with console.status("importing torch and Megatron-core"):
         from benchmarks.report import Report
     report = Report(

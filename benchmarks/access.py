@@ -1,6 +1,4 @@
-"""What reading one value costs: attributes of a collection, and of the shim, against
-parallel_state's getters.
-"""
+"""The cost of reading a value: from a collection or the shim, against parallel_state's getters."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from megapg import session
 from megapg.megatron import globals_policy, parallel_state, resolve
 from megapg.testing.distributed import run_distributed
 
-# What it is, as written with megapg, as written with Megatron-core.
+# (the value, the expression with megapg, the expression with Megatron-core).
 PAIRS = (
     ("the group", "pg.tp", "parallel_state.get_tensor_model_parallel_group()"),
     ("rank in it", 'pg.rank("tp")', "parallel_state.get_tensor_model_parallel_rank()"),
@@ -25,7 +23,7 @@ PAIRS = (
         "parallel_state.get_data_parallel_rank(with_context_parallel=True)",
     ),
 )
-# The shim asks the getter itself: what is there to pay beside it, and beside a collection's field?
+# The shim calls the getter: compare it with the getter, and with a collection's field.
 SHIM = tuple(
     (f"{what}, by the shim", ours.replace("pg.", "shim."), against)
     for what, ours, theirs in PAIRS
@@ -37,9 +35,9 @@ _ROUNDS = 50
 
 @dataclass(frozen=True)
 class Reading:
-    """One value, read both ways; nanoseconds, the best of many rounds.
+    """The cost of one value, read both ways, in nanoseconds: the best of many rounds.
 
-    The best and not the median: what disturbs a loop of nanoseconds only ever adds.
+    The best and not the median, as disturbances only make such short loops slower.
     """
 
     what: str
@@ -54,7 +52,7 @@ class Reading:
 
 
 def run() -> list[Reading]:
-    """Read everything in a process of its own, alone in its world."""
+    """Read everything in a separate process, with a world of one rank."""
     return run_distributed(_read_all, 1, env={"PYTHONWARNINGS": "ignore"})[0]
 
 
@@ -70,7 +68,7 @@ def _read_all() -> list[Reading]:
 
 
 def nanoseconds(statements: Sequence[str], names: dict[str, object]) -> list[float]:
-    """What each statement takes, the best of many rounds in which they take turns."""
+    """Return the time of each statement: the best of many rounds in turns."""
     timers = [timeit.Timer(statement, globals=names) for statement in statements]
     rounds = [[timer.timeit(_CALLS) for timer in timers] for _ in range(_ROUNDS)]
     return [min(seconds) / _CALLS * 1e9 for seconds in zip(*rounds, strict=True)]

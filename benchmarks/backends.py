@@ -1,6 +1,7 @@
-"""What megapg does with each backend, and what that costs a rank of a large job: a table.
+"""A table of what megapg does with each backend, and its cost for a rank of a large job.
 
-It says what the code decides, on this machine's torch; nothing is timed, and no group is made.
+The table shows the decisions of the code with this machine's torch. Nothing is timed, and no group
+is made.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ON_WORLDS = {
 
 
 def table() -> Table:
-    """One row for each backend, and for each kind of WORLD that it does otherwise on."""
+    """Return a row for each backend, and for each kind of WORLD with a different result."""
     rows = [
         (f"{row.name}{where}", *_made(row, split), _suspended(row), _options(row))
         for row in BACKENDS.values()

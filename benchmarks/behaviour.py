@@ -1,9 +1,9 @@
-"""Megatron-core itself, migrated: does it still train the same bits, and what does it read?
+"""Compare a migrated Megatron-core with the installed one: the trained bits, and the reads.
 
 A copy of the installed Megatron-core is migrated in place and put in front of the installed one.
-The demo's training then runs on both, on the groups of a session and on the globals, and every
-loss, every weight and the loss after a checkpoint have to be equal to the last bit. Traces count
-the reads of globals on both sides; CPU time is compared in turns.
+The demo's training then runs on both, on the groups of a session and on the globals. Every loss,
+every weight and the loss after a checkpoint must be equal to the last bit. Traces count the reads
+of globals on both sides. CPU time is compared in turns.
 
 ``python -m benchmarks.behaviour`` runs this alone and names the functions that fall back.
 """
@@ -50,14 +50,14 @@ from megapg.testing.distributed import run_distributed
 
 WORLD = 4
 REPEATS = 3
-STEPS = 4 + REPEATS  # each tree is imported, each trained on, and then both are timed in turns
+STEPS = 4 + REPEATS  # import each tree, train on each, then time both in turns
 CORE = "megatron.core"
 
 _TIMEOUT = timedelta(seconds=120)
 QUIET = {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _DENSE = GPTRun(tp=2, pp=2)
 _EXPERTS = GPTRun(tp=2, ep=2, experts=4, sequence_parallel=True)
-_FELL_BACK = "resolve"  # what a trace calls a look-up that turned to the globals
+_FELL_BACK = "resolve"  # name of a look-up that read the globals, in a trace
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class Case:
     """One training run.
 
     Attributes:
-        what: it is.
+        what: description of the case.
         run: the job.
-        session: on the groups of a session, which are published too; else on the globals.
-        globals_: the globals are of this job's layout and the session's groups are not published.
+        session: train on the groups of a session, which are published too; else on the globals.
+        globals_: layout of the globals. If set, the session's groups are not published.
         save_in: folder for a checkpoint half way through.
-        resume_from: folder of the checkpoint to go on from.
+        resume_from: folder of the checkpoint to resume from.
     """
 
     what: str
@@ -109,8 +109,8 @@ class Trained:
     Attributes:
         result: losses and weights; without times, so that equal runs are equal.
         cpu: seconds of CPU time of this rank.
-        looking_up: how many of these went into resolve() and groups_of().
-        reads: reads of globals, look-ups that turned to them included.
+        looking_up: seconds of it in resolve() and groups_of().
+        reads: reads of globals, with the look-ups that read them.
         error: name of the error that ended the run, as the globals have other groups.
     """
 
@@ -123,7 +123,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Contrast:
-    """One case on the installed core and on the migrated one, all ranks."""
+    """One case on the installed core and on the migrated one, on all ranks."""
 
     case: Case
     installed: tuple[Trained, ...]
@@ -131,13 +131,13 @@ class Contrast:
 
     @property
     def equal(self) -> bool:
-        """To the last bit, on every rank."""
+        """True if both cores give the same results on every rank, to the last bit."""
         before = [(each.result, each.error) for each in self.installed]
         return [(each.result, each.error) for each in self.migrated] == before
 
     @property
     def new_fallbacks(self) -> Counter[str]:
-        """Functions that turn to the globals and did not before, and how often."""
+        """Count the calls of functions that read the globals only after the migration."""
         before = {read.function for each in self.installed for read in each.reads}
         return Counter(
             {
@@ -150,16 +150,16 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What came out.
+    """The results.
 
     Attributes:
         contrasts: the cases.
-        cpu: time of the migrated core by that of the installed one, for each repeat of one case.
-        looking_up: the share of look-ups in it, for each repeat.
-        imported: modules that can be imported from the migrated core.
-        lost: those that could be imported from the installed one, and can't be now.
-        rewritten: uses of the globals that were rewritten.
-        left: those that were not.
+        cpu: CPU time of the migrated core by that of the installed one, for each repeat of a case.
+        looking_up: the share of look-ups in this time, for each repeat.
+        imported: number of modules that can be imported from the migrated core.
+        lost: modules that can be imported only from the installed core.
+        rewritten: number of uses of the globals that were rewritten.
+        left: number of uses that were not rewritten.
     """
 
     contrasts: tuple[Contrast, ...]
@@ -172,14 +172,12 @@ class Behaviour:
 
     @property
     def led_astray(self) -> list[Case]:
-        """Runs of the migrated core on a session that come out otherwise when the globals are of
-        another layout.
-        """
+        """Return the cases in which globals of another layout change the migrated core's result."""
         return self._led_astray(lambda each: each.migrated)
 
     @property
     def led_astray_before(self) -> list[Case]:
-        """Those of the installed core."""
+        """Return the same cases for the installed core."""
         return self._led_astray(lambda each: each.installed)
 
     def _led_astray(self, side: Callable[[Contrast], tuple[Trained, ...]]) -> list[Case]:
@@ -203,7 +201,7 @@ def _lessons(trained: Sequence[Trained]) -> list[tuple[object, ...]]:
 
 
 def run(on_progress: Callable[[], None] = lambda: None) -> Behaviour:
-    """Migrate, train on both, compare.
+    """Migrate the core, train on both cores, and compare.
 
     Args:
         on_progress: called ``STEPS`` times.
@@ -241,9 +239,10 @@ def run(on_progress: Callable[[], None] = lambda: None) -> Behaviour:
 
 @contextlib.contextmanager
 def migrated_core() -> Iterator[tuple[Path, Migration]]:
-    """A folder to import the migrated core from, and what was done to it."""
+    """Yield a folder for importing the migrated core, and the migration."""
     with tempfile.TemporaryDirectory(prefix="megapg-bench-") as folder:
-        # Above it there is no __init__.py: a core that comes first on the path shadows the other.
+        # The folder has no __init__.py above the core, so that a core that is first on the path
+        # shadows the other.
         core = Path(folder) / "megatron" / "core"
         shutil.copytree(installed_core(), core, ignore=shutil.ignore_patterns("__pycache__"))
         version = importlib.metadata.version("megatron-core")
@@ -256,7 +255,7 @@ def migrated_core() -> Iterator[tuple[Path, Migration]]:
 
 
 def installed_core() -> Path:
-    """The folder of the Megatron-core that is installed. It is not imported."""
+    """Return the folder of the installed Megatron-core, without importing it."""
     spec = importlib.util.find_spec("megatron")
     places = (
         [Path(place) / "core" for place in spec.submodule_search_locations or ()] if spec else []
@@ -266,7 +265,7 @@ def installed_core() -> Path:
 
 @contextlib.contextmanager
 def first_on_the_path(tree: Path | None) -> Iterator[None]:
-    """Import from ``tree`` first: ranks take over the path of the process that starts them."""
+    """Import from ``tree`` first, here and in ranks, which inherit the path."""
     if tree is None:
         yield
         return
@@ -278,19 +277,19 @@ def first_on_the_path(tree: Path | None) -> Iterator[None]:
 
 
 def importable(tree: Path | None) -> frozenset[str]:
-    """The modules of the core that can be imported, in a process of their own."""
+    """Return the modules of the core that a separate process can import."""
     core = installed_core() if tree is None else tree / "megatron" / "core"
     with first_on_the_path(tree):
         return run_distributed(partial(_importable, core), 1, deadline=500, env=QUIET)[0]
 
 
 def _importable(core: Path) -> frozenset[str]:
-    logging.disable(logging.WARNING)  # of what is not installed
+    logging.disable(logging.WARNING)  # about missing packages
     found = set()
     for file in sorted(core.rglob("*.py")):
         inside = file.relative_to(core).with_suffix("").parts
         name = ".".join([CORE, *inside]).removesuffix(".__init__")
-        with contextlib.suppress(Exception):  # some need what is not installed
+        with contextlib.suppress(Exception):  # some modules need missing packages
             importlib.import_module(name)
             found.add(name)
     _check_core(core)
@@ -309,16 +308,16 @@ def _check_core(core: Path) -> None:
 def train(
     tree: Path | None, cases: Sequence[Case], *, traced: bool = True
 ) -> dict[Case, tuple[Trained, ...]]:
-    """Train on the core in ``tree``, or on the installed one; all ranks of each case.
+    """Train on the core in ``tree``, or on the installed one; return all ranks of each case.
 
     Args:
-        tree: what :func:`migrated_core` gave, or None.
-        cases: in this order, so that one may go on from what another saved.
-        traced: list the reads of globals; else only time is taken.
+        tree: a folder of :func:`migrated_core`, or None.
+        cases: run in this order, so that one may resume from another's checkpoint.
+        traced: list the reads of globals; else only measure time.
     """
     core = installed_core() if tree is None else tree / "megatron" / "core"
     together = tuple(case for case in cases if case.globals_ is None)
-    alone = [(case,) for case in cases if case.globals_ is not None]  # a guard may end them
+    alone = [(case,) for case in cases if case.globals_ is not None]  # a guard may end these
     trained: dict[Case, tuple[Trained, ...]] = {}
     with first_on_the_path(tree), tempfile.TemporaryDirectory(prefix="megapg-bench-") as folder:
         for several in (together, *alone):
@@ -353,10 +352,10 @@ def _train_all(
 def train_on_this_rank(
     core: Path, cases: Sequence[Case], folder: Path, *, traced: bool = True
 ) -> dict[Case, Trained]:
-    """Train, in a process of a world that is up.
+    """Train in a process with a WORLD.
 
     Args:
-        core: where the core that this is about must have been imported from.
+        core: folder from which the core must have been imported.
         cases: see :func:`train`.
         folder: for checkpoints, the same on every rank.
         traced: see :func:`train`.
@@ -390,7 +389,7 @@ def _train(case: Case, text: bytes, folder: Path, traced: bool) -> Trained:
             if others is None:
                 stack.enter_context(megapg.published(pg))
         trace = stack.enter_context(trace_global_reads()) if traced else None
-        clock = _Clock() if traced else stack.enter_context(_clock())  # it hides who asked
+        clock = _Clock() if traced else stack.enter_context(_clock())  # it hides the caller
         start = time.process_time()
         result = gpt.train(case.run, text, pg, checkpoints=checkpoints)
         cpu = time.process_time() - start
@@ -416,7 +415,7 @@ class _Clock:
 
 @contextlib.contextmanager
 def _clock() -> Iterator[_Clock]:
-    """Adds up what look-ups cost. Migrated code finds them in the package, at each call."""
+    """Measure the time of look-ups. Migrated code finds them in the package at each call."""
     clock = _Clock()
     with (
         mock.patch.object(megapg, "resolve", clock.around(megapg.resolve)),
@@ -447,26 +446,26 @@ def _sizes(run: GPTRun) -> dict[str, Any]:
     }
 
 
-# -- what was read ---------------------------------------------------------------------------------
+# -- reads -----------------------------------------------------------------------------------------
 
 
 def places(trained: Sequence[Trained]) -> int:
-    """Distinct lines that read a global."""
+    """Return the number of distinct lines that read a global."""
     return len({(read.file, read.line) for read in _reads(trained)})
 
 
 def reads(trained: Sequence[Trained]) -> int:
-    """Reads of a global, of all ranks together."""
+    """Return the number of reads of a global on all ranks."""
     return sum(read.count for read in _reads(trained))
 
 
 def _reads(trained: Sequence[Trained]) -> Iterator[GlobalRead]:
-    """Without the look-ups that turned to the globals: what was read by way of these is listed."""
+    """Leave out look-ups that read the globals, as the reads themselves are listed."""
     return (read for each in trained for read in each.reads if read.getter != _FELL_BACK)
 
 
 def fallbacks(trained: Sequence[Trained]) -> Counter[str]:
-    """Who turned to the globals for want of a collection, and how often: "where for whom"."""
+    """Count the look-ups that read the globals for lack of a collection: "function for owner"."""
     found: Counter[str] = Counter()
     for each in trained:
         for read in each.reads:
@@ -477,7 +476,7 @@ def fallbacks(trained: Sequence[Trained]) -> Counter[str]:
 
 
 def tables(found: Behaviour) -> list[Table]:
-    """For the report."""
+    """Return the tables of the report."""
     return [_verdicts(found), _cases(found), _fallbacks(found)]
 
 
@@ -591,7 +590,7 @@ def _fallbacks(found: Behaviour) -> Table:
 
 
 def main() -> None:
-    """Run and print."""
+    """Run the comparison and print the tables."""
     console = Console()
     warnings.simplefilter("ignore")
     with Progress(console=console) as progress:

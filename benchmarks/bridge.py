@@ -1,4 +1,4 @@
-"""What the bridge to Megatron's globals costs those who use it."""
+"""The cost of the bridge to Megatron's globals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GETTER = "parallel_state.get_data_parallel_rank()"
 RESOLVE_TARGET = 4.0
 """Most that resolve() of an explicit collection may cost of one read of the globals."""
 
-# What it is, as written, the most it may cost.
+# (description, expression, largest allowed ratio).
 CALLS = (
     ("explicit, checked for 2 fields", 'resolve(pg, needs=("tp", "pp"))', RESOLVE_TARGET),
     (
@@ -31,15 +31,15 @@ CALLS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What one thing costs of another, measured in the same run.
+    """The cost of one thing relative to another, measured in the same run.
 
     Attributes:
-        what: what it is.
-        ours: how it is written.
-        theirs: what it is compared with.
+        what: description.
+        ours: the expression.
+        theirs: the thing to compare with.
         ratio: cost of the first by that of the second.
-        times: both, as text: noise of this machine.
-        target: the most that the ratio may be, if that was promised.
+        times: both times, as text: noise of this machine.
+        target: the largest promised ratio, if any.
     """
 
     what: str
@@ -55,7 +55,7 @@ class Cost:
 
 
 def run() -> list[Cost]:
-    """Measure in a process of its own, alone in its world."""
+    """Measure in a separate process, with a world of one rank."""
     return run_distributed(_resolve, 1, env={"PYTHONWARNINGS": "ignore"})[0]
 
 

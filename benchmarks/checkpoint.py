@@ -1,17 +1,17 @@
 """Saving and loading a checkpoint: megapg, ``dist_checkpointing`` called directly, and torch's DCP.
 
-All contestants have the same model and optimizer in the same processes, write to the same file
-system and take turns, in another order in each repeat; ratios are taken within a repeat.
-Each has been called once before, outside the repeats, since first calls import things and start
-helper processes. The clock of a save starts before the state is described and stops when the
-checkpoint is complete on the slowest rank; that of a load stops when model and optimizer have it.
-What a load reads is in the page cache: nothing here depends on the disk but ``fsync``.
+All contestants have the same model and optimizer in the same processes. They write to the same file
+system and take turns, in another order in each repeat. Ratios are taken within a repeat. Each
+contestant runs once before the repeats, since first calls import modules and start helper
+processes. The clock of a save starts before the state is described, and stops when the checkpoint
+is complete on the slowest rank. The clock of a load stops when model and optimizer have the state.
+Loads read from the page cache, so only ``fsync`` depends on the disk.
 
-The direct ones do what a training script does: have model, optimizer and random streams described
-as sharded tensors and objects, and hand them over; what was loaded is handed to the optimizer with
-megapg's repairs for torch's Adam, without which Megatron-core can't take it on a CPU. DCP gets the
-tensors as each rank has them, under names of its own, and so loads in this layout only; it is here
-for what writing and reading cost at least.
+The direct contestants do the same as a training script. They describe model, optimizer and random
+streams as sharded tensors and objects, and pass them on. The optimizer gets the loaded state with
+megapg's repairs for torch's Adam, without which Megatron-core can't take it on a CPU. DCP gets each
+rank's tensors under separate names, and so can load in this layout only. It shows the least cost of
+writing and reading.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ BARE_TARGET = 1.2
 BLOCKING_TARGET = 0.25
 """Most of a synchronous save's time for which an asynchronous one may hold up the training."""
 
-# 12.7 million parameters; with Adam's moments and the optimizer's own weights 194 MiB.
+# 12.7 million parameters: 194 MiB with Adam's moments and the optimizer's own weights.
 _RUN = GPTRun(tp=2, layers=4, hidden=512, heads=4, seq_length=32)
 _QUICK_RUN = GPTRun(tp=2, layers=2, hidden=64, heads=4, seq_length=32)
 _FIRST_CALL = -1
@@ -79,7 +79,7 @@ _TRIAL_S = 15.0  # for the deadline; a trial takes a second
 
 @dataclass
 class _Job:
-    """One rank's model and optimizer, and what the contestants keep from call to call."""
+    """One rank's model and optimizer, and the state that contestants keep between calls."""
 
     run: GPTRun
     pg: megapg.ProcessGroupCollection
@@ -94,7 +94,7 @@ class _Job:
         optimizer = gpt._build_optimizer(run, chunks, pg)
         optimizers.prepare(optimizer)
         job = cls(run, pg, chunks, optimizer, AsyncCallsQueue())
-        for moment in job.moments():  # zeros would not be read from memory, one page aside
+        for moment in job.moments():  # untouched zeros all share one page
             moment.normal_()
         return job
 
@@ -159,7 +159,7 @@ def _direct(job: _Job, directory: Path, *, asynchronous: bool = False) -> Callab
     return partial(job.calls.maybe_finalize_async_calls, blocking=True)
 
 
-# Newer versions have another package save asynchronously unless they are told to do it themselves.
+# Newer versions use another package for asynchronous saves by default.
 _BY_ITSELF: dict[str, Any] = (
     {"async_strategy": "mcore"}
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
@@ -197,7 +197,7 @@ def _load_bare(job: _Job, directory: Path) -> None:
 
 
 def _tensors(job: _Job) -> dict[str, torch.Tensor]:
-    """The weights, which data-parallel ranks have in common, and each rank's optimizer state."""
+    """Return the weights, shared by data-parallel ranks, and each rank's optimizer state."""
     tp, rank = job.pg.rank("tp"), dist.get_rank()
     tensors = {
         f"tp{tp}.{name}": weight.detach() for name, weight in job.chunks[0].named_parameters()
@@ -210,7 +210,7 @@ def _tensors(job: _Job) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Neither SHA-256 nor seals. torch.save has a CRC-32 of its own, as in torch DCP's files."""
+    """Switch off SHA-256 and seals. torch.save keeps its CRC-32, as in torch DCP's files."""
     with (
         mock.patch("hashlib.sha256", _NoChecksum),
         mock.patch.object(archive.Seal, "update", new=_no_update),
@@ -220,7 +220,7 @@ def _without_checksums() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_fsync() -> Iterator[None]:
-    with mock.patch("os.fsync", new=_no_fsync):  # in the processes that are forked here too
+    with mock.patch("os.fsync", new=_no_fsync):  # also in the processes that are forked here
         yield
 
 
@@ -252,9 +252,9 @@ class Contestant:
 
     Attributes:
         name: for the tables.
-        call: does it, and for a save returns what waits until the checkpoint is complete.
+        call: saves or loads. A save returns a function that waits until the checkpoint is complete.
         loads: the save whose checkpoint is loaded; None for a save.
-        under: what it happens in.
+        under: context of the call.
     """
 
     name: str
@@ -306,13 +306,13 @@ CONTESTANTS = (*SAVES, *LOADS)
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared.
+    """Two contestants to compare.
 
     Attributes:
         what: for the table.
         ours: the first contestant.
         theirs: the second.
-        target: most that the ratio may be; None where nothing was promised.
+        target: largest promised ratio; None if there is none.
         quantity: of a trial of ours.
         by: of a trial of theirs.
     """
@@ -377,7 +377,7 @@ class RankTrial:
 
 @dataclass(frozen=True)
 class Trial:
-    """One contestant, one repeat, on all ranks."""
+    """One contestant in one repeat, on all ranks."""
 
     contestant: Contestant
     repeat: int
@@ -385,28 +385,28 @@ class Trial:
 
     @property
     def blocked(self) -> float:
-        """Seconds for which the slowest rank could not train."""
+        """Return the seconds for which the slowest rank could not train."""
         return max(rank.blocked for rank in self.ranks)
 
     @property
     def wall(self) -> float:
-        """Seconds until the slowest rank knew that it was done."""
+        """Return the seconds until the slowest rank was done."""
         return max(rank.wall for rank in self.ranks)
 
     @property
     def cpu(self) -> float:
-        """CPU seconds of all ranks together."""
+        """Return the CPU seconds of all ranks together."""
         return sum(rank.cpu for rank in self.ranks)
 
     @property
     def size(self) -> int:
-        """Bytes of the checkpoint."""
+        """Return the size of the checkpoint in bytes."""
         return max(rank.size for rank in self.ranks)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A ratio within each repeat: the median over them, and the extremes."""
+    """A ratio within each repeat: the median over the repeats, the minimum and the maximum."""
 
     median: float
     low: float
@@ -419,7 +419,7 @@ class Standings:
 
     Attributes:
         world_size: number of ranks; tp=2, the rest is data parallelism.
-        file_system: what was written to, in the words of the kernel.
+        file_system: type of the file system, as the kernel calls it.
         trials: first calls included.
     """
 
@@ -428,16 +428,16 @@ class Standings:
     trials: tuple[Trial, ...]
 
     def of(self, contestant: Contestant) -> list[Trial]:
-        """The repeats of one contestant, in order."""
+        """Return the repeats of one contestant, in order."""
         return [t for t in self.trials if t.contestant is contestant and t.repeat != _FIRST_CALL]
 
     def median(self, contestant: Contestant, quantity: str) -> float:
-        """Over the repeats."""
+        """Return the median over the repeats."""
         median: float = statistics.median(getattr(t, quantity) for t in self.of(contestant))
         return median
 
     def first_call(self, contestant: Contestant) -> float:
-        """Seconds that the first call in a process took."""
+        """Return the seconds of the first call in a process."""
         return next(
             trial.wall
             for trial in self.trials
@@ -445,7 +445,7 @@ class Standings:
         )
 
     def ratio(self, compared: Comparison, quantity: str = "") -> Spread:
-        """As the comparison says, or of another quantity."""
+        """Return the ratio of a comparison, of its quantity or another one."""
         ratios = [
             getattr(ours, quantity or compared.quantity) / getattr(theirs, quantity or compared.by)
             for ours, theirs in zip(self.of(compared.ours), self.of(compared.theirs), strict=True)
@@ -455,17 +455,17 @@ class Standings:
 
 @dataclass(frozen=True)
 class Plan:
-    """One trial to be run; every rank derives the same list."""
+    """One trial to run; every rank computes the same list."""
 
     contestant: int  # an index: the functions stay out of the pickles
     repeat: int
 
 
 def plans(repeats: int) -> list[Plan]:
-    """The trials of one world, in the order they are run: all saves of a repeat, then its loads."""
+    """Return the trials of one world in order: all saves of a repeat, then its loads."""
     saves, loads = range(len(SAVES)), range(len(SAVES), len(CONTESTANTS))
     first = [Plan(index, _FIRST_CALL) for index in (*saves, *loads)]
-    # Shuffled, so that nobody always comes after the same one, which may leave the disk busy.
+    # Shuffled, as a contestant may leave the disk busy for the next one.
     turns = [random.Random(repeat) for repeat in range(repeats)]
     return first + [
         Plan(index, repeat)
@@ -484,7 +484,7 @@ def run(
         world_size: number of processes, all on this host; even.
         repeats: how often each contestant runs, besides its first call.
         advanced: called now and then with the number of trials finished so far.
-        quick: with a tiny model, which says nothing about time.
+        quick: use a tiny model, whose times mean nothing.
     """
     todo = plans(repeats)
     with tempfile.TemporaryDirectory() as root, tempfile.NamedTemporaryFile() as progress:
@@ -494,7 +494,7 @@ def run(
             world_size,
             deadline=60 + len(todo) * _TRIAL_S,
             preload=["benchmarks.checkpoint"],
-            # Megatron-core's helper processes leave directories behind when they are ended.
+            # Megatron-core's helper processes leave directories behind when they are killed.
             env={"PYTHONWARNINGS": "ignore", "TMPDIR": root},
         ) as ranks:
             while not ranks.done(timeout=0.2):
@@ -539,7 +539,7 @@ def _every_trial(quick: bool, todo: Sequence[Plan], root: Path, progress: str) -
 
 def _trial(job: _Job, plan: Plan, root: Path) -> RankTrial:
     contestant = CONTESTANTS[plan.contestant]
-    # The first checkpoint of each way to save is kept, to be loaded.
+    # The first checkpoint of each way to save is kept for the loads.
     keep = plan.repeat == _FIRST_CALL
     directory = root / (contestant.loads or (contestant.name if keep else "scratch"))
     check = _erase(job) if contestant.loads else None
@@ -560,7 +560,7 @@ def _trial(job: _Job, plan: Plan, root: Path) -> RankTrial:
         check()
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(root / "scratch", ignore_errors=True)  # what was not synced is never written
+        shutil.rmtree(root / "scratch", ignore_errors=True)  # unsynced data is then never written
     dist.barrier()
     return trial
 
@@ -571,7 +571,7 @@ def _cpu_seconds() -> float:
 
 
 def _erase(job: _Job) -> Callable[[], None]:
-    """Spoil a weight and a moment; the result raises unless both came back."""
+    """Spoil a weight and a moment; the returned function raises unless both are restored."""
     places = [next(job.chunks[0].parameters()).detach(), next(job.moments())]
     before = [place.clone() for place in places]
     for place in places:

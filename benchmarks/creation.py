@@ -1,15 +1,15 @@
-"""Creating every group and using each once: seconds, calls and what a rank then holds.
+"""Creating every group and using each once: seconds, calls, and the resources of a rank.
 
-A *trial* is one contestant in one fresh set of processes: every rank forks a child from the same
-warm image (all imports done, no WORLD yet), and the child takes its pages for its own, makes WORLD,
-warms it up, runs the contestant and dies. So nobody inherits a predecessor's sockets, threads or
-globals, and nobody pays for imports or for having been forked. Within a repeat the contestants
-follow each other directly, and each repeat starts with another one, so a noisy moment does not
-always hit the same. The first trial of a world size is thrown away: the ranks are still arriving
-from their launch.
+A *trial* is one contestant in one fresh set of processes. Every rank forks a child from the same
+warm image (all imports done, no WORLD yet). The child makes the image's pages its own, makes WORLD,
+warms it up, runs the contestant and exits. Therefore, no trial inherits sockets, threads or globals
+from another, and none pays for imports or for the fork. Within a repeat the contestants follow each
+other directly. Each repeat starts with another one, so that a noisy moment does not always hit the
+same contestant. The first trial of a world size is discarded, as the ranks are still arriving from
+their launch.
 
-Wall time on a few cores depends on who else uses them. The CPU time that all ranks spend together
-does so much less, which is why both are reported.
+Wall time on a few cores depends on other processes. The CPU time of all ranks together depends on
+them much less, so both are reported.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TARGETS = {16: 0.25, 32: 0.25, 64: 0.25}
 _WARM_UP = -1
 _OWN_PAGES = 32
 """More ranks than so many would not fit: there each contestant pays for having been forked."""
-_TRIAL_S = 90.0  # torch's own waits in a trial; a trial takes seconds
+_TRIAL_S = 90.0  # torch's timeouts in a trial; a trial takes seconds
 
 
 @dataclass(frozen=True)
@@ -83,26 +83,26 @@ class Trial:
     ranks: tuple[RankTrial, ...]
 
     def seconds(self, stage: str) -> float:
-        """From the common start until the slowest rank had finished the stage."""
+        """Return the seconds from the common start until the slowest rank finished the stage."""
         index = STAGES.index(stage)
         slowest: float = max(rank.wall[index] for rank in self.ranks)
         return slowest
 
     def cpu_seconds(self, stage: str) -> float:
-        """CPU time until the stage, of all ranks together."""
+        """Return the CPU time of all ranks until the stage."""
         index = STAGES.index(stage)
         return sum(rank.cpu[index] for rank in self.ranks)
 
     def per_rank(self, quantity: str) -> float:
-        """The median over the ranks of something that each rank holds."""
-        # Ranks differ by one or so (pos_embd is on the first stage only); no halves, please.
+        """Return the median over the ranks of a resource of each rank."""
+        # Ranks differ slightly (pos_embd is only on the first stage). median_high avoids halves.
         median: float = statistics.median_high(getattr(rank, quantity) for rank in self.ranks)
         return median
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One trial to be run; every rank derives the same list."""
+    """One trial to run; every rank computes the same list."""
 
     shape: Shape
     contestant: int  # an index: the functions stay out of the pickles
@@ -110,7 +110,7 @@ class Plan:
 
 
 def plans(world_size: int, repeats: int) -> list[Plan]:
-    """The trials of one world size, in the order they are run."""
+    """Return the trials of one world size, in order."""
     count = len(CONTESTANTS)
     return [Plan(SHAPES[0], 0, _WARM_UP)] + [
         Plan(shape, (turn + repeat) % count, repeat)
@@ -138,7 +138,7 @@ def run(world_size: int, repeats: int, advanced: Callable[[int], None]) -> list[
             world_size,
             deadline=deadline,
             preload=["benchmarks.creation"],
-            env={"PYTHONWARNINGS": "ignore"},  # Megatron-core tells each process what it lacks
+            env={"PYTHONWARNINGS": "ignore"},  # about missing packages
         ) as ranks:
             while not ranks.done(timeout=0.2):
                 advanced(os.path.getsize(progress.name))
@@ -156,7 +156,7 @@ def run(world_size: int, repeats: int, advanced: Callable[[int], None]) -> list[
 
 def _every_trial(todo: Sequence[Plan], progress: str) -> list[RankTrial]:
     gc.collect()
-    gc.freeze()  # or the children's collector would touch, and so copy, every inherited page
+    gc.freeze()  # else the children's collector would write to, and so copy, every inherited page
     done = []
     with open(progress, "ab", buffering=0) as marks:
         for index, plan in enumerate(todo):
@@ -205,7 +205,7 @@ def _trial(plan: Plan, index: int) -> RankTrial:
     shared = dist.TCPStore(address, port, is_master=False, timeout=waiting)
     store = dist.PrefixStore(f"trial/{index}", shared)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=waiting)
-    _reduce(None)  # warms up WORLD, and what torch loads at the first collective
+    _reduce(None)  # warms up WORLD and loads torch's code for collectives
     dist.barrier()
 
     before, counter = Holdings.now(), CallCounter()
@@ -219,7 +219,7 @@ def _trial(plan: Plan, index: int) -> RankTrial:
     for group in _used(contestant, groups):
         _exchange(group)
     moments.append((time.monotonic(), time.process_time()))
-    dist.barrier()  # outside the clock: nobody looks at what it holds while others still connect
+    dist.barrier()  # outside the clock: count resources after all ranks have connected
 
     after = Holdings.now()
     _leave_together(store, rank, world_size)
@@ -235,9 +235,9 @@ def _trial(plan: Plan, index: int) -> RankTrial:
 
 
 def _start_together(store: dist.Store, rank: int, world_size: int) -> float:
-    """Wait for an instant that rank 0 names: ranks leave a barrier one after the other.
+    """Wait for a common time that rank 0 chooses, as ranks leave a barrier one after the other.
 
-    One host, so the ranks share the monotonic clock.
+    All ranks are on one host, and so share the monotonic clock.
     """
     dist.barrier()
     if rank == 0:
@@ -248,7 +248,7 @@ def _start_together(store: dist.Store, rank: int, world_size: int) -> float:
 
 
 def _leave_together(store: dist.Store, rank: int, world_size: int) -> None:
-    """Over the store, which outlives the ranks: one that exits early would break a collective."""
+    """Meet over the store, which outlives the ranks. An early exit would break a collective."""
     store.set(f"left/{rank}", "")
     store.wait([f"left/{other}" for other in range(world_size)])
 
@@ -274,7 +274,7 @@ def _exchange(group: dist.ProcessGroup) -> None:
     dist.all_to_all_single(torch.empty_like(values), values, group=group)
 
 
-# -- what came out ---------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -288,15 +288,15 @@ class Standing:
         return self.trials[0].contestant
 
     def seconds(self, stage: str) -> float:
-        """The median over the repeats."""
+        """Return the median over the repeats."""
         return statistics.median(trial.seconds(stage) for trial in self.trials)
 
     def cpu_seconds(self, stage: str) -> float:
-        """The median over the repeats."""
+        """Return the median over the repeats."""
         return statistics.median(trial.cpu_seconds(stage) for trial in self.trials)
 
     def per_rank(self, quantity: str) -> float:
-        """The median over ranks and repeats."""
+        """Return the median over ranks and repeats."""
         return statistics.median(trial.per_rank(quantity) for trial in self.trials)
 
 
@@ -309,33 +309,34 @@ class Contest:
     standings: tuple[Standing, ...]
 
     def of(self, contestant: Contestant) -> Standing:
-        """The standing of one contestant."""
+        """Return the standing of one contestant."""
         return next(s for s in self.standings if s.contestant is contestant)
 
     def ratio(self, stage: str, peer: Contestant = BASELINE) -> float:
-        """The session's median wall time as a part of the peer's."""
+        """Return the session's median wall time divided by the peer's."""
         return self.of(SESSION).seconds(stage) / self.of(peer).seconds(stage)
 
     def cpu_ratio(self, stage: str, peer: Contestant = BASELINE) -> float:
-        """The same for CPU time."""
+        """Return the same ratio for CPU time."""
         return self.of(SESSION).cpu_seconds(stage) / self.of(peer).cpu_seconds(stage)
 
     def spread(self, stage: str, peer: Contestant = BASELINE) -> tuple[float, float]:
-        """The lowest and the highest ratio of wall times within one repeat."""
+        """Return the lowest and the highest ratio of wall times within one repeat."""
         pairs = zip(self.of(SESSION).trials, self.of(peer).trials, strict=True)
         ratios = [ours.seconds(stage) / theirs.seconds(stage) for ours, theirs in pairs]
         return min(ratios), max(ratios)
 
     @property
     def floor(self) -> float:
-        """What ``ratio(USE)`` would be if creating cost nothing and using cost what peers pay."""
+        """Return ``ratio(USE)`` for a free creation and the peer's cost of use."""
         peer = self.of(BASELINE)
         return 1 - peer.seconds(CREATE) / peer.seconds(USE)
 
     @property
     def bare(self) -> tuple[float, float]:
-        """What the session's communicators take of the peer's creation by torch alone: of wall and
-        of CPU time.
+        """Return the cost of the bare communicators, divided by the cost of the peer's creation.
+
+        The first ratio is of wall time, the second of CPU time.
         """
         floor, peer = self.of(FLOOR), self.of(BASELINE)
         return (
@@ -345,12 +346,12 @@ class Contest:
 
     @property
     def target(self) -> float | None:
-        """Most that ``ratio(CREATE)`` may be; None where nothing was promised."""
+        """Return the largest promised ``ratio(CREATE)``; None if there is none."""
         return TARGETS.get(self.world_size)
 
     @property
     def met(self) -> bool:
-        """Whether the target is met; also where there is none."""
+        """True if the target is met, or if there is none."""
         return self.target is None or self.ratio(CREATE) <= self.target
 
 

@@ -1,13 +1,13 @@
-"""What this machine's GPUs show of giving communicator memory back: `make test-gpu`.
+"""Measure how much communicator memory this machine's GPUs give back: `make test-gpu`.
 
     python -m benchmarks.gpu [--cycles 10]
 
-With one GPU every communicator has one rank; with more, those of a layout over all of them are
-tried too. Each way of suspending runs in processes of its own: create, use, suspend, resume, use,
-and then cycle by cycle, with what is free on the device looked at in between. It takes the torch
-that this Python has, and nothing else but megapg and its dependencies. Where torchcomms can be
-imported, a session on it is used as well. Exit status 1: a sum was wrong or memory drifted. 2:
-there is no GPU.
+With one GPU, every communicator has one rank. With more GPUs, the communicators of a layout over
+all of them are tried too. Each way of suspending runs in its own processes: create, use, suspend,
+resume, use, and then cycle by cycle, with a look at the free device memory in between. The
+benchmark needs only this Python's torch, and megapg with its dependencies. If torchcomms can be
+imported, a session on it is used as well. Exit status 1: a sum was wrong or memory drifted. Exit
+status 2: there is no GPU.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from megapg.ownership.offload import WAYS, How, OffloadReport
 from megapg.testing import run_distributed
 
 _MIB = 2**20
-# Large enough for NCCL's path for large messages; communicators allocate at first use.
+# Large enough for NCCL's path for large messages. Communicators allocate at first use.
 _ELEMENTS = 16 * _MIB
 _USED = ("tp", "pp", "dp", "dp_cp", "ep", "expt_dp")
-# Free memory is counted in the allocations of the driver, and other processes may run.
+# The driver's allocations are coarse, and other processes may run.
 _DRIFT_ALLOWED = 8 * _MIB
 
 
 @dataclass(frozen=True)
 class Life:
-    """One way on one rank: bytes, and seconds.
+    """One way of suspending on one rank: bytes, and seconds.
 
     Attributes:
-        refused: why this way can't be gone here; all else is empty then.
+        refused: why this way is refused here; all else is empty then.
         took: free memory that creating and using the groups once took.
         back: free memory that suspending gave back.
-        held: what the backend says its communicators held before and after; None: it can't tell.
+        held: the communicators' memory before and after, by the backend; None: unknown.
         suspend_s: seconds, the median over the cycles.
         resume_s: likewise.
-        drift: by how much less was free after the last cycle than after the first.
-        left: by how much less was free after closing than before opening.
-        right: whether every sum was.
+        drift: free memory after the first cycle, less that after the last one.
+        left: free memory before opening, less that after closing.
+        right: True if every sum was right.
     """
 
     refused: str = ""
@@ -66,14 +66,14 @@ class Life:
 
 
 def live(way: How, backend: str, cycles: int) -> Life:
-    """On every rank: a session's life by one way."""
+    """Run a session with one way of suspending, on every rank."""
     device = "cuda" if "nccl" in backend else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     value = torch.ones(_ELEMENTS if device == "cuda" else 1, device=device)
     before = _free(device)
     tp = 2 if int(os.environ["WORLD_SIZE"]) % 2 == 0 else 1
-    # One rank alone would have a single communicator.
+    # A rank alone needs dedicated groups, or it would have a single communicator.
     session = megapg.session(tp=tp, backend=backend, dedicated=_USED)
     right = _use(session, value)
     opened, times = _free(device), []
@@ -114,14 +114,14 @@ def live(way: How, backend: str, cycles: int) -> Life:
 
 
 def on_torchcomms() -> bool:
-    """On every rank: whether sums are right over groups that torchcomms makes."""
+    """True if sums are right over groups that torchcomms makes; runs on every rank."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with megapg.session(tp=2 if int(os.environ["WORLD_SIZE"]) % 2 == 0 else 1) as session:
         return _use(session, torch.ones(1, device=device))
 
 
 def _torchcomms_there() -> bool:
-    """The package index has one of that name that is empty."""
+    """True if torchcomms is installed, and is not the empty package of the package index."""
     try:
         return importlib.util.find_spec("torchcomms._comms") is not None
     except ModuleNotFoundError:
@@ -145,12 +145,12 @@ def _free(device: str) -> int | None:
 
 
 def _less(before: int | None, after: int | None) -> int | None:
-    """How much less is free."""
+    """Return the decrease of free memory."""
     return None if before is None or after is None else before - after
 
 
 def table(world_size: int, lives: Sequence[tuple[How, Sequence[Life]]], cycles: int) -> Table:
-    """What came of it, by way; the worst of the ranks, and NCCL's own count of rank 0."""
+    """Return the results by way: the worst of the ranks, and NCCL's own count on rank 0."""
     rows, refusals = [], []
     for way, ranks in lives:
         if ranks[0].refused:
@@ -203,7 +203,7 @@ def _ok(lives: Sequence[Life]) -> bool:
 
 
 def main() -> int:
-    """Run what this machine can, print it."""
+    """Run the ways that this machine allows, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cycles", type=int, default=10, help="suspend and resume so often")
     parser.add_argument(

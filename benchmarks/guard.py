@@ -1,4 +1,4 @@
-"""Measures the guard: a training step, and one read, in a process with two layouts."""
+"""Measure the guard: a training step, and one read, in a process with two layouts."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _DEPTH = 40
 
 @dataclass(frozen=True)
 class Guarding:
-    """The best of some rounds with the guard and without, in turns, on the slower rank."""
+    """Best of several rounds with the guard and without, in turns, on the slower rank."""
 
     step_ms: float
     guarded_step_ms: float
-    alone_ns: float  # one getter, with no session
-    one_layout_ns: float  # the same in a session
-    read_us: dict[str, float]  # which read -> what the guard adds to it
+    alone_ns: float  # one getter, without a session
+    one_layout_ns: float  # the same getter in a session
+    read_us: dict[str, float]  # read -> time that the guard adds
 
     def costs(self) -> list[Cost]:
-        """For the report."""
+        """Return the costs for the report."""
         getter = "get_tensor_model_parallel_group()"
         step = self.guarded_step_ms / self.step_ms
         times = f"{self.guarded_step_ms:.1f} / {self.step_ms:.1f} ms"
@@ -81,7 +81,7 @@ class Guarding:
 
 
 def run() -> Guarding:
-    """Train on two ranks of this host, by turns with the guard and without."""
+    """Train on two ranks of this host, in turns with the guard and without."""
     ranks = run_distributed(
         _measure, 2, deadline=300, preload=("megapg.demo.gpt",), env={"PYTHONWARNINGS": "ignore"}
     )
@@ -117,7 +117,7 @@ def _step(pg: megapg.ProcessGroupCollection) -> float:
 
 
 def _within_a_step(pg: megapg.ProcessGroupCollection) -> dict[str, float]:
-    """Time the judge inside of a training step, on the stacks that the step has."""
+    """Time the judge inside a training step, on the stacks of the step."""
     judge = vars(parallel_state)["__megapg_guard__"].judge
     own, spent, depths = judge.judge, list[float](), list[int]()
 

@@ -1,7 +1,7 @@
-"""What it costs to know the ranks of one rank's groups: closed form against enumeration.
+"""The cost of computing the ranks of one rank's groups: closed form against enumeration.
 
-``ParallelLayout.members`` answers for one rank. Megatron-core's ``RankGenerator.get_ranks`` is what
-``initialize_model_parallel`` calls for each family, and it lists every group of the whole world.
+``ParallelLayout.members`` answers for one rank. Megatron-core's ``RankGenerator.get_ranks``, which
+``initialize_model_parallel`` calls for each family, lists every group of the whole world.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TARGET = 1 / 1000
 
 Families: TypeAlias = list[list[int]]
 
-# field -> (grid, token): what initialize_model_parallel asks its two generators for. Fields that
-# alias another one in Megatron (intra_dp_cp, intra_expt_dp) enumerate nothing of their own.
+# field -> (grid, token): the calls of initialize_model_parallel to its two generators. Fields that
+# alias another one in Megatron (intra_dp_cp, intra_expt_dp) have no enumeration.
 _TOKENS = {
     "tp": ("dense", "tp"),
     "pp": ("dense", "pp"),
@@ -49,12 +49,12 @@ _TOKENS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What one family cost at one world size.
+    """The cost of one family at one world size.
 
     Attributes:
         world_size: ranks in the layout.
         field: the family.
-        group_size: ranks in the group that was asked for.
+        group_size: ranks in the group.
         ours: seconds of ``members(field, rank)``.
         theirs: seconds of ``get_ranks`` for the family.
     """
@@ -75,19 +75,19 @@ class Answer:
 
 
 def families() -> tuple[str, ...]:
-    """The fields that are compared."""
+    """Return the fields to compare."""
     return tuple(_TOKENS)
 
 
 def run(world_size: int) -> Iterator[Answer]:
-    """Ask both for every family, one after the other; answers come as they are found.
+    """Compare every family, one after the other; yield each answer at once.
 
     Raises:
         ArithmeticError: the two disagree on the ranks.
     """
     layout = ParallelLayout(world_size=world_size, tp=TP, pp=PP, cp=CP, ep=EP)
     generators = _generators(world_size)
-    rank = world_size // 3  # somewhere in the middle of every grid
+    rank = world_size // 3  # in the middle of every grid
     for field, (grid, token) in _TOKENS.items():
         started = time.perf_counter()
         groups = _shape_as_megatron(field, generators[grid].get_ranks(token))
@@ -96,7 +96,7 @@ def run(world_size: int) -> Iterator[Answer]:
         expected = next((tuple(sorted(group)) for group in groups if rank in group), ())
         if members != expected:
             raise ArithmeticError(f"{field} of rank {rank}: {members} is not {expected}")
-        # Outside the family, as most ranks are of the embedding groups: time one that is inside.
+        # Most ranks are outside the embedding groups: time a rank that is inside.
         rank_asked = rank if members else groups[0][0]
         members = members or layout.members(field, rank_asked)
         del groups, expected
@@ -113,7 +113,7 @@ def _generators(world_size: int) -> dict[str, Any]:
 
 
 def _shape_as_megatron(field: str, groups: Families) -> Families:
-    """The step from what the generator lists to the groups of the field, as Megatron does it."""
+    """Turn the generator's groups into the groups of the field, as Megatron does."""
     if field == "embd":
         return [[group[0], group[-1]] for group in groups]
     if field == "pos_embd":
@@ -124,7 +124,7 @@ def _shape_as_megatron(field: str, groups: Families) -> Families:
 
 
 def _seconds(ask: Callable[[], object]) -> float:
-    """The median of five timings, each long enough for the clock."""
+    """Return the median of five timings, each long enough for the clock."""
     calls, taken = 1, 0.0
     while True:
         taken = _timed(ask, calls)

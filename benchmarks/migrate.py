@@ -36,15 +36,15 @@ class Outcome:
     tree: str
     uses: int
     rewritten: int
-    not_resolved: int  # rewritten uses that do without resolve()
+    not_resolved: int  # rewritten uses that do not need resolve()
     uncompiled: tuple[str, ...]  # changed files that compiled before
-    second_run: int  # edits
-    seconds: float  # of the first run, without writing
+    second_run: int  # edits of a second run
+    seconds: float  # time of the first run, without writing
     problems: tuple[Problem, ...] = ()  # files that could not be rewritten or written
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row of the table."""
+        """Return the row of the table."""
         return (
             self.tree,
             f"{self.uses:,}",
@@ -60,7 +60,7 @@ def run(corpus: Corpus) -> Outcome:
     """Migrate a copy of a tree, and check the files that are written."""
     with tempfile.TemporaryDirectory(prefix="megapg-bench-") as folder:
         tree = Path(folder, "tree")
-        # Published trees have links to files that they do not publish.
+        # Published trees have links to unpublished files.
         shutil.copytree(corpus.wheel.tree(), tree, ignore_dangling_symlinks=True)
         begin = time.perf_counter()
         migration = migrate([tree], corpus.config(tree))

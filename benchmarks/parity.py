@@ -30,8 +30,8 @@ class Proof:
         kind: one of :data:`KINDS`.
         layouts: number of layouts that ran.
         alarms: number of layouts that parity reports.
-        expected: number of layouts with the report they should have.
-        odd: the others, by name.
+        expected: number of layouts with the expected report.
+        odd: names of the other layouts.
         seconds: wall time.
     """
 
@@ -44,7 +44,7 @@ class Proof:
 
 
 def run(*, quick: bool = False) -> Iterator[Proof]:
-    """Run each kind; with ``quick`` two models, faults and findings of each."""
+    """Run each kind; with ``quick``, only a few models, faults and findings."""
     sys.path.insert(0, str(SUPPORT))  # the ranks get this path, too
     proof: Any = importlib.import_module("parity_proof")
     runs: tuple[tuple[Callable[..., Any], Sequence[Any]], ...] = (
@@ -63,7 +63,7 @@ def run(*, quick: bool = False) -> Iterator[Proof]:
 
 
 def table(proofs: Sequence[Proof]) -> Table:
-    """The table for RESULTS.md."""
+    """Return the table for RESULTS.md."""
     core = importlib.metadata.version("megatron-core")
     rows = tuple(
         (

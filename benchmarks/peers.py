@@ -1,7 +1,7 @@
 """The contestants: ways to get the process groups of one Megatron layout.
 
-Each is a function that assumes WORLD, makes its groups, and returns them by field. The benchmark
-imports this module before it forks the ranks, so no contestant pays for imports inside the clock.
+Each contestant is a function that expects a WORLD, makes its groups, and returns them by field. The
+benchmark imports this module before it forks the ranks, so no contestant pays for imports.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ for, without hierarchical context parallelism and with one optimizer instance.""
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a layout; context parallelism is 1, data parallelism is what remains."""
+    """Sizes of a layout. Context parallelism is 1; data parallelism is the rest."""
 
     tp: int
     pp: int
     ep: int
 
     def fits(self, world_size: int) -> bool:
-        """Whether both the dense and the expert grid can be laid over so many ranks."""
+        """True if the dense and the expert grid both fit this number of ranks."""
         return world_size % (self.tp * self.pp) == world_size % (self.tp * self.ep * self.pp) == 0
 
     def __str__(self) -> str:
@@ -49,14 +49,14 @@ class Shape:
 
 def megapg_session(shape: Shape) -> Groups:
     opened = session(tp=shape.tp, pp=shape.pp, ep=shape.ep)
-    atexit.register(opened.close)  # which keeps it open until then
+    atexit.register(opened.close)  # keeps it open until the exit
     return {field: getattr(opened.groups, field) for field in FIELDS}
 
 
 def bare_torch(shape: Shape) -> Groups:
-    """The communicators of a session, and no session: nobody is met, nothing compared or confirmed.
+    """Make a session's communicators without a session: no rendezvous, comparison or confirmation.
 
-    What torch itself takes for them, lazily connected as a session's are.
+    This is torch's own cost, with lazy connections as in a session.
     """
     layout = ParallelLayout(world_size=dist.get_world_size(), tp=shape.tp, pp=shape.pp, ep=shape.ep)
     recipe = Recipe("gloo", {}, {}, frozenset(), all_gather_groups=False)
@@ -83,7 +83,7 @@ def parallel_state_without_gloo(shape: Shape) -> Groups:
 
 
 def parallel_state_with_gloo(shape: Shape) -> Groups:
-    """Megatron's default: a second, gloo group beside each data parallel one."""
+    """Megatron's default: an additional gloo group for each data parallel group."""
     return _parallel_state(shape, gloo_twins=True)
 
 
@@ -121,12 +121,12 @@ def _parallel_state(shape: Shape, *, gloo_twins: bool) -> Groups:
 
 
 def drop_in(shape: Shape) -> Groups:
-    """What a fork of Megatron-LM gets that changes one import, or runs megapg.megatron.run."""
+    """Groups as in a fork of Megatron-LM that changes one import, or runs megapg.megatron.run."""
     pg = initialize_model_parallel(shape.tp, shape.pp, expert_model_parallel_size=shape.ep).groups
     return {field: getattr(pg, field) for field in FIELDS}
 
 
-# field -> the dimensions that it spans, on the dense and on the expert grid.
+# field -> its dimensions, on the dense and on the expert grid.
 _DENSE_DIMS = {
     "tp": ["tp"],
     "cp": ["cp"],
@@ -144,13 +144,13 @@ _EXPERT_DIMS = {
     "expt_dp": ["dp"],
     "tp_ep": ["tp", "ep"],
     "tp_ep_pp": ["tp", "ep", "pp"],
-    # Megatron-Bridge leaves this one out; added so that all contestants have the same fields.
+    # Not in Megatron-Bridge; added so that all contestants have the same fields.
     "intra_dist_opt": ["tp", "ep", "dp", "pp"],
 }
 
 
 def hyper_comm_grids(shape: Shape) -> Groups:
-    """The recipe of Megatron-Bridge's decentralised groups: two grids, and embeddings by hand."""
+    """The recipe of Megatron-Bridge's decentralised groups: two grids, and separate embeddings."""
     size, model = dist.get_world_size(), shape.tp * shape.pp
     dense = HyperCommGrid(
         [shape.tp, 1, size // model, shape.pp], ["tp", "cp", "dp", "pp"], backend="gloo"
@@ -173,7 +173,7 @@ def hyper_comm_grids(shape: Shape) -> Groups:
 
 
 def device_mesh(shape: Shape) -> Groups:
-    """torch's own mesh. It has the four dense axes and none of the combined or expert fields."""
+    """torch's own mesh. It has the four dense axes, and no combined or expert fields."""
     names = ("pp", "dp", "cp", "tp")  # a mesh varies its last dimension fastest
     size = dist.get_world_size()
     sizes = (shape.pp, size // (shape.tp * shape.pp), 1, shape.tp)
@@ -188,7 +188,7 @@ class Contestant:
     Attributes:
         name: for the tables.
         create: makes the groups, given a shape.
-        fields: the fields it provides on every rank (the two embedding fields: on some).
+        fields: the fields that it provides on every rank (the two embedding fields: on some).
     """
 
     name: str

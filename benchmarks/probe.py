@@ -1,4 +1,4 @@
-"""What a process holds, and how often it asks torch for a group."""
+"""Count the resources of a process, and its calls to torch for a group."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python's mmap module does not name it
+_MADV_POPULATE_WRITE = 23  # <linux/mman.h>; Python's mmap module lacks it
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """What one process holds at one moment.
+    """The resources of one process at one moment.
 
     Attributes:
-        communicators: groups that torch's registry knows, WORLD included.
+        communicators: groups in torch's registry, with WORLD.
         threads: of the process.
         descriptors: open files and sockets.
         memory: proportional set size in KiB: a page that n processes share counts for 1/n.
@@ -36,7 +36,7 @@ class Holdings:
 
     @classmethod
     def now(cls) -> Holdings:
-        """Of the calling process. Linux only."""
+        """Measure the calling process. Linux only."""
         return cls(
             communicators=len(c10d._world.pg_map),
             threads=len(os.listdir("/proc/self/task")),
@@ -51,13 +51,13 @@ def _proportional_set_size() -> int:
 
 
 class CallCounter:
-    """Counts the calls that make groups, outermost ones only, from its creation on.
+    """Counts the outermost calls that make groups, from its creation on.
 
-    ``new_group`` calls torch's helper, and megapg calls the helper itself: either way one group
-    asked for is one call. For good: the process that counts ends after one trial.
+    ``new_group`` calls torch's helper, and megapg calls the helper directly. Each group counts as
+    one call in both cases. The patches stay, as the process ends after one trial.
     """
 
-    # Modules that hold the functions under names of their own count as well.
+    # Modules with their own references to the functions are patched as well.
     _PLACES = (
         (dist, ("new_group", "split_group")),
         (c10d, ("new_group", "split_group", "_new_process_group_helper")),
@@ -87,10 +87,10 @@ class CallCounter:
 
 
 def own_every_page() -> None:
-    """Make this process's copy-on-write pages its own, as they are in one that was not forked.
+    """Give this process its own copy of each copy-on-write page, as if it were not forked.
 
-    Without this a forked process pays for a copy at the first touch of nearly every page, which
-    no process of a real job does: they start by themselves. Needs Linux 5.14; does nothing before.
+    Otherwise a forked process pays for a copy at the first write to nearly every page. Processes of
+    a real job are not forked, and pay nothing. Needs Linux 5.14; does nothing on older kernels.
     """
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -98,7 +98,7 @@ def own_every_page() -> None:
         for start, end in [_span(line) for line in lines if line.split()[1].startswith("rw")]:
             pages.seek(start // _PAGE * 8)
             entries = np.frombuffer(pages.read((end - start) // _PAGE * 8), np.uint64)
-            # Only pages that exist: others would be new memory. Bit 63 says so.
+            # Only existing pages (bit 63), as others would be new memory.
             edges = np.diff(entries >> np.uint64(63), prepend=0, append=0).nonzero()[0].tolist()
             for first, past in zip(edges[::2], edges[1::2], strict=True):
                 libc.madvise(start + first * _PAGE, (past - first) * _PAGE, _MADV_POPULATE_WRITE)

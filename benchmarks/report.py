@@ -1,4 +1,4 @@
-"""The findings as tables, for the terminal and for a Markdown file."""
+"""Format the findings as tables, for the terminal and for a Markdown file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _STARTS = (
 
 @dataclass
 class Report:
-    """Everything that one run found; what was not measured is empty."""
+    """All findings of one run; parts that were not measured are empty."""
 
     command: str
     repeats: int
@@ -57,7 +57,7 @@ class Report:
     proofs: list[Proof] = field(default_factory=list)
 
     def tables(self) -> list[Table]:
-        """The findings, creation first."""
+        """Return the findings, creation first."""
         found = []
         if self.contests:
             found += [make(self.contests) for make in (_verdicts, _creation, _holdings)]
@@ -82,7 +82,7 @@ class Report:
         return found
 
     def markdown(self) -> str:
-        """The whole file."""
+        """Return the whole file."""
         head = [
             "# Benchmark results",
             "",

@@ -1,8 +1,7 @@
-"""What up to 131,072 ranks ask of the store at start-up, suspend, resume, a save and close.
+"""Count the store calls of up to 131,072 ranks: start-up, suspend, resume, save and close.
 
-:mod:`benchmarks.simulated` runs every rank's rendezvous. What a session calls of it, and in which
-order, is written down in :class:`Steps`; real ranks on gloo show that it is so, as they count the
-same (:func:`real`).
+:mod:`benchmarks.simulated` runs every rank's rendezvous. :class:`Steps` lists the calls of a
+session in order. Real ranks on gloo count the same (:func:`real`), which checks this list.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from megapg.rendezvous.store import Store
 from megapg.testing import run_distributed
 
 _WRITES = ("set", "multi_set", "add", "delete_key")
-_TIMEOUT = 36_000.0  # nobody gives up: how long it takes is what is asked
+_TIMEOUT = 36_000.0  # no rank gives up, as the duration is the result
 
 
 def _recipe(backend: str) -> Recipe:
@@ -38,11 +37,11 @@ def _recipe(backend: str) -> Recipe:
 
 
 class Steps:
-    """Every rank of a session, and what its session does over the store in each phase.
+    """All ranks of a session, and their store calls in each phase.
 
     Args:
         layout: of the session, which spans the world.
-        backend: on gloo the ranks tell each other the addresses of their communicators, too.
+        backend: on gloo, ranks also exchange the addresses of their communicators.
         costs: of calls to the store.
     """
 
@@ -62,7 +61,7 @@ class Steps:
         ]
 
     def phases(self, *names: str) -> Iterator[tuple[str, Phase]]:
-        """Name and outcome of these, or of all, in the order in which a job would do them."""
+        """Yield name and outcome of these phases, or of all, in the order of a job."""
         parts = {
             "start-up": self._start,
             "suspend()": self._suspend,
@@ -138,7 +137,7 @@ PHASES = ("start-up", "suspend(how='recreate')", "resume() after it", "close()")
 
 
 def real(world_size: int) -> dict[str, list[Tally]]:
-    """Phase -> what each of so many real ranks on gloo asked of the store."""
+    """Return phase -> the store calls of each of ``world_size`` real ranks on gloo."""
     by_rank = run_distributed(
         _real_phases, world_size, deadline=60 + 5 * world_size, preload=["benchmarks.scale"]
     )
@@ -146,7 +145,7 @@ def real(world_size: int) -> dict[str, list[Tally]]:
 
 
 def _real_phases() -> list[Tally]:
-    """In a rank: what megapg asks of the store. What torch asks by itself is not in there."""
+    """Count megapg's store calls on a rank, without torch's own calls."""
     tallies = [Tally() for _ in PHASES]
     asked, tally = Store._call, tallies[0]
 
@@ -158,7 +157,7 @@ def _real_phases() -> list[Tally]:
         found = answer is not False and answer != b"nothing"
         if name == "compare_set":
             writes = arguments[1] != arguments[2] and answer == str(arguments[2]).encode()
-        if isinstance(keys, str) and keys.isdecimal():  # on the list of ranks that have to wait
+        if isinstance(keys, str) and keys.isdecimal():  # a list of waiting ranks
             writes = False
         named = 1 if isinstance(keys, str) else len(cast("Sequence[str]", keys))
         tally.count(named, 0, found=found or name == "delete_key", writes=writes)
@@ -175,9 +174,9 @@ def _real_phases() -> list[Tally]:
     return tallies
 
 
-# -- what came out ---------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
-# World size -> phases that are simulated; all where none are named.
+# World size -> simulated phases; empty for all phases.
 SIMULATED: Mapping[int, tuple[str, ...]] = {
     64: (),
     1_024: (),
@@ -191,12 +190,12 @@ LAYOUTS = (("tp=8 pp=8", {"tp": 8, "pp": 8}), ("tp=8 pp=8 ep=8", {"tp": 8, "pp":
 
 @dataclass
 class Findings:
-    """What one run found.
+    """The findings of one run.
 
     Attributes:
-        simulated: world size -> phase -> what it took.
-        real: how many real ranks there were -> phase -> what each asked for.
-        played: the same of as many simulated ones.
+        simulated: world size -> phase -> the simulated cost.
+        real: number of real ranks -> phase -> the calls of each rank.
+        played: the same for as many simulated ranks.
     """
 
     simulated: dict[int, dict[str, Phase]]
@@ -205,7 +204,7 @@ class Findings:
 
 
 def run(*, quick: bool = False) -> Iterator[Findings | None]:
-    """Simulate, and count real ranks; None after each step, and then what was found."""
+    """Simulate, and count real ranks. Yield None after each step, and the findings at the end."""
     simulated: dict[int, dict[str, Phase]] = {}
     for size in QUICK if quick else SIMULATED:
         simulated[size] = {}
@@ -225,20 +224,20 @@ def run(*, quick: bool = False) -> Iterator[Findings | None]:
 
 
 def steps(*, quick: bool = False) -> int:
-    """How often :func:`run` yields."""
+    """Return how often :func:`run` yields."""
     return 1 + sum(len(SIMULATED[size] or range(7)) for size in (QUICK if quick else SIMULATED))
 
 
 def layout_of(size: int) -> ParallelLayout:
-    """The layout that is simulated."""
+    """Return the layout to simulate."""
     return ParallelLayout(world_size=size, tp=8, pp=8)
 
 
 def same(real: Sequence[Tally], played: Phase, phase: str) -> bool:
-    """Whether real ranks wrote as often as simulated ones, each of them.
+    """True if each real rank wrote as often as its simulated one.
 
-    How often a rank reads depends on who is late. At the end the leader deletes what torch left in
-    the store, too.
+    The number of reads depends on which ranks are late. At the end, the leader also deletes torch's
+    keys in the store, so its writes are not compared.
     """
     first = 1 if phase in ("close()", "suspend(how='recreate')") else 0
     ours = [each.writes for each in played.ranks[first:]]
@@ -246,7 +245,7 @@ def same(real: Sequence[Tally], played: Phase, phase: str) -> bool:
 
 
 def tables(findings: Findings) -> list[Table]:
-    """As tables."""
+    """Return the findings as tables."""
     return [_calls(findings), _checked(findings), _groups()]
 
 
@@ -347,8 +346,7 @@ def _groups() -> Table:
 
 
 def group_calls(layout: ParallelLayout) -> tuple[int, int, int, int]:
-    """Fields of a layout; calls of the first rank: bound to a device, split by family, not "
-    "bound."""
+    """Count fields, and the first rank's calls: bound to a device, split by family, unbound."""
     recipe = _recipe("nccl")
     mine = communicators(layout, recipe, layout.ranks[0])
     families = [cast("GroupName", each.fields[0]) for each in mine]

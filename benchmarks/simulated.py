@@ -1,8 +1,9 @@
-"""Any number of ranks in one process: megapg's real rendezvous code against a store that counts.
+"""Run any number of ranks in one process: megapg's real rendezvous code on a counting store.
 
-Each rank is a greenlet, with a clock of its own. The one store serves one call at a time, in the
-order in which calls reach it; each has a cost. Ranks meet through the store alone, so one runs on
-until it calls the store before another one would. Sleeping moves its clock and takes no time.
+Each rank is a greenlet with its own clock. The only store serves one call at a time, in the order
+of arrival, and each call has a cost. Ranks meet only through the store. A rank therefore runs on
+until it makes a call that another rank's call would precede. Sleeping advances the rank's clock and
+takes no time.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _SPREAD = 1.0
 
 @dataclass(frozen=True)
 class Costs:
-    """What a call to the store takes. Seconds.
+    """The costs of a call to the store, in seconds.
 
     Attributes:
         way: to the store and back, over the network and through the client.
@@ -56,17 +57,17 @@ class Costs:
 
 @dataclass
 class Tally:
-    """What one rank asked of the store in a phase.
+    """The store calls of one rank in a phase.
 
     Attributes:
-        calls: that changed something or heard something: those that found nothing are ``polls``.
-        writes: those of the calls that change something, but for the list of ranks that have to
-            wait: who is on it depends on who is late.
-        keys: that calls and polls named.
+        calls: calls that changed a key or read one; the others are ``polls``.
+        writes: calls that change a key, except for the list of waiting ranks, which depends on
+        which ranks are late.
+        keys: keys in calls and polls.
         bytes: of keys and values, both ways.
-        depth: the longest chain of calls of which each had to wait for the one before it, on this
-            rank or on another, and that ends here.
-        ended: when it had done its part, from the first rank's begin. Seconds.
+        depth: the longest chain of calls, on any ranks, that each waited for the previous one, and
+        that ends here.
+        ended: seconds from the first rank's begin to this rank's end.
     """
 
     calls: int = 0
@@ -88,28 +89,28 @@ class Tally:
 
 @dataclass
 class Phase:
-    """What all ranks asked of the store in a phase.
+    """The store calls of all ranks in a phase.
 
     Attributes:
         ranks: by rank.
-        busy: how long the store had to work for it. Seconds.
+        busy: seconds for which the store worked.
     """
 
     ranks: list[Tally]
     busy: float = 0.0
 
     def most(self, quantity: str, ranks: slice = slice(None)) -> float:
-        """Of a quantity, the most that any of the ranks has."""
+        """Return the maximum of a quantity over the ranks."""
         return max(getattr(each, quantity) for each in self.ranks[ranks])
 
     def total(self, quantity: str) -> float:
-        """Of a quantity, what all have together."""
+        """Return the sum of a quantity over the ranks."""
         return sum(getattr(each, quantity) for each in self.ranks)
 
 
 @dataclass
 class Rank:
-    """A simulated rank: its own clock, and what it has asked for in this phase."""
+    """A simulated rank: its own clock, and its calls in this phase."""
 
     rank: int
     at: float = 0.0
@@ -118,7 +119,7 @@ class Rank:
 
 
 class Simulation:
-    """Ranks, and the store that they share."""
+    """The ranks, and the store that they share."""
 
     def __init__(self, size: int, costs: Costs | None = None) -> None:
         self.size, self.costs = size, costs or Costs()
@@ -131,11 +132,11 @@ class Simulation:
         self._numbers = iter(range(2**62))
 
     def store(self) -> Store:
-        """A connection; each rank must have its own."""
+        """Return a connection; each rank must have its own."""
         return _Store(cast("dist.Store", _Keys(self)), Host("the simulated store", here=True))
 
     def phase(self, part: Callable[[int], object]) -> Phase:
-        """Have every rank do its part, from moments close to each other, until all are done."""
+        """Run every rank's part, with begins close to each other, until all are done."""
         begun, order = max(rank.at for rank in self._ranks), random.Random(self.size)
         self._depths.clear()
         self._busy, hub = 0.0, getcurrent()
@@ -143,7 +144,7 @@ class Simulation:
             rank.at, rank.tally = begun + order.uniform(0.0, _SPREAD), Tally()
             rank.run = greenlet(part, hub)
             self._await(rank)
-        gc.disable()  # it would look at all that the ranks hold again and again
+        gc.disable()  # it would scan the data of all ranks again and again
         with _clock(self):
             while self._arriving:
                 self._current = heapq.heappop(self._arriving)[2]
@@ -161,15 +162,15 @@ class Simulation:
     # -- for the rank that is running ----------------------------------------------------------
 
     def monotonic(self) -> float:
-        """Its clock. Seconds."""
+        """Return the rank's time in seconds."""
         return self._current.at
 
     def sleep(self, seconds: float) -> None:
-        """Move its clock on."""
+        """Advance the rank's clock."""
         self._current.at += seconds
 
     def reach(self) -> None:
-        """Let those run whose calls reach the store before one that this rank makes now."""
+        """Run the ranks whose calls reach the store before a call that this rank makes now."""
         mine = self._current
         mine.at += self.costs.way / 2
         if self._arriving and self._arriving[0][0] < mine.at:
@@ -179,7 +180,7 @@ class Simulation:
     def served(
         self, reads: Sequence[str], writes: Sequence[str], size: int, *, found: bool = True
     ) -> None:
-        """Count a call, and move the clock on to when its answer is there."""
+        """Count a call, and advance the clock to its answer."""
         mine, costs = self._current, self.costs
         named = len({*reads, *writes}) or 1
         size += sum(map(len, reads or writes))
@@ -203,13 +204,13 @@ class _Store(Store):
 
 
 class _Keys:
-    """torch's end of a connection, as megapg calls it."""
+    """A connection with torch's interface, as far as megapg uses it."""
 
     def __init__(self, simulation: Simulation, prefix: str = "") -> None:
         self._simulation, self._prefix = simulation, prefix
 
     def inside(self, prefix: str) -> _Keys:
-        """The keys that begin with a prefix."""
+        """Return the connection for the keys with a prefix."""
         return _Keys(self._simulation, f"{self._prefix}{prefix}/")
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -254,7 +255,7 @@ class _Keys:
         values = self._simulation.values
         total = int(values.get(known, b"0")) + amount
         values[known] = str(total).encode()
-        # Who adds waits for nobody that added before.
+        # An add does not depend on earlier adds.
         reads, writes = ([], [known]) if amount else ([known], [])
         self._simulation.served(reads, writes, len(values[known]))
         return total
@@ -278,13 +279,13 @@ class _Keys:
 
 @contextlib.contextmanager
 def _clock(simulation: Simulation) -> Iterator[None]:
-    """The rendezvous lives on the clock of the rank that runs."""
+    """Make the rendezvous use the clock of the running rank."""
     clock = SimpleNamespace(monotonic=simulation.monotonic, sleep=simulation.sleep)
     process = SimpleNamespace(create_time=float)
     with contextlib.ExitStack() as patches:
         for module in _TIMED:
             patches.enter_context(mock.patch.object(module, "time", clock))
-        # Who asks for the age of this process waits for the file system.
+        # The real call for the age of this process reads the file system.
         psutil = SimpleNamespace(Process=lambda: process)
         patches.enter_context(mock.patch.object(hello, "psutil", psutil))
         yield

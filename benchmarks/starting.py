@@ -1,4 +1,4 @@
-"""What it takes to start ranks that have Megatron-core, for a test that runs in moments."""
+"""The cost of starting ranks with Megatron-core, for a test that takes moments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PEER = f"torch.multiprocessing.spawn(fn, nprocs={WORLD_SIZE})"
 
 
 def run() -> list[Cost]:
-    """Start four ranks that import Megatron-core: each way in turn, as often as the others."""
+    """Start four ranks that import Megatron-core, each way equally often and in turns."""
     spawned, alone, first, later = [], [], [], []
     for _ in range(REPEATS):
         spawned.append(_seconds(_spawn))

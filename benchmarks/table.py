@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a title; the first column is words, the others are numbers."""
+    """Rows under a title; the first column is text, the others are numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -20,7 +20,7 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def markdown(self) -> str:
-        """As GitHub renders it."""
+        """Return the table in GitHub's Markdown."""
         lines = [f"### {self.title}", "", _row(self.columns)]
         lines.append(_row([":--", *["--:"] * (len(self.columns) - 1)]))
         lines += [_row(row) for row in self.rows]
@@ -28,8 +28,8 @@ class Table:
         return "\n".join(lines)
 
     def print(self, console: Console) -> None:
-        """On the terminal."""
-        import rich.box  # not at the top: a machine with a GPU may have just its torch
+        """Print the table on the terminal."""
+        import rich.box  # not at the top: a GPU machine may have only torch
         import rich.table
 
         shown = rich.table.Table(title=self.title, box=rich.box.SIMPLE, title_justify="left")

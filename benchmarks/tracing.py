@@ -1,4 +1,4 @@
-"""What tracing costs: the demo's training step, and one read, with ``trace_global_reads``."""
+"""The cost of ``trace_global_reads``: on the demo's training step, and on one read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megapg.testing.distributed import run_distributed
 STEP_TARGET = 2.0
 """Most that a traced training step may cost of one that is not."""
 
-_RUN = GPTRun(tp=2, steps=6)  # the demo's model; tp=2, where Megatron-core reads most
+_RUN = GPTRun(tp=2, steps=6)  # the demo's model; Megatron-core reads most with tp=2
 _TEXT = b"Whoever reads the globals is written down, with the line that does it. " * 8
 _ROUNDS = 5
 _CALLS = 20_000
@@ -25,7 +25,7 @@ _TIMED = "parallel_state.get_tensor_model_parallel_group()"
 
 @dataclass(frozen=True)
 class Tracing:
-    """The best of some rounds with and without a trace, in turns, on the slower rank.
+    """Best of several rounds with and without a trace, in turns, on the slower rank.
 
     Attributes:
         step_ms: one training step of the demo.
@@ -43,11 +43,11 @@ class Tracing:
 
     @property
     def ratio(self) -> float:
-        """What a training step costs with a trace, in steps without."""
+        """Return the time of a traced training step divided by that of a plain one."""
         return self.traced_step_ms / self.step_ms
 
     def costs(self) -> list[Cost]:
-        """For the report."""
+        """Return the costs for the report."""
         return [
             Cost(
                 f"a traced training step of the demo ({self.reads:.0f} reads)",
@@ -69,7 +69,7 @@ class Tracing:
 
 
 def run() -> Tracing:
-    """Train on two ranks of this host, by turns with a trace and without."""
+    """Train on two ranks of this host, in turns with a trace and without."""
     ranks = run_distributed(
         _measure, 2, deadline=300, preload=("megapg.demo.gpt",), env={"PYTHONWARNINGS": "ignore"}
     )

@@ -18,19 +18,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megapg"
-# Imports of a floor from a higher one are what tests/docs/test_architecture.py refuses.
+# tests/docs/test_architecture.py checks the imports between floors.
 LONG_MODULE, LONG_CLASS = 500, 300
 CASES = (".py", ".txt", ".diff", ".json")
 TIMES = 15
 
 
 def python_in(*folders: str) -> list[Path]:
-    """The Python files below these folders."""
+    """Return the Python files below these folders."""
     return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
 
 
 def lines_of(files: Sequence[Path]) -> int:
-    """How many lines they have together."""
+    """Return the number of lines of all files together."""
     return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
 
 
@@ -40,13 +40,13 @@ def longest(files: Sequence[Path]) -> int:
 
 
 def long_modules() -> list[str]:
-    """The package's modules with more lines than is good."""
+    """Return the package's modules over the limit of lines."""
     files = {file: lines_of([file]) for file in python_in("megapg")}
     return [f"{name(file)} {size}" for file, size in files.items() if size > LONG_MODULE]
 
 
 def long_classes() -> list[str]:
-    """The package's classes with more lines than is good."""
+    """Return the package's classes over the limit of lines."""
     found = []
     for file in python_in("megapg"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -58,7 +58,7 @@ def long_classes() -> list[str]:
 
 
 def same_names() -> list[str]:
-    """Names that modules in several folders of the package share."""
+    """Return the names that modules in several folders of the package share."""
     folders = collections.defaultdict(list)
     for file in python_in("megapg"):
         if not file.stem.startswith("__"):
@@ -67,13 +67,13 @@ def same_names() -> list[str]:
 
 
 def imports_of(folder: str, other: str) -> list[str]:
-    """Modules of one part of the package that import another part."""
+    """Return the modules of one part of the package that import another part."""
     files = python_in(f"megapg/{folder}")
     return [name(file) for file in files if any(each.startswith(other) for each in _imported(file))]
 
 
 def circles() -> list[str]:
-    """Modules of the package and the benchmarks that import each other, in a circle."""
+    """Return the import cycles of the package and the benchmarks."""
     files = {_module(file): file for file in python_in("megapg", "benchmarks")}
     wanted = {module: _imported(file) & files.keys() for module, file in files.items()}
     found = []
@@ -90,7 +90,7 @@ def circles() -> list[str]:
 
 
 def cpu_seconds(*command: str) -> float:
-    """CPU time of a command, the median of several."""
+    """Return the CPU time of a command, as the median of several runs."""
     spent = []
     for _ in range(TIMES):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -101,7 +101,7 @@ def cpu_seconds(*command: str) -> float:
 
 
 def name(file: Path) -> str:
-    """A file, as it is called below the package."""
+    """Return the path of a file below the package, without its suffix."""
     return str(file.relative_to(PACKAGE).with_suffix(""))
 
 
@@ -110,7 +110,7 @@ def _module(file: Path) -> str:
 
 
 def _imported(file: Path) -> set[str]:
-    """The modules that a file imports at its top level."""
+    """Return the modules that a file imports at its top level."""
     found = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Import):
@@ -127,7 +127,7 @@ def _is_module(dotted: str) -> bool:
 
 
 def rows(times: bool) -> Iterator[tuple[str, object, str, Sequence[str]]]:
-    """What is measured, the figure, what is wanted, and which they are."""
+    """Yield the title, the figure, the limit, and the names of the things that it counts."""
     guide = sorted((ROOT / "migration_guide").rglob("*.md"))
     readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     yield "package, lines of Python", lines_of(python_in("megapg")), "30,500", ()

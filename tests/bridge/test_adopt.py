@@ -1,4 +1,4 @@
-"""``adopt()`` on Megatron's real groups: real ranks, real globals, torch's own registry."""
+"""Tests of ``adopt()`` with real ranks, Megatron's real globals and torch's own registry."""
 
 import contextlib
 import gc
@@ -46,12 +46,12 @@ RUN = GPTRun(tp=2, pp=2, layers=4, hidden=32, seq_length=32, num_microbatches=2,
 
 on_four = partial(distributed, world_size=4, deadline=200)
 
-initialise = parallel_state.initialize_model_parallel  # bound early, as users bind it
+initialise = parallel_state.initialize_model_parallel  # bound early, as in users' modules
 alone = partial(initialise, create_gloo_process_groups=False)  # gloo would wait for the others
 
 
 def state():
-    """All of the module's own variables; a copy of what is inside lists and dicts."""
+    """Return the module's variables, with copies of lists and dicts."""
     held = {n: v for n, v in vars(parallel_state).items() if n[0] == "_" and n[:2] != "__"}
     return {n: v.copy() if isinstance(v, (list, dict)) else v for n, v in held.items()}
 
@@ -73,7 +73,7 @@ def resources():
 
 
 def settled(wanted, within=100.0):
-    """Threads and open files, once they are as ``wanted``: gloo's end on their own."""
+    """Wait until threads and open files are as ``wanted``: gloo's threads end with a delay."""
     deadline = time.monotonic() + within
     while (now := resources()) != wanted and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -81,7 +81,7 @@ def settled(wanted, within=100.0):
 
 
 def groups_by_variable():
-    """Of every group in a variable what it is, and not which."""
+    """Return the description, ranks and backend of the group in each variable."""
     return {
         name: (
             group.group_desc,
@@ -100,13 +100,13 @@ def total(group):
 
 
 def everyone():
-    """All ranks are here, as far as WORLD is concerned."""
+    """Wait for all ranks, on WORLD."""
     dist.barrier()
 
 
 @contextlib.contextmanager
 def coming_late(late, to):
-    """The block runs on rank ``late`` once the others have left it."""
+    """Run the block on rank ``late`` after the other ranks have left it."""
     store, others = c10d._get_default_store(), {*range(dist.get_world_size())} - {late}
     while dist.get_rank() == late and not store.check(
         [f"{to} without {late}: {r}" for r in others]
@@ -184,7 +184,7 @@ def test_six_cycles_leave_nothing_in_torch_in_the_globals_and_in_the_process():
 
 
 def steps_of(run, owner):
-    """A GPT's training on the globals, cut into its steps; whoever drives may suspend between."""
+    """Train a GPT on the globals, step by step; the caller may suspend between steps."""
     job = build(run)
     for number in range(run.steps):
         yield step(run, number, job).hex()
@@ -236,7 +236,7 @@ def test_a_gpt_on_the_globals_trains_on_with_groups_that_were_made_anew():
         assert len(set(plain)) == 3
 
 
-# -- whose groups they are -------------------------------------------------------------------------
+# -- who owns the groups ---------------------------------------------------------------------------
 
 
 def ownership():
@@ -249,7 +249,7 @@ def ownership():
         adopt(timeout=60)
     everyone()
 
-    # Upstream's own way: the groups stay, and so do some of the globals.
+    # destroy_model_parallel() keeps the groups and some of the globals.
     for _ in range(2):
         initialise(2, 2, context_parallel_size=1)
         parallel_state.destroy_model_parallel()
@@ -269,7 +269,7 @@ def ownership():
         mine = dist.new_group(range(4), group_desc="the caller's own")
         with adopt(timeout=60) as owner:
             assert {group for _, group in owner._made} == made
-            assert not owner.unknown  # of gloo, torch tells all there is
+            assert not owner.unknown  # torch shows every option of gloo
             names = {leftover.name for leftover in owner.leftovers}
             assert names == {group.group_name for group in leaked | {mine}}
             assert owner.leftovers[-1].description == "the caller's own"
@@ -293,11 +293,11 @@ def ownership():
         assert registry() == before | {mine}
         assert state() == FRESH
         assert total(session.groups.pp) == total(mine) / 2 == 2
-        for group in c10d._world.pg_map:  # in one order on all ranks
+        for group in c10d._world.pg_map:  # the same order on all ranks
             if group in leaked:
-                total(group)  # gone from the globals, and not ours to end: it works as ever
+                total(group)  # not in the globals and not owned, so still usable
 
-        # Groups of a session in the globals, whoever put them there, stay the session's.
+        # A session keeps its groups, even if other code stores them in the globals.
         parallel_state._TENSOR_MODEL_PARALLEL_GROUP = session.groups.tp
         with raises(SessionError, "session beside/1"):
             adopt(timeout=60)
@@ -305,7 +305,7 @@ def ownership():
         everyone()
     dist.destroy_process_group(mine)
 
-    # What is made later is its maker's, also if the old is forgotten in upstream's way.
+    # Later groups belong to their maker, even after destroy_model_parallel() forgot the old ones.
     initialise(2, 2)
     first = adopt(timeout=60)
     ours = {group for _, group in first._made}
@@ -325,7 +325,7 @@ def ownership():
     assert state() == FRESH
     assert registry() == world | leaked
 
-    # WORLD may go first, and all groups with it.
+    # WORLD may be destroyed first, and all groups with it.
     initialise(2, 2)
     last = adopt(timeout=60)
     kept = last.groups
@@ -349,7 +349,7 @@ def test_what_is_whose():
 
 
 def third_party(store, rank, size, timeout):
-    """A backend that torch was told the name of, and megapg never heard of."""
+    """A backend that is registered with torch and unknown to megapg."""
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
@@ -368,7 +368,7 @@ def parameters():
     with record_initialize() as record:
         parallel_state.initialize_model_parallel(2, pipeline_model_parallel_size=2)
     assert record.arguments["tensor_model_parallel_size"] == 2
-    assert record.arguments["distributed_timeout_minutes"] == 30  # not given, so the default
+    assert record.arguments["distributed_timeout_minutes"] == 30  # the default
     assert parallel_state.initialize_model_parallel is initialise
     for group in groups_held(parallel_state):
         call = record.call_for(group)
@@ -376,7 +376,7 @@ def parameters():
         assert call.arguments["group_desc"] == group.group_desc
     everyone()
 
-    # Made anew as it was, what was changed since included; the order of the ranks as well.
+    # The groups are made again with later changes and with the same order of ranks.
     tp, dp = parallel_state._TENSOR_MODEL_PARALLEL_GROUP, parallel_state._DATA_PARALLEL_GROUP
     c10d._set_pg_timeout(timedelta(seconds=77), tp)
     before = groups_by_variable()
@@ -395,18 +395,16 @@ def parameters():
         "options": {},
         "unknown": [],
     }
-    assert described["gloo.expt_dp+gloo.intra_expt_dp"]["timeout"] == 30 * 60  # torch's for gloo
+    assert described["gloo.expt_dp+gloo.intra_expt_dp"]["timeout"] == 30 * 60  # gloo's default
     gone = owner.suspend()
     with raises(SessionError, "needs live groups", "resume() first"):
         _ = owner.groups
     with raises(SessionError, "needs live groups"):
         owner.suspend()
     assert f"{len(described)} communicators suspended by recreate" in str(gone)
-    assert {
-        n: state()[n] for n in plain
-    } == plain  # sizes, rank lists, the memory buffer: as before
+    assert {n: state()[n] for n in plain} == plain  # sizes, rank lists, memory buffer
     assert not parallel_state.is_initialized()
-    # What somebody has put there in the meantime is not lost.
+    # A group that other code stored while the owner was suspended is kept.
     other = dist.new_group(range(4))
     if dist.get_rank() == 2:
         parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = other
@@ -430,7 +428,7 @@ def parameters():
     owner.close()
     assert registry() == world
 
-    # What nobody can tell is listed, and not guessed unless that is wanted.
+    # Unknown options are listed, and suspend() refuses to guess them.
     initialise(2, 2, create_gloo_process_groups=False)
     untold = parallel_state.create_group(
         [0, 1, 2, 3], backend="cpu:untold", group_desc="A_THIRD_PARTYS_GROUP"
@@ -479,7 +477,7 @@ def dozing_off():
         assert not any(dozing.of(group).asleep for group in groups_held(parallel_state))
         assert total(groups.tp) == 2
         assert owner.rebind({"a": groups.tp}).replaced == ()
-        # A third party's may have had options, which nobody can tell unless they were recorded.
+        # A third party's group may have options that only a record shows.
         assert set(owner.unknown.values()) == {("pg_options",)}
         with raises(UnsupportedOffloadError, "nobody can tell pg_options of ", "and more"):
             owner.suspend("recreate")
@@ -499,7 +497,7 @@ def test_groups_that_can_doze_off_stay_where_they_are():
 
 
 class Config:
-    """As torch shows what NCCL was asked for; the lowest integer means that it was not."""
+    """NCCL's settings as torch shows them; the lowest integer means "not set"."""
 
     def __init__(self):
         self.blocking = self.cga_cluster_size = self.min_ctas = self.max_ctas = -(2**31)
@@ -524,7 +522,8 @@ def nccl(options, call=None):
 def test_what_nccl_was_asked_for_is_read_from_torch_and_from_the_record():
     asked = Options(max_ctas=8, net_name="IB", is_high_priority_stream=True)
     told = {"max_ctas": 8, "net_name": "IB", "is_high_priority_stream": True}
-    assert nccl(asked) == (told, ["NCCL_COLLNET_ENABLE"])  # whether SHARP, the call alone can tell
+    # Only the call tells whether SHARP was used.
+    assert nccl(asked) == (told, ["NCCL_COLLNET_ENABLE"])
     assert nccl(Options(), Call({"pg_options": asked}, None)) == (told, [])
     assert nccl(asked, Call({"pg_options": None}, None)) == ({}, [])
     assert nccl(Options(), Call({"pg_options": None}, "1")) == ({}, ["NCCL_COLLNET_ENABLE"])
@@ -584,7 +583,7 @@ def test_groups_are_ended_in_reverse_and_every_one_is_attempted(monkeypatch):
         assert state() == FRESH
         monkeypatch.undo()
         assert owner.state is LeaseState.FAILED
-        owner.close()  # tries the rest again
+        owner.close()  # closes the remaining groups
         assert owner.closed
         assert registry() == {dist.group.WORLD}
 
@@ -609,7 +608,7 @@ def test_a_timeout_is_a_number_of_seconds(timeout):
         adopt(timeout=timeout)
 
 
-# -- ranks that do not come ------------------------------------------------------------------------
+# -- ranks that fail or are late -------------------------------------------------------------------
 
 
 def gone_missing():
@@ -617,7 +616,7 @@ def gone_missing():
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), registry()
 
-    # At adopt: rank 3 can't, and rank 0 leads. Then nobody is waited for.
+    # adopt() fails on rank 3, and rank 0 leads. The other ranks fail without a wait.
     initialise(2, 2)
     if rank == 3:
         saved = dict.fromkeys(("_TENSOR_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP"))
@@ -632,7 +631,7 @@ def gone_missing():
             adopt(timeout=60)
     everyone()
 
-    # The body fails on one rank: the others hear of it, and nobody hangs.
+    # The body fails on one rank. The other ranks get the error, and no rank hangs.
     def body(owner):
         with owner:
             if rank == 1:
@@ -646,7 +645,7 @@ def gone_missing():
     assert state() == FRESH
     everyone()
 
-    # At close: rank 2 is late, and all are told, in bounded time.
+    # Rank 2 is late at close(): all ranks fail within the timeout.
     initialise(2, 2)
     owner = adopt(timeout=2)
     with coming_late(2, "close"), raises(RendezvousError, "aborted", "rank 2", missing=(2,)):
@@ -655,7 +654,7 @@ def gone_missing():
     assert state() == FRESH
     everyone()
 
-    # In suspend(): the groups are lost everywhere, in bounded time, and a new cycle works.
+    # A failed suspend() loses the groups on all ranks within the timeout; a new cycle works.
     initialise(2, 2)
     owner = adopt(timeout=2)
     says = ("rank 1 came too late",) if rank == 1 else ("rank 1 on ", "did not come within 2 s")
@@ -670,7 +669,7 @@ def gone_missing():
     assert state() == FRESH
     everyone()
 
-    # In resume(), where making a group fails on one rank alone.
+    # A group cannot be made on one rank in resume().
     initialise(2, 2)
     owner = adopt(timeout=20)
     owner.suspend()
@@ -691,7 +690,7 @@ def gone_missing():
     owner.resume()
     assert total(parallel_state.get_pipeline_model_parallel_group()) == 2
     owner.suspend()
-    owner.close()  # from there, too
+    owner.close()  # works in this state, too
     assert state() == FRESH
     assert registry() == world
     return rank
@@ -706,7 +705,7 @@ def interrupted():
     dist.init_process_group("gloo")
     initialise(2)
     owner = adopt(timeout=60)
-    if dist.get_rank() == 1:  # the first rank waits for it, and hears why
+    if dist.get_rank() == 1:  # the first rank waits for this rank and gets the reason
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         owner._coordinator.part = partial(slowly, owner._coordinator.part)
         with pytest.raises(KeyboardInterrupt):
@@ -721,7 +720,7 @@ def interrupted():
 
 
 def slowly(part, problem, *, timeout):
-    """As on a rank that is interrupted while it tells the others that it is well."""
+    """Delay the report of success, as on a rank that is interrupted while it reports."""
     if problem is None:
         time.sleep(30)
     return part(problem, timeout=timeout)

@@ -1,4 +1,4 @@
-"""The bridge to Megatron-core, held to the installed version's own code."""
+"""Compare the bridge to Megatron-core with the code of the installed version."""
 
 import dataclasses
 import inspect
@@ -48,7 +48,7 @@ def pg():
 
 @pytest.fixture
 def globals_of_a_layout():
-    """Real ``initialize_model_parallel`` on torch's fake backend; exactly undone."""
+    """Run ``initialize_model_parallel`` on torch's fake backend, and restore the globals."""
     before = state()
     with fake_collection(world_size=16, rank=5):
         arguments = {
@@ -82,7 +82,7 @@ def test_the_tables_know_every_group_this_core_has():
         "expt_dp_gtp_remat",
         "tp_ep_pp_with_egtp_remat",
     }
-    assert core_version()[:2] in {(0, 16), (0, 17), (0, 18), (0, 19)}  # those that all tests ran on
+    assert core_version()[:2] in {(0, 16), (0, 17), (0, 18), (0, 19)}  # all tests ran on these
 
 
 def test_to_megatron_holds_exactly_the_present_fields(pg):
@@ -95,14 +95,14 @@ def test_to_megatron_holds_exactly_the_present_fields(pg):
     back = from_megatron(core)
     assert all(getattr(back, f) is getattr(pg, f) for f in back.present())
     assert set(back.present()) == set(pg.present()) & declared
-    core.dp = None  # a core sets None where it means nothing: absent here
+    core.dp = None  # a core sets None for an undefined field: absent here
     assert not hasattr(from_megatron(core), "dp")
 
 
 def test_a_collection_of_the_core_from_before_there_were_groups_holds_nothing(pg):
     core = to_megatron(ProcessGroupCollection.from_groups(embd=None, pos_embd=None))
     core.pp = None
-    assert from_megatron(core).present() == ()  # that embd is None says nothing
+    assert from_megatron(core).present() == ()  # None may mean "not set"
     with published(pg):
         model = SimpleNamespace(pg_collection=core)
         assert groups_of(model, "embd").embd is parallel_state.get_embedding_group()
@@ -120,7 +120,7 @@ def test_hierarchical_groups_are_a_list_for_the_core():
 
 
 def test_the_cores_own_presence_rules_accept_a_collection(pg):
-    """Upstream's helpers test presence with hasattr (0.16) or vars() (0.19)."""
+    """The core tests presence with hasattr (0.16) or vars() (0.19)."""
 
     class Chunk:
         ddp_config = None
@@ -153,7 +153,7 @@ class ReachedSchedule(Exception):
 
 
 def enter_schedule(pg_collection):
-    """Call the core's pipelined schedule up to where it starts its timer."""
+    """Call the core's pipelined schedule until it starts its timer."""
 
     def timers(*_, **__):
         raise ReachedSchedule
@@ -172,7 +172,7 @@ def enter_schedule(pg_collection):
 
 
 def test_where_the_core_tests_the_class_it_takes_to_megatron(pg):
-    """pipeline_parallel/schedules.py tests it in 0.17.1:2091, 0.18.2:2142, 0.19.2:2192."""
+    """The test is in pipeline_parallel/schedules.py: 0.17.1:2091, 0.18.2:2142, 0.19.2:2192."""
     with pytest.raises(ReachedSchedule):
         enter_schedule(to_megatron(pg))
     expected = ReachedSchedule if core_version() < (0, 17) else TypeError
@@ -183,7 +183,7 @@ def test_where_the_core_tests_the_class_it_takes_to_megatron(pg):
 def test_schedule_collection_is_what_the_schedules_of_this_core_take(pg):
     with pytest.raises(ReachedSchedule):
         enter_schedule(schedule_collection(pg))
-    # No twin where the frozen collection itself will do.
+    # No twin if the schedule accepts the frozen collection.
     assert (schedule_collection(pg) is pg) == (core_version() < (0, 17))
 
 
@@ -203,7 +203,7 @@ def test_from_parallel_state(globals_of_a_layout):
     assert pg.ranks("tp") == (4, 5)
     assert pg.tp_dp is parallel_state.get_tensor_and_data_parallel_group()
     assert pg.inter_dist_opt is None
-    # What the core itself would collect, field by field.
+    # Compare each field with the core's own collection.
     for field, group in vars(CoreCollection.use_mpu_process_groups()).items():
         assert getattr(pg, field, None) is group, field
 
@@ -214,7 +214,7 @@ def test_from_parallel_state_needs_one():
 
 
 def nccl_file(tmp_path, content):
-    """The argument that names a file with this in it."""
+    """Write a file of NCCL options, and return the argument that names it."""
     (tmp_path / "nccl.yaml").write_text(content)
     return {"nccl_communicator_config_path": str(tmp_path / "nccl.yaml")}
 
@@ -252,7 +252,7 @@ def test_session_arguments_knows_every_parameter_of_this_core(tmp_path):
 
 
 def test_session_arguments_refuses_what_a_fork_has_added(monkeypatch):
-    """A fork's engram_size=2 makes groups there; nothing here would."""
+    """A fork's engram_size=2 makes groups there, but none here."""
 
     def initialise(engram_size=None, distributed_timeout_minutes=30):
         raise NotImplementedError
@@ -308,7 +308,7 @@ def test_fields_that_share_a_group_in_megatron_share_its_nccl_options(tmp_path):
     own |= {"tp_ep_pp": 3, "tp_ep_pp_with_egtp_remat": 3}
     assert options_for(tmp_path, text) == own | {"intra_dp_cp": 1, "intra_expt_dp": 2}
     assert options_for(tmp_path, text, num_distributed_optimizer_instances=2) == own
-    # With two instances Megatron makes these groups, with one it never looks at their settings.
+    # Megatron makes these groups for two instances only. With one, it ignores their settings.
     intra = "intra_dp_cp: {max_ctas: 4}\nintra_ep_dp: {max_ctas: 5}\ninter_ep_dp: {max_ctas: 6}\n"
     two = options_for(tmp_path, text + intra, num_distributed_optimizer_instances=2)
     assert two == own | {"intra_dp_cp": 4, "intra_expt_dp": 5, "inter_dist_opt": 6}

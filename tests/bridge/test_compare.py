@@ -1,4 +1,4 @@
-"""Explicit groups held against the globals: what is passed, to whom, and what the globals say."""
+"""Compare explicit groups with the globals: the passed group, the callee and the global."""
 
 import contextlib
 import functools
@@ -38,7 +38,7 @@ def pg():
 
 @pytest.fixture
 def wrong(pg):
-    """The groups of the same ranks, two fields mixed up."""
+    """Return groups of the same ranks with two fields exchanged."""
     return ProcessGroupCollection.from_groups(tp=pg.pp, pp=pg.pp, dp=pg.dp, expt_tp=pg.ep)
 
 
@@ -51,7 +51,7 @@ def takes_groups(*, tp_group=None, dp_group=None, cp_group=None, embd_group=None
 
 
 def takes_expert_flag(tp_group, is_expert=False):
-    return lambda: tp_group  # a cell variable, as in many a forward function
+    return lambda: tp_group  # a cell variable, as in many forward functions
 
 
 def found(comparison):
@@ -70,7 +70,7 @@ def test_agreement_is_silence_with_a_count(pg):
         takes_groups(tp_group=again)
         takes_groups(tp_group=pg.expt_tp)  # experts are built from the same layers
         takes_expert_flag(pg.tp)
-        takes_expert_flag(pg.expt_tp)  # not told so, and the cores do that
+        takes_expert_flag(pg.expt_tp)  # the call passes no flag, as the cores do
         takes_expert_flag(pg.expt_tp, is_expert=True)
         takes_groups(tp_group=None, embd_group=None)
         takes_collection(None, None)
@@ -149,7 +149,7 @@ def build(pg_collection=None):
     return resolve(pg_collection, needs=("tp",), owner="the builder")
 
 
-def late(collection):  # no parameter that could be watched
+def late(collection):  # no parameter to watch
     return resolve(collection, needs=("tp", "pp"), owner="the late one")
 
 
@@ -159,7 +159,7 @@ def test_what_resolve_is_passed(pg, wrong):
         late(pg)
         with globals_policy("silent"):
             late(None)
-            build(build())  # the view of the globals agrees with them, and is not read for it
+            build(build())  # the view agrees with the globals, and comparing does not read it
     tp, pp = pg.ranks("tp"), pg.ranks("pp")
     assert found(comparison) == {("the late one", "tp", pp, tp): 1}
     (place,) = comparison.disagreements
@@ -188,7 +188,7 @@ class Doubled(torch.autograd.Function):
 
 
 def test_modules_threads_and_backward(pg):
-    """A call through torch is the one of whoever called torch."""
+    """A call through torch counts as a call of torch's caller."""
     with published(pg), compare_with_globals() as comparison:
         layer = Layer(pg.pp)
         layer(torch.ones(1), tp_group=pg.pp)
@@ -206,7 +206,7 @@ def test_modules_threads_and_backward(pg):
 
 
 def test_of_the_engines_own_threads_only_resolve_is_seen(pg, wrong):
-    """Python's profiling hook does not reach them; the documentation says so."""
+    """The documentation says that Python's profiling hook does not reach these threads."""
     threads = []
 
     def work():
@@ -271,7 +271,7 @@ MIXED = replace(RUN, tp=2, ep=2, expt_tp=1, experts=4, sequence_parallel=True)
 
 
 def training_compared():
-    """With its own groups published, and inside the globals of another layout."""
+    """Train with matching globals and with the globals of another layout."""
     from megapg.demo.gpt import train
 
     warnings.simplefilter("ignore")
@@ -298,7 +298,7 @@ def training_compared():
 
 
 def test_training_agrees_with_its_own_groups_and_not_with_another_layouts():
-    """The silent wrong grid of the README is no longer silent."""
+    """The comparison finds the README's wrong grid."""
     for rank, ((compared, own), (_, other)) in enumerate(
         distributed(training_compared, 2, deadline=200)
     ):

@@ -1,4 +1,4 @@
-"""Megatron's two functions with a session behind them, and a session by its parsed arguments."""
+"""Megatron's two functions on top of a session, and a session from Megatron's parsed arguments."""
 
 import contextlib
 import inspect
@@ -33,9 +33,9 @@ destroy = megapg.megatron.destroy_model_parallel
 
 @pytest.fixture
 def world():
-    """Eight ranks, of which this is the fourth; nothing may be left of what a test opens."""
+    """Play one of eight ranks, and check that the test leaves no session or group open."""
     with restored_parallel_state():
-        # Megatron's list of all groups that it ever made ends with destroy().
+        # destroy() ends Megatron's list of all its groups.
         parallel_state._global_process_group_list = None
         state = dict(vars(parallel_state))
         with fake_world(3, 8):
@@ -53,7 +53,7 @@ def test_it_takes_megatrons_arguments_and_ends_what_it_made(world):
         session = initialize(2, 2, 2, expert_model_parallel_size=2, distributed_timeout_minutes=7)
         assert session.layout == ParallelLayout(world_size=8, tp=2, pp=2, vpp=2, ep=2)
         assert set(session.describe()["collective_timeouts"].values()) == {7 * 60}
-        assert session.describe()["start_up_timeout"] == 7 * 60  # a rank may come so late
+        assert session.describe()["start_up_timeout"] == 7 * 60  # a rank may be this late
         assert parallel_state.model_parallel_is_initialized()
         assert parallel_state.get_tensor_model_parallel_group() is session.groups.tp
         assert parallel_state.get_virtual_pipeline_model_parallel_world_size() == 2
@@ -114,7 +114,7 @@ def test_groups_that_megatron_made_are_left_to_megatron(world):
         theirs = registered()
         destroy()
         assert not parallel_state.model_parallel_is_initialized()
-        assert registered() == theirs  # as Megatron's own does, it forgets them
+        assert registered() == theirs  # not registered any more, as after Megatron's own function
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -139,7 +139,7 @@ def test_a_script_that_calls_megatrons_gets_a_session(world):
 
 
 def making_groups_beside():
-    """How many groups there are in each phase, with those that Megatron's functions made beside."""
+    """Count the groups in each phase, with those that Megatron's own functions made."""
     dist.init_process_group("gloo")
     session = initialize(2, create_gloo_process_groups=False)
     ours = registered()
@@ -186,7 +186,7 @@ ARGS = {
     "tensor_model_parallel_size": 2,
     "pipeline_model_parallel_size": 2,
     "world_size": 8,
-    "distributed_backend": "nccl",  # WORLD is there, and says otherwise
+    "distributed_backend": "nccl",  # differs from the backend of WORLD
     "distributed_timeout_minutes": 10,
     "use_tp_pp_dp_mapping": False,
 }
@@ -210,7 +210,7 @@ def test_a_session_has_what_the_arguments_say(world):
 
 
 def test_every_parameter_of_this_core_can_be_an_argument(world):
-    """By its own name or by another, so that none is left out when a core adds one."""
+    """A parameter that a core adds may have its own or another name."""
     unlike = {  # a value that a session sees, or refuses
         "num_distributed_optimizer_instances": 2,
         "high_priority_stream_groups": ["nonsense"],
@@ -234,7 +234,7 @@ def test_every_parameter_of_this_core_can_be_an_argument(world):
 
 
 def differs(args):
-    """Whether the arguments make other settings than the plain ones, or are refused."""
+    """True if the arguments give other settings than the plain ones, or are refused."""
     said = []
     for each in (Namespace(**ARGS), args):
         try:
@@ -292,7 +292,7 @@ def script(tmp_path):
 
 
 def as_module(name, words):
-    """``python -m`` in a rank: its exit code, what it printed, and what it said beside."""
+    """Run ``python -m`` in a rank; return its exit code, stdout and stderr."""
     code = 0
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,
@@ -307,7 +307,7 @@ def as_module(name, words):
 
 
 def alone(*words, **environment):
-    """The same of the command, in a process that no launcher has started."""
+    """Run the command in a process without a launcher."""
     (ran,) = run_distributed(partial(run_alone, words, environment), 1, deadline=100)
     return ran
 
@@ -331,7 +331,7 @@ def test_a_script_runs_as_it_is_and_its_exit_code_is_its_own(script):
 
 
 def test_the_command_of_the_guide_and_what_it_says_of_the_cost(script):
-    """On ranks as torchrun starts them; test_launchers.py starts it by torchrun itself."""
+    """The ranks start as with torchrun; test_launchers.py uses torchrun."""
     command = r"^\$ torchrun --nproc-per-node 8 -m (\S+) (.*) \.\.\.$"
     ((module, words),) = re.findall(command, PAGE, re.M)
     assert "`--on-globals` before the script" in PAGE
@@ -365,7 +365,7 @@ WAITS = "while not Path(sys.argv[2]).exists(): time.sleep(0.01)"
 
 
 def ended(script, how, other_has_ended):
-    """How the script has ended in this rank, which tells the other one."""
+    """Run the script in this rank, and tell the other rank of its end."""
     mine = how[dist_rank()]
     outcome = as_module("megapg.megatron.run", [script, mine, other_has_ended])
     Path(other_has_ended).touch()
@@ -380,7 +380,7 @@ def dist_rank():
     "first", ["pass", "sys.exit()", "dist.destroy_process_group()", "sys.exit(0)"]
 )
 def test_a_rank_that_ends_waits_for_no_other(tmp_path, first):
-    """The second ends once the first has: where the first waited, neither ever would."""
+    """The second rank ends after the first one. If the first rank waited, both would hang."""
     script = tmp_path / "script.py"
     script.write_text(ENDS_FIRST)
     over = str(tmp_path / "over")

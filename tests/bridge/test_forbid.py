@@ -1,4 +1,4 @@
-"""A forbidden read raises where it stands, and says what to write there."""
+"""A forbidden read raises at its line, and the error shows the replacement."""
 
 import functools
 import re
@@ -36,7 +36,7 @@ def pg():
 
 
 def reader(module):
-    """A module of that name with a function that reads."""
+    """Make a module of that name with a function that reads a global."""
     made = types.ModuleType(module)
     source = "def read():\n    return ps.get_tensor_model_parallel_rank()\n"
     exec(compile(source, f"{module}.py", "exec"), vars(made))
@@ -60,7 +60,7 @@ def test_the_error_stands_at_the_read_and_says_what_to_write(pg):
         f"or let the module go on for now: forbid_global_reads(allow=['{__name__}'])."
     )
     assert "mean" in [entry.name for entry in caught.traceback]
-    assert mean(1) == 2  # and over
+    assert mean(1) == 2  # the ban has ended
 
 
 READS = [
@@ -134,7 +134,7 @@ def test_a_fallback_of_resolve_is_forbidden_where_the_collection_was_left_out(pg
 
 
 def test_what_counts_is_who_falls_back_not_who_calls(pg):
-    """As Megatron's schedules call the user's forward step."""
+    """The schedule calls the user's forward step, as Megatron's schedules do."""
     schedules = types.ModuleType("megatron.core.schedules")
     exec("def calls(step):\n    return step()\n", vars(schedules))
     calls = schedules.calls
@@ -222,7 +222,7 @@ def test_a_trace_records_what_a_ban_forbids_whichever_began_first(pg):
     ban.__enter__()
     with trace_global_reads() as trace:
         ban.__exit__(None, None, None)
-        bound_early()  # the ban is over, the trace is not
+        bound_early()  # the ban has ended, the trace has not
     assert active() is None
     assert [read.count for read in trace.reads] == [1]
 

@@ -1,4 +1,4 @@
-"""Megatron-core's tensor parallelism and torch's FSDP2 together, on the groups of one session."""
+"""Megatron-core's tensor parallelism with torch's FSDP2, on the groups of one session."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def together():
         whole = train(plain())
         assert_equal(train(model, replica, replicas), part_of(whole, pg))
 
-        # The groups are made anew: the meshes follow by themselves, the rest is rebound.
+        # The groups are made again: the meshes follow, and rebind() updates the rest.
         session.suspend("recreate")
         session.resume()
         report = session.rebind(model)

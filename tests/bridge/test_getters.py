@@ -1,4 +1,4 @@
-"""The helpers beside the getters that they stand for, from the globals and without.
+"""Compare the helpers with the getters that they replace.
 
 The tests of the contract run on Megatron-core 0.12 as well: see test_old_core.py.
 """
@@ -47,8 +47,8 @@ pytestmark = pytest.mark.contract
 
 OLD = installed_version()[:2] < OLDEST_CORE  # no sessions, no collection class
 
-# Every call of a getter that a helper stands for. That the two answer alike, from the globals and
-# of a session, on many grids: test_equivalence.py, on this core and on 0.12.
+# All calls of getters that helpers replace. test_equivalence.py compares the answers, from the
+# globals and from a session, on many grids, on this core and on 0.12.
 ASKED = [question for question in questions() if question.written.needs_getters]
 
 
@@ -68,11 +68,11 @@ def test_the_view_holds_what_the_globals_hold_each_field_by_itself(configuration
     with recorded_megatron(3, configuration.world_size):
         view = GlobalGroups()
         assert not any(hasattr(view, field) for field in ("tp", "dp", "intra_dist_opt"))
-        assert view.embd is None  # None is what it means to be outside
+        assert view.embd is None  # None means that the rank is in no such group
         configuration.initialize_megatron()
         whole = from_parallel_state()
         assert set(view.present()) - {"expt_dp_ag"} == set(whole.present())
-        assert view.expt_dp_ag is None  # of which no core has a global
+        assert view.expt_dp_ag is None  # no core has a global for this field
         assert {f: vars(view)[f] for f in whole.present()} == {
             f: value or None for f, value in vars(whole).items()
         }
@@ -81,7 +81,7 @@ def test_the_view_holds_what_the_globals_hold_each_field_by_itself(configuration
             assert view.ranks(field) == whole.ranks(field)
             assert view.rank(field) == whole.rank(field)
             assert view.size(field) == whole.size(field)
-        # One global is unset: that field is gone, the others stay.
+        # If one global is unset, only its field is missing.
         parallel_state._TENSOR_MODEL_PARALLEL_GROUP = None
         with pytest.raises(MissingGroupError, match=r"tp .*get_tensor_model_parallel_group\(\)"):
             _ = view.tp
@@ -93,17 +93,17 @@ def test_the_view_holds_what_the_globals_hold_each_field_by_itself(configuration
         assert "tp" not in view.present()
         assert view.require("pp", "dp") is view
         assert view.pp is whole.pp
-        # A rank of several pipelines, as 0.12's encoder-decoder models have.
+        # A rank can be in several pipelines in 0.12's encoder-decoder models.
         parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = [whole.pp, whole.pp]
         with pytest.raises(MissingGroupError, match=r"no pp .*several such groups"):
             _ = view.pp
-        # A fork's own, of a group and who controls it, is for code of that fork.
+        # A fork's own value, here a group and its owner, is returned for the fork's code.
         parallel_state._TENSOR_MODEL_PARALLEL_GROUP = of_fork = [whole.tp, (0, 4)]
         assert view.tp is getters.present_group(view, "tp") is of_fork
-        assert "tp" not in view.present()  # as a collection it is none
+        assert "tp" not in view.present()  # not a group, so not a field of a collection
 
 
-# Their getters say so of rank and size where torch.distributed is not initialised.
+# Their getters return 0 for rank and size if torch.distributed is not initialised.
 ZERO_WITHOUT_RANKS = {"cp", "tp_cp", "ep", "tp_ep", "dp", "dp_cp", "intra_dp_cp", "expt_dp"} | (
     {"intra_expt_dp"} if installed_version() >= (0, 13, 0) else set()
 )
@@ -120,11 +120,11 @@ def test_the_view_gives_every_missing_field_a_message():
         with pytest.raises(MissingGlobalGroupError, match=rf"no {field} .*get_\w+\("):
             getattr(view, field)
         of_zero = field in ZERO_WITHOUT_RANKS
-        assert not of_zero or view.rank(field) == view.size(field) == 0  # as from its getter
+        assert not of_zero or view.rank(field) == view.size(field) == 0  # as the getter returns
         of_tp = field == "expt_tp"
         assert not of_tp or view.rank(field) is view.size(field) is None  # likewise
         counts = () if of_zero or of_tp else (view.rank, view.size)
-        if field == "pp" and installed_version() < (0, 14, 0):  # its getter asks torch first
+        if field == "pp" and installed_version() < (0, 14, 0):  # this getter calls torch first
             counts = (view.size,)
             with pytest.raises(ValueError, match="Default process group"):
                 view.rank("pp")
@@ -137,7 +137,7 @@ def test_the_view_gives_every_missing_field_a_message():
                 ask(name)
     with pytest.raises(AttributeError, match="nonsense"):
         _ = view.nonsense
-    # It holds nothing: on the other side it is the globals there.
+    # The view has no state: after unpickling, it reads the globals of that process.
     assert isinstance(pickle.loads(pickle.dumps(view)), GlobalGroups)
     assert copy.deepcopy(view) is view
 
@@ -152,8 +152,8 @@ def test_the_view_prefers_what_was_set_as_the_getters_do():
             "expt_tp": "expert_tensor_parallel",
         }
         parallel_state.set_pipeline_model_parallel_rank(0)
-        assert getters.is_pipeline_first_stage(view)  # no matter how many stages there are
-        for field, name in setters.items():  # with no group anywhere, as offline tools do
+        assert getters.is_pipeline_first_stage(view)  # for any number of stages
+        for field, name in setters.items():  # without groups, as in offline tools
             getattr(parallel_state, f"set_{name}_rank")(3)
             getattr(parallel_state, f"set_{name}_world_size")(5)
             assert view.rank(field) == getattr(parallel_state, f"get_{name}_rank")() == 3
@@ -167,7 +167,7 @@ def test_the_view_prefers_what_was_set_as_the_getters_do():
 
 
 def test_each_helper_names_its_getter():
-    """That every getter has a helper, a field or a reason is held in test_shim.py."""
+    """test_shim.py checks that every getter has a helper, a field or a reason."""
     docs = " ".join(str(each.__doc__) for each in vars(getters).values())
     shared = ("getters.present_group", "getters.gloo_group")
     own = {q.name for q in ASKED if not q.written.expression.startswith(shared)}
@@ -177,7 +177,7 @@ def test_each_helper_names_its_getter():
 
 
 def test_where_a_getter_asserts_so_does_its_helper():
-    """Authors wrote ``except AssertionError`` around these calls."""
+    """Existing code has ``except AssertionError`` around these calls."""
     middle = Configuration(world_size=8, pp=4)
     with recorded_megatron(2, 8):
         nothing = of_both(GlobalGroups())
@@ -194,18 +194,18 @@ def test_where_a_getter_asserts_so_does_its_helper():
             if theirs is AssertionError and not issubclass(ours, WRONG_ARGUMENTS):
                 assert issubclass(ours, AssertionError), text
                 assert issubclass(ours, MissingGroupError), text
-    if not OLD:  # of a session's groups nobody asserted anything
+    if not OLD:  # errors of a session's groups are no assertions
         with fake_collection(rank=2, pp=4, world_size=8) as pg:
             for _, ours in of_both(pg).values():
                 assert not issubclass(ours, AssertionError)
 
 
-# No group is missing there, and no call that was ever right gets them.
+# These errors are about wrong arguments, not about a missing group.
 WRONG_ARGUMENTS = (LayoutError, UnsupportedOptionError)
 
 
 def of_both(pg):
-    """What is raised; ``object`` where there is an answer."""
+    """Return the types of the errors of both sides; ``object`` if there is an answer."""
 
     def raised(code):
         try:
@@ -219,7 +219,7 @@ def of_both(pg):
 
 @pytest.mark.parametrize("field", ["embd", "pos_embd", "inter_dist_opt"])
 def test_a_group_that_is_not_there_is_never_world(field):
-    with recorded_megatron(2, 8):  # a stage in the middle, and one optimizer instance
+    with recorded_megatron(2, 8):  # a middle stage, and one optimizer instance
         Configuration(world_size=8, pp=4).initialize_megatron()
         for pg in (GlobalGroups(), ProcessGroupCollection.from_groups(**{field: None})):
             with pytest.raises(MissingGroupError, match=rf"{field} is None here"):
@@ -241,7 +241,7 @@ needs_several = pytest.mark.skipif(
 
 
 def set_pipelines(*groups):
-    """As an encoder that is narrower than its decoder leaves them, up to 0.13."""
+    """Set several pipelines, as with an encoder that is narrower than its decoder (until 0.13)."""
     parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = list(groups)
     ranks = [dist.get_process_group_ranks(group) for group in groups]
     parallel_state._PIPELINE_GLOBAL_RANKS = ranks
@@ -283,7 +283,7 @@ def test_code_that_can_do_with_a_list_gets_each_of_several_pipelines():
             [1, 3],
             [5, 5],
         ]
-        # Another collection has one pipeline, whatever the globals have.
+        # Another collection has one pipeline, whatever the globals hold.
         assert [getattr(getters, ours)(own) for ours in ask] == [own.pp, 7, 2, 7]
 
 
@@ -296,7 +296,7 @@ def test_groups_that_are_the_globals_are_split_as_theirs():
             "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK",
             "_PIPELINE_MODEL_PARALLEL_DECODER_START",
         ):
-            setattr(parallel_state, name, 3)  # undone with the rest
+            setattr(parallel_state, name, 3)  # restored with the other globals
         asked = (
             *(getters.pipeline_split_rank, getters.pipeline_decoder_start),
             *(getters.is_pipeline_stage_after_split, getters.is_inside_decoder),
@@ -358,7 +358,7 @@ def test_a_sessions_pipeline_is_not_split():
         assert not getters.is_inside_encoder(pg)
 
 
-# -- what needs a collection of one's own ----------------------------------------------------------
+# -- what needs an explicit collection -------------------------------------------------------------
 
 
 def test_borrowed_groups_do_not_guess_about_the_virtual_pipeline():
@@ -400,7 +400,7 @@ def test_is_there_a_collection():
         assert not getters.is_unitialized(pg)
         assert getters.model_parallel_is_initialized(pg)
         assert not getters.model_parallel_is_initialized(None)
-        # A model of Megatron-core has what it needs, and data parallelism is not among that.
+        # A model of Megatron-core needs no data parallel group.
         for part in ({"dp": pg.dp}, {"tp": pg.tp, "pp": pg.pp, "cp": pg.cp}):
             part = ProcessGroupCollection.from_groups(**part)
             assert getters.is_initialized(part)
@@ -435,7 +435,7 @@ def test_one_memory_buffer_for_each_owner():
 
 
 def test_to_find_out_whose_groups_these_are_is_no_read():
-    """Borrowed groups may be the globals', which then know more; else they are not asked."""
+    """Borrowed groups that equal the globals' groups may use the globals; others may not."""
     with initialised_megatron(3, 8, 2, 2):
         theirs = parallel_state.get_global_memory_buffer()
         tp, pp, dp, cp = (getattr(GlobalGroups(), field) for field in ("tp", "pp", "dp", "cp"))
@@ -459,7 +459,7 @@ def test_to_find_out_whose_groups_these_are_is_no_read():
         assert [read.getter for read in trace.reads] == [
             "get_global_memory_buffer",
             "get_virtual_pipeline_model_parallel_world_size",
-            "_DATA_PARALLEL_GROUP",  # by this line
+            "_DATA_PARALLEL_GROUP",  # read by this line
             "get_data_parallel_rank",
         ]
         assert [read.count for read in trace.reads] == [1, 1, 1, 1]
@@ -485,7 +485,7 @@ def test_two_data_parallel_groups_are_one_too_many():
 
 
 def test_the_gloo_companion_is_of_the_same_layout():
-    """Borrowed groups that are the globals' have the globals', others their own or none."""
+    """Borrowed groups of the globals use the globals' companion; other groups need their own."""
     with initialised_megatron(3, 8, 2, 2):
         theirs = {field: getters.gloo_group(GlobalGroups(), field) for field in ("dp", "expt_dp")}
         whole = from_parallel_state()
@@ -500,7 +500,7 @@ def test_the_gloo_companion_is_of_the_same_layout():
         with pytest.raises(MissingGroupError, match=r'gloo=\("dp",\)'):
             getters.gloo_group(foreign, "dp")
         with pytest.raises(MissingGroupError, match=r'gloo=\("dp_cp",\)'):
-            getters.gloo_group(foreign, "dp_cp")  # nor has it that group itself
+            getters.gloo_group(foreign, "dp_cp")  # this group has no such field either
         with (
             forbid_global_reads(),
             pytest.raises(GlobalReadError, match="get_data_parallel_group_gloo"),
@@ -528,7 +528,7 @@ def test_the_schedule_says_which_chunk_is_current():
         for chunk in range(2):
             parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
             assert getters.is_pipeline_first_stage(pg, ignore_virtual=False) == (chunk == 0)
-        for odd in (2, None):  # of another schedule, or of none
+        for odd in (2, None):  # of another schedule, or without one
             parallel_state.set_virtual_pipeline_model_parallel_rank(odd)
             with pytest.raises(UnknownStageError, match="vp_stage="):
                 getters.is_pipeline_first_stage(pg, ignore_virtual=False)

@@ -1,4 +1,4 @@
-"""Collections from and to HyperCommGrid: the same groups, rank for rank, and none is made."""
+"""Collections from and to HyperCommGrid: the same groups and ranks, without new groups."""
 
 import pytest
 import torch
@@ -48,13 +48,13 @@ def there_and_back():
     with pytest.raises(StaleGroupError):
         to_grid(pg)
 
-    # Grids that made their groups themselves, with dimensions of size 1 left out.
+    # Grids that made their own groups, without the dimensions of size 1.
     dense = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"], backend="gloo")
     expert = HyperCommGrid([1, 2, 2, 2], ["tp", "ep", "dp", "pp"], backend="gloo")
     for grid, dims in ((dense, "tp"), (dense, "pp"), (expert, "ep")):
         grid.create_pg(dims)
     found = from_grid(dense, expert)
-    assert {*found.present()} == {"tp", "pp", "ep", "tp_cp"}  # no cp is cp of size 1
+    assert {*found.present()} == {"tp", "pp", "ep", "tp_cp"}  # without cp, cp has size 1
     assert found.layout == megapg.layout.ParallelLayout(world_size=8, **SIZES)
     assert found.ranks("ep") == found.layout.members("ep", pg_rank())
     total = torch.ones(1)

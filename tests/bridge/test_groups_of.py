@@ -1,4 +1,4 @@
-"""``groups_of``: what a model carries, however it is wrapped, else the globals.
+"""Tests of ``groups_of``: the groups of a model, however wrapped; the globals if it has none.
 
 Most of these tests run on Megatron-core 0.12 as well.
 """
@@ -74,12 +74,12 @@ def initialised():
 
 
 def no_globals():
-    """Where there are globals, whoever falls back to them gets an error."""
+    """Make every fallback to the globals an error."""
     return globals_policy("error")
 
 
 def here():
-    """The line that calls this."""
+    """Return the caller's line number."""
     return sys._getframe(1).f_lineno
 
 
@@ -111,7 +111,7 @@ def build_gpt(pg, **options):
 
 
 def wrap(model, pg):
-    """As training code does: mixed precision inside data parallelism."""
+    """Wrap as training code does: mixed precision inside data parallelism."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
@@ -121,7 +121,7 @@ def wrap(model, pg):
 
 
 class Holder(nn.Module):
-    """Somebody's own module around a model, under a name of their own."""
+    """A user's module around a model, with its own name for the model."""
 
     def __init__(self, model):
         super().__init__()
@@ -130,7 +130,7 @@ class Holder(nn.Module):
 
 
 def around(model, pg):
-    """The model in everything that it comes in."""
+    """Return the model in every kind of wrapper."""
     wrapped = wrap(model, pg)
     return {
         "itself": model,
@@ -181,17 +181,17 @@ def test_what_keeps_single_groups_gives_these():
             assert "pg_collection" not in vars(inner)
             found = groups_of(inner, *needs)
             assert all(getattr(found, field) is getattr(pg, field) for field in needs), name
-            # A class made of the core's, as tools make them of a module that is there.
+            # Some tools change the class of an existing module to a subclass.
             inner.__class__ = type(f"Mine{name}", (inner.__class__,), {})
             assert getattr(groups_of(inner, needs[0]), needs[0]) is getattr(pg, needs[0])
             assert groups_of(Holder(inner), *needs).rank(needs[0]) == pg.rank(needs[0])
-        vars(of["MoELayer"]).pop("tp_group")  # as before 0.16, where attn_tp_group is all there is
+        vars(of["MoELayer"]).pop("tp_group")  # before 0.16 there is only attn_tp_group
         assert groups_of(of["MoELayer"], "ep", "tp").tp is pg.tp
         with pytest.raises(MissingGlobalGroupError, match="no such group"):
             _ = groups_of(of["SequentialMLP"], "tp").tp
         with pytest.raises(MissingGlobalGroupError, match="but one without dp"):
             _ = groups_of(of["SequentialMLP"], "ep", "dp").ep
-        of["SequentialMLP"].dp_group = None  # of what was built before there were groups
+        of["SequentialMLP"].dp_group = None  # as in a module from before the groups
         with pytest.raises(MissingGlobalGroupError, match="but one without expt_dp"):
             _ = groups_of(of["SequentialMLP"], "ep", "expt_dp").ep
 
@@ -212,7 +212,7 @@ def test_a_model_on_the_globals_gives_the_groups_it_was_built_with():
 @needs_injection
 @pytest.mark.usefixtures("initialised")
 def test_inner_modules_have_only_the_fields_they_use():
-    """Attention of Megatron-core asks the globals for tp and cp alone where it is passed none."""
+    """Without groups, Megatron-core's attention reads tp and cp from the globals."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import build_module
 
@@ -225,7 +225,7 @@ def test_inner_modules_have_only_the_fields_they_use():
             part = groups_of(alone)
             assert {"tp", "cp"} <= set(part.present())
             assert not {"dp", "pp"} & set(part.present())
-            # Further in there is one with all that is asked for.
+            # A module further in has all of the fields.
             assert groups_of([alone, gpt], "tp") is part
             assert groups_of([alone, gpt], "tp", "dp") is groups_of(gpt)
         view = groups_of(alone, "tp", "dp")
@@ -238,7 +238,7 @@ def test_inner_modules_have_only_the_fields_they_use():
 
 @pytest.mark.usefixtures("initialised")  # with tp=2
 def test_a_part_of_another_layout_is_not_completed_by_the_globals():
-    """The model's dp would be of one layout, and its tp of another."""
+    """The model's dp and tp would come from different layouts."""
     groups = {"tp": dist.new_group([0, 1, 2, 3]), "dp": dist.new_group([3, 7])}
     whole = ProcessGroupCollection.from_groups(**groups)
     part = ProcessGroupCollection.from_groups(tp=whole.tp)
@@ -248,34 +248,33 @@ def test_a_part_of_another_layout_is_not_completed_by_the_globals():
     for read in (lambda: view.dp, lambda: view.rank("tp"), lambda: view.size("dp")):
         with pytest.raises(NoCollectionError, match=r"dp\).*their tp has other ranks\. Give that"):
             read()
-    # Nothing that asks whether there is a group may take it for an answer, nor a handler around
-    # a getter.
+    # A test for a group, or a handler around a getter, must not hide the error.
     for ask in (vars, lambda pg: hasattr(pg, "dp"), lambda pg: getattr(pg, "embd", None)):
         with globals_policy("silent"), pytest.raises(NoCollectionError) as caught:
             ask(groups_of(model, "dp", "embd"))
         assert not isinstance(caught.value, AttributeError | AssertionError)
-    # Nor by what is of another layout further in.
+    # A group of another layout further in does not complete it either.
     model.module = types.SimpleNamespace(pg_collection=whole)
     assert groups_of(model, "dp") is whole
     groups["tp"] = dist.new_group([2, 3])
     model.module.pg_collection = ProcessGroupCollection.from_groups(**groups)
     with pytest.raises(NoCollectionError, match=r"several, of different tp\).* other ranks"):
         _ = groups_of(model, "dp").dp
-    # A communicator of its own is no other layout.
+    # A different communicator of the same ranks is the same layout.
     other = {**groups, "tp": dist.new_group([0, 1, 2, 3])}
     model.module.pg_collection = ProcessGroupCollection.from_groups(**other)
     assert groups_of(model, "dp") is model.module.pg_collection
     model.pg_collection = ProcessGroupCollection.from_groups(tp=groups["tp"])
     model.module = None
-    with globals_policy("silent"):  # the ranks of the globals
+    with globals_policy("silent"):  # the same ranks as in the globals
         assert groups_of(model, "dp").dp is parallel_state.get_data_parallel_group()
-        dist.destroy_process_group(model.pg_collection.tp)  # nobody's layout
+        dist.destroy_process_group(model.pg_collection.tp)  # a destroyed group has no layout
         assert groups_of(model, "dp").dp is parallel_state.get_data_parallel_group()
 
 
 @needs_injection
 def test_what_the_core_leaves_unset_is_not_held(pg):
-    """On 0.19 a field that nobody has set reads as None."""
+    """On 0.19 an unset field reads as None."""
     part = process_groups_config.ProcessGroupCollection(tp=pg.tp)
     owner = types.SimpleNamespace(
         pg_collection=part, module=types.SimpleNamespace(_pg_collection=pg)
@@ -307,7 +306,7 @@ def test_real_ranks_talk_on_what_the_model_carries():
     assert results == [[1, 0], [1, 1]]
 
 
-# -- what carries ----------------------------------------------------------------------------------
+# -- attributes with groups ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["pg_collection", "_pg_collection", "model_comm_pgs"])
@@ -342,7 +341,7 @@ def test_the_outermost_that_holds_all_comes_first(pg):
     with no_globals():
         assert groups_of(outer) is tp
         assert groups_of(outer, "tp") is tp
-        assert groups_of(outer, "pp") is pp  # wrapped: before other submodules
+        assert groups_of(outer, "pp") is pp  # wrapped modules come before other submodules
         assert groups_of(outer, "tp", "pp") is both
         assert groups_of(outer, "dp") is pg
         outer.pg_collection = None
@@ -353,7 +352,7 @@ def test_the_outermost_that_holds_all_comes_first(pg):
 
 
 def of_two_layouts(pg, other):
-    """A model of two, as one that sees and speaks is: each has its groups, and it has none."""
+    """Return a model with two parts, as a multimodal one: only the parts have groups."""
     model = nn.Module()
     model.encoder, model.decoder = Holder(nn.Module()), Holder(nn.Module())
     model.encoder.pg_collection, model.decoder.pg_collection = pg, other
@@ -428,7 +427,7 @@ def test_a_view_that_a_model_carries_is_passed_on(pg):
 
 
 class Trainer:
-    """Keeps what it is passed; its model is built later."""
+    """Stores its argument; builds its model later."""
 
     def __init__(self, model=None, pg_collection=None):
         self.pg_collection = pg_collection
@@ -436,7 +435,7 @@ class Trainer:
 
 
 def early_trainers(pg):
-    """Made before there was a model, with what stood in for its groups; then the model came."""
+    """Return trainers that stored a placeholder for the groups before the model existed."""
     chunk = Holder(nn.Module())
     chunk.gpt.pg_collection = pg
     for kept in (clip(None), GlobalGroups(), resolve(clip(Takes()))):
@@ -452,7 +451,7 @@ def early_trainers(pg):
 def test_what_stood_in_for_a_collection_does_not_hide_the_models():
     pg = megapg.from_parallel_state()
     part = ProcessGroupCollection.from_groups(tp=pg.tp)
-    with no_globals():  # neither are they read
+    with no_globals():  # and the globals are not read
         for trainer in early_trainers(pg):
             assert groups_of(trainer) is pg
             assert groups_of(trainer, "tp", "mp") is pg
@@ -501,7 +500,7 @@ def test_groups_must_be_alive():
             groups_of(model, *needs)
         with pytest.raises(StaleGroupError, match=r"^groups_of: "):
             groups_of(pg, *needs)
-    # Of what is dead outside, the inside is no substitute.
+    # If the outer group is destroyed, an inner one is no substitute.
     with pytest.raises(ForeignGroupError, match=r"^groups_of\(Module\): tp: .*destroyed"):
         groups_of(borrower, "tp")
 
@@ -534,7 +533,7 @@ def test_the_cores_own_collection_is_adapted_once_until_it_changes(pg):
 def test_an_adaptation_goes_with_what_was_adapted(pg):
     core = to_megatron(pg)
     ours = weakref.ref(groups_of(core))
-    core.dp = None  # and once more
+    core.dp = None  # and again
     groups_of(core)
     assert ours() is None
     ours = weakref.ref(groups_of(core))
@@ -640,7 +639,7 @@ def test_the_policy_decides(monkeypatch):
         with pytest.raises(GlobalGroupsWarning):
             rank(Takes())
         view = clip(Takes())
-    for _ in range(2):  # it does not wear off
+    for _ in range(2):  # on every call
         with globals_policy("error"), pytest.raises(NoCollectionError) as caught:
             assert hasattr(view, "tp")
     for part in (
@@ -659,13 +658,13 @@ def test_the_policy_decides(monkeypatch):
 
 @pytest.mark.parametrize("policy", ["warn", "error", "silent"])
 def test_without_globals_nothing_is_raised_before_a_field_is_read(policy):
-    """So that the call can stand in front of ``if not is_initialized(): return``."""
+    """The call may come before ``if not is_initialized(): return``."""
     with globals_policy(policy), warnings.catch_warnings():
         warnings.simplefilter("error")
         view = clip(Takes())
         assert isinstance(view, GlobalGroups)
         assert getattr(view, "tp", None) is None
-        assert view.rank("dp") == 0  # as from its getter
+        assert view.rank("dp") == 0  # as the getter returns
         reads = (lambda: view.tp, lambda: view.ranks("dp"), lambda: view.size("tp"))
         for read in reads:
             with pytest.raises(MissingGlobalGroupError) as caught:
@@ -772,7 +771,7 @@ NO_READS = {
 @pytest.mark.usefixtures("initialised")
 @pytest.mark.parametrize("use", NO_READS.values(), ids=list(NO_READS))
 def test_where_nothing_is_read_nothing_has_happened(use, monkeypatch):
-    monkeypatch.setenv(POLICY_VARIABLE, "loud")  # nobody has looked
+    monkeypatch.setenv(POLICY_VARIABLE, "loud")  # not read yet
     with warnings.catch_warnings(), trace_global_reads() as trace, forbid_global_reads():
         warnings.simplefilter("error")
         use(clip(Takes()))
@@ -806,7 +805,7 @@ def test_what_waits_keeps_no_model_alive():
         return weakref.ref(model), model.pg_collection
 
     gc.collect()
-    gc.disable()  # no circle either
+    gc.disable()  # no reference cycle either
     try:
         model, view = ask(nn.Linear(2, 2))
         assert model() is None
@@ -820,7 +819,7 @@ def test_what_waits_keeps_no_model_alive():
 
 
 class Hostile:
-    """Raises whatever it is asked."""
+    """Raises an error for every attribute."""
 
     def __init__(self, error):
         vars(self)["error"] = error
@@ -835,7 +834,7 @@ class MoreHostile:
 
 
 class Hole:
-    """Whatever it is asked, it is another one."""
+    """Returns another one for every attribute and call."""
 
     __slots__ = ()
 
@@ -848,7 +847,7 @@ class Hole:
 
 def cyclic():
     one, other = types.SimpleNamespace(), nn.Module()
-    one.model, other.module = [other, one], one  # one wraps the other wraps the one
+    one.model, other.module = [other, one], one  # a cycle of wrappers
     return one
 
 
@@ -923,7 +922,7 @@ def test_a_net_is_looked_into_where_it_is_a_module(pg):
         inner = ProcessGroupCollection.from_groups(tp=pg.tp)
         both = types.SimpleNamespace(net=model, model=types.SimpleNamespace(pg_collection=inner))
         assert groups_of(both, "tp") is inner
-        # Others use the name for other things.
+        # Other code uses the name for other things.
         host = types.SimpleNamespace(pg_collection=pg)
         assert isinstance(groups_of(types.SimpleNamespace(net=host), "tp"), GlobalGroups)
 
@@ -946,7 +945,7 @@ def test_errors_of_megapg_in_a_property_come_through():
         groups_of(Standing(), "tp").rank("tp")
 
 
-# -- who wants to know -----------------------------------------------------------------------------
+# -- tracing ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("initialised")
@@ -961,7 +960,7 @@ def test_a_trace_sees_the_fallback_and_no_other():
     ]
     line = clip.__code__.co_firstlineno + 1
     assert ("resolve", "clip", line, "tp, dp", __name__) in found
-    assert len(found) == 2  # and what the view read
+    assert len(found) == 2  # and the read by the view
     (read,) = [read for read in trace.reads if read.getter == "resolve"]
     assert read.replacement == "pg_collection= in the call of Takes"
 
@@ -997,7 +996,7 @@ def test_what_was_found_is_compared_with_the_globals():
     assert (found.field, found.line) == ("tp", clip.__code__.co_firstlineno + 1)
 
 
-# -- layers, asked themselves ----------------------------------------------------------------------
+# -- layers themselves -----------------------------------------------------------------------------
 
 
 @needs_injection
@@ -1023,7 +1022,7 @@ def test_a_layer_answers_with_the_group_it_was_given():
         assert groups_of(expert, "expt_tp").expt_tp is pg.expt_tp
         with pytest.raises(MissingGlobalGroupError, match="no such group"):
             _ = groups_of(expert, "tp").tp
-        # Inside of something else they don't count: that may be anything.
+        # A layer inside another module does not count, as the module may be anything.
         with pytest.raises(MissingGlobalGroupError, match="no such group"):
             _ = groups_of(nn.Sequential(model.output_layer), "tp").tp
         word.tp_group = None
@@ -1036,7 +1035,7 @@ def wrapping(model):
 
 
 def layer_of(module, **attributes):
-    """A layer as a module of Megatron-core has them, with these attributes."""
+    """Return a layer that looks like one of Megatron-core's module, with these attributes."""
     made = type("Layer", (nn.Module,), {"__module__": f"megatron.core.{module}"})()
     vars(made).update(attributes)
     return made
@@ -1048,8 +1047,8 @@ def test_a_layer_of_transformer_engine_answers_where_its_group_is_certain():
         te = functools.partial(layer_of, "extensions.transformer_engine", config=config)
         assert groups_of(te(_tp_group=pg.tp, parallel_mode="row"), "tp").tp is pg.tp
         for uncertain in (
-            te(_tp_group=pg.tp, parallel_mode=None),  # not divided, or an expert
-            te(_tp_group=pg.expt_tp, parallel_mode="column"),  # an expert, where there is no ep
+            te(_tp_group=pg.tp, parallel_mode=None),  # not sharded, or an expert
+            te(_tp_group=pg.expt_tp, parallel_mode="column"),  # an expert, without ep
             te(_tp_group=object(), parallel_mode="row"),
             layer_of("transformer.mlp", tp_group=pg.tp, config=config),
         ):
@@ -1061,7 +1060,7 @@ def test_a_layer_of_transformer_engine_answers_where_its_group_is_certain():
 
 
 def test_the_config_of_a_module_may_have_the_collection(pg):
-    """But not where the module has a group of its own, and it is another one."""
+    """A different group of the module itself comes before the config."""
     config = types.SimpleNamespace(_pg_collection=pg)
     plain, linear = nn.Linear(1, 1), layer_of("tensor_parallel.layers", tp_group=pg.tp)
     plain.config = linear.config = config
@@ -1075,6 +1074,6 @@ def test_the_config_of_a_module_may_have_the_collection(pg):
             _ = groups_of(linear, "tp", "cp").cp
         plain.pg_collection = ProcessGroupCollection.from_groups(tp=pg.dp)
         assert groups_of(plain, "tp") is plain.pg_collection
-        assert groups_of(types.SimpleNamespace(config=config), "tp") is not pg  # no module
+        assert groups_of(types.SimpleNamespace(config=config), "tp") is not pg  # not a module
         config._pg_collection = view = GlobalGroups()
         assert groups_of(linear, "cp") is view

@@ -1,8 +1,8 @@
-"""ParallelLayout equals what the installed Megatron-core really makes, family by family.
+"""Compare ParallelLayout with the groups that the installed Megatron-core makes, by family.
 
-The oracle is ``initialize_model_parallel`` itself, run on a fake WORLD with its group creations
-recorded (see ``recording.py``). Nothing here repeats its arithmetic, except that the generator of
-valid configurations has to know what upstream accepts; the refusal tests hold that to account.
+The oracle is ``initialize_model_parallel``, run on a fake WORLD with its group creations recorded
+(see ``recording.py``). The tests do not repeat its arithmetic. But the generator of valid
+configurations must know what upstream accepts, and the refusal tests check that knowledge.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from megapg.upstream.mapping import RANK_GLOBALS
 
 pytestmark = pytest.mark.contract
 
-# Two things tell the supported generations of Megatron-core apart here.
+# Two parameters differ between the supported generations of Megatron-core.
 ARGUMENTS = inspect.signature(parallel_state.initialize_model_parallel).parameters
 HAS_GTP = "gtp_remat_size" in ARGUMENTS
-# Until 0.17 the groups for gathering are made with the others.
+# Until 0.17 initialize_model_parallel also makes the groups for all-gathers.
 TWINS = {"create_all_gather_group": True} if "create_all_gather_group" in ARGUMENTS else {}
 UPSTREAM_REFUSALS = (AssertionError, RuntimeError, KeyError, ValueError)
 
-# What upstream calls a group -> the field of megapg. Gloo twins have "_GLOO" in addition.
+# Upstream's name of a group -> megapg's field. Gloo twins have an additional "_GLOO".
 FIELD_OF_DESCRIPTION = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tp",
     "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
@@ -76,27 +76,27 @@ FIELD_OF_DESCRIPTION = {
     **{f"HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L{i}": f"hcp.{i}" for i in range(8)},
 }
 
-# With rematerialisation on, the data parallel ranks and those that shard their weights: no field of
-# upstream's own collection holds them, unless there is no context parallelism.
+# With rematerialisation: the data parallel ranks and the ranks that shard their weights. Upstream's
+# collection has no field for this group, unless there is no context parallelism.
 WITHOUT_FIELD = "DATA_PARALLEL_GROUP_WITH_GTP_REMAT"
 
 NO_FAMILY = {"_HYBRID_DP_CP_GROUPS"}  # groups of many sizes, made by another feature
 
-# Of what the tables know (see test_shim.py for whether they know it all) what this core has. Gloo
-# twins come with the groups whose names they have.
+# The names from the tables that this core has. test_shim.py checks that the tables are complete.
+# Gloo twins are made with the groups of the same name.
 HERE = vars(parallel_state)
 GROUP_GLOBALS = {name: field for name, field in tables.GROUP_GLOBALS.items() if name in HERE}
 RANKS_GLOBALS = {name: field for name, field in RANK_GLOBALS.items() if name in HERE}
 
 
 def getters_here() -> Iterator[tuple[str, str, dict[str, bool]]]:
-    """Field, getter, arguments."""
+    """Yield the field, the getter and its arguments."""
     for name, each in tables.GETTERS.items():
         known = inspect.signature(HERE[each.group]).parameters if each.group in HERE else {}
         if known and all(flag in known for flag, value in each.flags.items() if value):
             arguments = {flag: value for flag, value in each.flags.items() if flag in known}
             if name in OPTIONAL_FIELDS and "check_initialized" in known:
-                arguments["check_initialized"] = False  # it may have nothing to give
+                arguments["check_initialized"] = False  # there may be no group
             yield name.removeprefix("gloo."), each.group, arguments
             shorter = {flag: v for flag, v in arguments.items() if known[flag].default != v}
             if shorter != arguments:
@@ -142,9 +142,9 @@ def divisors_of(number: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def factorisations_of(draw: st.DrawFn, number: int, count: int) -> tuple[int, ...]:
-    """``count`` factors, ones among them, whose product is ``number``.
+    """Draw ``count`` factors whose product is ``number``; some may be 1.
 
-    Each prime goes anywhere, most often to a favourite, so that large factors come about too.
+    Most primes go to a favourite factor, so that large factors occur too.
     """
     factors = [1] * count
     favourite = draw(st.integers(0, count - 1))
@@ -157,7 +157,7 @@ def factorisations_of(draw: st.DrawFn, number: int, count: int) -> tuple[int, ..
 
 
 def accepted_orders(dense: Mapping[str, int], expert: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """The permutations of the axes that upstream accepts for these sizes."""
+    """Return the permutations of the axes that upstream accepts for these sizes."""
 
     def accepted(order: tuple[str, ...]) -> bool:
         before_pp = order[: order.index("pp")]
@@ -172,7 +172,7 @@ def accepted_orders(dense: Mapping[str, int], expert: Mapping[str, int]) -> list
 
 @st.composite
 def orders(draw: st.DrawFn, dense: Mapping[str, int], expert: Mapping[str, int]) -> str:
-    """An accepted order: permuted, perhaps without some axes of size 1, in any case."""
+    """Draw an accepted order: permuted, in mixed case, perhaps without some axes of size 1."""
     accepted = accepted_orders(dense, expert)
     axes = draw(st.one_of(st.just(AXES), st.sampled_from(accepted)))
     can_go = [axis for axis in AXES if dense[axis] == expert[axis] == 1]
@@ -197,14 +197,14 @@ WORLD_SIZES = st.sampled_from(
 
 @st.composite
 def valid_configurations(draw: st.DrawFn) -> Configuration:
-    """The sizes are drawn as factors of the world, so nothing has to be thrown away."""
+    """Draw the sizes as factors of the world size, so that no example is rejected."""
     world_size = draw(WORLD_SIZES)
     pp, tp, cp, whole_dp = draw(factorisations_of(world_size, 4))
-    # The ranks that shard weights are taken from those that would hold the same ones.
+    # The ranks that shard weights are taken from the replicas.
     remats = HAS_GTP and draw(st.integers(0, 3)) == 0
     gtp = draw(divisors_of(whole_dp)) if remats else 1
     dp = whole_dp // gtp
-    # Only with equal data parallelism may pp stand elsewhere than last, so let that be frequent.
+    # Only with equal data parallelism may pp come before the last place, so make that frequent.
     if draw(st.booleans()):
         expt_dp = whole_dp
         expt_tp, ep = draw(factorisations_of(tp * cp, 2))
@@ -236,7 +236,7 @@ def valid_configurations(draw: st.DrawFn) -> Configuration:
 
 @st.composite
 def players(draw: st.DrawFn) -> tuple[Configuration, int]:
-    """A valid configuration and the rank to play."""
+    """Draw a valid configuration and a rank to play."""
     configuration = draw(valid_configurations())
     return configuration, draw(st.integers(0, configuration.world_size - 1))
 
@@ -245,7 +245,7 @@ def players(draw: st.DrawFn) -> tuple[Configuration, int]:
 
 
 def assert_equals_megatron(configuration: Configuration, rank: int) -> None:
-    """Runs upstream as ``rank`` and holds every family, global and getter against the layout."""
+    """Run upstream as ``rank`` and compare every family, global and getter with the layout."""
     layout = configuration.layout()
     with recorded_megatron(rank, configuration.world_size) as recording:
         configuration.initialize_megatron(**TWINS)
@@ -256,7 +256,7 @@ def assert_equals_megatron(configuration: Configuration, rank: int) -> None:
             assert ranks_of(expert) == experts
         assert_rank_agrees(layout, rank)
     partitions = assert_recorded_families_agree(layout, recording)
-    # A family that upstream no longer makes under a known name must not go uncompared.
+    # Fail if upstream makes a known family under a new name, as it would not be compared.
     assert set(partitions) - families_of(recording) == families_without_creation(layout)
 
 
@@ -267,9 +267,9 @@ def assert_rank_agrees(layout: ParallelLayout, rank: int) -> None:
 
 
 def stands_in_default_order(layout: ParallelLayout) -> bool:
-    # Upstream's create_all_gather_groups() has the default order written into it: with another
-    # one its groups are not those of dp_cp. megapg's are, so there is nothing to compare then.
-    # Where weights are sharded it counts those ranks twice, and asks for ranks that are not there.
+    # Upstream's create_all_gather_groups() uses the default order in any case. With another order
+    # its groups differ from dp_cp, and megapg's do not, so there is nothing to compare. If weights
+    # are sharded, it counts those ranks twice and uses ranks that do not exist.
     if layout.gtp_remat > 1 or layout.expt_gtp_remat > 1:
         return False
     sizes = {
@@ -299,13 +299,13 @@ def assert_recorded_families_agree(
         if description == WITHOUT_FIELD:
             assert layout.cp > 1 or partitions["dp_cp_gtp_remat"] == sorted(groups)
             continue
-        # As lists, so that nothing comes twice and megapg's are ordered by lowest rank.
+        # Compare lists: no group comes twice, and megapg's are ordered by lowest rank.
         assert partitions[family_of(description)] == sorted(groups), description
     return partitions
 
 
 def families_without_creation(layout: ParallelLayout) -> set[str]:
-    """Families that upstream aliases or lacks; the globals and getters check the aliased ones."""
+    """Return families that upstream aliases or lacks; other checks cover the aliases."""
     silent = set()
     if layout.optimizer_instances == 1:
         silent |= {"intra_dp_cp", "intra_expt_dp"}
@@ -336,7 +336,7 @@ def assert_globals_hold(layout: ParallelLayout, rank: int) -> None:
 
 
 def has_twin(layout: ParallelLayout, name: str) -> bool:
-    """Whether upstream makes gloo twins, where it is asked to: not where weights are sharded."""
+    """True if upstream can make gloo twins of the family: not if weights are sharded."""
     of_experts = "expert" in name.lower()
     return layout.gtp_remat == 1 and not (of_experts and layout.expt_gtp_remat > 1)
 
@@ -386,7 +386,7 @@ def assert_numbers_agree(layout: ParallelLayout, rank: int) -> None:
 
 
 def expected(layout: ParallelLayout, field: str, rank: int) -> object:
-    """What upstream should hold for ``field`` on ``rank``; None where it should hold nothing."""
+    """Return the group that upstream should hold for ``field`` on ``rank``, or None."""
     if field == "hcp":
         levels = range(len(layout.hierarchical_cp))
         return [layout.members(f"hcp.{level}", rank) for level in levels] or None
@@ -414,7 +414,7 @@ def assert_members_belong_to_partition(layout: ParallelLayout) -> None:
 
 
 def features_of(configuration: Configuration) -> dict[str, bool]:
-    """What makes a configuration worth having, to see that the generator reaches it."""
+    """Return the features of a configuration that the generator must reach."""
     layout = configuration.layout()
     axes = layout.order.split("-")
     return {
@@ -436,7 +436,7 @@ def features_of(configuration: Configuration) -> dict[str, bool]:
     }
 
 
-# A few are the same in every run; the many are drawn anew.
+# The few examples are the same in every run; the many are random.
 FEW_AND_MANY = pytest.mark.parametrize(
     "examples", [120, pytest.param(1400, marks=pytest.mark.slow)]
 )
@@ -461,7 +461,7 @@ def test_valid_configurations_make_the_groups_megatron_makes(examples: int) -> N
 
     holds()
     assert len(executed) >= examples * 5 // 7
-    # A generator that no longer reached a feature would let this test pass without testing it.
+    # Without this check, the test would pass if the generator no longer reached a feature.
     assert examples < 1000 or min(reached.values()) >= 5, reached
 
 
@@ -496,7 +496,7 @@ def test_recording_leaves_nothing_behind(fail: bool) -> None:
 
 
 def test_every_global_of_upstream_is_accounted_for() -> None:
-    """A group global that a new Megatron-core brings must not go unnoticed."""
+    """A new Megatron-core may add a group global."""
     holders = {name for name in vars(parallel_state) if re.match(r"_[A-Z_]+_(GROUPS?|RANKS)", name)}
     known = set(GROUP_GLOBALS) | set(RANKS_GLOBALS) | NO_FAMILY
     assert {name.removesuffix("_GLOO") for name in holders} == known
@@ -524,10 +524,9 @@ def megapg_refuses(configuration: Configuration) -> bool:
 
 @st.composite
 def changed_configurations(draw: st.DrawFn) -> Configuration:
-    """A valid configuration with one value replaced by any other, fitting or not.
+    """Draw a valid configuration with one value changed to any other, valid or not.
 
-    Left out are the values on which megapg and upstream differ on purpose; each of those has its
-    own test below.
+    Values on which megapg and upstream differ on purpose are left out. Each has its own test below.
     """
     configuration = draw(valid_configurations())
     configuration = replace(configuration, order=configuration.order.lower())
@@ -580,7 +579,7 @@ def test_megapg_refuses_exactly_what_megatron_refuses(examples: int) -> None:
     [
         # The sizes of a doubled axis of size 1 happen to cancel out upstream.
         pytest.param(Configuration(world_size=4, tp=2, order="tp-cp-cp-dp-pp"), id="doubled-axis"),
-        # Upstream only tests that pp > 1, and would build a model of no chunks.
+        # Upstream only tests pp > 1, and would build a model without chunks.
         pytest.param(Configuration(world_size=4, pp=2, vpp=0), id="no-chunks"),
     ],
 )
@@ -605,7 +604,7 @@ EMBEDDING_FIELDS = pytest.mark.parametrize(
 def test_only_megapg_refuses_embedding_ranks_outside_the_pipeline(
     field: str, argument: str
 ) -> None:
-    """Upstream makes the group; a rank may end up in two, of which its globals show the last."""
+    """Upstream makes the group. A rank may be in two, and its globals have the last one."""
     configuration = Configuration(
         world_size=4, pp=2, **{argument: lambda pipeline: [(pipeline[0] + 1) % 4]}
     )
@@ -618,13 +617,13 @@ def test_both_refuse_doubled_embedding_ranks(field: str, argument: str) -> None:
     configuration = Configuration(
         world_size=4, pp=2, **{argument: lambda pipeline: [pipeline[0], pipeline[0]]}
     )
-    # It is torch that refuses them, since 2.7.
+    # torch refuses them since 2.7.
     assert megatron_refuses(configuration) or torch.__version__.startswith("2.6.")
     assert_layout_refuses_when_asked(configuration, field)
 
 
 def assert_layout_refuses_when_asked(configuration: Configuration, field: str) -> None:
-    layout = configuration.layout()  # what a callable answers is not known before it is asked
+    layout = configuration.layout()  # a callable's result is not known before it is called
     with pytest.raises(LayoutError, match=f"{field}: the callable chose the ranks"):
         layout.members(field, 0)
     with pytest.raises(LayoutError, match=f"{field}: the callable chose the ranks"):
@@ -637,7 +636,7 @@ def test_pipeline_without_embedding_is_refused_by_upstream_only(field: str, argu
     configuration = Configuration(
         world_size=4, pp=2, **{argument: lambda pipeline: [r for r in pipeline if r % 2]}
     )
-    # Which error that is depends on the release of torch.
+    # The type of the error depends on the release of torch.
     with pytest.raises((TypeError, AssertionError)), recorded_megatron(0, 4):
         configuration.initialize_megatron()
     layout = configuration.layout()
@@ -646,7 +645,7 @@ def test_pipeline_without_embedding_is_refused_by_upstream_only(field: str, argu
 
 
 def test_upper_case_pp_is_last_where_upstream_overlooks_it() -> None:
-    """Upstream looks for "pp" at the end before it lowers the case; the groups are the same."""
+    """Upstream looks for a final "pp" before it lowers the case; the groups are the same."""
     lower = Configuration(world_size=8, pp=2, tp=2, ep=2, expt_tp=1, cp=2)
     upper = replace(lower, order=DEFAULT_ORDER.upper())
     assert megatron_refuses(upper)
@@ -655,7 +654,7 @@ def test_upper_case_pp_is_last_where_upstream_overlooks_it() -> None:
 
 
 def test_tp_may_be_left_out_where_upstream_stumbles() -> None:
-    """0.19 finds the "tp" of a left-out axis inside its own "gtp_remat" and then fails."""
+    """If the "tp" axis is left out, 0.19 finds "tp" in its own "gtp_remat" and fails."""
     configuration = Configuration(world_size=4, pp=2, order="dp-pp")
     assert megatron_refuses(configuration) == HAS_GTP
     assert list(configuration.layout().partition("tp")) == [(0,), (1,), (2,), (3,)]

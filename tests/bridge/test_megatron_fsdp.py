@@ -1,4 +1,4 @@
-"""Megatron-FSDP on a session's groups: its meshes, rank for rank, and training on them."""
+"""Megatron-FSDP on a session's groups: the ranks of its meshes, and training."""
 
 from types import SimpleNamespace
 
@@ -25,12 +25,12 @@ pytestmark = [
 ]
 TAKES = upstreams.FSDPDistributedIndex.__init__.__code__.co_varnames
 EXPERTS_HAVE_INSTANCES = "hybrid_fsdp_expt_group" in TAKES
-# Upstream's constructors ask the globals for what they don't take.
+# Upstream's constructors read from the globals what they do not take as arguments.
 READ_BY_UPSTREAM = [] if "fsdp_group_ag" in TAKES else ["megatron.core.distributed.fsdp"]
-# The adapter of 0.16 takes no tensor parallelism without Transformer Engine.
+# Without Transformer Engine, the adapter of 0.16 allows no tensor parallelism.
 TP = 2 if isinstance(getattr(upstreams, "TELinear", torch.nn.Linear), type) else 1
 
-# -- rank for rank ---------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 IN_ORDER = [
     {"tp": 2},
@@ -54,7 +54,7 @@ def config_of(instances=1, **more):
 
 
 def upstreams_index(pg, config):
-    """As the adapter's __init__ makes it. It takes the groups for one another's by their sizes."""
+    """Call the adapter's code of ``__init__``, which tells groups apart by size."""
     adapter = SimpleNamespace(ddp_config=config, num_moe_experts=4)
     return upstreams.FullyShardedDataParallel._init_dist_index(adapter, pg)
 
@@ -97,7 +97,7 @@ def in_upstreams_order():
 
 
 def elsewhere():
-    """Where upstream's numbering fails: other orders, parts of WORLD, stages of a pipeline."""
+    """Compare layouts that upstream numbers wrongly: other orders, parts of WORLD, stages."""
     me = dist.get_rank()
     half = [me % 2 + 2 * each for each in (3, 1, 0, 2)]
     for number, sizes in enumerate(
@@ -118,7 +118,7 @@ def elsewhere():
             if number < 3:
                 with pytest.raises((AssertionError, upstreams.einops.EinopsError)):
                     upstreams_index(pg, config_of())
-            else:  # it compares ranks that it has sorted
+            else:  # upstream compares sorted ranks
                 wrong = upstreams_index(pg, config_of()).device_mesh.mesh.tolist()
                 assert wrong == torch.arange(8).view(4, 2).tolist()
                 assert index.device_mesh.mesh.flatten().tolist() == list(range(7, -1, -1))
@@ -163,7 +163,7 @@ def batch(step):
 
 
 def losses_of(model, group=None, finish=lambda: None, begin=lambda: None, install=lambda: None):
-    """Of the whole batch at each step; trained on this rank's part of it."""
+    """Return the loss of the whole batch at each step; train on this rank's part of it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     replica, replicas = (group.rank(), group.size()) if group else (0, 1)
     losses = []

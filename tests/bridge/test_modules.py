@@ -1,4 +1,4 @@
-"""Pipelines of several modules, a layout each: Megatron-core's collection of their groups."""
+"""Pipelines of several modules with a layout each, and Megatron-core's collection of them."""
 
 import contextlib
 from functools import partial
@@ -30,7 +30,7 @@ def test_a_core_without_them_is_refused():
 
 @contextlib.contextmanager
 def opened(layouts):
-    """The groups of each module, or None on the ranks outside: in one order on all ranks."""
+    """Open each module's groups in the same order on all ranks; None on ranks outside."""
     with contextlib.ExitStack() as stack:
         yield {
             name: stack.enter_context(megapg.session(layout, name=name)).groups
@@ -40,11 +40,11 @@ def opened(layouts):
         }
 
 
-# --- rank for rank --------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "vision": ParallelLayout(world_size=2, tp=2, ranks=range(2)),
-    "audio": ParallelLayout(world_size=2, ranks=range(2)),  # on ranks that vision has as well
+    "audio": ParallelLayout(world_size=2, ranks=range(2)),  # vision uses these ranks as well
     "llm": ParallelLayout(world_size=4, tp=2, pp=2, ranks=range(2, 6)),
 }
 FIELDS = {
@@ -59,7 +59,7 @@ FIELDS = {
 
 
 def made_by_megatron():
-    """As its own training scripts go about it: grids, their groups, collections of those."""
+    """Make the grids, groups and collections as Megatron's training scripts do."""
     own = {}
     for name, layout in LAYOUTS.items():
         sizes = [layout.tp, layout.cp, layout.dp, layout.pp]
@@ -109,7 +109,7 @@ def rank_for_rank():
         assert len(torch_private.known_groups()) == many
     with pytest.raises(StaleGroupError):
         to_modules(groups)
-    total = torch.ones(1)  # what was borrowed from Megatron is not the session's to end
+    total = torch.ones(1)  # the session does not end groups that it borrowed from Megatron
     dist.all_reduce(total, group=next(iter(megatrons)).mp)
     assert total == megatrons[next(iter(modules.keys()))].mp.size()
     dist.destroy_process_group()
@@ -128,7 +128,7 @@ NAMES = ("vision", "llm")
 
 
 class Layer(torch.nn.Module):
-    """A part of a module, with weights that depend on its place in the whole alone."""
+    """A layer with weights that depend only on its place in the module."""
 
     def __init__(self, seed, config, pg):
         super().__init__()
@@ -146,7 +146,7 @@ class Layer(torch.nn.Module):
 
 
 def part_of(whole, shape, pg):
-    """This rank's part of a weight of that shape, as Megatron splits it over tp."""
+    """Return this rank's shard of a weight of that shape, as Megatron shards it over tp."""
     for dim, (large, small) in enumerate(zip(whole.shape, shape, strict=True)):
         if large != small:
             return whole.chunk(pg.size("tp"), dim)[pg.rank("tp")]
@@ -154,7 +154,7 @@ def part_of(whole, shape, pg):
 
 
 class Module(torch.nn.Module):
-    """What this rank has of a module: the layers of its pipeline stage."""
+    """This rank's part of a module: the layers of its pipeline stage."""
 
     def __init__(self, name, config, pg):
         super().__init__()
@@ -173,7 +173,7 @@ class Module(torch.nn.Module):
     def forward(self, batch):
         values = batch
         if self.received:
-            (values,) = self.received.values()  # of vision, or of the stage before
+            (values,) = self.received.values()  # from vision, or from the previous stage
         return self.layers(values[0] if isinstance(values, list) else values)
 
     def step(self):
@@ -191,7 +191,7 @@ def batches(step):
 
 
 def loss_of(output):
-    """Of all samples, though a rank of dp has some of them: the gradients are summed over it."""
+    """Return the loss over all samples of dp, as the gradients are summed over dp."""
     return output.square().sum() / (LENGTH * SAMPLES * WIDTH)
 
 
@@ -206,7 +206,7 @@ def configured(tp=1):
 
 
 def plain():
-    """Both modules in this process alone: the losses, and the weights at the end."""
+    """Train both modules in this process; return the losses and the final weights."""
     me = dist.get_rank()
     with megapg.session(ranks=(me,), name=f"alone on {me}") as session:
         modules = [Module(name, configured(), session.groups) for name in NAMES]
@@ -242,7 +242,7 @@ def forward_step(iterator, module):
 
 
 def in_stages(layouts, expected, weights, same):
-    """Through Megatron's own schedule for several modules: how many losses this rank has seen."""
+    """Train with Megatron's schedule for several modules; return the number of losses seen."""
     from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
     from megatron.core.pipeline_parallel.multimodule_communicator import (
         MultiModulePipelineCommunicator,
@@ -283,18 +283,18 @@ def in_stages(layouts, expected, weights, same):
         for layer, whole in zip(module.layers, mine, strict=True):
             for got, want in zip(layer.parameters(), whole, strict=True):
                 same(got.detach(), part_of(want, got.shape, pg))
-        # Those between the modules are Megatron's, and it keeps them for whoever comes next.
+        # Megatron keeps its groups between the modules for the next user.
         BridgeCommunicator.destroy_broadcast_pgs()
-        getattr(BridgeCommunicator, "destroy_bridge_pgs", lambda: None)()  # of 0.19
+        getattr(BridgeCommunicator, "destroy_bridge_pgs", lambda: None)()  # only in 0.19
         assert len(torch_private.known_groups()) == many
         pg.require()
     return len(losses)
 
 
 TRAINED = {
-    # Two stages each: every number is computed as in one process, so all bits are equal.
+    # Two stages each: all numbers are computed as in one process, so all bits are equal.
     "pp to pp": ({"pp": 2}, {"pp": 2}, 0),
-    # Others split sums, which float64 rounds elsewhere then: by 1e-16 at a time.
+    # Other layouts split sums, so that float64 rounds differently, by about 1e-16.
     "dp to tp": ({}, {"tp": 2}, 1e-12),
     "tp to dp": ({"tp": 2}, {}, 1e-12),
 }

@@ -1,4 +1,4 @@
-"""On a Megatron-core that can't be injected there are globals to resolve, and clear refusals."""
+"""A Megatron-core without injection: its globals are resolved, and sessions are refused."""
 
 import re
 import sys
@@ -53,12 +53,12 @@ THERE = """
 
 @pytest.fixture(scope="module")
 def printed():
-    """What one interpreter printed where only the old core can be imported."""
+    """Run one interpreter that can import only the old core; return its output."""
     return run_on_old_core("-c", textwrap.dedent(THERE))
 
 
 def test_the_view_and_the_helpers_hold_there_too(printed):
-    """The tests of both, once more on that core."""
+    """Run the tests of both on that core."""
     assert int(re.search(r"(\d+) passed", printed)[1]) >= 30, printed
 
 
@@ -85,7 +85,7 @@ def test_a_core_older_than_any_is_refused_with_what_to_do(monkeypatch):
 def test_a_core_that_can_not_be_imported_is_not_said_to_be_absent(
     version, line, said, tmp_path, monkeypatch
 ):
-    """As that of an old fork beside a newer torch, or one that lacks a package."""
+    """The import fails as with an old fork and a newer torch, or if a package is missing."""
     info = f"MAJOR, MINOR, PATCH = {version}"
     write(tmp_path / "megatron" / "core", {"__init__.py": line, "package_info.py": info})
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""Megatron's own ``pretrain``, as forks of it run it: on globals, and on a session, bit for bit."""
+"""Compare Megatron's ``pretrain`` on globals and on a session, bit for bit."""
 
 import importlib.util
 import itertools
@@ -31,11 +31,11 @@ DISTRIBUTED = {"use_distributed_optimizer": True}
 SEQUENCE = {"sequence_parallel": True}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 
-# Where the experts' group has the ranks of mp, a session has one group, and Megatron takes one norm
-# of all gradients over it in place of two: it is rounded otherwise.
+# If the experts' group has the ranks of mp, a session has one group for both. Megatron then takes
+# one norm of all gradients instead of two, which rounds differently.
 ONE_NORM = "tp2 expt_tp1, one norm"
 
-# Context parallelism is not among them: see the last test.
+# The last test is about context parallelism, which is not in this list.
 CASES = {
     2: {
         "tp2": {**TP, **SEQUENCE, **DISTRIBUTED},
@@ -54,21 +54,21 @@ CASES = {
         "instances": {**DISTRIBUTED, "num_distributed_optimizer_instances": 2},
     },
 }
-SAVED = 2  # the step after which the runs that are resumed have saved
-# Without dropout: where there is no GPU, Megatron draws otherwise after a load, on globals too.
+SAVED = 2  # runs that are resumed save after this step
+# Without dropout, as Megatron's random numbers after a load differ on a CPU, on globals too.
 TO_RESUME = {"train_iters": 4, "hidden_dropout": 0, "attention_dropout": 0}
 RESUMED = {"tp2": {**TO_RESUME, **TP, **DISTRIBUTED}, "ep2": {**TO_RESUME, **EP}}
 
 
 def lines_of_the_guide():
-    """The lines that the guide shows in place of a call of ``pretrain``."""
+    """Return the guide's lines that replace a call of ``pretrain``."""
     (block,) = re.findall(r"```python\n( +session = .*?)```", GUIDE.read_text(), re.DOTALL)
     return block
 
 
 def trained_every_way(cases, lines):
-    """Case -> way -> what this rank trained, how many groups there were for it and after it."""
-    warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+    """Return, by case and way, the training on this rank and the number of groups."""
+    warnings.simplefilter("ignore")  # about features that need a GPU
     logging.disable(logging.WARNING)
     from pretraining import on_a_session, on_globals, run_by_megapg, words
 
@@ -86,7 +86,7 @@ def trained_every_way(cases, lines):
 
 @pytest.fixture(scope="module")
 def found():
-    """``found(world_size)``: of each rank, once for all tests."""
+    """Return ``found(world_size)``: the results of each rank, run once for all tests."""
     runs = {}
 
     def ran(world_size):
@@ -131,12 +131,12 @@ def test_it_trains_the_same_on_a_session_and_leaves_nothing(found, world_size, n
             assert trained == on_globals, (rank, way)
             assert made * 2 < theirs, (rank, way)
             assert still_there == 0, (rank, way)
-        assert left > 10  # what the module's docstring of the drop-in says of Megatron's own
+        assert left > 10  # as the docstring of the drop-in's module says
     assert len(set(losses)) == 3
 
 
 def test_the_embedding_groups_are_those_that_the_script_chooses(found):
-    """And not Megatron's default, which is the first stage and the last."""
+    """The script's stages differ from Megatron's default, which is the first and the last."""
     for name, expected in {"pp2 untied": [[0], None], "pp2 vpp2 mtp": [[0, 1], [0, 1]]}.items():
         chosen = [rank[name]["session"][0]["embedding"] for rank in found(2)]
         assert chosen == expected
@@ -146,7 +146,7 @@ def test_the_embedding_groups_are_those_that_the_script_chooses(found):
 
 
 def saved_and_resumed(root):
-    """Each way trains and saves; then each goes on from what the other has saved."""
+    """Train and save each way; then resume each way from the other's checkpoint."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     from pretraining import on_globals, run_by_megapg, words
@@ -166,7 +166,7 @@ def saved_and_resumed(root):
 
 
 def test_what_one_saves_the_other_resumes(tmp_path):
-    """With the distributed optimizer, and without it."""
+    """With and without the distributed optimizer."""
     for rank in in_ranks(saved_and_resumed, 2, tmp_path):
         for told in rank.values():
             whole = told["globals"]
@@ -177,7 +177,7 @@ def test_what_one_saves_the_other_resumes(tmp_path):
                 assert told[way]["weights"] == whole["weights"]
 
 
-# -- a session that lacks a companion --------------------------------------------------------------
+# -- a session without a companion -----------------------------------------------------------------
 
 
 PASSED = """
@@ -262,7 +262,7 @@ def with_context_parallelism():
 
 
 def test_context_parallelism_needs_a_gpu_on_both():
-    """Where this fails upstream has attention for it on a CPU, and it becomes a case above."""
+    """If this test fails, upstream has attention for it on a CPU: add a case above."""
     for said in in_ranks(with_context_parallelism, 2):
         assert len(set(said)) == 1
         assert len(said) == 2

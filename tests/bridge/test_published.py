@@ -1,7 +1,7 @@
-"""``published(pg)`` held to the installed Megatron-core: every getter, called every way it can be.
+"""Compare ``published(pg)`` with the installed Megatron-core: each getter, all arguments.
 
-The oracle is ``initialize_model_parallel`` itself: on torch's fake backend (``recording.py``),
-where one process plays any rank of any layout, and once on eight real ranks.
+The oracle is ``initialize_model_parallel``: on torch's fake backend (``recording.py``), where one
+process plays any rank of any layout, and once on eight real ranks.
 """
 
 import functools
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.contract
 
 GLOO = ("dp", "dp_cp", "intra_dp_cp", "expt_dp", "intra_expt_dp")
 
-# Names bound long before anything is published, as users bind them.
+# Bound before anything is published, as in users' modules.
 bound_destroy = parallel_state.destroy_model_parallel
 bound_initialize = parallel_state.initialize_model_parallel
 
@@ -94,7 +94,7 @@ if hasattr(parallel_state, "get_gtp_weight_remat_group"):
         "egtp": {"world_size": 16, "tp": 2, "cp": 2, "ep": 2, "expt_gtp_remat": 2},
     }
 
-# What to call the getters with; a bool is tried both ways. Anything else upstream adds fails here.
+# Values of the getters' arguments; a bool takes both. An unknown new argument fails here.
 ARGUMENTS = {
     "vp_stage": (None, 0, 1, 2),
     "group_size": (None, 1, 2, 4, 8, 10, 16),
@@ -104,20 +104,20 @@ ARGUMENTS = {
 
 
 def initialise_megatron(sizes, **more):
-    # Megatron fills this dict in place, so it would outlast any restoration of the globals.
+    # Megatron fills this dict in place, so restoring the globals would not empty it.
     parallel_state._HYBRID_DP_CP_GROUPS = {}
     Configuration(**{"world_size": 0, **sizes}).initialize_megatron(**more)
 
 
 def twins_of(sizes):
-    """Upstream makes none of groups whose ranks shard weights."""
+    """Return the twins that upstream makes: none for groups whose ranks shard weights."""
     of_experts = sizes.get("expt_gtp_remat", 1) == 1
     found = () if sizes.get("gtp_remat", 1) > 1 else GLOO
     return tuple(field for field in found if of_experts or "expt" not in field)
 
 
 def plain(value):
-    """Something that two independent sets of groups can be compared by."""
+    """Return a value that can be compared between two independent sets of groups."""
     if isinstance(value, dist.ProcessGroup):
         return tuple(dist.get_process_group_ranks(value)), value.rank(), value.size()
     if isinstance(value, list):
@@ -137,9 +137,9 @@ def answer(function, arguments):
 
 
 def every_answer():
-    """(getter, arguments) -> what it says, for every getter and all of its arguments' values.
+    """Return the answer of every getter for all values of its arguments.
 
-    And the variables behind them, which people read as well.
+    The variables behind them are included, as code reads these too.
     """
     answers = {}
     for name, getter in READERS.items():
@@ -159,9 +159,9 @@ def every_answer():
 
 
 def everything():
-    """Every name of the module, and the code behind its functions."""
+    """Return every name of the module, and the code of its functions."""
     names = dict(vars(parallel_state))
-    names.pop("__warningregistry__", None)  # Python's own, of the deprecated getters
+    names.pop("__warningregistry__", None)  # Python's own, for the deprecated getters
     codes = [(f, f.__code__, f.__defaults__, f.__kwdefaults__) for f in functions().values()]
     return names, codes
 
@@ -176,7 +176,7 @@ def assert_unchanged(before):
 
 @contextmanager
 def megatron_as_found():
-    """Whatever Megatron does to its globals inside is undone."""
+    """Restore Megatron's globals at the end of the block."""
     before, _ = everything()
     try:
         yield
@@ -188,7 +188,7 @@ def megatron_as_found():
 
 @pytest.fixture(autouse=True)
 def without_the_guard():
-    """The tests read the globals of one layout beside another, which the guard refuses."""
+    """Allow reads of one layout's globals in a process with another layout."""
     with guard("off"):
         yield
 
@@ -209,7 +209,7 @@ def pg():
 
 @contextmanager
 def somebody_elses_globals(**sizes):
-    """On the WORLD there is, with another layout than the collection's."""
+    """Set globals of another layout than the collection's, on the existing WORLD."""
     with megatron_as_found():
         initialise_megatron(sizes, create_gloo_process_groups=False)
         parallel_state.set_tensor_model_parallel_rank(7)
@@ -245,15 +245,15 @@ def test_every_getter_says_what_it_says_after_initialize_model_parallel(name):
 
 
 def test_every_getter_is_called():
-    """The list is Megatron's own: whatever reads state and does not change it."""
+    """A getter is any function of the module that reads state and does not change it."""
     calls = {name for name, arguments in every_answer() if arguments}
     others = set(functions()) - calls
     assert {name.partition("_")[0] for name in calls} == {"get", "is", "model"} | (
         {"has"} if hasattr(parallel_state, "has_separate_all_gather_group") else set()
     )
     assert {name.lstrip("_").partition("_")[0] for name in others} <= {
-        *("initialize", "create", "destroy", "set", "update", "inject"),  # change
-        *("generate", "default", "overwrite"),  # pure
+        *("initialize", "create", "destroy", "set", "update", "inject"),  # change state
+        *("generate", "default", "overwrite"),  # use no state
     }
 
 
@@ -291,7 +291,7 @@ def test_the_globals_of_somebody_else_come_back(pg):
 
 
 def test_borrowed_groups_say_what_they_said_before(pg):
-    """They have no layout that tells the virtual pipeline, or the order of the embedding ranks."""
+    """They have no layout with the virtual pipeline or the order of the embedding ranks."""
     sizes = {"pp": 4, "vpp": 2, "embedding_ranks": last_stage_first}
     with megatron_as_found():
         initialise_megatron(sizes, create_gloo_process_groups=False)
@@ -301,9 +301,9 @@ def test_borrowed_groups_say_what_they_said_before(pg):
         borrowed = from_parallel_state()
         with published(borrowed):
             assert every_answer() == theirs
-        with published(pg), published(borrowed):  # and nothing of another layout's
+        with published(pg), published(borrowed):  # and no value of another layout
             assert parallel_state._EMBEDDING_GLOBAL_RANKS == [1, 3, 5, 7]
-        # A layout without a virtual pipeline says that there is none.
+        # A layout without a virtual pipeline.
         plain_layout = ParallelLayout(world_size=8, pp=4)
         groups = ProcessGroupCollection(
             vars(borrowed), borrowed._members, Lease("plain"), plain_layout
@@ -334,7 +334,7 @@ def test_the_error_for_a_group_that_was_not_asked_for_names_the_argument_that_ma
         (note,) = raised.value.__notes__
         assert "session 'default' has no" in note
         assert argument in note
-    # What is no getter's, or has another reason, is left as it is.
+    # Errors of other functions, or for other reasons, get no note.
     for ask in (fail_an_assertion, parallel_state.get_hierarchical_context_parallel_groups):
         with pytest.raises(AssertionError) as raised:
             ask_inside(ask)
@@ -358,7 +358,7 @@ def test_what_a_fork_has_added_to_parallel_state_says_that_nobody_sets_it(monkey
         (note,) = raised.value.__notes__
         assert "session 'default' sets nothing for get_last_stage" in note
 
-        def ask():  # as the note has it
+        def ask():  # as in the note
             parallel_state._LAST_STAGE = 7
             assert parallel_state.get_last_stage() == 7
 
@@ -390,7 +390,7 @@ def test_the_memory_buffer_is_the_collections_and_ends_with_its_session():
         theirs = getters.memory_buffer(other)
         with megapg.session(tp=1, name="inner") as session:
             pg = session.groups
-            for _ in range(2):  # it outlives the block, as the collection does
+            for _ in range(2):  # the value survives the block, as the collection does
                 with published(pg):
                     buffer = parallel_state.get_global_memory_buffer()
                     assert buffer is getters.memory_buffer(pg)
@@ -499,7 +499,7 @@ def test_a_failure_on_entry_leaves_nothing_behind(pg, monkeypatch):
         with pytest.raises(ZeroDivisionError), published(pg):
             pass
         assert_unchanged(before)
-    other = ProcessGroupCollection.from_groups(tp=pg.pp)  # without a buffer so far
+    other = ProcessGroupCollection.from_groups(tp=pg.pp)  # no buffer yet
     with published(pg):
         inside = everything()
         with monkeypatch.context() as patched:
@@ -509,7 +509,7 @@ def test_a_failure_on_entry_leaves_nothing_behind(pg, monkeypatch):
         assert_unchanged(inside)
 
 
-# -- who may do what -------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def test_what_makes_and_ends_groups_is_refused(pg):
@@ -524,7 +524,7 @@ def test_what_makes_and_ends_groups_is_refused(pg):
             required = [p for p in signatures[name].parameters.values() if p.default is p.empty]
             with pytest.raises(PublishedError) as caught:
                 function(*[None for _ in required])
-            # Debuggers and error reports look at the variables of every frame.
+            # Debuggers and error reports read the variables of every frame.
             report = traceback.TracebackException.from_exception(caught.value, capture_locals=True)
             assert f"in {name}" in "".join(report.format())
             message = str(caught.value)
@@ -554,12 +554,12 @@ def test_what_megatrons_functions_make_inside_ends_with_the_session():
         every = parallel_state._global_process_group_list
         first = parallel_state.create_group([1, 3])
         assert first in every
-        assert isinstance(parallel_state.create_group([1, 2]), int)  # this rank is no member
+        assert isinstance(parallel_state.create_group([1, 2]), int)  # not a member
         borrowed = ProcessGroupCollection.from_groups(tp=pg.tp)
-        with published(borrowed):  # what is made in here is nobody's but the caller's
+        with published(borrowed):  # a group made in this block belongs to the caller
             other = parallel_state.create_group([3, 4])
         with published(pg):
-            assert first not in parallel_state._global_process_group_list  # not noted so far
+            assert first not in parallel_state._global_process_group_list  # not in the list yet
             second = parallel_state.create_group([2, 3])
         with published(pg):
             assert second in parallel_state._global_process_group_list
@@ -567,7 +567,7 @@ def test_what_megatrons_functions_make_inside_ends_with_the_session():
     with megatron_as_found(), published(session.groups):
         listed = parallel_state._global_process_group_list
         assert [listed.count(each) for each in (first, second, other)] == [1, 1, 0]
-        dist.destroy_process_group(second)  # the caller may end one before
+        dist.destroy_process_group(second)  # the caller may destroy it earlier
     assert {first, other} <= set(registered)
     dist.destroy_process_group(other)
     session.close()
@@ -589,7 +589,7 @@ def test_a_function_that_somebody_has_wrapped_is_refused_too(pg, monkeypatch):
     with megatron_as_found():
         parallel_state.destroy_model_parallel()
     assert calls == ["wrapper", "wrapper"]
-    # One that hides what it wraps is the business of whoever put it there.
+    # A wrapper without ``__wrapped__`` is not refused.
     del wrapper.__wrapped__
     wrapped = calls.clear
     with published(pg):
@@ -598,7 +598,7 @@ def test_a_function_that_somebody_has_wrapped_is_refused_too(pg, monkeypatch):
 
 
 def in_thread(work, name):
-    """What ``work`` raised, or returned, in a thread of its own."""
+    """Run ``work`` in a new thread; return its result or its error."""
     outcome = []
 
     def run():
@@ -627,14 +627,14 @@ def test_a_second_thread_is_refused_and_told_who_is_first(pg):
         assert "session 'pretend'" in str(refused)
         assert "pg_collection=" in str(refused)
         assert_unchanged(inside)
-        # Reading is not publishing: backward passes have threads of their own.
+        # Reads are allowed in other threads, as backward passes run in their own threads.
         assert in_thread(parallel_state.get_tensor_model_parallel_rank, "reader") == 1
     assert_unchanged(before)
     assert in_thread(publish, "evaluation") == 1
 
 
 class SlowToSayWhoseItIs(Lease):
-    """Lets the other threads run while ``published`` prepares to claim the globals."""
+    """Lets other threads run while ``published`` prepares to claim the globals."""
 
     def __getattribute__(self, name):
         if name == "owner":
@@ -759,7 +759,7 @@ REAL = {
 def on_real_ranks():
     warnings.simplefilter("ignore")
     compared = {}
-    others = ("hcp", "order", "embeddings")  # all of them are held on the fake backend
+    others = ("hcp", "order", "embeddings")  # the fake backend covers all of them
     for name, layout in {**{name: LAYOUTS[name] for name in others}, **REAL}.items():
         sizes = {key: value for key, value in layout.items() if key != "world_size"}
         twins = "create_all_gather_group" in inspect.signature(bound_initialize).parameters
@@ -780,12 +780,12 @@ def on_real_ranks():
             with megatron_as_found():
                 initialise_megatron(sizes, **more)
                 theirs = every_answer()
-                with published(session.groups):  # somebody else's globals, with groups alive
+                with published(session.groups):  # foreign globals with live groups
                     again = every_answer()
                 assert every_answer() == theirs
                 bound_destroy()
             total = torch.ones(1)
-            dist.all_reduce(total, group=session.groups.tp)  # alive, whatever was destroyed
+            dist.all_reduce(total, group=session.groups.tp)  # still alive
             assert total.item() == session.groups.size("tp")
         compared[name] = ours, again, theirs, refused
     return compared

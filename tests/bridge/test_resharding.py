@@ -1,4 +1,4 @@
-"""Weights go from the model of one session to that of another by Megatron-core's own resharding."""
+"""Move weights from one session's model to another's with Megatron-core's resharding."""
 
 import contextlib
 import shutil
@@ -32,7 +32,7 @@ def build(pg, experts=None, biases=False):
         num_layers=LAYERS,
         hidden_size=32,
         num_attention_heads=4,
-        gated_linear_unit=True,  # split over tp in two halves each
+        gated_linear_unit=True,  # each half is split over tp
         add_bias_linear=biases or experts is None,
         num_moe_experts=experts,
         pipeline_dtype=torch.float32,
@@ -48,7 +48,7 @@ def build(pg, experts=None, biases=False):
 
 
 def fill(model, pg, mark):
-    """Other values in every shard of every parameter, the same in every replica."""
+    """Fill every shard of every parameter with other values; replicas get the same values."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             of_expert = ".experts." in name
@@ -67,14 +67,14 @@ def save(folder, model, pg):
 
 
 def differing(model, reference, folder, pg):
-    """The parameters that are not, bit for bit, what a checkpoint brings to ``reference``."""
+    """Return the parameters that differ from ``reference`` after a checkpoint, bit for bit."""
     megapg.load_checkpoint(folder, model=reference, pg_collection=pg, weights_only=True)
     pairs = zip(model.named_parameters(), reference.named_parameters(), strict=True)
     return [name for (name, mine), (_, theirs) in pairs if not torch.equal(mine, theirs)]
 
 
 def through_checkpoint(folder, trained, train, served, rollout, **kind):
-    """:func:`differing` between two sessions over the same ranks."""
+    """Return :func:`differing` between two sessions over the same ranks."""
     save(folder, trained, train.groups)
     different = differing(served, build(rollout.groups, **kind), folder, rollout.groups)
     dist.barrier()
@@ -105,7 +105,7 @@ def swapped(source, target, experts, folder):
             with forbid_global_reads(), refuse_closed_groups():
                 swap_model_weights(*passed, "nccl")
             assert compare(experts=experts) == []
-            if mark == 1:  # the memory was lent, the groups are others, and the plan is kept
+            if mark == 1:  # memory was lent and groups were replaced; the plan is kept
                 rollout.suspend("recreate")
                 rollout.resume()
                 assert not rollout.rebind(served).left
@@ -138,7 +138,7 @@ def unnumbered(folder):
 def test_without_their_numbers_experts_are_mistaken_for_each_other(tmp_path):
     first, second = run_distributed(partial(unnumbered, tmp_path / "saved"), 2)
     assert first == []
-    # Where upstream numbers them itself, for_resharding has nothing to do any more.
+    # If upstream numbers the groups itself, for_resharding changes nothing.
     assert second == [
         f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc{part}.weight"
         for layer in range(LAYERS)
@@ -151,7 +151,7 @@ def biased():
     with two_sessions({"ep": 2}, {}) as (train, rollout):
         with pytest.raises(UnsupportedOptionError, match=r"local_experts\.0\.linear_fc2\.bias"):
             for_resharding(build(train.groups, EXPERTS, biases=True))
-        for_resharding(build(rollout.groups, EXPERTS, biases=True))  # all on every rank
+        for_resharding(build(rollout.groups, EXPERTS, biases=True))  # every rank has all of them
 
 
 def test_biases_of_experts_are_refused():
@@ -212,5 +212,5 @@ def test_a_plan_is_kept_by_sizes_and_the_ranks_may_be_others(tmp_path):
     ranks = run_distributed(partial(of_equal_sizes, tmp_path / "saved"), 4)
     right, other, again = zip(*ranks, strict=True)
     assert not any(right)
-    assert any(other)  # or the guide need no longer say so
+    assert any(other)  # else remove the statement from the guide
     assert not any(again)

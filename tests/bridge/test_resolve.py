@@ -1,4 +1,4 @@
-"""``resolve``: what was passed, else the globals with a warning, else an error that helps.
+"""Tests of ``resolve``: passed groups, else the globals with a warning, else an error.
 
 These tests run on Megatron-core 0.12 as well: see test_old_core.py.
 """
@@ -76,7 +76,7 @@ def decorated(scale: int, *, pg_collection: ProcessGroupCollection) -> tuple[int
 
 
 def here():
-    """The line that calls this."""
+    """Return the caller's line number."""
     return sys._getframe(1).f_lineno
 
 
@@ -118,7 +118,7 @@ def test_groups_must_be_alive():
             resolve(pg, needs=needs, owner="me")
     with pytest.raises(StaleGroupError, match=r"^build: "):
         build(pg)
-    # Nobody said so of the borrowed ones, but torch has forgotten them.
+    # torch has forgotten the borrowed groups, which have no session.
     with pytest.raises(ForeignGroupError, match=r"^build: tp: .*destroyed"):
         build(borrowed)
     with fake_collection(tp=2), pytest.raises(ForeignGroupError, match="destroyed, or WORLD"):
@@ -176,10 +176,10 @@ def test_the_globals_serve_with_one_warning_for_each_call_site():
         build().tp, build().size("pp")
         second = here() - 1
         _, third = Layer()().tp, here()
-        build()  # nothing is read of it
+        build()  # the value is not used
         _, fourth = decorated(2), here()
     caught = [each for each in caught if each.category is GlobalGroupsWarning]
-    # A file and a line are what Python's registry counts: the two on one line are one place.
+    # Python's registry counts a file and a line, so two calls on one line are one place.
     assert [(each.filename, each.lineno) for each in caught] == [
         (__file__, line) for line in (first, second, third, fourth)
     ]
@@ -209,7 +209,7 @@ def test_the_advice_is_one_that_can_be_taken():
     expected = f"Give {here_}.without a keyword-only parameter pg_collection, and pass pg there"
     with pytest.warns(GlobalGroupsWarning, match=re.escape(expected)):
         without().rank("tp")
-    # Megatron-core calls what it was handed: its own line is none to write at.
+    # If Megatron-core calls a user's function, the warning must not name Megatron's line.
     calling = {"__name__": "megatron.core.datasets.builder"}
     exec("def call(function):\n    return function()", calling)
     with pytest.warns(GlobalGroupsWarning, match=r"hand build over.*partial\(build, pg_coll"):
@@ -226,7 +226,7 @@ def test_a_view_is_passed_on_without_another_warning():
 
 
 def test_nothing_is_read_before_it_is_asked_for():
-    """Half-initialised globals, as in the middle of an initialisation, serve as far as they go."""
+    """During an initialisation, the groups that exist already can be read."""
     with recorded_megatron(0, 2), globals_policy("silent"):
         parallel_state.set_tensor_model_parallel_rank(1)
         view = resolve(None, needs=("tp", "dp", "pp"))
@@ -256,7 +256,7 @@ def test_with_neither_the_error_says_what_to_write():
         assert part in str(caught.value)
     with pytest.raises(NoCollectionError, match=r"megapg\.session\(tp=\.\.\., pp=\.\.\.\)"):
         _ = resolve(None).tp
-    with recorded_megatron(3, 8):  # what destroy_model_parallel() forgets does not deceive
+    with recorded_megatron(3, 8):  # the state that destroy_model_parallel() leaves does not count
         parallel_state.initialize_model_parallel(2, 2)
         parallel_state.destroy_model_parallel()
         with pytest.raises(NoCollectionError, match="not initialised"):
@@ -266,7 +266,7 @@ def test_with_neither_the_error_says_what_to_write():
 
 
 def test_a_handler_around_a_getter_works_around_what_replaces_it(pg):
-    """Megatron's getters assert. What is said of the globals is an AssertionError as well."""
+    """Megatron's getters assert, so errors about the globals are AssertionErrors as well."""
 
     def before():
         try:
@@ -284,11 +284,11 @@ def test_a_handler_around_a_getter_works_around_what_replaces_it(pg):
     with globals_policy("silent"):
         assert before() == after() == "none"
         with restored_parallel_state():
-            parallel_state._DATA_PARALLEL_GROUP = pg.dp  # initialised, but not that group
+            parallel_state._DATA_PARALLEL_GROUP = pg.dp  # initialised, but without that group
             assert before() == after() == "none"
             parallel_state._MODEL_PARALLEL_GROUP = pg.mp
             assert before() is after() is pg.mp
-            # A handler for the globals is none for what was passed, nor for what is forbidden.
+            # Such a handler catches no error about passed groups or about a forbidden read.
             with pytest.raises(MissingGroupError):
                 after(part)
             with globals_policy("error"), pytest.raises(NoCollectionError, match="may not serve"):
@@ -298,7 +298,7 @@ def test_a_handler_around_a_getter_works_around_what_replaces_it(pg):
 
 
 def test_asking_does_not_import_megatron():
-    """It takes seconds. What a getter answers before anything is initialised only that knows."""
+    """The import takes seconds. It is only needed for answers before an initialisation."""
     code = """
         import sys
         from megapg.errors import NoGlobalGroupsError
@@ -330,7 +330,7 @@ def test_the_policy_decides_and_is_put_back(monkeypatch):
         with pytest.raises(GlobalGroupsWarning), globals_policy("warn"):
             build().rank("tp")
     with globals_policy("error"):
-        view = build()  # it may turn out that nothing is needed
+        view = build()  # the groups may not be needed
         with pytest.raises(NoCollectionError) as caught:
             view.rank("tp")
     for part in (
@@ -372,7 +372,7 @@ def test_a_wrong_policy_is_named(monkeypatch):
     monkeypatch.setenv(POLICY_VARIABLE, "loud")
     with pytest.raises(UnsupportedOptionError, match=rf"{POLICY_VARIABLE}: {known}"):
         build()
-    monkeypatch.setenv(POLICY_VARIABLE, "")  # as CI files unset a variable
+    monkeypatch.setenv(POLICY_VARIABLE, "")  # CI files unset a variable like this
     with pytest.warns(GlobalGroupsWarning):
         build().rank("tp")
 
@@ -414,7 +414,7 @@ def test_a_function_without_the_keyword_is_refused():
         resolves(needs=("tpp",))
 
 
-# -- who wants to know -----------------------------------------------------------------------------
+# -- tracing ---------------------------------------------------------------------------------------
 
 
 def test_a_running_hook_hears_of_both_paths():

@@ -1,10 +1,10 @@
-"""The shim has Megatron's own meaning: what it answers is what the getter answers, or how it fails.
+"""The shim gives the answer of Megatron's getter, or its error.
 
-Every getter of the installed Megatron-core, with every combination of its arguments, against what
-the codemod writes for it, asked of ``resolve(None)``: with nothing initialised, in an offline tool
-that has set ranks and sizes, on real ranks, with the getter replaced, and with a stub of the
-module. The getters are found by introspection, so that a new one is not forgotten. These tests run
-on Megatron-core 0.12 as well: see test_old_core.py.
+The tests compare every getter of the installed Megatron-core, with every combination of its
+arguments, with the codemod's replacement on ``resolve(None)``. They cover uninitialised globals, an
+offline tool that has set ranks and sizes, real ranks, a replaced getter, and a stub of the module.
+The getters are found by introspection, so that no new one is forgotten. These tests run on
+Megatron-core 0.12 as well: see test_old_core.py.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def asking():
 
 @functools.cache
 def served() -> list[Question]:
-    """Every call of a getter, and what is written for it."""
+    """Return every call of a getter with its replacement."""
     return [question for question in questions() if question.name in READERS]
 
 
@@ -82,7 +82,7 @@ def test_every_getter_is_served_or_has_a_reason(asking):
     names = {question.name for question in asking}
     assert set(READERS) - names == set(UNSERVED) & set(READERS)
     fields = {*FIELDS, *(name for name in GETTERS if name.startswith("gloo."))}
-    assert set(GETTERS) == fields - {"expt_dp_ag"}  # of which no core has a getter
+    assert set(GETTERS) == fields - {"expt_dp_ag"}  # no core has a getter for it
     asked = {name for each in GETTERS.values() for name in (each.group, each.rank, each.size)}
     assert asked & set(READERS) - names == set()
 
@@ -91,7 +91,7 @@ def test_every_getter_is_served_or_has_a_reason(asking):
 
 
 def outcome(ask: Callable[[], object]) -> object:
-    """The answer, or the type of what was raised."""
+    """Return the answer, or the type of the error."""
     try:
         return ask()
     except Exception as error:
@@ -104,7 +104,7 @@ def evaluated(code: object, pg: object = None) -> object:
 
 
 def same(theirs: object, ours: object) -> bool:
-    """Whether ours stands for theirs: the very group, the equal number, an error that is one."""
+    """True if ours can replace theirs: the same group, an equal number, a subclass of the error."""
     if isinstance(theirs, type) and issubclass(theirs, Exception):
         return isinstance(ours, type) and issubclass(ours, theirs)
     if isinstance(theirs, list | tuple):
@@ -117,7 +117,7 @@ def same(theirs: object, ours: object) -> bool:
 
 
 def differences(asking: list[Question], *, least: int) -> list[str]:
-    """Where the shim and the getter part; ``least`` of the getters must have answered something."""
+    """List where shim and getter differ; at least ``least`` getters must have answered."""
     pg, found, answered = resolve(None), [], set()
     for question in asking:
         theirs, ours = evaluated(question.theirs), evaluated(question.ours, pg)
@@ -136,7 +136,7 @@ def differences(asking: list[Question], *, least: int) -> list[str]:
 def test_nothing_is_initialised(asking):
     with restored_parallel_state():
         assert differences(asking, least=20) == []
-    # The module alone is not: the zeros of a process without torch.distributed are gone.
+    # The uninitialised module, now with a torch.distributed, gives no zeros.
     with recorded_megatron(1, 4):
         assert differences(asking, least=6) == []
 
@@ -150,7 +150,7 @@ def test_in_an_offline_tool_that_sets_ranks_and_sizes(asking):
             for name in chosen:
                 getattr(parallel_state, name)(numbers[name])
             assert differences(asking, least=20) == [], chosen
-    with restored_parallel_state():  # what converters of experts rely on
+    with restored_parallel_state():  # converters of experts rely on it
         parallel_state.set_tensor_model_parallel_rank(3)
         parallel_state.set_tensor_model_parallel_world_size(8)
         pg = resolve(None)
@@ -168,7 +168,7 @@ LAYOUTS = (
 
 
 def _on_real_ranks() -> list[str]:
-    # Nobody talks on these hundred groups, and on a busy machine their connections took minutes.
+    # These hundred groups are not used. On a busy machine, connecting them takes minutes.
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     dist.init_process_group("gloo")
     found = []
@@ -185,7 +185,7 @@ def _on_real_ranks() -> list[str]:
             for name in ("_HYBRID_DP_CP_GROUPS", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"):
                 if isinstance(vars(parallel_state).get(name), dict | list):
                     vars(parallel_state)[name].clear()
-        # destroy_model_parallel() of 0.19 leaves one of two groups of the optimizer behind.
+        # destroy_model_parallel() of 0.19 leaves one of two optimizer groups behind.
         kept = [each for each in differences(served(), least=6) if "partial_data_par" not in each]
         found += [f"destroyed: {each}" for each in kept]
     return found
@@ -200,11 +200,11 @@ def test_on_ranks_that_are_initialised():
         assert found == [], rank
 
 
-# -- what stands in a getter's place ---------------------------------------------------------------
+# -- replaced getters ------------------------------------------------------------------------------
 
 
 def answers_of(name: str) -> list[object]:
-    """What a replaced getter may answer, unlike all that a real one does."""
+    """Return answers of a replaced getter that no real getter gives."""
     if name.startswith(("is_", "has_", "model_parallel_is")):
         return [True, False]
     if name.endswith(("_rank", "_world_size", "_start")):
@@ -215,7 +215,7 @@ def answers_of(name: str) -> list[object]:
 
 
 def plain_function(name: str, answer: object, calls: list[object]) -> types.FunctionType:
-    """A function of the getter's own signature that notes what it is called with."""
+    """Make a function with the getter's signature that records its arguments."""
     parameters = inspect.signature(READERS[name]).parameters
     source = f"def {name}({', '.join(map(str, parameters.values()))}):\n    calls.append(locals())"
     scope = {"calls": calls}
@@ -224,7 +224,7 @@ def plain_function(name: str, answer: object, calls: list[object]) -> types.Func
 
 
 def meant(question: Question) -> Mapping[str, object]:
-    """The arguments of the call, defaults included, as the real getter gets them."""
+    """Return the arguments that the real getter gets, with defaults."""
     calls: list[dict[str, object]] = []
     getter = plain_function(question.name, None, calls)
     scope = {"parallel_state": types.SimpleNamespace(**{question.name: getter}), **BOUND}
@@ -233,13 +233,13 @@ def meant(question: Question) -> Mapping[str, object]:
 
 
 def telling(arguments: Mapping[str, object], question: Question) -> Mapping[str, object]:
-    """Those that choose the answer."""
+    """Return the arguments that choose the answer."""
     passed = dict(arguments)
     passed.pop("check_initialized", None)
-    if question.written.needs_getters:  # these refuse to work where it makes a difference
+    if question.written.needs_getters:  # these refuse a call in which it matters
         passed.pop("with_gtp_remat", None)
     if not passed.get("with_context_parallel") or passed.get("partial_data_parallel"):
-        passed.pop("independent_all_gather", None)  # then it is not looked at
+        passed.pop("independent_all_gather", None)  # not used in this case
     if passed.get("ignore_virtual"):
         passed.pop("vp_stage", None)
     return passed
@@ -290,7 +290,7 @@ def test_a_field_of_every_kind_hears_its_getter(monkeypatch):
 
 
 def stubs(module: types.ModuleType) -> Iterator[tuple[str, object]]:
-    """Where tests put a module in the place of parallel_state."""
+    """Yield the places where tests replace parallel_state by a module."""
     spot = "megatron.core.parallel_state"
     yield "in sys.modules", mock.patch.dict(sys.modules, {spot: module})
     yield "as mpu", mock.patch.dict(sys.modules, {"megatron.core.mpu": module})
@@ -330,9 +330,9 @@ def test_a_stub_may_have_next_to_nothing():
             assert (pg.rank("tp"), pg.rank("dp"), pg.size("dp")) == (1, 2, 4), where
             assert getters.data_rank(pg) == getters.data_rank(groups_of(None)) == 2, where
             assert pg.tp is None, where
-            with pytest.raises(AttributeError):  # as of the stub itself
+            with pytest.raises(AttributeError):  # raised by the stub itself
                 _ = pg.pp
-            if where != "without Megatron-core":  # there the real one has what the stub lacks
+            if where != "without Megatron-core":  # the real module answers what the stub lacks
                 assert pg.rank("cp") == 0, where
                 continue
             with pytest.raises(AttributeError):
@@ -343,7 +343,7 @@ def test_a_stub_may_have_next_to_nothing():
         stub.get_data_parallel_rank.assert_called_once_with()
 
 
-# -- what is said of it ----------------------------------------------------------------------------
+# -- warnings and errors ---------------------------------------------------------------------------
 
 
 def my_rank(pg_collection=None):
@@ -362,17 +362,17 @@ def test_the_error_says_what_to_write_when_the_value_is_read():
         assert part in str(caught.value)
     assert "my_rank(..., pg_collection=session.groups)" in str(caught.value)
     assert isinstance(caught.value, MissingGlobalGroupError)
-    assert isinstance(caught.value.__cause__, AssertionError)  # Megatron's own words
+    assert isinstance(caught.value.__cause__, AssertionError)  # Megatron's own error
 
 
 @pytest.mark.parametrize("make", [lambda: resolve(None), lambda: groups_of(None)])
 def test_what_answers_all_the_same_is_said_when_it_does(make):
-    """One that a test has replaced serves, so that it falls under the policy."""
+    """A getter that a test has replaced answers, so the policy applies."""
     patched = mock.patch.object(parallel_state, "get_data_parallel_rank", return_value=3)
     with globals_policy("warn"), warnings.catch_warnings():
         warnings.simplefilter("error")
         pg = make()
-        assert pg.rank("dp") == 0  # nobody serves: that is what there is without ranks
+        assert pg.rank("dp") == 0  # no getter answers: the value without ranks
         with patched, pytest.raises(GlobalGroupsWarning):
             pg.rank("dp")
     with globals_policy("error"), patched, pytest.raises(NoCollectionError, match="may not serve"):
@@ -408,7 +408,7 @@ def test_a_question_of_the_shim_is_one_read_by_who_asks():
             mine(pg)
         with forbid_global_reads(allow=[__name__]):
             assert mine(pg) == mine(pg)
-        # What a test has put there reads no globals, and who calls it itself is not told of either.
+        # A test's replacement reads no globals, and a direct call of it is not reported either.
         with (
             mock.patch.object(parallel_state, "get_tensor_model_parallel_rank", return_value=5),
             forbid_global_reads(),
@@ -430,7 +430,7 @@ def test_what_is_published_answers(asking):
         assert not hasattr(shim, "tp")
 
 
-# -- what it leaves alone --------------------------------------------------------------------------
+# -- what does not change --------------------------------------------------------------------------
 
 
 def test_a_partial_stand_in_hides_nothing_that_it_does_not_have():
@@ -479,12 +479,12 @@ def test_each_field_is_asked_once_for_a_comparison():
                 wraps=parallel_state.get_expert_model_parallel_group,
             ) as asked:
                 ask()
-            assert asked.call_count <= 2, ask  # describe() asks for the ranks as well
+            assert asked.call_count <= 2, ask  # describe() reads the ranks as well
 
 
 @pytest.mark.parametrize("answer", [3, 0])
 def test_what_somebody_has_put_there_serves_whatever_it_answers(answer):
-    """Or ranks of one job part ways: that of number 0 would go on where the others are refused."""
+    """If the answer mattered, rank 0 would continue while other ranks are refused."""
     put = [
         ("get_data_parallel_rank", lambda pg: pg.rank("dp"), answer),
         ("is_pipeline_first_stage", getters.is_pipeline_first_stage, bool(answer)),
@@ -499,7 +499,7 @@ def test_what_somebody_has_put_there_serves_whatever_it_answers(answer):
                     pytest.raises(NoCollectionError),
                 ):
                     ask(pg)
-            assert resolve(None).rank("dp") == 0  # which nobody has put there
+            assert resolve(None).rank("dp") == 0  # not replaced
         ranks = [
             name for name in SETTERS if name.endswith("parallel_rank") and "virtual" not in name
         ]

@@ -1,4 +1,4 @@
-"""Who reads the globals: every way to read them, in every thread, and nothing left behind."""
+"""Tracing reads of the globals: all ways to read, all threads, and no traces left behind."""
 
 import _thread
 import functools
@@ -41,7 +41,7 @@ def pg():
 
 
 def everything():
-    """All that a trace touches, by identity."""
+    """Return the identity of every object that a trace changes."""
     functions = [f for f in vars(parallel_state).values() if inspect.isfunction(f)]
     return (
         type(parallel_state),
@@ -69,7 +69,7 @@ def test_functions_and_module_are_exactly_restored(pg):
         assert isinstance(parallel_state, types.ModuleType)
         for name, getter in GETTERS.items():
             assert getter.__code__ is not codes[name], name
-            # Who inspects signatures to tell versions apart goes on to see the right ones.
+            # Code that inspects signatures to tell versions apart must see the right ones.
             assert inspect.signature(getter) == signatures[name], name
     assert active() is None
     assert everything() == before
@@ -93,7 +93,7 @@ def test_an_exception_ends_its_own_trace_only(pg):
 
 def test_an_installation_that_fails_half_way_is_undone(monkeypatch):
     before = everything()
-    monkeypatch.setattr(Hook, "_watching_class", lambda _: int)  # no class for a module
+    monkeypatch.setattr(Hook, "_watching_class", lambda _: int)  # not a class for a module
     with pytest.raises(TypeError, match="__class__"), trace_global_reads():
         pass
     assert everything() == before
@@ -117,7 +117,7 @@ def test_traces_nest_and_end_in_any_order(pg):
 
 
 def test_a_call_under_way_when_the_trace_ends_is_answered(pg):
-    """The reporting code that another thread has entered works on without the hook."""
+    """Another thread that is already in the reporting code continues without the hook."""
     with published(pg):
         with trace_global_reads():
             late = types.FunctionType(bound_early.__code__, vars(parallel_state))
@@ -142,11 +142,11 @@ def test_every_way_to_call_a_getter(pg):
         _thread.start_new_thread(lambda *_: answered.set(), (parallel_state.is_initialized(),))
         assert answered.wait(10)
         parallel_state.set_tensor_model_parallel_rank(0)  # a write
-        parallel_state._NEW_VARIABLE = 1  # and another; published takes it away
+        parallel_state._NEW_VARIABLE = 1  # another write; published removes it
     found = {read.getter: read for read in trace.reads}
     assert set(found) == {
         "get_tensor_model_parallel_rank",
-        "get_data_parallel_rank",  # and not the getters that it calls
+        "get_data_parallel_rank",  # not the getters that it calls
         "get_pipeline_model_parallel_group",
         "get_global_memory_buffer",
         "is_initialized",
@@ -163,7 +163,7 @@ def test_every_way_to_call_a_getter(pg):
 
 
 def test_a_getter_without_any_python_caller(pg):
-    """As the start of a raw thread, or a callback of C code."""
+    """Such calls come from raw threads and from callbacks of C code."""
     with published(pg), trace_global_reads() as trace:
         _thread.start_new_thread(bound_early, ())
         for _ in range(1000):
@@ -178,7 +178,7 @@ def read_private():
 
 
 def test_private_globals(pg):
-    for _ in range(1000):  # until the interpreter has made a short cut of it
+    for _ in range(1000):  # until the interpreter specialises the code
         read_private()
     with published(pg), trace_global_reads(mine=pg) as trace:
         assert read_private() is read_private() is pg.tp
@@ -188,10 +188,10 @@ def test_private_globals(pg):
         assert _MODEL_PARALLEL_GROUP is pg.mp
         assert getattr(parallel_state, "_EMBEDDING_" + "GROUP") is pg.embd
         assert not hasattr(parallel_state, "_NO_SUCH_GROUP")
-        # Out of reach: a value bound before, and the dictionary itself.
+        # A trace cannot see values bound earlier, or reads of the dictionary itself.
         assert BOUND_VALUE is None
         assert vars(parallel_state)["_CONTEXT_PARALLEL_GROUP"] is pg.cp
-        # No state: the functions and modules in it.
+        # Functions and modules are not state.
         assert parallel_state._set_global_memory_buffer
         assert parallel_state.torch is torch
     found = {read.getter: read for read in trace.reads}
@@ -248,7 +248,7 @@ def test_a_fallback_of_resolve_is_a_read_where_the_collection_was_left_out(pg):
     assert read.replacement == "pg_collection= in the call of build"
 
 
-# -- what is said about a read ---------------------------------------------------------------
+# -- the report of a read --------------------------------------------------------------------------
 
 
 def test_the_trace_says_who_answered(pg):
@@ -268,7 +268,7 @@ def test_the_trace_says_who_answered(pg):
 
 def test_table_and_json(pg):
     with published(pg), trace_global_reads(mine=pg) as trace:
-        _ = bound_early(), bound_early()  # one line: one place
+        _ = bound_early(), bound_early()  # one line is one place
         read_private()
     plain = json.loads(trace.to_json())
     assert [read["getter"] for read in plain] == [read.getter for read in trace.reads]
@@ -294,8 +294,8 @@ LAYOUTS = [
     {"optimizer_instances": 2, "tp": 2, "world_size": 16, "rank": 10, "gloo": GLOO},
 ]
 
-# No expression: the rank of the virtual pipeline is the caller's own affair, and the symmetric
-# buffer takes CUDA.
+# No expression: the virtual pipeline's rank belongs to the caller, and the symmetric buffer needs
+# CUDA.
 WORDS_ONLY = {
     "get_virtual_pipeline_model_parallel_rank",
     "get_global_symmetric_memory_buffer",
@@ -306,12 +306,12 @@ WORDS_ONLY = {
 NOT_PLAYED = {"_DATA_PARALLEL_GROUP_WITH_CP_AG"} | {
     name for name in (*GETTERS, *PRIVATE) if "gtp_weight_remat" in name.lower()
 }
-# Each collection has a buffer of its own, on purpose.
+# Each collection has its own buffer.
 ANOTHER_OBJECT = {"get_global_memory_buffer", "_GLOBAL_MEMORY_BUFFER"}
 
 
 def every_call(getter):
-    """Every combination of the getter's arguments that makes a difference."""
+    """Yield every combination of the getter's arguments that makes a difference."""
     parameters = dict(inspect.signature(getter).parameters)
     parameters.pop("check_initialized", None)
     values = [
@@ -330,7 +330,7 @@ def comparable(value):
 
 
 def outcome(function, **arguments):
-    """What a call of ``parallel_state`` returns; None where it refuses."""
+    """Call a function of ``parallel_state``; return None if it refuses."""
     try:
         return comparable(function(**arguments))
     except (AssertionError, KeyError):
@@ -344,12 +344,12 @@ def test_every_getter_and_every_private_global_has_a_replacement():
         for arguments in every_call(getter):
             assert replacement(name, arguments).write, name
         kinds = {p.kind for p in inspect.signature(getter).parameters.values()}
-        assert kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}  # what the hook can stand in for
+        assert kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}  # kinds that the hook handles
     assert replacement("get_no_such_thing", {}) == replacement("_NO_SUCH", {}) == NOTHING_KNOWN
 
 
 def test_every_replacement_gives_what_the_read_gave():
-    """Under published(), whose every answer the contract test holds to Megatron's own."""
+    """The values come from published(), which the contract test compares with Megatron's."""
     compared = set()
     for layout in LAYOUTS:
         with fake_collection(**layout) as pg, published(pg):

@@ -1,35 +1,35 @@
-"""Upstream's own tests of its groups, asked again of groups that come from megapg.
+"""Upstream's tests of its groups, applied to megapg's groups.
 
-Expressed here are the cases of Megatron-core's ``test_parallel_state.py`` and
-``test_hyper_comm_grid.py``, as of 0.16.1 and 0.19.2, under upstream's names where one case is one
-test. Upstream runs them on 8 GPUs; here the same questions go to the same getters under
-``published(pg)``, once on torch's fake groups and once on 8 real gloo ranks. A grid of named
-dimensions is a :class:`ParallelLayout` with the dimensions as ``order``, its ``rank_offset`` is
-``ranks=``, and its registered expert view is the layout's expert grid.
+The cases come from Megatron-core's ``test_parallel_state.py`` and ``test_hyper_comm_grid.py``
+(0.16.1 and 0.19.2). They keep upstream's names if one case is one test. Upstream runs them on 8
+GPUs; here the same getters are called under ``published(pg)``, once on torch's fake groups and once
+on 8 real gloo ranks. A grid of named dimensions is a :class:`ParallelLayout` with the dimensions as
+``order``, its ``rank_offset`` is ``ranks=``, and its registered expert view is the layout's expert
+grid.
 
-Where upstream's expectation is not the truth:
+Upstream's expectation is wrong in these cases:
 
-* ``test_different_initialize_order_unconsistency`` is marked as failing without a word on which of
-  its six cases fail; three hold, two cannot (without pipelines the orders agree), and one has
-  sizes that the second order does not take, neither here nor in Megatron-core.
+* ``test_different_initialize_order_unconsistency`` is marked as failing, but does not say which of
+  its six cases fail. Three hold. Two cannot hold, as the orders agree without pipelines. One has
+  sizes that neither megapg nor Megatron-core accepts in the second order.
 * The grid of 2 x 3 x 4 x 5 claims to be ``initialize_model_parallel`` of the same sizes and order,
   which refuses them: its expert grid would have other pipelines. It takes ``expt_tp=6``.
 * ``_gen_rank_enum(["tp", "cp"])`` gives ``[0, 2, 1, 3]``, but its callers sort the dimensions
   first, and torch sorts the ranks of a group anyway: groups ascend.
-* The separate all-gather group is an argument and a getter in 0.16, and a function that makes
-  groups (so refused inside ``published``) with no getter in 0.19.
+* The separate all-gather group is an argument and a getter in 0.16. In 0.19 it is a function that
+  makes groups (so refused inside ``published``), without a getter.
 
 Left out of ``test_parallel_state.py``:
 
 * an error when torch.distributed is not initialised: a session starts it instead;
-* the encoder's own pipelines (older releases): no core from 0.16 on takes encoder sizes. What they
-  come to without them, two models of tp 3 and 5 side by side, is here.
+* the encoder's own pipelines (older releases): no core from 0.16 on takes encoder sizes. Without
+  them, these cases are two models of tp 3 and 5 next to each other, which are here.
 
 Left out of ``test_hyper_comm_grid.py``:
 
 * ``backend="nccl"`` and ``pg_options``: NCCL, needs a GPU;
 * ``_order_dims``, ``get_pg`` with its dimensions in another order, views as copies of the caller's
-  lists, the log line: how the grid files its groups. A field has one name;
+  lists, the log line: how the grid stores its groups. A field has one name;
 * registering a view: under a taken name, with another length, with repeated or unknown shared
   dimensions. A layout has one expert grid, whose axes are arguments;
 * numpy integers as sizes: a layout takes int.
@@ -119,7 +119,7 @@ NOBODY = 99  # a rank and a size that no layout here has
 
 
 def told(pg):
-    """What upstream's getters say while ``pg`` is published, groups as their ranks."""
+    """Return the answers of upstream's getters while ``pg`` is published, groups as ranks."""
     said = {}
     with published(pg):
         for name, arguments in QUESTIONS.items():
@@ -154,7 +154,7 @@ def told_on_fake_ranks(**sizes):
 
 
 def told_here(layouts):
-    """On one of the real ranks: what it was told in each layout, and how its checks went."""
+    """Return the answers in each layout, and the results of the checks, on a real rank."""
     dist.init_process_group("gloo")
     answers = []
     for sizes in layouts:
@@ -167,7 +167,7 @@ def told_here(layouts):
 
 
 def outcome(check):
-    """Where the check failed, so that the other tests of the same ranks still have a say."""
+    """Return where the check failed, so that other tests of the same ranks still run."""
     try:
         check()
     except (Exception, pytest.fail.Exception):
@@ -177,14 +177,14 @@ def outcome(check):
 
 @pytest.fixture(scope="module")
 def on_gloo():
-    """All that 8 real ranks have to say."""
+    """Return the results of 8 real ranks."""
     preload = ("torch", "megatron.core", "megatron.core.parallel_state")
     return run_distributed(partial(told_here, LAYOUTS), WORLD, preload=preload)
 
 
 @pytest.fixture(params=["fake", "gloo"])
 def ask(request):
-    """``ask(tp=2)``: what each rank was told in that layout."""
+    """Return ``ask``: ``ask(tp=2)`` gives the answers of each rank in that layout."""
     if request.param == "fake":
         return told_on_fake_ranks
     found = request.getfixturevalue("on_gloo")
@@ -196,9 +196,9 @@ def column(answers, name):
 
 
 def by_hand(axes, spanned):
-    """Ranks that differ in the spanned coordinates only, by looking at every single rank.
+    """Return the ranks that differ only in the spanned coordinates, from a loop over all ranks.
 
-    ``axes`` has the sizes by name, the fastest first. Groups come by their lowest rank.
+    ``axes`` has the sizes by name, the fastest first. Groups are ordered by their lowest rank.
     """
     strides = dict(zip(axes, itertools.accumulate(axes.values(), int.__mul__, initial=1)))  # noqa: B905
     fixed = [(strides[name], size) for name, size in axes.items() if name not in spanned]
@@ -269,7 +269,7 @@ def test_data_parallel_initializations(ask, order):
 )
 @pytest.mark.parametrize("order", ORDERS)
 def test_rank_and_world_size_of_the_one_parallel_axis(ask, order, sizes, name):
-    """Six of upstream's tests: each axis in turn spans the world, and setting None unsets."""
+    """Six of upstream's tests: each axis spans the world in turn, and setting None unsets."""
     answers = ask(**sizes, order=order)
     assert column(answers, f"get_{name}_world_size") == [WORLD] * WORLD
     assert column(answers, f"set_{name}_world_size") == [[NOBODY, WORLD]] * WORLD
@@ -408,14 +408,14 @@ def test_different_initialize_order_unconsistency(tp, pp):
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_without_pipelines_the_orders_agree(tp):
-    """Upstream expects otherwise, in a test that it marks as failing."""
+    """Upstream expects another result, in a test that it marks as failing."""
     assert told_on_fake_ranks(tp=tp, order=EP_BEFORE_PP) == told_on_fake_ranks(
         tp=tp, order=PP_BEFORE_EP
     )
 
 
 def test_experts_beside_pipelines_need_pp_last():
-    """Upstream's last case of that test, which the second order does not take."""
+    """The last case of upstream's test, whose sizes the second order does not accept."""
     with fake_collection(0, WORLD, pp=2, ep=2, order=EP_BEFORE_PP) as pg:
         assert (pg.ranks("pp"), pg.ranks("ep"), pg.ranks("expt_dp")) == ((0, 4), (0, 1), (0, 2))
     with pytest.raises(LayoutError, match="Put pp last"):
@@ -431,7 +431,7 @@ def test_experts_beside_pipelines_need_pp_last():
 
 # -- test_parallel_state.py: the rank generator --------------------------------------------------
 
-# Ranks, tp, pp, cp, ep: upstream's 35 entries, of which it says two twice.
+# Ranks, tp, pp, cp, ep: upstream's 35 entries, two of which occur twice.
 JOBS = [
     (1, 1, 1, 1, 1),
     (8, 8, 1, 1, 1),
@@ -511,7 +511,7 @@ def test_rank_generator_for_tp_dp_pp(world, tp, pp, cp, ep):
 
 
 def separate_all_gather_group():
-    """On a real rank: with and without the twin of dp_cp, as the collection and upstream say."""
+    """Compare the collection and upstream with and without the twin of dp_cp, on a real rank."""
     by_argument = (
         "independent_all_gather"
         in inspect.signature(parallel_state.get_data_parallel_group).parameters
@@ -553,7 +553,7 @@ def expert_all_gather_group():
             assert total.item() == sum(pg.ranks(name))
 
 
-# -- test_hyper_comm_grid.py: which ranks --------------------------------------------------------
+# -- test_hyper_comm_grid.py: ranks ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -658,7 +658,7 @@ def test_complex_grid_scenario():
 
 @pytest.mark.parametrize("order", ["-".join(names) for names in itertools.permutations(GRID)])
 def test_every_order_of_the_dimensions_is_upstreams_grid(order, monkeypatch):
-    """Unless pp comes between tp and cp: then no expert grid has the same pipelines."""
+    """If pp is between tp and cp, no expert grid has the same pipelines."""
     monkeypatch.setenv("WORLD_SIZE", "130")
     names = order.split("-")
     grid = HyperCommGrid([GRID[name] for name in names], names, rank_offset=10)
@@ -694,7 +694,7 @@ def test_the_expert_grid_is_another_view_of_the_same_ranks():
 
 
 def test_views_must_share_their_pipelines():
-    """A view in which pp is not the same ranks is refused there, and such a layout here."""
+    """Upstream refuses a view with other ranks in pp, and megapg refuses such a layout."""
     with pytest.raises(LayoutError, match="2 ranks apart in the dense grid and 4 in the expert"):
         ParallelLayout(world_size=WORLD, tp=2, pp=2, expt_tp=1, ep=4, order="tp-ep-pp-dp")
     layout = ParallelLayout(world_size=WORLD, tp=2, pp=2, expt_tp=1, ep=4, order="tp-ep-dp-pp")
@@ -730,13 +730,13 @@ def grids_on_real_ranks():
             assert total(group) == sum(ranks), field
         with pytest.raises(SessionError, match="'default' is already open"):
             megapg.session(tp=2, timeout=30)
-        assert total(pg.tp) == 2 * (me - me % 2) + 1  # and the first one is none the worse
-    assert registered() == 1  # all that a session made is gone, WORLD is not
+        assert total(pg.tp) == 2 * (me - me % 2) + 1  # the first group still works
+    assert registered() == 1  # only WORLD is left
     with pytest.raises(StaleGroupError):
         pg.require("tp")
     del pg, group
 
-    # The expert view: its groups, and one communicator for what both views have alike.
+    # The expert view has its groups, and one communicator for groups that both views share.
     with megapg.session(tp=2, pp=2, ep=2, order="tp-ep-dp-pp", timeout=30) as session:
         pg = session.groups
         block = me - me % 4
@@ -744,20 +744,19 @@ def grids_on_real_ranks():
         assert total(pg.tp_ep) == 4 * block + 6
         assert pg.tp_ep is pg.tp_dp
         assert pg.expt_tp is pg.tp
-        # WORLD; and each one that differs: alone, tp, pp, mp, ep, tp_ep, tp_ep_pp.
+        # WORLD, and the groups that differ: alone, tp, pp, mp, ep, tp_ep, tp_ep_pp.
         assert registered() == 1 + 7
         del pg
     assert registered() == 1
 
-    for ranks in (range(6, 10), range(16)):  # beyond the world, and larger than it
+    for ranks in (range(6, 10), range(16)):  # outside the world, and larger than the world
         with pytest.raises(SessionError, match="WORLD has 8 ranks"):
             megapg.session(ParallelLayout(world_size=len(ranks), ranks=ranks), timeout=30)
     if me < 4:  # a rank outside the grid
         with pytest.raises(SessionError, match=f"rank {me} is not in the layout's ranks"):
             megapg.session(ranks=range(4, 8), name=f"outsider {me}", timeout=30)
 
-    # Encoder and decoder side by side, on ranks 0-2 and 3-7: the one that ends first leaves the
-    # other as it is.
+    # Encoder on ranks 0-2 and decoder on 3-7. Closing the first one does not change the other.
     encoder = me < 3
     mine = range(3) if encoder else range(3, 8)
     with megapg.session(tp=len(mine), ranks=mine, name="model", timeout=30) as session:
@@ -780,5 +779,5 @@ def grids_on_real_ranks():
     "check", [separate_all_gather_group, expert_all_gather_group, grids_on_real_ranks]
 )
 def test_on_real_ranks(on_gloo, check):
-    """What has to be asked on the ranks: three of upstream's tests, its real grids, its encoder."""
+    """Run checks that need ranks: three of upstream's tests, its real grids, its encoder."""
     assert [outcomes[check.__name__] for _, outcomes in on_gloo] == ["passed"] * WORLD

@@ -1,4 +1,4 @@
-"""Upstream's tests, run on globals and on sessions: on a checkout that has two of its own kind."""
+"""Run ``make test-upstream`` on a small checkout with two tests in upstream's style."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def upstream(checkout: Path, *arguments: str) -> tuple[int, str]:
-    """``make test-upstream``: its exit code, and what it says."""
+    """Run ``make test-upstream``; return its exit code and output."""
     variables = [f"MEGATRON={checkout}", f"PYTHON={sys.executable}", f"ARGS={' '.join(arguments)}"]
     environment = {
         **os.environ,
@@ -125,7 +125,7 @@ def upstream(checkout: Path, *arguments: str) -> tuple[int, str]:
 
 
 def assert_rows(said: str, rows: dict[str, tuple[int, int]]) -> None:
-    """Each row of the tables: how many tests passed on globals, and how many on sessions."""
+    """Check each row of the tables: the tests that passed on globals and on sessions."""
     for name, (on_globals, on_sessions) in rows.items():
         row = rf"\| {name} +\| {on_globals} +\| {on_sessions} +\|"
         assert re.search(row, said), (name, said)

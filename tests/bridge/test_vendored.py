@@ -79,7 +79,7 @@ def main():
 
 
 def migrated(root: Path, text: str, runtime: str) -> None:
-    """Write and migrate a package with one module."""
+    """Write a package with one module, and migrate it."""
     write(root, {"pyproject.toml": "", "trainer/__init__.py": "", "trainer/work.py": text})
     write(root, {"trainer/deep/__init__.py": "", "trainer/deep/main.py": MAIN})
     options = ["--runtime", runtime, "--from-core", "0.16-0.17", "--write", "--allow-dirty"]
@@ -149,7 +149,7 @@ def test_it_imports_neither_torch_nor_megatron(tmp_path: Path) -> None:
 
 
 class Core:
-    """Groups as Megatron-core's own collection has them."""
+    """A collection like Megatron-core's own."""
 
     def __init__(self, **groups: object) -> None:
         vars(self).update(groups)
@@ -159,7 +159,7 @@ Core.__name__ = Core.__qualname__ = "ProcessGroupCollection"
 
 
 class Group:
-    """Of two ranks."""
+    """A group of two ranks."""
 
     def size(self) -> int:
         return 2
@@ -200,7 +200,7 @@ class Wrapper:
 
 
 class Failing:
-    """What a property would do is not to be found out."""
+    """Has a property that must not be called."""
 
     @property
     def model(self) -> object:
@@ -222,12 +222,12 @@ def test_a_model_is_searched_from_the_outside_in() -> None:
         assert groups_of(nothing, "tp").passed is None
     both, other = torch.nn.ModuleList([outer, torch.nn.Linear(1, 1)]), Group()
     vars(both[1])["pg_collection"] = Core(tp=other, dp=dp)
-    for needs in (("tp",), ()):  # they have different ones
+    for needs in (("tp",), ()):  # the models have different groups
         assert groups_of(both, *needs).passed is None
     assert groups_of(both, "dp").passed is vars(inner)["pg_collection"]
     assert groups_of([*both], "tp").passed is vars(outer)["pg_collection"]  # two chunks
     holding = Wrapper(outer)
-    vars(holding)["pg_collection"] = resolve(None)  # kept before there was a model
+    vars(holding)["pg_collection"] = resolve(None)  # stored before there was a model
     assert groups_of(holding, "tp").passed is vars(outer)["pg_collection"]
 
 
@@ -241,16 +241,16 @@ def test_a_part_of_another_layout_is_not_completed_by_the_globals() -> None:
             with pytest.raises(RuntimeError, match="their tp has other ranks"):
                 ask()
         inside = SimpleNamespace(pg_collection=Core(tp=dist.new_group([2, 3]), dp=tp))
-        holder.module = inside  # of another layout, too
+        holder.module = inside  # also with another layout
         with pytest.raises(RuntimeError, match="their tp has other ranks"):
             _ = groups_of(holder, "dp").dp
         for same in (tp, dist.new_group([0, 1, 2, 3])):
             inside.pg_collection = Core(tp=same, dp=tp)
             assert groups_of(holder, "dp").passed is inside.pg_collection
         del holder.module
-        holder.pg_collection = Core(tp=dist.new_group([2, 3]))  # the ranks of the globals
+        holder.pg_collection = Core(tp=dist.new_group([2, 3]))  # the same ranks as in the globals
         assert groups_of(holder, "dp").ranks("dp") == (1, 3, 5, 7)
-        dist.new_group([1, 2])  # for torch NON_GROUP_MEMBER has the ranks of this one
+        dist.new_group([1, 2])  # torch reports this group's ranks for NON_GROUP_MEMBER
         for nothing in (None, dist.GroupMember.NON_GROUP_MEMBER, tp):
             if nothing is tp:
                 dist.destroy_process_group(tp)
@@ -273,7 +273,7 @@ def gathered(value):
 
 
 def generate_then_train(root: Path) -> list[float]:
-    """What a layer with sequence parallelism does, in both modes on one buffer."""
+    """Run a layer with sequence parallelism in both modes on one buffer."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     sys.path.insert(0, str(root))

@@ -294,7 +294,9 @@ def test_a_formatter_that_is_not_installed_is_named(
     assert json.loads(run(1, "migrate", project, "--json"))["unformatted"] == {"black": 2}
 
 
-@pytest.mark.parametrize("name", ["second", "C", "C.make", "a.second", "p.a.second", "a.C", "p.a.C.make"])
+@pytest.mark.parametrize(
+    "name", ["second", "C", "C.make", "a.second", "p.a.second", "a.C", "p.a.C.make"]
+)
 def test_the_forms_of_thread_from(project: Path, name: str) -> None:
     text = (
         f"{SERVED}\n\nclass C:\n    def __init__(self):\n        first()\n\n"

@@ -1,4 +1,4 @@
-"""The package as a house, as ARCHITECTURE.md draws it: what imports what, and what is named how."""
+"""Check the imports and names in the package against ARCHITECTURE.md."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tools import figures
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megapg"
 
-# The floors of the house: part of megapg -> (its floor, the highest floor it may import). A part
-# is a module or a subpackage; its own modules may always import each other.
+# part of megapg -> (its floor, the highest floor it may import). A part is a module or a
+# subpackage. The modules of a part may import each other.
 FLOORS = {
     "errors": (0, -1),
     "layout": (0, -1),
-    "upstream": (0, 0),  # its tables name the fields of a layout
+    "upstream": (0, 0),  # its tables have the fields of a layout
     "torch_private": (0, -1),
-    "migrate": (1, 0),  # runs where torch is not installed
+    "migrate": (1, 0),  # runs without torch
     "collection": (1, 0),
     "launch": (1, 0),
     "signals": (1, 0),
@@ -46,7 +46,7 @@ FLOORS = {
     "doctor": (9, 9),
     "cli": (9, 9),
 }
-# The exceptions are for every part, also for those on the same floor.
+# Every part may import the exceptions, as may the parts on the same floor.
 FOR_ALL = "errors"
 STDLIB_ONLY = ("errors", "layout", "upstream")
 FIRST_FLOOR_WITH_MEGATRON = 5
@@ -54,12 +54,12 @@ FIRST_FLOOR_WITH_MEGATRON = 5
 PARALLEL_STATE = ("megatron.core.parallel_state", "megatron.core.mpu")
 
 
-# --- what imports what ----------------------------------------------------------------------------
+# --- imports --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name: ``from a import b`` is ``a.b``, which may be a module or not."""
+    """One imported name: ``from a import b`` is ``a.b``, which may be a module."""
 
     file: Path
     line: int
@@ -71,10 +71,10 @@ class Import:
 
     @property
     def part(self) -> str:
-        """The part of megapg it is in; '' for megapg's own metadata."""
+        """Return the part of megapg that the name is in; '' for megapg's own metadata."""
         _, _, rest = self.name.partition(".")
         first = rest.partition(".")[0]
-        # A name that the package re-exports counts as what it stands for.
+        # A name that the package re-exports counts as its original.
         return megapg._HOMES.get(first, f"megapg.{first}").split(".")[1]
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ def nodes_of(file: Path) -> list[ast.AST]:
 
 
 def imports_of(file: Path) -> Iterator[Import]:
-    """Every import in the file, also those inside functions and under TYPE_CHECKING."""
+    """Yield all imports in the file, also those inside functions and under TYPE_CHECKING."""
     package = file.relative_to(ROOT).parent.parts
     for node in nodes_of(file):
         names: list[str] = []
@@ -119,7 +119,7 @@ def said(imports: list[Import]) -> str:
     return "\n".join(map(str, imports))
 
 
-# Who has to do with torch's stores, and why. All others get megapg's own, whose calls are bounded.
+# Modules that use torch's stores, and why. Other modules use megapg's store, with deadlines.
 STORES = {
     "rendezvous/store.py": "the one place that calls them",
     "rendezvous/connect.py": "opens the store of a new WORLD",
@@ -152,15 +152,15 @@ def test_every_part_has_a_floor() -> None:
 
 
 def too_high(part: str, found: Import) -> bool:
-    if part in ("__init__", "__main__"):  # names everything, lazily
+    if part in ("__init__", "__main__"):  # imports every part, lazily
         return False
     if found.root != "megapg" or found.part in (part, FOR_ALL, "__version__"):
         return False
-    # A part on no floor (`import megapg`, which is everything) is for the top.
+    # A name in no part (`import megapg`, which is everything) counts as the top floor.
     return FLOORS.get(found.part, (9, 9))[0] > FLOORS[part][1]
 
 
-# What no import may be, by the part of megapg that it is in; "benchmarks" for those.
+# Rule -> True if a module of that part may not have the import; "benchmarks" is a part here.
 FORBIDDEN: dict[str, Callable[[str, Import], bool]] = {
     "each floor imports only floors below": too_high,
     "layout, errors and upstream need only the standard library": lambda part, found: (
@@ -212,13 +212,13 @@ def test_the_scan_sees_every_way_to_import(
     assert expected in [found.name for found in imports_of(file)]
 
 
-# --- what is private to torch ---------------------------------------------------------------------
+# --- private names of torch -----------------------------------------------------------------------
 
-# torch's own names for groups, backends and stores, as far as they are private.
+# Private names of torch's groups, backends and stores.
 _HOLDERS = (distributed_c10d, dist.ProcessGroup, dist._Backend, dist.Store)
 PRIVATE = {name for holder in _HOLDERS for name in dir(holder) if re.match("_[a-z]", name)}
-PRIVATE -= {"_world"}  # of a module whose import is found; megapg's own owners have one as well
-# As text, those of what megapg looks into besides; what a subclass may define is promised.
+PRIVATE -= {"_world"}  # its import is found; megapg's owners have this name, too
+# Private names of more classes count in strings only, as subclasses may define such names.
 _LOOKED_INTO = (torch.nn.Module, torch.Tensor, torch.autograd, torch.serialization, torch._utils)
 PRIVATE_AS_TEXT = PRIVATE | {
     name
@@ -226,21 +226,21 @@ PRIVATE_AS_TEXT = PRIVATE | {
     for name in (*dir(holder), *vars(holder).get("__annotations__", ()))
     if re.match("_[a-z]", name)
 }
-PRIVATE_AS_TEXT -= {"_fields"}  # of a named tuple
+PRIVATE_AS_TEXT -= {"_fields"}  # a method of named tuples
 
 
-# What names such things for another reason.
+# Modules that have such names for another reason.
 NAMES_THEM = {
     "torch_private/__init__.py",
     "torch_private/meshes.py",
-    "megatron/vendored/process_groups.py",  # it stands in projects that have no megapg
-    "checkpoint/safe_metadata.py",  # what is written in files, whatever torch is installed
+    "megatron/vendored/process_groups.py",  # runs in projects without megapg
+    "checkpoint/safe_metadata.py",  # names in files, for any installed torch
     "checkpoint/safe_torch.py",
 }
 
 
 def private_to_torch(source: str) -> set[str]:
-    """The names in a module that torch promises nobody."""
+    """Return the private names of torch in a module."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         dotted = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
@@ -296,9 +296,9 @@ def test_the_search_sees_what_is_private_to_torch(source: str) -> None:
     assert not private_to_torch("dist.get_rank(group); self._get_backend(); torch.Generator")
 
 
-# --- rooms on a floor -----------------------------------------------------------------------------
+# --- imports between folders ----------------------------------------------------------------------
 
-# Folder -> those beside it that its modules may import.
+# Folder -> the neighbouring folders that its modules may import.
 ROOMS = {
     "megatron/watching": set(),
     "megatron/reading": {"megatron/watching"},
@@ -333,7 +333,7 @@ def test_no_circle_and_no_name_twice() -> None:
     assert figures.same_names() == []
 
 
-# Modules over 500 lines and classes over 300: why each is one.
+# Modules over 500 lines and classes over 300, with the reason.
 LONG = {
     "torch_private/__init__": "all that is private to torch is in one place",
     "migrate/scan:_Scanner": "one visitor of a file, with a method for each kind of node",
@@ -348,7 +348,7 @@ def test_what_is_long_has_a_reason() -> None:
 
 # --- names of modules -----------------------------------------------------------------------------
 
-# What users import, and what the codemod writes into their code.
+# Modules that users import and that the codemod writes into user code.
 PUBLIC = (
     *("megapg.layout", "megapg.collection", "megapg.launch", "megapg.errors", "megapg.testing"),
     *("megapg.megatron", "megapg.megatron.getters", "megapg.signals", "megapg.checkpoint"),
@@ -362,13 +362,13 @@ def test_public_import_paths_stay(module: str) -> None:
 
 
 def test_no_string_names_a_module_of_ours() -> None:
-    """A move would leave it behind without a word. Public paths do not move."""
+    """No error would show the old name after a move. Public paths do not move."""
     wrong = []
     for file in files_of_megapg():
         homes = [
             node.value
             for node in nodes_of(file)
-            # Tables of what is imported on use: every name in them is tested to be there.
+            # Another test checks the names in the tables of lazy imports.
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOMES"
         ]
         imported_on_use = {id(each) for home in homes for each in ast.walk(home)}
@@ -384,7 +384,7 @@ def test_no_string_names_a_module_of_ours() -> None:
 
 
 def _names_a_module(text: str) -> bool:
-    """Whether it is the path of a module, or a prefix of paths, that is or was there."""
+    """True if the text is the path, or a prefix of paths, of a present or former module."""
     if not re.fullmatch(r"megapg(\.[a-z_]\w*)+\.?", text) or text in PUBLIC:
         return False
     home, _, name = text.partition("megapg.")[2].rpartition(".")
@@ -444,7 +444,7 @@ def test_only_the_package_is_in_the_wheel() -> None:
 
 
 def test_the_map_of_the_house_is_right() -> None:
-    """Every path in it is there, and every part of the package is on a floor of its picture."""
+    """Check that each path exists, and that the picture has each part of the package."""
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     paths = re.findall(r"`((?:megapg|tests|tools|benchmarks)/[\w/.]+)`", text)
     assert len(paths) >= 20

@@ -1,4 +1,4 @@
-"""``megapg demo`` as a user types it."""
+"""Run ``megapg demo`` as a user does."""
 
 import os
 import signal
@@ -204,7 +204,7 @@ def test_each_row_about_resuming_can_fail():
 
 
 def trains_and_makes_groups(count):
-    """``ranks._trainer`` for a training that makes groups on the way."""
+    """Return a ``ranks._trainer`` whose training makes groups."""
 
     def train(*_):
         kept.extend(dist.new_group([0]) for _ in range(count))
@@ -226,7 +226,7 @@ def count_both_ways():
 
 
 def test_communicators_are_counted_at_one_point_of_both_runs():
-    """After training: Megatron-core makes some when it first needs them."""
+    """Count after training, as Megatron-core makes some communicators at first use."""
     (result,) = run_distributed(count_both_ways, 1, deadline=120)
     for without, with_two_more in result:
         assert with_two_more == without + 2

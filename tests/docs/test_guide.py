@@ -77,7 +77,7 @@ def test_the_mapping_has_every_name_of_every_version() -> None:
 
 
 def within(version: int, spans: str) -> bool:
-    """Whether ``0.5 to 0.9, 0.12`` has it."""
+    """True if ``spans``, such as ``0.5 to 0.9, 0.12``, contain the version."""
     ends = [re.findall(r"0\.(\d+)", span) for span in spans.split(", ")]
     return any(int(end[0]) <= version <= int(end[-1]) for end in ends)
 
@@ -120,7 +120,7 @@ def test_what_the_examples_use_of_megapg_is_there(code: str) -> None:
 
 
 def anchors(page: str) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Return the anchors of the page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page, flags=re.S | re.M), re.M)
     return {re.sub(r"[^\w\- ]", "", each).strip().lower().replace(" ", "-") for each in headings}
 
@@ -138,7 +138,7 @@ def test_links_lead_somewhere(name: str) -> None:
             assert anchor in anchors(there.read_text()), target
 
 
-# --- the pages that show a project and commands ---------------------------------------------------
+# --- pages that show a project and commands -------------------------------------------------------
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.S | re.M)
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.S | re.M)
@@ -148,12 +148,12 @@ _MARK = "<<<megapg>>>"
 
 
 def follow(page: str, folder: Path) -> int:
-    """Do what a page says: write its files, run its commands, compare what they print.
+    """Write the files of a page, run its commands, and compare the output.
 
-    A block whose first line is a file's name in a comment is that file. In a ``console`` block each
-    ``$`` line is run, in one shell, and what stands below it has to be what it prints; ``...``
-    stands for anything: in a line for the rest of it, on a line of its own for any lines. Returns
-    the number of commands.
+    A block is a file if its first line is a comment with the file's name. In a ``console`` block,
+    each ``$`` line is run in one shell, and its output must be the text below it. ``...`` stands
+    for anything: in a line for its rest, on its own line for any number of lines. Returns the
+    number of commands.
     """
     tools = folder.parent / f"{folder.name}-tools"
     tools.mkdir()
@@ -229,7 +229,7 @@ def test_the_page_on_a_real_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         corpora.Wheel("mbridge", "0.15.1").tree()
     except RuntimeError:
         pytest.skip("the wheel of mbridge 0.15.1 can't be downloaded")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")  # the page downloads it from where it is now
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # the page downloads it from the package index
     monkeypatch.setenv("PIP_FIND_LINKS", str(corpora.CACHE / "wheels"))
     (tmp_path / "project").mkdir()
     shutil.copy(GUIDE / "mbridge-finish.patch", tmp_path / "project")
@@ -305,7 +305,7 @@ def test_the_hook_on_the_page_is_defined() -> None:
     (hook,) = yaml.safe_load(page)["repos"][0]["hooks"]
     defined = yaml.safe_load((GUIDE.parent / ".pre-commit-hooks.yaml").read_text())
     assert hook["id"] in [each["id"] for each in defined]
-    assert f"megapg check {' '.join(hook['args'])} " in PAGES["by-tool.md"]  # and that is run
+    assert f"megapg check {' '.join(hook['args'])} " in PAGES["by-tool.md"]  # a test runs it
 
 
 def test_the_page_goes_through_every_reason() -> None:
@@ -324,7 +324,7 @@ def options_of(command: Any) -> set[str]:
 def test_the_options_on_a_page_are_there(name: str) -> None:
     plugin = (Path(megapg.__file__).parent / "testing" / "plugin.py").read_text()
     known = options_of(typer.main.get_command(app)) | set(re.findall(r'"(--[a-z-]+)"', plugin))
-    known |= {"--quiet", "--no-deps"}  # of pip
+    known |= {"--quiet", "--no-deps"}  # options of pip
     shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGES[name]))
     assert shown <= known, shown - known
 

@@ -1,4 +1,4 @@
-"""What the migration guide shows, run as it stands there."""
+"""Run the examples of the migration guide."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ from megapg.megatron.core import installed_version
 from megapg.testing import run_distributed
 
 GUIDE = (Path(__file__).parents[2] / "migration_guide" / "by-hand.md").read_text()
-# name -> source; the name is in the first line of each block.
+# name -> source; the first line of each block has the name.
 FILES = {
     re.match(r"# (\w+\.py)", block)[1]: block
     for block in re.findall(r"```python\n(.*?)```", GUIDE, re.S)
@@ -59,7 +59,7 @@ def test_what_check_says_of_the_first_example(directory):
 
 
 def what_stages_print(directory):
-    """On a rank: what each example prints, run as a program."""
+    """Run each example as a program on a rank; return its output."""
     os.chdir(directory)
     sys.path.insert(0, str(directory))
     said = {}
@@ -77,10 +77,10 @@ def test_every_stage_runs(directory):
 
     reads = json.loads((directory / "reads.json").read_text())
     places = {(Path(read["file"]).name, read["function"], read["replacement"]) for read in reads}
-    # From 0.19 on it counts ranks that share weights by generalised tensor parallelism, too.
+    # From 0.19 on, it also counts ranks that share weights by generalised tensor parallelism.
     of_data = "getters.data_rank(pg)" if installed_version() >= (0, 19) else 'pg.rank("dp")'
     assert ("where_you_are.py", "my_share", of_data) in places
     assert ("where_you_are.py", "speaks", 'pg.rank("tp")') in places
-    assert of_data[:12] in said["see.py"]  # the table breaks what is longer
+    assert of_data[:12] in said["see.py"]  # the table breaks longer text
     assert "dp_cp" in said["shadow.py"]
     assert re.search(r"where_you_are\.py:\d+: my_share reads get_data_parallel_", said["forbid.py"])

@@ -1,5 +1,7 @@
-"""What importing costs, what ships, and that the commands are there. For what imports what see
-test_architecture."""
+"""Check the cost of an import, the content of the package, and its commands.
+
+test_architecture.py checks which modules import which.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ TARGETS = {
 }
 
 
-# --- what importing costs, and what is there ------------------------------------------------------
+# --- imports --------------------------------------------------------------------------------------
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -123,7 +125,7 @@ def test_the_wheel_holds_the_package_its_types_and_its_licence(tmp_path: Path) -
     assert metadata["Version"] == megapg.__version__
     assert licence == (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert "megapg = megapg.cli:app" in entry_points
-    # torch is the machine's business: a plain install must not bring gigabytes.
+    # Users install torch themselves: a plain install must not download gigabytes.
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert not [line for line in required if re.match("torch|megatron", line)]
 
@@ -132,7 +134,7 @@ def test_the_wheel_holds_the_package_its_types_and_its_licence(tmp_path: Path) -
 
 
 def run_in(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    # Not as a part of the `make test` that may run this.
+    # Remove the variables of a `make test` that runs this test.
     env = {
         key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))
     }
@@ -147,7 +149,7 @@ def run_in(folder: Path, *command: str, **variables: str) -> subprocess.Complete
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """What make needs of a clean clone: nothing is installed yet."""
+    """Return a copy of the files that make needs in a clean clone, with nothing installed."""
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
@@ -156,7 +158,7 @@ def clone(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_python(tmp_path: Path) -> dict[str, str]:
-    """An environment in which every Python is, as under pyenv, a shim of one that isn't there."""
+    """Return an environment in which each Python is a shim of a missing version, as with pyenv."""
     shims = tmp_path / "shims"
     shims.mkdir()
     minors = ["", *(f".{minor}" for minor in range(8, 20))]
@@ -219,7 +221,7 @@ def test_a_torch_that_cannot_be_had_fails_nobody_but_who_asks(ci: bool, clone: P
 
 @pytest.fixture
 def fake_environments(clone: Path) -> None:
-    """Environments whose Python notes how it is called, reports, and fails on torch 2.6.0."""
+    """Make environments whose Python records its calls, reports, and fails on torch 2.6.0."""
     python = clone / "python"
     python.write_text(
         "#!/bin/sh\n"
@@ -237,7 +239,7 @@ def fake_environments(clone: Path) -> None:
 def test_what_fails_on_one_torch_fails(clone: Path) -> None:
     asked = run_in(clone, "make", "test-torch", "ARGS=-k some", "TORCH_BETWEEN=2.9.1", CI="true")
     assert asked.returncode != 0
-    assert asked.stdout.count("-m torch -k some") == 3  # on the others all the same
+    assert asked.stdout.count("-m torch -k some") == 3  # runs on the others, too
     table = asked.stdout.partition("| | passed | skipped | failed |\n")[2]
     rows = [f"| torch {each} | 4 | 3 | 3 |" for each in ("2.6.0", "2.9.1", "2.15.0")]
     assert table.splitlines()[1:] == rows

@@ -1,4 +1,4 @@
-"""What the README shows, run as it stands there."""
+"""Run the examples of the README."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ WRONG_LOSS = re.findall(r"```python\n(.*?)```", OF_WRONG_GROUPS, re.S)[1]
 
 
 def on_two_ranks(tmp_path, source):
-    """What both print, on ranks that have imported torch and Megatron-core already."""
+    """Return what both ranks print; they have imported torch and Megatron-core already."""
     script = tmp_path / "example.py"
     script.write_text(source)
     return "".join(run_distributed(partial(as_script, script), 2, deadline=200))
@@ -50,7 +50,7 @@ def test_there_are_as_many_examples_as_tests_here():
 
 @pytest.mark.contract
 def test_the_bug_is_an_error_without_published(tmp_path):
-    """The losses are those of the table, whose figures are of Megatron-core 0.16.1."""
+    """The losses are those of the table, which has the figures of Megatron-core 0.16.1."""
     shown = "    with megapg.published(pg):"
     assert shown in WRONG_LOSS
     without = {
@@ -76,7 +76,7 @@ def test_the_bug_is_an_error_without_published(tmp_path):
 
 @pytest.mark.contract
 def test_the_training_example(tmp_path):
-    """On ranks as torchrun starts them; test_launchers.py has torchrun itself."""
+    """The ranks start as with torchrun; test_launchers.py uses torchrun."""
     said = re.findall(
         r"rank (\d) of tp group \(0, 1\): loss (\d\.\d{4})", on_two_ranks(tmp_path, BLOCKS[0])
     )
@@ -164,7 +164,7 @@ def test_the_commands_and_the_error_are_real():
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     for target in re.findall(r"^\$ make (\S+)", README, re.M):
         assert re.search(rf"^{target}:", makefile, re.M), target
-    # The message that test_bad_input.py provokes on real ranks, with the README's values.
+    # test_bad_input.py checks this message on real ranks, here it has the README's values.
     from megapg.rendezvous.rendezvous import _mismatch
 
     came = {"0": "1", "1": "2", "2": "1", "3": "1"}

@@ -1,4 +1,4 @@
-"""What a type checker tells the users of megapg: of each typo below, and of nothing else."""
+"""Check that type checkers report each typo below in a user's code, and nothing else."""
 
 import importlib.util
 import os
@@ -179,8 +179,8 @@ TYPOS = """
 
 
 def mypy(*files: Path) -> list[set[int]]:
-    """The lines of each of a user's files that mypy --strict has an error in."""
-    # Users have megapg beside torch, and no settings of ours.
+    """Return the lines with errors of mypy --strict, for each of a user's files."""
+    # Users have megapg installed next to torch, and none of our settings.
     names = [file.name for file in files]
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", *names]
     cache = ROOT / ".mypy_cache" / "users"
@@ -196,7 +196,7 @@ def mypy(*files: Path) -> list[set[int]]:
 
 
 def pyright(*files: Path) -> list[set[int]]:
-    """Likewise."""
+    """Return the lines with errors of pyright, for each of a user's files."""
     if importlib.util.find_spec("pyright") is None and "CI" not in os.environ:
         pytest.skip("pyright is not installed: `make setup` installs it")
     names = [file.name for file in files]

@@ -1,4 +1,4 @@
-"""Runs the examples of the pages "Find a wrong group" and "Types of tensors"."""
+"""Run the examples of the pages "Find a wrong group" and "Types of tensors"."""
 
 import contextlib
 import io
@@ -44,7 +44,7 @@ def test_the_error_is_the_one_on_the_page(tmp_path):
 
 
 def test_parity_finds_the_group_of_the_page(tmp_path):
-    """The table is the one on the page; with the cure all layouts agree."""
+    """The table is on the page. With the correct group, all layouts agree."""
     script = tmp_path / "train.py"
     command = shlex.split(shown("wrong-group.md", "console")[0].removeprefix("$ "))[1:]
     rows = [line.split() for line in shown("wrong-group.md", "text")[1].splitlines()]

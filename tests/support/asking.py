@@ -1,4 +1,4 @@
-"""What a rank asks in many tests."""
+"""Questions that a rank asks in many tests."""
 
 import os
 
@@ -11,12 +11,12 @@ def me():
 
 
 def registered():
-    """How many groups torch knows in this process."""
+    """Return the number of groups that torch knows in this process."""
     return len(dist.distributed_c10d._world.pg_map)
 
 
 def works(group, ranks=2):
-    """Whether a collective on a group of so many ranks gives what it should."""
+    """True if a collective on a group of this many ranks has the right result."""
     total = torch.ones(1)
     dist.all_reduce(total, group=group)
     return total.item() == ranks

@@ -1,4 +1,4 @@
-"""Jobs of a test module that spend their time waiting: they wait at the same time."""
+"""Run jobs of a test module at the same time, as they mostly wait."""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +11,13 @@ from megapg.testing import distributed, run_distributed
 
 @contextlib.contextmanager
 def at_once(jobs):
-    """Start them, two at a time; ranks that survive another one live on.
+    """Start the jobs, two at a time; the other ranks of a failed rank may live on.
 
     Args:
-        jobs: name -> what each rank calls and how many there are, or what to call here.
+        jobs: name -> the function and number of the ranks, or a function to call here.
 
     Yields:
-        name -> the future of it.
+        name -> the future of the job.
     """
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
         patch.setattr(distributed, "_GRACE_S", 200.0)

@@ -1,4 +1,4 @@
-"""Small real checkpoints, made once: by Megatron-core on two ranks, and by torch alone."""
+"""Small real checkpoints, made once by Megatron-core on two ranks and by torch alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ARGS = {
     "hidden_size": 32,
 }
 CONTENT = {"distrib_optim_sharding_type": "dp_reshardable", "singleton_local_shards": False}
-VALUE = 1234.5  # of every element of "weight"; easy to find in a file
+VALUE = 1234.5  # value of every element of "weight"; easy to find in a file
 SHARDS = ("__0_0.distcp", "__1_0.distcp")
 
 
@@ -51,7 +51,7 @@ def random_streams() -> dict[str, object]:
 
 
 def save_with_megatron(path: Path, iteration: int, **options: object) -> None:
-    """Runs on every rank."""
+    """Save a checkpoint; every rank calls this."""
     warnings.simplefilter("ignore")
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
@@ -80,7 +80,7 @@ def save_with_megatron(path: Path, iteration: int, **options: object) -> None:
 
 @functools.cache
 def by_megatron(iteration: int = 5, **options: object) -> Path:
-    """A root with ``iter_0000005`` and a tracker, as the installed Megatron-core saves it."""
+    """Return a root with ``iter_0000005`` and a tracker, saved by the installed Megatron-core."""
     root = scratch() / "-".join(["megatron", str(iteration), *options])
     path = root / f"iter_{iteration:07d}"
     path.mkdir(parents=True)
@@ -91,7 +91,7 @@ def by_megatron(iteration: int = 5, **options: object) -> Path:
 
 @functools.cache
 def with_manifest() -> Path:
-    """The same, with megapg's manifest."""
+    """Return the same root with megapg's manifest."""
     root = scratch() / "manifest"
     shutil.copytree(by_megatron(), root)
     path = root / "iter_0000005"
@@ -110,7 +110,7 @@ def save_plain(path: Path, state: dict[str, object]) -> Path:
 
 @functools.cache
 def by_torch() -> Path:
-    """One checkpoint of torch alone, in ``plain``."""
+    """Return a root with one checkpoint of torch, in ``plain``."""
     state = {
         "model": {
             "weight": torch.full((4, 4), VALUE),

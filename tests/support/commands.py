@@ -1,5 +1,6 @@
-"""``megapg`` in a process of its own, forked off one that has its modules: the command itself takes
-a tenth of the time that a new interpreter takes to import them.
+"""Run ``megapg`` in a process that is forked from one with all modules imported.
+
+A command takes a tenth of the time that a new interpreter takes for the imports.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typer.main import get_command
 from megapg.cli import app
 
 _APART = multiprocessing.get_context("forkserver")
-# The second is what typer imports when a command runs, where it has it.
+# Some versions of typer import the second module when a command runs.
 _APART.set_forkserver_preload(["commands", "typer._adapters"])
 _COMMAND = get_command(app)
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a command said."""
+    """Exit code and output of a command."""
 
     returncode: int
     stdout: bytes
@@ -46,9 +47,9 @@ def megapg(
     Args:
         arguments: of the command.
         at: the directory where it runs.
-        without_privileges: whether permission bits hold for root, too.
-        timeout: seconds of which it has no need, unless it hangs.
-        environment: variables beside those of the tests.
+        without_privileges: enforce permission bits for root, too.
+        timeout: seconds; only a hanging command takes so long.
+        environment: additional variables.
     """
     words = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as folder:
@@ -57,7 +58,7 @@ def megapg(
             target=_run, args=(words, at, files, {**os.environ, **environment}, without_privileges)
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the first one needs this module
+            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # for the import of this module
             child.start()
         child.join(timeout)
         if child.exitcode is None:
@@ -77,7 +78,7 @@ def _run(
 ) -> None:
     for number, file in zip((1, 2), files, strict=True):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
-    # As Python has them where they are no terminal.
+    # Python's encoding if the output is not a terminal.
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
     os.environ.clear()
@@ -91,8 +92,8 @@ def _run(
 def _heed_permissions() -> None:
     """Give up CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, capabilities 1 and 2."""
     libc = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # of version 3, for this process
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then for those from 32 on
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3 of the call, for this process
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then the same from 32 on
     if libc.capget(header, sets) == 0:
         sets[0] &= ~0b110
         assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())

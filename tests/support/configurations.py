@@ -27,7 +27,7 @@ def middle_stage(pipeline: list[int]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """One set of arguments, for megapg and for upstream; None is left to either's default."""
+    """One set of arguments, for megapg and for upstream; None means the default."""
 
     world_size: int
     tp: int = 1
@@ -50,7 +50,7 @@ class Configuration:
         return ParallelLayout(**{**given_values, **more})
 
     def initialize_megatron(self, **more: Any) -> None:
-        if self.hybrid_cp:  # which not every core has
+        if self.hybrid_cp:  # not in every core
             more["hybrid_context_parallel"] = True
         if self.gtp_remat > 1:
             more["gtp_remat_size"] = self.gtp_remat

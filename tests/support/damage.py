@@ -1,4 +1,4 @@
-"""What happens to files and file systems: for a while, or for good."""
+"""Damage to files and file systems, temporary or lasting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from processes import captured
 
 
 def flip(file: Path, at: int, bit: int = 2) -> None:
-    """Another bit in one of its bytes, in place: who looks meanwhile sees a file of that size."""
+    """Flip a bit of one byte in place; the file keeps its size."""
     at %= file.stat().st_size
     with file.open("rb+") as stream:
         stream.seek(at)
@@ -25,7 +25,7 @@ def flip(file: Path, at: int, bit: int = 2) -> None:
 
 
 def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Something else in the place of a file."""
+    """Return a function that replaces a file by another thing."""
 
     def replace(path: Path) -> None:
         path.unlink()
@@ -35,14 +35,14 @@ def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 def rewrite(path: Path, change: Callable[..., object]) -> None:
-    """What the ``.metadata`` of a checkpoint says, changed."""
+    """Change the content of a checkpoint's ``.metadata``."""
     whole = pickle.loads((path / ".metadata").read_bytes())
     change(whole)
     (path / ".metadata").write_bytes(pickle.dumps(whole))
 
 
 def placed(key: str = "weight", **changes: object) -> Callable[..., None]:
-    """For :func:`rewrite`: an entry is said to lie elsewhere."""
+    """Return a change for :func:`rewrite` that moves an entry to another place."""
 
     def change(whole: Any) -> None:
         places = whole.storage_data.items()
@@ -53,7 +53,7 @@ def placed(key: str = "weight", **changes: object) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def mounted(*arguments: str) -> Iterator[Path]:
-    """Mount something for a while; skip where that is not permitted."""
+    """Mount a file system for the block; skip the test if mounting is not permitted."""
     if shutil.which("mount") is None:
         pytest.skip("there is no mount here")
     done = captured(["mount", *arguments])
@@ -67,7 +67,7 @@ def mounted(*arguments: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def without_sums() -> Iterator[None]:
-    """What torch saves has no checksums inside."""
+    """Make torch save without checksums."""
     import torch
 
     torch.serialization.set_crc32_options(False)

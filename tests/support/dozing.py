@@ -1,7 +1,7 @@
-"""A torch backend that can be suspended without a GPU: gloo that can doze off, as NCCL can.
+"""A torch backend that can be suspended without a GPU: gloo with NCCL's suspend and resume.
 
-Like NCCL's, its suspend and resume are collective, and it counts its memory: part of it can be
-given back, part can not.
+As with NCCL, suspend and resume are collective. The backend counts its memory: part of it can be
+given back, and part cannot.
 """
 
 import torch.distributed as dist
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megapg.communicators import backends
 
 GIVEN_BACK, KEPT = 1000, 24
-_alive = []  # or torch hands out a plain ProcessGroupGloo in place of the object made here
+_alive = []  # without a reference here, torch returns a plain ProcessGroupGloo
 
 
 class Dozing(dist.ProcessGroupGloo):
@@ -51,7 +51,7 @@ def _no_options(where, options):
 
 
 def install(cannot_suspend=""):
-    """Make torch and megapg know the backend ``"dozing"``, in this process."""
+    """Register the backend ``"dozing"`` with torch and megapg, in this process."""
     if not hasattr(dist.Backend, "DOZING"):
         dist.Backend.register_backend("dozing", Dozing, devices=["cpu"])
     row = backends.Backend(
@@ -63,7 +63,7 @@ def install(cannot_suspend=""):
 
 
 def of(group):
-    """The backend behind a group."""
+    """Return the backend of a group."""
     return group._get_backend(group._device_types[-1])
 
 

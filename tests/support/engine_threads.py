@@ -1,4 +1,4 @@
-"""Work done by autograd's own threads, as a GPU's backward does it."""
+"""Run code on autograd's own threads, as the backward pass of a GPU does."""
 
 import threading
 
@@ -6,8 +6,10 @@ import torch
 
 
 def started_by_python() -> set[int]:
-    """The threads of Python's own. Whoever asks in another one which it is enters that in Python's
-    list as a stand-in, and the engine uses its threads again.
+    """Return the threads that Python started.
+
+    ``threading.current_thread()`` in another thread adds a stand-in to Python's list, and the
+    engine uses its threads again.
     """
     return {
         thread.ident
@@ -17,7 +19,7 @@ def started_by_python() -> set[int]:
 
 
 class Nested(torch.autograd.Function):
-    """A backward inside a backward; past 60 of them the engine goes on in threads of its own."""
+    """A backward pass inside a backward pass; from depth 60 the engine uses its own threads."""
 
     @staticmethod
     def forward(ctx, x, depth, work):

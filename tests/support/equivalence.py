@@ -1,16 +1,15 @@
-"""Asks Megatron-core's own getters and what the codemod writes for them, and compares.
+"""Compare Megatron-core's own getters with the replacements that the codemod writes.
 
-Of the core that can be imported here: every function and private variable of ``parallel_state``
-that the codemod's table maps, with every combination of arguments that the function takes, on every
-grid below, as ranks of it. Each is asked of real globals, and the written expression of what may
-stand in its place:
+The comparison covers every function and private variable of ``parallel_state`` that the codemod's
+table maps in the imported core, with every combination of arguments, on ranks of every grid below.
+The getter reads real globals. The replacement gets each of these in place of the globals:
 
-* the globals, as ``megapg.resolve(None)`` hands them out;
-* None, where the question is whether there is a collection;
+* the globals, as ``megapg.resolve(None)`` returns them;
+* None, if the call tests for a collection;
 * the groups of a session of the same layout;
-* a collection that has no fields but those that the table says the expression reads.
+* a collection with only the fields that the table says the expression reads.
 
-Run as a program it prints the numbers as JSON, of whichever core comes first on the path.
+As a program, the module prints the numbers as JSON for the first core on the path.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ MINOR = installed_version()[1]
 MANY = tuple(VERSIONS)[-8:]
 GLOO_FIELDS = [name.removeprefix("gloo.") for name in GLOO_GLOBALS.values()]
 
-# -- what is asked ---------------------------------------------------------------------------------
+# -- the calls -------------------------------------------------------------------------------------
 
-# What an argument may be, by name of the parameter: literals, and names bound at run time only.
+# Values of an argument by parameter name: literals, and names that are bound at run time only.
 VALUES: Mapping[str, Sequence[str]] = {
     "vp_stage": ("None", "0", "1", "2", "one"),
     "rank": ("None", "0", "1", "3", "one"),
@@ -58,7 +57,7 @@ BOUND = {"off": False, "on": True, "one": 1, "two": 2}
 
 @dataclass(frozen=True)
 class Question:
-    """A read of the globals, and what the codemod writes for it."""
+    """A read of the globals, and its replacement by the codemod."""
 
     text: str
     name: str
@@ -68,9 +67,9 @@ class Question:
 
 
 def questions() -> list[Question]:
-    """Every read that the table maps in this core: for this core, and for many of which it is one.
+    """Return every read that the table maps, for this core and for several versions.
 
-    What is written for many is asked where it is something else, and the call works in this core.
+    A replacement for several versions counts only if it differs and the call works in this core.
     """
     found = [
         question
@@ -100,7 +99,7 @@ def _question(
 
 
 def _calls(function: Any) -> Iterator[Sequence[Argument]]:
-    """By keyword in every combination; by position; and in a dictionary."""
+    """Yield the arguments by keyword in every combination, by position, and in a dictionary."""
     parameters = list(inspect.signature(function).parameters.values())
     takes = {p.name: _values(p) for p in parameters}
     if not all(takes.values()):
@@ -120,7 +119,7 @@ def _values(parameter: inspect.Parameter) -> Sequence[str]:
     return VALUES.get(parameter.name, FLAG if isinstance(parameter.default, bool) else ())
 
 
-# -- where it is asked -----------------------------------------------------------------------------
+# -- the grids -------------------------------------------------------------------------------------
 
 
 SOME = (0, 3, 6, 9, 15)
@@ -144,8 +143,8 @@ GRIDS: Mapping[Configuration, Sequence[int]] = {
     Configuration(world_size=16, pp=8, embedding_ranks=every_stage): SOME,
 }
 
-# What a session has no counterpart of: more arguments of initialize_model_parallel(), where this
-# core takes them. The globals alone are asked.
+# Arguments of initialize_model_parallel() that no session has, in cores that take them. Only the
+# globals are compared.
 ALONE: Sequence[tuple[Configuration, Mapping[str, object]]] = (
     (Configuration(world_size=8, tp=2), {"create_all_gather_group": True}),
     (Configuration(world_size=8, pp=4), {"pipeline_model_parallel_split_rank": 2}),
@@ -155,8 +154,8 @@ ALONE: Sequence[tuple[Configuration, Mapping[str, object]]] = (
     ),
 )
 
-# What no field can hold: there, but nowhere else, what is written may raise where the getter does
-# not. Another answer is as wrong as ever.
+# Globals that no field can hold. Here a replacement may raise if the getter does not, but a wrong
+# answer is still an error.
 BEYOND: Sequence[tuple[Configuration, Mapping[str, object]]] = (
     (  # a rank of the encoder is in two pipelines
         Configuration(world_size=10, tp=2, pp=2),
@@ -170,7 +169,7 @@ BEYOND: Sequence[tuple[Configuration, Mapping[str, object]]] = (
 
 
 def takes(**arguments: object) -> bool:
-    """Whether this core's initialize_model_parallel() has parameters of these names."""
+    """True if this core's initialize_model_parallel() has parameters of these names."""
     return set(arguments) <= set(
         inspect.signature(parallel_state.initialize_model_parallel).parameters
     )
@@ -187,18 +186,18 @@ REFUSALS = (
 
 @dataclass
 class Tally:
-    """What came of it.
+    """The result.
 
     Attributes:
         version: of Megatron-core.
-        questions: how many different reads were asked.
-        answered: how many comparisons found the same answer, by what stood in for the globals.
-        raised: how many found that both raise.
-        refused: how many found that what is written raises where no field can hold the answer.
-        mismatches: those that found something else.
-        names: of functions and variables that gave at least one answer to compare.
-        unanswered: of those that never did.
-        empty: of private variables that were None somewhere, though there were groups.
+        questions: number of different reads.
+        answered: number of equal answers, by the replacement of the globals.
+        raised: number of comparisons in which both sides raise.
+        refused: number of replacements that raise because no field can hold the answer.
+        mismatches: all other comparisons.
+        names: functions and variables with at least one answer.
+        unanswered: functions and variables without an answer.
+        empty: private variables that were None somewhere in spite of groups.
     """
 
     version: str = ".".join(map(str, installed_version()))
@@ -213,7 +212,7 @@ class Tally:
 
     @property
     def comparisons(self) -> int:
-        """All of them."""
+        """Return the number of all comparisons."""
         return self.answered.total() + self.raised + self.refused + len(self.mismatches)
 
     def compare(
@@ -226,7 +225,7 @@ class Tally:
         *,
         beyond: bool = False,
     ) -> None:
-        """Note one comparison."""
+        """Record one comparison."""
         if beyond and got == RAISED != expected:
             self.refused += 1
         elif expected != got:
@@ -242,18 +241,18 @@ class Tally:
 
 
 def plain(value: object) -> object:
-    """A value that outlives the groups, with its type; groups are their ranks."""
+    """Return a value that outlives the groups, with its type; groups become their ranks."""
     if isinstance(value, dist.ProcessGroup):
         return "group", tuple(dist.get_process_group_ranks(value))
     if isinstance(value, list | tuple):
         return type(value).__name__, tuple(map(plain, value))
     if value is None or isinstance(value, int | str):
         return type(value).__name__, value
-    return type(value).__name__  # a buffer: each owner of groups has one
+    return type(value).__name__  # a buffer: each owner of groups has its own
 
 
 def asked(code: CodeType, pg: ProcessGroupCollection | None = None) -> object:
-    """The answer; every refusal is the same."""
+    """Return the answer; all refusals are equal."""
     scope = {"parallel_state": parallel_state, "getters": getters, "pg": pg, **BOUND}
     try:
         return plain(eval(code, scope))
@@ -262,7 +261,7 @@ def asked(code: CodeType, pg: ProcessGroupCollection | None = None) -> object:
 
 
 def prove() -> Tally:
-    """Compare everything, on the core that is installed."""
+    """Compare everything on the installed core."""
     tally, asking = Tally(), questions()
     tally.questions = len(asking)
     for grid, ranks in GRIDS.items():
@@ -292,7 +291,7 @@ def prove() -> Tally:
 
 
 def compare_on(tally: Tally, asking: Sequence[Question], grid: Configuration, rank: int) -> None:
-    """Compare as one rank of a grid, with all that may stand in for the globals."""
+    """Compare one rank of a grid with everything that may replace the globals."""
     where = f"{grid} rank {rank}"
     hybrid = {"hybrid_context_parallel": True}
     hybrid = hybrid if takes(**hybrid) and grid.world_size == 16 else {}
@@ -310,12 +309,12 @@ def compare_on(tally: Tally, asking: Sequence[Question], grid: Configuration, ra
         for question, answer in expected.items():
             written = question.written
             if written.takes in (Takes.GLOBALS, Takes.JOB) and current_chunk:
-                continue  # which chunk is current is the globals' alone to say
+                continue  # only the globals know the current chunk
             got = asked(question.ours, session.groups)
             tally.compare(question, "session", where, answer, got)
             if written.takes in (Takes.GLOBALS, Takes.JOB):
                 continue
-            # Whether there are groups any will do to tell.
+            # Any group proves that there are groups.
             names = ("tp",) if written.takes is Takes.OPTIONAL else written.needs
             if names not in borrowed:
                 held = {name: getattr(session.groups, name) for name in names}
@@ -325,7 +324,7 @@ def compare_on(tally: Tally, asking: Sequence[Question], grid: Configuration, ra
 
 
 def _of_their_groups(tally: Tally, expected: Mapping[Question, object], where: str) -> None:
-    """Compare what the globals know of the job with what a collection of their groups gives."""
+    """Compare the job's values from the globals with those from a collection of their groups."""
     view = GlobalGroups()
     for question, answer in expected.items():
         needs = question.written.needs
@@ -335,7 +334,7 @@ def _of_their_groups(tally: Tally, expected: Mapping[Question, object], where: s
 
 
 def _of_several(tally: Tally, asking: Sequence[Question], where: str) -> None:
-    """Compare what is written for code that can do with a list with what the getter gives."""
+    """Compare replacements for code that accepts a list with the getters."""
     for question in asking:
         written = replacement(question.name, (), [MINOR], or_several=True)
         if question.written != written and question.text.endswith("()"):
@@ -348,14 +347,14 @@ def _of_several(tally: Tally, asking: Sequence[Question], where: str) -> None:
 def _of_globals(
     tally: Tally, asking: Sequence[Question], where: str, *, beyond: bool = False
 ) -> Mapping[Question, object]:
-    """Compare with what the globals are asked through; what the getters said."""
+    """Compare with the view of the globals; return the getters' answers."""
     view, said = GlobalGroups(), {}
     for question in asking:
         answer = asked(question.theirs)
         raises = question.written.caution and question.written.takes is not Takes.LAZY
         if raises and answer == plain(None):
             tally.empty.add(question.name)
-            continue  # what the caution says
+            continue  # see the caution
         said[question] = answer
         got = asked(question.ours, view)
         tally.compare(question, "globals", where, answer, got, beyond=beyond)
@@ -365,7 +364,7 @@ def _of_globals(
 
 
 def numbers() -> dict[str, object]:
-    """The numbers of :func:`prove`, for a report."""
+    """Return the numbers of :func:`prove`, for a report."""
     tally = prove()
     return {
         "version": tally.version,

@@ -1,8 +1,8 @@
-"""Ranks forked from one warm interpreter: for tests that need hundreds of them, and kill many.
+"""Fork ranks from one warm interpreter, for tests that need hundreds of ranks and kill many.
 
-The interpreter is a rank of ``run_distributed`` itself, starts no thread, and forks on request.
-Every rank is a real process with the environment that a launcher would give it. However the tests
-end, nothing that was forked outlives the interpreter, and the interpreter not the tests.
+The interpreter is itself a rank of ``run_distributed``, starts no thread, and forks on request.
+Every rank is a real process with a launcher's environment. The ranks never outlive the interpreter,
+and the interpreter never outlives the tests.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class End:
-    """How a rank ended: it returned ``value``, raised ``error``, or a signal ended it."""
+    """The end of a rank: it returned ``value``, raised ``error``, or a signal ended it."""
 
     value: object = None
     error: BaseException | None = None
@@ -41,7 +41,7 @@ class End:
     stack: str = ""
 
     def get(self):
-        """What it returned; raises what it raised."""
+        """Return the rank's value, or raise its error."""
         if self.error is not None:
             self.error.add_note(self.trace)
             raise self.error
@@ -50,7 +50,7 @@ class End:
 
 
 class Forge:
-    """The interpreter, seen from the tests. Use it as a context manager."""
+    """The interpreter, as the tests see it. Use it as a context manager."""
 
     def __init__(self, *modules):
         self._modules = [*PRELOAD, *modules]
@@ -81,10 +81,10 @@ class Forge:
 
         Args:
             fn: a function of a module that was named, or a ``partial`` of one.
-            ranks: how many.
-            deadline: seconds, after which they are killed.
+            ranks: the number of ranks.
+            deadline: seconds after which the ranks are killed.
             store: ``outside`` of the ranks, as with torchrun, or in ``rank 0``.
-            env: for all of them.
+            env: environment variables of all ranks.
         """
         number = len(self._jobs)
         job = Job(self, number, ranks)
@@ -109,11 +109,11 @@ class Forge:
         return job
 
     def run(self, fn, ranks=2, **options):
-        """The ends of the ranks of one job, in rank order."""
+        """Return the ends of the ranks of one job, in rank order."""
         return self.start(fn, ranks, **options).ends()
 
     def results(self, fn, ranks=2, **options):
-        """What the ranks of one job returned; raises what the first that failed raised."""
+        """Return the values of the ranks of one job, or raise the first error."""
         return [end.get() for end in self.run(fn, ranks, **options)]
 
     def _receive(self):
@@ -139,7 +139,7 @@ class Job:
     store: object = None
 
     def ends(self):
-        """Wait for all of them."""
+        """Wait for all ranks, and return their ends."""
         while len(self.ended) < self.ranks:
             self.forge._receive()
         self.store = None
@@ -212,7 +212,7 @@ def _rank(parent, function, outcome, limit):
     sys.stdout.flush()
     sys.stderr.flush()
     outcome.write_bytes(data)
-    connect._linger()  # as at the exit of a process: one that hosts the store stays for the others
+    connect._linger()  # as at the exit of a process: the host of the store stays for the others
     os._exit(0)
 
 
@@ -220,10 +220,10 @@ def _rank(parent, function, outcome, limit):
 
 
 class Points:
-    """Counts what a thread calls, and kills the process at one of them.
+    """Counts a thread's calls, and kills the process at one of them.
 
-    A point is a place in the code, the name of a function, whether that is about to be called,
-    has returned, or was entered, and how often that came by, from 1.
+    A point is a place in the code, the name of a function, the moment (before, after or inside the
+    call), and the number of the call, from 1.
     """
 
     def __init__(self, fatal=None):
@@ -259,12 +259,12 @@ ON_DISK = ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir", "link", "fl
 
 
 def random_points(seen, count, choice):
-    """Some of those points, all places alike, however often a loop passes them."""
+    """Choose points, with equal weight for all places, however often a loop passes them."""
     places = choice.sample(sorted(seen), count)
     return [(*place, choice.randint(1, min(seen[place], 3))) for place in places]
 
 
 def disk_points(seen):
-    """Before and after every change of the disk; of what a loop does, the first and the last."""
+    """Return the points before and after each change of the disk; in a loop, the first and last."""
     places = [place for place in seen if place[2] in ON_DISK and place[3] != "in"]
     return [(*place, times) for place in places for times in sorted({1, seen[place]})]

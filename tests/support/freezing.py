@@ -1,7 +1,7 @@
-"""Jobs whose store is hosted by a process that can be frozen, and thawed again, while ranks wait.
+"""Jobs whose store host can be frozen, and thawed again, while ranks wait.
 
-The ranks of a job are in step with each other over the store of ``run_distributed``, which nobody
-freezes; the one that they give to megapg is another.
+The ranks of a job meet over the store of ``run_distributed``, which is never frozen. They give
+megapg another store.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def _host(said, port):
 
 @contextlib.contextmanager
 def hosting(port=0):
-    """A process that hosts a store, as a launcher does: its pid and the port."""
+    """Start a process that hosts a store, as a launcher does; yield its pid and port."""
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder, "said")
         with Ranks(partial(_host, said, port), 1) as host:
@@ -40,10 +40,9 @@ def hosting(port=0):
 
 
 def has_stopped(pid):
-    """Wait until every thread of a process that was sent SIGSTOP has stopped.
+    """Wait until every thread of a process has stopped after SIGSTOP.
 
-    The signal is sent before they have: on a busy machine the thread that serves a store answers
-    some more calls meanwhile.
+    On a busy machine, the thread that serves a store may answer more calls after the signal.
     """
     deadline = time.monotonic() + 30.0
     while not stopped(pid):
@@ -52,7 +51,7 @@ def has_stopped(pid):
 
 
 def stopped(pid):
-    """Whether every thread of a process stands still: "T", after the last bracket."""
+    """True if every thread of a process is stopped: "T", after the last bracket."""
     return all(
         stat.read_text().rpartition(")")[2].split()[0] in "tT"
         for stat in Path("/proc", str(pid), "task").glob("*/stat")
@@ -65,8 +64,8 @@ class Rank:
 
     Attributes:
         me: its rank.
-        size: how many there are.
-        host_pid: of the process that hosts the store; None where rank 0 does.
+        size: the number of ranks.
+        host_pid: process that hosts the store; None if rank 0 hosts it.
         port: of the store.
     """
 
@@ -79,7 +78,7 @@ class Rank:
 
     @classmethod
     def begin(cls, host_pid, port):
-        """Take megapg's store from here, and keep that of ``run_distributed`` to be in step."""
+        """Use this store for megapg, and the store of ``run_distributed`` to meet."""
         side = dist.TCPStore(
             "127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
         )
@@ -95,17 +94,17 @@ class Rank:
 
     @property
     def freezing(self):
-        """Whether it is this rank that is frozen."""
+        """True if this rank is the one to freeze."""
         return self.me == 0 and self.host_pid is None
 
     @property
     def host(self):
-        """What errors call the host."""
+        """Return the name of the host in errors."""
         who = "rank 0 hosts" if self.host_pid is None else "torchrun hosts"
         return f"the store that {who} at 127.0.0.1:{self.port}"
 
     def step(self, ranks=None):
-        """Wait for the others."""
+        """Wait until all ranks call this."""
         self.turn += 1
         self.side.set(f"{self.turn}/{self.me}", "")
         self.side.wait([f"{self.turn}/{rank}" for rank in ranks or range(self.size)])
@@ -114,14 +113,14 @@ class Rank:
     def frozen(self, when=None, late=()):
         """Freeze the host until every rank that is not frozen has left the block.
 
-        At once; or once ``when()`` lasts on every rank, but those that are ``late``: these call
-        :meth:`wait_until_frozen`.
+        Without ``when``, freeze at once. Otherwise freeze when ``when()`` has held for a while on
+        every rank that is not in ``late``. Ranks in ``late`` call :meth:`wait_until_frozen`.
         """
         self.step()
         survivors = [r for r in range(self.size) if r or self.host_pid is not None]
         pid = self.host_pid or int(self.side.get("host"))
         left = threading.Event()
-        # A wait holds its connection: nobody else can say anything on it.
+        # A waiting call blocks its connection, so a second one is needed.
         words = self.side.clone()
 
         def freeze():
@@ -153,14 +152,14 @@ class Rank:
             self.step()
 
     def wait_until_frozen(self):
-        """The host is asked nothing before it has stopped, or it may still answer."""
+        """Wait for the freeze before any call to the host, which might still answer."""
         self.side.wait([f"frozen {self.turn}"])
         if not self.freezing:
             has_stopped(self.host_pid or int(self.side.get("host")))
 
 
 def inside(function):
-    """Whether the main thread is in a call of it."""
+    """True if the main thread is in a call of the function."""
     frame = sys._current_frames().get(threading.main_thread().ident)
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
@@ -168,7 +167,7 @@ def inside(function):
 
 
 def lasting(when, left):
-    """Wait until that has been so for a while; False: the block was left in which it should be."""
+    """Wait until ``when()`` holds for a while; False if the block has ended first."""
     seen = 0
     while seen < 8 and not left.is_set():
         seen = seen + 1 if when() else 0
@@ -177,7 +176,7 @@ def lasting(when, left):
 
 
 def once_inside(function, do):
-    """Do it once the main thread waits in a call of that function."""
+    """Call ``do`` when the main thread waits in a call of the function."""
 
     def wait_and_do():
         lasting(partial(inside, function), threading.Event())
@@ -188,7 +187,7 @@ def once_inside(function, do):
 
 @contextlib.contextmanager
 def interrupted(when, soon=15.0):
-    """Ctrl-C once ``when()`` lasts: it must be heard soon, and end the block soon after that."""
+    """Send SIGINT when ``when()`` holds; it must arrive soon, and end the block soon after."""
     sent, heard, left = [], [], threading.Event()
 
     def hear(*_):

@@ -1,4 +1,4 @@
-"""What launchers put into the environment: recorded from real ones, less what nobody reads.
+"""Environment variables of launchers, recorded from real ones, without unused variables.
 
 SLURM 22.05.8 with the nodes n1 and n2, Open MPI 4.1.4, torchrun of torch 2.13.
 """
@@ -13,7 +13,7 @@ def _ranks(common, *each):
 
 
 def _recorded(text):
-    """The variables of each rank: those of all, and after ``rank:`` its own."""
+    """Return the variables of each rank: the common ones, and its own after ``rank:``."""
     return _ranks(*map(_variables, text.split("rank:")))
 
 
@@ -116,7 +116,7 @@ MPIRUN = _recorded(
     """
 )
 
-# `mpirun -n 4` in a script for `sbatch -N2 -n4`: its daemons are tasks of SLURM's.
+# `mpirun -n 4` in a script for `sbatch -N2 -n4`: its daemons are SLURM tasks.
 MPIRUN_IN_SBATCH = _recorded(
     """
     OMPI_COMM_WORLD_SIZE=4
@@ -174,8 +174,9 @@ SBATCH_SHELL_OF_ONE = _variables(
     """
 )
 
-# What follows is from the documents and sources of the platforms, for jobs that start a script
-# without torchrun: name of who started it, environments of its ranks, one of a job of one.
+# The following variables come from the platforms' documents and sources, for jobs that start a
+# script without torchrun. Each entry: the platform's name, the environments of the ranks, and the
+# environment of a job with one rank.
 
 
 def _job(ranks, alone=""):
@@ -275,7 +276,7 @@ SEVERAL = {
     "Ray": _job("rank: RAY_LOCAL_WORLD_SIZE=4 RAY_JOB_ID=01000000", "RAY_JOB_ID=01000000"),
 }
 
-# A notebook in a pod, one on SageMaker, one on a workstation, a pod of a StatefulSet, a sweep.
+# A notebook in a pod, on SageMaker and on a workstation, a pod of a StatefulSet, a sweep.
 ALONE = {
     name: _variables(text)
     for name, text in {

@@ -1,4 +1,4 @@
-"""What the tests of launchers start: ``launch_script.py NAME`` runs one function below."""
+"""A script for the tests of launchers: ``launch_script.py NAME`` runs one function below."""
 
 import json
 import os
@@ -19,7 +19,7 @@ SOON = 4.0
 
 
 def train():
-    """Open a session, add something up and close, three times; say so."""
+    """Open a session, sum over its group and close it, three times; print the result."""
     launch = detect()
     for generation in (1, 2, 3):
         with megapg.session(timeout=60) as session:
@@ -41,7 +41,7 @@ def train():
 
 
 def refused():
-    """Not a task: says so at once."""
+    """Open a session outside of a task, and print the error."""
     try:
         megapg.session(timeout=60)
     except LaunchError as error:
@@ -49,9 +49,9 @@ def refused():
 
 
 def troubles():
-    """One after the other in the same processes, four tasks on two nodes; see the test."""
+    """Provoke errors one by one in the same processes, four tasks on two nodes; see the test."""
     launch = detect()
-    sys.modules["hostlist"] = None  # as if it were not installed: then scontrol is asked
+    sys.modules["hostlist"] = None  # as if it were not installed: then scontrol is used
     assert detect() == launch
     del sys.modules["hostlist"]
     steps = Steps(Path(os.environ["SLURM_CONF"]).parent, launch.rank, launch.world_size)
@@ -65,7 +65,7 @@ def troubles():
         steps.fail("unknown nodes", lambda: megapg.session(**opened))
     with changed(MASTER_PORT=""):
         steps.fail("no port", lambda: megapg.session(**opened))
-    # A network for documentation, in which there is nobody: a MASTER_ADDR that is wrong.
+    # A network for documentation, without hosts, as a wrong MASTER_ADDR.
     with changed(MASTER_ADDR="198.51.100.7"):
         steps.fail("wrong address", lambda: megapg.session(**opened))
 
@@ -85,7 +85,7 @@ def troubles():
 
 
 class Steps:
-    """What happened on one rank, and waiting for the others by files."""
+    """Records what happened on one rank, and waits for the other ranks by files."""
 
     def __init__(self, folder, rank, ranks):
         self.said = {"host": os.environ["SLURMD_NODENAME"], "name": socket.gethostname()}
@@ -115,7 +115,7 @@ class Steps:
 
 
 class changed:
-    """Environment variables, for the duration of a block."""
+    """Sets environment variables for a block."""
 
     def __init__(self, **variables):
         self._variables = variables

@@ -1,9 +1,9 @@
-"""A training job as ``megatron.training`` runs it, and that project's own checkpoints of it.
+"""A training job as ``megatron.training`` runs it, with Megatron's own checkpoints.
 
-The other side of the interop tests: model, optimizer, scheduler, arguments and checkpoints are
-Megatron's. Where the installed Megatron-core carries ``megatron.training`` (0.17 and later), the
-real ``save_checkpoint`` and ``load_checkpoint`` are called; 0.16's wheel has none, and there
-``megatron.core.dist_checkpointing`` is called as a training script does it.
+The interop tests use this job as the other side: model, optimizer, scheduler, arguments and
+checkpoints are Megatron's. If the installed Megatron-core contains ``megatron.training`` (0.17 and
+later), the real ``save_checkpoint`` and ``load_checkpoint`` are called. The wheel of 0.16 has none,
+so there ``megatron.core.dist_checkpointing`` is called as in a training script.
 
 Everything runs inside a rank, in ``megatron_on_cpu()`` and ``published(pg)``.
 """
@@ -51,12 +51,12 @@ from megapg.demo.job import VOCABULARY, GPTRun
 HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
 
 TEXT = bytes(random.Random("text").choices(range(VOCABULARY), k=4096))
-SAMPLES = 1000  # what the scheduler would walk through; far more than a test trains
+SAMPLES = 1000  # length of the schedule; much more than a test trains
 
 
 @dataclass(frozen=True)
 class Job:
-    """A case of the matrix: what is trained, and how Megatron is told to checkpoint it."""
+    """A case of the matrix: the training, and Megatron's checkpoint options."""
 
     run: GPTRun
     distributed_optimizer: bool = True
@@ -67,18 +67,18 @@ class Job:
 
     @property
     def sizes(self):
-        """The arguments of ``megapg.session``."""
+        """Return the arguments of ``megapg.session``."""
         return sizes(self.run)
 
 
 class Training:
-    """One rank's part of a job. ``seed`` decides about the weights, so a restored job has another.
+    """One rank's part of a job. ``seed`` chooses the weights, so a restored job has another.
 
     Attributes:
         chunks: the model, one DDP wrapper for each virtual pipeline stage.
-        args: what ``megatron.training`` calls the arguments; saved with every checkpoint.
-        iteration, operations: how far it got.
-        told: what the load said about random streams, where it says something.
+        args: ``args`` of ``megatron.training``; saved with every checkpoint.
+        iteration, operations: the progress.
+        told: the load's report about random streams, if it gives one.
     """
 
     def __init__(self, job, pg, seed):
@@ -93,7 +93,7 @@ class Training:
         self._forward_backward = gpt._schedule(job.run, self.chunks, pg)
 
     def step(self):
-        """One step; the job's mean loss."""
+        """Run one step; return the job's mean loss."""
         run, pg = self.job.run, self.pg
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -108,8 +108,8 @@ class Training:
         return gpt._mean_over_job(reported, pg.pp, pg.dp)
 
     def state(self):
-        """Name -> value of all that a checkpoint must bring back, tensors as digests."""
-        # The optimizer left the other ranks' shards to be gathered by the next forward pass.
+        """Return name -> value of all that a checkpoint must restore, tensors as digests."""
+        # The optimizer leaves it to the next forward pass to gather the other ranks' shards.
         if self.job.distributed_optimizer:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -122,7 +122,8 @@ class Training:
         for index, adam in enumerate(torch_optimizers(self.optimizer)):
             for number, group in enumerate(adam.param_groups):
                 place = f"optimizer{index}.group{number}"
-                # Upstream leaves these two in the groups of a restored optimizer only.
+                # Only a restored optimizer of upstream has "step" and "default_config" in its
+                # groups.
                 left_by_load = ("params", "step", "default_config")
                 state |= {f"{place}.{k}": v for k, v in group.items() if k not in left_by_load}
                 for order, parameter in enumerate(group["params"]):
@@ -143,7 +144,7 @@ class Training:
 
 
 def streams():
-    """Where every random stream of this process is, in the form of Megatron's records."""
+    """Return the state of every random stream of this process, in Megatron's format."""
     return {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
@@ -169,11 +170,11 @@ def digest(value):
     return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
 
 
-# -- building it -----------------------------------------------------------------------------------
+# -- construction ----------------------------------------------------------------------------------
 
 
 def seed_everything(seed, pg, data_parallel_random_init):
-    """The seeds of ``megatron.training.initialize``."""
+    """Seed as ``megatron.training.initialize`` does."""
     seed += 100 * pg.rank("pp") + (10 * pg.rank("dp") if data_parallel_random_init else 0)
     random.seed(seed)
     np.random.seed(seed)
@@ -236,7 +237,7 @@ def build_optimizer(job, chunks, pg):
 
 
 def build_scheduler(optimizer, args):
-    """A rate that changes with every step, so that a lost count is seen in the next one."""
+    """Return a scheduler whose rate changes every step, so that a lost count shows at once."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=args.min_lr,
@@ -255,7 +256,7 @@ def build_scheduler(optimizer, args):
 
 
 def torch_optimizers(optimizer):
-    """The torch optimizers inside one of Megatron-core's, in order."""
+    """Return the torch optimizers inside one of Megatron-core's, in order."""
     return [part.optimizer for part in parts(optimizer) if not part.is_stub_optimizer]
 
 
@@ -267,7 +268,7 @@ def parts(optimizer):
 
 
 def arguments(job, pg):
-    """What ``megatron.training`` keeps in its global ``args``, and saves."""
+    """Return the global ``args`` of ``megatron.training``, which it saves."""
     run = job.run
     replicas = pg.dp.size()
     words = {
@@ -311,14 +312,14 @@ def arguments(job, pg):
 
 
 def parsed_arguments(words, flags):
-    """From Megatron's own parser and its checks, as if typed."""
+    """Return arguments from Megatron's parser and its checks, as for a command line."""
     from megatron.training.arguments import parse_args, validate_args
 
     line = [part for name, value in words.items() for part in (f"--{name}", str(value))]
     line += [f"--{name}" for name, on in flags.items() if on]
     line += ["--train-iters", "100", "--ckpt-format", "torch_dist", "--verify-integrity"]
     line += ["--transformer-impl", "local", "--attention-backend", "unfused"]
-    # The checks ask the GPU what it is; nothing that is saved depends on the answer.
+    # The checks read properties of the GPU, but no saved value depends on them.
     gpu = SimpleNamespace(major=10, minor=0, name="none")
     with (
         mock.patch.object(sys, "argv", ["pretrain_gpt.py", *line]),
@@ -347,10 +348,11 @@ def load(training, root):
 
 @contextlib.contextmanager
 def torchs_adam(optimizer):
-    """What a load of Megatron's needs from its caller without TransformerEngine and Apex.
+    """Make torch's Adam ready for Megatron's load, without TransformerEngine and Apex.
 
-    Its distributed optimizer reads a step count before there is one, later gives all parameters
-    one tensor as "step", and then looks for a "step" among each parameter's loaded tensors.
+    Megatron's distributed optimizer reads a step count before there is one. Later it gives all
+    parameters one tensor as "step", and then looks for a "step" among each parameter's loaded
+    tensors.
     """
     distributed = [
         part
@@ -360,7 +362,7 @@ def torchs_adam(optimizer):
     for part in distributed:
         part._init_optimizer_states_with_dummy_values()
 
-    def forget_steps(adam):  # the loaded count is in the groups too
+    def forget_steps(adam):  # the groups have the loaded count, too
         for state in adam.state.values():
             state.pop("step")
 
@@ -379,7 +381,7 @@ def torchs_adam(optimizer):
 
 @contextlib.contextmanager
 def training_globals(training):
-    """Megatron's globals beside the groups, for one save or load."""
+    """Set Megatron's globals besides the groups, for one save or load."""
     from megatron.core import num_microbatches_calculator as calculator
     from megatron.core import rerun_state_machine as rerun
     from megatron.training import checkpointing, global_vars
@@ -422,8 +424,8 @@ def load_with_training(training, root):
     training.args.load = None
 
 
-# What follows is megatron.training's part where a wheel has only the core: the state dict that
-# its save_checkpoint composes, handed to dist_checkpointing, and the tracker.
+# The following code replaces megatron.training for a wheel with only the core. It builds the state
+# dict of save_checkpoint, passes it to dist_checkpointing, and writes the tracker.
 
 
 def save_with_core(training, root, release):
@@ -505,7 +507,7 @@ def named(chunks):
 
 
 def rng_record(training):
-    """The record by (pp, tp) of every release up to 0.19, from the first replica of each."""
+    """Return the record by (pp, tp) from each first replica, as in every release up to 0.19."""
     pg = training.pg
     records = [streams()]
     if training.job.data_parallel_random_init:

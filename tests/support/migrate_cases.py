@@ -62,7 +62,7 @@ def with_names(text: str) -> str:
 
 
 def sections(name: str, folder: Path = CASES) -> Iterator[tuple[str, str]]:
-    """Yield the headings of a file of cases, and what is below each."""
+    """Yield the headings of a file of cases, and the text below each."""
     parts = re.split(r"^=== (.*)\n", (folder / name).read_text(), flags=re.MULTILINE)[1:]
     yield from zip(parts[::2], map(with_names, parts[1::2]), strict=True)
 

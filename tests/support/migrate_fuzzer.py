@@ -56,7 +56,7 @@ class Tally:
     left: int = 0
     same: int = 0  # drivers that give the same with nothing passed
     right: int = 0  # drivers that give the answers of the groups that they are passed
-    refused: int = 0  # drivers that raise an error of megapg then
+    refused: int = 0  # drivers that then raise an error of megapg
     failures: list[str] = field(default_factory=list)
 
 
@@ -87,7 +87,7 @@ def check(
         root: an empty folder.
         groups: the collections of :func:`two_layouts`.
         tally: gets the counts and failures.
-        change: applied to each new file; tests damage files to see that the check can fail.
+        change: applied to each new file; tests damage files to prove that the check can fail.
     """
     of_globals, passed = groups
     write(root, package.files)

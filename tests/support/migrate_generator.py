@@ -2,8 +2,8 @@
 
 Each definition is a template of ``cases/generated.txt`` with holes: ``«N»`` a new name, ``«r»`` a
 read, ``«x»`` an expression with reads, ``«i»`` a number, ``«c»`` a call of an earlier definition,
-``«c:model»`` a call that passes the named variable on. In the ``>>>`` lines, which show how other
-code calls the definition, ``«model»``, ``«pg»`` and ``«tp»`` stand for what the caller has.
+``«c:model»`` a call that passes the named variable on. The ``>>>`` lines show how other code calls
+the definition. In these lines, ``«model»``, ``«pg»`` and ``«tp»`` stand for the caller's values.
 Every definition returns the answers of its reads and of its calls.
 """
 

@@ -1,4 +1,4 @@
-"""Two hosts on one: network namespaces, a cable between them, and a host name for each."""
+"""Two hosts on one machine: network namespaces, a cable, and a host name for each."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from processes import captured
 
 ROOT = Path(__file__).parents[2]
 
-# A namespace of its own for network, mounts (so that /sys shows that network) and host name. The
-# command runs once a line comes in: by then the cable is there.
+# A namespace for network, mounts (so that /sys shows that network) and host name. The command
+# starts after it reads a line, when the cable exists.
 _ENTER = ("unshare", "--net", "--mount", "--uts")
 _WAIT = 'hostname "$1"; mount -t sysfs sysfs /sys; read -r go; shift; exec "$@"'
 
 
 def lacking() -> str:
-    """Why this machine can't make namespaces; empty where it can."""
+    """Return why this machine cannot make namespaces; empty if it can."""
     for tool in ("unshare", "ip", "nsenter", "hostname"):
         if shutil.which(tool) is None:
             return f"there is no {tool} here"
@@ -41,7 +41,7 @@ def lacking() -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """One of two hosts: its name, its end of the cable, and the address there."""
+    """One of two hosts: its name, its end of the cable, and the address of that end."""
 
     name: str
     interface: str
@@ -63,9 +63,10 @@ class Ended:
 def run(
     *commands: Sequence[str], environment: Mapping[str, str], timeout: float
 ) -> tuple[Ended, ...]:
-    """Run a command on the first host, and another on the second; kills what is late.
+    """Run a command on each host, and kill commands that take too long.
 
-    Each is started as torchrun would, with ``MASTER_ADDR`` that of the first host unless given.
+    Each command gets the environment of torchrun, with the first host as ``MASTER_ADDR`` by
+    default.
     """
     with ExitStack() as stack:
         processes = [
@@ -93,7 +94,7 @@ def _process(
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": "0",
         "MASTER_ADDR": HOSTS[0].address,
-        "MASTER_PORT": "29511",  # nobody else is in this network
+        "MASTER_PORT": "29511",  # no other process uses this network
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }
@@ -114,7 +115,7 @@ def _process(
 
 
 def _lay_cable(pids: Sequence[int]) -> None:
-    # The second host may be left out: then its end of the cable stays in the first.
+    # Without a second host, both ends of the cable stay in the first.
     ends = [*pids, pids[0]][:2]
     commands = [
         (pids[0], f"link add fast0 type veth peer name fast1 netns {ends[1]}"),
@@ -133,7 +134,7 @@ def _lay_cable(pids: Sequence[int]) -> None:
 
 
 def _wait_until_apart(pid: int) -> None:
-    """Wait until a process has left our network for its own."""
+    """Wait until a process has entered its own network."""
     deadline = time.monotonic() + 60
     while os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net"):
         assert time.monotonic() < deadline, f"process {pid} has not left our network"

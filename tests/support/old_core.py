@@ -1,4 +1,4 @@
-"""Megatron-core as it is installed, and the old one that can't be injected, where it is there."""
+"""The installed Megatron-core, and an old one without injection, if it is installed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from processes import captured
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = "0.12.0"
-_PLACE = ROOT / ".venv" / "cores" / VERSION  # where .ci/venv.sh puts it
+_PLACE = ROOT / ".venv" / "cores" / VERSION  # .ci/venv.sh installs it here
 OLD_CORE = _PLACE / "megatron" / "core"
 
 
 def core_folders() -> list[Path]:
-    """The installed core, and the old one."""
+    """Return the folders of the installed core and of the old one."""
     found = importlib.util.find_spec("megatron.core")
     installed = [Path(where) for where in (found and found.submodule_search_locations) or ()]
     return [folder for folder in (*installed, OLD_CORE) if folder.exists()]
 
 
 def run_on_old_core(*arguments: str | Path) -> str:
-    """What an interpreter prints where only the old core can be imported."""
+    """Run an interpreter that can import only the old core; return its output."""
     if not (_PLACE / "megatron").is_dir():
         if list(_PLACE.parents[1].glob(".ready-*")):
             pytest.fail(f"{_PLACE} is missing: .ci/venv.sh could not install it. Try `make setup`.")

@@ -1,4 +1,4 @@
-"""A session of four ranks on torchcomms, as far as a stand-in for it goes."""
+"""Run a session of four ranks on a stand-in for torchcomms."""
 
 from datetime import timedelta
 
@@ -13,7 +13,7 @@ from megapg.errors import UnsupportedOptionError
 
 
 def run() -> dict[str, object]:
-    """What a rank found."""
+    """Check the groups on this rank, and return the results."""
     with megapg.session(tp=2, pp=2, name="first") as session:
         pg, rank = session.groups, dist.get_rank()
         for field in ("tp", "pp", "dp", "mp", "embd", "pos_embd"):
@@ -28,7 +28,7 @@ def run() -> dict[str, object]:
         made = families(session.layout, session._recipe)
         mine = [each.of(rank) for each in made]
         assert len(described["communicators"]) == len([each for each in mine if each is not None])
-        # Beside the splits in C++ there are those of which this rank is no member, and no others.
+        # Apart from the splits in C++, only splits without this rank are recorded.
         assert len(torchcomms.Comm.splits) == mine.count(None)
         assert all(ranks == () for ranks, _ in torchcomms.Comm.splits)
         hinted = torch_private.split_world(

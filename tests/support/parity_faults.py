@@ -1,7 +1,7 @@
 """Planted faults: each makes a model wrong in one layout, and right on one rank.
 
-A fault is a function of the built model and its groups. It says in which layout it is planted, and
-which parameter and axis the report has to name.
+A fault is a function of the built model and its groups. It names the layout in which it is planted,
+and the parameter and axis that the report must name.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Plant = Callable[[Any, Any], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and what a report has to say of it.
+    """A fault, and the expected report.
 
     Attributes:
-        layout: where it is planted.
-        parameter: of the finding; part of a name. Empty: the loss alone is wrong.
-        axes: those of which one is right to name.
+        layout: the layout with the fault.
+        parameter: of the finding; part of a name. Empty: only the loss is wrong.
+        axes: the report must name one of these.
         plant: makes the model wrong.
-        model: what is built.
+        model: the model to build.
         options: of the model.
         step: name of the step; empty: the default.
     """
@@ -56,7 +56,7 @@ def fault(layout: str, parameter: str, *axes: str, **more: Any) -> Callable[[Pla
 def build(
     pg: Any, vp_stage: int | None = None, *, model: str = "gpt", fault: str = "", **options: Any
 ) -> Any:
-    """A model, with the fault that a layout names. The reference names none."""
+    """Build a model with the fault that a layout names. The reference layout names none."""
     made = {"gpt": gpt, "moe": moe, "t5": t5, "no attention": without_attention}[model]
     stage = {} if vp_stage is None else {"vp_stage": vp_stage}
     built = made(pg, **stage, **options)
@@ -71,7 +71,7 @@ class ElsewhereError(Exception):
 
 
 def layer(model: Any, number: int) -> Any:
-    """The layer of this number, counted from 1."""
+    """Return the layer of this number, counted from 1."""
     for each in model.decoder.layers:
         if each.layer_number == number:
             return each
@@ -79,7 +79,7 @@ def layer(model: Any, number: int) -> Any:
 
 
 def over(module: Any, group: Any) -> None:
-    """Have a module's collectives run over another group."""
+    """Make a module's collectives run over another group."""
     forward = module.forward
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def over(module: Any, group: Any) -> None:
 
 
 def changed(module: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Have a module put out something else."""
+    """Change the output of a module."""
     forward = module.forward
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
@@ -299,13 +299,13 @@ def gradients_of_tied_embeddings_not_summed(model: Any, pg: Any) -> None:
         def wrong(*args: Any, **kwargs: Any) -> Any:
             model.share_embeddings_and_output_weights = True
             output = forward(*args, **kwargs)
-            model.share_embeddings_and_output_weights = False  # for what sums gradients
+            model.share_embeddings_and_output_weights = False  # for the sum of gradients
             return output
 
         model.forward = wrong
 
 
-# -- marks that Megatron-core's optimizer and schedules go by --------------------------------------
+# -- attributes that Megatron-core's optimizer and schedules read ----------------------------------
 
 
 @fault("tp=2 sequence_parallel", "layers.1.input_layernorm.weight", "tp")

@@ -1,4 +1,4 @@
-"""Layouts that compute what one rank computes: model, its options, and how it is cut."""
+"""Layouts with the same results as one rank: the model, its options, and its sharding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sound:
 
     Attributes:
         model: a built-in name, or a build function.
-        layouts: how it is cut.
+        layouts: the sharding of each.
         options: keyword arguments of the build function, in every layout.
     """
 
@@ -36,7 +36,7 @@ class Sound:
 
 
 def without_attention(pg: Any) -> GPTModel:
-    """A GPT whose layers have no attention. Context parallelism needs nothing else to be right."""
+    """Build a GPT without attention, its only layer that communicates over cp."""
     config = TransformerConfig(
         num_layers=2,
         hidden_size=32,

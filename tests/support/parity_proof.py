@@ -1,4 +1,4 @@
-"""Runs parity on sound layouts, on planted faults and on faults of Megatron-core itself."""
+"""Run parity on sound layouts, on planted faults and on faults of Megatron-core."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MODULES = ("parity_faults", "parity_upstream")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What parity said of one layout.
+    """The report of parity on one layout.
 
     Attributes:
         name: of the model, of the fault or of the finding.
-        layout: where.
+        layout: the layout.
         first: the first cell that does not agree; None: all agree.
-        expected: True if it is to agree (sound layouts), or names what was planted (faults).
-        text: what the report says of it.
+        expected: True if a sound layout agrees, or if the report of a fault names the fault.
+        text: of the report.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Verdict:
 
 
 def sound_layouts(names: Iterable[str] = SOUND) -> Iterator[Verdict]:
-    """Every sound layout; ``expected`` is False for a false alarm."""
+    """Yield every sound layout; ``expected`` is False for a false alarm."""
     for name in names:
         sound = SOUND[name]
         report = parity(sound.model, sound.layouts, options=sound.options)
@@ -46,7 +46,7 @@ def sound_layouts(names: Iterable[str] = SOUND) -> Iterator[Verdict]:
 
 
 def planted_faults(names: Iterable[str] = tuple(FAULTS)) -> Iterator[Verdict]:
-    """Every planted fault; ``expected`` is True if parameter and axis are those of the fault."""
+    """Yield every planted fault; ``expected`` is True for the fault's parameter and axis."""
     ordered = sorted(names, key=lambda name: _model(FAULTS[name]))
     for _, group in groupby(ordered, lambda name: _model(FAULTS[name])):
         same = [*group]
@@ -63,7 +63,7 @@ def planted_faults(names: Iterable[str] = tuple(FAULTS)) -> Iterator[Verdict]:
 
 
 def upstream_findings(names: Iterable[str] = tuple(FINDINGS)) -> Iterator[Verdict]:
-    """Faults of Megatron-core; ``expected`` is True if parity reports those that the core has."""
+    """Yield faults of Megatron-core; ``expected`` is True if parity reports the core's faults."""
     core = importlib.metadata.version("megatron-core")
     for name in names:
         finding = FINDINGS[name]
@@ -76,7 +76,7 @@ def upstream_findings(names: Iterable[str] = tuple(FINDINGS)) -> Iterator[Verdic
                 step=finding.step,
                 global_sizes=finding.global_sizes,
             )
-        except ParityInputError as error:  # a model that Megatron-core can't describe
+        except ParityInputError as error:  # Megatron-core cannot describe this model
             refused = Cell("loss", "failed", text=str(error))
             yield Verdict(name, finding.layout, refused, has, str(error))
         else:

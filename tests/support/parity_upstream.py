@@ -1,4 +1,4 @@
-"""Faults of Megatron-core itself that show on a CPU, by their number upstream."""
+"""Faults of Megatron-core that show on a CPU, by their number upstream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Finding:
     """One finding.
 
     Attributes:
-        layout: where it shows.
+        layout: a layout that shows it.
         before: the first core without it; empty: every core has it.
         model: the built-in model.
         options: of the model.
@@ -32,7 +32,7 @@ class Finding:
 
 
 def smoothed(model: Any, batch: Any, pg: Any) -> torch.Tensor:
-    """The loss with smoothed labels, from logits that are cut over the vocabulary."""
+    """Return the loss with smoothed labels, from logits that are sharded over the vocabulary."""
     logits = model(batch["tokens"], batch["positions"], None)
     if logits.shape[:2] != batch["tokens"].shape:  # not the last stage
         return logits

@@ -1,4 +1,4 @@
-"""Ports that are free, and stay free until those they are for listen there."""
+"""Free ports that stay reserved until their users listen on them."""
 
 import socket
 
@@ -6,10 +6,10 @@ _held = []
 
 
 def free_port():
-    """Nobody else is given it while this process lives.
+    """Reserve a free port while this process lives.
 
-    A socket that does not listen holds it. Beside that one may listen whoever sets SO_REUSEADDR, as
-    torch's stores and SLURM's daemons do; until then, connections to it are refused.
+    A socket that does not listen holds the port. A process that sets SO_REUSEADDR, as torch's
+    stores and SLURM's daemons do, may still listen on it. Until then, connections are refused.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""A training script as those of Megatron-LM and its forks are, on made-up data."""
+"""A training script in the style of Megatron-LM and its forks, on artificial data."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 
 
 def datasets(samples, vp_stage=None):
-    """For training; none to validate and to test with."""
+    """Return a training set, and none for validation and test."""
     args = get_args()
     words = torch.randint(args.vocab_size, (64, args.seq_length + 1), generator=torch.Generator())
     return [sample(row) for row in words], None, None
@@ -37,7 +37,7 @@ def loss_of(mask, losses):
 
 def forward_step(data, model):
     batch = next(data)
-    # Every rank of a tensor parallel group trains on what its first rank has read.
+    # Each rank of a tensor parallel group trains on the data that its first rank has read.
     for tensor in batch.values():
         source = mpu.get_tensor_model_parallel_src_rank()
         torch.distributed.broadcast(tensor, source, group=mpu.get_tensor_model_parallel_group())
@@ -48,7 +48,7 @@ def forward_step(data, model):
 
 
 def get_embedding_ranks(pp_ranks):
-    """Not the last stage's where the output has weights of its own; and that of other heads."""
+    """Return the stages with embeddings: the last one only if its weights are tied."""
     args = get_args()
     tied = [] if args.untie_embeddings_and_output_weights else [pp_ranks[-1]]
     heads = get_mtp_ranks(pp_ranks, core_transformer_config_from_args(args))

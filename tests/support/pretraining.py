@@ -1,4 +1,4 @@
-"""``megatron.training``'s own ``pretrain`` on a CPU, told what to train as a command line tells it.
+"""Run ``pretrain`` of ``megatron.training`` on a CPU, with command line arguments.
 
 Everything runs inside a rank of ``run_distributed``.
 """
@@ -38,7 +38,7 @@ LINE = """
 
 
 def words(**arguments):
-    """``tensor_model_parallel_size=2, sequence_parallel=True`` as typed."""
+    """Return ``tensor_model_parallel_size=2, sequence_parallel=True`` as command line arguments."""
     line = []
     for name, value in arguments.items():
         line += [f"--{name.replace('_', '-')}", *([] if value is True else [f"{value}"])]
@@ -47,14 +47,14 @@ def words(**arguments):
 
 @contextlib.contextmanager
 def told(line):
-    """The command line of a script."""
+    """Set the command line of a script."""
     with mock.patch.object(sys, "argv", [str(SCRIPT), *LINE, *line]):
         yield
 
 
 @contextlib.contextmanager
 def a_gpu_that_is_none():
-    """What ``megatron.training`` asks of a GPU beside what Megatron-core does; and no compiler."""
+    """Replace the GPU and compiler calls of ``megatron.training`` and Megatron-core."""
     from megatron.core import rerun_state_machine
     from megatron.training import initialize, training
     from megatron_training import torchs_adam
@@ -79,7 +79,7 @@ def a_gpu_that_is_none():
         mock.patch.dict(os.environ),
         contextlib.redirect_stdout(io.StringIO()),  # hundreds of lines
     ):
-        # What a model of another test has chosen; Megatron keeps that in the environment.
+        # Megatron keeps the choice of another test's model in the environment.
         for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
             os.environ.pop(name, None)
         try:
@@ -89,7 +89,7 @@ def a_gpu_that_is_none():
 
 
 def forget(training, rerun_state_machine):
-    """What a process that trains once never has to forget."""
+    """Reset the state that a process with one training never resets."""
     from megatron.training import global_vars
 
     global_vars.destroy_global_vars()
@@ -99,7 +99,7 @@ def forget(training, rerun_state_machine):
 
 
 class Seen:
-    """What a run trained, and on what."""
+    """Results of a run: losses, weights and groups."""
 
     def __init__(self):
         self.losses, self.weights, self.groups, self.embedding = [], {}, 0, None
@@ -110,7 +110,7 @@ class Seen:
 
 @contextlib.contextmanager
 def watched():
-    """What ``pretrain`` does inside of the block, as a :class:`Seen`."""
+    """Record ``pretrain`` inside the block in a :class:`Seen`."""
     from megatron.training import training
 
     seen, step, build = Seen(), training.train_step, training.setup_model_and_optimizer
@@ -144,7 +144,7 @@ def watched():
 
 @contextlib.contextmanager
 def run():
-    """What every run has: a WORLD, the same random streams at its start, and no trace after it."""
+    """Prepare a run: WORLD and the same random streams at its start, and a reset at its end."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     random.seed(1)
@@ -157,14 +157,14 @@ def run():
 
 
 def on_globals(line, script=SCRIPT):
-    """The script as it is, on Megatron's own groups."""
+    """Run the unchanged script on Megatron's own groups."""
     with run() as seen, told(line):
         runpy.run_path(str(script), run_name="__main__")
     return seen
 
 
 def run_by_megapg(line, script=SCRIPT):
-    """The script as it is, by ``python -m megapg.megatron.run``."""
+    """Run the unchanged script by ``python -m megapg.megatron.run``."""
     from megapg.megatron.run import main
 
     with run() as seen, mock.patch.object(sys, "path", list(sys.path)), told(()):
@@ -173,7 +173,7 @@ def run_by_megapg(line, script=SCRIPT):
 
 
 def on_a_session(line, lines, script=SCRIPT):
-    """The script with ``lines`` where it calls ``pretrain``."""
+    """Run the script with ``lines`` in place of the call of ``pretrain``."""
     head, _, _ = script.read_text().partition("    pretrain(\n")
     with run() as seen, told(line):
         exec(

@@ -1,4 +1,4 @@
-"""Other processes, for tests that read what they say."""
+"""Run other processes, and capture their output."""
 
 import subprocess
 from functools import partial

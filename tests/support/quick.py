@@ -1,4 +1,4 @@
-"""Which tests are quick: those that start no process, as far as their own module shows."""
+"""Find the quick tests: those that start no process, judged by the text of their module."""
 
 import ast
 import functools
@@ -13,7 +13,7 @@ _STARTS = re.compile(
 
 @functools.cache
 def _starting(file: Path) -> frozenset[str]:
-    """Functions and fixtures at the top of a file that start processes, or use one that does."""
+    """Return functions and fixtures at the top of a file that start processes or use such ones."""
     source = file.read_text()
     texts = {
         node.name: ast.get_source_segment(source, node) or ""
@@ -30,5 +30,5 @@ def _starting(file: Path) -> frozenset[str]:
 
 
 def is_quick(file: Path, test: str) -> bool:
-    """Whether a test, or the class that it is in, starts no process."""
+    """True if a test, or its class, starts no process."""
     return test not in _starting(file)

@@ -1,4 +1,4 @@
-"""What the ranks of test_run_distributed run. Few of them need torch, and so it is not imported."""
+"""Functions for the ranks of test_run_distributed. Few need torch, so it is not imported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def asked_whom() -> tuple[str | None, str | None]:
-    """What torch would have been told at a preload, and what it is told in a rank."""
+    """Return the variable that torch reads, as set at a preload and in this rank."""
     import asks_for_a_gpu
 
     return asks_for_a_gpu.ASKS_NVML, os.environ.get(ASKS_NVML)
@@ -93,7 +93,7 @@ def die_each_in_its_way() -> int:
 
 
 class Picky(Exception):
-    """Pickles and then fails to load, as many exceptions do."""
+    """An exception that can be pickled but not unpickled, as many can."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
@@ -110,7 +110,7 @@ def leave_unpicklable() -> object:
 
 
 def leave_a_grandchild() -> int:
-    # A session of its own: killing the process group of the ranks would not reach it.
+    # In a new session, it survives a kill of the ranks' process group.
     return subprocess.Popen(["sleep", "300"], start_new_session=True).pid
 
 
@@ -132,7 +132,7 @@ def wait_for(folder: Path) -> int:
 
 
 def where() -> tuple[int, int, str]:
-    """The interpreter that imported this module for this rank, and what it can tell apart."""
+    """Return the processes of this rank and of the import, and a variable of the rank."""
     return os.getpid(), IMPORTED_BY, os.environ.get("EXTRA", "")
 
 

@@ -1,8 +1,8 @@
-"""Runs Megatron-core's real ``initialize_model_parallel`` in one process and notes what it makes.
+"""Run the real ``initialize_model_parallel`` in one process, and record the groups it makes.
 
-torch's fake backend supplies WORLD and the groups, so any rank of any world can be played without
-other ranks. The function under observation is the installed one, unchanged; ``create_group``, the
-single door through which it creates groups, is wrapped for the time of a ``with`` block.
+torch's fake backend supplies WORLD and the groups, so one process can play any rank of any world.
+The function is the installed one, unchanged. ``create_group``, which makes all of its groups, is
+wrapped during a ``with`` block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Recording = dict[str, list[tuple[int, ...]]]
 
 
 def functions(names: str = "") -> dict[str, Callable[..., Any]]:
-    """Those that ``parallel_state`` itself has, whose names begin so."""
+    """Return the functions that ``parallel_state`` defines, whose names match the start."""
     return {
         name: function
         for name, function in vars(parallel_state).items()
@@ -40,7 +40,7 @@ READERS = functions(r"(get|is|has)_|model_parallel_is")
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """A WORLD of ``world_size`` in which this process plays ``rank``; gone afterwards."""
+    """Make a WORLD of ``world_size`` for the block, in which this process plays ``rank``."""
     assert not dist.is_initialized(), "something before this test left a WORLD behind"
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
     try:
@@ -51,11 +51,11 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def restored_parallel_state() -> Iterator[None]:
-    """Puts every module-level underscore name of ``parallel_state`` back and removes new ones."""
+    """Restore every module-level underscore name of ``parallel_state``, and remove new ones."""
     assert not parallel_state.model_parallel_is_initialized(), "a test before left globals behind"
     names = vars(parallel_state)
     before = {name: value for name, value in names.items() if _is_state(name)}
-    # Some versions initialise these two by adding to the object that is there.
+    # Some versions initialise these two by adding to the existing object.
     for name in ("_HYBRID_DP_CP_GROUPS", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"):
         if name in names:
             names[name] = copy.copy(names[name])
@@ -73,16 +73,16 @@ def _is_state(name: str) -> bool:
 
 @contextmanager
 def recorded_megatron(rank: int, world_size: int) -> Iterator[Recording]:
-    """Within the block this process plays ``rank`` and Megatron-core's groups are recorded."""
+    """Play ``rank`` within the block, and record the groups that Megatron-core makes."""
     recording: Recording = defaultdict(list)
     create_group, everyone = parallel_state.create_group, {*range(world_size)}
 
     def create_and_note(ranks: list[int], *, group_desc: str, **options: Any) -> object:
         recording[group_desc].append(tuple(sorted(ranks)))  # sorted, as torch will
-        distinct = {*ranks}  # torch refuses others, and those that are not there
+        distinct = {*ranks}  # torch refuses repeated and unknown ranks
         if rank not in ranks and distinct <= everyone and 0 < len(distinct) == len(ranks):
-            return dist.GroupMember.NON_GROUP_MEMBER  # torch's answer, at a tenth of the cost
-        # A gloo group would wait for the other ranks; a fake one knows its ranks just as well.
+            return dist.GroupMember.NON_GROUP_MEMBER  # torch's result, at a tenth of the cost
+        # A gloo group would wait for the other ranks. A fake group knows its ranks as well.
         options.pop("backend", None)
         return create_group(ranks, group_desc=group_desc, **options)
 

@@ -1,4 +1,4 @@
-"""A training job that can stop at any step and go on, for the tests of checkpoints."""
+"""A training job that can stop at any step and continue, for the tests of checkpoints."""
 
 import hashlib
 import inspect
@@ -29,16 +29,18 @@ distributed = partial(
 
 
 def megatron_saves_alone():
-    """Megatron-core hands the results of its writing on through a process of its own, which imports
-    torch for that. A save that is waited for has them in this process.
+    """Keep the results of Megatron-core's writing in this process.
+
+    Megatron-core uses another process for them, which imports torch. A synchronous save does not
+    need that process.
     """
     filesystem_async._results_queue = queue.Queue()
 
 
 @contextmanager
 def published_groups(**sizes):
-    """A session's, for Megatron-core without CUDA."""
-    warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+    """Publish a session's groups for Megatron-core without CUDA."""
+    warnings.simplefilter("ignore")  # about features that need a GPU
     with (
         megatron_on_cpu(),
         megapg.session(**{"timeout": 60, **sizes}) as session,
@@ -49,7 +51,7 @@ def published_groups(**sizes):
 
 @contextmanager
 def training(run, seed=None, **options):
-    """A :class:`Training` on groups of its own."""
+    """Yield a :class:`Training` on groups of a new session."""
     with published_groups(**sizes(run), **options) as pg:
         job = Training(run, pg, seed)
         try:
@@ -59,7 +61,7 @@ def training(run, seed=None, **options):
 
 
 class Training:
-    """One rank's model, optimizer and schedule. ``seed`` decides about the weights."""
+    """One rank's model, optimizer and schedule. ``seed`` chooses the weights."""
 
     def __init__(self, run, pg, seed=None):
         self.run, self.pg = run, pg
@@ -69,7 +71,7 @@ class Training:
         self._forward_backward = gpt._schedule(run, self.chunks, pg)
 
     def steps(self, first, last):
-        """Mean loss of each step from ``first`` to before ``last``."""
+        """Return the mean loss of each step from ``first`` to before ``last``."""
         return [self._step(number) for number in range(first, last)]
 
     def _step(self, number):
@@ -82,7 +84,7 @@ class Training:
         return gpt._mean_over_job(reported, self.pg.pp, self.pg.dp)
 
     def digest(self):
-        """Of the weights and of all that the optimizer knows of them."""
+        """Return digests of the weights and of the optimizer's state."""
         for chunk in self.chunks:
             chunk.start_param_sync(force_sync=True)
         return gpt._digest(self.chunks), self._optimizer_digest()
@@ -100,7 +102,7 @@ class Training:
         return digest.hexdigest()
 
     def save(self, directory, iteration, **options):
-        """``megapg.save_checkpoint`` of all there is."""
+        """Save everything with ``megapg.save_checkpoint``."""
         return megapg.save_checkpoint(
             directory,
             iteration,
@@ -111,7 +113,7 @@ class Training:
         )
 
     def load(self, directory, **options):
-        """``megapg.load_checkpoint`` of all there is."""
+        """Load everything with ``megapg.load_checkpoint``."""
         return megapg.load_checkpoint(
             directory,
             model=self.chunks,
@@ -121,12 +123,12 @@ class Training:
         )
 
     def let_go(self):
-        """Or the groups live on with the model."""
+        """Release the model, which would keep the groups alive."""
         gpt._let_go(self.chunks)
 
 
 class Schedule:
-    """A scheduler that counts, and does something whenever it is asked to load."""
+    """A scheduler that counts, and calls ``on_load`` at each load."""
 
     def __init__(self, step=0, on_load=lambda: None):
         self.step, self.on_load = step, on_load
@@ -140,7 +142,7 @@ class Schedule:
 
 
 def sizes(run):
-    """The arguments of ``megapg.session``."""
+    """Return the arguments of ``megapg.session``."""
     return {
         "tp": run.tp,
         "pp": run.pp,
@@ -151,12 +153,12 @@ def sizes(run):
 
 
 def cut(run, dp=1, batch=2, **changes):
-    """The same job under another layout, with the same global batch, of so many microbatches."""
+    """Return the same job under another layout, with the same global batch."""
     return replace(run, **changes, num_microbatches=batch // dp)
 
 
 def weights(chunks):
-    """Name -> a copy, to see whether a failed load has touched anything."""
+    """Return name -> a copy, to find out if a failed load has changed a weight."""
     return {
         f"{number}.{name}": parameter.detach().clone()
         for number, chunk in enumerate(chunks)
@@ -165,12 +167,12 @@ def weights(chunks):
 
 
 def equal(first, second):
-    """Whether two results of :func:`weights` are the same, bit for bit."""
+    """True if two results of :func:`weights` are the same, bit for bit."""
     return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
 def whole_tensors(path):
-    """Every tensor of a checkpoint, read with torch's own reader. What nobody wrote is NaN."""
+    """Return every tensor of a checkpoint, from torch's own reader. Missing parts are NaN."""
     reader = dcp.FileSystemReader(path)
     entries = reader.read_metadata().state_dict_metadata
     state = {

@@ -1,9 +1,10 @@
-"""Runs the functions of trees on the same ranks, each tree in processes of its own, and prints what
-they gave as JSON.
+"""Run the functions of several trees on the same ranks, and print the results as JSON.
+
+Each tree has its own processes.
 
     python runtime_ranks.py FOLDER...
 
-Nothing here imports megapg, and a tree whose folder is called ``vendored`` can't.
+This module does not import megapg, and a tree in a folder called ``vendored`` cannot.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FIELDS = ["tp", "pp", "cp", "dp", "dp_cp", "mp", "embd"]
 
 
 class Block:
-    """Finds no megapg."""
+    """Blocks the import of megapg."""
 
     def find_spec(self, name: str, *_: object) -> None:
         if name.partition(".")[0] == "megapg":
@@ -35,7 +36,7 @@ class Block:
 
 
 class Model(torch.nn.Module):
-    """Carries a collection of Megatron-core's, where there is one."""
+    """A model that may carry a collection of Megatron-core."""
 
     def __init__(self, pg_collection: object) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class Model(torch.nn.Module):
 
 
 def outcome(function: Callable[..., Any], *args: object, **more: object) -> object:
-    """What it gives, or which kind of error."""
+    """Return the result, or the kind of error."""
     try:
         return function(*args, **more)
     except AssertionError:
@@ -53,7 +54,7 @@ def outcome(function: Callable[..., Any], *args: object, **more: object) -> obje
 
 
 def on_a_rank(folder: Path, rank: int) -> dict[str, object]:
-    """All that is compared."""
+    """Return all values to compare."""
     if folder.name == "vendored":
         sys.meta_path.insert(0, Block())
     sys.path.insert(0, str(folder))
@@ -79,7 +80,7 @@ def on_a_rank(folder: Path, rank: int) -> dict[str, object]:
 
 
 def main(folders: list[Path]) -> None:
-    """Fork the ranks, of one tree after the other."""
+    """Fork the ranks of one tree after the other."""
     for folder in folders:
         children = []
         for rank in range(WORLD):

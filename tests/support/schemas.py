@@ -1,4 +1,4 @@
-"""Checks a value against a schema, as far as megapg's own schemas go."""
+"""Check a value against a schema, with the features that megapg's schemas use."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +12,9 @@ KNOWN |= {"items", "required", "properties", "additionalProperties"}
 def check_schema(
     value: object, whole: Mapping[str, Any], part: Mapping[str, Any] | None = None, where: str = "."
 ) -> None:
-    """That the value is as the schema says, and that the schema knows all of it.
+    """Check that the schema allows the value and all of its keys.
 
-    What of JSON Schema the schema does without is an error here.
+    A feature of JSON Schema that megapg's schemas do not use is an error.
     """
     schema = whole if part is None else part
     assert set(schema) <= KNOWN, where

@@ -1,16 +1,16 @@
-"""What most ranks import, for the interpreter from which they are forked; there it stays.
+"""Imports that most ranks need, for the interpreter that forks them, hidden from the collector.
 
-The collector passes over it in every rank, and writes nothing on the pages that they share. To look
-through torch and Megatron-core takes it a quarter of a second, and many a test has it look several
-times. But a rank that asks who holds something is not told of these modules, either: a test about
-that calls ``gc.unfreeze()`` first.
+The garbage collector skips these modules in every rank, and does not write to the shared pages.
+Without the freeze, each collection takes a quarter of a second, and many tests run several. But
+``gc.get_referrers()`` does not see these modules either, so a test that needs it calls
+``gc.unfreeze()`` first.
 """
 
 import gc
 import warnings
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Megatron-core's, about what a CPU lacks
+    warnings.simplefilter("ignore")  # about features that need a GPU
 
     import psutil  # noqa: F401
     import pytest  # noqa: F401
@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     import megapg.megatron
     from megapg.megatron.core import installed_version
 
-    if installed_version() >= (0, 16):  # on an older one nothing is trained
+    if installed_version() >= (0, 16):  # no training on older cores
         import megapg.demo.gpt  # noqa: F401
 
 gc.collect()

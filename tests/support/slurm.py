@@ -1,7 +1,7 @@
-"""A SLURM of two nodes on this host: its own configuration, keys and ports, gone when it is closed.
+"""A SLURM cluster of two nodes on this host, with its own configuration, keys and ports.
 
-Nothing of a SLURM or munge that the system may have is read or touched, and nothing needs root: the
-daemons run as whoever runs the tests.
+The system's SLURM and munge, if installed, are not used, and nothing needs root: the daemons run as
+the user who runs the tests.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from ports import free_port
 from processes import captured
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "salloc", "sbatch", "scontrol", "sinfo")
-# What a launcher around the tests may have set, and a job of theirs must not see.
+# Variables of a launcher around the tests, which a job of the tests must not get.
 OF_LAUNCHERS = re.compile("RANK$|WORLD_SIZE$|LOCAL_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI")
 _PR_SET_PDEATHSIG = 1
-# Where daemons are that are not in everybody's path.
+# Folders with daemons, which may not be on the user's path.
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin"])
 
 _CONFIGURATION = """\
@@ -63,23 +63,23 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscrib
 
 
 class BrokenClusterError(Exception):
-    """SLURM itself failed: a daemon has ended, or a node takes no more work after a job."""
+    """SLURM itself failed: a daemon ended, or a node takes no more work after a job."""
 
 
 def missing_programs():
-    """Those of SLURM's and munge's programs that this machine lacks."""
+    """Return the programs of SLURM and munge that this machine lacks."""
     return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
 
 
 class Slurm:
-    """Use it as a context manager; jobs are started with :meth:`run` and :meth:`start`.
+    """A cluster. Use it as a context manager; start jobs with :meth:`run` and :meth:`start`.
 
     Args:
-        folder: an empty one, for the configuration, the state and the logs.
+        folder: an empty folder for the configuration, the state and the logs.
 
     Attributes:
         nodes: ``n1`` and ``n2``, names that no resolver knows.
-        environment: what a shell on this cluster has; nothing of a job around the tests is in it.
+        environment: of a shell on this cluster, without variables of a job around the tests.
     """
 
     nodes = ("n1", "n2")
@@ -96,7 +96,7 @@ class Slurm:
 
     def __enter__(self):
         with self._stack:
-            self._folder.chmod(0o711)  # munge wants its socket to be reachable for everybody
+            self._folder.chmod(0o711)  # the folder of munge's socket must be open to all users
             (self._folder / "state").mkdir()
             (self._folder / "munge.key").write_bytes(os.urandom(128))
             (self._folder / "munge.key").chmod(0o400)
@@ -106,7 +106,7 @@ class Slurm:
                     user=getpass.getuser(),
                     folder=self._folder,
                     ports=[free_port() for _ in range(3)],
-                    # Jobs find their port by their number, and another cluster may run beside this.
+                    # Jobs derive ports from their number, and other clusters may run on this host.
                     first_job=random.randrange(1, 60_000_000),
                 )
             )
@@ -126,7 +126,7 @@ class Slurm:
         self._stack.close()
 
     def start(self, *command, env=None, **options):
-        """Start a program of SLURM's, such as ``start("srun", "-n4", "hostname")``."""
+        """Start a program of SLURM, such as ``start("srun", "-n4", "hostname")``."""
         return subprocess.Popen(
             list(command),
             env={**self.environment, **(env or {}), **self._place},
@@ -138,11 +138,11 @@ class Slurm:
         )
 
     def run(self, *command, timeout, env=None):
-        """Run one to its end; ended after ``timeout`` seconds if it has not by then.
+        """Run a program to its end, and terminate it after ``timeout`` seconds.
 
         Raises:
-            BrokenClusterError: afterwards the cluster can't run another, whatever came of this one.
-            AssertionError: it took too long.
+            BrokenClusterError: the cluster cannot run another program.
+            AssertionError: the program took too long.
         """
         try:
             return self._run(command, timeout, env)
@@ -154,7 +154,7 @@ class Slurm:
             try:
                 out, err = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
-                process.terminate()  # srun ends its tasks
+                process.terminate()  # srun then ends its tasks
                 out, err = process.communicate(timeout=20)
                 raise AssertionError(
                     f"{command} took more than {timeout} s\n{out}\n{err}"
@@ -203,12 +203,12 @@ class Slurm:
 
 
 class Clusters:
-    """Runs commands on a cluster, and once more on a new one where SLURM itself broke.
+    """Runs commands on a cluster, and again on a new cluster if SLURM itself failed.
 
-    That has happened: a node stayed down after a job, and the jobs after it waited without end.
+    SLURM has failed this way: a node stayed down after a job, and later jobs waited forever.
 
     Args:
-        folder: makes an empty one.
+        folder: makes an empty folder.
 
     Attributes:
         folder: of the cluster that ran the last command.
@@ -228,7 +228,7 @@ class Clusters:
         self._stack.close()
 
     def run(self, *command, timeout, env=None):
-        """As :meth:`Slurm.run`; what broke is a warning where the second cluster held."""
+        """As :meth:`Slurm.run`; a failure of the first cluster is a warning."""
         try:
             return self._cluster.run(*command, timeout=timeout, env=env)
         except BrokenClusterError as broken:

@@ -1,4 +1,4 @@
-"""Ranks of ``run_distributed`` in step with each other, over its store, which no test harms."""
+"""Keep ranks of ``run_distributed`` in step over its store, which no test damages."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 class Steps:
-    """One rank's part in it; every rank makes one, as the first thing it does."""
+    """One rank's part. Every rank makes one before anything else."""
 
     def __init__(self):
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -18,15 +18,15 @@ class Steps:
         self.say("pid", str(os.getpid()))
 
     def say(self, word, value=""):
-        """Say it, once, to whoever waits for it."""
+        """Post a word for the ranks that wait for it, once."""
         self._store.set(f"{word}/{self._rank}", value)
 
     def hear(self, word, ranks):
-        """Wait until all these ranks have said it."""
+        """Wait until all of these ranks have posted the word."""
         self._store.wait([f"{word}/{rank}" for rank in ranks])
 
     def together(self, ranks=None):
-        """Wait for one another."""
+        """Wait until all ranks call this."""
         self._turn += 1
         self.say(f"turn {self._turn}")
         self.hear(f"turn {self._turn}", range(self._size) if ranks is None else ranks)
@@ -37,7 +37,7 @@ class Steps:
 
 
 def until_gone(pid):
-    """Wait until a process has ended, whether or not its parent has asked how."""
+    """Wait until a process has ended, even if its parent has not reaped it."""
     with contextlib.suppress(ProcessLookupError):
         process = os.pidfd_open(pid)
         assert select.select([process], [], [], 60)[0], f"process {pid} did not end"

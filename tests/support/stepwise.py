@@ -1,4 +1,4 @@
-"""The demo's GPT, one training step at a time: something may happen to the groups in between."""
+"""Train the demo's GPT step by step, so that tests can change the groups in between."""
 
 import contextlib
 from functools import partial
@@ -19,7 +19,7 @@ distributed = partial(
 
 
 def build(run, pg=None):
-    """Chunks, optimizer and schedule; on Megatron's globals where there is no collection."""
+    """Build chunks, optimizer and schedule; on Megatron's globals if there is no collection."""
     from megapg.demo import gpt
 
     pp_group, _ = gpt._pipeline_and_data_groups(pg)

@@ -1,4 +1,4 @@
-"""The random streams of this process: the next numbers of each, and records to compare."""
+"""The random streams of this process: their next numbers, and records to compare."""
 
 import random
 
@@ -8,7 +8,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 def draw():
-    """Stream -> its next numbers; needs the CPU kit for the tracker's."""
+    """Return stream -> its next numbers; the tracker's streams need the CPU kit."""
     drawn = {
         "python": tuple(random.random() for _ in range(3)),
         "numpy": tuple(np.random.rand(3).tolist()),
@@ -22,7 +22,7 @@ def draw():
 
 
 def plain(value):
-    """What compares, and hashes where it is of no dictionary."""
+    """Return a comparable value, which can be hashed if it has no dictionary."""
     if isinstance(value, dict):
         return {name: plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

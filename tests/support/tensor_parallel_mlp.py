@@ -1,4 +1,4 @@
-"""Two linear layers, as torch has them and as Megatron-core splits them over tp."""
+"""Two linear layers, from torch and as Megatron-core shards them over tp."""
 
 import torch
 from megatron.core import ModelParallelConfig
@@ -15,7 +15,7 @@ def plain():
 
 
 def linears(pg, config, width, hidden):
-    """Both layers, which have no weights yet."""
+    """Return both layers, without weights."""
     common = {
         "config": config,
         "init_method": torch.nn.init.zeros_,
@@ -30,7 +30,7 @@ def linears(pg, config, width, hidden):
 
 
 class Parallel(torch.nn.Module):
-    """The weights of :func:`plain`, split over tp."""
+    """The weights of :func:`plain`, sharded over tp."""
 
     def __init__(self, pg, config=None):
         super().__init__()
@@ -46,7 +46,7 @@ class Parallel(torch.nn.Module):
 
 
 def part_of(model, pg):
-    """This rank's part of each weight, as Megatron splits them."""
+    """Return this rank's shard of each weight, as Megatron shards them."""
     up, up_bias, down, down_bias = model.parameters()
     size, rank = pg.size("tp"), pg.rank("tp")
     return up.chunk(size)[rank], up_bias.chunk(size)[rank], down.chunk(size, 1)[rank], down_bias

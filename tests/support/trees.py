@@ -1,4 +1,4 @@
-"""Trees of files, written and read back."""
+"""Write trees of files, and read them back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
-    """Write each under its name, as it is to the byte."""
+    """Write each file under its name, byte for byte."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -16,7 +16,7 @@ def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """Every regular file, without following links."""
+    """Return every regular file, without following links."""
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in sorted(root.rglob("*"))

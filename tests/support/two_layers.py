@@ -25,7 +25,7 @@ class Layers(MegatronModule):
             self.add_module(name, layer)
 
     def fill(self, mark):
-        """Every element another value, the same under every layout, and marked."""
+        """Fill each element with a value that depends on the mark and not on the layout."""
         with torch.no_grad():
             for parameter in self.parameters():
                 start = self.pg.rank("tp") * parameter.numel()
@@ -34,7 +34,7 @@ class Layers(MegatronModule):
         return self
 
     def mark(self):
-        """Of which :meth:`fill` all of this is; None if it is a mixture."""
+        """Return the mark of the :meth:`fill` that wrote all values; None for a mixture."""
         found = float(next(self.parameters()).detach().flatten()[0]) // 1
         mine = [parameter.detach().clone() for parameter in self.parameters()]
         kept = all(

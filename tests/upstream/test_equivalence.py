@@ -1,7 +1,7 @@
-"""What the codemod writes answers as the getter that it replaces, in every mapped form.
+"""Compare the codemod's replacements with the getters, in every mapped form.
 
-The comparison itself is in equivalence.py. Here it runs on the core that is installed, and in a
-process of its own on Megatron-core 0.12.
+The comparison is in equivalence.py. It runs on the installed core, and in another process on
+Megatron-core 0.12.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megapg.ownership.opening import fake_session
 from megapg.upstream.mapping import OPTIONAL_FIELDS, RANK_GLOBALS, Replacement
 from megapg.upstream.signatures import functions
 
-# What the proof is at least made of, by minor version, so that it can't become empty unnoticed.
+# Minimum number of comparisons by minor version, so that the proof cannot become empty.
 LEAST = {12: 105_000, 16: 150_000, 19: 205_000}
 
 NEVER_MAPPED = (
@@ -29,7 +29,7 @@ NEVER_MAPPED = (
     "|get_(virtual_pipeline_model_parallel_rank|nccl_options|moe_|global_symmetric_)"
 )
 
-# What is written without a caution where it is only read.
+# Names that are replaced without a caution if the code only reads them.
 LISTS_OF_RANKS = {name for name, of in RANK_GLOBALS.items() if of not in OPTIONAL_FIELDS}
 
 HIERARCHICAL = Configuration(
@@ -55,10 +55,10 @@ def test_every_mapped_name_gave_an_answer_and_every_stand_in_was_asked(tally: Ta
     answered = tally.answered
     assert min(answered[kind] for kind in ("globals", "session", "needs alone")) > 15_000
     assert answered["nothing passed"] > 100
-    # Raising on both sides proves little, and refusing is for what no field can hold.
+    # Errors on both sides prove little, and a refusal is only for what no field can hold.
     assert tally.raised < tally.comparisons / 8
     assert tally.refused < tally.comparisons / 50
-    # A function is asked unless the table refuses it whatever its arguments.
+    # Every function is compared, unless the table refuses it for all arguments.
     refused = set(functions(MINOR)) - {question.name for question in questions()}
     assert [name for name in refused if not re.match(NEVER_MAPPED, name)] == []
 
@@ -67,13 +67,13 @@ def test_every_mapped_name_gave_an_answer_and_every_stand_in_was_asked(tally: Ta
 def test_lists_of_ranks_that_are_read_are_there_with_the_groups(tally: Tally) -> None:
     held = {*vars(parallel_state)} & LISTS_OF_RANKS
     assert len(held) >= 6
-    assert held <= tally.names  # each was compared, as a list
+    assert held <= tally.names  # each was compared as a list
     assert not held & tally.empty
 
 
 @pytest.mark.contract
 def test_a_wrong_field_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every expression with another field in its place, one that differs on this grid."""
+    """Put another field, which differs on this grid, into every expression."""
     grid, rank = Configuration(world_size=16, tp=2, cp=2, pp=2, ep=4, expt_tp=1), 13
     with fake_session(grid.layout(), rank) as session:
         pg = session.groups
@@ -82,7 +82,7 @@ def test_a_wrong_field_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     real, damaged = equivalence.replacement, set()
 
     def other(field: str) -> str | None:
-        """A field of another rank, size and first rank."""
+        """Return a field with another rank, size and first rank."""
         if field not in places:
             return None
         mine, ranks = places[field]
@@ -129,7 +129,7 @@ def test_a_field_left_out_of_needs_would_be_noticed(monkeypatch: pytest.MonkeyPa
     compare_on(tally, questions(), grid, 13)
     caught = {re.search(r"needs alone: (\w+)", each)[1] for each in tally.mismatches}
     assert len(damaged & sound.names) > 40
-    # That one is false whether the field is there or not.
+    # This name is false with and without the field.
     assert (damaged & sound.names) - caught <= {"has_separate_all_gather_group"}
 
 
@@ -141,5 +141,5 @@ def test_it_holds_on_the_old_core_too() -> None:
     assert numbers["mismatches"] == []
     assert numbers["unanswered"] == []
     assert not LISTS_OF_RANKS & {*numbers["empty"]}
-    assert numbers["answered"]["or several"] > 100  # of ranks in several pipelines, and others
+    assert numbers["answered"]["or several"] > 100  # ranks in several pipelines, and other ranks
     assert numbers["comparisons"] >= LEAST[12]

@@ -1,4 +1,4 @@
-"""The table of replacements: against the functions of real cores, and against the tracer's."""
+"""Compare the table of replacements with the functions of real cores, and with the tracer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ each_core = pytest.mark.parametrize("core", core_folders(), ids=lambda core: f"0
 
 
 def answer(name: str, call: str = "", *versions: int) -> str:
-    """What is written for ``name(call)``, or the reason."""
+    """Return the replacement of ``name(call)``, or the reason for none."""
     node = ast.parse(f"f({call})", mode="eval").body
     assert isinstance(node, ast.Call)
     arguments = [
@@ -154,8 +154,8 @@ def _found(name: str, given: str, version: int) -> Replacement | Refusal:
     return replacement(name, arguments, [version])
 
 
-# Of what source alone is left, a read that has happened knows more; and a call that Megatron-core
-# itself refuses is taken for what it would be with the argument that it lacks.
+# Names that are refused in source code, but that a trace can replace. A call that Megatron-core
+# refuses is treated as if it had the missing argument.
 _KNOWN_BY_VALUE = {
     "get_virtual_pipeline_model_parallel_rank": {"vp_stage"},
     "get_context_parallel_global_ranks": {'list(pg.ranks("cp"))'},
@@ -210,7 +210,7 @@ def test_the_tracer_says_the_same_whatever_the_flags(
 
 
 def _calls(version: int) -> Iterator[tuple[str, dict[str, bool]]]:
-    """Every getter with every choice of its flags."""
+    """Yield every getter with every choice of its flags."""
     for name in functions(version):
         parameters = signature(name, version) or ()
         flags = [each.name for each in parameters if each.default in ("True", "False")]
@@ -228,7 +228,7 @@ def test_the_tables_that_both_sides_have_agree() -> None:
 
 
 def rows(heading: str) -> Iterator[tuple[str, str, tuple[int, ...], *tuple[str, ...]]]:
-    """The lines of a section of ``meanings.txt``: ``name(call) | versions | ...``."""
+    """Yield the lines of a section of ``meanings.txt``: ``name(call) | versions | ...``."""
     for line in dict(sections("meanings.txt", Path(__file__).parent))[heading].splitlines():
         if not line.startswith("#"):
             read, versions, *expected = map(str.strip, line.split("|"))
@@ -298,7 +298,7 @@ def test_what_a_replacement_needs(
 
 
 def test_what_is_unchecked_reads_the_variable_that_the_view_reads() -> None:
-    """Another one would quietly be None in the view, and None is WORLD."""
+    """Another variable would silently be None in the view, and None means WORLD."""
     read = {field: name for name, field in reversed([*tables.GROUP_GLOBALS.items()])}
     for name in mapping.PRIVATE:
         found = replacement(name)

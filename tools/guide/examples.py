@@ -1,4 +1,4 @@
-"""An example for each reason: code with the reason, and the code after a person's work."""
+"""An example for each reason: code with the reason, and the code after a manual change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Example:
-    """Code with a reason, and the same without it."""
+    """Code with a reason, and the same code without the reason."""
 
     before: str
     after: str

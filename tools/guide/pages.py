@@ -1,4 +1,4 @@
-"""Write the pages of the guide that come from tables: the mapping, and the reasons.
+"""Write the guide's pages about the mapping and the reasons, from their tables.
 
 ``python -m tools.guide.pages migration_guide`` writes them. They are checked in, and a test
 compares them with the tables.
@@ -77,13 +77,13 @@ def _section(reason: Reason) -> Iterator[str]:
 
 
 def _names_with(code: str) -> list[str]:
-    """Names that get a code whatever the arguments, in every version that has them."""
+    """Return the names that get a code for all arguments, in every version that has the name."""
     names = [name for name in (*SIGNATURES, *sorted(PRIVATE)) if _by_name(name) == code]
     return sorted(names, key=lambda name: (name.startswith("_"), name))
 
 
 def _by_name(name: str) -> str:
-    """The one reason of every call of a name; empty where there is none, or not one."""
+    """Return the reason that all calls of a name share; empty if there is none."""
     versions = [version for version in VERSIONS if signature(name, version) is not None]
     answers = [answer for version in versions for _, answer in _answers(name, version)]
     if name in PRIVATE:
@@ -199,7 +199,7 @@ _HEADINGS = ("call", "in", "written", "reads")
 
 
 def _of_several() -> Iterator[str]:
-    """What there is to say of a rank in several pipelines."""
+    """Yield the paragraphs and the table about ranks in several pipelines."""
     yield "## A rank in several pipelines"
     yield (
         f"In {_span(sorted(SEVERAL_PIPELINES))} an encoder may have fewer tensor parallel ranks "
@@ -227,7 +227,7 @@ def _rows(name: str, form: _Form, history: _History) -> Iterator[Sequence[str]]:
 
 
 def _reads(answer: _Answer) -> str:
-    """The fields that an expression reads, and of which collections it may."""
+    """Return the fields that an expression reads, and the kind of collection that it needs."""
     if isinstance(answer, Refusal):
         return ""
     fields = " ".join(answer.needs or filter(None, (answer.field,)))
@@ -251,7 +251,7 @@ def _reasons_of(rows: Iterable[tuple[_Form, _History]]) -> tuple[str, ...]:
 
 
 def _answers(name: str, version: int) -> Iterator[tuple[_Form, _Answer]]:
-    """Every form of a call that a version takes, and what is written for it."""
+    """Yield every form of a call that a version accepts, with its replacement."""
     for form in _forms(signature(name, version) or ()):
         answer = replacement(name, form, [version])
         if not _cannot_run(answer) or form == (_ANYTHING,):
@@ -263,10 +263,10 @@ _FLAG = "flag"
 
 
 def _forms(parameters: Sequence[Parameter]) -> Iterator[_Form]:
-    """The arguments that a call may have.
+    """Yield the arguments that a call may have.
 
-    All literals of all flags together; then one flag at a time that shows at run time only, and
-    ``check_initialized``, which chooses no group.
+    First all combinations of literal flags. Then one flag at a time that is known only at run time,
+    and ``check_initialized``, which does not choose a group.
     """
     if [parameter.name for parameter in parameters] == [_ANYTHING.text]:
         yield (_ANYTHING,)
@@ -286,7 +286,7 @@ _CHECKED = "check_initialized"
 
 
 def _literals(parameter: Parameter) -> Sequence[Argument | None]:
-    """What may be given for a parameter, first of all nothing."""
+    """Return the values for a parameter; the first is no value."""
     if parameter.name == _CHECKED:
         return (None,)
     other = {"True": "False", "False": "True"}.get(parameter.default, parameter.name)
@@ -311,12 +311,12 @@ _BY_POSITION: Sequence[_Form] = ((Argument("True"),), (Argument("True"), Argumen
 
 
 def _histories(name: str) -> Iterator[tuple[_Form, _History]]:
-    """Every form of a call that any version takes, and what it means in which."""
+    """Yield every form of a call that any version accepts, with its meaning by version."""
     parameters = [signature(name, version) for version in VERSIONS]
     forms = dict.fromkeys(form for each in parameters if each is not None for form in _forms(each))
     histories = [(form, _history(name, form)) for form in forms]
     yield from histories
-    # By position only where that is another thing than by keyword: the order has changed.
+    # Show positional calls only if they differ from calls by keyword: the order has changed.
     for form in _BY_POSITION:
         history = _history(name, form)
         if len(history) > 1 and all(history != other for _, other in histories):
@@ -355,7 +355,7 @@ def _call(name: str, form: _Form) -> str:
 
 
 def _plain(text: str) -> str:
-    """Keep ``_`` and ``*`` from marking text."""
+    """Escape ``_`` and ``*``, which mark text."""
     return text.replace("_", r"\_").replace("*", r"\*")
 
 
@@ -375,7 +375,7 @@ def _written(answer: _Answer) -> str:
 
 
 def _span(versions: Sequence[int]) -> str:
-    """``0.5 to 0.9, 0.12``: neighbours together."""
+    """Join adjacent versions: ``0.5 to 0.9, 0.12``."""
     runs = groupby(enumerate(versions), key=lambda pair: pair[1] - pair[0])
     parts = [[version for _, version in run] for _, run in runs]
     return ", ".join(

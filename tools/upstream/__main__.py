@@ -1,8 +1,8 @@
 """Run the unit tests of a checkout of Megatron-LM twice, on globals and on sessions, and compare.
 
-``python -m tools.upstream CHECKOUT``, or ``make test-upstream MEGATRON=CHECKOUT``. Nothing is
-fetched. A test counts as passed where it passes on every rank. The exit code is 1 where one passes
-on globals and not on sessions, and 2 where nothing could be compared.
+``python -m tools.upstream CHECKOUT``, or ``make test-upstream MEGATRON=CHECKOUT``. The command
+downloads nothing. A test counts as passed if it passes on every rank. The exit code is 1 if a test
+passes on globals and not on sessions, and 2 if nothing could be compared.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from rich.table import Table
 
 from tools.upstream import ON_A_SESSION
 
-# Behind the checkout, which has a package `tools` and a package `tests` of its own. What upstream's
-# tests need besides is on the caller's own path.
+# These folders come after the checkout, which has its own packages `tools` and `tests`. Other
+# packages that upstream's tests need must be on the caller's path.
 _OURS = (Path(__file__).parent, Path(__file__).parents[2])
 _UNIT_TESTS = Path("tests", "unit_tests")
-_SHARED = ("test_utilities", "conftest")  # what every one of them imports
+_SHARED = ("test_utilities", "conftest")  # imported by every test
 _TOO_SLOW = "too slow"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one file, one way.
+    """The outcome of one file, on globals or on sessions.
 
     Attributes:
         passed: the tests that pass on every rank.
-        why_none: too slow, or what kept its tests from being collected; else empty.
+        why_none: "too slow", or why no test could be collected; else empty.
     """
 
     passed: frozenset[str] = frozenset()
@@ -51,7 +51,7 @@ class Outcome:
 
 
 def environment(checkout: Path) -> dict[str, str]:
-    """What upstream's tests run in: nothing of Hugging Face's is looked for anywhere but here."""
+    """Return the environment of upstream's tests, with downloads from Hugging Face disabled."""
     path = [*map(str, (checkout, *_OURS)), os.environ.get("PYTHONPATH", "")]
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
     return {
@@ -63,7 +63,7 @@ def environment(checkout: Path) -> dict[str, str]:
 
 
 def why_nothing_runs(checkout: Path) -> str:
-    """What keeps all of the tests from being collected; empty if nothing does."""
+    """Return why no test can be collected; empty if tests can be collected."""
     for name in _SHARED:
         if (checkout / _UNIT_TESTS / f"{name}.py").exists():
             module = ".".join([*_UNIT_TESTS.parts, name])
@@ -78,7 +78,7 @@ def why_nothing_runs(checkout: Path) -> str:
 
 
 def run(checkout: Path, file: Path, ranks: int, minutes: float, on_a_session: bool) -> Outcome:
-    """The tests of a file that pass on every rank; what has not ended in time has not passed."""
+    """Return the tests of a file that pass on every rank before the time limit."""
     with tempfile.TemporaryDirectory(prefix="megapg-upstream-") as folder, socket.socket() as held:
         # Without it, another process may take the port before rank 0 listens there.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -113,7 +113,7 @@ def run(checkout: Path, file: Path, ranks: int, minutes: float, on_a_session: bo
                 each.kill()
                 each.wait()
         passed = frozenset.intersection(*map(_passed, reports))
-        # pytest's: errors while collecting, a wrong call, an error of its own.
+        # pytest's codes: errors while collecting, a wrong call, an internal error.
         failed = started[0].returncode in (2, 3, 4)
         return Outcome(passed, _reason(printed) if failed and not passed else "")
 
@@ -130,7 +130,7 @@ def _passed(report: Path) -> frozenset[str]:
 
 
 def _reason(printed: Path) -> str:
-    """The line of pytest's that says why nothing was collected."""
+    """Return the line of pytest's output that says why no test was collected."""
     lines = printed.read_text(errors="replace").splitlines()
     told = [line[1:].strip() for line in lines if re.match(r"E\s+\w", line)]
     return (told or [line for line in lines if line.strip()] or ["it says nothing"])[-1]
@@ -139,7 +139,7 @@ def _reason(printed: Path) -> str:
 def compare(
     checkout: Path, files: list[Path], ranks: int, minutes: float, jobs: int
 ) -> Mapping[Path, tuple[Outcome, Outcome]]:
-    """Of each file what passes on globals, and on sessions."""
+    """Return, by file, the outcome on globals and on sessions."""
     with Progress(console=Console(stderr=True)) as progress, ThreadPoolExecutor(jobs) as threads:
         bar = progress.add_task("upstream's tests", total=2 * len(files))
 
@@ -156,7 +156,7 @@ def compare(
 
 
 def table(title: str, rows: Mapping[str, Collection[tuple[Outcome, Outcome]]]) -> Table:
-    """How many tests pass each way, of each of these, where any do; and of all together."""
+    """Count the passed tests by row and way, without empty rows, and the tests of all rows."""
     made = Table(title, "passed on globals", "passed on sessions", box=box.MARKDOWN)
     every = [pair for pairs in rows.values() for pair in pairs]
     for name, pairs in {**rows, "all": every}.items():
@@ -167,7 +167,7 @@ def table(title: str, rows: Mapping[str, Collection[tuple[Outcome, Outcome]]]) -
 
 
 def remarks(found: Mapping[Path, tuple[Outcome, Outcome]]) -> Iterator[str]:
-    """Each difference, and each file of which nothing could be said."""
+    """Yield each difference, and each file without an outcome."""
     for file, (on_globals, on_sessions) in found.items():
         reasons = {on_globals.why_none, on_sessions.why_none}
         where = {"globals": on_globals, "sessions": on_sessions}

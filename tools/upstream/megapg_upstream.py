@@ -1,10 +1,11 @@
-"""A plugin of pytest for a rank of upstream's unit tests: where their groups come from.
+"""A pytest plugin for a rank of upstream's unit tests, which chooses the source of the groups.
 
-Upstream's tests get them from ``Utils`` in ``tests/unit_tests/test_utilities.py``, which calls
-``initialize_model_parallel``. On a session that call opens one and publishes it, and all else is as
-it was. Without a GPU both ways run on gloo and megapg's CPU kit.
+Upstream's tests get groups from ``Utils`` in ``tests/unit_tests/test_utilities.py``, which calls
+``initialize_model_parallel``. On a session, that call opens a session and publishes it; all else is
+unchanged. Without a GPU, both ways use gloo and megapg's CPU kit.
 
-Nothing is downloaded: Python finds no host but this one. Upstream's conftest goes on without data.
+Nothing is downloaded: Python resolves no host but this one. Upstream's conftest continues without
+data.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ def _downloads_nothing(*_: Any, **__: Any) -> None:
 
 
 socket.getaddrinfo = _find_address_here
-# It needs a package of its own besides.
+# The module needs a package that may be missing.
 _DOWNLOADS = "tests.test_utils.python_scripts.download_unit_tests_dataset"
 sys.modules[_DOWNLOADS] = types.ModuleType(_DOWNLOADS)
 vars(sys.modules[_DOWNLOADS])["download_and_extract_asset"] = _downloads_nothing
 
 
 class Groups:
-    """What stands in for ``Utils``' functions; of one process.
+    """Replacements of ``Utils``' functions in one process.
 
     Args:
         utils: upstream's class.
@@ -69,24 +70,24 @@ class Groups:
         self._open = contextlib.ExitStack()
 
     def initialize_distributed(self) -> None:
-        """As upstream's, on gloo."""
+        """Do the same as upstream, on gloo."""
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         self._utils.inited = True
 
     def initialize_model_parallel(self, *sizes: Any, **named: Any) -> None:
-        """As upstream's, on a session."""
+        """Do the same as upstream, on a session."""
         self._open.close()
         parallel_state.destroy_model_parallel()
         self._utils.initialize_distributed()
         named |= dict(zip(_FIRST, sizes, strict=False))
-        # Upstream's function makes these unless it is told not to, and its tests rely on that.
+        # Upstream's function makes these by default, and its tests rely on them.
         named.setdefault("create_gloo_process_groups", True)
         session = self._open.enter_context(megapg.session(**session_arguments(**named)))
         self._open.enter_context(megapg.published(session.groups))
 
     def destroy_model_parallel(self) -> None:
-        """As upstream's."""
+        """Do the same as upstream."""
         if self._utils.inited:
             dist.barrier()
             self._open.close()
@@ -96,14 +97,14 @@ class Groups:
 
 @pytest.fixture(scope="session", autouse=True)
 def upstreams_groups() -> Iterator[None]:
-    """Upstream's ``Utils`` does what this run is about."""
+    """Replace functions of upstream's ``Utils`` for this run."""
     utils = importlib.import_module("tests.unit_tests.test_utilities").Utils
     groups = Groups(utils)
     with contextlib.ExitStack() as stack:
         if not torch.cuda.is_available():
             utils.initialize_distributed = staticmethod(groups.initialize_distributed)
             stack.enter_context(megatron_on_cpu())
-            # Upstream compares it with numbers, also where there is none.
+            # Upstream compares the version with numbers, also without Transformer Engine.
             none = mock.patch("megatron.core.utils._te_version", Version("0"))
             stack.enter_context(none)
         if os.environ.get("MEGAPG_UPSTREAM_ON_A_SESSION"):

@@ -1,1 +1,1 @@
-"""A trainer on Megatron's globals, as RL frameworks write them: it is what the codemod is given."""
+"""A trainer on Megatron's globals, in the style of RL frameworks: input of the codemod."""

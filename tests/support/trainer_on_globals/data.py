@@ -1,15 +1,15 @@
-"""Who learns from which samples, and means over them."""
+"""The samples of each replica, and means over the replicas."""
 
 import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import get_data_parallel_group, get_data_parallel_rank
 from megatron.core.parallel_state import get_data_parallel_world_size as replicas
 
-SAMPLES = 8  # of a step, over all replicas
+SAMPLES = 8  # samples of a step, over all replicas
 
 
 def my_samples(step, length, words):
-    """Tokens, labels and positions of this replica's microbatches."""
+    """Return tokens, labels and positions of this replica's microbatches."""
     generator = torch.Generator().manual_seed(step)
     windows = torch.randint(words, (SAMPLES, length + 1), generator=generator)
     mine = windows[get_data_parallel_rank() :: replicas()]

@@ -1,4 +1,4 @@
-"""What a policy learns from, over a vocabulary that is cut along the tensor parallel ranks."""
+"""Losses of a policy, over a vocabulary that is sharded over the tensor parallel ranks."""
 
 import torch
 import torch.distributed as dist
@@ -7,7 +7,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 
 
 def entropy(logits, labels):
-    """The mean negative log probability of the labels, and the mean entropy."""
+    """Return the mean negative log probability of the labels, and the mean entropy."""
     rank = mpu.get_tensor_model_parallel_rank()
     highest = logits.detach().amax(-1)
     if mpu.get_tensor_model_parallel_world_size() > 1:

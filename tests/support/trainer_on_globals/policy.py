@@ -1,4 +1,4 @@
-"""A policy that learns from a text, on Megatron-core's own model, schedule and optimizer."""
+"""A policy that learns from a text, with Megatron-core's model, schedule and optimizer."""
 
 from functools import partial
 
@@ -102,7 +102,7 @@ class Policy:
         )
 
     def step(self, number):
-        """Learn from one batch; the mean loss and the mean entropy of the whole job."""
+        """Train on one batch; return the mean loss and the mean entropy of the whole job."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         batches = my_samples(number, LENGTH, WORDS)

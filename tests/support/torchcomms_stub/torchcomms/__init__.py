@@ -1,6 +1,8 @@
-"""Stands in for torchcomms, of which the package index has but an empty one: what torch 2.13 asks
-of it, over gloo. As in the real one, each rank says who it is by ``TORCHCOMM_RANK`` and
-``TORCHCOMM_SIZE``, a store serves one communicator, and a split takes members only, or nobody.
+"""A stand-in for torchcomms over gloo: the part that torch 2.13 calls.
+
+The package index has only an empty torchcomms. As in the real one, ``TORCHCOMM_RANK`` and
+``TORCHCOMM_SIZE`` identify a rank, and a store serves one communicator. A split takes either its
+members or an empty list.
 """
 
 import os
@@ -12,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 class Comm:
     """One communicator.
 
-    ``splits`` has what each of this process has been asked for, ``hints`` what came with it.
+    ``splits`` lists the splits that this process asked for, ``hints`` their hints.
     """
 
     splits, hints = [], []
@@ -54,5 +56,5 @@ def new_comm(backend, device, name, store, hints):
     return Comm((store, rank, size), name, store)
 
 
-# What C++ makes of a split is a plain gloo backend, which is asked for its communicator as well.
+# C++ turns a split into a plain gloo backend, whose communicator torch reads as well.
 ProcessGroupGloo.get_comm = lambda backend: Comm(backend, "split")
