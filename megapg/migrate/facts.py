@@ -87,6 +87,7 @@ class Call:
     function: str  # qualified name of the function around; empty at module level
     callee: str  # absolute dotted name; ``super().__init__`` for that
     keywords: frozenset[str]
+    passed: frozenset[str]  # last names of the positional arguments: ``group`` for ``self.group``
     where: Where
 
 

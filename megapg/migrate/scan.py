@@ -268,8 +268,9 @@ class _Scanner(cst.CSTVisitor):
                 function.fakes_ranks |= bound.member.startswith("set_")
         elif callee := called_name(node, bound, self._classes):
             keywords = frozenset(arg.keyword.value for arg in node.args if arg.keyword)
+            passed = frozenset(dotted_name(arg.value).rpartition(".")[2] for arg in node.args)
             caller, span = function.name if function else "", self._span(node)
-            self.facts.calls.append(Call(span, caller, callee, keywords, self._where))
+            self.facts.calls.append(Call(span, caller, callee, keywords, passed, self._where))
         else:
             node.func.visit(self)
         in_use = self._where.in_use or bool(bound.member)

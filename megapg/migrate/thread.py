@@ -15,7 +15,7 @@ from megapg.migrate.carriers import PARAMETER, Carrier, Carriers, Node, in_order
 from megapg.migrate.facts import Call, Everything
 from megapg.migrate.migration import How, Root
 from megapg.migrate.project import Project
-from megapg.upstream.mapping import GROUP_PARAMETERS
+from megapg.upstream.mapping import ANY_GROUP, GROUP_PARAMETERS
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,9 @@ class Threads:
         call = edge.call
         if edge.callee not in self.taking or call.where.quotes:
             return False
-        if call.keywords & {PARAMETER, *GROUP_PARAMETERS}:  # the caller says which groups
+        if call.keywords & {PARAMETER, *ANY_GROUP} or GROUP_PARAMETERS.keys() & (
+            call.keywords | call.passed
+        ):  # the caller says which groups
             return False
         return self._is_real(edge.carrier) or edge.carrier.node in self.taking
 
