@@ -1,7 +1,7 @@
 """Reading the entries of a checkpoint's shards, with a check of each.
 
 An entry is an archive of ``torch.save`` with one tensor or object. ``.metadata`` has its place.
-megapg's manifest has its seal (see :mod:`megapg.checkpoint.archive`).
+megapg's manifest has its seal, a checksum (see :mod:`megapg.checkpoint.archive`).
 """
 
 from __future__ import annotations

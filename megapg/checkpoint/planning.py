@@ -1,8 +1,8 @@
 """Converts Megatron's sharded state dict to the entries that this rank writes or reads, and back.
 
-This is the only module that uses ``megatron.core.dist_checkpointing`` for this. Megatron's own code
-turns sharded tensors, objects and factories into items of a torch distributed checkpoint, so the
-files have Megatron's format. Only its collectives over WORLD are left out.
+``megatron.core.dist_checkpointing`` turns sharded tensors, objects and factories into items of a
+torch distributed checkpoint, so the files have Megatron's format. Only its collectives over WORLD
+are left out.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ Item: TypeAlias = tuple[WriteItem, torch.Tensor | io.BytesIO]
 def plan_save(state: State, share_among: ProcessGroup | None) -> tuple[list[Item], State]:
     """Return the entries that this rank writes, and the common state, which the leader writes.
 
-    The tensors are live. ``state`` is used up. The ranks of the group ``share_among`` hold the same
-    replicas and write a part of them each, after one exchange of names and shapes. If it is None,
-    the first rank writes them.
+    The entries refer to the tensors of ``state`` without a copy. ``state`` is changed, and must not
+    be used again. The ranks of the group ``share_among`` hold the same replicas and write a part of
+    them each, after one exchange of names and shapes. If it is None, the first rank writes them.
     """
     sharded, common = state_dict_utils.save_preprocess(state, False)
     if share_among is not None and share_among.size() > 1:

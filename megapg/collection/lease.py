@@ -43,7 +43,7 @@ class Lease:
     """States whether the groups may be used. Only the owner changes it.
 
     Attributes:
-        owner: the session, for messages.
+        owner: title of the owner, for messages: a session, adopted groups, or a function.
         generation: how often the owner's name was opened in this job, from 1.
         state: live; suspended, and the same groups will work again; closed, and they never will;
             failed, and they were aborted.
@@ -51,10 +51,10 @@ class Lease:
         pid: the process in which the groups live.
         timeout: seconds that the owner waits for other ranks; None if it has no such timeout.
         scratch: name -> data that users of the groups keep until the lease ends.
-        beside: groups that Megatron's own functions made while its globals showed this collection.
-            They stay when the owner re-creates its groups, and end when the owner closes.
-        before_beside_end: called when the owner closes, to add to ``beside`` the groups that were
-            made while the owner had none.
+        extra_groups: groups that Megatron's own functions made while its globals showed this
+            collection. They stay when the owner re-creates its groups, and end when it closes.
+        before_extra_end: called when the owner closes, to add groups to ``extra_groups`` that were
+            made while the owner's groups were suspended.
         before_end: called before the owner closes the groups, while they still work, with the error
             that it closes for, if any. Their exceptions are raised after the groups are closed.
         at_end: called before the owner closes the groups, or after it has lost them.
@@ -69,10 +69,8 @@ class Lease:
     pid: int = dataclasses.field(default_factory=os.getpid)
     timeout: float | None = None
     scratch: dict[str, object] = dataclasses.field(default_factory=dict, repr=False)
-    beside: list[ProcessGroup] = dataclasses.field(default_factory=list, repr=False)
-    before_beside_end: list[Callable[[], None]] = dataclasses.field(
-        default_factory=list, repr=False
-    )
+    extra_groups: list[ProcessGroup] = dataclasses.field(default_factory=list, repr=False)
+    before_extra_end: list[Callable[[], None]] = dataclasses.field(default_factory=list, repr=False)
     before_end: list[Callable[[BaseException | None], None]] = dataclasses.field(
         default_factory=list, repr=False
     )
@@ -115,7 +113,7 @@ class Lease:
 
     def succeed(self, successor: ProcessGroupCollection) -> list[Exception]:
         """Call ``at_succession`` with the new collection, after :meth:`end`. Return exceptions."""
-        successor.lease.beside, self.beside = self.beside, []
+        successor.lease.extra_groups, self.extra_groups = self.extra_groups, []
         self.since += f", and generation {successor.lease.generation} has taken their place"
         return _call_all(self.at_succession, successor)
 

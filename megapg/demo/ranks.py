@@ -47,7 +47,7 @@ class RankReport:
 def on_a_session(
     run: GPTRun, text: bytes, progress: Path, checkpoints: Checkpoints | None = None
 ) -> RankReport:
-    """Train on groups from a session, and list Megatron's reads of the globals, which show them."""
+    """Train on groups from a session, and list every read of the globals by Megatron-core."""
     train = _trainer()
     with megapg.session(name="warm-up"):  # opens the connection that outlives sessions by design
         pass

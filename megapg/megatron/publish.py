@@ -230,7 +230,7 @@ class _Publishing:
 
     def _note_made(self, block: _Block, answers: Mapping[str, object]) -> None:
         """Add groups that Megatron's functions made in the block to those that the session ends."""
-        block.lease.beside += filter(None, _groups_listed(answers)[block.listed :])
+        block.lease.extra_groups += filter(None, _groups_listed(answers)[block.listed :])
         block.listed = 1  # a list that is made again begins with WORLD
 
     def _note_shown(self, block: _Block) -> None:
@@ -251,13 +251,13 @@ class _Publishing:
         block.follow = partial(self._follow, block)
         block.note = partial(self._note_shown, block)
         block.lease.at_end.append(self._hide_ended)
-        block.lease.before_beside_end.append(block.note)
+        block.lease.before_extra_end.append(block.note)
         block.lease.at_succession.append(block.follow)
 
     def _listen_no_more(self, block: _Block) -> None:
         if block.follow is not None and block.note is not None:
             block.lease.at_end.remove(self._hide_ended)
-            block.lease.before_beside_end.remove(block.note)
+            block.lease.before_extra_end.remove(block.note)
             block.lease.at_succession.remove(block.follow)
             block.follow = block.note = None
 
@@ -353,7 +353,8 @@ def _answers(pg: ProcessGroupCollection, before: dict[str, object]) -> dict[str,
     hybrid = [name for name in pg.extras if name.startswith("hybrid.")]
     answers[HYBRID_GROUPS] = {int(name.removeprefix("hybrid.")): groups[name] for name in hybrid}
     every = [group for field in pg.present() for group in groups_behind(pg, field)]
-    answers[GROUP_LIST] = [None, *dict.fromkeys([*every, *pg.extras.values(), *pg.lease.beside])]
+    every += [*pg.extras.values(), *pg.lease.extra_groups]
+    answers[GROUP_LIST] = [None, *dict.fromkeys(every)]
     shared = before.get(MEMORY_BUFFER) if shares_globals_buffer(pg) else None
     answers[MEMORY_BUFFER] = owners_buffer(pg) if shared is None else shared
     if pg.layout is None:  # borrowed groups have none, so the globals' values stay

@@ -192,8 +192,8 @@ class Closing(abc.ABC):
         with steps.attempted("lease"):
             self._end(LeaseState.CLOSED, self._since() + (f", {reason}" if reason else ""))
         news = partial(self._add_news, error, coordinator, problems)
-        with steps.attempted("groups beside"):
-            _end_beside(self._lease, abort=abort is not None or alone)
+        with steps.attempted("extra groups"):
+            _end_extra_groups(self._lease, abort=abort is not None or alone)
         problems |= self._release(steps, news, abort, alone)
         self._world_owner = None
         problems = {rank: said for rank, said in problems.items() if said != ALONE}
@@ -348,18 +348,19 @@ class Closing(abc.ABC):
             self._made = [pair for pair in made if torch_private.knows(pair[1])]
 
 
-def _end_beside(lease: Lease, *, abort: bool) -> None:
+def _end_extra_groups(lease: Lease, *, abort: bool) -> None:
     """Destroy the extra groups that Megatron's functions made on this lease, newest first."""
     failures: list[Exception] = []
-    for add in lease.before_beside_end:
+    for add in lease.before_extra_end:
         add()
-    for group in reversed(lease.beside):
+    for group in reversed(lease.extra_groups):
         try:
             communicators_of_torch.end_one(group, abort=abort)
         except Exception as error:
             error.add_note(f"closing {group.group_desc or group.group_name}")
             failures.append(error)
-    lease.beside = list(filter(torch_private.knows, lease.beside))  # for another attempt
+    # Keep those that torch still knows, for another attempt.
+    lease.extra_groups = list(filter(torch_private.knows, lease.extra_groups))
     if failures:
         raise TeardownError(f"{len(failures)} groups could not be closed", failures)
 

@@ -116,7 +116,7 @@ SIGNATURES: Mapping[str, Mapping[int, str]] = {
     "is_pipeline_first_stage": _STAGE,
     "is_pipeline_last_stage": _STAGE,
     "is_rank_in_embedding_group": _STAGE,
-    # Functions without a field; mapping.py has the reasons.
+    # Functions that no field of a collection replaces; mapping.py has the reasons.
     "set_expert_model_parallel_world_size": {5: "world_size"},
     "set_tensor_model_parallel_world_size": {5: "world_size"},
     "set_pipeline_model_parallel_world_size": {5: "world_size"},
@@ -161,7 +161,7 @@ SIGNATURES: Mapping[str, Mapping[int, str]] = {
         11: "ranks=None, timeout=None, backend=None, pg_options=None, "
         "use_local_synchronization=False, group_desc=None"
     },
-    # Their parameters are a session's, and differ in every version.
+    # A session replaces them. Their parameters differ in every version.
     "initialize_model_parallel": {5: "..."},
     "RankGenerator": {7: "..."},
 }
