@@ -13,8 +13,6 @@ The steps:
 
 from __future__ import annotations
 
-import ast
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -124,12 +122,6 @@ class _Scans:
         self._problems = list(self.project.problems)
         names = {path: self.project.files[path] for path in self.project.mentioning(_MENTIONS)}
         self.mentioning = {p: n for p, n in names.items() if not f"/{n}".endswith(_OWN_MODULE)}
-        named = {Path(os.path.abspath(path)) for path in paths} & self.project.files.keys()
-        for path in sorted(named - self.mentioning.keys()):  # which no scan reads
-            try:
-                ast.parse(self.project.data(path) if path.suffix in (".py", ".pyi") else b"")
-            except (SyntaxError, ValueError, RecursionError):
-                self._problems.append(Problem(self.project.files[path], 0, "is no valid Python"))
 
     def find_uses(self) -> None:
         """Scan the files that mention the globals, and those that import them by other names."""
