@@ -19,7 +19,7 @@ from megapg.megatron.core import (
     core_version,
     parallel_state_module,
 )
-from megapg.megatron.tables import GROUP_GLOBALS, SCHEDULE_TESTS_CLASS
+from megapg.megatron.tables import HOLDS, SCHEDULE_TESTS_CLASS
 from megapg.megatron.watching import hook
 
 # Before 0.15 the core had several classes, each with some of the fields, under the same names.
@@ -89,10 +89,8 @@ def from_parallel_state() -> ProcessGroupCollection:
         MissingGroupError: ``parallel_state`` is not initialised.
     """
     hook.report("from_parallel_state")
-    globals_of_core = vars(parallel_state_module())
-    found: dict[str, object] = {}
-    for name, field in GROUP_GLOBALS.items():
-        found.setdefault(field, globals_of_core.get(name))
+    state = vars(parallel_state_module())
+    found = {field: state.get(name) for field, name in HOLDS.items()}
     if found["tp"] is None:
         raise MissingGroupError(
             "from_parallel_state(): megatron.core.parallel_state is not initialised. Open a "

@@ -42,6 +42,7 @@ from megapg.megatron.tables import (
     group_globals,
 )
 from megapg.megatron.watching.changes import PUBLISHED, settle
+from megapg.megatron.watching.hook import calling_instead
 from megapg.megatron.watching.stack import Running, running
 from megapg.upstream.mapping import RANK_GLOBALS
 
@@ -300,7 +301,8 @@ class _Publishing:
                     code = function.__code__
                     if not code.co_freevars:  # not a wrapper that hides its function
                         self._codes.append((function, code))
-                        function.__code__ = _refusing_code(code)
+                        run = partial(_refuse, function.__name__)
+                        function.__code__ = calling_instead(function, run)
 
 
 def _variables(state: Mapping[str, object]) -> dict[str, object]:
@@ -312,27 +314,8 @@ def _groups_listed(answers: Mapping[str, object]) -> list[ProcessGroup | None]:
     return cast("list[ProcessGroup | None] | None", answers.get(GROUP_LIST)) or []
 
 
-def _refusing_code(code: CodeType) -> CodeType:
-    """Return code that raises, with the same parameters for callers."""
-    body = _refuse.__code__
-    return code.replace(
-        co_code=body.co_code,
-        co_consts=tuple(__name__ if value == "here" else value for value in body.co_consts),
-        co_names=body.co_names,
-        co_stacksize=body.co_stacksize,
-        co_exceptiontable=body.co_exceptiontable,
-        co_linetable=body.co_linetable,
-    )
-
-
-def _refuse() -> None:
-    # No variables: it runs with the variables and the globals of another function.
-    __import__("here", fromlist=["refusal"]).refusal()
-
-
-def refusal() -> NoReturn:
-    """Raise PublishedError for the function of ``parallel_state`` that calls this, with advice."""
-    name = sys._getframe(1).f_code.co_name
+def _refuse(name: str, arguments: object) -> NoReturn:
+    """Raise PublishedError for a call of the function ``name`` of ``parallel_state``."""
     advice = next(text for prefix, text in OWNERS_CALLS.items() if name.startswith(prefix))
     raise PublishedError(
         f"parallel_state.{name}() inside published(): the globals hold groups that belong to "

@@ -33,6 +33,9 @@ GROUP_GLOBALS: Mapping[str, str] = {
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "intra_expt_dp",
 }
 
+HOLDS: Mapping[str, str] = {field: name for name, field in reversed([*GROUP_GLOBALS.items()])}
+"""Field -> the global that holds its group: the first of several."""
+
 # The fields of the last three if 0.19 shards weights over more than one rank of the grid. With
 # context parallelism as well, no field has the ranks of the first one.
 _WITH_REMAT: Mapping[str, tuple[str, str]] = {

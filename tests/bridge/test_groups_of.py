@@ -33,7 +33,6 @@ from megapg.errors import (
     NoCollectionError,
     StaleGroupError,
     UnknownFieldError,
-    UnsupportedOptionError,
 )
 from megapg.megatron import (
     GlobalGroups,
@@ -49,7 +48,7 @@ from megapg.megatron import (
 from megapg.megatron.core import installed_version
 from megapg.megatron.reading.resolve import POLICY_VARIABLE
 from megapg.megatron.tables import OLDEST_CORE
-from megapg.testing import fake_collection, megatron_on_cpu, run_distributed
+from megapg.testing import fake_collection, megatron_on_cpu
 
 OLD = installed_version()[:2] < OLDEST_CORE
 pytestmark = pytest.mark.contract
@@ -282,28 +281,6 @@ def test_what_the_core_leaves_unset_is_not_held(pg):
     with no_globals():
         assert groups_of(owner, "tp").present() == ("tp",)
         assert groups_of(owner, "tp", "dp") is pg
-
-
-def _one_step_each_way():
-    from megatron.core.transformer.module import Float16Module
-
-    with megatron_on_cpu(), megapg.session(tp=2) as session, no_globals():
-        model = build_gpt(session.groups)
-        chunks = [Float16Module(model.config, model)]
-        sums = []
-        for field in ("tp", "dp"):
-            value = torch.tensor([dist.get_rank()])
-            dist.all_reduce(value, group=getattr(groups_of(chunks, field), field))
-            sums.append(int(value))
-    with pytest.raises(StaleGroupError, match=r"^groups_of\(GPTModel\): "):
-        groups_of(chunks, "tp")
-    return sums
-
-
-@needs_injection
-def test_real_ranks_talk_on_what_the_model_carries():
-    results = run_distributed(_one_step_each_way, 2, env={"PYTHONWARNINGS": "ignore"})
-    assert results == [[1, 0], [1, 1]]
 
 
 # -- attributes with groups ------------------------------------------------------------------------
@@ -630,32 +607,6 @@ def test_the_warning_names_the_class_and_what_to_do(owner, named, advice):
     assert advice in str(caught[0].message)
 
 
-@pytest.mark.usefixtures("initialised")
-def test_the_policy_decides(monkeypatch):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with globals_policy("silent"):
-            assert rank(Takes()) == 1
-        with pytest.raises(GlobalGroupsWarning):
-            rank(Takes())
-        view = clip(Takes())
-    for _ in range(2):  # on every call
-        with globals_policy("error"), pytest.raises(NoCollectionError) as caught:
-            assert hasattr(view, "tp")
-    for part in (
-        "Takes carries no collection with tp, dp, which clip asks groups_of() for",
-        f"{__file__}:{clip.__code__.co_firstlineno + 1}",
-        "MEGAPG_GLOBALS=error",
-        "Takes(..., pg_collection=pg)",
-    ):
-        assert part in str(caught.value)
-    monkeypatch.setenv(POLICY_VARIABLE, "loud")
-    with pytest.raises(UnsupportedOptionError, match=f"{POLICY_VARIABLE}: 'loud'"):
-        rank(Takes())
-    with pytest.raises(UnknownFieldError, match="'tpp' is no field"):
-        groups_of(None, "tpp")
-
-
 @pytest.mark.parametrize("policy", ["warn", "error", "silent"])
 def test_without_globals_nothing_is_raised_before_a_field_is_read(policy):
     """The call may come before ``if not is_initialized(): return``."""
@@ -683,19 +634,6 @@ def test_without_globals_nothing_is_raised_before_a_field_is_read(policy):
             assert view.tp is parallel_state.get_tensor_model_parallel_group()
 
 
-def test_a_guard_behind_the_call_works():
-    def norm(model):
-        view = groups_of(model, "tp")
-        if not parallel_state.model_parallel_is_initialized():
-            return "no groups"
-        return view.size("tp")
-
-    with globals_policy("silent"):
-        assert norm(Takes()) == "no groups"
-        with initialised_megatron(3, 8, 2):
-            assert norm(Takes()) == 2
-
-
 READS = {
     "a field": lambda view: view.tp,
     "a field, asked about": lambda view: hasattr(view, "dp"),
@@ -716,8 +654,6 @@ READS = {
     "a stage": getters.is_pipeline_first_stage,
     "a neighbour": getters.pipeline_next_rank,
     "a predicate": getters.model_parallel_is_initialized,
-    "the first decoder": getters.pipeline_decoder_start,
-    "the split": getters.pipeline_split_rank,
     "the encoder": getters.is_inside_encoder,
     "embeddings": getters.embedding_ranks,
     "a group chosen by flags": getters.data_group,
@@ -744,18 +680,6 @@ def test_what_is_said_waits_for_the_first_read_and_is_said_once(ask):
     assert "resolve" not in {read.getter for read in trace.reads}
 
 
-@pytest.mark.usefixtures("initialised")
-@pytest.mark.parametrize("ask", ["rank", "size"])
-def test_what_was_set_in_place_of_a_group_is_a_read_too(ask):
-    parallel_state.set_tensor_model_parallel_rank(0)
-    parallel_state.set_tensor_model_parallel_world_size(7)
-    view = clip(Takes())
-    with globals_policy("error"), pytest.raises(NoCollectionError):
-        getattr(view, ask)("tp")
-    with globals_policy("silent"):
-        assert getattr(view, ask)("tp") == {"rank": 0, "size": 7}[ask]
-
-
 NO_READS = {
     "nothing": lambda view: None,
     "passed on to resolve": lambda view: resolve(view, needs=("tp",)),
@@ -776,26 +700,6 @@ def test_where_nothing_is_read_nothing_has_happened(use, monkeypatch):
         warnings.simplefilter("error")
         use(clip(Takes()))
     assert trace.reads == ()
-
-
-@pytest.mark.usefixtures("initialised")
-def test_a_read_elsewhere_is_told_of_the_call_also_when_that_has_returned():
-    def later(view):
-        return view.rank("tp")
-
-    views, lines = [], []
-    for _ in range(2):
-        views += [clip(Takes()), groups_of(None, "tp")]
-        lines.append(here() - 1)
-    with globals_policy("silent"), trace_global_reads() as trace:
-        assert [later(view) for view in views] == [1] * 4
-    told = [read for read in trace.reads if read.getter == "resolve"]
-    assert {(read.function, read.line, read.count) for read in told} == {
-        ("clip", clip.__code__.co_firstlineno + 1, 2),
-        ("test_a_read_elsewhere_is_told_of_the_call_also_when_that_has_returned", lines[0], 2),
-    }
-    (read,) = [read for read in trace.reads if read.getter != "resolve"]
-    assert (read.function.rpartition(".")[2], read.count) == ("later", 4)
 
 
 @pytest.mark.usefixtures("initialised")
@@ -889,13 +793,9 @@ ODD = {
 def test_odd_owners_are_survived(odd):
     with pytest.warns(GlobalGroupsWarning):
         assert groups_of(odd(), "tp").rank("tp") == 1
-
-
-@pytest.mark.parametrize("odd", ODD.values(), ids=list(ODD))
-def test_what_is_beside_odd_things_is_found(odd, pg):
-    carrier = types.SimpleNamespace(pg_collection=pg)
+    carrier = types.SimpleNamespace(pg_collection=megapg.from_parallel_state())
     with no_globals():
-        assert groups_of([odd(), carrier], "tp") is pg
+        assert groups_of([odd(), carrier], "tp") is carrier.pg_collection
 
 
 def test_only_properties_that_may_give_a_collection_are_run(pg):
@@ -945,24 +845,7 @@ def test_errors_of_megapg_in_a_property_come_through():
         groups_of(Standing(), "tp").rank("tp")
 
 
-# -- tracing ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("initialised")
-def test_a_trace_sees_the_fallback_and_no_other():
-    carrier = types.SimpleNamespace(pg_collection=megapg.from_parallel_state())
-    with globals_policy("silent"), trace_global_reads() as trace:
-        clip(carrier).rank("tp")
-        view = clip(Takes())
-        view.rank("tp")
-    found = [
-        (read.getter, read.function, read.line, read.field, read.module) for read in trace.reads
-    ]
-    line = clip.__code__.co_firstlineno + 1
-    assert ("resolve", "clip", line, "tp, dp", __name__) in found
-    assert len(found) == 2  # and the read by the view
-    (read,) = [read for read in trace.reads if read.getter == "resolve"]
-    assert read.replacement == "pg_collection= in the call of Takes"
+# -- a ban -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("initialised")
@@ -976,13 +859,6 @@ def test_a_ban_stops_the_fallback_and_no_other():
             rank(Takes())
     with globals_policy("silent"), forbid_global_reads(allow=[__name__]):
         assert rank(Takes()) == 1
-
-
-def test_a_ban_lets_a_call_in_front_of_a_guard_through():
-    with forbid_global_reads():
-        view = clip(Takes())
-        with pytest.raises(GlobalReadError):
-            _ = view.tp
 
 
 @needs_injection

@@ -6,7 +6,8 @@ functions are part of :mod:`megapg.megatron.getters`.
 
 from __future__ import annotations
 
-from typing import cast, overload
+from collections.abc import Callable
+from typing import cast
 
 from megapg.collection import ProcessGroup, ProcessGroupCollection
 from megapg.megatron.getters.asking import (
@@ -15,6 +16,11 @@ from megapg.megatron.getters.asking import (
     is_the_globals_pipeline,
     present_group,
     view_of,
+)
+from megapg.megatron.getters.stages import (
+    pipeline_last_rank,
+    pipeline_next_rank,
+    pipeline_prev_rank,
 )
 from megapg.megatron.reading.global_groups import GlobalGroups, held_now
 
@@ -33,9 +39,6 @@ __all__ = [
     "pipeline_split_rank",
 ]
 
-_SPLIT_RANK = "_PIPELINE_MODEL_PARALLEL_SPLIT_RANK"
-_DECODER_START = "_PIPELINE_MODEL_PARALLEL_DECODER_START"
-
 _INTER_PARTIAL = "_INTER_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"  # up to 0.12
 
 
@@ -50,22 +53,11 @@ def pipeline_or_pipelines(pg: ProcessGroupCollection) -> ProcessGroup | list[Pro
     return pg.pp
 
 
-@asks("get_pipeline_model_parallel_next_rank")
-def pipeline_next_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
-    """Return ``get_pipeline_model_parallel_next_rank()``: a rank, or one for each pipeline."""
-    return pg.ranks("pp")[(pg.rank("pp") + 1) % pg.size("pp")]
-
-
-@asks("get_pipeline_model_parallel_prev_rank")
-def pipeline_prev_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
-    """Return ``get_pipeline_model_parallel_prev_rank()``: a rank, or one for each pipeline."""
-    return pg.ranks("pp")[(pg.rank("pp") - 1) % pg.size("pp")]
-
-
-@asks("get_pipeline_model_parallel_last_rank")
-def pipeline_last_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
-    """Return ``get_pipeline_model_parallel_last_rank()``: a rank, or one for each pipeline."""
-    return pg.ranks("pp")[pg.size("pp") - 1]
+# The same functions, typed for code that accepts a rank for each pipeline.
+_RankOrRanks = Callable[[ProcessGroupCollection], int | list[int]]
+pipeline_next_rank_or_ranks: _RankOrRanks = pipeline_next_rank
+pipeline_prev_rank_or_ranks: _RankOrRanks = pipeline_prev_rank
+pipeline_last_rank_or_ranks: _RankOrRanks = pipeline_last_rank
 
 
 def pipeline_split_rank(pg: ProcessGroupCollection) -> int | None:
@@ -74,7 +66,7 @@ def pipeline_split_rank(pg: ProcessGroupCollection) -> int | None:
     For borrowed groups, the globals answer if the pipeline is theirs. All other collections, and
     Megatron-core from 0.14 on, have no such split. The same holds for the functions below.
     """
-    return _of_split(pg, "get_pipeline_model_parallel_split_rank", _SPLIT_RANK)
+    return cast(int | None, _of_split(pg, "get_pipeline_model_parallel_split_rank", None))
 
 
 def pipeline_decoder_start(pg: ProcessGroupCollection) -> int | None:
@@ -82,79 +74,52 @@ def pipeline_decoder_start(pg: ProcessGroupCollection) -> int | None:
 
     None if the encoder has no separate stages.
     """
-    return _of_split(pg, "get_pipeline_model_parallel_decoder_start", _DECODER_START)
+    return cast(int | None, _of_split(pg, "get_pipeline_model_parallel_decoder_start", None))
 
 
-@asks("is_pipeline_stage_before_split")
 def is_pipeline_stage_before_split(pg: ProcessGroupCollection, rank: int | None = None) -> bool:
     """True if a stage runs the encoder, as ``is_pipeline_stage_before_split()``.
 
     The stage is ``rank``. Default: this rank's.
     """
-    split, stage = pipeline_split_rank(pg), _one_of_several(pg, rank)
-    return split is None or stage is None or stage < split
+    return bool(_of_split(pg, "is_pipeline_stage_before_split", True, rank=rank))
 
 
-@asks("is_pipeline_stage_after_split")
 def is_pipeline_stage_after_split(pg: ProcessGroupCollection, rank: int | None = None) -> bool:
     """True if the stage ``rank`` runs the decoder, as ``is_pipeline_stage_after_split()``."""
-    split, stage = pipeline_split_rank(pg), _one_of_several(pg, rank)
-    return split is None or stage is None or stage >= split
+    return bool(_of_split(pg, "is_pipeline_stage_after_split", True, rank=rank))
 
 
-@asks("is_pipeline_stage_at_split")
 def is_pipeline_stage_at_split(pg: ProcessGroupCollection) -> bool:
     """True if this stage is the encoder's last, as ``is_pipeline_stage_at_split()``."""
-    rank = pg.rank("pp")
-    return is_pipeline_stage_before_split(pg, rank) and is_pipeline_stage_after_split(pg, rank + 1)
+    return bool(_of_split(pg, "is_pipeline_stage_at_split", True))
 
 
-@asks("is_inside_encoder")
 def is_inside_encoder(pg: ProcessGroupCollection, rank: int | None = None) -> bool:
     """True if a stage runs the encoder, as ``is_inside_encoder()``.
 
     The stage is ``rank``. Default: this rank's. If the encoder has no separate stages, the first
     stage runs it.
     """
-    start, stage = pipeline_decoder_start(pg), _one_of_several(pg, rank)
-    if stage is None:
-        return True
-    if start is None:
-        return stage == 0
-    return stage < start
+    first = pg.size("pp") == 1 or (pg.rank("pp") if rank is None else rank) == 0
+    return bool(_of_split(pg, "is_inside_encoder", first, rank=rank))
 
 
-@asks("is_inside_decoder")
 def is_inside_decoder(pg: ProcessGroupCollection, rank: int | None = None) -> bool:
     """True if the stage ``rank`` runs the decoder, as ``is_inside_decoder()``."""
-    start, stage = pipeline_decoder_start(pg), _one_of_several(pg, rank)
-    return start is None or stage is None or stage >= start
+    return bool(_of_split(pg, "is_inside_decoder", True, rank=rank))
 
 
-def _of_split(pg: ProcessGroupCollection, getter: str, variable: str) -> int | None:
-    if not is_the_globals_pipeline(pg):
-        return None
-    asked = can_be_asked(getter)
-    return cast(int | None, view_of(pg).ask(getter) if asked else view_of(pg).read(variable))
+def _of_split(
+    pg: ProcessGroupCollection, getter: str, without: object, **arguments: object
+) -> object:
+    """Return the getter's answer if the pipeline is the globals', else ``without``."""
+    if is_the_globals_pipeline(pg) and can_be_asked(getter, arguments):
+        return view_of(pg).ask(getter, **arguments)
+    return without
 
 
-def _one_of_several(pg: ProcessGroupCollection, given: int | None) -> int | None:
-    """Return the stage in question; None in a pipeline of one stage, which does everything."""
-    if pg.size("pp") == 1:
-        return None
-    return pg.rank("pp") if given is None else given
-
-
-@overload
-def inter_partial_data_group(pg: ProcessGroupCollection) -> ProcessGroup: ...
-
-
-@overload
-def inter_partial_data_group(
-    pg: ProcessGroupCollection, *, check_initialized: bool
-) -> ProcessGroup | None: ...
-
-
+@asks("get_inter_partial_data_parallel_group")
 def inter_partial_data_group(
     pg: ProcessGroupCollection, *, check_initialized: bool = True
 ) -> ProcessGroup | None:
@@ -163,10 +128,6 @@ def inter_partial_data_group(
     Those versions have a variable of another name for it. Otherwise as
     :func:`~megapg.megatron.getters.present_group`.
     """
-    if isinstance(pg, GlobalGroups):
-        getter = "get_inter_partial_data_parallel_group"
-        if check_initialized and can_be_asked(getter):
-            return cast(ProcessGroup, pg.ask(getter))
-        if held_now(_INTER_PARTIAL):
-            return cast(ProcessGroup, pg.read(_INTER_PARTIAL))
+    if isinstance(pg, GlobalGroups) and held_now(_INTER_PARTIAL):
+        return cast(ProcessGroup, pg.read(_INTER_PARTIAL))
     return present_group(pg, "inter_dist_opt", check_initialized=check_initialized)

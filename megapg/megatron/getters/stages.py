@@ -8,7 +8,6 @@ from typing import cast
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import LayoutError, UnknownStageError
 from megapg.megatron.core import installed_version
-from megapg.megatron.getters import before_014
 from megapg.megatron.getters.asking import asks, is_the_globals_pipeline, view_of
 from megapg.megatron.reading.global_groups import GlobalGroups
 from megapg.megatron.tables import TAKES_VP_STAGE, VIRTUAL_PIPELINE_RANK
@@ -130,31 +129,32 @@ def pipeline_first_rank(pg: ProcessGroupCollection) -> int:
     return pg.ranks("pp")[0]
 
 
+@asks("get_pipeline_model_parallel_last_rank")
 def pipeline_last_rank(pg: ProcessGroupCollection) -> int:
-    """Return ``get_pipeline_model_parallel_last_rank()``: the global rank of the last stage."""
-    return _in_one_pipeline(pg, before_014.pipeline_last_rank_or_ranks(pg))
+    """Return ``get_pipeline_model_parallel_last_rank()``: the global rank of the last stage.
+
+    Up to Megatron-core 0.13 a rank can be in several pipelines. The globals then answer with a list
+    of ranks. The same holds for the two functions below.
+    """
+    return pg.ranks("pp")[-1]
 
 
+@asks("get_pipeline_model_parallel_next_rank")
 def pipeline_next_rank(pg: ProcessGroupCollection) -> int:
     """Return ``get_pipeline_model_parallel_next_rank()``: the global rank of the next stage.
 
     After the last stage comes the first, unlike in Megatron-core's ``get_pp_next_rank(pg.pp)``.
     """
-    return _in_one_pipeline(pg, before_014.pipeline_next_rank_or_ranks(pg))
+    return pg.ranks("pp")[(pg.rank("pp") + 1) % pg.size("pp")]
 
 
+@asks("get_pipeline_model_parallel_prev_rank")
 def pipeline_prev_rank(pg: ProcessGroupCollection) -> int:
     """Return ``get_pipeline_model_parallel_prev_rank()``: the global rank of the previous stage.
 
     Before the first stage comes the last, unlike in Megatron-core's ``get_pp_prev_rank(pg.pp)``.
     """
-    return _in_one_pipeline(pg, before_014.pipeline_prev_rank_or_ranks(pg))
-
-
-def _in_one_pipeline(pg: ProcessGroupCollection, found: int | list[int]) -> int:
-    if isinstance(found, list):
-        pg.ranks("pp")  # raises the right error
-    return cast(int, found)
+    return pg.ranks("pp")[(pg.rank("pp") - 1) % pg.size("pp")]
 
 
 @asks("is_rank_in_embedding_group", why=_chunk)

@@ -35,13 +35,10 @@ from megapg.megatron.core import (
     parallel_state_module,
     parameters_of,
 )
-from megapg.megatron.tables import ALWAYS_SET, GETTERS, GROUP_GLOBALS, HYBRID_GROUPS
+from megapg.megatron.tables import ALWAYS_SET, GETTERS, HOLDS, HYBRID_GROUPS
 from megapg.megatron.watching import hook
 
 _Getter = Callable[..., object]
-
-# field -> the global that holds it; the first, if there are several.
-_GLOBALS: Mapping[str, str] = {field: name for name, field in reversed([*GROUP_GLOBALS.items()])}
 
 # If one of these is set, parallel_state is initialised, at least in part. Many other globals do not
 # show this, because destroy_model_parallel() does not reset them.
@@ -341,13 +338,13 @@ def value_in_globals(field: str) -> ProcessGroup | None:
 
     The read is not reported: it only serves to compare groups.
     """
-    held = held_now(_GLOBALS.get(field, ""))
+    held = held_now(HOLDS.get(field, ""))
     return held if isinstance(held, dist.ProcessGroup) else None
 
 
 def several_pipelines() -> Sequence[ProcessGroup] | None:
     """Return the groups of a rank in several pipelines, else None. The read is not reported."""
-    held = held_now(_GLOBALS["pp"])
+    held = held_now(HOLDS["pp"])
     return held if isinstance(held, list) else None
 
 

@@ -356,77 +356,63 @@ def pipeline_or_pipelines(pg: ProcessGroupCollection) -> Any:
 
 
 def pipeline_next_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
-    """For ``get_pipeline_model_parallel_next_rank()``, likewise a rank for each pipeline."""
-    if pg.passed is None:
-        return cast("int | list[int]", _globals().get_pipeline_model_parallel_next_rank())
+    """For ``get_pipeline_model_parallel_next_rank()``, which likewise may return a list."""
     return pipeline_next_rank(pg)
 
 
 def pipeline_prev_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
     """For ``get_pipeline_model_parallel_prev_rank()``, likewise."""
-    if pg.passed is None:
-        return cast("int | list[int]", _globals().get_pipeline_model_parallel_prev_rank())
     return pipeline_prev_rank(pg)
 
 
 def pipeline_last_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
     """For ``get_pipeline_model_parallel_last_rank()``, likewise."""
-    if pg.passed is None:
-        return cast("int | list[int]", _globals().get_pipeline_model_parallel_last_rank())
     return pipeline_last_rank(pg)
 
 
 def pipeline_split_rank(pg: ProcessGroupCollection) -> int | None:
     """For ``get_pipeline_model_parallel_split_rank()``: the first stage of the decoder, or None."""
-    return _of_split(pg, "PIPELINE_MODEL_PARALLEL_SPLIT_RANK")
+    return cast("int | None", _of_split(pg, "get_pipeline_model_parallel_split_rank", None))
 
 
 def pipeline_decoder_start(pg: ProcessGroupCollection) -> int | None:
-    """For ``get_pipeline_model_parallel_decoder_start()``, where the encoder has own stages."""
-    return _of_split(pg, "PIPELINE_MODEL_PARALLEL_DECODER_START")
-
-
-def _of_split(pg: ProcessGroupCollection, name: str) -> int | None:
-    """What only the globals know of a pipeline, if it is theirs; some cores have no getter."""
-    if not _is_of_globals(pg, "pp"):
-        return None
-    getter = getattr(_globals(), f"get_{name.lower()}", None)
-    found: int | None = getter() if getter else getattr(_globals(), f"_{name}", None)
-    return found
+    """For ``get_pipeline_model_parallel_decoder_start()``, if the encoder has separate stages."""
+    return cast("int | None", _of_split(pg, "get_pipeline_model_parallel_decoder_start", None))
 
 
 def is_pipeline_stage_before_split(pg: ProcessGroupCollection, *, rank: int | None = None) -> bool:
-    """For ``is_pipeline_stage_before_split()``: whether a stage runs the encoder."""
-    if _is_of_globals(pg, "pp"):
-        return cast(bool, _globals().is_pipeline_stage_before_split(rank=rank))
-    return True  # other pipelines have no split
+    """For ``is_pipeline_stage_before_split()``: True if a stage runs the encoder."""
+    return bool(_of_split(pg, "is_pipeline_stage_before_split", True, rank=rank))
 
 
 def is_pipeline_stage_after_split(pg: ProcessGroupCollection, *, rank: int | None = None) -> bool:
-    """For ``is_pipeline_stage_after_split()``: whether a stage runs the decoder."""
-    if _is_of_globals(pg, "pp"):
-        return cast(bool, _globals().is_pipeline_stage_after_split(rank=rank))
-    return True
+    """For ``is_pipeline_stage_after_split()``: True if a stage runs the decoder."""
+    return bool(_of_split(pg, "is_pipeline_stage_after_split", True, rank=rank))
 
 
 def is_pipeline_stage_at_split(pg: ProcessGroupCollection) -> bool:
-    """For ``is_pipeline_stage_at_split()``: whether this stage is the encoder's last."""
-    if _is_of_globals(pg, "pp"):
-        return cast(bool, _globals().is_pipeline_stage_at_split())
-    return True
+    """For ``is_pipeline_stage_at_split()``: True if this stage is the encoder's last."""
+    return bool(_of_split(pg, "is_pipeline_stage_at_split", True))
 
 
 def is_inside_encoder(pg: ProcessGroupCollection, *, rank: int | None = None) -> bool:
-    """For ``is_inside_encoder()``: whether a stage runs the encoder, which is the first where it
-    has no stages of its own.
+    """For ``is_inside_encoder()``: True if a stage runs the encoder. If the encoder has no separate
+    stages, this is the first stage.
     """
-    if _is_of_globals(pg, "pp"):
-        return cast(bool, _globals().is_inside_encoder(rank=rank))
-    return pg.size("pp") == 1 or (pg.rank("pp") if rank is None else rank) == 0
+    first = pg.size("pp") == 1 or (pg.rank("pp") if rank is None else rank) == 0
+    return bool(_of_split(pg, "is_inside_encoder", first, rank=rank))
 
 
 def is_inside_decoder(pg: ProcessGroupCollection, *, rank: int | None = None) -> bool:
-    """For ``is_inside_decoder()``: whether a stage runs the decoder."""
-    if _is_of_globals(pg, "pp"):
-        return cast(bool, _globals().is_inside_decoder(rank=rank))
-    return True
+    """For ``is_inside_decoder()``: True if a stage runs the decoder."""
+    return bool(_of_split(pg, "is_inside_decoder", True, rank=rank))
+
+
+def _of_split(
+    pg: ProcessGroupCollection, name: str, without: object, **arguments: object
+) -> object:
+    """The getter's answer if the pipeline is the globals', else ``without``: other pipelines, and
+    Megatron-core from 0.14 on, have no separate stages for encoders.
+    """
+    getter = getattr(_globals(), name, None) if _is_of_globals(pg, "pp") else None
+    return without if getter is None else getter(**arguments)

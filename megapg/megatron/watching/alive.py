@@ -9,14 +9,11 @@ from megapg.collection import LeaseState
 from megapg.collection.membership import known_ranks
 from megapg.megatron.core import globals_of_core
 from megapg.megatron.publish import hidden_by_published
-from megapg.megatron.tables import ALWAYS_SET, GROUP_GLOBALS
+from megapg.megatron.tables import ALWAYS_SET, HOLDS
 from megapg.ownership.closing import open_owners
 
 Ranks: TypeAlias = tuple[int, ...]
 """Global ranks of one group. Empty if this rank is outside; for ``hcp`` all levels in a row."""
-
-HOLDS: Mapping[str, str] = {field: name for name, field in reversed([*GROUP_GLOBALS.items()])}
-"""Field -> the global that holds its group: the first of several."""
 
 # Fields whose global is None on ranks that are in no such group.
 _OUTSIDE = ("embd", "pos_embd")

@@ -17,9 +17,9 @@ from megapg.collection import ProcessGroupCollection
 from megapg.layout import GroupName
 from megapg.megatron.core import globals_of_core, parallel_state_module
 from megapg.megatron.publish import innermost
-from megapg.megatron.tables import GLOO_GLOBALS, GROUP_IF_NONE, HYBRID_GROUPS, USED_IF
+from megapg.megatron.tables import GLOO_GLOBALS, GROUP_IF_NONE, HOLDS, HYBRID_GROUPS, USED_IF
 from megapg.megatron.watching.advice import replacement
-from megapg.megatron.watching.alive import HOLDS, NUMBERS, Ranks, ranks_in_globals, ranks_of
+from megapg.megatron.watching.alive import NUMBERS, Ranks, ranks_in_globals, ranks_of
 from megapg.megatron.watching.changes import set_at
 from megapg.megatron.watching.forbid import is_below
 from megapg.megatron.watching.stack import SINGLE_GROUPS, Carried, Running, Search, running
