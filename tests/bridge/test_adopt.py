@@ -588,20 +588,6 @@ def test_groups_are_ended_in_reverse_and_every_one_is_attempted(monkeypatch):
         assert registry() == {dist.group.WORLD}
 
 
-def test_a_listener_that_fails_keeps_nothing_open():
-    def fail():
-        raise KeyError("a listener's own")
-
-    with fake_world(0, 4):
-        alone(tensor_model_parallel_size=2)
-        owner = adopt()
-        owner.groups.lease.at_end.append(fail)
-        with raises(TeardownError, "a listener's own"):
-            owner.close()
-        assert registry() == {dist.group.WORLD}
-        assert state() == FRESH
-
-
 @pytest.mark.parametrize("timeout", [0, -1, True, "60", float("nan"), float("inf")])
 def test_a_timeout_is_a_number_of_seconds(timeout):
     with pytest.raises(SessionError, match="a finite number above 0"):

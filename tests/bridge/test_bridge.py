@@ -7,14 +7,12 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection as CoreCollection
 
 from megapg.collection import ProcessGroupCollection
-from megapg.communicators.backends import BACKENDS
 from megapg.communicators.options import CommunicatorOptions
 from megapg.errors import MissingGroupError, UnsupportedOptionError
 from megapg.layout import FIELDS
@@ -185,17 +183,6 @@ def test_schedule_collection_is_what_the_schedules_of_this_core_take(pg):
         enter_schedule(schedule_collection(pg))
     # No twin if the schedule accepts the frozen collection.
     assert (schedule_collection(pg) is pg) == (core_version() < (0, 17))
-
-
-def test_where_the_core_writes_to_a_collection_it_takes_to_megatron(pg):
-    """resharding/refit.py: 0.19.2:195, 0.16.1:104 fill in a missing ``dp`` from the globals."""
-    part = ProcessGroupCollection.from_groups(tp=pg.tp)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        part.dp = pg.dp
-    core = to_megatron(part)
-    assert getattr(core, "dp", None) is None
-    core.dp = pg.dp
-    assert not hasattr(part, "dp")
 
 
 def test_from_parallel_state(globals_of_a_layout):
@@ -380,18 +367,3 @@ def test_a_part_of_the_world_is_an_offset_and_a_size():
 def test_session_arguments_refuses_by_name(arguments, message):
     with pytest.raises(UnsupportedOptionError, match=message):
         session_arguments(**arguments)
-
-
-def test_nccl_options_become_torchs_where_torch_has_nccl():
-    translate = BACKENDS["nccl"].options
-    assert translate("tp", CommunicatorOptions()) is None
-    options = CommunicatorOptions(max_ctas=8, net_name="Socket", is_high_priority_stream=True)
-    if not dist.is_nccl_available():
-        with pytest.raises(UnsupportedOptionError, match="tp: this torch was built without NCCL"):
-            translate("tp", options)
-        return
-    made = translate("tp", options)
-    assert made.is_high_priority_stream
-    assert (made.config.max_ctas, made.config.net_name) == (8, "Socket")
-    with pytest.raises(UnsupportedOptionError, match="net_name='tin cans'"):
-        translate("tp", CommunicatorOptions(net_name="tin cans"))

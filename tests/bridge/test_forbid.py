@@ -2,12 +2,9 @@
 
 import functools
 import re
-import threading
 import types
 
 import pytest
-import torch
-from engine_threads import Nested, started_by_python
 from megatron.core.parallel_state import get_tensor_model_parallel_group as bound_early
 
 import megapg
@@ -108,13 +105,6 @@ def test_an_unknown_variable_gets_an_answer_too(pg, monkeypatch):
     monkeypatch.setattr(parallel_state, "_OF_A_FORK", 1, raising=False)
     with forbid_global_reads(), pytest.raises(GlobalReadError, match="Write what your own coll"):
         _ = parallel_state._OF_A_FORK
-
-
-def test_writing_is_not_reading(pg):
-    with forbid_global_reads():
-        parallel_state.set_tensor_model_parallel_rank(0)
-        parallel_state._MPU_TENSOR_MODEL_PARALLEL_RANK = None
-        assert parallel_state.set_data_parallel_rank
 
 
 def build(pg_collection=None):
@@ -225,16 +215,3 @@ def test_a_trace_records_what_a_ban_forbids_whichever_began_first(pg):
         bound_early()  # the ban has ended, the trace has not
     assert active() is None
     assert [read.count for read in trace.reads] == [1]
-
-
-def test_backward_threads_of_the_engine(pg):
-    threads = []
-
-    def work():
-        threads.append(threading.get_ident())
-        bound_early()
-
-    output = Nested.apply(torch.ones(1, requires_grad=True), 80, work)
-    with forbid_global_reads(), pytest.raises(GlobalReadError, match=r"work reads"):
-        output.backward()
-    assert threads[0] not in started_by_python()

@@ -35,7 +35,7 @@ UNTIED = {"untie_embeddings_and_output_weights": True}
 # one norm of all gradients instead of two, which rounds differently.
 ONE_NORM = "tp2 expt_tp1, one norm"
 
-# The last test is about context parallelism, which is not in this list.
+# No case has context parallelism: on a CPU, upstream has no attention for it.
 CASES = {
     2: {
         "tp2": {**TP, **SEQUENCE, **DISTRIBUTED},
@@ -180,29 +180,6 @@ def test_what_one_saves_the_other_resumes(tmp_path):
 # -- a session without a companion -----------------------------------------------------------------
 
 
-PASSED = """
-    session = megapg.megatron.session_from_args(args, get_embedding_ranks=get_embedding_ranks)
-    with session, megapg.published(session.groups) as pg:
-        pretrain(
-            config, datasets, ModelType.encoder_or_decoder, forward_step,
-            pg_collection=pg, skip_model_parallel_init=True,
-        )
-"""
-
-
-def with_groups_passed():
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    from pretraining import on_a_session, words
-
-    return on_a_session(words(**CASES[2]["tp2"]), PASSED).trained()
-
-
-def test_the_groups_may_be_passed_too(found):
-    passed = in_ranks(with_groups_passed, 2)
-    assert passed == [rank["tp2"]["globals"][0] for rank in found(2)]
-
-
 def on_a_plain_session():
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -242,28 +219,3 @@ def test_pretrain_takes_the_collection_as_an_argument_too():
     lines = lines_of_the_guide().replace("forward_step)", f"forward_step, {words})")
     assert words in lines
     assert in_ranks(passed_as_an_argument, 2, lines) == [(True, 3, 0)] * 2
-
-
-# -- context parallelism ---------------------------------------------------------------------------
-
-
-def with_context_parallelism():
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    from pretraining import on_globals, run_by_megapg, words
-
-    said = []
-    for train in (on_globals, run_by_megapg):
-        try:
-            train(words(context_parallel_size=2))
-        except AssertionError as error:
-            said.append(str(error))
-    return said
-
-
-def test_context_parallelism_needs_a_gpu_on_both():
-    """If this test fails, upstream has attention for it on a CPU: add a case above."""
-    for said in in_ranks(with_context_parallelism, 2):
-        assert len(set(said)) == 1
-        assert len(said) == 2
-        assert "TEDotProductAttention" in said[0]

@@ -9,9 +9,9 @@ import inspect
 import os
 import re
 import sys
-import textwrap
 import threading
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -32,11 +32,11 @@ from megapg.errors import (
     UnknownFieldError,
     UnsupportedOptionError,
 )
+from megapg.megatron import getters
 from megapg.megatron.core import installed_version
 from megapg.megatron.reading.global_groups import GlobalGroups
 from megapg.megatron.reading.resolve import POLICY_VARIABLE, globals_policy, resolve, resolves
 from megapg.megatron.tables import OLDEST_CORE
-from megapg.megatron.watching.hook import HOOK
 from megapg.testing import fake_collection, run_distributed
 
 OLD = installed_version()[:2] < OLDEST_CORE
@@ -299,21 +299,20 @@ def test_a_handler_around_a_getter_works_around_what_replaces_it(pg):
 
 def test_asking_does_not_import_megatron():
     """The import takes seconds. It is only needed for answers before an initialisation."""
-    code = """
-        import sys
-        from megapg.errors import NoGlobalGroupsError
-        from megapg.megatron import getters
-        from megapg.megatron.reading.resolve import resolve
+    with mock.patch.dict(sys.modules):
+        for name in [each for each in sys.modules if each.partition(".")[0] == "megatron"]:
+            del sys.modules[name]
         view = resolve(None, needs=("tp",))
-        assert not getters.is_initialized(view) and not getters.is_initialized(None)
-        print([name for name in sys.modules if name.partition(".")[0] == "megatron"])
-        try:
-            view.tp
-        except NoGlobalGroupsError:
-            print(view.rank("dp"))
-    """
-    show = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
-    assert captured(show).stdout == "[]\n0\n"
+        assert repr(view) == "<GlobalGroups: nothing of megatron.core.parallel_state>"
+        assert not getters.is_initialized(view)
+        assert not getters.is_initialized(None)
+        assert not [each for each in sys.modules if each.partition(".")[0] == "megatron"]
+        target = f"{GlobalGroups.__module__}.parallel_state_module"
+        with mock.patch(target, return_value=parallel_state) as imported:
+            assert view.rank("dp") == 0
+            with pytest.raises(NoGlobalGroupsError):
+                _ = view.tp
+        assert imported.called
 
 
 # -- policy ----------------------------------------------------------------------------------------
@@ -412,41 +411,6 @@ def test_a_function_without_the_keyword_is_refused():
             resolves(needs=("tp",))(function)
     with pytest.raises(UnknownFieldError, match="'tpp' is no field"):
         resolves(needs=("tpp",))
-
-
-# -- tracing ---------------------------------------------------------------------------------------
-
-
-def test_a_running_hook_hears_of_both_paths():
-    heard = []
-
-    class Recorder:
-        def resolved(self, answer):
-            place = answer.caller.f_code.co_name, answer.caller.f_lineno
-            heard.append((answer.owner, answer.explicit, answer.needs, *place))
-
-        def watches(self, getter):
-            return False
-
-    me = inspect.currentframe().f_code.co_name
-    with initialised_megatron(0, 4, 2, 1), globals_policy("silent"):
-        groups = megapg.from_parallel_state()
-        vars(parallel_state)[HOOK] = Recorder()
-        try:
-            build(groups), here()
-            first = here() - 1
-            build().rank("tp")
-            decorated(1, pg_collection=groups)
-            Layer()().rank("tp")
-        finally:
-            del vars(parallel_state)[HOOK]
-        build().rank("tp")
-    assert heard == [
-        ("build", groups, ("tp", "pp"), me, first),
-        ("build", None, ("tp", "pp"), me, first + 2),
-        ("decorated", groups, ("tp",), me, first + 3),
-        ("Layer.forward", None, ("tp",), me, first + 4),
-    ]
 
 
 # -- real ranks ------------------------------------------------------------------------------------
