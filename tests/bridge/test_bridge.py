@@ -176,9 +176,6 @@ def test_where_the_core_tests_the_class_it_takes_to_megatron(pg):
     expected = ReachedSchedule if core_version() < (0, 17) else TypeError
     with pytest.raises(expected):
         enter_schedule(pg)
-
-
-def test_schedule_collection_is_what_the_schedules_of_this_core_take(pg):
     with pytest.raises(ReachedSchedule):
         enter_schedule(schedule_collection(pg))
     # No twin if the schedule accepts the frozen collection.

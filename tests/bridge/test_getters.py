@@ -191,6 +191,10 @@ def test_the_pipelines_of_a_rank_in_several_are_not_none():
         for checked in (False, True):
             with pytest.raises(MissingGroupError, match="several such groups"):
                 getters.present_group(view, "pp", check_initialized=checked)
+        for ask in (view.ranks, view.require):
+            with pytest.raises(MissingGlobalGroupError, match="several such groups"):
+                ask("pp")
+        assert (view.rank("pp"), view.size("pp")) == (one.rank(), one.size()) == (0, 2)
         assert getters.model_parallel_is_initialized(view)
         assert getters.is_pipeline_first_stage(view)
         assert not getters.is_pipeline_last_stage(view, ignore_virtual=True)
@@ -216,30 +220,6 @@ def test_groups_that_are_the_globals_are_split_as_theirs():
         assert [ask(theirs) for ask in asked] == [3, 3, False, False, True]
         assert [ask(own) for ask in asked] == [None, None, True, True, True]
         assert not getters.is_pipeline_stage_before_split(theirs, rank=3)
-
-
-@needs_several
-def test_rank_and_size_are_those_in_each_of_several_pipelines():
-    with recorded_megatron(5, 8):
-        Configuration(world_size=8, pp=2).initialize_megatron()
-        view, one = GlobalGroups(), parallel_state.get_pipeline_model_parallel_group()
-        other, wide = dist.new_group([3, 5]), dist.new_group([2, 3, 5])
-        set_pipelines(one, other)
-        with trace_global_reads() as trace:
-            assert (view.rank("pp"), view.size("pp")) == (one.rank(), one.size()) == (1, 2)
-        assert {read.getter for read in trace.reads} == {
-            "get_pipeline_model_parallel_rank",
-            "get_pipeline_model_parallel_world_size",
-        }
-        with pytest.raises(MissingGlobalGroupError, match="several such groups"):
-            view.ranks("pp")
-        set_pipelines(one, wide)
-        for ask in (view.rank, view.size):
-            with pytest.raises(MissingGlobalGroupError, match="several such groups"):
-                ask("pp")
-        parallel_state.set_pipeline_model_parallel_rank(3)
-        parallel_state.set_pipeline_model_parallel_world_size(7)
-        assert (view.rank("pp"), view.size("pp")) == (3, 7)
 
 
 def test_a_sessions_pipeline_is_not_split():

@@ -180,30 +180,6 @@ def test_what_one_saves_the_other_resumes(tmp_path):
 # -- a session without a companion -----------------------------------------------------------------
 
 
-def on_a_plain_session():
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    from pretraining import on_a_session, words
-
-    lines = (
-        "    with megapg.session(tp=2) as session, megapg.published(session.groups):\n"
-        "        pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)\n"
-    )
-    try:
-        on_a_session(words(**TP, **DISTRIBUTED), lines)
-    except AssertionError as error:
-        return str(error), error.__notes__
-    return None
-
-
-def test_a_session_without_gloo_companions_says_which_argument_makes_them():
-    for message, notes in in_ranks(on_a_plain_session, 2):
-        assert "is not initialized" in message
-        (note,) = [each for each in notes if "gloo companion" in each]
-        assert "no gloo companion of intra_dp_cp" in note
-        assert "gloo=('intra_dp_cp',)" in note
-
-
 def passed_as_an_argument(lines):
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

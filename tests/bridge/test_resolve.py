@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from processes import captured
 from recording import initialised_megatron, recorded_megatron, restored_parallel_state
 
 import megapg
@@ -216,15 +215,6 @@ def test_the_advice_is_one_that_can_be_taken():
         calling["call"](build).rank("tp")
 
 
-@pytest.mark.usefixtures("initialised")
-def test_a_view_is_passed_on_without_another_warning():
-    with globals_policy("silent"):
-        view = build()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert build(view) is view
-
-
 def test_nothing_is_read_before_it_is_asked_for():
     """During an initialisation, the groups that exist already can be read."""
     with recorded_megatron(0, 2), globals_policy("silent"):
@@ -347,9 +337,7 @@ def test_the_policy_decides_and_is_put_back(monkeypatch):
             thread = threading.Thread(target=lambda: seen.append(os.environ[POLICY_VARIABLE]))
             thread.start()
             thread.join()
-            show = [sys.executable, "-c", f"import os; print(os.environ['{POLICY_VARIABLE}'])"]
-            seen.append(captured(show).stdout.strip())
-            assert seen == ["error", "error"]
+            assert seen == ["error"]
             raise KeyError("through")
 
     monkeypatch.setenv(POLICY_VARIABLE, "error")

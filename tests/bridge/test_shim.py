@@ -397,15 +397,9 @@ def test_what_a_trace_advises_gives_what_the_read_gave(asking, sizes):
 def test_a_partial_stand_in_hides_nothing_that_it_does_not_have():
     part = types.ModuleType("my_mpu")
     part.get_data_parallel_rank = lambda **_: 6
-    for where, put in stubs(part):
-        if where == "without Megatron-core":
-            continue
-        with restored_parallel_state(), put:
-            parallel_state.set_tensor_model_parallel_rank(3)
-            pg = resolve(None)
-            assert (pg.rank("tp"), pg.rank("dp")) == (3, 6), where
-            assert pg.rank("cp") == 0, where
     with initialised_megatron(3, 8, 2, 2), mock.patch.object(core, "mpu", part):
+        parallel_state.set_tensor_model_parallel_rank(5)
+        assert (resolve(None).rank("tp"), resolve(None).rank("dp")) == (5, 6)
         assert resolve(None).tp is parallel_state.get_tensor_model_parallel_group()
         assert getters.is_initialized(None)
 

@@ -101,8 +101,10 @@ def is_inside_encoder(pg: ProcessGroupCollection, rank: int | None = None) -> bo
     The stage is ``rank``. Default: this rank's. If the encoder has no separate stages, the first
     stage runs it.
     """
-    first = pg.size("pp") == 1 or (pg.rank("pp") if rank is None else rank) == 0
-    return bool(_of_split(pg, "is_inside_encoder", first, rank=rank))
+    found = _of_split(pg, "is_inside_encoder", None, rank=rank)
+    if found is None:
+        return pg.size("pp") == 1 or (pg.rank("pp") if rank is None else rank) == 0
+    return bool(found)
 
 
 def is_inside_decoder(pg: ProcessGroupCollection, rank: int | None = None) -> bool:

@@ -399,8 +399,10 @@ def is_inside_encoder(pg: ProcessGroupCollection, *, rank: int | None = None) ->
     """For ``is_inside_encoder()``: True if a stage runs the encoder. If the encoder has no separate
     stages, this is the first stage.
     """
-    first = pg.size("pp") == 1 or (pg.rank("pp") if rank is None else rank) == 0
-    return bool(_of_split(pg, "is_inside_encoder", first, rank=rank))
+    found = _of_split(pg, "is_inside_encoder", None, rank=rank)
+    if found is None:
+        return pg.size("pp") == 1 or (pg.rank("pp") if rank is None else rank) == 0
+    return bool(found)
 
 
 def is_inside_decoder(pg: ProcessGroupCollection, *, rank: int | None = None) -> bool:
