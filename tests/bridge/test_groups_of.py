@@ -396,13 +396,6 @@ def test_extras_count_as_held():
         assert groups_of(owner, "tp", "gloo.dp") is pg
 
 
-def test_a_view_that_a_model_carries_is_passed_on(pg):
-    view = GlobalGroups()
-    with no_globals():
-        assert groups_of(types.SimpleNamespace(pg_collection=view), "tp") is view
-        assert groups_of(view, "tp") is view
-
-
 class Trainer:
     """Stores its argument; builds its model later."""
 
