@@ -27,6 +27,7 @@ TARGETS = {
     "help",
     "setup",
     "demo",
+    "docs",
     "test",
     "test-newest",
     "test-slow",
