@@ -25,18 +25,14 @@ CALLS = (
 
 def tables(_: Options) -> list[Table]:
     """Return the table."""
+    [[getter, *calls]] = measured([(GETTER, *(written for _, written, _ in CALLS))])
+    costs = [
+        Cost(what, written, GETTER, ns, getter, "ns", target)
+        for (what, written, target), ns in zip(CALLS, calls, strict=True)
+    ]
     note = (
         "A function calls `resolve()` once, and then reads attributes. `resolve()` checks the "
         "fields, the session, the process and torch's own list of groups."
     )
-    costs = [*run(), *tracing.run(), *guard.run()]
+    costs += [*tracing.run(), *guard.run()]
     return [table_of_costs("The bridge to the globals", costs, note)]
-
-
-def run() -> list[Cost]:
-    """Measure the calls of ``resolve``."""
-    [[getter, *calls]] = measured([(GETTER, *(written for _, written, _ in CALLS))])
-    return [
-        Cost(what, written, GETTER, ns, getter, "ns", target)
-        for (what, written, target), ns in zip(CALLS, calls, strict=True)
-    ]

@@ -22,8 +22,10 @@ PAGES = ("*.md", "migration_guide/*.*", "benchmarks/*.md", "docs/**/*.*", "megap
 
 _ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`(~?)([\w.]+)`")
 _BLOCK = re.compile(r"[ ]*(:?)::\n\n((?:(?: {4}.*)?\n)*(?: {4}.*))")
+# A page may name its own full address.
 _ASSET = re.compile(
-    r"<(?:script|img|link|source|iframe)\b[^>]*?\b(?:src|href)=\"?(?:https?:)?//[^\" >]+"
+    r"<(?:script|img|source|iframe|link(?! rel=\"?(?:canonical|prev|next)))\b"
+    r"[^>]*?\b(?:src|href)=\"?(?:https?:)?//[^\" >]+"
 )
 
 

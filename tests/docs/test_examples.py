@@ -167,7 +167,7 @@ def test_the_example_of_groups_of_megatrons(tmp_path):
 
 
 def test_the_doctor_as_shown():
-    assert "$ megapg doctor\n" in shown("migration_guide/sessions.md", "console")
+    assert "$ megapg doctor\n" in "".join(shown("migration_guide/sessions.md", "console"))
     code, said = megapg("doctor")
     assert code in (0, 1), said
     assert "a single process" in said
