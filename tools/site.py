@@ -21,7 +21,7 @@ from mkdocs.structure.pages import Page
 PAGES = ("*.md", "migration_guide/*.*", "benchmarks/*.md", "docs/**/*.*", "megapg/doctor/*.json")
 
 _ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`(~?)([\w.]+)`")
-_BLOCK = re.compile(r"[ ]*(:?)::\n\n((?:(?: {4}.*)?\n)*(?: {4}.*))")
+_BLOCK = re.compile(r"(?: ::|(:):)\n\n((?:(?: {4}.*)?\n)*(?: {4}.*))")
 # A page may name its own full address.
 _ASSET = re.compile(
     r"<(?:script|img|source|iframe|link(?! rel=\"?(?:canonical|prev|next)))\b"
@@ -73,19 +73,19 @@ def as_markdown(docstring: str, path_of: Callable[[str], str]) -> str:
         return f'<autoref identifier="{path_of(role[2])}" optional><code>{shown}</code></autoref>'
 
     def fenced(block: re.Match[str]) -> str:
-        return f"{block[1]}\n\n```python\n{textwrap.dedent(block[2])}\n```"
+        return f"{block[1] or ''}\n\n```python\n{textwrap.dedent(block[2])}\n```"
 
     return _BLOCK.sub(fenced, _ROLE.sub(linked, docstring))
 
 
 def _path(obj: griffe.Object, name: str) -> str:
     """Return the full path of a name in the scope of an object; the name itself if unknown."""
-    first, _, rest = name.partition(".")
+    first, dot, rest = name.partition(".")
     scope: griffe.Object | None = obj
     while scope is not None:
-        if isinstance(scope, griffe.Class) and first in scope.all_members:
-            return ".".join(filter(None, (scope.all_members[first].path, rest)))
-        if first in scope.members:
-            return ".".join(filter(None, (scope.path, first, rest)))
+        members = scope.all_members if isinstance(scope, griffe.Class) else scope.members
+        if member := members.get(first):
+            public = member.is_alias and first in obj.package.members
+            return (f"{obj.package.path}.{first}" if public else member.path) + dot + rest
         scope = scope.parent
     return name
