@@ -40,6 +40,7 @@ WORKERS ?= 3
 # A stamp says "installed". Its name carries the version: `make test MCORE=0.17.0` installs that.
 READY := .venv/.ready-megatron-core-$(MCORE)
 READY_NEWEST := .venv-newest/.ready-megatron-core-$(MCORE_NEWEST)
+READY_DOCS := .venv-docs/.ready
 
 # benchmarks/ and tools/ may be absent from a source archive.
 SOURCES := megapg tests $(wildcard benchmarks tools)
@@ -48,7 +49,7 @@ export PYTHON TORCH TORCH_INDEX ALLOW_CUDA_TORCH
 # The tests start interpreters by the hundred. Where none may keep bytecode each compiles megapg anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-quick test-slow test-faults test-newest test-torch test-cores test-gpu test-upstream bench bench-migrate figures lint clean distclean
+.PHONY: help setup demo test test-quick test-slow test-faults test-newest test-torch test-cores test-gpu test-upstream bench bench-migrate figures docs lint clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets (what a plain `make` does)
@@ -107,6 +108,9 @@ bench-migrate: $(READY)  ## migrate published code and check it (downloads 33 MB
 figures: $(READY)  ## print the size of the sources and the wanted limits; ARGS=--names lists them
 	.venv/bin/python tools/figures.py $(ARGS)
 
+docs: $(READY_DOCS)  ## build the documentation into build/site; ARGS=serve shows it, and follows changes
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs $(or $(ARGS),build)
+
 lint: $(READY)  ## check format, lint and types
 	.venv/bin/ruff format --check $(SOURCES)
 	.venv/bin/ruff check $(SOURCES)
@@ -117,7 +121,7 @@ clean:  ## remove caches and build outputs; the environments stay
 	find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean  ## clean, and remove the environments and what bench-migrate downloaded too
-	rm -rf .venv .venv-newest .venv-torch .venv-core .corpora
+	rm -rf .venv .venv-docs .venv-newest .venv-torch .venv-core .corpora
 
 $(READY): pyproject.toml .ci/venv.sh
 	@sh .ci/venv.sh .venv $(MCORE) 3.11 newer $(MCORE_OLD)
@@ -128,3 +132,8 @@ $(READY_NEWEST): export ALLOW_CUDA_TORCH := 1
 $(READY_NEWEST): pyproject.toml
 	@sh .ci/venv.sh .venv-newest $(MCORE_NEWEST) 3.12
 	@rm -f .venv-newest/.ready-* && touch $@
+
+# Nothing is imported to build the documentation, so it takes neither torch nor Megatron-core.
+$(READY_DOCS): pyproject.toml .ci/venv.sh
+	@sh .ci/venv.sh .venv-docs none 3.11 newer
+	@touch $@

@@ -3,6 +3,7 @@
 #
 #     .ci/venv.sh DIRECTORY MEGATRON_CORE_VERSION PYTHON_VERSION [newer [OLD_VERSION]]
 #
+# With `none` for Megatron-core, it gets what builds the documentation, and no torch.
 # With `newer`, a newer Python will do where that version is not found. A Megatron-core of
 # OLD_VERSION comes into a directory of its own, for tests. The environment has PYTHON,
 # TORCH, TORCH_INDEX and ALLOW_CUDA_TORCH, which the Makefile explains. What an earlier run left is
@@ -83,6 +84,12 @@ else
 fi
 pip --version >/dev/null 2>&1 || "$in_venv" -m ensurepip >/dev/null 2>&1 \
     || stop "$venv has no pip, and Python's ensurepip is missing (Debian: apt install python3-venv). Then: make distclean setup"
+
+if [ "$mcore" = none ]; then
+    say "installing what builds the documentation into $venv"
+    pip install -qq -e '.[docs]' || stop "$venv is not complete (see above); run make again once that is solved."
+    exit
+fi
 
 # --- which torch -------------------------------------------------------------------------------
 

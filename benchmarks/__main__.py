@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
 import enum
+import importlib
+import importlib.metadata
 import os
 import pathlib
+import platform
 import shlex
 import sys
 import warnings
-from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-if TYPE_CHECKING:  # heavy modules are imported after the command line is parsed
-    from benchmarks.report import Report
-
-RESULTS = pathlib.Path(__file__).with_name("RESULTS.md")
-QUICK_WORLDS = (4, 8)
+from benchmarks.table import Options, Table
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
@@ -77,11 +69,7 @@ def main(
         ),
     ] = False,
     output: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            dir_okay=False,
-            help="The Markdown file to write; benchmarks/RESULTS.md where everything is measured.",
-        ),
+        pathlib.Path | None, typer.Option(dir_okay=False, help="A Markdown file to write.")
     ] = None,
 ) -> None:
     """Measure megapg next to what people use today; each figure is a ratio to a peer.
@@ -112,8 +100,7 @@ def main(
 
     **migrate** runs `megapg migrate` on published code. It reports the share of uses that are
     rewritten, and whether the result compiles. The wheels are downloaded to `.corpora` once (33
-    MB). `python -m benchmarks.behaviour` trains on a migrated copy of Megatron-core and on the
-    installed one, and compares every bit.
+    MB).
 
     **parity** runs `megapg parity` on sound layouts, on planted faults and on faults of
     Megatron-core itself, and counts what it finds. It needs `tests/support`.
@@ -128,144 +115,39 @@ def main(
 
     - `python -m benchmarks --only creation --worlds 16,32 --repeat 5`
     """
-    sizes = QUICK_WORLDS if quick else _worlds(worlds)
-    parts = set(only or Part)
+    given = Options((4, 8) if quick else _worlds(worlds), repeat, quick)
     console = Console()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all ranks run on CPUs; `make test-gpu` uses GPUs
     warnings.simplefilter("ignore")  # Megatron-core warns about each missing package
-    with console.status("importing torch and Megatron-core"):
-        from benchmarks.report import Report
-    report = Report(
-        command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]), repeats=repeat
-    )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    found: list[Table] = []
+    columns = (SpinnerColumn(finished_text="done"), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        if Part.CREATION in parts:
-            _creation(report, sizes, progress)
-        if Part.LAYOUT in parts:
-            _layout(report, quick, progress)
-        if Part.ACCESS in parts:
-            _access(report, progress)
-        if Part.BRIDGE in parts:
-            _bridge(report, progress)
-        if Part.STARTING in parts:
-            _starting(report, progress)
-        if Part.CHECKPOINT in parts:
-            _checkpoint(report, quick, progress)
-        if Part.BACKENDS in parts:
-            report.backends = True
-        if Part.SCALE in parts:
-            _scale(report, quick, progress)
-        if Part.MIGRATE in parts:
-            _migrate(report, quick, progress)
-        if Part.PARITY in parts:
-            _parity(report, quick, progress)
-    for table in report.tables():
-        table.print(console)
-    everything = parts == set(Part) and not quick
-    target = output or (RESULTS if everything else None)
-    if target is not None:
-        target.write_text(report.markdown())
-        console.print(f"written to {target.name}")
-
-
-def _creation(report: Report, sizes: tuple[int, ...], progress: Progress) -> None:
-    from benchmarks import creation
-
-    tasks = [
-        progress.add_task(
-            f"creation, world {size}", total=len(creation.plans(size, report.repeats))
-        )
-        for size in sizes
-    ]
-    trials = []
-    for size, task in zip(sizes, tasks, strict=True):
-        trials += creation.run(size, report.repeats, partial(_advance, progress, task))
-    report.contests = creation.contests(trials)
-
-
-def _advance(progress: Progress, task: TaskID, done: int) -> None:
-    progress.update(task, completed=done)
-
-
-def _layout(report: Report, quick: bool, progress: Progress) -> None:
-    from benchmarks import layout
-
-    sizes = layout.QUICK_WORLD_SIZES if quick else layout.WORLD_SIZES
-    task = progress.add_task("layout", total=len(sizes) * len(layout.families()))
-    for size in sizes:
-        for answer in layout.run(size):
-            report.answers.append(answer)
+        for part in dict.fromkeys(only or Part):
+            task = progress.add_task(part, total=1)
+            found += _tables(part, given)
             progress.advance(task)
+    for table in found:
+        table.print(console)
+    if output is not None:
+        output.write_text("\n\n".join([_head(), *(table.markdown() for table in found)]) + "\n")
+        console.print(f"written to {output}")
 
 
-def _access(report: Report, progress: Progress) -> None:
-    from benchmarks import access
-
-    task = progress.add_task("access", total=1)
-    report.readings = access.run()
-    progress.advance(task)
-
-
-def _bridge(report: Report, progress: Progress) -> None:
-    from benchmarks import bridge, guard, tracing
-
-    task = progress.add_task("bridge", total=2)
-    report.costs = bridge.run()
-    progress.advance(task)
-    report.costs += tracing.run().costs()
-    report.costs += guard.run().costs()
-    progress.advance(task)
+def _tables(part: Part, given: Options) -> list[Table]:
+    """Measure a part. Its module is imported only now, as most import torch and Megatron-core."""
+    name = "checkpoint_tables" if part is Part.CHECKPOINT else part
+    tables: list[Table] = importlib.import_module(f"benchmarks.{name}").tables(given)
+    return tables
 
 
-def _starting(report: Report, progress: Progress) -> None:
-    from benchmarks import starting
-
-    task = progress.add_task("starting", total=1)
-    report.starts = starting.run()
-    progress.advance(task)
-
-
-def _checkpoint(report: Report, quick: bool, progress: Progress) -> None:
-    from benchmarks import checkpoint
-
-    repeats = 1 if quick else checkpoint.REPEATS
-    worlds = checkpoint.WORLDS[:1] if quick else checkpoint.WORLDS
-    tasks = [
-        progress.add_task(f"checkpoint, world {size}", total=len(checkpoint.plans(repeats)))
-        for size in worlds
-    ]
-    for size, task in zip(worlds, tasks, strict=True):
-        advanced = partial(_advance, progress, task)
-        report.standings.append(checkpoint.run(size, repeats, advanced, quick=quick))
-
-
-def _scale(report: Report, quick: bool, progress: Progress) -> None:
-    from benchmarks import scale
-
-    task = progress.add_task("scale", total=scale.steps(quick=quick))
-    for found in scale.run(quick=quick):
-        report.scale = found
-        progress.advance(task)
-
-
-def _migrate(report: Report, quick: bool, progress: Progress) -> None:
-    from benchmarks import corpora, migrate
-
-    trees = (corpora.named("mbridge"), corpora.named("mcore_bridge")) if quick else corpora.CORPORA
-    task = progress.add_task("migrate, trees", total=len(trees))
-    for tree in trees:
-        report.outcomes.append(migrate.run(tree))
-        progress.advance(task)
-
-
-def _parity(report: Report, quick: bool, progress: Progress) -> None:
-    from benchmarks import parity
-
-    task = progress.add_task("parity", total=len(parity.KINDS))
-    for found in parity.run(quick=quick):
-        report.proofs.append(found)
-        progress.advance(task)
+def _head() -> str:
+    versions = [f"{each} {importlib.metadata.version(each)}" for each in ("megatron-core", "torch")]
+    return (
+        f"`{shlex.join(['python', '-m', 'benchmarks', *sys.argv[1:]])}` wrote these tables on "
+        f"{datetime.date.today()}, with {', '.join(versions)} and Python "
+        f"{platform.python_version()}, on {os.cpu_count()} cores. "
+        f"The load average was {os.getloadavg()[0]:.1f} afterwards."
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import fields
 
-from benchmarks.table import Table
+from benchmarks.table import Options, Table
 from megapg.communicators.backends import BACKENDS, Backend
 from megapg.communicators.options import CommunicatorOptions
 from megapg.communicators.plan import Recipe, communicators, families
@@ -24,6 +24,11 @@ _ON_WORLDS = {
     "on a bound WORLD": ((", WORLD not bound to a device", False), (", WORLD bound to one", True)),
     "always": (("", True),),
 }
+
+
+def tables(_: Options) -> list[Table]:
+    """Return the table."""
+    return [table()]
 
 
 def table() -> Table:

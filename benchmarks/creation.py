@@ -18,7 +18,6 @@ import gc
 import os
 import pickle
 import statistics
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +29,19 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from benchmarks.peers import BASELINE, CONTESTANTS, FLOOR, SESSION, Contestant, Groups, Shape
+from benchmarks.peers import (
+    BASELINE,
+    CONTESTANTS,
+    FIELDS,
+    FLOOR,
+    SESSION,
+    Contestant,
+    Groups,
+    Shape,
+)
 from benchmarks.probe import CallCounter, Holdings, own_every_page
-from megapg.testing.distributed import Ranks
+from benchmarks.table import Options, Table, verdict
+from megapg.testing.distributed import run_distributed
 
 SHAPES = (Shape(tp=2, pp=2, ep=1), Shape(tp=2, pp=2, ep=2))
 CREATE, USE = "create", "create + use"
@@ -121,29 +130,28 @@ def plans(world_size: int, repeats: int) -> list[Plan]:
     ]
 
 
-def run(world_size: int, repeats: int, advanced: Callable[[int], None]) -> list[Trial]:
+def tables(given: Options) -> list[Table]:
+    """Return the tables for all world sizes."""
+    trials = [trial for size in given.worlds for trial in run(size, given.repeat)]
+    found = contests(trials)
+    return [_verdicts(found), _creation(found), _holdings(found)]
+
+
+def run(world_size: int, repeats: int) -> list[Trial]:
     """Run every trial of one world size.
 
     Args:
         world_size: number of processes, all on this host.
         repeats: how often each contestant runs.
-        advanced: called now and then with the number of trials finished so far.
     """
     todo = plans(world_size, repeats)
-    with tempfile.NamedTemporaryFile() as progress:
-        work = partial(_every_trial, todo, progress.name)
-        deadline = 60 + len(todo) * (5 + world_size / 2)
-        with Ranks(
-            work,
-            world_size,
-            deadline=deadline,
-            preload=["benchmarks.creation"],
-            env={"PYTHONWARNINGS": "ignore"},  # about missing packages
-        ) as ranks:
-            while not ranks.done(timeout=0.2):
-                advanced(os.path.getsize(progress.name))
-            by_rank = ranks.results()
-    advanced(len(todo))
+    by_rank = run_distributed(
+        partial(_every_trial, todo),
+        world_size,
+        deadline=60 + len(todo) * (5 + world_size / 2),
+        preload=["benchmarks.creation"],
+        env={"PYTHONWARNINGS": "ignore"},  # about missing packages
+    )
     return [
         Trial(world_size, plan.shape, CONTESTANTS[plan.contestant], plan.repeat, tuple(parts))
         for plan, *parts in zip(todo, *by_rank, strict=True)
@@ -154,16 +162,10 @@ def run(world_size: int, repeats: int, advanced: Callable[[int], None]) -> list[
 # -- in the ranks ----------------------------------------------------------------------------------
 
 
-def _every_trial(todo: Sequence[Plan], progress: str) -> list[RankTrial]:
+def _every_trial(todo: Sequence[Plan]) -> list[RankTrial]:
     gc.collect()
     gc.freeze()  # else the children's collector would write to, and so copy, every inherited page
-    done = []
-    with open(progress, "ab", buffering=0) as marks:
-        for index, plan in enumerate(todo):
-            done.append(_in_child(partial(_trial, plan, index)))
-            if os.environ["RANK"] == "0":
-                marks.write(b".")
-    return done
+    return [_in_child(partial(_trial, plan, index)) for index, plan in enumerate(todo)]
 
 
 def _in_child(work: Callable[[], RankTrial]) -> RankTrial:
@@ -344,16 +346,6 @@ class Contest:
             floor.cpu_seconds(CREATE) / peer.cpu_seconds(CREATE),
         )
 
-    @property
-    def target(self) -> float | None:
-        """Return the largest promised ``ratio(CREATE)``; None if there is none."""
-        return TARGETS.get(self.world_size)
-
-    @property
-    def met(self) -> bool:
-        """True if the target is met, or if there is none."""
-        return self.target is None or self.ratio(CREATE) <= self.target
-
 
 def contests(trials: Sequence[Trial]) -> list[Contest]:
     """Group trials by world size and shape, in the order of first appearance."""
@@ -368,3 +360,88 @@ def _standings(trials: Sequence[Trial]) -> tuple[Standing, ...]:
     for trial in trials:
         by_name.setdefault(trial.contestant.name, []).append(trial)
     return tuple(Standing(tuple(by_name[contestant.name])) for contestant in CONTESTANTS)
+
+
+def _verdicts(contests: Sequence[Contest]) -> Table:
+    rows = []
+    for contest in contests:
+        low, high = contest.spread(CREATE)
+        ratio = contest.ratio(CREATE)
+        rows.append(
+            (
+                f"world {contest.world_size}, {contest.shape}",
+                f"{ratio:.2f}",
+                f"{low:.2f} to {high:.2f}",
+                f"{contest.cpu_ratio(CREATE):.2f}",
+                *verdict(ratio, TARGETS.get(contest.world_size)),
+                " / ".join(f"{each:.2f}" for each in contest.bare),
+                f"{contest.ratio(USE):.2f}",
+                f"{contest.floor:.2f}",
+            )
+        )
+    return Table(
+        f"Create every group: {SESSION.name} against {BASELINE.name}",
+        (
+            *("", "ratio", "within one repeat", "ratio of CPU time", "wanted", ""),
+            *("floor, of both", "create and use", "its floor"),
+        ),
+        tuple(rows),
+        (
+            "The floor is the time that torch alone takes to make the session's communicators, as "
+            'a ratio of wall and of CPU time. "Create and use" adds one all_reduce on each of the '
+            f"{len(FIELDS)} fields; its floor is the share of that use in the peer's time.",
+        ),
+    )
+
+
+def _creation(contests: Sequence[Contest]) -> Table:
+    rows = []
+    for contest in contests:
+        for standing in contest.standings:
+            peer = standing.contestant
+            if peer is SESSION:
+                continue
+            seconds = contest.of(SESSION).seconds(USE), standing.seconds(USE)
+            rows.append(
+                (
+                    f"{contest.world_size}, {contest.shape}",
+                    peer.name,
+                    *(f"{contest.ratio(stage, peer):.2f}" for stage in STAGES),
+                    f"{contest.cpu_ratio(USE, peer):.2f}",
+                    " / ".join(f"{each:.3f}" for each in seconds),
+                )
+            )
+    return Table(
+        f"{SESSION.name} against each peer",
+        ("world, layout", "peer", *STAGES, f"CPU, {USE}", f"s, {USE} (noise)"),
+        tuple(rows),
+        (
+            '"All pairs" adds an all_to_all on every field, since a session connects pairs at '
+            "first use and the peers connect them at creation. Gloo twins are the second data "
+            "parallel groups of `initialize_model_parallel`; `init_device_mesh` makes 4 fields and "
+            f"the others {len(FIELDS)}.",
+        ),
+    )
+
+
+def _holdings(contests: Sequence[Contest]) -> Table:
+    counted = ("calls", "communicators", "threads", "descriptors")
+    rows = tuple(
+        (
+            f"{contest.world_size}, {contest.shape}",
+            standing.contestant.name,
+            *(f"{standing.per_rank(quantity):.0f}" for quantity in counted),
+            f"{standing.per_rank('memory') / 1024:.1f}",
+        )
+        for contest in contests
+        for standing in contest.standings
+    )
+    return Table(
+        "Resources of one rank",
+        ("world, layout", "contestant", *counted, "memory in MiB"),
+        rows,
+        (
+            "Medians over the ranks, after all pairs have exchanged data. Calls are the outermost "
+            "calls of `new_group` and `split_group`; memory is the proportional set size.",
+        ),
+    )

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
+from benchmarks.table import Options, Table
 from megapg import ParallelLayout
 from megapg.megatron import parallel_state
 
 WORLD_SIZES = (8_192, 65_536, 131_072)
-QUICK_WORLD_SIZES = (8_192,)
 TP, PP, CP, EP = 8, 8, 2, 8
 TARGET = 1 / 1000
 """Most that members() may cost of get_ranks() at the largest world."""
@@ -47,46 +46,48 @@ _TOKENS = {
 }
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The cost of one family at one world size.
-
-    Attributes:
-        world_size: ranks in the layout.
-        field: the family.
-        group_size: ranks in the group.
-        ours: seconds of ``members(field, rank)``.
-        theirs: seconds of ``get_ranks`` for the family.
-    """
-
-    world_size: int
-    field: str
-    group_size: int
-    ours: float
-    theirs: float
-
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.theirs
-
-    @property
-    def met(self) -> bool:
-        return self.ratio <= TARGET
-
-
-def families() -> tuple[str, ...]:
-    """Return the fields to compare."""
-    return tuple(_TOKENS)
+def tables(given: Options) -> list[Table]:
+    """Return the table."""
+    rows = []
+    for world_size in WORLD_SIZES[:1] if given.quick else WORLD_SIZES:
+        seconds = run(world_size)
+        ours, theirs = map(sum, zip(*seconds.values(), strict=True))
+        ratios = {field: ours / theirs for field, (ours, theirs) in seconds.items()}
+        worst = max(ratios, key=lambda field: ratios[field])
+        rows.append(
+            (
+                f"{world_size:,} ranks",
+                _one_in(ours / theirs),
+                f"{_one_in(ratios[worst])} ({worst})",
+                f"{sum(each <= TARGET for each in ratios.values())} of {len(ratios)}",
+                f"{ours * 1e3:.2f} ms / {theirs:.2f} s",
+            )
+        )
+    columns = ("", "all families", "dearest family", f"families at most {_one_in(TARGET)}")
+    return [
+        Table(
+            "ParallelLayout.members for one rank against RankGenerator.get_ranks, "
+            f"tp={TP} pp={PP} cp={CP} ep={EP}",
+            (*columns, "ours / theirs (noise)"),
+            tuple(rows),
+            ("Both gave the same ranks for every family. `get_ranks` was timed once a family.",),
+        )
+    ]
 
 
-def run(world_size: int) -> Iterator[Answer]:
-    """Compare every family, one after the other; yield each answer at once.
+def _one_in(ratio: float) -> str:
+    return f"1/{1 / ratio:,.0f}"
+
+
+def run(world_size: int) -> dict[str, tuple[float, float]]:
+    """Return the seconds of ``members()`` and of ``get_ranks()``, by family.
 
     Raises:
         ArithmeticError: the two disagree on the ranks.
     """
     layout = ParallelLayout(world_size=world_size, tp=TP, pp=PP, cp=CP, ep=EP)
     generators = _generators(world_size)
+    found = {}
     rank = world_size // 3  # in the middle of every grid
     for field, (grid, token) in _TOKENS.items():
         started = time.perf_counter()
@@ -98,10 +99,9 @@ def run(world_size: int) -> Iterator[Answer]:
             raise ArithmeticError(f"{field} of rank {rank}: {members} is not {expected}")
         # Most ranks are outside the embedding groups: time a rank that is inside.
         rank_asked = rank if members else groups[0][0]
-        members = members or layout.members(field, rank_asked)
         del groups, expected
-        ours = _seconds(partial(layout.members, field, rank_asked))
-        yield Answer(world_size, field, len(members), ours, theirs)
+        found[field] = _seconds(partial(layout.members, field, rank_asked)), theirs
+    return found
 
 
 def _generators(world_size: int) -> dict[str, Any]:

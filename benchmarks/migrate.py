@@ -21,8 +21,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.corpora import CORPORA, Checkout, Corpus
-from benchmarks.table import Table
+from benchmarks.corpora import CORPORA, Checkout, Corpus, named
+from benchmarks.table import Options, Table
 from megapg.migrate.engine import migrate
 from megapg.migrate.migration import How, Migration, Problem, Rewritten
 from megapg.migrate.project import is_test
@@ -54,6 +54,12 @@ class Outcome:
             f"{self.second_run:,}",
             f"{self.seconds:.0f}",
         )
+
+
+def tables(given: Options) -> list[Table]:
+    """Return the table of the published trees."""
+    corpora = (named("mbridge"), named("mcore_bridge")) if given.quick else CORPORA
+    return [table(list(map(run, corpora)))]
 
 
 def run(corpus: Corpus) -> Outcome:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.table import Table
+from benchmarks.table import Options, Table
 from megapg.testing import preloaded
 
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
@@ -41,6 +41,11 @@ class Proof:
     expected: int
     odd: tuple[str, ...]
     seconds: float
+
+
+def tables(given: Options) -> list[Table]:
+    """Return the table."""
+    return [table(list(run(quick=given.quick)))]
 
 
 def run(*, quick: bool = False) -> Iterator[Proof]:

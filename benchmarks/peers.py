@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
@@ -78,16 +79,8 @@ def bare_torch(shape: Shape) -> Groups:
     return groups
 
 
-def parallel_state_without_gloo(shape: Shape) -> Groups:
-    return _parallel_state(shape, gloo_twins=False)
-
-
-def parallel_state_with_gloo(shape: Shape) -> Groups:
-    """Megatron's default: an additional gloo group for each data parallel group."""
-    return _parallel_state(shape, gloo_twins=True)
-
-
-def _parallel_state(shape: Shape, *, gloo_twins: bool) -> Groups:
+def megatrons(shape: Shape, *, gloo_twins: bool) -> Groups:
+    """Megatron's own; by default with a second gloo group for each data parallel group."""
     ps = parallel_state
     ps.initialize_model_parallel(
         tensor_model_parallel_size=shape.tp,
@@ -198,11 +191,11 @@ class Contestant:
 
 SESSION = Contestant("megapg.session", megapg_session)
 FLOOR = Contestant("its communicators, by torch alone", bare_torch)
-BASELINE = Contestant("initialize_model_parallel", parallel_state_without_gloo)
+BASELINE = Contestant("initialize_model_parallel", partial(megatrons, gloo_twins=False))
 CONTESTANTS = (
     SESSION,
     BASELINE,
-    Contestant("the same, with gloo twins", parallel_state_with_gloo),
+    Contestant("the same, with gloo twins", partial(megatrons, gloo_twins=True)),
     Contestant("megapg's drop-in, with gloo twins", drop_in),
     Contestant("HyperCommGrid", hyper_comm_grids),
     Contestant("init_device_mesh, 4 fields", device_mesh, ("tp", "cp", "dp", "pp")),

@@ -15,7 +15,7 @@ from unittest import mock
 
 import megapg
 from benchmarks.simulated import Costs, Phase, Simulation, Tally
-from benchmarks.table import Table
+from benchmarks.table import Options, Table
 from megapg.communicators.addresses import AddressBook
 from megapg.communicators.backends import BACKENDS
 from megapg.communicators.plan import Recipe, communicators, created_fields
@@ -185,7 +185,6 @@ SIMULATED: Mapping[int, tuple[str, ...]] = {
 }
 QUICK = (64, 1_024)
 REAL = (64, 128)
-LAYOUTS = (("tp=8 pp=8", {"tp": 8, "pp": 8}), ("tp=8 pp=8 ep=8", {"tp": 8, "pp": 8, "ep": 8}))
 
 
 @dataclass
@@ -203,17 +202,14 @@ class Findings:
     played: dict[int, dict[str, Phase]]
 
 
-def run(*, quick: bool = False) -> Iterator[Findings | None]:
-    """Simulate, and count real ranks. Yield None after each step, and the findings at the end."""
-    simulated: dict[int, dict[str, Phase]] = {}
-    for size in QUICK if quick else SIMULATED:
-        simulated[size] = {}
-        steps = Steps(layout_of(size))
-        for name, phase in steps.phases(*SIMULATED[size]):
-            simulated[size][name] = phase
-            yield None
+def run(*, quick: bool = False) -> Findings:
+    """Simulate, and count real ranks."""
+    simulated = {
+        size: dict(Steps(layout_of(size)).phases(*SIMULATED[size]))
+        for size in (QUICK if quick else SIMULATED)
+    }
     sizes = (8,) if quick else REAL
-    yield Findings(
+    return Findings(
         simulated,
         {size: real(size) for size in sizes},
         {
@@ -221,11 +217,6 @@ def run(*, quick: bool = False) -> Iterator[Findings | None]:
             for size in sizes
         },
     )
-
-
-def steps(*, quick: bool = False) -> int:
-    """Return how often :func:`run` yields."""
-    return 1 + sum(len(SIMULATED[size] or range(7)) for size in (QUICK if quick else SIMULATED))
 
 
 def layout_of(size: int) -> ParallelLayout:
@@ -244,9 +235,10 @@ def same(real: Sequence[Tally], played: Phase, phase: str) -> bool:
     return ours == [each.writes for each in real[first:]]
 
 
-def tables(findings: Findings) -> list[Table]:
-    """Return the findings as tables."""
-    return [_calls(findings), _checked(findings), _groups()]
+def tables(given: Options) -> list[Table]:
+    """Return the tables."""
+    findings = run(quick=given.quick)
+    return [_calls(findings), _checked(findings)]
 
 
 def _calls(findings: Findings) -> Table:
@@ -325,24 +317,6 @@ def _checked(findings: Findings) -> Table:
 def _spread(numbers: Iterable[int]) -> str:
     found = sorted(numbers)
     return str(found[0]) if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
-
-
-def _groups() -> Table:
-    rows = []
-    for size in (1_024, 16_384, 131_072):
-        for name, sizes in LAYOUTS:
-            made = group_calls(ParallelLayout(world_size=size, **sizes))
-            rows.append((f"{size:,} ranks, {name}", *(f"{each:,}" for each in made)))
-    return Table(
-        "Calls that make groups, a rank, on NCCL",
-        ("", "fields", "bound to a device", "with split_group", "not bound"),
-        tuple(rows),
-        (
-            "If WORLD is bound to a device, torch's `new_group` splits every group from WORLD, and "
-            "all ranks call it for every group. A session makes one call a family (torch 2.13 or "
-            "newer). The counts are those of the first rank, which is in the most groups.",
-        ),
-    )
 
 
 def group_calls(layout: ParallelLayout) -> tuple[int, int, int, int]:

@@ -10,13 +10,22 @@ from functools import partial
 
 import torch.multiprocessing
 
-from benchmarks.bridge import Cost
+from benchmarks.table import Cost, Options, Table, table_of_costs
 from megapg.testing import preloaded, run_distributed
 
 WORLD_SIZE = 4
 REPEATS = 3
 MODULES = ("torch.distributed", "megatron.core", "megatron.core.models.gpt")
 PEER = f"torch.multiprocessing.spawn(fn, nprocs={WORLD_SIZE})"
+
+
+def tables(_: Options) -> list[Table]:
+    """Return the table."""
+    note = (
+        "Each rank imports Megatron-core's GPT and does nothing else. The fork server of "
+        "`run_distributed` imports it once for all ranks, `preloaded` once for all calls."
+    )
+    return [table_of_costs("Ranks that have Megatron-core", run(), note)]
 
 
 def run() -> list[Cost]:
@@ -30,11 +39,11 @@ def run() -> list[Cost]:
             later += [_seconds(_ranks) for _ in range(REPEATS)]
     theirs = statistics.median(spawned)
     return [
-        Cost(what, written, PEER, ours / theirs, f"{ours:.2f} / {theirs:.2f} s", None)
+        Cost(what, written, PEER, statistics.median(ours), theirs, "s")
         for what, written, ours in (
-            ("alone", f"run_distributed(fn, {WORLD_SIZE}, preload=...)", statistics.median(alone)),
-            ("first of many", "with preloaded(...): run_distributed", statistics.median(first)),
-            ("each later one", "run_distributed in that block", statistics.median(later)),
+            ("alone", f"run_distributed(fn, {WORLD_SIZE}, preload=...)", alone),
+            ("first of many", "with preloaded(...): run_distributed", first),
+            ("each later one", "run_distributed in that block", later),
         )
     ]
 

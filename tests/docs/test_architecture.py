@@ -135,7 +135,7 @@ TORCHS = {"TCPStore", "HashStore", "FileStore", "PrefixStore", "_get_default_sto
 def test_one_place_talks_to_the_store() -> None:
     found = set()
     for file in files_of_megapg():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes_of(file):
             named = {getattr(node, "attr", None), getattr(node, "id", None)}
             named |= {
                 name.name for name in getattr(node, "names", ()) if isinstance(name, ast.alias)

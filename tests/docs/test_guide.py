@@ -1,4 +1,4 @@
-"""The migration guide: its generated pages, its links, and every command that it shows."""
+"""The migration guide: its generated pages, and every command that it shows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from megapg.errors import MegapgError
 from megapg.migrate.config import Config, load_config, parse_versions
 from megapg.migrate.engine import migrate
 from megapg.migrate.migration import How, Migration
-from megapg.migrate.reasons import REASONS
 from megapg.migrate.write import write_files
 from megapg.upstream.expressions import replacement
 from megapg.upstream.mapping import Replacement
@@ -51,10 +50,6 @@ def test_writing_makes_the_pages_and_keeps_others(tmp_path: Path) -> None:
     written = {file.name: file for file in tmp_path.iterdir()}
     assert {*written} == {*pages.pages(), "by-hand.md"}
     assert written["by-hand.md"].read_text() == "mine"
-
-
-def test_every_reason_has_a_heading() -> None:
-    assert anchors(PAGES["reasons.md"]) > set(REASONS)
 
 
 def test_a_code_without_an_example_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,28 +109,6 @@ def test_what_the_examples_use_of_megapg_is_there(code: str) -> None:
                 function = getattr(function, part)
             keywords = {keyword.arg: 0 for keyword in node.keywords if keyword.arg}
             inspect.signature(function).bind(*node.args, **keywords)  # type: ignore[arg-type]
-
-
-# --- links ----------------------------------------------------------------------------------------
-
-
-def anchors(page: str) -> set[str]:
-    """Return the anchors of the page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page, flags=re.S | re.M), re.M)
-    return {re.sub(r"[^\w\- ]", "", each).strip().lower().replace(" ", "-") for each in headings}
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_links_lead_somewhere(name: str) -> None:
-    page = GUIDE / name
-    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[name]):
-        if target.startswith(("https://", "http://")):
-            continue
-        file, _, anchor = target.partition("#")
-        there = (page.parent / file).resolve() if file else page
-        assert there.exists(), target
-        if anchor:
-            assert anchor in anchors(there.read_text()), target
 
 
 # --- pages that show a project and commands -------------------------------------------------------
