@@ -1,14 +1,12 @@
 """A data loader forks a worker that uses the rank and size that were read from the collection."""
 
-from layouts import session_and_globals
 from rows import Rows
 from torch.utils.data import DataLoader
 
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 2}, "mine": {}}
 
 
-def program():
-    with session_and_globals({"tp": 2}) as pg:
-        rows = Rows(pg.rank("dp"), pg.size("dp"))
-        loader = DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context="fork")
-        assert next(iter(loader)).tolist() == [pg.rank("dp"), pg.rank("dp") + 2]
+def program(pg):
+    rows = Rows(pg.rank("dp"), pg.size("dp"))
+    loader = DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context="fork")
+    assert next(iter(loader)).tolist() == [pg.rank("dp"), pg.rank("dp") + 2]

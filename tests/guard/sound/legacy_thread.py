@@ -2,16 +2,14 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from layouts import session_and_globals
+from layouts import opened
 from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
-
 
 def program():
-    with session_and_globals({"tp": 1}, tp=2), megapg.allow_global_reads():
+    with opened(globals={"tp": 1}, mine={"tp": 2}), megapg.allow_global_reads():
         with ThreadPoolExecutor(1) as pool:
             size = pool.submit(mpu.get_tensor_model_parallel_world_size).result()
         assert size == 1

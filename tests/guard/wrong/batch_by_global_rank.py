@@ -2,12 +2,9 @@
 
 import torch
 import torch.distributed as dist
-from layouts import session_and_globals
 from megatron.core import mpu
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "get_batch"
 GIVEN = "step"
 
@@ -25,11 +22,5 @@ def step(data, pg_collection):
     return batch.tolist()
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return step(iter([torch.arange(4) + 100 * pg.rank("tp")]), pg)
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        return step(iter([torch.arange(4) + 100 * pg.rank("tp")]), pg)
+def program(pg):
+    return step(iter([torch.arange(4) + 100 * pg.rank("tp")]), pg)

@@ -1,11 +1,8 @@
 """A loop has its collection, and the callback that it runs asks the globals for the last stage."""
 
-from layouts import session_and_globals
 from megatron.core import mpu
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"pp": 2}, "mine": {}}
 READER = "log_on_last_stage"
 GIVEN = "fit"
 
@@ -23,11 +20,5 @@ def fit(steps, pg_collection, callbacks):
     return written
 
 
-def program():
-    with session_and_globals({"pp": 2}) as pg:
-        return fit(2, pg, [log_on_last_stage])
-
-
-def meant():
-    with session_and_globals({"pp": 2}) as pg, megapg.published(pg):
-        return fit(2, pg, [log_on_last_stage])
+def program(pg):
+    return fit(2, pg, [log_on_last_stage])

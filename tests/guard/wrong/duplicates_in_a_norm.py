@@ -2,16 +2,15 @@
 
 import torch
 import torch.distributed as dist
-from layouts import session_and_globals
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "param_is_not_tensor_parallel_duplicate"
 GIVEN = "gradient_norm"
 
 
-def gradient_norm(parameters, pg_collection, **group):
-    counted = [p for p in parameters if param_is_not_tensor_parallel_duplicate(p, **group)]
+def gradient_norm(parameters, pg_collection):
+    counted = [p for p in parameters if param_is_not_tensor_parallel_duplicate(p)]
     total = sum((p.grad.square().sum() for p in counted), torch.zeros(()))
     dist.all_reduce(total, group=pg_collection.mp)
     return total.sqrt().item()
@@ -23,11 +22,5 @@ def replicated_bias():
     return [bias]
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return gradient_norm(replicated_bias(), pg)
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return gradient_norm(replicated_bias(), pg, tp_group=pg.tp)
+def program(pg):
+    return gradient_norm(replicated_bias(), pg)

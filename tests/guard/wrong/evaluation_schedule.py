@@ -3,14 +3,11 @@
 from functools import partial
 
 import torch
-from layouts import session_and_globals
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from models import config
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"pp": 2}, "mine": {}}
 READER = "get_forward_backward_func"
 GIVEN = "evaluate"
 
@@ -51,11 +48,5 @@ def evaluate(model, data, pg_collection):
     return sum(each["loss"] for each in reported) / pg_collection.size("pp")
 
 
-def program():
-    with session_and_globals({"pp": 2}) as pg:
-        return evaluate(Model(pg), iter([torch.ones(32) + pg.rank("dp")]), pg)
-
-
-def meant():
-    with session_and_globals({"pp": 2}) as pg, megapg.published(pg):
-        return evaluate(Model(pg), iter([torch.ones(32) + pg.rank("dp")]), pg)
+def program(pg):
+    return evaluate(Model(pg), iter([torch.ones(32) + pg.rank("dp")]), pg)

@@ -1,32 +1,19 @@
 """The layer-wise optimizer counts zeros by the globals' tp rank (NVIDIA/Megatron-LM #6099)."""
 
 import torch
-from layouts import session_and_globals
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "param_is_not_tensor_parallel_duplicate"
 GIVEN = "count_zeros"
 
 
-def zeros(pg):
+def program(pg):
     bias = torch.nn.Parameter(torch.ones(4))
     bias.grad = torch.tensor([0.0, 0.0, 1.0, 1.0])
     settings = OptimizerConfig(lr=0.1)
     inner = FP32Optimizer(torch.optim.SGD([bias], lr=0.1), settings, None)
     optimizer = LayerWiseDistributedOptimizer([inner], settings, pg_collection=pg)
     return float(optimizer.count_zeros())
-
-
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return zeros(pg)
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        return zeros(pg)

@@ -1,17 +1,14 @@
 """LLaVA scatters its embeddings over the globals' ranks (NVIDIA/Megatron-LM #7452, finding 7)."""
 
 import torch
-from layouts import session_and_globals
 from megatron.core.models.multimodal.llava_model import LLaVAModel
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "get_tensor_model_parallel_group_if_none"
 GIVEN = "_process_embedding_token_parallel"
 
 
-def scattered(pg):
+def program(pg):
     model = LLaVAModel.__new__(LLaVAModel)  # without its vision and language models
     torch.nn.Module.__init__(model)
     model.pre_process = model.post_process = model.sequence_parallel_lm = True
@@ -20,13 +17,3 @@ def scattered(pg):
     whole = torch.arange(4.0).view(4, 1, 1)
     part, *_ = model._process_embedding_token_parallel(whole, None, None, None)
     return part.flatten().tolist()
-
-
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return scattered(pg)
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        return scattered(pg)

@@ -1,11 +1,8 @@
 """A loop calls a bound method, whose object kept only numbers; the loop has the collection."""
 
-from layouts import session_and_globals
 from megatron.core.parallel_state import get_data_parallel_rank
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "save_if_first"
 GIVEN = "run_hooks"
 
@@ -29,11 +26,5 @@ def saved(pg, saver):
     return saver.saved
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return saved(pg, Saver())
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        return saved(pg, Saver())
+def program(pg):
+    return saved(pg, Saver())

@@ -2,12 +2,9 @@
 
 from functools import partial
 
-from layouts import session_and_globals
 from megatron.core.parallel_state import get_data_parallel_world_size
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "microbatches_of"
 GIVEN = "train"
 
@@ -23,11 +20,5 @@ def train(pg_collection, count=count_of):
     return [count(micro=2), pg_collection.size("tp")]
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return train(pg)
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        return train(pg)
+def program(pg):
+    return train(pg)

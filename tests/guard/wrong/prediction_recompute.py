@@ -1,16 +1,13 @@
 """A multi-token prediction layer splits what it recomputes over the globals (#7452, finding 4)."""
 
 import torch
-from layouts import session_and_globals
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from models import config
 
-import megapg
 from megapg.megatron import core_version
 
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 2}, "mine": {}}
 READER = "get_tensor_model_parallel_group_if_none"
-GIVEN = "gradient"
 RECOMPUTE = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -29,7 +26,7 @@ class Layer(MultiTokenPredictionLayer):
         return hidden_states * self.scale
 
 
-def gradient(pg_collection):
+def program(pg_collection):
     layer = Layer(pg_collection)
     hidden = torch.full((4,), 1.0 + pg_collection.rank("dp"), requires_grad=True)
     first = (
@@ -37,13 +34,3 @@ def gradient(pg_collection):
     )
     layer._checkpointed_forward(*first).sum().backward()
     return layer.scale.grad.item()
-
-
-def program():
-    with session_and_globals({"tp": 2}) as pg:
-        return gradient(pg)
-
-
-def meant():
-    with session_and_globals({"tp": 2}) as pg, megapg.published(pg):
-        return gradient(pg)

@@ -1,11 +1,8 @@
 """A property of a data set asks the globals each time, inside the loop that has the groups."""
 
-from layouts import session_and_globals
 from megatron.core import mpu
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "shard"
 GIVEN = "read"
 
@@ -25,11 +22,5 @@ def batches(data, pg_collection):
     yield read()
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return next(batches(Data(), pg))
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        return next(batches(Data(), pg))
+def program(pg):
+    return next(batches(Data(), pg))

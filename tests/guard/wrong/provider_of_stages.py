@@ -2,12 +2,9 @@
 
 import functools
 
-from layouts import session_and_globals
 from megatron.core import mpu
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"pp": 1}, "mine": {"pp": 2}}
 READER = "provide"
 GIVEN = "get_model"
 
@@ -21,11 +18,5 @@ def get_model(provider, pg_collection):
     return [*provider(tied=False), f"stage {pg_collection.rank('pp')}"]
 
 
-def program():
-    with session_and_globals({"pp": 1}, pp=2) as pg:
-        return get_model(functools.partial(provide, ["embedding", "head"]), pg)
-
-
-def meant():
-    with session_and_globals({"pp": 1}, pp=2) as pg, megapg.published(pg):
-        return get_model(functools.partial(provide, ["embedding", "head"]), pg)
+def program(pg):
+    return get_model(functools.partial(provide, ["embedding", "head"]), pg)

@@ -1,11 +1,8 @@
 """A singleton of ranks that the first caller makes from the globals, inside a load of a model."""
 
-from layouts import session_and_globals
 from megatron.core import mpu
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "__init__"
 GIVEN = "load_checkpoint"
 
@@ -27,11 +24,5 @@ def load_checkpoint(model, pg_collection):
     return f"{model}/mp_rank_{Ranks.get().tensor:02d}"
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return load_checkpoint("policy", pg)
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        return load_checkpoint("policy", pg)
+def program(pg):
+    return load_checkpoint("policy", pg)

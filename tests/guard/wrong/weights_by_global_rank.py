@@ -1,12 +1,9 @@
 """A converter cuts the whole weight by the globals' tp rank: both ranks load the first half."""
 
 import torch
-from layouts import session_and_globals
 from megatron.core import mpu
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "tp_slice"
 GIVEN = "load_weight"
 
@@ -20,11 +17,5 @@ def load_weight(whole, tp_group):
     return tp_slice(whole, tp_group.size()).tolist()
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return load_weight(torch.arange(4), pg.tp)
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        return load_weight(torch.arange(4), pg.tp)
+def program(pg):
+    return load_weight(torch.arange(4), pg.tp)
