@@ -270,7 +270,8 @@ OF_A_STAGE: Mapping[str, str] = {
 TAKES_VP_STAGE = 13
 
 # Versions in which a rank may be in several pipelines: its encoder has fewer tensor parallel ranks
-# than its decoder. Getter that then returns a list -> its helper.
+# than its decoder. Getter that then returns a list -> the helper that returns one too, for code
+# that is changed by hand.
 OF_SEVERAL_PIPELINES: Mapping[str, str] = {
     "get_pipeline_model_parallel_group": "pipeline_or_pipelines",
     "get_pipeline_model_parallel_next_rank": "pipeline_next_rank_or_ranks",
