@@ -2,14 +2,13 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from layouts import opened
 from megatron.core import mpu
 
 import megapg
 
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 
-def program():
-    with opened(globals={"tp": 1}, mine={"tp": 2}), megapg.allow_global_reads():
-        with ThreadPoolExecutor(1) as pool:
-            size = pool.submit(mpu.get_tensor_model_parallel_world_size).result()
-        assert size == 1
+
+def program(*_):
+    with megapg.allow_global_reads(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(mpu.get_tensor_model_parallel_world_size).result() == 1
