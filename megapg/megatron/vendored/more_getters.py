@@ -348,6 +348,34 @@ def pipeline_prev_rank(pg: ProcessGroupCollection) -> int:
     return pg.ranks("pp")[(pg.rank("pp") - 1) % pg.size("pp")]
 
 
+def pipeline_or_pipelines(pg: ProcessGroupCollection) -> Any:
+    """For ``get_pipeline_model_parallel_group()``, which gives a rank in several pipelines all."""
+    if pg.passed is None:
+        return _globals().get_pipeline_model_parallel_group()
+    return pg.pp
+
+
+def pipeline_next_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
+    """For ``get_pipeline_model_parallel_next_rank()``, likewise a rank for each pipeline."""
+    if pg.passed is None:
+        return cast("int | list[int]", _globals().get_pipeline_model_parallel_next_rank())
+    return pipeline_next_rank(pg)
+
+
+def pipeline_prev_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
+    """For ``get_pipeline_model_parallel_prev_rank()``, likewise."""
+    if pg.passed is None:
+        return cast("int | list[int]", _globals().get_pipeline_model_parallel_prev_rank())
+    return pipeline_prev_rank(pg)
+
+
+def pipeline_last_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
+    """For ``get_pipeline_model_parallel_last_rank()``, likewise."""
+    if pg.passed is None:
+        return cast("int | list[int]", _globals().get_pipeline_model_parallel_last_rank())
+    return pipeline_last_rank(pg)
+
+
 def pipeline_split_rank(pg: ProcessGroupCollection) -> int | None:
     """For ``get_pipeline_model_parallel_split_rank()``: the first stage of the decoder, or None."""
     return _of_split(pg, "PIPELINE_MODEL_PARALLEL_SPLIT_RANK")
