@@ -380,10 +380,12 @@ def test_paths_that_can_not_be_read(project: Path, command: str) -> None:
     run(2, command)
 
 
-@pytest.mark.parametrize("command", ["check", "migrate"])
 @pytest.mark.parametrize(
-    ("missing", "message"),
-    [(["torch", "megatron", "numpy"], ""), (["libcst"], 'pip install "megapg[migrate]"')],
+    ("command", "missing", "message"),
+    [
+        ("migrate", ["torch", "megatron", "numpy"], ""),
+        ("check", ["libcst"], 'pip install "megapg[migrate]"'),
+    ],
 )
 def test_without_torch_and_without_libcst(
     project: Path, command: str, missing: list[str], message: str
