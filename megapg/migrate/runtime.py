@@ -1,7 +1,8 @@
 """The imports of rewritten files: megapg, or with ``--runtime vendored`` a module of their package.
 
-A file imports the module from the outermost package around it. A file outside of packages takes
-the module of a package that it imports, or in the project's root a module next to it.
+A file imports the module of its outermost package as it imports others of that package: by name,
+or relatively. A script takes the module of a package that it imports, or in the project's root a
+module next to it.
 
 The vendored module holds copies of the functions that are used, from ``megapg/megatron/vendored``.
 Its first line has a checksum of the rest, which shows later edits. Formatters keep the checksum.
@@ -27,6 +28,7 @@ _FIRST_LINE = "# megapg migrate --runtime vendored wrote this, and writes it ane
 _TEMPLATES = ("process_groups.py", "more_getters.py")  # the first has the module's docstring
 _ALWAYS = ("ProcessGroupCollection", "resolve")
 _LAYOUT = re.compile(r"[\s(),'\"]+")  # characters that formatters add, remove or exchange
+_RELATIVE = re.compile(rb"^[ \t]*from[ \t]+\.", re.MULTILINE)
 _IMPORTED = re.compile(rb"^[ \t]*(?:from|import)[ \t]+(\w+)", re.MULTILINE)
 
 
@@ -127,9 +129,10 @@ class Runtimes:
             return self._named_folder(package) / f"{name}.py", package, name
         text, own = self._text(path), self._package(path)
         imported = [first.decode() for first in _IMPORTED.findall(text)]
-        if own is not None:
-            if own.name in imported or b"__main__" in text:  # a script has no relative imports
-                return own / f"{name}.py", own.name, name
+        is_module = (path.parent / "__init__.py").exists() and b"__main__" not in text
+        if own is not None and own.name in imported:
+            return own / f"{name}.py", own.name, name
+        if own is not None and (is_module or _RELATIVE.search(text)):
             dots = "." * (len(path.parent.parts) - len(own.parts) + 1)
             return own / f"{name}.py", dots, name
         for first in imported:
@@ -138,21 +141,23 @@ class Runtimes:
         if path.parent == self._config.root:
             return path.parent / f"{name}.py", name, ""
         raise UnsupportedOptionError(
-            f"{path} is in no package: no folder around it has an __init__.py. Name a package that "
+            f"{path} imports no package of the project, and may be a script. Name a package that "
             f"it can import, to hold the module: --runtime vendored:PACKAGE.{name}"
         )
 
     def _package(self, path: Path) -> Path | None:
-        """The outermost folder with ``__init__.py`` around a file, without a gap in between.
+        """The outermost package around a file. Folders without ``__init__.py`` may lie in it.
 
         The project's root counts only if there is no other.
         """
         found = None
         for folder in path.parents:
-            is_root = folder == self._config.root and found is not None
-            if is_root or not (folder / "__init__.py").exists():
+            is_regular = (folder / "__init__.py").exists()
+            if found is not None and (folder == self._config.root or not is_regular):
                 break
-            found = folder
+            found = folder if is_regular else None
+            if folder == self._config.root:
+                break
         return found
 
     @cached_property

@@ -102,15 +102,22 @@ def test_the_diff_makes_the_same_files(tmp_path: Path) -> None:
 PLACES: list[tuple[str, dict[str, str], dict[str, str]]] = [
     ("a/__init__.py a/b/__init__.py a/b/c.py a/d.py", {}, {"a/b/c.py": "a ..", "a/d.py": "a ."}),
     ("a/__init__.py a/x.py b/__init__.py b/x.py", {}, {"a/x.py": "a .", "b/x.py": "b ."}),
-    # Files that import their package by name, and scripts in a package.
+    # Files that import their package by name, and modules of namespace packages.
     ("s/a/__init__.py", {"s/a/b.py": "def f():\n    from a.c import g"}, {"s/a/b.py": "s/a a"}),
-    ("a/__init__.py", {"a/b.py": "if __name__ == '__main__': pass"}, {"a/b.py": "a a"}),
+    ("a/__init__.py", {"a/b.py": "import a.c; __name__ == '__main__'"}, {"a/b.py": "a a"}),
     ("m/c/__init__.py", {"m/c/b.py": "import m.c.x"}, {"m/c/b.py": "m/c ."}),
+    ("a/__init__.py", {"a/x/y/b.py": "from .c import f"}, {"a/x/y/b.py": "a ..."}),
+    ("a/__init__.py", {"a/x/b.py": "from a.c import f"}, {"a/x/b.py": "a a"}),
     # The root counts as no package, even with an __init__.py, unless there is no other.
     ("__init__.py a/__init__.py a/b.py c.py", {}, {"a/b.py": "a .", "c.py": ". ."}),
-    # Files outside of packages.
+    # Scripts, in a package of another name too.
     ("a/__init__.py", {"run.py": "import a.b", "t/x.py": "from a import b"}, {"run.py": "a a"}),
     ("a/__init__.py", {"t/x.py": "import torch\nfrom a import b"}, {"t/x.py": "a a"}),
+    (
+        "a/__init__.py t/__init__.py",
+        {"t/x.py": "import a\nif __name__ == '__main__': pass"},
+        {"t/x.py": "a a"},
+    ),
     ("run.py a/__init__.py", {}, {"run.py": "."}),
 ]
 
@@ -137,9 +144,10 @@ def test_each_top_package_gets_one(
         ("", ""),
         ("main.py", "from t.other import f"),  # a namespace package, or a folder of scripts
         ("x/a/__init__.py y/a/__init__.py", "import a"),  # which of the two?
+        ("t/__init__.py", "if __name__ == '__main__': pass"),  # t may be a folder of scripts
     ],
 )
-def test_a_file_outside_of_packages_needs_a_name(tmp_path: Path, empty: str, text: str) -> None:
+def test_a_file_that_may_be_a_script_needs_a_name(tmp_path: Path, empty: str, text: str) -> None:
     write(tmp_path, {**dict.fromkeys(empty.split(), ""), "t/x.py": text})
     with pytest.raises(UnsupportedOptionError, match=r"vendored:PACKAGE\.process_groups"):
         of(tmp_path).of(tmp_path / "t" / "x.py")
