@@ -68,7 +68,7 @@ UNREADABLE = {
     "unknown cookie": (b"# coding: klingon\n" + READS.encode(), "can't be read"),
     "binary": (b"\x7fELF\0mpu\0parallel_state" + bytes(range(256)), ""),
     "deep": (READS.encode() + b"X = " + b"(" * 500 + b")" * 500 + b"\n", "not valid"),
-    "long": (READS.encode() + b"X = a" + b".b" * 3000 + b"\n", "recursion"),
+    "long": (READS.encode() + b"X = a" + b".b" * 1200 + b"\n", "recursion"),
 }
 
 
