@@ -57,8 +57,6 @@ class Runtimes:
 
     def __init__(self, config: Config, files: Sequence[Path]) -> None:
         self._config, self._files = config, files
-        self._texts: dict[Path, bytes] = {}
-        self._homes: dict[Path, tuple[Path, str, str]] = {}
 
     def of(self, path: Path) -> Runtime:
         """Return what a file imports."""
@@ -117,13 +115,9 @@ class Runtimes:
 
     # -- the place of the module -------------------------------------------------------------------
 
+    @cache  # noqa: B019 (as long-lived as the command)
     def _home(self, path: Path) -> tuple[Path, str, str]:
         """The file of the module that a file uses, and how to import it: a module and a member."""
-        if path not in self._homes:
-            self._homes[path] = self._find_home(path)
-        return self._homes[path]
-
-    def _find_home(self, path: Path) -> tuple[Path, str, str]:
         package, _, name = self._config.vendored.rpartition(".")
         if package:
             return self._named_folder(package) / f"{name}.py", package, name
@@ -177,13 +171,12 @@ class Runtimes:
                 return folder
         raise UnsupportedOptionError(f"--runtime: there is no package {package} in {root}.")
 
+    @cache  # noqa: B019
     def _text(self, path: Path) -> bytes:
-        if path not in self._texts:
-            try:
-                self._texts[path] = path.read_bytes()
-            except OSError:
-                self._texts[path] = b""
-        return self._texts[path]
+        try:
+            return path.read_bytes()
+        except OSError:
+            return b""
 
 
 # -- the text of the module ------------------------------------------------------------------------

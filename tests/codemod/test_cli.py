@@ -236,6 +236,8 @@ def test_the_diff_applied_is_what_write_writes(tmp_path: Path, where: str) -> No
         "p/é.py": SERVED.replace("    ", "\t"),
         "p/left.py": LEFT,
     }
+    if where:  # the names in the diff are those below the current folder
+        files = {name: files[name] for name in ("pyproject.toml", "p/a.py", "p/é.py", "p/left.py")}
     one, other = write(tmp_path / "one", files), write(tmp_path / "other", files)
     committed(one)
     done = megapg("migrate", ".", at=one / where, FORCE_COLOR="1")
