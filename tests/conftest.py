@@ -35,7 +35,9 @@ LONG = (
     *("test_checkpoint_options", "test_signals", "test_name_is_free", "test_checkpoint_commit"),
     *("test_checkpoint_integrity", "test_check", "test_rebind", "test_dropped_sessions"),
     *("test_vendored_equivalence", "test_adopt", "test_architecture", "test_old_core"),
-    *("test_runtime", "test_equivalence", "test_fuzz", "test_drop_in"),
+    *("test_wrong_group", "test_cli", "test_fuzz", "test_vendored", "test_rng_records"),
+    *("test_readme", "test_odd_files", "test_programs", "test_runtime", "test_equivalence"),
+    "test_drop_in",
 )
 
 

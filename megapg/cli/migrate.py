@@ -146,8 +146,9 @@ def migrate(
         str | None,
         typer.Option(
             help="What rewritten files import: megapg, or vendored for a module process_groups.py "
-            "in each package, which is written as well. vendored:NAME names it differently. "
-            "Default: runtime in \\[tool.megapg], else megapg."
+            "in each package, which is written as well. vendored:NAME names it differently, and "
+            "vendored:PACKAGE.NAME writes one for all files. Default: runtime in \\[tool.megapg], "
+            "else megapg."
         ),
     ] = None,
     unsafe: Annotated[

@@ -15,7 +15,7 @@ from megapg.upstream.signatures import VERSIONS
 
 _KEYS = ("exclude", "wrappers", "from-core", "runtime")
 _ROOT_MARKS = ("pyproject.toml", "setup.py", "setup.cfg", ".git")
-_RUNTIME = re.compile(r"megapg|vendored(?::([A-Za-z_]\w*))?")
+_RUNTIME = re.compile(r"megapg|vendored(?::([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*))?")
 _VENDORED_NAME = "process_groups"
 _SUPPORTED = tuple(version for version in VERSIONS if version >= 12)
 _UNKNOWN_SOURCE = "the project pins no version"
@@ -43,7 +43,8 @@ class Config:
     thread_from: tuple[str, ...] = ()  # functions or classes that get the parameter in any case
     versions: tuple[int, ...] = _SUPPORTED  # minor versions of Megatron-core that may run the code
     versions_from: str = _UNKNOWN_SOURCE  # the file or option that names these versions
-    vendored: str = ""  # name of the module that replaces megapg; empty to import megapg
+    # The module that replaces megapg: a name, or with its package. Empty to import megapg.
+    vendored: str = ""
 
 
 def load_config(
@@ -89,7 +90,7 @@ def load_config(
 
 
 def parse_runtime(text: object) -> str:
-    """Return the module name of ``vendored`` or ``vendored:NAME``; an empty string for ``megapg``.
+    """Return the name in ``vendored:NAME``, which may have its package; empty for ``megapg``.
 
     Raises:
         UnsupportedOptionError: for any other text.
@@ -97,8 +98,8 @@ def parse_runtime(text: object) -> str:
     found = _RUNTIME.fullmatch(text) if isinstance(text, str) else None
     if found is None:
         raise UnsupportedOptionError(
-            f"no runtime {text!r}: use megapg, vendored or vendored:NAME. With vendored, each "
-            f"package gets its own module {_VENDORED_NAME}.py, or NAME.py, and imports that."
+            f"no runtime {text!r}: use megapg, vendored, vendored:NAME or vendored:PACKAGE.NAME. "
+            f"With vendored, each package gets its own module {_VENDORED_NAME}.py, or NAME.py."
         )
     return "" if found[0] == "megapg" else found[1] or _VENDORED_NAME
 

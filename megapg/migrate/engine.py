@@ -33,6 +33,7 @@ from megapg.migrate.replaced import find_replaced
 from megapg.migrate.rewrite import rewritten
 from megapg.migrate.runtime import Runtimes
 from megapg.migrate.scan import scan
+from megapg.migrate.thread import reached
 from megapg.migrate.uses import Span
 from megapg.upstream.signatures import SIGNATURES
 
@@ -246,12 +247,7 @@ class _Scans:
                 if meaning.path is not None and meaning.local:
                     callee = Node(meaning.path, meaning.local)
                     callers[callee] |= _outermost(carriers, path, call.function)
-        waiting = list(nodes)
-        while waiting:
-            for caller in callers[waiting.pop()] - nodes:
-                nodes.add(caller)
-                waiting.append(caller)
-        return nodes
+        return reached(nodes, lambda node: callers[node])
 
 
 def _outermost(carriers: Carriers, path: Path, name: str) -> set[Node]:

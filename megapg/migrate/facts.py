@@ -99,6 +99,15 @@ class FoundUse:
     root: str  # the name that it begins with in the file
     where: Where
 
+    @property
+    def span(self) -> Span:
+        return self.use.span
+
+    @property
+    def function(self) -> str:
+        """The qualified name of the function around; empty at module level."""
+        return self.use.function
+
 
 @dataclass
 class Facts:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megapg.errors import UnsupportedOptionError
 from megapg.migrate.carriers import NONE, PARAMETER, Carrier, Carriers, Node, in_order
-from megapg.migrate.facts import Everything, FoundUse, Function, Where
+from megapg.migrate.facts import Call, Everything, FoundUse, Function, Where
 from megapg.migrate.migration import How, Left, Root, Served
 from megapg.migrate.project import PARALLEL_STATE, Project, is_test
 from megapg.migrate.replaced import Replaced
@@ -72,9 +72,7 @@ class _Request:
     """A use, or a call that passes the parameter, with its carrier."""
 
     path: Path
-    function: str
-    span: Span
-    where: Where
+    place: FoundUse | Call
     carrier: Carrier
     needs: tuple[str, ...]
 
@@ -147,22 +145,12 @@ class Planner:
         starts = self._thread_from()
         threads = Threads(self._everything, self._carriers, self._sources, wanted, starts)
         asked = [
-            _Request(
-                each.path,
-                each.found.use.function,
-                each.found.use.span,
-                each.found.where,
-                each.carrier,
-                each.answer.needs,
-            )
+            _Request(each.path, each.found, each.carrier, each.answer.needs)
             for each in choices
             if each.answer.takes is not Takes.OPTIONAL
         ]
         asked += [
-            _Request(
-                edge.path, edge.call.function, edge.call.span, edge.call.where, edge.carrier, needs
-            )
-            for edge, needs in threads.passing()
+            _Request(edge.path, edge.call, edge.carrier, needs) for edge, needs in threads.passing()
         ]
         self._share(asked)
         for choice in choices:
@@ -243,20 +231,20 @@ class Planner:
         """
         together: dict[tuple[Path, str, str], list[_Request]] = defaultdict(list)
         for each in asked:
-            around = self._carriers.around(each.path, each.function)
+            around = self._carriers.around(each.path, each.place.function)
             is_free = around and self._is_free(around)
-            if is_free and each.carrier.kind in _OWNERS and not each.where.inline:
-                together[each.path, each.function, each.carrier.expression].append(each)
+            if is_free and each.carrier.kind in _OWNERS and not each.place.where.inline:
+                together[each.path, each.place.function, each.carrier.expression].append(each)
         for (path, _, expression), several in together.items():
-            first = min(several, key=lambda each: each.span)
-            if len(several) < 2 or not first.where.line:
+            first = min(several, key=lambda each: each.place.span)
+            if len(several) < 2 or not first.place.where.line:
                 continue
             needs = in_order([need for each in several for need in each.needs])
             file = self._file(path)
             call = f"{_VARIABLE} = {file.name}.groups_of({_arguments(expression, needs)})"
-            file.before[first.where.line] = call
-            self._shared |= {(path, each.span) for each in several}
-            self._sharing.add((path, first.function))
+            file.before[first.place.where.line] = call
+            self._shared |= {(path, each.place.span) for each in several}
+            self._sharing.add((path, first.place.function))
 
     # -- one use -----------------------------------------------------------------------------------
 

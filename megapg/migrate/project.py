@@ -7,6 +7,7 @@ simple aliases.
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 from collections import defaultdict
@@ -186,11 +187,9 @@ class Project:
         """Return the top-level names of a file; an empty table if it is no valid Python."""
         if path not in self._tables:
             self._tables[path] = Table()
-            try:
+            with contextlib.suppress(SyntaxError, ValueError, RecursionError):
                 tree = ast.parse(self._data[path])
-            except (SyntaxError, ValueError, RecursionError):
-                return self._tables[path]
-            self._tables[path] = read_table(tree, lambda dotted: self.absolute(dotted, path))
+                self._tables[path] = read_table(tree, lambda dotted: self.absolute(dotted, path))
         return self._tables[path]
 
     # -- names -------------------------------------------------------------------------------------

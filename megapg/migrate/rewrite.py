@@ -19,6 +19,7 @@ from megapg.migrate.uses import Span
 
 _NO_SPACE = cst.SimpleWhitespace("")
 _SPACE = cst.SimpleWhitespace(" ")
+_BLOCKS = (cst.FunctionDef, cst.ClassDef, cst.If, cst.Try)
 
 _Item = TypeVar("_Item", cst.Arg, cst.Param)
 _Import = TypeVar("_Import", cst.Import, cst.ImportFrom)
@@ -72,7 +73,7 @@ class _Rewriter(cst.CSTTransformer):
     ) -> None:
         super().__init__()
         self._config, self._plan, self._is_unneeded = module.config_for_parsing, plan, is_unneeded
-        # For each function, class, ``if`` and ``try`` around: True if its imports may go. Those of
+        # For each of ``_BLOCKS`` around: True if its imports may go. Those of
         # a class are attributes, and the branches of ``if`` and ``try`` bind the same names.
         self._may_go = [True]
         self._unused_line = False  # True if an import of this line stays although it is unused now
@@ -91,19 +92,6 @@ class _Rewriter(cst.CSTTransformer):
             return new
         return self._expression(text).with_changes(lpar=node.lpar, rpar=node.rpar)
 
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        return self._replaced(original_node, updated_node)
-
-    def leave_Attribute(
-        self, original_node: cst.Attribute, updated_node: cst.Attribute
-    ) -> cst.BaseExpression:
-        return self._replaced(original_node, updated_node)
-
-    def leave_SimpleString(
-        self, original_node: cst.SimpleString, updated_node: cst.SimpleString
-    ) -> cst.BaseExpression:
-        return self._replaced(original_node, updated_node)
-
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         passed = self._plan.passed.get(self._span(original_node))
         if passed is None:
@@ -121,7 +109,6 @@ class _Rewriter(cst.CSTTransformer):
     def leave_FunctionDef(
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
     ) -> cst.FunctionDef:
-        self._may_go.pop()
         span, new = self._span(original_node), updated_node
         if span in self._plan.parameters:
             new = new.with_changes(params=_with_parameter(new.params, new.whitespace_before_params))
@@ -130,10 +117,19 @@ class _Rewriter(cst.CSTTransformer):
             new = new.with_changes(body=_with_statements(new.body, lines))
         return new
 
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, _BLOCKS):
+            self._may_go.append(isinstance(node, cst.FunctionDef))
+        return super().on_visit(node)
+
     def on_leave(  # type: ignore[override]
         self, original_node: cst.CSTNode, updated_node: cst.CSTNode
     ) -> cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel[cst.CSTNode]:
-        """Put a statement before another one, if the plan has one there."""
+        """Replace a use, or put a statement before another one, if the plan says so."""
+        if isinstance(original_node, _BLOCKS):
+            self._may_go.pop()
+        if isinstance(original_node, cst.Name | cst.Attribute | cst.SimpleString):
+            return self._replaced(original_node, cast("cst.BaseExpression", updated_node))
         new = super().on_leave(original_node, updated_node)
         if not isinstance(new, STATEMENTS):
             return new
@@ -152,32 +148,6 @@ class _Rewriter(cst.CSTTransformer):
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
         return _with_noqa(updated_node) if self._unused_line else updated_node
-
-    def visit_Try(self, node: cst.Try) -> None:
-        self._may_go.append(False)
-
-    def leave_Try(self, original_node: cst.Try, updated_node: cst.Try) -> cst.Try:
-        self._may_go.pop()
-        return updated_node
-
-    def visit_If(self, node: cst.If) -> None:
-        self._may_go.append(False)
-
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
-        self._may_go.pop()
-        return updated_node
-
-    def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        self._may_go.append(False)
-
-    def leave_ClassDef(
-        self, original_node: cst.ClassDef, updated_node: cst.ClassDef
-    ) -> cst.ClassDef:
-        self._may_go.pop()
-        return updated_node
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        self._may_go.append(True)
 
     def leave_Import(
         self, original_node: cst.Import, updated_node: cst.Import

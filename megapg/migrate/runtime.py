@@ -1,5 +1,9 @@
 """The imports of rewritten files: megapg, or with ``--runtime vendored`` a module of their package.
 
+A file imports the module of its outermost package as it imports others of that package: by name,
+or relatively. A script takes the module of a package that it imports, or in the project's root a
+module next to it.
+
 The vendored module holds copies of the functions that are used, from ``megapg/megatron/vendored``.
 Its first line has a checksum of the rest, which shows later edits. Formatters keep the checksum.
 """
@@ -9,12 +13,11 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files as resources
-from itertools import pairwise
 from pathlib import Path
 
 from megapg.errors import UnsupportedOptionError
@@ -25,11 +28,8 @@ _FIRST_LINE = "# megapg migrate --runtime vendored wrote this, and writes it ane
 _TEMPLATES = ("process_groups.py", "more_getters.py")  # the first has the module's docstring
 _ALWAYS = ("ProcessGroupCollection", "resolve")
 _LAYOUT = re.compile(r"[\s(),'\"]+")  # characters that formatters add, remove or exchange
-# The dots, the module and the first name of ``from ..a.b import c``; the module of ``import a.b``.
-_IMPORT = re.compile(
-    rb"^(?:from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+\(?[ \t]*(\w*)|import[ \t]+([\w.]+))",
-    re.MULTILINE,
-)
+_RELATIVE = re.compile(rb"^[ \t]*from[ \t]+\.", re.MULTILINE)
+_IMPORTED = re.compile(rb"^[ \t]*(?:from|import)[ \t]+(\w+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,6 @@ class Runtimes:
 
     def __init__(self, config: Config, files: Sequence[Path]) -> None:
         self._config, self._files = config, files
-        self._texts: dict[Path, bytes] = {}
-        self._homes: dict[Path, tuple[Path, str, str]] = {}
 
     def of(self, path: Path) -> Runtime:
         """Return what a file imports."""
@@ -78,7 +76,7 @@ class Runtimes:
             UnsupportedOptionError: if another file has the module's name, or if the module was
                 edited and lacks a function.
         """
-        name, needed = self._config.vendored, defaultdict[Path, set[str]](set)
+        name, needed = self._config.vendored.rpartition(".")[2], defaultdict[Path, set[str]](set)
         if name:
             for path in self._files:  # those of an earlier run, which megapg may have changed since
                 if path.stem == name and _read(self._text(path).decode(errors="replace")):
@@ -94,10 +92,12 @@ class Runtimes:
         exists = path.exists()
         there = _read(self._text(path).decode(errors="replace")) if exists else None
         if there is None and (exists or path.with_suffix("").is_dir()):
+            package, dot, name = self._config.vendored.rpartition(".")
+            other = f"vendored:{package}{dot}my_{name}"
             raise UnsupportedOptionError(
                 f"{path if exists else path.with_suffix('')} exists and is not megapg's. Choose "
-                f"another name: --runtime vendored:my_{path.stem}, or in [tool.megapg] "
-                f'runtime = "vendored:my_{path.stem}".'
+                f"another name: --runtime {other}, or in [tool.megapg] "
+                f'runtime = "{other}".'
             )
         if there is not None and there.is_edited:
             if missing := sorted(names - there.names):
@@ -115,138 +115,68 @@ class Runtimes:
 
     # -- the place of the module -------------------------------------------------------------------
 
+    @cache  # noqa: B019 (as long-lived as the command)
     def _home(self, path: Path) -> tuple[Path, str, str]:
         """The file of the module that a file uses, and how to import it: a module and a member."""
-        if path not in self._homes:
-            self._homes[path] = self._find_home(path)
-        return self._homes[path]
-
-    def _find_home(self, path: Path) -> tuple[Path, str, str]:
-        name, package = self._config.vendored, self._package(path)
-        top = self._top(path, package)
-        if top is not None:
-            home = package if package is not None and top in package.parents else top
-            module = ".".join(home.parts[len(top.parts) - 1 :])
-            return home / f"{name}.py", module, name
-        if package is None:
+        package, _, name = self._config.vendored.rpartition(".")
+        if package:
+            return self._named_folder(package) / f"{name}.py", package, name
+        text, own = self._text(path), self._package(path)
+        imported = [first.decode() for first in _IMPORTED.findall(text)]
+        is_module = (path.parent / "__init__.py").exists() and b"__main__" not in text
+        if own is not None and own.name in imported:
+            return own / f"{name}.py", own.name, name
+        if own is not None and (is_module or _RELATIVE.search(text)):
+            dots = "." * (len(path.parent.parts) - len(own.parts) + 1)
+            return own / f"{name}.py", dots, name
+        for first in imported:
+            if first in self._packages:
+                return self._packages[first] / f"{name}.py", first, name
+        if path.parent == self._config.root:
             return path.parent / f"{name}.py", name, ""
-        dots = "." * (len(path.parent.parts) - len(package.parts) + 1)
-        return package / f"{name}.py", dots, name
+        raise UnsupportedOptionError(
+            f"{path} imports no package of the project, and may be a script. Name a package that "
+            f"it can import, to hold the module: --runtime vendored:PACKAGE.{name}"
+        )
 
     def _package(self, path: Path) -> Path | None:
-        """The outermost package of a file, below the project's root; None for a script.
+        """The outermost package around a file. Folders without ``__init__.py`` may lie in it.
 
-        A folder without ``__init__.py`` is a package if imports go through it. The vendored module
-        goes there only if there is no other package.
+        The project's root counts only if there is no other.
         """
-        regular = found = None
-        for folder in () if self._is_script(path) else path.parents:
+        found = None
+        for folder in path.parents:
             is_regular = (folder / "__init__.py").exists()
-            is_root = folder == self._config.root and found is not None
-            if is_root or not (is_regular or folder in self._imported):
+            if found is not None and (folder == self._config.root or not is_regular):
                 break
-            found, regular = folder, folder if is_regular else regular
-        return regular or found
-
-    def _is_script(self, path: Path) -> bool:
-        """True for a file of a folder without ``__init__.py`` that is not imported.
-
-        It runs as ``__main__``, or lies in a folder whose files import each other as scripts do.
-        """
-        is_relative = any(level for level, *_ in self._imports(path))
-        if is_relative or path in self._imported or (path.parent / "__init__.py").exists():
-            return False
-        return path.parent in self._of_scripts or b"__main__" in self._text(path)
-
-    @cached_property
-    def _of_scripts(self) -> set[Path]:
-        """The folders with a file that imports a module of its folder by its bare name."""
-        return {
-            path.parent
-            for path in self._files
-            for level, module, _ in self._imports(path)
-            if not level and len(module) == 1 and (path.parent / f"{module[0]}.py").exists()
-        }
-
-    def _top(self, path: Path, package: Path | None) -> Path | None:
-        """The folder whose name begins absolute imports in a file; None if it has no such imports.
-
-        The file's own imports count first. A script may import a package that is not around it.
-        Last come the imports of this file, or of its package, in other files.
-        """
-        if own := self._tops_of(path):
-            return own[0]
-        if not any(level for level, *_ in self._imports(path)):
-            for first, *rest in self._absolute(path):
-                for top in self._tops:
-                    if top.name == first and _holds(top, rest):
-                        return top
-        around = [folder for folder in path.parents if folder in self._tops and package is not None]
-        return max(around, key=lambda each: (self._tops[each], -len(each.parts)), default=None)
-
-    @cached_property
-    def _tops(self) -> Counter[Path]:
-        """The folders that begin absolute imports in files below them, and the number of files."""
-        return Counter(top for path in self._files for top in self._tops_of(path))
-
-    @cached_property
-    def _imported(self) -> set[Path]:
-        """The folders of the project that imports go through, and the modules in them."""
-        found: set[Path] = set()
-        names = {folder.name for path in self._files for folder in path.parents}
-        for path in self._files:
-            inside = [each for each in path.parents if each.is_relative_to(self._config.root)]
-            for level, module, member in self._imports(path):
-                parts = [*module, *member]
-                if level:
-                    found |= {*path.parents[:level]}
-                    found |= {path.parents[level - 1] / f"{each}.py" for each in parts[:1]}
-                for start in path.parents[level - 1 : level] if level else inside:
-                    found |= _on_the_way(start, parts) if {*parts[:1]} & names else set()
+            found = folder if is_regular else None
+            if folder == self._config.root:
+                break
         return found
 
-    def _tops_of(self, path: Path) -> list[Path]:
-        found = [
-            folder
-            for first, *rest in self._absolute(path)
-            for folder in path.parents
-            if folder.name == first and _holds(folder, rest)
-        ]
-        return list(dict.fromkeys(found))
+    @cached_property
+    def _packages(self) -> dict[str, Path]:
+        """The packages of the project, by name. A name of several packages is left out."""
+        found = defaultdict[str, set[Path]](set)
+        for package in filter(None, map(self._package, self._files)):
+            found[package.name].add(package)
+        return {name: folders.pop() for name, folders in found.items() if len(folders) == 1}
 
-    def _imports(self, path: Path) -> Iterator[tuple[int, list[str], list[str]]]:
-        """The imports of a file: leading dots, and the parts of the module and of a name in it."""
-        for dots, module, member, imported in _IMPORT.findall(self._text(path)):
-            parts = (module or imported).decode().split(".") if module or imported else []
-            yield len(dots), parts, [member.decode()] if member else []
+    def _named_folder(self, package: str) -> Path:
+        """The folder of a package that the user names, below the root or its ``src``."""
+        root = self._config.root
+        for start in (root, root / "src"):
+            folder = start.joinpath(*package.split("."))
+            if folder.is_dir():
+                return folder
+        raise UnsupportedOptionError(f"--runtime: there is no package {package} in {root}.")
 
-    def _absolute(self, path: Path) -> Iterator[list[str]]:
-        return (parts for level, parts, _ in self._imports(path) if not level and len(parts) > 1)
-
+    @cache  # noqa: B019
     def _text(self, path: Path) -> bytes:
-        if path not in self._texts:
-            try:
-                self._texts[path] = path.read_bytes()
-            except OSError:
-                self._texts[path] = b""
-        return self._texts[path]
-
-
-def _on_the_way(folder: Path, parts: Sequence[str]) -> set[Path]:
-    """Return the folders that a dotted name goes through from a folder, and its modules."""
-    found: set[Path] = set()
-    for each, following in pairwise(parts):
-        folder /= each
-        if not _holds(folder, [following]):
-            break
-        found |= {folder, folder / f"{following}.py"}
-    return found
-
-
-def _holds(folder: Path, names: Sequence[str]) -> bool:
-    """True if a folder has the first of the names as a module or a folder."""
-    inside = Path(folder, *names[:1])
-    return inside.is_dir() or inside.with_suffix(".py").exists()
+        try:
+            return path.read_bytes()
+        except OSError:
+            return b""
 
 
 # -- the text of the module ------------------------------------------------------------------------

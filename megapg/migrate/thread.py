@@ -7,7 +7,7 @@ well if they lie on a path of calls from one that has a carrier to one that need
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,18 @@ from megapg.migrate.facts import Call, Everything
 from megapg.migrate.migration import How, Root
 from megapg.migrate.project import Project
 from megapg.upstream.mapping import ANY_GROUP, GROUP_PARAMETERS
+
+
+def reached(starts: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """Return some nodes, and those that follow them directly or through others."""
+    found: set[Node] = set()
+    waiting = list(starts)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += following(node)
+    return found
 
 
 @dataclass(frozen=True)
@@ -54,8 +66,10 @@ class Threads:
         self._everything, self._carriers, self._wanted = everything, carriers, wanted
         self._edges = [edge for path in sources for edge in self._edges_of(path)]
         self._calls: dict[Node, list[Edge]] = defaultdict(list)
+        self._by_caller: dict[Node | None, list[Edge]] = defaultdict(list)
         for edge in self._edges:
             self._calls[edge.callee].append(edge)
+            self._by_caller[edge.carrier.node].append(edge)
         self.taking: set[Node] = self._take(thread_from)
         self.always_passed: set[Node] = self._find_always_passed()
         self._needs = self._find_needs()
@@ -82,26 +96,16 @@ class Threads:
         return node if carriers.can_take(node) else None
 
     def _take(self, thread_from: Collection[Node]) -> set[Node]:
-        needing = set(self._wanted)
-        waiting = list(needing)
-        while waiting:  # upwards: whoever calls what needs it
-            for edge in self._calls[waiting.pop()]:
-                caller = edge.carrier.node
-                if caller is not None and caller not in needing:
-                    needing.add(caller)
-                    waiting.append(caller)
-        by_caller: dict[Node | None, list[Node]] = defaultdict(list)
-        for edge in self._edges:
-            by_caller[edge.carrier.node].append(edge.callee)
-        waiting = [e.callee for e in self._edges if self._is_real(e.carrier)]
-        waiting += [*self._wanted, *thread_from]
-        taking: set[Node] = set()
-        while waiting:  # downwards: whoever is passed it hands it on
-            node = waiting.pop()
-            if node in needing and node not in taking:
-                taking.add(node)
-                waiting += by_caller[node]
-        return taking
+        def callers(node: Node) -> Iterator[Node]:
+            return (e.carrier.node for e in self._calls[node] if e.carrier.node is not None)
+
+        needing = reached(self._wanted, callers)  # upwards: whoever calls what needs it
+        starts = [e.callee for e in self._edges if self._is_real(e.carrier)]
+        starts += [*self._wanted, *thread_from]
+        return reached(  # downwards: whoever is passed it hands it on
+            needing.intersection(starts),
+            lambda node: needing.intersection(e.callee for e in self._by_caller[node]),
+        )
 
     @staticmethod
     def _is_real(carrier: Carrier) -> bool:
@@ -128,14 +132,10 @@ class Threads:
 
         while unpassed := {n for n in passed if not all(map(is_passed, self._calls[n]))}:
             passed -= unpassed
-        reached: set[Node] = set()  # a circle of calls passes no collection
-        waiting = [e.callee for e in self._edges if self._is_real(e.carrier)]
-        while waiting:
-            node = waiting.pop()
-            if node in passed and node not in reached:
-                reached.add(node)
-                waiting += [e.callee for e in self._edges if e.carrier.node == node]
-        return reached
+        return reached(  # a circle of calls passes no collection
+            passed.intersection(e.callee for e in self._edges if self._is_real(e.carrier)),
+            lambda node: passed.intersection(e.callee for e in self._by_caller[node]),
+        )
 
     def _find_needs(self) -> dict[Node, tuple[str, ...]]:
         needs = {n: [f for each in self._wanted.get(n, ()) for f in each] for n in self.taking}
@@ -166,15 +166,7 @@ class Threads:
 
     def receivers(self, node: Node) -> set[Node]:
         """Return a node, and the functions and classes that get its collection through calls."""
-        found: set[Node] = set()
-        waiting = [node]
-        while waiting:
-            each = waiting.pop()
-            if each not in found:
-                found.add(each)
-                calls = (e for e in self._edges if e.carrier.node == each)
-                waiting += [edge.callee for edge in calls if self.passes(edge)]
-        return found
+        return reached([node], lambda n: (e.callee for e in self._by_caller[n] if self.passes(e)))
 
 
 def find_roots(

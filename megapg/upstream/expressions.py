@@ -17,7 +17,6 @@ from megapg.upstream.mapping import (
     HELPERS,
     OF_A_SPLIT,
     OF_A_STAGE,
-    OF_SEVERAL_PIPELINES,
     OPTIONAL_FIELDS,
     OTHER_GLOBALS,
     OTHERS_GROUPS,
@@ -25,7 +24,6 @@ from megapg.upstream.mapping import (
     RANK_GLOBALS,
     REFUSED,
     ROWS,
-    SEVERAL_PIPELINES,
     SINCE,
     TAKES_VP_STAGE,
     Argument,
@@ -47,8 +45,6 @@ def replacement(
     name: str,
     arguments: Sequence[Argument] = (),
     versions: Sequence[int] = tuple(VERSIONS),
-    *,
-    or_several: bool = False,
 ) -> Replacement | Refusal:
     """Return the replacement of ``name(*arguments)``, or of a private global.
 
@@ -57,8 +53,6 @@ def replacement(
         arguments: of the call; none for a private global.
         versions: minor numbers of Megatron-core that may run the code. The replacement must mean
             the same in all of them that have the name.
-        or_several: True if the code accepts a list, which some getters of a pipeline return to a
-            rank in several pipelines. The replacement then returns one too.
     """
     if not known(name):
         return Refusal("version", "no known version has the name")
@@ -80,11 +74,7 @@ def replacement(
     if not answers:
         return misfits[-1]
     if len(answers) == 1:
-        answer = next(iter(answers))
-        several = or_several and any(version in SEVERAL_PIPELINES for version in having)
-        if several and name in OF_SEVERAL_PIPELINES and not arguments:
-            return Replacement(f"$getters.{OF_SEVERAL_PIPELINES[name]}($pg)", needs=("pp",))
-        return answer
+        return next(iter(answers))
     common = _whatever_the_version(name, arguments, answers)
     if common is not None:
         return common

@@ -270,7 +270,8 @@ OF_A_STAGE: Mapping[str, str] = {
 TAKES_VP_STAGE = 13
 
 # Versions in which a rank may be in several pipelines: its encoder has fewer tensor parallel ranks
-# than its decoder. Getter that then returns a list -> its helper.
+# than its decoder. Getter that then returns a list -> the helper that returns one too, for code
+# that is changed by hand.
 OF_SEVERAL_PIPELINES: Mapping[str, str] = {
     "get_pipeline_model_parallel_group": "pipeline_or_pipelines",
     "get_pipeline_model_parallel_next_rank": "pipeline_next_rank_or_ranks",
@@ -430,40 +431,6 @@ GROUP_PARAMETERS: Mapping[str, tuple[str, ...]] = {
 ANY_GROUP = ("group", "process_group")
 """Parameters that hold any group that the caller chooses."""
 
-
-@dataclass(frozen=True)
-class GroupArgument:
-    """The parameter through which a function of Megatron-core gets its group.
-
-    Attributes:
-        name: of the parameter.
-        after: number of arguments before it.
-        since: the first version, of 0, that has it.
-    """
-
-    name: str
-    after: int
-    since: int
-
-
-TAKING_A_GROUP: Mapping[str, GroupArgument] = {
-    **{
-        f"{region}_region": GroupArgument("group", 1, 13)
-        for region in (
-            *("copy_to_tensor_model_parallel", "reduce_from_tensor_model_parallel"),
-            *("scatter_to_tensor_model_parallel", "gather_from_tensor_model_parallel"),
-            *("scatter_to_sequence_parallel", "all_gather_last_dim_from_tensor_parallel"),
-            "reduce_scatter_last_dim_to_tensor_parallel",
-        )
-    },
-    "reduce_scatter_to_sequence_parallel_region": GroupArgument("group", 1, 12),
-    "gather_from_sequence_parallel_region": GroupArgument("group", 2, 12),
-    "broadcast_data": GroupArgument("tp_group", 3, 13),
-    "vocab_parallel_cross_entropy": GroupArgument("tp_group", 3, 19),
-}
-"""The functions of ``megatron.core.tensor_parallel`` that communicate on the globals' tensor
-parallel group if they are passed none.
-"""
 
 COLLECTION_NAMES = ("pg_collection", "_pg_collection", "model_comm_pgs", "grad_comm_pgs")
 """Names of parameters and attributes that hold a collection, 0.13 and 0.14 included."""

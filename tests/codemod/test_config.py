@@ -70,6 +70,7 @@ def test_versions() -> None:
         ("megapg", None, ""),
         ("vendored", None, "process_groups"),
         ("vendored:groups", None, "groups"),
+        ("vendored:a.b.groups", None, "a.b.groups"),
         ("vendored", "megapg", ""),
         ("megapg", "vendored", "process_groups"),
     ],
@@ -80,7 +81,7 @@ def test_the_setting(tmp_path: Path, setting: str, option: str | None, expected:
     assert load_config(tmp_path, runtime=option).vendored == expected
 
 
-@pytest.mark.parametrize("setting", ['"none"', "3", '"vendored:a.b"', '"vendored:"'])
+@pytest.mark.parametrize("setting", ['"none"', "3", '"vendored:a."', '"vendored:"'])
 def test_another_setting_is_an_error(tmp_path: Path, setting: str) -> None:
     write(tmp_path, {"pyproject.toml": f"[tool.megapg]\nruntime = {setting}\n"})
     with pytest.raises(UnsupportedOptionError, match=r"no runtime .*: use megapg"):

@@ -68,7 +68,7 @@ UNREADABLE = {
     "unknown cookie": (b"# coding: klingon\n" + READS.encode(), "can't be read"),
     "binary": (b"\x7fELF\0mpu\0parallel_state" + bytes(range(256)), ""),
     "deep": (READS.encode() + b"X = " + b"(" * 500 + b")" * 500 + b"\n", "not valid"),
-    "long": (READS.encode() + b"X = a" + b".b" * 3000 + b"\n", "recursion"),
+    "long": (READS.encode() + b"X = a" + b".b" * 1200 + b"\n", "recursion"),
 }
 
 
@@ -112,9 +112,9 @@ def test_long_and_deep_files(tmp_path: Path) -> None:
         "additions": f"X = {'1 + ' * 150}mpu.{RANK}()\n",
         "branches": "if a: pass\n" + f"elif mpu.{RANK}(): pass\n" * 60,
         "strings": "X = (" + f"f'{{mpu.{RANK}()}}'\n" * 100 + ")\n",
-        "a line": f"X = [mpu.{RANK}(), {', '.join(map(str, range(5000)))}, mpu.{RANK}()]\n",
+        "a line": f"X = [mpu.{RANK}(), {', '.join(map(str, range(2000)))}, mpu.{RANK}()]\n",
         "functions": "".join(
-            f"def f{i}(x):\n    return f{max(i - 1, 0)}(x) + mpu.{RANK}()\n\n\n" for i in range(300)
+            f"def f{i}(x):\n    return f{max(i - 1, 0)}(x) + mpu.{RANK}()\n\n\n" for i in range(60)
         ),
     }
     for name, text in texts.items():

@@ -70,7 +70,7 @@ def functions(text: str) -> set[str]:
 
 def test_no_import_of_megapg_is_left_and_a_second_run_changes_nothing(tmp_path: Path) -> None:
     after = migrated(tmp_path, TREE)
-    assert "from trainer import process_groups\n" in after["trainer/work.py"]
+    assert "from . import process_groups\n" in after["trainer/work.py"]
     assert "from trainer import process_groups\n" in after["trainer/deep/main.py"]
     assert not any("import megapg" in text or "from megapg" in text for text in after.values())
     module = after[f"trainer/{NAME}"]
@@ -101,35 +101,24 @@ def test_the_diff_makes_the_same_files(tmp_path: Path) -> None:
 # Empty files, files with text, and for files that use the module: the module's folder and import.
 PLACES: list[tuple[str, dict[str, str], dict[str, str]]] = [
     ("a/__init__.py a/b/__init__.py a/b/c.py a/d.py", {}, {"a/b/c.py": "a ..", "a/d.py": "a ."}),
-    ("a/__init__.py a/b.py", {"a/c.py": "from a.b import f"}, {"a/b.py": "a a"}),
-    ("s/a/__init__.py s/a/c.py", {"s/a/b.py": "import a.c"}, {"s/a/__init__.py": "s/a a"}),
-    # Namespace packages: folders without __init__.py that imports name.
-    ("a/b.py", {"a/c.py": "from a.b import f"}, {"a/b.py": "a a"}),
-    ("a/b/__init__.py a/b/c.py", {"a/b/d.py": "import a.b.c"}, {"a/b/c.py": "a/b a.b"}),
-    ("a/b.py a/c/e.py", {"a/c/d.py": "import a.c.e"}, {"a/b.py": "a a"}),
-    (
-        "a/x/b.py a/y/c.py a/__init__.py",
-        {"a/z.py": "from .x import b\nfrom .y.c import f", "a/y/d.py": "from ..x.b import g"},
-        {"a/x/b.py": "a ..", "a/y/c.py": "a .."},
-    ),
-    # Scripts in namespace packages.
-    (
-        "a/c/e.py a/c/f.py a/g.py",
-        {"a/c/d.py": "import a.c.e\nimport e", "a/b.py": "if __name__ == '__main__': pass"},
-        {"a/b.py": "a", "a/c/f.py": "a/c", "a/c/e.py": "a a", "a/g.py": "a a"},
-    ),
-    # The root counts as no package, even with an __init__.py.
-    ("__init__.py a/__init__.py a/b.py", {"a/c.py": "import a.b"}, {"a/b.py": "a a"}),
-    ("__init__.py a/__init__.py a/b.py", {}, {"a/b.py": "a ."}),
-    # Scripts that import a package, inside of another package or of none.
-    (
-        "a/__init__.py a/b.py t/__init__.py",
-        {"a/c.py": "import a.b", "t/run.py": "import a.b", "t/other.py": "import t.run"},
-        {"a/b.py": "a a", "t/run.py": "a a"},
-    ),
-    ("a/__init__.py a/b.py", {"a/c.py": "import a.b", "run.py": "import a.b"}, {"run.py": "a a"}),
-    ("run.py", {}, {"run.py": "."}),
     ("a/__init__.py a/x.py b/__init__.py b/x.py", {}, {"a/x.py": "a .", "b/x.py": "b ."}),
+    # Files that import their package by name, and modules of namespace packages.
+    ("s/a/__init__.py", {"s/a/b.py": "def f():\n    from a.c import g"}, {"s/a/b.py": "s/a a"}),
+    ("a/__init__.py", {"a/b.py": "import a.c; __name__ == '__main__'"}, {"a/b.py": "a a"}),
+    ("m/c/__init__.py", {"m/c/b.py": "import m.c.x"}, {"m/c/b.py": "m/c ."}),
+    ("a/__init__.py", {"a/x/y/b.py": "from .c import f"}, {"a/x/y/b.py": "a ..."}),
+    ("a/__init__.py", {"a/x/b.py": "from a.c import f"}, {"a/x/b.py": "a a"}),
+    # The root counts as no package, even with an __init__.py, unless there is no other.
+    ("__init__.py a/__init__.py a/b.py c.py", {}, {"a/b.py": "a .", "c.py": ". ."}),
+    # Scripts, in a package of another name too.
+    ("a/__init__.py", {"run.py": "import a.b", "t/x.py": "from a import b"}, {"run.py": "a a"}),
+    ("a/__init__.py", {"t/x.py": "import torch\nfrom a import b"}, {"t/x.py": "a a"}),
+    (
+        "a/__init__.py t/__init__.py",
+        {"t/x.py": "import a\nif __name__ == '__main__': pass"},
+        {"t/x.py": "a a"},
+    ),
+    ("run.py a/__init__.py", {}, {"run.py": "."}),
 ]
 
 
@@ -149,21 +138,43 @@ def test_each_top_package_gets_one(
         assert module.is_runtime
 
 
-def test_namespace_packages_are_imported_from_the_root(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("empty", "text"),
+    [
+        ("", ""),
+        ("main.py", "from t.other import f"),  # a namespace package, or a folder of scripts
+        ("x/a/__init__.py y/a/__init__.py", "import a"),  # which of the two?
+        ("t/__init__.py", "if __name__ == '__main__': pass"),  # t may be a folder of scripts
+    ],
+)
+def test_a_file_that_may_be_a_script_needs_a_name(tmp_path: Path, empty: str, text: str) -> None:
+    write(tmp_path, {**dict.fromkeys(empty.split(), ""), "t/x.py": text})
+    with pytest.raises(UnsupportedOptionError, match=r"vendored:PACKAGE\.process_groups"):
+        of(tmp_path).of(tmp_path / "t" / "x.py")
+    for folder in ("t", "src/parts/low"):
+        write(tmp_path, {f"{folder}/y.py": ""})
+        package = folder.removeprefix("src/").replace("/", ".")
+        runtimes = of(tmp_path, f"{package}.groups")
+        assert runtimes.of(tmp_path / "t" / "x.py").module == package
+        (module,) = runtimes.modules({tmp_path / "t" / "x.py": ["resolve"]})
+        assert module.file == f"{folder}/groups.py"
+    with pytest.raises(UnsupportedOptionError, match=r"no package parts\.high"):
+        of(tmp_path, "parts.high.groups").of(tmp_path / "t" / "x.py")
+
+
+def test_namespace_packages_share_the_module_that_is_named(tmp_path: Path) -> None:
     use = "from megatron.core import mpu\n\n\ndef f():\n    return mpu.get_data_parallel_rank()\n"
     files = {
-        "pyproject.toml": TREE["pyproject.toml"],
-        "main.py": "from parts import load\nfrom train.steps import loop\nimport extra.show\n",
+        "pyproject.toml": TREE["pyproject.toml"].replace("vendored", "vendored:train.groups"),
+        "main.py": "from parts import load\nfrom train.steps import loop\n",
         "parts/load.py": use,
         "train/steps/loop.py": use,
-        "train/data/split.py": f"from train.steps.loop import f as g\n\n{use}",
-        "extra/show.py": use,
     }
     after = migrated(tmp_path, files)
-    places = sorted(name for name in after if name.endswith(NAME))
-    assert places == [f"{folder}/{NAME}" for folder in ("extra", "parts", "train")]
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import main, train.data.split"
+    assert sorted({*after} - {*files}) == ["train/groups.py"]
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import main"
     subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path.parent, check=True)
+    assert migrated(tmp_path, {}) == after
 
 
 # --- existing modules -----------------------------------------------------------------------------

@@ -44,6 +44,9 @@ def tally() -> Iterator[Tally]:
         return asked(code, passed(pg))  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
+        # Every rank is compared in tests/upstream: two ranks of each grid are enough for a copy.
+        grids = {grid: list(ranks)[-2:] for grid, ranks in equivalence.GRIDS.items()}
+        patch.setattr(equivalence, "GRIDS", grids)
         patch.setattr(equivalence, "Tally", OfPassed)
         patch.setattr(equivalence, "getters", SimpleNamespace(**NAMES))
         patch.setattr(equivalence, "GlobalGroups", process_groups.resolve)

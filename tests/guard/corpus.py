@@ -47,7 +47,7 @@ def in_ranks(kinds, parts=3):
     for kind in kinds:
         for name in names(kind):
             if applies(kind, name):
-                by_world[constant(kind, name, "WORLD")].append((kind, name))
+                by_world[constant(kind, name, "WORLD", 2)].append((kind, name))
     with contextlib.ExitStack() as stack:
         running = []
         for world, programs in sorted(by_world.items(), reverse=True):

@@ -112,9 +112,8 @@ def outcome(kind, name, function, mode="error"):
     """Run a function of a program from a fixed state; return its value or its error."""
     try:
         seed_everything(kit=not constant(kind, name, "WITHOUT_KIT"))
-        run = getattr(loaded(kind, name), function)
         with megapg.guard(mode):
-            return {"value": run(), "error": None}
+            return {"value": run(loaded(kind, name), function), "error": None}
     except Exception as error:
         return {
             "value": None,
@@ -122,6 +121,17 @@ def outcome(kind, name, function, mode="error"):
             "message": str(error),
             "trace": "".join(traceback.format_exception(error)),
         }
+
+
+def run(program, function):
+    """Call a function of a program with the collections of its layouts."""
+    if not hasattr(program, "LAYOUTS"):
+        return getattr(program, function)()
+    with layouts.opened(**program.LAYOUTS) as collections:
+        if hasattr(program, function):
+            return getattr(program, function)(*collections)
+        with megapg.published(collections[0]):
+            return program.program(*collections[:1] * len(collections))
 
 
 @cache

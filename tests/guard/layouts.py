@@ -27,13 +27,13 @@ _NAMES = {
 ON_GLOBALS = []
 """Called after :func:`globals_of` has initialised the globals."""
 
-# (arguments -> yielded value of a layout, the stack that closes it), inside layouts_kept()
+# (layouts -> their collections, the stack that closes them), inside layouts_kept()
 _kept = None
 
 
 @contextmanager
 def layouts_kept():
-    """Keep every layout open until the block ends, and yield it again for equal arguments.
+    """Keep all layouts open until the block ends, and yield them again for equal sizes.
 
     A program runs several times, and most of its time is spent on opening and closing groups.
     """
@@ -47,30 +47,31 @@ def layouts_kept():
 
 
 @contextmanager
-def session_and_globals(globals_sizes, /, **sizes):
-    """Open a session after another program has initialised the globals with other sizes.
+def opened(**layouts):
+    """Open layouts in this order: ``globals``, and sessions of other names; each has its sizes.
 
-    Yields the collection of the session.
+    Yields the collections of the sessions.
     """
-    with _layout(_open_session_and_globals, globals_sizes, sizes) as pg:
-        yield pg
+    if _kept is None:
+        with _opened(layouts) as collections:
+            yield collections
+        return
+    known, stack = _kept
+    if repr(layouts) not in known:
+        known[repr(layouts)] = stack.enter_context(_opened(layouts))
+    yield known[repr(layouts)]
 
 
 @contextmanager
-def session_then_globals(globals_sizes, /, **sizes):
-    """Open a session; another program then initialises the globals with other sizes.
-
-    Yields the collection of the session.
-    """
-    with _layout(_open_session_then_globals, globals_sizes, sizes) as pg:
-        yield pg
-
-
-@contextmanager
-def two_sessions(first, second, /):
-    """Open two sessions; the globals are not initialised. Yields both collections."""
-    with _layout(_open_two_sessions, first, second) as both:
-        yield both
+def _opened(layouts):
+    with ExitStack() as stack:
+        found = []
+        for name, sizes in layouts.items():
+            if name == "globals":
+                stack.enter_context(globals_of(**sizes))
+            else:
+                found.append(stack.enter_context(open_session(name, **sizes)).groups)
+        yield found
 
 
 @contextmanager
@@ -114,34 +115,3 @@ def _destroy(groups):
     for group in groups:
         torch_private.part_in_peace(group)
         dist.destroy_process_group(group)
-
-
-@contextmanager
-def _layout(opened, *arguments):
-    if _kept is None:
-        with opened(*arguments) as given:
-            yield given
-        return
-    layouts, stack = _kept
-    key = repr((opened.__name__, arguments))
-    if key not in layouts:
-        layouts[key] = stack.enter_context(opened(*arguments))
-    yield layouts[key]
-
-
-@contextmanager
-def _open_session_and_globals(globals_sizes, sizes):
-    with globals_of(**globals_sizes), open_session(**sizes) as session:
-        yield session.groups
-
-
-@contextmanager
-def _open_session_then_globals(globals_sizes, sizes):
-    with open_session(**sizes) as session, globals_of(**globals_sizes):
-        yield session.groups
-
-
-@contextmanager
-def _open_two_sessions(first, second):
-    with open_session("first", **first) as one, open_session("second", **second) as other:
-        yield one.groups, other.groups

@@ -3,14 +3,18 @@
 A program is one file, and no other file names it. Its docstring is one line that describes the
 error or the program. Its constants:
 
-* ``WORLD``: number of ranks; 0 for a process without torch.distributed.
+* ``WORLD``: number of ranks; 2 by default, and 0 for a process without torch.distributed.
+* ``LAYOUTS``: the sizes of the globals and of sessions, in the order in which they are opened. The
+  functions are called with the collections of the sessions.
 * ``CORES``: the versions of Megatron-core that it is for, as ``("0.16", "0.17")``; all by default.
 * ``WITHOUT_KIT``: True if it runs outside of ``megatron_on_cpu()``.
 
 A program in ``wrong/`` has the user's function ``program()``, and ``meant()``, which uses the
-groups that the user meant. Both return plain values, which differ on at least one rank without the
-guard. ``READER`` is the function that reads the globals. ``GIVEN`` is the function that got other
-groups; empty if no function on the stack did. ``RANKS`` lists the ranks that read; all by default.
+groups that the user meant. If there is no ``meant()``, the user meant the groups of the first
+session: they are published, and passed in place of each session's. Both return plain values, which
+differ on at least one rank without the guard. ``READER`` is the function that reads the globals.
+``GIVEN`` is the function that got other groups; ``program`` by default, and empty if no function
+on the stack did. ``RANKS`` lists the ranks that read; all by default.
 
 A program in ``sound/`` has ``program()``, which checks its own results. ``AMBIGUOUS`` is False if
 the process never has two layouts that differ.
@@ -60,7 +64,7 @@ def test_the_guard_names_both_places_of_a_wrong_program(reports, name):
     for each in (ranks[rank]["guarded"] for rank in reading):
         assert each["error"] == "WrongGroupError", each.get("trace", each["value"])
         names_place(each["message"], ASKS, corpus.constant("wrong", name, "READER"))
-        if given := corpus.constant("wrong", name, "GIVEN"):
+        if given := corpus.constant("wrong", name, "GIVEN", "program"):
             names_place(each["message"], GIVEN, given)
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from processes import captured
 from recording import functions, restored_parallel_state
 
 import megapg
@@ -45,6 +45,13 @@ def globals_with(**sizes):
 def pg():
     with fake_collection(tp=2, world_size=8, rank=3) as collection:
         yield collection
+
+
+def printed(code):
+    """Run code in a new interpreter, and return what it prints."""
+    ran = captured([sys.executable, "-W", "ignore", "-c", code], timeout=120)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return ran.stdout
 
 
 def codes():
@@ -127,11 +134,7 @@ def test_megatron_that_is_imported_after_the_session():
         "    print(error)\n"
         "session.close()\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert "set at <string>:11" in ran.stdout
+    assert "set at <string>:11" in printed(code)
 
 
 # -- reads by functions that were given groups -----------------------------------------------------
@@ -398,10 +401,7 @@ def test_a_guard_that_is_loaded_late_looks_at_once():
         "assert '__megapg_guard__' not in vars(parallel_state)\n"
         "first.close()\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    printed(code)
 
 
 def test_a_mode_that_is_misspelt_later_closes_nothing(pg, monkeypatch):

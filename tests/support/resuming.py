@@ -7,7 +7,6 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import stepwise
 import torch
@@ -19,7 +18,6 @@ from megapg.demo import gpt
 from megapg.demo.job import GPTRun
 from megapg.testing import megatron_on_cpu
 
-TEXT = Path(__file__).read_bytes()
 RUN = GPTRun(layers=2, hidden=32, seq_length=32, num_microbatches=2, steps=0)
 
 distributed = partial(
@@ -65,23 +63,12 @@ class Training:
 
     def __init__(self, run, pg, seed=None):
         self.run, self.pg = run, pg
-        gpt._seed((seed or run.seed) + 100 * pg.rank("pp"), pg)
-        self.chunks = gpt._build_chunks(run, pg, pg.pp)
-        self.optimizer = gpt._build_optimizer(run, self.chunks, pg)
-        self._forward_backward = gpt._schedule(run, self.chunks, pg)
+        self._job = stepwise.build(replace(run, seed=seed or run.seed), pg)
+        self.chunks, self.optimizer, _ = self._job
 
     def steps(self, first, last):
         """Return the mean loss of each step from ``first`` to before ``last``."""
-        return [self._step(number) for number in range(first, last)]
-
-    def _step(self, number):
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        batches = [gpt._batches(self.run, TEXT, number, self.pg.dp) for _ in self.chunks]
-        reported = self._forward_backward(data_iterator=batches if self.run.vpp else batches[0])
-        self.optimizer.step()
-        return gpt._mean_over_job(reported, self.pg.pp, self.pg.dp)
+        return [stepwise.step(self.run, each, self._job, self.pg) for each in range(first, last)]
 
     def digest(self):
         """Return digests of the weights and of the optimizer's state."""

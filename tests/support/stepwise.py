@@ -30,14 +30,17 @@ def build(run, pg=None):
 
 
 def step(run, number, job, pg=None):
+    """Return the job's mean loss of a step."""
     from megapg.demo import gpt
 
     chunks, optimizer, forward_backward = job
     pp_group, dp_group = gpt._pipeline_and_data_groups(pg)
     with showing(pg):
-        chunks[0].zero_grad_buffer()
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        reported = forward_backward(data_iterator=gpt._batches(run, TEXT, number, dp_group))
+        batches = [gpt._batches(run, TEXT, number, dp_group) for _ in chunks]
+        reported = forward_backward(data_iterator=batches if run.vpp else batches[0])
         optimizer.step()
         return gpt._mean_over_job(reported, pp_group, dp_group)
 

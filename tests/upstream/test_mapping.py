@@ -253,19 +253,6 @@ def test_a_replacement_can_be_written_with_other_names() -> None:
     assert first.write(getters="g") == "g.pipeline_first_rank(pg)"
 
 
-@pytest.mark.parametrize(
-    ("name", "call", "versions", "expected"), rows("for code that can do with a list")
-)
-def test_code_that_can_do_with_a_list_gets_one(
-    name: str, call: str, versions: tuple[int, ...], expected: str
-) -> None:
-    arguments = [Argument(text) for text in call.split(", ") if text]
-    found = replacement(name, arguments, versions, or_several=True)
-    assert isinstance(found, Replacement)
-    assert found.expression == expected
-    assert found.needs == ("pp",)
-
-
 def test_what_stood_at_a_position_can_stand_at_a_keyword() -> None:
     found = replacement("is_pipeline_last_stage", [Argument("off := False")], [16])
     assert isinstance(found, Replacement)

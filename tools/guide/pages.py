@@ -206,16 +206,14 @@ def _of_several() -> Iterator[str]:
         "than its decoder. Its ranks are then in several pipelines, and the getters below give "
         "them a list, which no field can hold: `pg.pp`, the ranks of others in the pipeline and "
         '`pg.ranks("pp")` raise `MissingGlobalGroupError` there. `pg.rank("pp")` and '
-        '`pg.size("pp")` are those in each of them. Where a function asks of the variable that '
-        "gets the answer whether it is a list, as in `isinstance(pp_group, list)`, the tool writes "
-        "instead what gives a list as well."
+        '`pg.size("pp")` are those in each of them. For code that accepts a list, '
+        "write the functions below by hand."
     )
-    versions = [max(SEVERAL_PIPELINES)]
     yield _table(
-        ("call", "written where a list is asked about"),
+        ("call", "for a list"),
         (
-            (_quoted(f"{name}()"), _written(replacement(name, (), versions, or_several=True)))
-            for name in OF_SEVERAL_PIPELINES
+            (_quoted(f"{name}()"), _quoted(f"getters.{helper}(pg)"))
+            for name, helper in OF_SEVERAL_PIPELINES.items()
         ),
     )
 

@@ -2,12 +2,11 @@
 
 import functools
 
-from layouts import two_sessions
 from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {"pp": 2}}
 
 
 @functools.cache
@@ -20,12 +19,10 @@ def columns(width, pg_collection):
         return width // tensor_size()
 
 
-def program():
+def program(actor, critic):
     tensor_size.cache_clear()
-    with two_sessions({"tp": 2}, {"pp": 2}) as (actor, critic):
-        return [columns(8, critic), columns(8, actor)]
+    return [columns(8, critic), columns(8, actor)]
 
 
-def meant():
-    with two_sessions({"tp": 2}, {"pp": 2}) as (actor, critic):
-        return [8 // critic.size("tp"), 8 // actor.size("tp")]
+def meant(actor, critic):
+    return [8 // critic.size("tp"), 8 // actor.size("tp")]

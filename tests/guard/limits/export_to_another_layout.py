@@ -1,11 +1,10 @@
 """An export runs where the trainer is published, and is passed the groups that it exports to."""
 
-from layouts import two_sessions
 from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {}}
 REFUSED = True
 
 
@@ -17,6 +16,6 @@ def export(width, rollout_groups):
     return trained_columns(width) * rollout_groups.size("tp")
 
 
-def program():
-    with two_sessions({"tp": 2}, {}) as (train, rollout), megapg.published(train):
+def program(train, rollout):
+    with megapg.published(train):
         assert export(8, rollout) == 4

@@ -6,8 +6,6 @@ from megatron.core import mpu
 
 from megapg.megatron import parallel_state
 
-WORLD = 2
-
 
 def columns(width, pg_collection):
     assert pg_collection.size("tp") == 2

@@ -2,12 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from layouts import session_and_globals
 
 import megapg
 from megapg.megatron import parallel_state
 
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 
 
 def total(value, pg_collection, group):
@@ -15,13 +14,11 @@ def total(value, pg_collection, group):
     return value.item() / pg_collection.size("tp")
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        with megapg.allow_global_reads():  # stands for an import before the session
-            group = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
-        return total(torch.ones(()), pg, group)
+def program(pg):
+    with megapg.allow_global_reads():  # stands for an import before the session
+        group = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
+    return total(torch.ones(()), pg, group)
 
 
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return total(torch.ones(()), pg, pg.tp)
+def meant(pg):
+    return total(torch.ones(()), pg, pg.tp)

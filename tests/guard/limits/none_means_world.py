@@ -2,10 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from layouts import two_sessions
+from layouts import opened
 from megatron.core import mpu
-
-WORLD = 2
 
 
 def total(value, group):
@@ -14,10 +12,10 @@ def total(value, group):
 
 
 def program():
-    with two_sessions({}, {"tp": 2}):
+    with opened(first={}, second={"tp": 2}):
         return total(torch.ones(()), mpu.get_tensor_model_parallel_group(check_initialized=False))
 
 
 def meant():
-    with two_sessions({}, {"tp": 2}) as (policy, _):
+    with opened(first={}, second={"tp": 2}) as (policy, _):
         return total(torch.ones(()), policy.tp)

@@ -2,12 +2,11 @@
 
 from contextlib import ExitStack
 
-from layouts import two_sessions
 from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {"pp": 2}}
 
 
 def phase(blocks, pg_collection, show):
@@ -23,11 +22,9 @@ def run(both, second):
         return [phase(blocks, pg, show) for pg, show in turns]
 
 
-def program():
-    with two_sessions({"tp": 2}, {"pp": 2}) as both:
-        return run(both, second=False)
+def program(*both):
+    return run(both, second=False)
 
 
-def meant():
-    with two_sessions({"tp": 2}, {"pp": 2}) as both:
-        return run(both, second=True)
+def meant(*both):
+    return run(both, second=True)

@@ -6,7 +6,6 @@ from models import TEXT, TINY
 from megapg.demo import gpt as demo
 from megapg.megatron import adopt
 
-WORLD = 2
 AMBIGUOUS = False
 
 

@@ -7,8 +7,6 @@ import megapg
 from megapg.demo import gpt as demo
 from megapg.megatron import adopt
 
-WORLD = 2
-
 
 def program():
     with globals_of(), adopt(), open_session(tp=2) as session:

@@ -1,15 +1,15 @@
 """A checkpoint is written in the background while the other model trains."""
 
-from layouts import shared_folder, two_sessions
+from layouts import shared_folder
 from models import gpt, train
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {}}
 
 
-def program():
-    with two_sessions({"tp": 2}, {}) as (actor, critic), shared_folder() as folder:
+def program(actor, critic):
+    with shared_folder() as folder:
         save = megapg.save_checkpoint(
             folder, 1, model=gpt(actor), pg_collection=actor, asynchronous=True
         )

@@ -8,8 +8,6 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 
 import megapg
 
-WORLD = 2
-
 
 def program():
     with globals_of(), open_session(tp=2):

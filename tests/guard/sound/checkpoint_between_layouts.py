@@ -1,16 +1,16 @@
 """A checkpoint of the actor's layout is loaded into the critic's, without a block of the user's."""
 
 import torch
-from layouts import shared_folder, two_sessions
+from layouts import shared_folder
 from models import gpt
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {}}
 
 
-def program():
-    with two_sessions({"tp": 2}, {}) as (actor, critic), shared_folder() as folder:
+def program(actor, critic):
+    with shared_folder() as folder:
         megapg.save_checkpoint(folder, 1, model=gpt(actor), pg_collection=actor)
         model = gpt(critic)
         before = model.output_layer.weight.detach().clone()

@@ -5,8 +5,6 @@ from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
-
 
 class Logger:
     def __init__(self, pg_collection):

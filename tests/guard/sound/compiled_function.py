@@ -1,12 +1,11 @@
 """A compiled function asks the globals inside ``published``, while another layout is alive."""
 
 import torch
-from layouts import session_and_globals
+from layouts import opened
 from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
 WITHOUT_KIT = True
 
 
@@ -17,6 +16,6 @@ def scaled(values, pg_collection):
 
 def program():
     compiled = torch.compile(scaled, backend="eager")
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
+    with opened(globals={"tp": 1}, mine={"tp": 2}) as (pg,), megapg.published(pg):
         assert compiled(torch.ones(2), pg).tolist() == [2, 2]
     torch.compiler.reset()

@@ -7,8 +7,6 @@ from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
-
 
 async def size():
     await asyncio.sleep(0)

@@ -2,12 +2,11 @@
 
 import asyncio
 
-from layouts import two_sessions
 from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {"pp": 2}}
 
 
 def size():
@@ -27,6 +26,5 @@ async def both(actor, critic):
     return sizes
 
 
-def program():
-    with two_sessions({"tp": 2}, {"pp": 2}) as (actor, critic):
-        assert asyncio.run(both(actor, critic)) == ([2] * 3, [1] * 3)
+def program(actor, critic):
+    assert asyncio.run(both(actor, critic)) == ([2] * 3, [1] * 3)

@@ -6,8 +6,6 @@ from models import TEXT, TINY
 from megapg.demo import gpt as demo
 from megapg.megatron import destroy_model_parallel, initialize_model_parallel
 
-WORLD = 2
-
 
 def program():
     with open_session(tp=2):

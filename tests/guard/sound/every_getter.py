@@ -2,7 +2,7 @@
 
 import inspect
 
-from layouts import session_and_globals
+from layouts import opened
 
 import megapg
 from megapg.errors import MissingGroupError
@@ -32,7 +32,7 @@ def answers(getter, pg_collection):
 
 
 def read_with(globals_sizes, **sizes):
-    with session_and_globals(globals_sizes, **sizes) as pg, megapg.published(pg):
+    with opened(globals=globals_sizes, mine=sizes) as (pg,), megapg.published(pg):
         assert read_all(pg) > 40
 
 

@@ -1,12 +1,11 @@
 """A step fails inside ``published``, and the next read outside belongs to the layout before."""
 
 import pytest
-from layouts import two_sessions
 from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {"pp": 2}}
 
 
 def size():
@@ -18,8 +17,8 @@ def failing_step(pg):
         raise OverflowError(size())
 
 
-def program():
-    with two_sessions({"tp": 2}, {"pp": 2}) as (actor, critic), megapg.published(critic):
+def program(actor, critic):
+    with megapg.published(critic):
         with pytest.raises(OverflowError, match="2"):
             failing_step(actor)
         assert size() == 1

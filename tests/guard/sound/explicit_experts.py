@@ -1,11 +1,10 @@
 """Experts over tp=2 with sequence parallelism compute on explicit groups, outside of any block."""
 
-from layouts import session_and_globals
 from models import gpt, tokens
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 OPTIONS = {
     "experts": 2,
     "add_bias_linear": False,
@@ -24,8 +23,7 @@ def gradients(pg):
     return [parameter.grad.sum().item() for parameter in model.parameters()]
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        alone = gradients(pg)
-        with megapg.published(pg):
-            assert gradients(pg) == alone
+def program(pg):
+    alone = gradients(pg)
+    with megapg.published(pg):
+        assert gradients(pg) == alone

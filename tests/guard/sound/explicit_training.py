@@ -1,7 +1,6 @@
 """A training step with explicit groups and a loss of the user's, outside of any block."""
 
 import torch
-from layouts import session_and_globals
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -15,7 +14,7 @@ from models import LENGTH, gpt, tokens
 import megapg
 from megapg.megatron import schedule_collection
 
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 
 
 def forward_step(pg, data, model):
@@ -52,8 +51,7 @@ def step(pg, shown):
     return losses
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        alone = step(pg, shown=False)
-        with megapg.published(pg):
-            assert step(pg, shown=True) == alone
+def program(pg):
+    alone = step(pg, shown=False)
+    with megapg.published(pg):
+        assert step(pg, shown=True) == alone

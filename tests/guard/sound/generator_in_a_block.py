@@ -5,8 +5,6 @@ from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
-
 
 def size():
     return mpu.get_tensor_model_parallel_world_size()

@@ -1,13 +1,12 @@
 """A loop publishes one of two models at a time, and its variables hold the other one as well."""
 
 import torch
-from layouts import two_sessions
 from megatron.core import mpu
 from models import gpt, tokens
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {}}
 
 
 def vocabulary(model):
@@ -16,11 +15,10 @@ def vocabulary(model):
     return logits.shape[-1] * mpu.get_tensor_model_parallel_world_size()
 
 
-def program():
-    with two_sessions({"tp": 2}, {}) as both:
-        models = [gpt(pg) for pg in both]
-        for model, pg in zip(models, both, strict=True):
-            other = models[1 - models.index(model)]
-            with megapg.published(pg):
-                assert vocabulary(model) == 32
-            assert other is not model
+def program(*both):
+    models = [gpt(pg) for pg in both]
+    for model, pg in zip(models, both, strict=True):
+        other = models[1 - models.index(model)]
+        with megapg.published(pg):
+            assert vocabulary(model) == 32
+        assert other is not model

@@ -1,12 +1,11 @@
 """Code carries Megatron-core's own collection of the session's groups, inside ``published``."""
 
-from layouts import session_and_globals
 from megatron.core import mpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 
 
 def columns(width, pg_collection):
@@ -14,7 +13,7 @@ def columns(width, pg_collection):
     return width // mpu.get_tensor_model_parallel_world_size()
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
+def program(pg):
+    with megapg.published(pg):
         assert columns(8, megapg.to_megatron(pg)) == 4
         assert columns(8, ProcessGroupCollection.use_mpu_process_groups()) == 4

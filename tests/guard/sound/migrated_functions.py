@@ -1,12 +1,11 @@
 """Migrated functions resolve a collection that they are passed, or the one that a model carries."""
 
-from layouts import session_and_globals
 from models import gpt
 
 import megapg
 from megapg.megatron import resolves
 
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 
 
 @resolves(needs=("tp",))
@@ -18,9 +17,8 @@ def layers_of(model):
     return megapg.groups_of(model, "tp").size("tp")
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        assert columns(8, pg_collection=pg) == 4
-        assert layers_of([gpt(pg)]) == 2
-        with megapg.published(pg):
-            assert columns(8) == 4
+def program(pg):
+    assert columns(8, pg_collection=pg) == 4
+    assert layers_of([gpt(pg)]) == 2
+    with megapg.published(pg):
+        assert columns(8) == 4

@@ -1,12 +1,11 @@
 """A vision module and a language model keep their groups in Megatron-core's own collection."""
 
-from layouts import two_sessions
 from megatron.core import mpu
 
 import megapg
 from megapg.megatron import to_modules
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {}}
 CORES = ("0.17", "0.18", "0.19")
 
 
@@ -26,7 +25,6 @@ def tensor_size():
     return mpu.get_tensor_model_parallel_world_size()
 
 
-def program():
-    with two_sessions({"tp": 2}, {}) as (vision, language):
-        modules = to_modules({"vision": vision, "language": language}, "language")
-        assert Mimo(modules).sizes() == [2, 1]
+def program(vision, language):
+    modules = to_modules({"vision": vision, "language": language}, "language")
+    assert Mimo(modules).sizes() == [2, 1]

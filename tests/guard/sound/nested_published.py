@@ -1,11 +1,10 @@
 """A reward is computed for the critic in a block inside the actor's block."""
 
-from layouts import two_sessions
 from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {"pp": 2}}
 
 
 def size():
@@ -22,7 +21,6 @@ def rollout(actor_groups, critic_groups):
         return [size(), reward(critic_groups), size()]
 
 
-def program():
-    with two_sessions({"tp": 2}, {"pp": 2}) as (actor, critic):
-        assert rollout(actor, critic) == [2, 1, 2]
-        assert rollout(critic, actor) == [1, 2, 1]
+def program(actor, critic):
+    assert rollout(actor, critic) == [2, 1, 2]
+    assert rollout(critic, actor) == [1, 2, 1]

@@ -3,7 +3,6 @@
 import pretraining
 from layouts import open_session
 
-WORLD = 2
 CORES = ("0.19",)
 
 

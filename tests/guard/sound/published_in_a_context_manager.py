@@ -3,12 +3,11 @@
 import functools
 from contextlib import ExitStack, contextmanager
 
-from layouts import two_sessions
 from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {"pp": 2}}
 
 
 @contextmanager
@@ -33,11 +32,10 @@ def size():
     return mpu.get_tensor_model_parallel_world_size()
 
 
-def program():
-    with two_sessions({"tp": 2}, {"pp": 2}) as (actor, critic):
-        with using(critic):
-            assert size() == 1
-        assert inside(actor)(size)() == 2
-        with ExitStack() as stack:
-            stack.enter_context(using(actor))
-            assert size() == 2
+def program(actor, critic):
+    with using(critic):
+        assert size() == 1
+    assert inside(actor)(size)() == 2
+    with ExitStack() as stack:
+        stack.enter_context(using(actor))
+        assert size() == 2

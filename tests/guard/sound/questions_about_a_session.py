@@ -5,8 +5,6 @@ from layouts import open_session
 import megapg
 from megapg.megatron import forbid_global_reads
 
-WORLD = 2
-
 
 def program():
     with open_session("actor", tp=2) as actor, open_session("critic") as critic:

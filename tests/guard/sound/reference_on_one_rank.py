@@ -6,8 +6,6 @@ from models import gpt, tokens
 
 import megapg
 
-WORLD = 2
-
 
 def program():
     with open_session("policy", tp=2) as policy:

@@ -1,11 +1,10 @@
 """Two sessions have the same ranks for every field, so any read answers for both."""
 
-from layouts import two_sessions
 from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {"tp": 2}}
 AMBIGUOUS = False
 
 
@@ -13,6 +12,6 @@ def ranks(pg_collection):
     return mpu.get_tensor_model_parallel_world_size() == pg_collection.size("tp")
 
 
-def program():
-    with two_sessions({"tp": 2}, {"tp": 2}) as (actor, critic), megapg.published(critic):
+def program(actor, critic):
+    with megapg.published(critic):
         assert ranks(actor)

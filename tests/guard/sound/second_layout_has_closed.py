@@ -3,8 +3,6 @@
 from layouts import globals_of, open_session
 from megatron.core import mpu
 
-WORLD = 2
-
 
 def ranks(pg_collection, size):
     assert pg_collection is not None

@@ -5,8 +5,6 @@ from models import train
 
 import megapg
 
-WORLD = 2
-
 
 def phase(number):
     with open_session(f"critic {number}", pp=2) as critic, megapg.published(critic.groups) as pg:

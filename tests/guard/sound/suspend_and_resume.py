@@ -4,8 +4,6 @@ from layouts import open_session
 from models import run_of
 from stepwise import build, step, weights
 
-WORLD = 2
-
 
 def program():
     with open_session("actor", tp=2) as actor, open_session("critic", pp=2) as critic:

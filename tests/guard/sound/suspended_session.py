@@ -5,8 +5,6 @@ from models import train
 
 import megapg
 
-WORLD = 2
-
 
 def program():
     with open_session("actor", tp=2) as actor, open_session("critic") as critic:

@@ -4,12 +4,11 @@ import threading
 
 import torch
 import torch.distributed as dist
-from layouts import two_sessions
 from models import train
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {}}
 
 
 def measure(pg, totals):
@@ -19,12 +18,11 @@ def measure(pg, totals):
         totals.append(total.item() / pg.size("dp"))
 
 
-def program():
-    with two_sessions({"tp": 2}, {}) as (actor, monitor):
-        totals = []
-        thread = threading.Thread(target=measure, args=(monitor, totals))
-        with megapg.published(actor):
-            thread.start()
-            train(actor)
-            thread.join()
-        assert totals == [1.0] * 20
+def program(actor, monitor):
+    totals = []
+    thread = threading.Thread(target=measure, args=(monitor, totals))
+    with megapg.published(actor):
+        thread.start()
+        train(actor)
+        thread.join()
+    assert totals == [1.0] * 20

@@ -1,16 +1,15 @@
 """Reads are traced while two layouts are alive, and the trace says whose groups answered."""
 
-from layouts import session_and_globals
 from megatron.core import mpu
 
 import megapg
 from megapg.megatron import trace_global_reads
 
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg, trace_global_reads(mine=pg) as trace:
+def program(pg):
+    with trace_global_reads(mine=pg) as trace:
         with megapg.published(pg):
             mpu.get_tensor_model_parallel_rank()
         with megapg.allow_global_reads():

@@ -1,12 +1,11 @@
 """A forked worker of a data loader reads the globals, which showed its groups before the fork."""
 
-from layouts import session_and_globals
 from megatron.core import mpu
 from torch.utils.data import DataLoader, Dataset
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 2}, "mine": {}}
 
 
 class Rows(Dataset):
@@ -22,7 +21,7 @@ def first_batch(pg_collection):
     return next(iter(loader)).tolist(), pg_collection.rank("dp")
 
 
-def program():
-    with session_and_globals({"tp": 2}) as pg, megapg.published(pg):
+def program(pg):
+    with megapg.published(pg):
         rows, rank = first_batch(pg)
         assert rows == [rank, rank + 2]

@@ -1,12 +1,9 @@
 """Recomputation splits its saved input over the globals' tp=2: data parallel ranks mix batches."""
 
 import torch
-from layouts import session_and_globals
 from megatron.core import tensor_parallel
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 2}, "mine": {}}
 READER = "get_tensor_model_parallel_group_if_none"
 GIVEN = "weight_gradient"
 
@@ -19,11 +16,5 @@ def weight_gradient(batch, pg_collection):
     return weight.grad.item()
 
 
-def program():
-    with session_and_globals({"tp": 2}) as pg:
-        return weight_gradient(torch.full((4,), 1.0 + pg.rank("dp")), pg)
-
-
-def meant():
-    with session_and_globals({"tp": 2}) as pg, megapg.published(pg):
-        return weight_gradient(torch.full((4,), 1.0 + pg.rank("dp")), pg)
+def program(pg):
+    return weight_gradient(torch.full((4,), 1.0 + pg.rank("dp")), pg)

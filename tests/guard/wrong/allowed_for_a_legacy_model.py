@@ -1,11 +1,10 @@
 """A block allows reads for a legacy model, and a function inside was given the session's groups."""
 
-from layouts import session_and_globals
 from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "columns"
 GIVEN = "policy_columns"
 
@@ -19,11 +18,11 @@ def policy_columns(width, pg_collection):
     return columns(width)
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.allow_global_reads():
+def program(pg):
+    with megapg.allow_global_reads():
         return [columns(8), policy_columns(8, pg)]
 
 
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.allow_global_reads():
+def meant(pg):
+    with megapg.allow_global_reads():
         return [columns(8), 8 // pg.size("tp")]

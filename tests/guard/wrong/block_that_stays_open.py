@@ -2,12 +2,11 @@
 
 from contextlib import ExitStack
 
-from layouts import two_sessions
 from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {"pp": 2}}
 READER = "phase"
 GIVEN = "phase"
 
@@ -18,13 +17,13 @@ def phase(blocks, pg_collection, show):
     return mpu.get_tensor_model_parallel_world_size()
 
 
-def program():
-    with two_sessions({"tp": 2}, {"pp": 2}) as both, ExitStack() as blocks:
+def program(*both):
+    with ExitStack() as blocks:
         actor, critic = both
         return [phase(blocks, critic, True), phase(blocks, actor, False)]
 
 
-def meant():
-    with two_sessions({"tp": 2}, {"pp": 2}) as both, ExitStack() as blocks:
+def meant(*both):
+    with ExitStack() as blocks:
         actor, critic = both
         return [phase(blocks, critic, True), phase(blocks, actor, True)]

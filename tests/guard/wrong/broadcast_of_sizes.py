@@ -1,12 +1,9 @@
 """``broadcast_data`` is given a group, and takes the sizes of a batch from the globals' ranks."""
 
 import torch
-from layouts import session_and_globals
 from megatron.core.tensor_parallel import broadcast_data
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 2}, "mine": {}}
 READER = "get_tensor_model_parallel_group_if_none"
 GIVEN = "broadcast_data"
 
@@ -16,11 +13,5 @@ def next_batch(length, tp_group):
     return broadcast_data(["tokens"], data, torch.int64, tp_group=tp_group)["tokens"].tolist()
 
 
-def program():
-    with session_and_globals({"tp": 2}) as pg:
-        return next_batch(3 + pg.rank("dp"), pg.tp)
-
-
-def meant():
-    with session_and_globals({"tp": 2}) as pg, megapg.published(pg):
-        return next_batch(3 + pg.rank("dp"), pg.tp)
+def program(pg):
+    return next_batch(3 + pg.rank("dp"), pg.tp)

@@ -1,11 +1,10 @@
 """A class keeps the actor's groups, and its class method asks where the critic is published."""
 
-from layouts import two_sessions
 from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {"pp": 2}}
 READER = "columns"
 GIVEN = "columns"
 
@@ -23,13 +22,6 @@ def ask(shown):
         return Actor.columns(8)
 
 
-def program():
-    with two_sessions({"tp": 2}, {"pp": 2}) as (actor, critic):
-        Actor.pg_collection = actor
-        return ask(critic)
-
-
-def meant():
-    with two_sessions({"tp": 2}, {"pp": 2}) as (actor, _):
-        Actor.pg_collection = actor
-        return ask(actor)
+def program(actor, critic):
+    Actor.pg_collection = actor
+    return ask(critic)

@@ -4,7 +4,6 @@ import torch
 from layouts import globals_of, open_session
 from megatron.core import mpu
 
-WORLD = 2
 READER = "scaled"
 GIVEN = "run"
 WITHOUT_KIT = True

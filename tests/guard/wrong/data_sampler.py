@@ -1,11 +1,8 @@
 """A sampler shards its rows by the globals' dp rank: tensor parallel ranks train on other rows."""
 
-from layouts import session_and_globals
 from megatron.core import parallel_state
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "__iter__"
 GIVEN = "first_batch"
 
@@ -24,11 +21,5 @@ def first_batch(sampler, pg_collection):
     return [next(rows) for _ in range(4 // pg_collection.size("tp"))]
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return first_batch(Sampler(8), pg)
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        return first_batch(Sampler(8), pg)
+def program(pg):
+    return first_batch(Sampler(8), pg)

@@ -2,12 +2,9 @@
 
 import functools
 
-from layouts import session_and_globals
 from megatron.core import mpu
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "wrapper"
 GIVEN = "wrapper"
 
@@ -27,11 +24,5 @@ def save(name, *, pg_collection):
     return f"{name}_{pg_collection.rank('tp')}"
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return save("shard", pg_collection=pg)
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        return save("shard", pg_collection=pg)
+def program(pg):
+    return save("shard", pg_collection=pg)

@@ -2,10 +2,9 @@
 
 import torch
 import torch.distributed as dist
-from layouts import session_and_globals
 from megatron.core import mpu
 
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 2}, "mine": {}}
 READER = "gather_scores"
 GIVEN = "rank_answers"
 
@@ -18,15 +17,9 @@ def gather_scores(scores, group=None):
     return torch.cat(parts)
 
 
-def rank_answers(scores, dp_group, **group):
-    return [*gather_scores(scores, **group).tolist(), dp_group.size()]
+def rank_answers(scores, dp_group):
+    return [*gather_scores(scores).tolist(), dp_group.size()]
 
 
-def program():
-    with session_and_globals({"tp": 2}) as pg:
-        return rank_answers(torch.tensor([float(pg.rank("dp"))]), pg.dp)
-
-
-def meant():
-    with session_and_globals({"tp": 2}) as pg:
-        return rank_answers(torch.tensor([float(pg.rank("dp"))]), pg.dp, group=pg.dp)
+def program(pg):
+    return rank_answers(torch.tensor([float(pg.rank("dp"))]), pg.dp)

@@ -2,12 +2,9 @@
 
 import torch
 import torch.distributed as dist
-from layouts import session_and_globals
 from megatron.core import mpu
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 2}, "mine": {}}
 READER = "<genexpr>"
 GIVEN = "evaluate"
 
@@ -21,11 +18,5 @@ def evaluate(batches, pg_collection):
     return sum(part / mpu.get_data_parallel_world_size() for part in (total.item(), 1.0))
 
 
-def program():
-    with session_and_globals({"tp": 2}) as pg:
-        return evaluate([torch.ones(2), torch.full((2,), 3.0)], pg)
-
-
-def meant():
-    with session_and_globals({"tp": 2}) as pg, megapg.published(pg):
-        return evaluate([torch.ones(2), torch.full((2,), 3.0)], pg)
+def program(pg):
+    return evaluate([torch.ones(2), torch.full((2,), 3.0)], pg)

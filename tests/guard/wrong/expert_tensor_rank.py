@@ -1,12 +1,10 @@
 """A loader cuts expert weights by the globals' expt_tp=2, and the model's experts are whole."""
 
 import torch
-from layouts import session_and_globals
 from megatron.core import parallel_state as ps
 
-import megapg
-
 WORLD = 4
+LAYOUTS = {"globals": {"tp": 2}, "mine": {"tp": 2, "ep": 2, "expt_tp": 1}}
 READER = "expert_part"
 GIVEN = "load_expert"
 
@@ -20,11 +18,5 @@ def load_expert(weight, groups):
     return expert_part(weight).tolist() + [0] * (groups.size("expt_tp") - 1)
 
 
-def program():
-    with session_and_globals({"tp": 2}, tp=2, ep=2, expt_tp=1) as pg:
-        return load_expert(torch.arange(4), pg)
-
-
-def meant():
-    with session_and_globals({"tp": 2}, tp=2, ep=2, expt_tp=1) as pg, megapg.published(pg):
-        return load_expert(torch.arange(4), pg)
+def program(pg):
+    return load_expert(torch.arange(4), pg)

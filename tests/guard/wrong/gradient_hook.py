@@ -2,12 +2,9 @@
 
 import torch
 import torch.distributed as dist
-from layouts import session_and_globals
 from megatron.core import mpu
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "average"
 GIVEN = "train"
 
@@ -24,11 +21,5 @@ def train(weight, scale, pg_collection):
     return [*weight.grad.tolist(), pg_collection.size("dp")]
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return train(torch.ones(2, requires_grad=True), 1.0 + pg.rank("tp"), pg)
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        return train(torch.ones(2, requires_grad=True), 1.0 + pg.rank("tp"), pg)
+def program(pg):
+    return train(torch.ones(2, requires_grad=True), 1.0 + pg.rank("tp"), pg)

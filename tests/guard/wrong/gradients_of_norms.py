@@ -1,7 +1,6 @@
 """The gradients of layer norms are not summed: the callback of the user's loop got no groups."""
 
 import torch
-from layouts import session_and_globals
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -9,9 +8,8 @@ from megatron.core.distributed import (
 )
 from models import config
 
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "finalize_model_grads"
-GIVEN = "train_step"
 
 
 class Norm(torch.nn.Module):
@@ -23,7 +21,7 @@ class Norm(torch.nn.Module):
         self.share_embeddings_and_output_weights = self.pre_process = self.post_process = False
 
 
-def train_step(pg, **collection):
+def program(pg):
     made = config(pg, sequence_parallel=True)
     made.finalize_model_grads_func = finalize_model_grads
     model = DistributedDataParallel(
@@ -31,15 +29,5 @@ def train_step(pg, **collection):
     )
     model.zero_grad_buffer()
     (model.module.weight * (1 + pg.rank("tp"))).sum().backward()
-    made.finalize_model_grads_func([model], **collection)
+    made.finalize_model_grads_func([model])
     return model.module.weight.main_grad.tolist()
-
-
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return train_step(pg)
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return train_step(pg, pg_collection=pg)

@@ -1,16 +1,14 @@
 """A schedule of the user's gets a loss on the globals' last stage only; its model has one stage."""
 
 import torch
-from layouts import session_and_globals
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 from models import config
 
-WORLD = 2
+LAYOUTS = {"globals": {"pp": 2}, "mine": {}}
 READER = "forward_step_calc_loss"
-GIVEN = "losses"
 
 
-def losses(pg_collection, **stage):
+def program(pg_collection):
     reported = []
     forward_step_calc_loss(
         torch.nn.Identity(),
@@ -21,16 +19,5 @@ def losses(pg_collection, **stage):
         False,
         1,
         reported,
-        **stage,
     )
     return reported
-
-
-def program():
-    with session_and_globals({"pp": 2}) as pg:
-        return losses(pg)
-
-
-def meant():
-    with session_and_globals({"pp": 2}) as pg:
-        return losses(pg, cp_group_size=pg.size("cp"), is_last_stage=True)

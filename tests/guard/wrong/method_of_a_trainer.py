@@ -2,12 +2,9 @@
 
 import torch
 import torch.distributed as dist
-from layouts import session_and_globals
 from megatron.core import mpu
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "token_count"
 GIVEN = "token_count"
 
@@ -22,11 +19,5 @@ class Trainer:
         return count.item()
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return Trainer(pg).token_count(10)
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        return Trainer(pg).token_count(10)
+def program(pg):
+    return Trainer(pg).token_count(10)

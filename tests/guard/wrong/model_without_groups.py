@@ -1,11 +1,10 @@
 """A draft head has no collection, so ``groups_of`` answers from the globals (as in SkyRL)."""
 
 import torch
-from layouts import session_and_globals
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "rows_of_the_head"
 GIVEN = "export_draft"
 
@@ -18,13 +17,5 @@ def export_draft(policy_groups, head):
     return [rows_of_the_head(head), policy_groups.size("tp")]
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return export_draft(pg, torch.nn.Linear(2, 8))
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        head = torch.nn.Linear(2, 8)
-        head.pg_collection = pg
-        return export_draft(pg, head)
+def program(pg):
+    return export_draft(pg, torch.nn.Linear(2, 8))

@@ -1,11 +1,8 @@
 """A forward step asks the globals inside a function that was made where the collection is known."""
 
-from layouts import session_and_globals
 from megatron.core import mpu
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "scale"
 GIVEN = "step"
 
@@ -20,11 +17,5 @@ def make_step(pg_collection):
     return step
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return make_step(pg)(8.0)
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        return make_step(pg)(8.0)
+def program(pg):
+    return make_step(pg)(8.0)

@@ -1,14 +1,11 @@
 """A model asks its collection, and the net that it makes asks the globals (as in cosmos)."""
 
 import torch
-from layouts import session_and_globals
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from models import config
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "__init__"
 GIVEN = "__init__"
 
@@ -33,13 +30,6 @@ class Model(torch.nn.Module):
         )
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        model = Model(pg)
-        return [model.net.mine, model.head.weight.shape[0]]
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        model = Model(pg)
-        return [model.net.mine, model.head.weight.shape[0]]
+def program(pg):
+    model = Model(pg)
+    return [model.net.mine, model.head.weight.shape[0]]

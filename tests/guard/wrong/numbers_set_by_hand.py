@@ -3,7 +3,6 @@
 from layouts import open_session
 from megatron.core import mpu
 
-WORLD = 2
 READER = "columns"
 GIVEN = "columns"
 

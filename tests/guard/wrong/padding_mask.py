@@ -1,12 +1,12 @@
 """GPT scatters its padding mask over the globals (NVIDIA/Megatron-LM #7452, finding 5)."""
 
 import torch
-from layouts import two_sessions
 from models import gpt, tokens
 
 import megapg
 
 WORLD = 4
+LAYOUTS = {"first": {"tp": 2}, "second": {"tp": 2, "order": "cp-dp-tp-pp-ep"}}
 READER = "get_tensor_model_parallel_group_if_none"
 GIVEN = "_preprocess"
 
@@ -22,15 +22,7 @@ def built(pg):
         return gpt(pg, sequence_parallel=True)
 
 
-def program():
-    with two_sessions({"tp": 2}, {"tp": 2, "order": "cp-dp-tp-pp-ep"}) as (policy, critic):
-        model = built(policy)
-        with megapg.published(critic):
-            return mask_of_this_rank(model)
-
-
-def meant():
-    with two_sessions({"tp": 2}, {"tp": 2, "order": "cp-dp-tp-pp-ep"}) as (policy, _):
-        model = built(policy)
-        with megapg.published(policy):
-            return mask_of_this_rank(model)
+def program(policy, critic):
+    model = built(policy)
+    with megapg.published(critic):
+        return mask_of_this_rank(model)

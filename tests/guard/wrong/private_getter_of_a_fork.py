@@ -1,11 +1,8 @@
 """A fork's own getter reads a private global of ``parallel_state``."""
 
-from layouts import session_and_globals
-
-import megapg
 from megapg.megatron import parallel_state
 
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "get_tensor_rank"
 GIVEN = "rows_of"
 
@@ -19,11 +16,5 @@ def rows_of(pg_collection, rows):
     return list(range(get_tensor_rank() * each, (get_tensor_rank() + 1) * each))
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return rows_of(pg, 8)
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        return rows_of(pg, 8)
+def program(pg):
+    return rows_of(pg, 8)

@@ -1,13 +1,10 @@
 """A module without ``tp_group`` writes each shard as the whole tensor into a checkpoint."""
 
 import torch
-from layouts import session_and_globals
 from megatron.core.transformer import MegatronModule
 from models import config
 
-import megapg
-
-WORLD = 2
+LAYOUTS = {"globals": {"tp": 1}, "mine": {"tp": 2}}
 READER = "sharded_state_dict"
 GIVEN = "describe"
 
@@ -23,11 +20,5 @@ def describe(model, pg_collection):
     return list(shard.replica_id)
 
 
-def program():
-    with session_and_globals({"tp": 1}, tp=2) as pg:
-        return describe(Head(pg), pg)
-
-
-def meant():
-    with session_and_globals({"tp": 1}, tp=2) as pg, megapg.published(pg):
-        return describe(Head(pg), pg)
+def program(pg):
+    return describe(Head(pg), pg)

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-from layouts import two_sessions
 from megatron.core import mpu
 
 import megapg
 
-WORLD = 2
+LAYOUTS = {"first": {"tp": 2}, "second": {"pp": 2}}
 READER = "columns"
 GIVEN = "columns"
 
@@ -25,11 +24,5 @@ def ask(trainer, shown):
         return trainer.columns(8)
 
 
-def program():
-    with two_sessions({"tp": 2}, {"pp": 2}) as (actor, critic):
-        return ask(Trainer(actor), critic)
-
-
-def meant():
-    with two_sessions({"tp": 2}, {"pp": 2}) as (actor, _):
-        return ask(Trainer(actor), actor)
+def program(actor, critic):
+    return ask(Trainer(actor), critic)
