@@ -22,7 +22,6 @@ import torch.distributed as dist
 from greenlet import getcurrent, greenlet
 
 from megapg.rendezvous import (
-    blocks,
     coordinator,
     gathering,
     hello,
@@ -33,7 +32,7 @@ from megapg.rendezvous import (
 )
 from megapg.rendezvous.store import Host, Store
 
-_TIMED = (blocks, coordinator, gathering, joint_work, parting, rendezvous, store)
+_TIMED = (coordinator, gathering, joint_work, parting, rendezvous, store)
 _SPREAD = 1.0
 """Within how many seconds the ranks begin with a phase."""
 

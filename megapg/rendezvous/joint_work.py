@@ -18,11 +18,10 @@ from types import TracebackType
 from typing import Self
 
 from megapg.errors import MegapgError, RendezvousError
-from megapg.rendezvous.blocks import FLAT
 from megapg.rendezvous.problems import brief, culprits, told
 from megapg.rendezvous.rendezvous import Rendezvous
 from megapg.rendezvous.store import Store, StoreError
-from megapg.rendezvous.topics import BlockTopics, WholeTopic, put, whole
+from megapg.rendezvous.topics import Topic, put, whole
 
 # Shortest time between two heartbeats, and between two checks of the other ranks. Seconds.
 _BEAT_INTERVAL = 1.0
@@ -66,15 +65,13 @@ class JointWork(Rendezvous):
         ranks: Sequence[int],
         *,
         timeout: float,
-        flat: int = FLAT,
     ) -> None:
-        super().__init__(store, name, rank, ranks, flat=flat)
+        super().__init__(store, name, rank, ranks)
         self._timeout = timeout
         self._space = ""
         self._cancelled = threading.Event()
         self._bound = False
         self._unsettled: list[str] = []  # on the leader: topics that other ranks may wait for
-        self._block = BlockTopics(self._store, self._blocks)
         self._entered = False
         self._next_beat = 0.0
         self._beats = 0
@@ -185,15 +182,12 @@ class JointWork(Rendezvous):
         """
         with self._asking():
             if not self._leading:
-                mine = put(self._store, self._key(topic, self._rank), message)
-                self._said |= self._to_take_back(self._key(topic), mine)
-                self._block.add(self._key(topic))  # reported while this rank waits
+                self._said |= put(self._store, self._key(topic, self._rank), message)
                 self._bound = final
                 return {}
-            known, deadline = {self._rank: message}, time.monotonic() + self._timeout
-            said = WholeTopic(self._store, self._key(topic), self._blocks, known, deadline)
-            self._wait(said.all_here, said.awaited)
-            return {rank: said.arrived[rank] for rank in self._ranks}
+            said = Topic(self._store, self._key(topic), self._ranks[1:])
+            self._wait(said.all_here, lambda: said.waiting)
+            return {self._rank: message, **{rank: said.arrived[rank] for rank in self._ranks[1:]}}
 
     def announce(self, topic: str, message: bytes = b"") -> bytes:
         """Send the leader's ``message`` to all ranks, and return it there. Use each topic once.
@@ -225,7 +219,6 @@ class JointWork(Rendezvous):
             self.collect(topic, b"")
             if wait:
                 self.announce(f"{topic}, all of us")
-                self._block.settle()
                 with self._asking():
                     self._take_back()
             return
@@ -307,13 +300,12 @@ class JointWork(Rendezvous):
 
         def done_or_given_up() -> bool:
             nonlocal look_again
-            self._said |= self._block.report()
             if done():
                 return True
             self.progress()
             if time.monotonic() >= look_again:
                 look_again = time.monotonic() + _CHECK_INTERVAL
-                self._look([*for_whom(), *([] if self._bound else self._block.waiting())], pulse)
+                self._look(for_whom(), pulse)
             return False
 
         self._until(done_or_given_up, math.inf, longest=_CHECK_INTERVAL)

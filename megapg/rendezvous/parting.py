@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megapg.rendezvous.arrivals import LARGE
-from megapg.rendezvous.blocks import FLAT
-from megapg.rendezvous.gathering import CHANGED, GRACE, Gathering
+from megapg.rendezvous.gathering import GRACE, Gathering
 from megapg.rendezvous.hello import STAY, Hello, Hellos
 from megapg.rendezvous.problems import ALONE, THE_STORE, brief
 from megapg.rendezvous.store import Store, StoreError
@@ -26,10 +25,8 @@ class Parting(Gathering):
         rank: int,
         ranks: Sequence[int],
         hosts: Sequence[str] = (),
-        *,
-        flat: int = FLAT,
     ) -> None:
-        super().__init__(store, name, rank, ranks, flat=flat)
+        super().__init__(store, name, rank, ranks)
         self._hellos = Hellos(store, name, rank, ranks, hosts)
 
     @property
@@ -91,7 +88,7 @@ class Parting(Gathering):
                 # keys.
                 tidied = {} if problems else {"namespace": "", "leftover": []}
                 if not problems:
-                    self._said |= self._to_take_back(bye, {f"{bye}/{self._rank}"})
+                    self._said.add(f"{bye}/{self._rank}")
                     self._take_back()
                 self._hellos.say(state="closed", **tidied)
                 self._store.add(f"{bye}/heard", 1)
@@ -112,10 +109,7 @@ class Parting(Gathering):
     def _bye(self, word: str) -> dict[str, str]:
         """Return the keys to write when this rank leaves, with its error or an empty text."""
         bye = f"{self._mine.namespace}/bye"
-        said = {f"{bye}/{self._rank}": word, f"{bye}/any": ""}
-        if word and self._blocks.several:  # it may have reported no error before Ctrl-C
-            said[f"{bye}/{CHANGED}"] = ""
-        return said
+        return {f"{bye}/{self._rank}": word, f"{bye}/any": ""}
 
     def news(self, *, wait: float) -> dict[int, str]:
         """Return the other ranks' errors after :meth:`part` with an error, and the silent ranks.

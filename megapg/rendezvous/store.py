@@ -261,6 +261,7 @@ class _Connection:
         self._stuck: Call[object] | None = None
         self._patience = -math.inf  # until when the next call waits for the stuck one
         self._stays: list[tuple[Callable[[], bool], float]] = []
+        self._lost = ""  # why the connection is lost for good
 
     @contextlib.contextmanager
     def until(self, deadline: float, doing: str, least: float) -> Iterator[None]:
@@ -279,6 +280,8 @@ class _Connection:
         if phase is None:
             with self.until(time.monotonic() + _ALONE, "", LEAST):
                 return self.call(work)
+        if self._lost:  # torch would print a C++ stack for each further call
+            raise self._error(phase, self._lost, gone=True)
         try:
             return work() if self.host.here else self._in_another_thread(work, phase)
         except NotImplementedError:
@@ -286,12 +289,14 @@ class _Connection:
         except RuntimeError as error:  # lost connections too
             if isinstance(error, StoreError):
                 raise
-            raise self._error(
-                phase,
+            reason = (
                 f"{self.host.name} is gone ({type(error).__name__}: {_line(error)}). Whoever "
-                "hosts it died or was stopped; look at its log.",
-                gone=True,
-            ) from error
+                "hosts it died or was stopped; look at its log."
+            )
+            if isinstance(error, dist.DistNetworkError):
+                self._lost = reason
+            # without torch's text, which may hold a C++ stack
+            raise self._error(phase, reason, gone=True) from None
 
     def _in_another_thread(self, work: Callable[[], _T], phase: _Phase) -> _T:
         started = time.monotonic()
@@ -370,10 +375,11 @@ class _Connection:
         until = time.monotonic() + LEAST
         stuck = [call for call in self._left_behind if not call.wait(until - time.monotonic())]
         inner = _innermost(self._torch)
-        if stuck and isinstance(inner, dist.TCPStore):
-            sockets.hang_up(inner.port)  # no other call needs the connection now
-        for call in stuck:
-            call.wait(1.0)
+        with torch_private.without_store_warnings() if stuck else contextlib.nullcontext():
+            if stuck and isinstance(inner, dist.TCPStore):
+                sockets.hang_up(inner.port)  # no other call needs the connection now
+            for call in stuck:
+                call.wait(1.0)
 
     def _error(self, phase: _Phase, reason: str, *, gone: bool = False) -> StoreError:
         return StoreError(phase.doing, reason, self.missing, gone=gone)

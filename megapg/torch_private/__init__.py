@@ -10,7 +10,10 @@ from __future__ import annotations
 import _thread
 import contextlib
 import math
+import os
 import re
+import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -535,6 +538,37 @@ def another_connection(store: dist.Store) -> dist.Store:
     """
     clone: Callable[[], dist.Store] | None = getattr(store, "clone", None)
     return store if clone is None else clone()
+
+
+# A warning of torch's store, with its C++ stack and the empty line after it.
+_STORE_WARNINGS = re.compile(
+    rb"^.*\[[WE]\d.*TCPStore\.cpp.*\n(?:(?:Exception raised from|frame #|<omitting).*\n)*\n?", re.M
+)
+
+
+@contextlib.contextmanager
+def without_store_warnings() -> Iterator[None]:
+    """Context in which torch does not print that calls of a TCPStore fail, with C++ stacks.
+
+    All other text that this process writes to its standard error is printed after the block.
+
+    Public: ``TORCH_CPP_LOG_LEVEL``, which torch reads once, when it is imported.
+    """
+    sys.stderr.flush()
+    try:
+        before = os.dup(2)
+    except OSError:  # there is no standard error
+        yield
+        return
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            said.seek(0)
+            os.write(2, _STORE_WARNINGS.sub(b"", said.read()))
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import threading
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import freezing
 import psutil
@@ -50,6 +51,12 @@ def jobs(tmp_path_factory):
             "cold": (cold, 2),
             "hosted": (partial(the_sessions_own_world_shrinks, free_port(), free_port()), 3),
             "killed launcher": (partial(killed_launcher, pid, port), 2),
+            **{
+                f"{end}, {phase}": partial(
+                    run_script, LAST_LINES, tmp_path_factory.mktemp(end), 2, end, phase, awaited=1
+                )
+                for end, phase in ENDS
+            },
         }
         with at_once(jobs) as started:
             yield started
@@ -336,22 +343,86 @@ except Exception as error:
 """
 
 
-def exiting(folder):
+def run_script(text, folder, ranks, *arguments, awaited=None):
+    """Return standard output and error of each rank of a script.
+
+    If ``awaited`` is given, the other ranks are killed when this rank has ended.
+    """
     script = folder / "job.py"
-    script.write_text(EXITING)
-    port = free_port()
-    where = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
+    script.write_text(text)
+    where = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    where["PYTHONPATH"] = os.pathsep.join([str(Path(freezing.__file__).parent), *sys.path])
+    jobs = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script)],
+            [sys.executable, "-W", "ignore", str(script), *arguments],
             env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             cwd=folder,
         )
-        for rank in range(3)
+        for rank in range(ranks)
     ]
-    return [rank.communicate(timeout=150)[0] for rank in ranks]
+    if awaited is not None:
+        end = jobs[awaited].communicate(timeout=150)
+        for job in jobs:
+            job.kill()
+            job.wait()
+        return end
+    return [job.communicate(timeout=150) for job in jobs]
+
+
+LAST_LINES = """
+import os, signal, sys, time
+from datetime import timedelta
+from pathlib import Path
+from freezing import has_stopped, stopped
+from steps import until_gone
+import torch, torch.distributed as dist
+import megapg
+from megapg.rendezvous.rendezvous import Rendezvous
+
+end, phase = sys.argv[1:]
+here = Path("pid")
+
+def strike(*_):
+    Path("written").write_text(str(os.getpid()))
+    Path("written").rename(here)
+    os.kill(os.getpid(), signal.SIGKILL if end == "killed" else signal.SIGSTOP)
+    signal.pause()
+
+def await_the_strike():
+    while not here.exists():
+        time.sleep(0.01)
+    until_gone(int(here.read_text())) if end == "killed" else has_stopped(int(here.read_text()))
+
+me = int(os.environ["RANK"])
+if phase == "start" and me == 0:
+    Rendezvous._lead = strike
+session = megapg.session(timeout=3 if phase == "start" else 60, backend="gloo")
+session._timeout = 3.0
+dist.all_reduce(torch.ones(1), group=session.groups.dp)
+if me == 0:
+    strike()
+await_the_strike()
+with session:
+    if phase != "close":
+        getattr(session, phase)()
+"""
+ENDS = [(end, phase) for phase in ("start", "close", "suspend") for end in ("killed", "frozen")]
+
+
+@pytest.mark.parametrize(("end", "phase"), ENDS)
+def test_the_error_is_the_last_that_a_rank_prints(jobs, end, phase):
+    """If calls to its store fail, torch prints C++ stacks, also of calls that megapg gave up."""
+    lines = jobs[f"{end}, {phase}"].result()[1].splitlines()
+    last = next(at for at, line in enumerate(lines) if "megapg." in line and "Error: " in line)
+    assert "the store that rank 0 hosts" in "".join(lines[last:])
+    assert not [line for line in lines[last:] if "frame #" in line or "TCPStore.cpp" in line]
+
+
+def exiting(folder):
+    return [said for said, _ in run_script(EXITING, folder, 3)]
 
 
 def test_the_host_of_the_store_stays_until_the_others_know_who_died(jobs):

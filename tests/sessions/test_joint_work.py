@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 
 from megapg.errors import LayoutMismatchError
-from megapg.rendezvous.blocks import FLAT
 from megapg.rendezvous.joint_work import CancelledError, JointWork, OthersFailedError
 from megapg.rendezvous.store import Store, host_of
 
@@ -26,13 +25,7 @@ def store(host, request):
     return dist.PrefixStore(request.node.name, host)
 
 
-@pytest.fixture(params=[FLAT, 2], ids=["the leader hears all", "in blocks"], autouse=True)
-def _way(request, monkeypatch):
-    """Run without blocks, and with a block of two ranks and a block of one."""
-    monkeypatch.setitem(together.__kwdefaults__, "flat", request.param)
-
-
-def together(store, work, *, timeout=PATIENT, settings=None, name="work", left=None, flat=FLAT):
+def together(store, work, *, timeout=PATIENT, settings=None, name="work", left=None):
     """Return the result or the exception of ``work(team)`` on each rank.
 
     Every rank releases the semaphore ``left`` at its end.
@@ -40,7 +33,7 @@ def together(store, work, *, timeout=PATIENT, settings=None, name="work", left=N
     connections = [Store(store.clone(), host_of(store, "the test's store")) for _ in RANKS]
 
     def one(rank):
-        team = JointWork(connections[rank], name, rank, RANKS, timeout=timeout, flat=flat)
+        team = JointWork(connections[rank], name, rank, RANKS, timeout=timeout)
         try:
             team.begin(settings(rank) if settings else {"what": "a test"})
             with team:
