@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import json
 import time
-from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-
-from typing_extensions import override
 
 from megapg.rendezvous.store import Store, batches
 
@@ -19,60 +16,6 @@ GRACE = 2.0
 PAUSE = 0.05
 # With more ranks than this, a single follower reads the texts of all ranks if the leader is silent.
 MANY = 1_024
-
-
-class Words(Mapping[int, str]):
-    """A map rank -> text. Consecutive ranks with the same text take the room of one.
-
-    Args:
-        rows: (first rank, last rank, text), in order.
-    """
-
-    def __init__(self, rows: Sequence[tuple[int, int, str]]) -> None:
-        self._rows = rows
-
-    @override
-    def __getitem__(self, rank: int) -> str:
-        at = bisect.bisect(self._rows, rank, key=lambda row: row[0]) - 1
-        if at < 0 or rank > self._rows[at][1]:
-            raise KeyError(rank)
-        return self._rows[at][2]
-
-    @override
-    def __iter__(self) -> Iterator[int]:
-        return (rank for first, last, _ in self._rows for rank in range(first, last + 1))
-
-    @override
-    def __len__(self) -> int:
-        return sum(last + 1 - first for first, last, _ in self._rows)
-
-    @override
-    def items(self) -> ItemsView[int, str]:
-        """Return the items without a search for each rank."""
-        return _Items(self)
-
-    def rows(self) -> Iterator[tuple[int, str]]:
-        """Yield (rank, text), in order."""
-        return ((r, word) for first, last, word in self._rows for r in range(first, last + 1))
-
-    def different(self) -> set[str]:
-        """Return the distinct texts."""
-        return {word for _, _, word in self._rows}
-
-    def each(self, change: Callable[[str], str]) -> Words:
-        """Apply ``change`` to each distinct text."""
-        words = {word: change(word) for word in self.different()}
-        return Words([(first, last, words[word]) for first, last, word in self._rows])
-
-
-class _Items(ItemsView[int, str]):
-    def __init__(self, words: Words) -> None:
-        super().__init__(words)
-        self._words = words
-
-    @override
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        return self._words.rows()
 
 
 class Gathering:
@@ -98,7 +41,7 @@ class Gathering:
         hopeless: Callable[[], bool] = lambda: False,
         *,
         leader_only: bool = False,
-    ) -> Words:
+    ) -> dict[int, str]:
         """Return the texts that all ranks have written to a folder, the same on all ranks.
 
         The leader writes the result for all ranks. A follower that has waited too long writes a
@@ -129,7 +72,7 @@ class Gathering:
             self._until(told, deadline + 2 * GRACE)  # another follower reads the texts
             leader_only = True
         if here or told():
-            return self._read_problems(outcome)
+            return by_rank(self._store.get(outcome))
         leader = self._ranks[0]
         if leader_only:
             return self._settle(outcome, {leader: silence} if silence else {})
@@ -177,10 +120,7 @@ class Gathering:
         said = [silence if text is None else text.decode() for text in found]
         return {rank: text for rank, text in zip(ranks, said, strict=True) if text}
 
-    def _read_problems(self, key: str) -> Words:
-        return by_rank(self._store.get(key))
-
-    def _settle(self, key: str, word: Mapping[int, str]) -> Words:
+    def _settle(self, key: str, word: Mapping[int, str]) -> dict[int, str]:
         """Write the result unless there is one. Return the result, the same on all ranks."""
         return by_rank(self._store.compare_set(key, "", by_word(word)))
 
@@ -211,9 +151,8 @@ def by_word(said: Mapping[int, str]) -> str:
     return json.dumps(words)
 
 
-def by_rank(text: bytes | str) -> Words:
-    """Decode the output of :func:`by_word`."""
-    words: dict[str, list[list[int]]] = json.loads(text)
-    return Words(
-        sorted((first, last, word) for word, rows in words.items() for first, last in rows)
-    )
+def by_rank(text: bytes | str) -> dict[int, str]:
+    """Decode the output of :func:`by_word`. The ranks are in order."""
+    words: dict[str, list[tuple[int, int]]] = json.loads(text)
+    rows = sorted((first, last, word) for word, rows in words.items() for first, last in rows)
+    return {rank: word for first, last, word in rows for rank in range(first, last + 1)}

@@ -20,14 +20,17 @@ from typing import Self
 from megapg.errors import MegapgError, RendezvousError
 from megapg.rendezvous.problems import brief, culprits, told
 from megapg.rendezvous.rendezvous import Rendezvous
-from megapg.rendezvous.store import Store, StoreError
-from megapg.rendezvous.topics import Topic, put, whole
+from megapg.rendezvous.store import Store, StoreError, batches
 
 # Shortest time between two heartbeats, and between two checks of the other ranks. Seconds.
 _BEAT_INTERVAL = 1.0
 _CHECK_INTERVAL = 0.25
 # Seconds that the leader waits at the end before it deletes the keys.
 _END_WAIT = 10.0
+# TCPStore refuses values of 8 MiB and more. Bytes.
+_PIECE_SIZE = 4 * 2**20
+# Larger messages are split. Smaller ones are single values, so that many are read with one call.
+_LARGEST_WHOLE = 2**16
 
 
 class OthersFailedError(RendezvousError):
@@ -182,10 +185,10 @@ class JointWork(Rendezvous):
         """
         with self._asking():
             if not self._leading:
-                self._said |= put(self._store, self._key(topic, self._rank), message)
+                self._said |= _put(self._store, self._key(topic, self._rank), message)
                 self._bound = final
                 return {}
-            said = Topic(self._store, self._key(topic), self._ranks[1:])
+            said = _Topic(self._store, self._key(topic), self._ranks[1:])
             self._wait(said.all_here, lambda: said.waiting)
             return {self._rank: message, **{rank: said.arrived[rank] for rank in self._ranks[1:]}}
 
@@ -199,10 +202,10 @@ class JointWork(Rendezvous):
         key = self._key(topic, "all")
         with self._asking():
             if self._leading:
-                put(self._store, key, message)
+                _put(self._store, key, message)
                 return message
             self._wait(lambda: self._store.check([key]), lambda: self._ranks[:1])
-            return whole(self._store, key, self._store.get(key))
+            return _whole(self._store, key, self._store.get(key))
 
     def agree(self, topic: str, *, wait: bool = True) -> None:
         """Wait until every rank has reached this step.
@@ -360,3 +363,54 @@ class _Pulse:
             if rank not in self._heard or self._heard[rank][0] != beat:
                 self._heard[rank] = beat, now
         return [rank for rank in others if now - self._heard[rank][1] > self._work._timeout]
+
+
+class _Topic:
+    """The messages of some ranks on one topic, as far as they have arrived. They may be long.
+
+    Attributes:
+        arrived: rank -> its message.
+        waiting: ranks without a message.
+    """
+
+    def __init__(self, store: Store, folder: str, ranks: Sequence[int]) -> None:
+        self._store, self._folder = store, folder
+        self.arrived: dict[int, bytes] = {}
+        self.waiting = list(ranks)
+
+    def all_here(self) -> bool:
+        """True if all messages have arrived."""
+        for some in batches(self.waiting):
+            found = _first_of(self._store, [f"{self._folder}/{rank}" for rank in some])
+            self.arrived.update(zip(some, found, strict=False))
+            if len(found) < len(some):
+                break  # polled again soon, and the next batch can wait
+        self.waiting = [rank for rank in self.waiting if rank not in self.arrived]
+        return not self.waiting
+
+
+def _put(store: Store, key: str, message: bytes) -> set[str]:
+    """Write a message, large ones in pieces. Return the keys."""
+    if len(message) <= _LARGEST_WHOLE:
+        store.set(key, b"=" + message)
+        return {key}
+    pieces = [f"{key}/{number}" for number in range(math.ceil(len(message) / _PIECE_SIZE))]
+    for number, piece in enumerate(pieces):
+        store.set(piece, message[number * _PIECE_SIZE : (number + 1) * _PIECE_SIZE])
+    store.set(key, str(len(pieces)))  # last, so that a reader of this key finds all pieces
+    return {key, *pieces}
+
+
+def _whole(store: Store, key: str, value: bytes) -> bytes:
+    """Return the message of a key, given the key's value."""
+    if value.startswith(b"="):
+        return value[1:]
+    return b"".join(store.get(f"{key}/{number}") for number in range(int(value)))
+
+
+def _first_of(store: Store, keys: Sequence[str]) -> list[bytes]:
+    """Return the messages of the first keys that exist, perhaps not of all of them."""
+    while keys and not store.check(keys):
+        keys = keys[: len(keys) // 2]
+    values = store.multi_get(keys)
+    return [_whole(store, key, value) for key, value in zip(keys, values, strict=True)]

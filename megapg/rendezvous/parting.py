@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megapg.rendezvous.arrivals import LARGE
-from megapg.rendezvous.gathering import GRACE, Gathering
+from megapg.rendezvous.gathering import GRACE, Gathering, by_rank
 from megapg.rendezvous.hello import STAY, Hello, Hellos
 from megapg.rendezvous.problems import ALONE, THE_STORE, brief
 from megapg.rendezvous.store import Store, StoreError
@@ -82,7 +82,7 @@ class Parting(Gathering):
                 problems |= self._answers(bye, self._ranks, "")
                 self._settle(f"{bye}/all", problems)
         else:
-            problems = dict(self._gather(bye, deadline, "did not answer", leader_only=True))
+            problems = self._gather(bye, deadline, "did not answer", leader_only=True)
             if not self._leading:
                 # Before the leader exits, and perhaps the store with it. The leader deletes the
                 # keys.
@@ -132,7 +132,7 @@ class Parting(Gathering):
                     if large:
                         self._settle(f"{bye}/news", found)
                 elif self._until(lambda: self._store.check([f"{bye}/news"]), deadline + wait):
-                    found = dict(self._read_problems(f"{bye}/news"))
+                    found = by_rank(self._store.get(f"{bye}/news"))
                 else:
                     found = self._silence(self._ranks[:1]) if wait else {}
         except StoreError as error:

@@ -63,7 +63,7 @@ class _Verdict:
 
     def check(self) -> None:
         if self.differences:
-            values = {name: dict(by_rank(said)) for name, said in self.differences.items()}
+            values = {name: by_rank(said) for name, said in self.differences.items()}
             raise LayoutMismatchError(self.problem, values)
         if self.problem:
             raise RendezvousError(self.problem, self.missing)

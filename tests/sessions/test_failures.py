@@ -10,13 +10,10 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import freezing
 import psutil
@@ -26,6 +23,7 @@ import torch.distributed as dist
 from asking import registered
 from at_once import at_once
 from ports import free_port
+from processes import run_script
 from steps import Steps, until_gone
 
 import megapg
@@ -33,7 +31,6 @@ from megapg.collection import LeaseState
 from megapg.errors import OffloadError, RankFailedError, RendezvousError
 from megapg.rendezvous import parting
 from megapg.rendezvous.rendezvous import Rendezvous
-from megapg.testing import distributed, run_distributed
 
 # Timeouts of megapg and of collectives, in seconds.
 SOON = 6.0
@@ -343,35 +340,6 @@ except Exception as error:
 """
 
 
-def run_script(text, folder, ranks, *arguments, awaited=None):
-    """Return standard output and error of each rank of a script.
-
-    If ``awaited`` is given, the other ranks are killed when this rank has ended.
-    """
-    script = folder / "job.py"
-    script.write_text(text)
-    where = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    where["PYTHONPATH"] = os.pathsep.join([str(Path(freezing.__file__).parent), *sys.path])
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script), *arguments],
-            env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-        )
-        for rank in range(ranks)
-    ]
-    if awaited is not None:
-        end = jobs[awaited].communicate(timeout=150)
-        for job in jobs:
-            job.kill()
-            job.wait()
-        return end
-    return [job.communicate(timeout=150) for job in jobs]
-
-
 LAST_LINES = """
 import os, signal, sys, time
 from datetime import timedelta
@@ -385,11 +353,16 @@ from megapg.rendezvous.rendezvous import Rendezvous
 end, phase = sys.argv[1:]
 here = Path("pid")
 
-def strike(*_):
+def strike():
     Path("written").write_text(str(os.getpid()))
     Path("written").rename(here)
     os.kill(os.getpid(), signal.SIGKILL if end == "killed" else signal.SIGSTOP)
     signal.pause()
+
+def lead(self, *_):
+    while self._hellos.of(1) is None:
+        time.sleep(0.01)
+    strike()
 
 def await_the_strike():
     while not here.exists():
@@ -398,7 +371,7 @@ def await_the_strike():
 
 me = int(os.environ["RANK"])
 if phase == "start" and me == 0:
-    Rendezvous._lead = strike
+    Rendezvous._lead = lead
 session = megapg.session(timeout=3 if phase == "start" else 60, backend="gloo")
 session._timeout = 3.0
 dist.all_reduce(torch.ones(1), group=session.groups.dp)
@@ -409,7 +382,10 @@ with session:
     if phase != "close":
         getattr(session, phase)()
 """
-ENDS = [(end, phase) for phase in ("start", "close", "suspend") for end in ("killed", "frozen")]
+ENDS = [
+    *(("killed", "start"), ("killed", "close"), ("killed", "suspend")),
+    *(("frozen", "start"), ("frozen", "close")),
+]
 
 
 @pytest.mark.parametrize(("end", "phase"), ENDS)
@@ -433,34 +409,6 @@ def test_the_host_of_the_store_stays_until_the_others_know_who_died(jobs):
     assert "rank 0: RuntimeError: " in second
     assert "rank 2: not a word" in second
     assert "missing (2,)" in second
-
-
-def killed_host(port):
-    me, steps = int(os.environ["RANK"]), Steps()
-    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    os.environ["MASTER_PORT"] = str(port)
-    sessions = [megapg.session(name=name, timeout=60) for name in ("actor", "critic")]
-    told = []
-    steps.together()
-    if me == 0:
-        die()
-    steps.until_gone(0)
-    for session in reversed(sessions):
-        with pytest.raises(RendezvousError) as caught:
-            session.close()
-        told.append((str(caught.value), caught.value.missing))
-    return told
-
-
-@pytest.mark.smoke
-def test_every_session_knows_which_rank_hosts_the_store(monkeypatch):
-    monkeypatch.setattr(distributed, "_GRACE_S", 200.0)
-    port = free_port()
-    with pytest.raises(RankFailedError) as failed:
-        run_distributed(partial(killed_host, port), 2, deadline=60)
-    for text, missing in failed.value.results[1]:
-        assert f"rank 0: the store that rank 0 hosts at 127.0.0.1:{port} is gone" in text
-        assert missing == (0,)
 
 
 def killed_launcher(pid, port):

@@ -18,7 +18,7 @@ from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
 from megapg.rendezvous import gathering, rendezvous
 from megapg.rendezvous.arrivals import LARGE
 from megapg.rendezvous.coordinator import Coordinator
-from megapg.rendezvous.joint_work import JointWork
+from megapg.rendezvous.joint_work import CancelledError, JointWork
 
 FEW, MANY = 5, LARGE + 6
 MEMBER = 3
@@ -237,7 +237,8 @@ def test_the_error_of_a_rank_that_had_tried_alone_counts_once(culprit, later):
 
     job.each(lambda s: s._rank == culprit and try_alone(s))
     job.begin_anew()
-    (said,) = job.others(job.each(lambda s: s._rank == culprit or open_(s)), culprit)
+    ends = job.each(lambda s: s._rank == culprit or open_(s), within=5)
+    (said,) = job.others(ends, culprit)
     assert "bad argument" in said
     job.begin_anew()
     assert not any(job.each(lambda s: late(job, s, later, 1) or open_(s)))
@@ -452,8 +453,8 @@ def test_the_last_word_of_a_rank_counts(job, who):
 # -- work in steps ---------------------------------------------------------------------------------
 
 
-def work(job, session, step=lambda name: None):
-    with job.teams[session._rank].begin({}) as team:
+def work(job, session, step=lambda name: None, team=None):
+    with (team or job.teams[session._rank]).begin({}) as team:
         team.agree("first", wait=False)
         team.agree("second")
         step("third")
@@ -483,6 +484,76 @@ def test_work_in_which_a_rank_fails(job, who, silent):
     said = "no sign of life for 30 s" if silent else "ValueError: no ink"
     for error in job.others([*ends[:who], *ends[who + 1 :]], who):
         assert error == f"rank {who}: {said}" or error.startswith(f"rank {who}: {said};")
+
+
+def test_a_busy_rank_is_not_given_up_and_gets_the_errors_of_others(job):
+    def busy(session, fails):
+        with job.teams[session._rank].begin({}) as team:
+            if fails and team.rank == MEMBER:
+                raise ValueError("no ink")
+            for _ in range(60 if team.rank == 1 else 0):
+                job.wait(1)
+                team.progress()
+            team.agree("together")
+
+    assert not any(job.each(lambda s: busy(s, fails=False), within=60))
+    ends = job.each(lambda s: busy(s, fails=True), within=60)
+    job.others(ends, MEMBER)
+    assert job.phase.ranks[1].ended < 10
+
+
+@pytest.mark.parametrize("waiting", [(0,), (1,), (1, 2), (0, 2), ()])
+def test_only_ranks_that_need_it_wait_for_a_step(waiting):
+    """Some ranks wait at two steps, at which the last rank is late; all wait at the third."""
+    job, seen = Job(3), {}
+
+    def take_steps(session):
+        with job.teams[session._rank].begin({}) as team:
+            late(job, session, 2, 10)
+            for topic in ("first", "second", "last"):
+                team.agree(topic, wait=team.rank in waiting or topic == "last")
+                seen[team.rank, topic] = job.simulation.monotonic()
+
+    assert not any(job.each(take_steps))
+    for (rank, topic), when in seen.items():
+        assert (when >= 10) is (rank in waiting or topic == "last" or rank == 2), (rank, topic)
+
+
+@pytest.mark.parametrize("moment", ["before the last report", "in time", "too late"])
+def test_work_that_one_rank_cancels(job, moment):
+    """After the last report of all ranks, only the leader decides."""
+
+    def cancelled(session):
+        with job.teams[session._rank].begin({}) as team:
+            if team.rank == MEMBER and moment == "before the last report":
+                team.cancel()
+                team.progress()
+            team.collect("written", b"", final=True)
+            if team.leading:
+                job.wait(5 if moment == "in time" else 0)
+                team.heed()
+            elif team.rank == MEMBER:
+                job.wait(0 if moment == "in time" else 5)
+                team.cancel()
+            return team.announce("published", b"yes")
+
+    ends = job.each(cancelled)
+    if moment == "too late":
+        assert ends == [b"yes"] * len(job.ranks)
+        return
+    if moment == "before the last report":
+        assert isinstance(ends.pop(MEMBER), CancelledError)
+    assert all(f"called off on rank {MEMBER}" in end.problems[MEMBER] for end in ends)
+
+
+def test_another_work_of_the_name_may_begin_while_one_goes_on(job):
+    def both(session):
+        second = JointWork(job.stores[session._rank], "work", session._rank, job.ranks, timeout=20)
+        with job.teams[session._rank].begin({}) as first:
+            work(job, session, team=second)
+            first.agree("together")
+
+    assert not any(job.each(both))
 
 
 def test_in_thousands_nobody_asks_often_and_nothing_stays_in_the_store():

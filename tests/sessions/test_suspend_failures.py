@@ -149,10 +149,6 @@ def one_after_the_other():
     session = opened()
     session._timeout = HURRIED
     told["late"] = lost(session, partial(late, session.suspend))
-    session = opened()
-    session.suspend()
-    session._timeout = HURRIED
-    told["late for resume"] = lost(session, partial(late, session.resume))
 
     # After the caller replaces WORLD, the groups belong to another WORLD.
     def make_world(name):
@@ -212,7 +208,6 @@ def test_a_failure_on_one_rank_ends_the_session_on_all_and_nothing_else():
     heard("left between", by=[0, 2, 3], text="bad batch", kinds=others)
     slack = HURRIED + 20
     heard("late", by=[0, 1, 2, 3], text="rank 3", kinds=others, within=slack)
-    heard("late for resume", by=[0, 1, 2], text="rank 3", kinds=others, within=slack)
 
 
 # -- a backend that fails --------------------------------------------------------------------------
