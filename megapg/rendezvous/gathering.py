@@ -14,6 +14,8 @@ from megapg.rendezvous.store import Store, batches
 GRACE = 2.0
 # The longest pause between two polls of the store, in seconds.
 PAUSE = 0.05
+# With more ranks than this, the store is too slow if every rank reads the keys of every other.
+LARGE = 64
 # With more ranks than this, a single follower reads the texts of all ranks if the leader is silent.
 MANY = 1_024
 

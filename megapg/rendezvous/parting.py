@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megapg.rendezvous.arrivals import LARGE
-from megapg.rendezvous.gathering import GRACE, Gathering, by_rank
+from megapg.rendezvous.gathering import GRACE, LARGE, Gathering, by_rank
 from megapg.rendezvous.hello import STAY, Hello, Hellos
 from megapg.rendezvous.problems import ALONE, THE_STORE, brief
 from megapg.rendezvous.store import Store, StoreError

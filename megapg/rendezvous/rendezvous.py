@@ -25,12 +25,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
-from megapg.rendezvous.arrivals import Arrivals
-from megapg.rendezvous.gathering import GRACE, MANY, PAUSE, by_rank, by_word
-from megapg.rendezvous.hello import CHANGES, STAY, Hello, runs_here
+from megapg.rendezvous.gathering import GRACE, LARGE, MANY, PAUSE, by_rank, by_word
+from megapg.rendezvous.hello import CHANGES, STAY, Hello, Hellos, runs_here
 from megapg.rendezvous.parting import Parting
 from megapg.rendezvous.problems import brief, told
-from megapg.rendezvous.store import Store, StoreError
+from megapg.rendezvous.store import Store, StoreError, batches
 from megapg.rendezvous.waiting import WaitingList
 
 # Seconds between two checks of a waiting rank for a twin or for ranks under another name.
@@ -254,7 +253,7 @@ class Rendezvous(Parting):
 
         The second has the ranks that wait for this one under another name.
         """
-        arrivals = Arrivals(self._store, self._hellos, self._ranks)
+        arrivals = _Arrivals(self._store, self._hellos, self._ranks)
         elsewhere: dict[int, str] = {}
 
         def all_here_or_hopeless() -> bool:
@@ -333,6 +332,69 @@ class Rendezvous(Parting):
     def _mismatch(self, differences: Mapping[str, Mapping[int, str]]) -> _Verdict:
         said = {name: by_word(values) for name, values in differences.items()}
         return _Verdict(problem=_mismatch(self._name, differences), differences=said)
+
+
+class _Arrivals:
+    """The ranks that have arrived, as the leader sees them.
+
+    With few ranks, the leader reads each hello. With more than ``LARGE``, it reads them in batches,
+    and again when a rank has left.
+
+    Attributes:
+        hellos: rank -> its last hello.
+    """
+
+    def __init__(self, store: Store, said: Hellos, ranks: Sequence[int]) -> None:
+        self.hellos: dict[int, Hello | None] = dict.fromkeys(ranks)
+        self._store, self._said, self._ranks = store, said, ranks
+        self._large = len(ranks) > LARGE
+        self._changes: bytes | None = None
+        self._unseen, self._waiting = batches(ranks), list(ranks)
+
+    def look(self) -> list[int]:
+        """Check the ranks that have not arrived. Return those still missing."""
+        if not self._large:
+            # An early rank may have given up by the time that the last one arrives.
+            self._waiting = self.look_at(self._waiting) or self.look_at(self._ranks)
+            return self._waiting
+        if self._has_changed():
+            self._unseen = batches(self._ranks)
+            return self.look_at(self._ranks)
+        while self._unseen and self._all_here(self._unseen[0]):
+            self._unseen.pop(0)
+        return [rank for batch in self._unseen for rank in batch]
+
+    def look_again(self, waiting: list[int]) -> list[int]:
+        """With few ranks, check all again if a rank has left. Return the missing ranks."""
+        if not self._large and self._has_changed():
+            waiting = self._waiting = self.look_at(self._ranks)
+        return waiting
+
+    def look_at_all(self) -> None:
+        """In a large job, read every hello, as the deadline has passed."""
+        if self._large:
+            self.look_at(self._ranks)
+
+    def look_at(self, ranks: Sequence[int]) -> list[int]:
+        """Read the hellos of these ranks. Return the ranks that have not arrived."""
+        for rank, hello in self._said.of_all(ranks).items():
+            self.hellos[rank] = hello
+            self._said.refuse_if_behind(rank, hello)
+            if hello and self._has_its_verdict(hello):
+                self.hellos[rank] = replace(hello, state="left")
+        return [r for r in ranks if (h := self.hellos[r]) is None or h.state != "arrived"]
+
+    def _all_here(self, ranks: Sequence[int]) -> bool:
+        return self._store.check([f"hello/{rank}" for rank in ranks]) and not self.look_at(ranks)
+
+    def _has_changed(self) -> bool:
+        before, self._changes = self._changes, self._store.peek(CHANGES)
+        return self._changes != before
+
+    def _has_its_verdict(self, hello: Hello) -> bool:
+        """True if the hello is of a failed attempt, whose verdict the rank has yet to read."""
+        later = hello.attempt != self._said.mine.attempt
+        return later and self._store.check([f"verdict/{hello.nonce}"])
 
 
 def _differences(hellos: Mapping[int, Hello]) -> dict[str, dict[int, str]]:

@@ -17,8 +17,8 @@ pytest.importorskip("greenlet")
 from benchmarks.simulated import Simulation
 from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
 from megapg.rendezvous import gathering, rendezvous
-from megapg.rendezvous.arrivals import LARGE
 from megapg.rendezvous.coordinator import Coordinator
+from megapg.rendezvous.gathering import LARGE
 from megapg.rendezvous.joint_work import CancelledError, JointWork
 
 FEW, MANY = 5, LARGE + 6
@@ -482,6 +482,27 @@ def test_the_last_word_of_a_rank_counts(job, who):
     ends = job.opened().each(come)
     said = {who: "KeyboardInterrupt: "}
     assert all(end == said for rank, end in enumerate(ends) if rank != who)
+
+
+def test_the_cause_of_an_error_is_told_to_ranks_that_failed_of_it(job):
+    """A rank whose collective failed asks for the errors of the others."""
+
+    def fail(session):
+        if session._rank == 1:
+            return None  # killed
+        part(session, ValueError("mine") if session._rank == MEMBER else GLOO)
+        return session.news(wait=2.0)
+
+    ends = job.opened().each(fail)
+    for rank in {*job.ranks} - {1, MEMBER}:
+        assert ends[rank][MEMBER] == "ValueError: mine"
+        assert ends[rank][1].startswith("not a word (process ")
+        assert rank not in ends[rank]
+
+
+def test_if_the_leader_was_killed_ranks_that_failed_of_it_name_it(job):
+    ends = job.opened().each(lambda s: s._rank and part(s, GLOO) and s.news(wait=2.0))
+    assert all(end[0].startswith("not a word (process ") for end in ends[1:])
 
 
 # -- work in steps ---------------------------------------------------------------------------------
