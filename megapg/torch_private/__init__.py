@@ -547,21 +547,23 @@ def without_store_warnings() -> Iterator[None]:
 
     Public: ``TORCH_CPP_LOG_LEVEL``, which torch reads once, when it is imported.
     """
-    sys.stderr.flush()
-    try:
-        before = os.dup(2)
-    except OSError:  # there is no standard error
-        yield
-        return
-    with tempfile.TemporaryFile() as said:
+    with contextlib.ExitStack() as undo:
+        try:
+            sys.stderr.flush()
+            before = os.dup(2)
+            undo.callback(os.close, before)
+            said = undo.enter_context(tempfile.TemporaryFile())
+        except (AttributeError, OSError, ValueError):  # there is no standard error
+            yield
+            return
         os.dup2(said.fileno(), 2)
         try:
             yield
         finally:
             os.dup2(before, 2)
-            os.close(before)
             said.seek(0)
-            os.write(2, _STORE_WARNINGS.sub(b"", said.read()))
+            with open(2, "wb", closefd=False) as real:
+                real.write(_STORE_WARNINGS.sub(b"", said.read()))
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

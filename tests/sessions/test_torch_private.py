@@ -2,6 +2,7 @@
 
 import ast
 import os
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -18,6 +19,7 @@ from megapg import torch_private
 from megapg.errors import UnsupportedVersionError
 from megapg.layout import ParallelLayout
 from megapg.ownership.opening import fake_session
+from megapg.rendezvous import sockets
 from megapg.testing import fake_collection, run_distributed
 from megapg.torch_private import meshes
 
@@ -227,6 +229,22 @@ def ends(come):
 def test_a_group_that_its_own_threads_are_the_last_to_drop_ends_too():
     """Without the workaround, the first such group aborts and later groups leave threads behind."""
     assert run_distributed(last_dropped_by_its_own_threads, 2) == [True] * 2
+
+
+def test_only_the_warnings_of_torchs_store_are_not_printed(capfd, monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    with torch_private.without_store_warnings():
+        os.write(2, b"before\n")
+        sockets.hang_up(server.port)
+        with pytest.raises(RuntimeError):
+            client.get("key")
+        os.write(2, b"after\n")
+    assert capfd.readouterr().err == "before\nafter\n"
+    monkeypatch.setattr(sys, "stderr", None)
+    with torch_private.without_store_warnings():
+        os.write(2, b"as it is\n")
+    assert capfd.readouterr().err == "as it is\n"
 
 
 def test_what_this_torch_can():
