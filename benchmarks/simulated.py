@@ -26,13 +26,12 @@ from megapg.rendezvous import (
     gathering,
     hello,
     joint_work,
-    parting,
     rendezvous,
     store,
 )
 from megapg.rendezvous.store import Host, Store
 
-_TIMED = (coordinator, gathering, joint_work, parting, rendezvous, store)
+_TIMED = (coordinator, gathering, joint_work, rendezvous, store)
 _SPREAD = 1.0
 """Within how many seconds the ranks begin with a phase."""
 

@@ -25,9 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
-from megapg.rendezvous.gathering import GRACE, LARGE, MANY, PAUSE, by_rank, by_word
+from megapg.rendezvous.gathering import GRACE, LARGE, MANY, PAUSE, Gathering, by_rank, by_word
 from megapg.rendezvous.hello import CHANGES, STAY, Hello, Hellos, runs_here
-from megapg.rendezvous.parting import Parting
 from megapg.rendezvous.problems import brief, told
 from megapg.rendezvous.store import Store, StoreError, batches
 from megapg.rendezvous.waiting import WaitingList
@@ -68,7 +67,7 @@ class _Verdict:
             raise RendezvousError(self.problem, self.missing)
 
 
-class Rendezvous(Parting):
+class Rendezvous(Gathering):
     """One name under which a set of ranks meets, parts and meets again over a store.
 
     Args:
