@@ -95,12 +95,10 @@ class Closing(abc.ABC):
             rank -> the error that kept this rank from closing in order.
         """
 
-    @abc.abstractmethod
-    def _refuse_to_close(self) -> None:
+    def _refuse_to_close(self) -> None:  # noqa: B027
         """Raise if closing now, without an error, would harm other users of the groups."""
 
-    @abc.abstractmethod
-    def _take_leave(self, error: BaseException | None) -> None:
+    def _take_leave(self, error: BaseException | None) -> None:  # noqa: B027
         """Notify the other ranks that this rank has closed, if they are not connected to it."""
 
     def _opened(self) -> None:

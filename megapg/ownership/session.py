@@ -365,10 +365,6 @@ class Session(Owner):
         super().close()
 
     @override
-    def _refuse_to_close(self) -> None:
-        """Never raises: a session can always be closed."""
-
-    @override
     def _take_leave(self, error: BaseException | None) -> None:
         if self._state is LeaseState.SUSPENDED and self._way == "recreate":
             # The other ranks may be waiting in resume(). If they are not, each rank must count this
