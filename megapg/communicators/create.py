@@ -111,13 +111,13 @@ def _abort(made: Mapping[Communicator, dist.ProcessGroup]) -> None:
     end(made.items(), abort=True)
 
 
-def end(groups: Iterable[tuple[Communicator, dist.ProcessGroup]], *, abort: bool) -> None:
-    """Destroy communicators in reverse order of creation. Every one is attempted.
+def end(groups: Iterable[tuple[Communicator | None, dist.ProcessGroup]], *, abort: bool) -> None:
+    """Destroy groups in reverse order of creation. Every one is attempted.
 
     If WORLD was destroyed, torch has destroyed all groups as well, and they are skipped.
 
     Args:
-        groups: the communicators, in order of creation.
+        groups: the groups, in order of creation, each with its communicator if megapg made it.
         abort: True to abort running work, which fails on the peers.
 
     Raises:
@@ -126,22 +126,18 @@ def end(groups: Iterable[tuple[Communicator, dist.ProcessGroup]], *, abort: bool
     failures: list[Exception] = []
     for communicator, group in reversed(list(groups)):
         try:
-            end_one(group, abort=abort)
+            if abort and torch_private.knows(group):
+                torch_private.abort(group)
+            if torch_private.knows(group):
+                torch_private.destroy(group)
         except Exception as error:
-            error.add_note(
-                f"closing {', '.join(communicator.fields)} of ranks {communicator.ranks}"
-            )
+            what = group.group_desc or group.group_name
+            if communicator is not None:
+                what = f"{', '.join(communicator.fields)} of ranks {communicator.ranks}"
+            error.add_note(f"closing {what}")
             failures.append(error)
     if failures:
-        raise TeardownError(f"{len(failures)} communicators could not be closed", failures)
-
-
-def end_one(group: dist.ProcessGroup, *, abort: bool) -> None:
-    """Destroy any group; see :func:`end`."""
-    if abort and torch_private.knows(group):
-        torch_private.abort(group)
-    if torch_private.knows(group):
-        torch_private.destroy(group)
+        raise TeardownError(f"{len(failures)} groups could not be closed", failures)
 
 
 def prefix_of(session: str, generation: int) -> str:
