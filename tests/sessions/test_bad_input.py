@@ -13,17 +13,13 @@ from steps import Steps
 
 import megapg
 from megapg.communicators import create
-from megapg.communicators.options import CommunicatorOptions
 from megapg.errors import (
     LaunchError,
-    LayoutError,
     LayoutMismatchError,
     MegapgError,
     RendezvousError,
     SessionError,
     StaleGroupError,
-    UnknownFieldError,
-    UnsupportedOptionError,
 )
 from megapg.launch import detect
 from megapg.megatron import published, to_megatron
@@ -43,18 +39,6 @@ def fresh_session_works(**sizes):
 
 def sizes_and_names():
     me = int(os.environ["RANK"])
-    for sizes in ({"tp": 3}, {"ep": 3}, {"cp": 8}, {"ep": 8}, {"order": "tp-tp"}, {"vpp": 2}):
-        with pytest.raises(LayoutError):
-            megapg.session(timeout=SOON, **sizes)
-        assert not dist.is_initialized()
-    with pytest.raises(UnknownFieldError, match="'tensor' is no field"):
-        megapg.session(dedicated=("tensor",), timeout=SOON)
-    with pytest.raises(UnsupportedOptionError, match=r"tp.*max_ctas=8 are NCCL settings"):
-        megapg.session(options={"tp": CommunicatorOptions(max_ctas=8)}, timeout=SOON)
-    with pytest.raises(UnsupportedOptionError, match="takes all_gather_groups=True"):
-        megapg.session(dedicated=("dp_cp_ag",), timeout=SOON)
-    with pytest.raises(UnsupportedOptionError, match="backend='carrier pigeon'"):
-        megapg.session(backend="carrier pigeon", timeout=SOON)
     with megapg.session(tp=2, timeout=PATIENT) as first:
         with pytest.raises(SessionError, match="'default' is already open in this process"):
             megapg.session(pp=2, timeout=SOON)

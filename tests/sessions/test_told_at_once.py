@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import megapg
+from megapg import CommunicatorOptions
 from megapg.errors import MegapgError, RendezvousError, SessionError
 from megapg.megatron import adopt, parallel_state
 from megapg.testing import run_distributed
@@ -78,7 +79,10 @@ WRONG = [
     ({"name": ""}, "name='': give the session a name"),
     ({"gloo": "dp_cp"}, "gloo='dp_cp': give the fields in a tuple, ('dp_cp',)"),
     ({"dedicated": "tp"}, "dedicated='tp': give the fields in a tuple, ('tp',)"),
+    ({"dedicated": ("tensor",)}, "'tensor' is no field"),
+    ({"dedicated": ("dp_cp_ag",)}, "takes all_gather_groups=True"),
     ({"options": {"dp_cp": {"max_ctas": 8}}}, "give megapg.CommunicatorOptions(max_ctas=8)"),
+    ({"options": {"tp": CommunicatorOptions(max_ctas=8)}}, "tp: max_ctas=8 are NCCL settings"),
     ({"tensor_model_parallel_size": 2}, "session() has no tensor_model_parallel_size; the sizes"),
     ({"tp": 3}, "does not divide by tp=3"),
     ({"layout": megapg.ParallelLayout(world_size=2), "tp": 2}, "give a layout, or the sizes"),
