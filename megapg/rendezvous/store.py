@@ -114,6 +114,7 @@ class _Connection:
         inner = _innermost(self.torch)
         with torch_private.without_store_warnings() if stuck else contextlib.nullcontext():
             if stuck and isinstance(inner, dist.TCPStore):
+                self.lost = f"{self.host.name} did not answer, and this process is exiting."
                 sockets.hang_up(inner.port)  # no other call needs the connection now
             for call in stuck:
                 call.wait(1.0)

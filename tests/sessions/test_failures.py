@@ -336,13 +336,15 @@ dist.all_reduce(torch.ones(1), group=session.groups.dp)
 if me == 0:
     strike()
 await_the_strike()
+if phase == "exit":
+    session.check()  # the session is still open at exit
 with session:
     if phase != "close":
         getattr(session, phase)()
 """
 ENDS = [
     *(("killed", "start"), ("killed", "close"), ("killed", "suspend")),
-    *(("frozen", "start"), ("frozen", "close")),
+    *(("frozen", "start"), ("frozen", "close"), ("frozen", "exit")),
 ]
 
 
