@@ -95,7 +95,7 @@ def main(
 
     **backends** lists what megapg does with each backend, and its cost for one rank of 1,024.
 
-    **scale** runs the rendezvous of up to 131,072 simulated ranks, and counts each rank's calls to
+    **scale** runs the rendezvous of up to 16,384 simulated ranks, and counts each rank's calls to
     the store. 64 real ranks check the counts.
 
     **migrate** runs `megapg migrate` on published code. It reports the share of uses that are

@@ -65,16 +65,10 @@ def bare_torch(shape: Shape) -> Groups:
     groups: dict[str, dist.ProcessGroup | None] = {}
     with scoped_environment(backend_for("gloo").creation_environment):
         for communicator in communicators(layout, recipe, world.rank):
-            group = torch_private.new_group(
-                communicator.ranks,
-                world.rank,
-                backend="gloo",
-                store=world.store.torch,
-                name=communicator.label,
-                description="",
-                timeout=world.timeout,
-                options=None,
+            wanted = torch_private.NewGroup(
+                communicator.ranks, "gloo", communicator.label, "", world.timeout
             )
+            group = torch_private.new_group(wanted, world.rank, world.store.torch)
             groups |= dict.fromkeys(communicator.fields, group)
     return groups
 

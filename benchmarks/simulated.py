@@ -22,18 +22,16 @@ import torch.distributed as dist
 from greenlet import getcurrent, greenlet
 
 from megapg.rendezvous import (
-    blocks,
     coordinator,
     gathering,
     hello,
     joint_work,
-    parting,
     rendezvous,
     store,
 )
 from megapg.rendezvous.store import Host, Store
 
-_TIMED = (blocks, coordinator, gathering, joint_work, parting, rendezvous, store)
+_TIMED = (coordinator, gathering, joint_work, rendezvous, store)
 _SPREAD = 1.0
 """Within how many seconds the ranks begin with a phase."""
 

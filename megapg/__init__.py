@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from megapg.checkpoint.save import save_checkpoint
     from megapg.collection import Lease, LeaseState, ProcessGroup, ProcessGroupCollection
     from megapg.collection.mesh import from_mesh
-    from megapg.communicators.health import HealthReport
     from megapg.communicators.options import CommunicatorOptions
-    from megapg.communicators.warm_up import WarmUpReport
+    from megapg.communicators.warm_up import HealthReport, WarmUpReport
     from megapg.errors import MegapgError
     from megapg.launch import Launch
     from megapg.layout import ParallelLayout
@@ -55,7 +54,7 @@ _HOMES = {
     "CheckpointSave": "megapg.checkpoint.background",
     "CommunicatorOptions": "megapg.communicators.options",
     "Launch": "megapg.launch",
-    "HealthReport": "megapg.communicators.health",
+    "HealthReport": "megapg.communicators.warm_up",
     "LayoutSizes": "megapg.ownership.opening",
     "Lease": "megapg.collection",
     "LeaseState": "megapg.collection",

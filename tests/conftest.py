@@ -28,7 +28,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 LONG = (
     *("test_upstream_tests", "test_migrated_trainer", "test_pretrain", "test_suspend_training"),
     *("test_checkpoint_faults", "test_checkpoint", "test_warm_up", "test_checkpoint_interop"),
-    *("test_frozen_store", "test_demo", "test_parity", "test_run_distributed", "test_blocks"),
+    *("test_frozen_store", "test_demo", "test_parity", "test_run_distributed", "test_rendezvous"),
     "test_corpus",
     *("test_joint_work", "test_launchers", "test_failures", "test_training", "test_bad_input"),
     *("test_types", "test_suspend_failures", "test_session", "test_told_at_once", "test_doctor"),

@@ -15,7 +15,6 @@ The collection never creates or destroys groups: the session does.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -448,8 +447,3 @@ def _check_field(field: str, group: object) -> None:
         if not isinstance(level, dist.ProcessGroup):
             what = "the non-member mark" if level == dist.GroupMember.NON_GROUP_MEMBER else level
             raise ForeignGroupError(f"{field}: {what!r} is no process group of this rank.")
-
-
-if {each.name for each in dataclasses.fields(ProcessGroupCollection)} != set(FIELDS):
-    # both must list the same fields
-    raise RuntimeError("layout and collection disagree on the fields")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+import torch
+import torch.distributed as dist
+
+from megapg import torch_private
 from megapg.communicators.options import CommunicatorOptions
 from megapg.errors import UnsupportedOptionError
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from megapg.torch_private import Options
+from megapg.torch_private import Options
 
 # Fields whose collectives can run at the same time must not share an NCCL communicator, even if
 # their ranks are equal. A communicator runs its collectives in sequence, and a different order on
@@ -98,8 +97,6 @@ def _given_to_nccl(where: str, options: CommunicatorOptions) -> dict[str, bool |
 
 
 def _nccl_options(where: str, options: CommunicatorOptions) -> dist.ProcessGroupNCCL.Options | None:
-    import torch.distributed as dist
-
     given = _given_to_nccl(where, options)
     if not given:
         return None
@@ -125,11 +122,6 @@ _NCCL_SUSPENDS = (2, 29, 7)
 
 
 def _nccl_cannot_suspend() -> str:
-    import torch
-    import torch.distributed as dist
-
-    from megapg import torch_private
-
     if not torch_private.can_suspend():
         return f"torch {torch.__version__} can't suspend a communicator; 2.13 can"
     if not dist.is_nccl_available():
@@ -143,18 +135,6 @@ def _nccl_cannot_suspend() -> str:
     return ""
 
 
-def _nccl_unused(communicator: object) -> bool:
-    from megapg import torch_private
-
-    return torch_private.never_connected(communicator)
-
-
-def _gloo_can_be_lazy() -> bool:
-    from megapg import torch_private
-
-    return torch_private.gloo_can_be_lazy()
-
-
 _NCCL = Backend(
     "nccl",
     _nccl_options,
@@ -162,7 +142,7 @@ _NCCL = Backend(
     split="on a bound WORLD",
     holds_memory=True,
     cannot_suspend=_nccl_cannot_suspend,
-    unused=_nccl_unused,
+    unused=torch_private.never_connected,
 )
 # Used for any of torch's backends while TORCH_DISTRIBUTED_USE_TORCHCOMMS is set.
 _TORCHCOMMS = Backend(
@@ -186,7 +166,7 @@ BACKENDS: Mapping[str, Backend] = {
             "gloo",
             _no_options,
             creation_environment={"TORCH_GLOO_LAZY_INIT": "1"},
-            can_be_lazy=_gloo_can_be_lazy,
+            can_be_lazy=torch_private.gloo_can_be_lazy,
         ),
         _TORCHCOMMS,
         _FAKE,
@@ -201,7 +181,7 @@ def rows_of(spelling: str) -> list[Backend]:
     """
     named = {part.rpartition(":")[2] for part in spelling.lower().split(",")}
     rows = [row for row in BACKENDS.values() if row.name in named - {_TORCHCOMMS.name}]
-    if rows in ([], [_FAKE]) or not _on_torchcomms():
+    if rows in ([], [_FAKE]) or not torch_private.on_torchcomms():
         return rows
     takes_hints = any(row.options is _nccl_options for row in rows)
     return [_TORCHCOMMS if takes_hints else replace(_TORCHCOMMS, options=_no_options)]
@@ -221,11 +201,3 @@ def backend_for(spelling: str) -> Backend:
             "'cpu:gloo,cuda:nccl'."
         )
     return rows[0]
-
-
-def _on_torchcomms() -> bool:
-    if "torchcomms" not in sys.modules:  # torch imports it if it is installed
-        return False
-    from megapg import torch_private
-
-    return torch_private.on_torchcomms()

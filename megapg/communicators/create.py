@@ -47,42 +47,36 @@ def make(
         RendezvousError: the time limit has passed.
     """
 
+    def spec(communicator: Communicator) -> torch_private.NewGroup:
+        row = backend_for(communicator.backend)
+        return torch_private.NewGroup(
+            communicator.ranks,
+            communicator.backend,
+            f"{prefix}/{communicator.label}",
+            f"{prefix}: {'+'.join(communicator.fields)}",
+            communicator.timeout or timeout,
+            row.options("/".join(communicator.fields), communicator.options),
+        )
+
     def apart(communicator: Communicator) -> dist.ProcessGroup:
         with scoped_environment(backend_for(communicator.backend).creation_environment):
-            return torch_private.new_group(
-                communicator.ranks,
-                world.rank,
-                backend=communicator.backend,
-                store=store_for(communicator),
-                name=f"{prefix}/{communicator.label}",
-                description=_description(prefix, communicator),
-                timeout=communicator.timeout or timeout,
-                options=_options(communicator),
-            )
+            return torch_private.new_group(spec(communicator), world.rank, store_for(communicator))
 
     def split(family: Family) -> dist.ProcessGroup | None:
         communicator = family.of(world.rank) or next(family.members)
-        return torch_private.split_world(
-            communicator.ranks,
-            world.rank,
-            backend=communicator.backend,
-            name=f"{prefix}/{communicator.label}",
-            description=_description(prefix, communicator),
-            timeout=communicator.timeout or timeout,
-            options=_options(communicator),
-        )
+        return torch_private.split_world(spec(communicator), world.rank)
 
     def together(family: Family) -> dist.ProcessGroup | None:
         mine: dist.ProcessGroup | None = None
-        for communicator in family.members:
+        for each in map(spec, family.members):
             group = dist.new_group(
-                list(communicator.ranks),
-                timeout=communicator.timeout or timeout,
-                backend=communicator.backend,
-                pg_options=_options(communicator),
-                group_desc=_description(prefix, communicator),
+                list(each.ranks),
+                timeout=each.timeout,
+                backend=each.backend,
+                pg_options=each.options,
+                group_desc=each.description,
             )
-            mine = group if world.rank in communicator.ranks else mine
+            mine = group if world.rank in each.ranks else mine
         return mine
 
     def one_by_one() -> Iterator[tuple[Communicator, dist.ProcessGroup]]:
@@ -113,22 +107,17 @@ def make(
     return world.store.lend(making, within, f"making process groups ({prefix})", undo=_abort)
 
 
-def _options(communicator: Communicator) -> torch_private.Options | None:
-    row = backend_for(communicator.backend)
-    return row.options("/".join(communicator.fields), communicator.options)
-
-
 def _abort(made: Mapping[Communicator, dist.ProcessGroup]) -> None:
     end(made.items(), abort=True)
 
 
-def end(groups: Iterable[tuple[Communicator, dist.ProcessGroup]], *, abort: bool) -> None:
-    """Destroy communicators in reverse order of creation. Every one is attempted.
+def end(groups: Iterable[tuple[Communicator | None, dist.ProcessGroup]], *, abort: bool) -> None:
+    """Destroy groups in reverse order of creation. Every one is attempted.
 
     If WORLD was destroyed, torch has destroyed all groups as well, and they are skipped.
 
     Args:
-        groups: the communicators, in order of creation.
+        groups: the groups, in order of creation, each with its communicator if megapg made it.
         abort: True to abort running work, which fails on the peers.
 
     Raises:
@@ -137,22 +126,18 @@ def end(groups: Iterable[tuple[Communicator, dist.ProcessGroup]], *, abort: bool
     failures: list[Exception] = []
     for communicator, group in reversed(list(groups)):
         try:
-            end_one(group, abort=abort)
+            if abort and torch_private.knows(group):
+                torch_private.abort(group)
+            if torch_private.knows(group):
+                torch_private.destroy(group)
         except Exception as error:
-            error.add_note(
-                f"closing {', '.join(communicator.fields)} of ranks {communicator.ranks}"
-            )
+            what = group.group_desc or group.group_name
+            if communicator is not None:
+                what = f"{', '.join(communicator.fields)} of ranks {communicator.ranks}"
+            error.add_note(f"closing {what}")
             failures.append(error)
     if failures:
-        raise TeardownError(f"{len(failures)} communicators could not be closed", failures)
-
-
-def end_one(group: dist.ProcessGroup, *, abort: bool) -> None:
-    """Destroy any group; see :func:`end`."""
-    if abort and torch_private.knows(group):
-        torch_private.abort(group)
-    if torch_private.knows(group):
-        torch_private.destroy(group)
+        raise TeardownError(f"{len(failures)} groups could not be closed", failures)
 
 
 def prefix_of(session: str, generation: int) -> str:
@@ -171,7 +156,3 @@ def bystanders(ours: Iterable[dist.ProcessGroup]) -> list[str]:
     known = {id(dist.group.WORLD), *map(id, ours)}
     others = [group for group in torch_private.known_groups() if id(group) not in known]
     return [group.group_desc or group.group_name for group in others]
-
-
-def _description(prefix: str, communicator: Communicator) -> str:
-    return f"{prefix}: {'+'.join(communicator.fields)}"

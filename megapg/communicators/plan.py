@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -161,8 +161,3 @@ def families(layout: ParallelLayout, recipe: Recipe) -> list[Family]:
 def shortened(fields: Sequence[str]) -> str:
     """Format fields for people: the first three."""
     return "+".join(fields[:3]) + ("+..." if len(fields) > 3 else "")
-
-
-def by_field(wanted: Collection[Communicator]) -> dict[str, Communicator]:
-    """Return field -> communicator."""
-    return {field: communicator for communicator in wanted for field in communicator.fields}

@@ -251,12 +251,6 @@ def create_world(
         store.torch.set_timeout(world.timeout)
         if device is not None:
             _meet_on(device, timeout)
-    except BaseException as error:
-        with applied:
-            _discard(made)
-            rendezvous.confirm(error, timeout=timeout)
-        raise
-    try:
         rendezvous.confirm(None, timeout=timeout)
     except BaseException as error:
         with applied:

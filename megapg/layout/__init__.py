@@ -71,10 +71,6 @@ _SPANS: dict[GroupName, tuple[str, tuple[str, ...]]] = {
 }
 _DERIVED: tuple[Field, ...] = ("embd", "pos_embd", "intra_dp_cp")
 
-if {*_SPANS, *_DERIVED, "hcp"} != {*FIELDS}:
-    # both must list the same fields
-    raise RuntimeError("a field has a name and no ranks, or the other way round")
-
 
 @dataclass(frozen=True)
 class Coordinates:

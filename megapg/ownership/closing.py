@@ -95,12 +95,10 @@ class Closing(abc.ABC):
             rank -> the error that kept this rank from closing in order.
         """
 
-    @abc.abstractmethod
-    def _refuse_to_close(self) -> None:
+    def _refuse_to_close(self) -> None:  # noqa: B027
         """Raise if closing now, without an error, would harm other users of the groups."""
 
-    @abc.abstractmethod
-    def _take_leave(self, error: BaseException | None) -> None:
+    def _take_leave(self, error: BaseException | None) -> None:  # noqa: B027
         """Notify the other ranks that this rank has closed, if they are not connected to it."""
 
     def _opened(self) -> None:
@@ -350,19 +348,12 @@ class Closing(abc.ABC):
 
 def _end_extra_groups(lease: Lease, *, abort: bool) -> None:
     """Destroy the extra groups that Megatron's functions made on this lease, newest first."""
-    failures: list[Exception] = []
     for add in lease.before_extra_end:
         add()
-    for group in reversed(lease.extra_groups):
-        try:
-            communicators_of_torch.end_one(group, abort=abort)
-        except Exception as error:
-            error.add_note(f"closing {group.group_desc or group.group_name}")
-            failures.append(error)
-    # Keep those that torch still knows, for another attempt.
-    lease.extra_groups = list(filter(torch_private.knows, lease.extra_groups))
-    if failures:
-        raise TeardownError(f"{len(failures)} groups could not be closed", failures)
+    try:
+        communicators_of_torch.end(((None, each) for each in lease.extra_groups), abort=abort)
+    finally:  # keep those that torch still knows, for another attempt
+        lease.extra_groups = list(filter(torch_private.knows, lease.extra_groups))
 
 
 def _ranks_by_field(pg: ProcessGroupCollection | None) -> Mapping[str, tuple[int, ...]]:

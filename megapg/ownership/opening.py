@@ -154,7 +154,7 @@ def session(
                 world.backend = backend
         else:
             world = make_world()
-        with _telling_the_others_in(world, name):
+        with _telling_the_others(name, launch):
             check_kinds(name, fields_options, dedicated, gloo, sizes, LayoutSizes.__annotations__)
             if layout is None:
                 layout = ParallelLayout(
@@ -195,24 +195,14 @@ def session(
 
 @contextlib.contextmanager
 def _telling_the_others(name: str, launch: Launch | None) -> Iterator[None]:
-    """Report an error of the checks before start-up to the ranks that wait for this one."""
+    """Report an error of the checks to the ranks that wait for this one."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         if dist.is_initialized():
             _decline(name, current_world(), error)
         else:
             refuse(error, launch)
-        raise
-
-
-@contextlib.contextmanager
-def _telling_the_others_in(world: World, name: object) -> Iterator[None]:
-    """Report an error of the checks to the other ranks, once there is a WORLD."""
-    try:
-        yield
-    except BaseException as error:
-        _decline(name, world, error)
         raise
 
 

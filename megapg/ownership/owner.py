@@ -16,9 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from megapg.collection import LeaseState, ProcessGroup, ProcessGroupCollection
-from megapg.communicators.health import HealthReport
 from megapg.communicators.plan import Communicator
-from megapg.communicators.warm_up import Opened, WarmUpReport, probe, warm_up
+from megapg.communicators.warm_up import HealthReport, Opened, WarmUpReport, probe, warm_up
 from megapg.communicators.world import World
 from megapg.errors import RendezvousError, SessionError
 from megapg.ownership import offload

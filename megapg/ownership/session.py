@@ -7,22 +7,34 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
 from typing_extensions import override
 
-from megapg.collection import Lease, LeaseState, ProcessGroup
+from megapg.collection import (
+    OPTIONAL_FIELDS,
+    Lease,
+    LeaseState,
+    Membership,
+    ProcessGroup,
+    ProcessGroupCollection,
+)
 from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.addresses import AddressBook
-from megapg.communicators.assemble import assemble
 from megapg.communicators.backends import backend_for
 from megapg.communicators.options import CommunicatorOptions
-from megapg.communicators.plan import Communicator, Recipe, communicators, families
+from megapg.communicators.plan import (
+    Communicator,
+    Recipe,
+    communicators,
+    created_fields,
+    families,
+)
 from megapg.communicators.world import World
 from megapg.errors import SessionError
-from megapg.layout import ParallelLayout
+from megapg.layout import FIELDS, ParallelLayout
 from megapg.ownership import offload
 from megapg.ownership.offload import How, OffloadReport
 from megapg.ownership.owner import Owner
@@ -111,7 +123,7 @@ class Session(Owner):
                     within=timeout,
                 )
                 lease = Lease(owner=self._title, generation=generation, timeout=timeout)
-                groups = assemble(self.layout, self._recipe, made, world, lease)
+                groups = _assembled(self.layout, self._recipe, made, world, lease)
                 if coordinator is not None:
                     coordinator.confirm(None, timeout=timeout, telling=book.mine(world.rank))
                 with store.until(time.monotonic() + timeout, self._title):
@@ -353,10 +365,6 @@ class Session(Owner):
         super().close()
 
     @override
-    def _refuse_to_close(self) -> None:
-        """Never raises: a session can always be closed."""
-
-    @override
     def _take_leave(self, error: BaseException | None) -> None:
         if self._state is LeaseState.SUSPENDED and self._way == "recreate":
             # The other ranks may be waiting in resume(). If they are not, each rank must count this
@@ -376,3 +384,31 @@ class Session(Owner):
         with steps.attempted("WORLD"):
             problems |= self._world.close(abort=abort, timeout=self._timeout, alone=alone)
         return problems
+
+
+def _assembled(
+    layout: ParallelLayout,
+    recipe: Recipe,
+    made: Mapping[Communicator, ProcessGroup],
+    world: World,
+    lease: Lease,
+) -> ProcessGroupCollection:
+    """Return the collection of a session. A field is None where Megatron expects None."""
+    values: dict[str, ProcessGroup | Sequence[ProcessGroup] | None] = dict.fromkeys(OPTIONAL_FIELDS)
+    members: dict[str, Membership] = {}
+    serving = {field: each for each in made for field in each.fields}
+    levels: list[ProcessGroup] = []
+    extras: dict[str, ProcessGroup] = {}
+    for field in created_fields(layout, recipe):
+        communicator = serving.get(field)
+        if communicator is None:
+            continue
+        members[field] = Membership(communicator.ranks.index(world.rank), communicator.ranks)
+        if field.startswith("hcp."):
+            levels.append(made[communicator])
+        elif field not in FIELDS:
+            extras[field] = made[communicator]
+        else:
+            values[field] = made[communicator]
+    values["hcp"] = levels or None
+    return ProcessGroupCollection(values, members, lease, layout, extras)

@@ -73,8 +73,7 @@ def check_recipe(recipe: Recipe, world: World, layout: ParallelLayout) -> None:
         if field not in FIELDS:
             raise UnknownFieldError.of(field, FIELDS)
         if field not in made:
-            needs = "all_gather_groups=True" if field in ALL_GATHER_FIELDS else "another layout"
-            raise UnsupportedOptionError(f"{field} is not made here; that takes {needs}.")
+            raise UnsupportedOptionError(_not_made(field))
     known = {*made, *created_fields(layout, recipe)} - {COMPANION.removesuffix(".")}
     for field in recipe.timeouts:
         if field not in known and field not in FIELDS:
@@ -83,10 +82,7 @@ def check_recipe(recipe: Recipe, world: World, layout: ParallelLayout) -> None:
                 f"{', '.join(sorted(known))}."
             )
         if field not in known:
-            needs = "all_gather_groups=True" if field in ALL_GATHER_FIELDS else "another layout"
-            raise UnsupportedOptionError(
-                f"collective_timeout: {field} is not made here; that takes {needs}."
-            )
+            raise UnsupportedOptionError(f"collective_timeout: {_not_made(field)}")
     if "hcp" in recipe.gloo:
         raise UnsupportedOptionError("gloo: hcp is several groups, which have no companions.")
     for field, options in recipe.options.items():  # raises before any rank waits
@@ -118,6 +114,11 @@ def check_recipe(recipe: Recipe, world: World, layout: ParallelLayout) -> None:
             "torchcomms keeps their order. Install that, initialise WORLD without either, or give "
             "the ranks in ascending order."
         )
+
+
+def _not_made(field: str) -> str:
+    needs = "all_gather_groups=True" if field in ALL_GATHER_FIELDS else "another layout"
+    return f"{field} is not made here; that takes {needs}."
 
 
 def settings(

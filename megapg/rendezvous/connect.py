@@ -53,7 +53,7 @@ def job_store(launch: Launch, timeout: float) -> Store:
                 f"{launch.port} ({launch.origin}) within {timeout:g} s: {reason.rstrip('.')}. "
                 + (_why_not_here(launch) if hosting else _whose_fault(launch)),
                 () if hosting or launch.hosted else (0,),
-            ) from error
+            ) from None
         _STORES[place] = Store(opened, _host(launch, hosting))
     # Separate keys per job and attempt, so that restarted ranks do not meet dead ones, and another
     # job on the same port does not meet this one.

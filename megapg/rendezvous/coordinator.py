@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing_extensions import override
 
 from megapg.errors import RendezvousError
-from megapg.rendezvous.gathering import Words
 from megapg.rendezvous.problems import listed, of_a_communicator
 from megapg.rendezvous.rendezvous import Agreement, Rendezvous
 from megapg.rendezvous.store import LEAST, StoreError
@@ -36,7 +35,7 @@ class Coordinator(Rendezvous):
         self._turn = 0
         return agreement
 
-    def exchange(self, topic: str, said: str, *, timeout: float) -> Words:
+    def exchange(self, topic: str, said: str, *, timeout: float) -> dict[int, str]:
         """Send a text to every rank, and return the texts of all ranks, the same on each rank.
 
         Args:
@@ -66,8 +65,9 @@ class Coordinator(Rendezvous):
                     self._said.discard(key)
                 if self._leading:
                     self._store.delete_key(f"{before}/all")
-            self._check(topic, heard, timeout)
-        return heard.each(lambda text: json.loads(text)[1])
+            decoded = {text: json.loads(text) for text in set(heard.values())}  # mostly one text
+            self._check(topic, {rank: decoded[text][0] for rank, text in heard.items()}, timeout)
+        return {rank: decoded[text][1] for rank, text in heard.items()}
 
     # -- between two exchanges: messages that no rank waits for --------------------------------
 
@@ -117,16 +117,12 @@ class Coordinator(Rendezvous):
 
         return one_has_left
 
-    def _check(self, topic: str, heard: Words, timeout: float) -> None:
-        topics = {text: json.loads(text)[0] for text in heard.different()}
-        if set(topics.values()) == {topic} and len(heard) == len(self._ranks):
+    def _check(self, topic: str, topics: Mapping[int, str], timeout: float) -> None:
+        """Raise unless every rank came for this topic."""
+        if set(topics.values()) == {topic} and len(topics) == len(self._ranks):
             return
-        others = {
-            rank: f" came for {topics[text]}"
-            for rank, text in heard.items()
-            if topics[text] != topic
-        }
-        absent = [rank for rank in self._ranks if rank not in heard]
+        others = {r: f" came for {other}" for r, other in topics.items() if other != topic}
+        absent = [rank for rank in self._ranks if rank not in topics]
         left = self._left(absent)
         broken = any(map(of_a_communicator, left.values()))
         for rank in absent:

@@ -1,78 +1,26 @@
-"""Gather one text from every rank through a folder of the store."""
+"""Gather one text from every rank through the store, and disconnect ranks that have met."""
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import json
 import time
-from collections.abc import Callable, Collection, ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
-from typing_extensions import override
-
-from megapg.rendezvous.blocks import FLAT, Blocks, Reports, report_key
-from megapg.rendezvous.store import Store, batches
+from megapg.rendezvous.hello import STAY, Hello, Hellos
+from megapg.rendezvous.problems import ALONE, THE_STORE, brief
+from megapg.rendezvous.store import Store, StoreError, batches
 
 # Seconds that a follower waits for the leader beyond the deadline, as the leader's error says more.
 GRACE = 2.0
 # The longest pause between two polls of the store, in seconds.
 PAUSE = 0.05
-# Key in a folder: a rank has changed its text, so reports may be out of date.
-CHANGED = "changed"
-
-
-class Words(Mapping[int, str]):
-    """A map rank -> text. Consecutive ranks with the same text take the room of one.
-
-    Args:
-        rows: (first rank, last rank, text), in order.
-    """
-
-    def __init__(self, rows: Sequence[tuple[int, int, str]]) -> None:
-        self._rows = rows
-
-    @override
-    def __getitem__(self, rank: int) -> str:
-        at = bisect.bisect(self._rows, rank, key=lambda row: row[0]) - 1
-        if at < 0 or rank > self._rows[at][1]:
-            raise KeyError(rank)
-        return self._rows[at][2]
-
-    @override
-    def __iter__(self) -> Iterator[int]:
-        return (rank for first, last, _ in self._rows for rank in range(first, last + 1))
-
-    @override
-    def __len__(self) -> int:
-        return sum(last + 1 - first for first, last, _ in self._rows)
-
-    @override
-    def items(self) -> ItemsView[int, str]:
-        """Return the items without a search for each rank."""
-        return _Items(self)
-
-    def rows(self) -> Iterator[tuple[int, str]]:
-        """Yield (rank, text), in order."""
-        return ((r, word) for first, last, word in self._rows for r in range(first, last + 1))
-
-    def different(self) -> set[str]:
-        """Return the distinct texts."""
-        return {word for _, _, word in self._rows}
-
-    def each(self, change: Callable[[str], str]) -> Words:
-        """Apply ``change`` to each distinct text."""
-        words = {word: change(word) for word in self.different()}
-        return Words([(first, last, words[word]) for first, last, word in self._rows])
-
-
-class _Items(ItemsView[int, str]):
-    def __init__(self, words: Words) -> None:
-        super().__init__(words)
-        self._words = words
-
-    @override
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        return self._words.rows()
+# With more ranks than this, the store is too slow if every rank reads the keys of every other.
+LARGE = 64
+# With more ranks than this, a single follower reads the texts of all ranks if the leader is silent.
+MANY = 1_024
 
 
 class Gathering:
@@ -83,15 +31,14 @@ class Gathering:
         name: the name of the meeting, for messages.
         rank: this rank.
         ranks: all ranks, in the same order on each.
-        flat: with more ranks than this, they are in blocks, and the leader reads one report per
-            block. The same on all ranks.
+        hosts: rank -> the host it runs on, for the messages; empty if unknown.
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, ranks: Sequence[int], *, flat: int = FLAT
+        self, store: Store, name: str, rank: int, ranks: Sequence[int], hosts: Sequence[str]
     ) -> None:
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
-        self._blocks = Blocks(ranks, rank, flat)
+        self._hellos = Hellos(store, name, rank, ranks, hosts)
         self._leading = rank == ranks[0]
         self._said: set[str] = set()  # keys that this rank deletes at the end
 
@@ -103,7 +50,7 @@ class Gathering:
         hopeless: Callable[[], bool] = lambda: False,
         *,
         leader_only: bool = False,
-    ) -> Words:
+    ) -> dict[int, str]:
         """Return the texts that all ranks have written to a folder, the same on all ranks.
 
         The leader writes the result for all ranks. A follower that has waited too long writes a
@@ -117,66 +64,44 @@ class Gathering:
             leader_only: a follower that gives up blames the leader, and reads no other rank's key.
         """
         outcome = f"{folder}/all"
+        told = partial(self._store.check, [outcome])
+        done = self._all_said(folder) if self._leading else told
         here = False
-        done = self._all_said(folder, deadline) if self._leading else self._is_told(folder)
 
         def here_or_hopeless() -> bool:
             nonlocal here
             here = done()
             return here or hopeless()
 
-        if not self._leading:
-            # The heads of blocks give up first, so that fewer ranks read all keys.
-            first = leader_only or self._blocks.heading or not self._blocks.several
-            deadline += GRACE if first else 2 * GRACE
-        self._until(here_or_hopeless, deadline)
-        if not self._leading and (here or self._store.check([outcome])):
-            return self._read_problems(outcome)
-        if leader_only and not self._leading:
-            return self._settle(outcome, {self._ranks[0]: silence})
-        heard = self._all_answers(folder, silence)
-        if not self._leading and silence:
-            heard = heard or {self._ranks[0]: "did not answer in time"}
-        elif not self._leading:
-            heard.pop(self._ranks[0], None)  # the leader is the rank that did not write the result
+        if self._leading:
+            self._until(here_or_hopeless, deadline)
+            return self._settle(outcome, self._answers(folder, self._ranks, silence))
+        self._until(here_or_hopeless, deadline + GRACE)
+        if not here and len(self._ranks) > MANY and self._store.add(f"{outcome}/late", 1) > 1:
+            self._until(told, deadline + 2 * GRACE)  # another follower reads the texts
+            leader_only = True
+        if here or told():
+            return by_rank(self._store.get(outcome))
+        leader = self._ranks[0]
+        if leader_only:
+            return self._settle(outcome, {leader: silence} if silence else {})
+        heard = self._answers(folder, self._ranks, silence)
+        if silence:
+            heard = heard or {leader: "did not answer in time"}
+        else:
+            heard.pop(leader, None)  # the leader is the rank that did not write the result
         return self._settle(outcome, heard)
 
-    def _all_said(self, folder: str, deadline: float) -> Callable[[], bool]:
+    def _all_said(self, folder: str) -> Callable[[], bool]:
         """On the leader: return a function that is true if every rank has written its text."""
-        mine = batches(_keys(folder, self._blocks.mine))
-        reports = Reports(self._blocks, deadline)
-
-        def reported(blocks: Sequence[Sequence[int]]) -> bool:
-            return self._store.check([report_key(folder, block) for block in blocks])
-
-        def said(block: Sequence[int]) -> bool:
-            return self._store.check(_keys(folder, block))
+        missing = batches([f"{folder}/{rank}" for rank in self._ranks])
 
         def all_said() -> bool:
-            while mine and self._store.check(mine[0]):
-                mine.pop(0)
-            if mine or reports.all_here(reported, said):
-                return not mine
-            hurry = self._store.check([f"{folder}/{CHANGED}"])
-            return hurry and reports.all_here(reported, said, hurry=True)
+            while missing and self._store.check(missing[0]):
+                missing.pop(0)
+            return not missing
 
         return all_said
-
-    def _is_told(self, folder: str) -> Callable[[], bool]:
-        """On a follower: return a function that is true if the result exists. Heads report too."""
-        unreported = self._blocks.heading
-
-        def is_told() -> bool:
-            nonlocal unreported
-            block = self._blocks.mine
-            if unreported and self._store.check(_keys(folder, block)):
-                unreported = False
-                self._said.add(report_key(folder, block))
-                said = by_word(self._answers(folder, block, ""))
-                self._store.set(report_key(folder, block), said)
-            return self._store.check([f"{folder}/all"])
-
-        return is_told
 
     def _until(self, done: Callable[[], bool], deadline: float, longest: float = PAUSE) -> bool:
         """Poll until ``done()``. Return False if the deadline passes first.
@@ -185,8 +110,7 @@ class Gathering:
         in large jobs, to spare the store.
         """
         started = time.monotonic()
-        few = self._leading or self._blocks.heading
-        shortest = 0.001 + len(self._ranks) / (100_000 if self._blocks.several and few else 20_000)
+        shortest = 0.001 + len(self._ranks) / (100_000 if self._leading else 20_000)
         while not done():
             now = time.monotonic()
             if now >= deadline:
@@ -199,43 +123,15 @@ class Gathering:
         """Context of calls to the store that end by the deadline plus two seconds."""
         return self._store.until(deadline + GRACE, repr(self._name))
 
-    def _all_answers(self, folder: str, silence: str) -> dict[int, str]:
-        """Return rank -> text of all ranks, from the heads' reports where they exist."""
-        blocks = self._blocks.reporting()
-        if not blocks or self._store.check([f"{folder}/{CHANGED}"]):
-            return self._answers(folder, self._ranks, silence)
-        found = self._answers(folder, self._blocks.leaders, silence)
-        reports = self._store.peeks([report_key(folder, block) for block in blocks])
-        for block, report in zip(blocks, reports, strict=True):
-            found |= by_rank(report) if report else self._answers(folder, block, silence)
-        return found
-
     def _answers(self, prefix: str, ranks: Sequence[int], silence: str) -> dict[int, str]:
         """Return rank -> text, with ``silence`` for ranks that wrote none, without empty texts."""
-        found = self._store.peeks(_keys(prefix, ranks))
+        found = self._store.peeks([f"{prefix}/{rank}" for rank in ranks])
         said = [silence if text is None else text.decode() for text in found]
         return {rank: text for rank, text in zip(ranks, said, strict=True) if text}
 
-    def _read_problems(self, key: str) -> Words:
-        return by_rank(self._store.get(key))
-
-    def _settle(self, key: str, word: Mapping[int, str]) -> Words:
+    def _settle(self, key: str, word: Mapping[int, str]) -> dict[int, str]:
         """Write the result unless there is one. Return the result, the same on all ranks."""
         return by_rank(self._store.compare_set(key, "", by_word(word)))
-
-    def _to_take_back(self, folder: str, said: set[str]) -> set[str]:
-        """Return the keys that this rank deletes once all ranks have the result.
-
-        The head of a block deletes the keys of its block. Otherwise a head that is still waiting
-        for these keys would miss them.
-
-        Args:
-            folder: the folder of the keys.
-            said: keys that this rank wrote.
-        """
-        if self._blocks.heading:
-            return said.union(_keys(folder, self._blocks.mine))
-        return said if self._blocks.head == self._ranks[0] else set()
 
     def _take_back(self) -> None:
         """Delete this rank's keys. In a large job the leader can't delete them for all ranks."""
@@ -248,9 +144,138 @@ class Gathering:
             if key.partition("/")[0] in folders:
                 self._store.delete_key(key)
 
+    # -- the end -----------------------------------------------------------------------------
 
-def _keys(folder: str, ranks: Sequence[int]) -> list[str]:
-    return [f"{folder}/{rank}" for rank in ranks]
+    @property
+    def _mine(self) -> Hello:
+        return self._hellos.mine
+
+    def part(self, problem: BaseException | None, *, timeout: float) -> dict[int, str]:
+        """Report how this rank ended, and return the errors of all ranks.
+
+        Args:
+            problem: the error of this rank, or None.
+            timeout: seconds to wait for the other ranks. A rank with an error does not wait.
+
+        Returns:
+            rank -> error. Includes ranks that did not answer in time, ``ALONE`` for a rank that
+            ended by :meth:`leave`, and ``THE_STORE`` if the store is gone. Empty if no rank has an
+            error and every rank knows it.
+        """
+        deadline = time.monotonic() + (timeout if problem is None else 0.0)
+        try:
+            with self._until_then(deadline):
+                problems = self._take_leave(problem, deadline)
+                if problems:
+                    # This process may host the store and exit next. Other ranks may not have failed
+                    # yet, and need the store to find out which rank is to blame.
+                    byes = [f"{self._mine.namespace}/bye/{rank}" for rank in self._ranks]
+                    self._store.stay(lambda: self._store.check(byes), STAY)
+                return problems
+        except StoreError as error:
+            if not error.gone:  # if the store comes back, this rank must not look live
+                self._hellos.mine = replace(self._mine, state="closed")
+                words = {f"hello/{self._rank}": json.dumps(vars(self._mine))}
+                if problem is not None:
+                    words |= self._bye(brief(problem))
+                self._store.post(words)
+            return self._lost(error)
+
+    def leave(self) -> None:
+        """Report that this rank has left without an error, and wait for no other rank."""
+        with contextlib.suppress(StoreError), self._until_then(time.monotonic()):
+            self._store.multi_set(self._bye(ALONE))
+            if self._leading:  # the leader will not collect the errors of the others
+                self._settle(f"{self._mine.namespace}/bye/all", {self._rank: ALONE})
+            self._hellos.say(state="closed")
+
+    def _take_leave(self, problem: BaseException | None, deadline: float) -> dict[int, str]:
+        bye = f"{self._mine.namespace}/bye"
+        word = "" if problem is None else brief(problem)
+        self._store.multi_set(self._bye(word))
+        if problem is not None:
+            problems = {self._rank: brief(problem)}
+            if self._leading:  # include the errors so far, which may be the cause
+                problems |= self._answers(bye, self._ranks, "")
+                self._settle(f"{bye}/all", problems)
+        else:
+            problems = self._gather(bye, deadline, "did not answer", leader_only=True)
+            if not self._leading:
+                # Before the leader exits, and perhaps the store with it. The leader deletes the
+                # keys.
+                tidied = {} if problems else {"namespace": "", "leftover": []}
+                if not problems:
+                    self._said.add(f"{bye}/{self._rank}")
+                    self._take_back()
+                self._hellos.say(state="closed", **tidied)
+                self._store.add(f"{bye}/heard", 1)
+                return problems
+            # This process may host the store, so wait until the others have read the result. After
+            # an error, some ranks may still be busy, so their keys stay for the next meeting.
+            others = len(self._ranks) - 1
+            if not problems and self._until(
+                lambda: not others or self._store.peek(f"{bye}/heard") == b"%d" % others,
+                deadline + GRACE,
+            ):
+                self._said.clear()
+                self._forget([self._mine.namespace, "verdict"])
+                self._hellos.say(namespace="")
+        self._hellos.say(state="closed")
+        return problems
+
+    def _bye(self, word: str) -> dict[str, str]:
+        """Return the keys to write when this rank leaves, with its error or an empty text."""
+        bye = f"{self._mine.namespace}/bye"
+        return {f"{bye}/{self._rank}": word, f"{bye}/any": ""}
+
+    def news(self, *, wait: float) -> dict[int, str]:
+        """Return the other ranks' errors after :meth:`part` with an error, and the silent ranks.
+
+        In a large job the leader alone reads all ranks' keys, and writes the result for the others.
+
+        Args:
+            wait: seconds to wait for ranks that have not reported. With 0 they are left out.
+
+        Returns:
+            rank -> error, without the ranks that reported none.
+        """
+        bye = f"{self._mine.namespace}/bye"
+        deadline = time.monotonic() + wait
+        large = len(self._ranks) > LARGE
+        try:
+            with self._until_then(deadline):
+                if self._leading or not large:
+                    found = self._hear_all(bye, deadline, silent_too=wait > 0)
+                    if large:
+                        self._settle(f"{bye}/news", found)
+                elif self._until(lambda: self._store.check([f"{bye}/news"]), deadline + wait):
+                    found = by_rank(self._store.get(f"{bye}/news"))
+                else:
+                    found = self._silence(self._ranks[:1]) if wait else {}
+        except StoreError as error:
+            return self._lost(error)
+        return {rank: found[rank] for rank in sorted(found) if rank != self._rank}
+
+    def _hear_all(self, bye: str, deadline: float, *, silent_too: bool) -> dict[int, str]:
+        everyone = [f"{bye}/{rank}" for rank in self._ranks]
+        if self._until(lambda: self._store.check(everyone), deadline) or not silent_too:
+            return self._answers(bye, self._ranks, "")
+        said = {rank: self._store.peek(f"{bye}/{rank}") for rank in self._ranks}
+        silent = self._silence([rank for rank, word in said.items() if word is None])
+        return {rank: word.decode() for rank, word in said.items() if word} | silent
+
+    def _silence(self, ranks: Sequence[int]) -> dict[int, str]:
+        return {
+            rank: "not a word"
+            + (f" (process {hello.pid} on {hello.host})" if hello else "")
+            + ": killed, stuck, or still at work"
+            for rank, hello in self._hellos.of_all(ranks).items()
+        }
+
+    def _lost(self, error: StoreError) -> dict[int, str]:
+        """Return rank that hosts the store -> why the store is gone."""
+        host = self._store.host.rank
+        return {THE_STORE if host is None else host: error.reason}
 
 
 def by_word(said: Mapping[int, str]) -> str:
@@ -268,9 +293,8 @@ def by_word(said: Mapping[int, str]) -> str:
     return json.dumps(words)
 
 
-def by_rank(text: bytes | str) -> Words:
-    """Decode the output of :func:`by_word`."""
-    words: dict[str, list[list[int]]] = json.loads(text)
-    return Words(
-        sorted((first, last, word) for word, rows in words.items() for first, last in rows)
-    )
+def by_rank(text: bytes | str) -> dict[int, str]:
+    """Decode the output of :func:`by_word`. The ranks are in order."""
+    words: dict[str, list[tuple[int, int]]] = json.loads(text)
+    rows = sorted((first, last, word) for word, rows in words.items() for first, last in rows)
+    return {rank: word for first, last, word in rows for rank in range(first, last + 1)}

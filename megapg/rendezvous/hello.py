@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -46,11 +45,6 @@ class Hello:
     namespace: str = ""
     missing: Sequence[int] = ()  # set by a leader that declined: the ranks to blame
     leftover: Sequence[str] = ()  # namespaces of earlier meetings whose keys still exist
-
-    def likeness(self) -> str:
-        """Return a hash that is equal for ranks that can meet, and only for those."""
-        said = [self.state, self.party, self.generation, self.attempt, self.settings]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
     def status(self) -> str:
         """Return why the rank is missing."""
@@ -178,17 +172,15 @@ class Hellos:
                 "every rank and open it again together."
             )
 
-    def missing(
-        self, hellos: Mapping[int, Hello | None], *, with_those_that_left: bool = True
-    ) -> tuple[int, ...]:
-        """Return the ranks to blame: those that declined, else never came, else left."""
+    def missing(self, hellos: Mapping[int, Hello | None]) -> tuple[int, ...]:
+        """Return the ranks to blame: those that declined, else those that never came."""
         gone = {r: h for r, h in hellos.items() if h is None or h.state != "arrived"}
         leader = gone.get(self._ranks[0])
         if leader is not None and leader.missing and self.has_declined(leader):
             return tuple(leader.missing)  # the leader came, and named the ranks to blame
         declined = tuple(rank for rank, hello in gone.items() if self.has_declined(hello))
         never = tuple(r for r, h in gone.items() if h is None or h.state in ("live", "closed"))
-        return declined or never or (tuple(gone) if with_those_that_left else ())
+        return declined or never
 
     def absence(self, missing: Sequence[int], hellos: Mapping[int, Hello | None]) -> str:
         """Describe the missing ranks and their last hellos."""
@@ -206,12 +198,11 @@ class Hellos:
         )
 
     def no_word(self, leader: int, hello: Hello | None) -> str:
-        """Describe that the leader did not answer, if no other rank is known to be missing."""
+        """Describe that the leader came and did not answer."""
         return (
-            f"{self._name!r}: rank {leader}{self._where(leader, hello)}, which leads, had not "
-            "answered in time, though it came, and so did all whom this rank asked for. It may "
-            "have come late, or wait for others: its error names them. Look at its log, or raise "
-            "timeout= if it is only slow to start."
+            f"{self._name!r}: rank {leader}{self._where(leader, hello)}, which leads, came and did "
+            "not answer in time. It may have come late, or wait for other ranks, which its error "
+            "names. Look at its log, or raise timeout= if it is only slow to start."
         )
 
     def where(self, rank: int) -> str:

@@ -18,17 +18,19 @@ from types import TracebackType
 from typing import Self
 
 from megapg.errors import MegapgError, RendezvousError
-from megapg.rendezvous.blocks import FLAT
 from megapg.rendezvous.problems import brief, culprits, told
 from megapg.rendezvous.rendezvous import Rendezvous
-from megapg.rendezvous.store import Store, StoreError
-from megapg.rendezvous.topics import BlockTopics, WholeTopic, put, whole
+from megapg.rendezvous.store import Store, StoreError, batches
 
 # Shortest time between two heartbeats, and between two checks of the other ranks. Seconds.
 _BEAT_INTERVAL = 1.0
 _CHECK_INTERVAL = 0.25
 # Seconds that the leader waits at the end before it deletes the keys.
 _END_WAIT = 10.0
+# TCPStore refuses values of 8 MiB and more. Bytes.
+_PIECE_SIZE = 4 * 2**20
+# Larger messages are split. Smaller ones are single values, so that many are read with one call.
+_LARGEST_WHOLE = 2**16
 
 
 class OthersFailedError(RendezvousError):
@@ -66,15 +68,13 @@ class JointWork(Rendezvous):
         ranks: Sequence[int],
         *,
         timeout: float,
-        flat: int = FLAT,
     ) -> None:
-        super().__init__(store, name, rank, ranks, flat=flat)
+        super().__init__(store, name, rank, ranks)
         self._timeout = timeout
         self._space = ""
         self._cancelled = threading.Event()
         self._bound = False
         self._unsettled: list[str] = []  # on the leader: topics that other ranks may wait for
-        self._block = BlockTopics(self._store, self._blocks)
         self._entered = False
         self._next_beat = 0.0
         self._beats = 0
@@ -185,15 +185,12 @@ class JointWork(Rendezvous):
         """
         with self._asking():
             if not self._leading:
-                mine = put(self._store, self._key(topic, self._rank), message)
-                self._said |= self._to_take_back(self._key(topic), mine)
-                self._block.add(self._key(topic))  # reported while this rank waits
+                self._said |= _put(self._store, self._key(topic, self._rank), message)
                 self._bound = final
                 return {}
-            known, deadline = {self._rank: message}, time.monotonic() + self._timeout
-            said = WholeTopic(self._store, self._key(topic), self._blocks, known, deadline)
-            self._wait(said.all_here, said.awaited)
-            return {rank: said.arrived[rank] for rank in self._ranks}
+            said = _Topic(self._store, self._key(topic), self._ranks[1:])
+            self._wait(said.all_here, lambda: said.waiting)
+            return {self._rank: message, **{rank: said.arrived[rank] for rank in self._ranks[1:]}}
 
     def announce(self, topic: str, message: bytes = b"") -> bytes:
         """Send the leader's ``message`` to all ranks, and return it there. Use each topic once.
@@ -205,10 +202,10 @@ class JointWork(Rendezvous):
         key = self._key(topic, "all")
         with self._asking():
             if self._leading:
-                put(self._store, key, message)
+                _put(self._store, key, message)
                 return message
             self._wait(lambda: self._store.check([key]), lambda: self._ranks[:1])
-            return whole(self._store, key, self._store.get(key))
+            return _whole(self._store, key, self._store.get(key))
 
     def agree(self, topic: str, *, wait: bool = True) -> None:
         """Wait until every rank has reached this step.
@@ -225,7 +222,6 @@ class JointWork(Rendezvous):
             self.collect(topic, b"")
             if wait:
                 self.announce(f"{topic}, all of us")
-                self._block.settle()
                 with self._asking():
                     self._take_back()
             return
@@ -307,13 +303,12 @@ class JointWork(Rendezvous):
 
         def done_or_given_up() -> bool:
             nonlocal look_again
-            self._said |= self._block.report()
             if done():
                 return True
             self.progress()
             if time.monotonic() >= look_again:
                 look_again = time.monotonic() + _CHECK_INTERVAL
-                self._look([*for_whom(), *([] if self._bound else self._block.waiting())], pulse)
+                self._look(for_whom(), pulse)
             return False
 
         self._until(done_or_given_up, math.inf, longest=_CHECK_INTERVAL)
@@ -368,3 +363,54 @@ class _Pulse:
             if rank not in self._heard or self._heard[rank][0] != beat:
                 self._heard[rank] = beat, now
         return [rank for rank in others if now - self._heard[rank][1] > self._work._timeout]
+
+
+class _Topic:
+    """The messages of some ranks on one topic, as far as they have arrived. They may be long.
+
+    Attributes:
+        arrived: rank -> its message.
+        waiting: ranks without a message.
+    """
+
+    def __init__(self, store: Store, folder: str, ranks: Sequence[int]) -> None:
+        self._store, self._folder = store, folder
+        self.arrived: dict[int, bytes] = {}
+        self.waiting = list(ranks)
+
+    def all_here(self) -> bool:
+        """True if all messages have arrived."""
+        for some in batches(self.waiting):
+            found = _first_of(self._store, [f"{self._folder}/{rank}" for rank in some])
+            self.arrived.update(zip(some, found, strict=False))
+            if len(found) < len(some):
+                break  # polled again soon, and the next batch can wait
+        self.waiting = [rank for rank in self.waiting if rank not in self.arrived]
+        return not self.waiting
+
+
+def _put(store: Store, key: str, message: bytes) -> set[str]:
+    """Write a message, large ones in pieces. Return the keys."""
+    if len(message) <= _LARGEST_WHOLE:
+        store.set(key, b"=" + message)
+        return {key}
+    pieces = [f"{key}/{number}" for number in range(math.ceil(len(message) / _PIECE_SIZE))]
+    for number, piece in enumerate(pieces):
+        store.set(piece, message[number * _PIECE_SIZE : (number + 1) * _PIECE_SIZE])
+    store.set(key, str(len(pieces)))  # last, so that a reader of this key finds all pieces
+    return {key, *pieces}
+
+
+def _whole(store: Store, key: str, value: bytes) -> bytes:
+    """Return the message of a key, given the key's value."""
+    if value.startswith(b"="):
+        return value[1:]
+    return b"".join(store.get(f"{key}/{number}") for number in range(int(value)))
+
+
+def _first_of(store: Store, keys: Sequence[str]) -> list[bytes]:
+    """Return the messages of the first keys that exist, perhaps not of all of them."""
+    while keys and not store.check(keys):
+        keys = keys[: len(keys) // 2]
+    values = store.multi_get(keys)
+    return [_whole(store, key, value) for key, value in zip(keys, values, strict=True)]

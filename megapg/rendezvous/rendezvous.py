@@ -10,9 +10,8 @@ So megapg waits over the key-value store, under its own deadline:
    go on, or none.
 
 A verdict is addressed to a nonce, and a nonce is never reused, so no rank acts on the verdict of an
-earlier meeting. The leader keeps the work linear in the number of ranks. With very many ranks, it
-uses the heads of their :mod:`~megapg.rendezvous.blocks`. Ranks wait by polling, so that Ctrl-C
-works at once and a rank can check several keys.
+earlier meeting. The leader keeps the work linear in the number of ranks. Ranks wait by polling, so
+that Ctrl-C works at once and a rank can check several keys.
 """
 
 from __future__ import annotations
@@ -26,13 +25,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
-from megapg.rendezvous.arrivals import Arrivals, BlockArrivals, passed_over
-from megapg.rendezvous.blocks import FLAT
-from megapg.rendezvous.gathering import GRACE, PAUSE, by_rank, by_word
-from megapg.rendezvous.hello import CHANGES, STAY, Hello, runs_here
-from megapg.rendezvous.parting import Parting
+from megapg.rendezvous.gathering import GRACE, LARGE, MANY, PAUSE, Gathering, by_rank, by_word
+from megapg.rendezvous.hello import CHANGES, STAY, Hello, Hellos, runs_here
 from megapg.rendezvous.problems import brief, told
-from megapg.rendezvous.store import Store, StoreError
+from megapg.rendezvous.store import Store, StoreError, batches
 from megapg.rendezvous.waiting import WaitingList
 
 # Seconds between two checks of a waiting rank for a twin or for ranks under another name.
@@ -65,13 +61,13 @@ class _Verdict:
 
     def check(self) -> None:
         if self.differences:
-            values = {name: dict(by_rank(said)) for name, said in self.differences.items()}
+            values = {name: by_rank(said) for name, said in self.differences.items()}
             raise LayoutMismatchError(self.problem, values)
         if self.problem:
             raise RendezvousError(self.problem, self.missing)
 
 
-class Rendezvous(Parting):
+class Rendezvous(Gathering):
     """One name under which a set of ranks meets, parts and meets again over a store.
 
     Args:
@@ -80,8 +76,6 @@ class Rendezvous(Parting):
         rank: this rank.
         ranks: all ranks of the meeting, in the same order on each. The first one leads.
         hosts: rank -> the host it runs on, for the messages; empty if unknown.
-        flat: with more ranks than this, they are in blocks, and the leader reads one report per
-            block. The same on all ranks.
     """
 
     def __init__(
@@ -91,10 +85,8 @@ class Rendezvous(Parting):
         rank: int,
         ranks: Sequence[int],
         hosts: Sequence[str] = (),
-        *,
-        flat: int = FLAT,
     ) -> None:
-        super().__init__(store.view(f"megapg/{name}"), name, rank, ranks, hosts, flat=flat)
+        super().__init__(store.view(f"megapg/{name}"), name, rank, ranks, hosts)
         self._shared = store
         self._waiting = WaitingList(store, rank, name, ranks)
         self._look_again = 0.0
@@ -231,7 +223,8 @@ class Rendezvous(Parting):
             # Late ranks need not wait either.
             self._hellos.leave("declined", RendezvousError(verdict.problem))
         elif len(arrived) < len(self._ranks):
-            missing = self._hellos.missing(hellos)
+            left = tuple(rank for rank in self._ranks if rank not in arrived)
+            missing = self._hellos.missing(hellos) or left
             problem = self._hellos.absence(missing, hellos)
             hopeless = any(self._hellos.has_declined(hellos[rank]) for rank in missing)
             self._hellos.catch_up(hellos.values())
@@ -250,9 +243,7 @@ class Rendezvous(Parting):
                 # All ranks have come back, so no rank is in an earlier meeting.
                 self._forget([*self._mine.leftover, "verdict"])
                 self._hellos.say(leftover=[])
-        # Ranks without a nonce here get the verdict from the head of their block.
-        nonces = [h.nonce for rank, h in arrived.items() if h.nonce and rank != self._rank]
-        told = [f"verdict/{nonce}" for nonce in nonces]
+        told = [f"verdict/{hello.nonce}" for rank, hello in arrived.items() if rank != self._rank]
         self._store.multi_set(dict.fromkeys(told, json.dumps(vars(verdict))))
         return verdict
 
@@ -261,7 +252,7 @@ class Rendezvous(Parting):
 
         The second has the ranks that wait for this one under another name.
         """
-        arrivals = Arrivals(self._store, self._hellos, self._ranks, self._blocks, deadline)
+        arrivals = _Arrivals(self._store, self._hellos, self._ranks)
         elsewhere: dict[int, str] = {}
 
         def all_here_or_hopeless() -> bool:
@@ -283,21 +274,11 @@ class Rendezvous(Parting):
     def _follow(self, deadline: float) -> _Verdict:
         leader, key = self._ranks[0], f"verdict/{self._mine.nonce}"
         answer: bytes | None = None
-        look_again, late = time.monotonic() + PAUSE, self._blocks.late(deadline)
-        heading = self._blocks.heading
-        block = BlockArrivals(self._store, self._hellos, self._blocks.mine if heading else ())
-        others = self._blocks.several and not heading and self._blocks.head != leader
-
-        def answered() -> bytes | None:
-            found = self._store.peek(key)
-            if found is None and others and time.monotonic() >= late:
-                found = passed_over(self._store, self._hellos, self._blocks.head)
-            return found
+        look_again = time.monotonic() + PAUSE
 
         def answered_or_hopeless() -> bool:
             nonlocal answer, look_again
-            block.look()
-            answer = answered()
+            answer = self._store.peek(key)
             if answer is not None:
                 return True
             if elsewhere := self._look_around([leader]):
@@ -310,33 +291,26 @@ class Rendezvous(Parting):
             return self._hellos.has_declined(hello)
 
         self._until(answered_or_hopeless, deadline + GRACE)
-        answer = answer or answered()
-        self._said |= {key, *block.keys}
+        answer = answer or self._store.peek(key)
+        self._said.add(key)
         if answer is None:
             raise self._unanswered()
-        block.pass_on(answer)
         return _Verdict(**json.loads(answer))
 
     def _unanswered(self) -> RendezvousError:
         """Return the error that the leader has not answered, and the ranks to blame.
 
-        With several blocks, only heads read all hellos. Most other ranks give up at the same time,
-        so ranks that have left are not blamed.
+        Ranks that have left gave up for the same reason, so they are not blamed. With very many
+        ranks, only the leader reads all hellos.
         """
-        leader, several = self._ranks[0], self._blocks.several
-        hellos = self._hellos.of_all([leader, *self._blocks.mine] if several else self._ranks)
-        missing = self._hellos.missing(hellos, with_those_that_left=not several)
-        if not missing and self._blocks.heading:
-            hellos = self._hellos.of_all(self._ranks)
-            missing = self._hellos.missing(hellos, with_those_that_left=False)
-        said = hellos[leader]
-        if not missing and (not several or said is None or said.state != "arrived"):
-            missing = (leader,)
+        leader, many = self._ranks[0], len(self._ranks) > MANY
+        hellos = self._hellos.of_all([leader] if many else self._ranks)
+        missing = self._hellos.missing(hellos) or (() if many else (leader,))
         hellos |= self._hellos.of_all([rank for rank in missing if rank not in hellos])
         self._hellos.catch_up(hellos.values())
         if missing:
             return RendezvousError(self._hellos.absence(missing, hellos), missing)
-        return RendezvousError(self._hellos.no_word(leader, said))
+        return RendezvousError(self._hellos.no_word(leader, hellos[leader]))
 
     def _look_around(self, awaited: Sequence[int]) -> dict[int, str]:
         """At intervals, return rank -> the other name under which it waits for this rank.
@@ -357,6 +331,69 @@ class Rendezvous(Parting):
     def _mismatch(self, differences: Mapping[str, Mapping[int, str]]) -> _Verdict:
         said = {name: by_word(values) for name, values in differences.items()}
         return _Verdict(problem=_mismatch(self._name, differences), differences=said)
+
+
+class _Arrivals:
+    """The ranks that have arrived, as the leader sees them.
+
+    With few ranks, the leader reads each hello. With more than ``LARGE``, it reads them in batches,
+    and again when a rank has left.
+
+    Attributes:
+        hellos: rank -> its last hello.
+    """
+
+    def __init__(self, store: Store, said: Hellos, ranks: Sequence[int]) -> None:
+        self.hellos: dict[int, Hello | None] = dict.fromkeys(ranks)
+        self._store, self._said, self._ranks = store, said, ranks
+        self._large = len(ranks) > LARGE
+        self._changes: bytes | None = None
+        self._unseen, self._waiting = batches(ranks), list(ranks)
+
+    def look(self) -> list[int]:
+        """Check the ranks that have not arrived. Return those still missing."""
+        if not self._large:
+            # An early rank may have given up by the time that the last one arrives.
+            self._waiting = self.look_at(self._waiting) or self.look_at(self._ranks)
+            return self._waiting
+        if self._has_changed():
+            self._unseen = batches(self._ranks)
+            return self.look_at(self._ranks)
+        while self._unseen and self._all_here(self._unseen[0]):
+            self._unseen.pop(0)
+        return [rank for batch in self._unseen for rank in batch]
+
+    def look_again(self, waiting: list[int]) -> list[int]:
+        """With few ranks, check all again if a rank has left. Return the missing ranks."""
+        if not self._large and self._has_changed():
+            waiting = self._waiting = self.look_at(self._ranks)
+        return waiting
+
+    def look_at_all(self) -> None:
+        """In a large job, read every hello, as the deadline has passed."""
+        if self._large:
+            self.look_at(self._ranks)
+
+    def look_at(self, ranks: Sequence[int]) -> list[int]:
+        """Read the hellos of these ranks. Return the ranks that have not arrived."""
+        for rank, hello in self._said.of_all(ranks).items():
+            self.hellos[rank] = hello
+            self._said.refuse_if_behind(rank, hello)
+            if hello and self._has_its_verdict(hello):
+                self.hellos[rank] = replace(hello, state="left")
+        return [r for r in ranks if (h := self.hellos[r]) is None or h.state != "arrived"]
+
+    def _all_here(self, ranks: Sequence[int]) -> bool:
+        return self._store.check([f"hello/{rank}" for rank in ranks]) and not self.look_at(ranks)
+
+    def _has_changed(self) -> bool:
+        before, self._changes = self._changes, self._store.peek(CHANGES)
+        return self._changes != before
+
+    def _has_its_verdict(self, hello: Hello) -> bool:
+        """True if the hello is of a failed attempt, whose verdict the rank has yet to read."""
+        later = hello.attempt != self._said.mine.attempt
+        return later and self._store.check([f"verdict/{hello.nonce}"])
 
 
 def _differences(hellos: Mapping[int, Hello]) -> dict[str, dict[int, str]]:

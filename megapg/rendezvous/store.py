@@ -58,10 +58,6 @@ class StoreError(RendezvousError):
         self.reason, self.gone = reason, gone
 
 
-class _GivenUpError(Exception):
-    """The deadline has passed. Not a TimeoutError, as torch may raise that itself."""
-
-
 @dataclass(frozen=True)
 class Host:
     """The host of a store.
@@ -75,6 +71,53 @@ class Host:
     name: str
     rank: int | None = None
     here: bool = False
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """The calls of one thread between :meth:`Store.until` and its end."""
+
+    deadline: float
+    doing: str
+    least: float
+    worker: Worker
+
+
+class _Connection:
+    """The state that all views of a store share. torch allows one call at a time."""
+
+    def __init__(self, torch_store: dist.Store, host: Host) -> None:
+        self.host, self.torch = host, torch_store
+        self.missing = () if host.rank is None else (host.rank,)
+        self.of_thread = threading.local()
+        self.left_behind: list[Call[object]] = []
+        self.stuck: Call[object] | None = None
+        self.patience = -math.inf  # until when the next call waits for the stuck one
+        self.stays: list[tuple[Callable[[], bool], float]] = []
+        self.lost = ""  # why the connection is lost for good
+
+    @property
+    def phase(self) -> _Phase | None:
+        """The phase of this thread."""
+        found: _Phase | None = getattr(self.of_thread, "phase", None)
+        return found
+
+    def hang_up(self) -> None:
+        """End stuck calls at exit.
+
+        A call that returns from C++ while the interpreter finalises would end the process with
+        SIGABRT (Python before 3.14). Calls first get a moment to end, as they may notify ranks that
+        wait.
+        """
+        until = time.monotonic() + LEAST
+        stuck = [call for call in self.left_behind if not call.wait(until - time.monotonic())]
+        inner = _innermost(self.torch)
+        with torch_private.without_store_warnings() if stuck else contextlib.nullcontext():
+            if stuck and isinstance(inner, dist.TCPStore):
+                self.lost = f"{self.host.name} did not answer, and this process is exiting."
+                sockets.hang_up(inner.port)  # no other call needs the connection now
+            for call in stuck:
+                call.wait(1.0)
 
 
 class Store:
@@ -121,8 +164,15 @@ class Store:
             doing: the purpose of the calls, for messages.
             least: seconds that a call has in any case, however late it begins.
         """
-        with self._connection.until(deadline, doing, least):
+        shared, outer = self._connection, self._connection.phase
+        worker = Worker("megapg store") if outer is None else outer.worker
+        shared.of_thread.phase = _Phase(deadline, doing, least, worker)
+        try:
             yield
+        finally:
+            shared.of_thread.phase = outer
+            if outer is None:
+                worker.dismiss()
 
     def lend(
         self, work: Callable[[], _T], seconds: float, doing: str, *, undo: Callable[[_T], object]
@@ -138,6 +188,10 @@ class Store:
         Raises:
             RendezvousError: ``work`` did not return in time. Other errors are torch's.
         """
+        shared, deadline = self._connection, time.monotonic() + seconds
+        if (phase := shared.phase) is None:
+            with self.until(deadline):
+                return self.lend(work, seconds, doing, undo=undo)
         used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         device = torch.cuda.current_device() if used else None
 
@@ -146,35 +200,54 @@ class Store:
                 torch.cuda.set_device(device)
             return work()
 
+        call = Call(on_device, undo)
         try:
-            return self._connection.lend(on_device, time.monotonic() + seconds, undo)
-        except _GivenUpError:
-            raise RendezvousError(
-                f"{doing} did not end within {seconds:g} s on {socket.gethostname()}. torch talks "
-                f"to {self.host.name} for it, and to the other ranks: whoever hosts it, or one of "
-                "them, is stopped or stuck, or can't be reached over the network.",
-                self._connection.missing,
-            ) from None
+            phase.worker.begin(call)
+            if not call.wait(deadline - time.monotonic()):
+                raise RendezvousError(
+                    f"{doing} did not end within {seconds:g} s on {socket.gethostname()}. torch "
+                    f"talks to {self.host.name} for it, and to the other ranks: whoever hosts it, "
+                    "or one of them, is stopped or stuck, or can't be reached over the network.",
+                    shared.missing,
+                )
+            return call.outcome()
+        except BaseException:  # Ctrl-C as well: undo the work
+            call.abandon()
+            self._leave_behind(call)
+            phase.worker.leave_behind()  # calls that notify the other ranks must not wait for it
+            raise
 
     def post(self, values: Mapping[str, str]) -> None:
         """Write without waiting, as soon as the store answers again."""
         several = self._torch.multi_set  # type: ignore[attr-defined]
-        self._connection.post(partial(several, list(values), list(values.values())))
+        call = Call(partial(several, list(values), list(values.values())))
+        worker = Worker("megapg store")
+        with contextlib.suppress(RuntimeError):  # no more threads
+            worker.begin(call)
+            self._give_up(call, -math.inf)
+        worker.dismiss()
 
     def come_back(self, deadline: float) -> None:
         """Wait for a stuck call until the deadline, so that the next call has its full time."""
-        self._connection.come_back(deadline)
+        if self._connection.stuck is not None:
+            self._connection.stuck.wait(deadline - time.monotonic())
 
     def stay(self, done: Callable[[], bool], seconds: float) -> None:
         """If this process hosts the store, keep the store up at exit until ``done()``.
 
         At most for so many seconds from now.
         """
-        self._connection.stay(done, seconds)
+        if self.host.here:
+            if not self._connection.stays:
+                atexit.register(self.linger)
+            self._connection.stays.append((done, time.monotonic() + seconds))
 
     def linger(self) -> None:
         """Keep the store up now, as set by :meth:`stay`. Also called at exit."""
-        self._connection.linger()
+        for done, deadline in self._connection.stays:
+            with contextlib.suppress(RendezvousError):
+                while time.monotonic() < deadline and not done():
+                    time.sleep(0.05)
 
     # -- calls -------------------------------------------------------------------------------
     # Each raises StoreError.
@@ -239,46 +312,12 @@ class Store:
             return []
 
     def _call(self, function: Callable[..., _T], *arguments: object) -> _T:
-        return self._connection.call(partial(function, *arguments))
-
-
-class _Phase:
-    """The calls of one thread between :meth:`Store.until` and its end."""
-
-    def __init__(self, deadline: float, doing: str, least: float, worker: Worker) -> None:
-        self.deadline, self.doing, self.least, self.worker = deadline, doing, least, worker
-
-
-class _Connection:
-    """A connection that views of a store share. torch allows one call at a time on it."""
-
-    def __init__(self, torch_store: dist.Store, host: Host) -> None:
-        self.host = host
-        self.missing = () if host.rank is None else (host.rank,)
-        self._torch = torch_store
-        self._of_thread = threading.local()
-        self._left_behind: list[Call[object]] = []
-        self._stuck: Call[object] | None = None
-        self._patience = -math.inf  # until when the next call waits for the stuck one
-        self._stays: list[tuple[Callable[[], bool], float]] = []
-
-    @contextlib.contextmanager
-    def until(self, deadline: float, doing: str, least: float) -> Iterator[None]:
-        outer: _Phase | None = getattr(self._of_thread, "phase", None)
-        worker = Worker("megapg store") if outer is None else outer.worker
-        self._of_thread.phase = _Phase(deadline, doing, least, worker)
-        try:
-            yield
-        finally:
-            self._of_thread.phase = outer
-            if outer is None:
-                worker.dismiss()
-
-    def call(self, work: Callable[[], _T]) -> _T:
-        phase: _Phase | None = getattr(self._of_thread, "phase", None)
-        if phase is None:
-            with self.until(time.monotonic() + _ALONE, "", LEAST):
-                return self.call(work)
+        if (phase := self._connection.phase) is None:
+            with self.until(time.monotonic() + _ALONE):
+                return self._call(function, *arguments)
+        work = partial(function, *arguments)
+        if self._connection.lost:  # torch would print a C++ stack for each further call
+            raise self._error(phase, self._connection.lost, gone=True)
         try:
             return work() if self.host.here else self._in_another_thread(work, phase)
         except NotImplementedError:
@@ -286,19 +325,21 @@ class _Connection:
         except RuntimeError as error:  # lost connections too
             if isinstance(error, StoreError):
                 raise
-            raise self._error(
-                phase,
+            reason = (
                 f"{self.host.name} is gone ({type(error).__name__}: {_line(error)}). Whoever "
-                "hosts it died or was stopped; look at its log.",
-                gone=True,
-            ) from error
+                "hosts it died or was stopped; look at its log."
+            )
+            if isinstance(error, dist.DistNetworkError):
+                self._connection.lost = reason
+            # without torch's text, which may hold a C++ stack
+            raise self._error(phase, reason, gone=True) from None
 
     def _in_another_thread(self, work: Callable[[], _T], phase: _Phase) -> _T:
         started = time.monotonic()
-        stuck = self._stuck
-        if stuck is not None and not stuck.wait(self._patience - started):
+        stuck = self._connection.stuck
+        if stuck is not None and not stuck.wait(self._connection.patience - started):
             raise self._error(phase, f"{self.host.name} has not answered an earlier call yet.")
-        self._stuck = None
+        self._connection.stuck = None
         keep_a_thread()
         call = Call(work)
         try:
@@ -322,73 +363,20 @@ class _Connection:
             )
         return call.outcome()
 
-    def lend(self, work: Callable[[], _T], deadline: float, undo: Callable[[_T], object]) -> _T:
-        phase: _Phase | None = getattr(self._of_thread, "phase", None)
-        if phase is None:
-            with self.until(deadline, "", LEAST):
-                return self.lend(work, deadline, undo)
-        call = Call(work, undo)
-        try:
-            phase.worker.begin(call)
-            if not call.wait(deadline - time.monotonic()):
-                raise _GivenUpError
-            return call.outcome()
-        except BaseException:  # Ctrl-C as well: undo the work
-            call.abandon()
-            self._leave_behind(call)
-            phase.worker.leave_behind()  # calls that notify the other ranks must not wait for it
-            raise
-
-    def post(self, work: Callable[[], object]) -> None:
-        call, worker = Call(work), Worker("megapg store")
-        with contextlib.suppress(RuntimeError):  # no more threads
-            worker.begin(call)
-            self._give_up(call, -math.inf)
-        worker.dismiss()
-
-    def come_back(self, deadline: float) -> None:
-        if self._stuck is not None:
-            self._stuck.wait(deadline - time.monotonic())
-
     def _give_up(self, call: Call[_T], patience: float) -> None:
-        self._stuck, self._patience = call, patience  # type: ignore[assignment]
+        self._connection.stuck = call  # type: ignore[assignment]  # whatever it returns
+        self._connection.patience = patience
         self._leave_behind(call)
 
     def _leave_behind(self, call: Call[_T]) -> None:
-        if not self._left_behind:
-            atexit.register(self._hang_up)
-        self._left_behind = [each for each in self._left_behind if not each.wait(0.0)]
-        self._left_behind.append(call)  # type: ignore[arg-type]  # whatever it returns
-
-    def _hang_up(self) -> None:
-        """End stuck calls at exit.
-
-        A call that returns from C++ while the interpreter finalises would end the process with
-        SIGABRT (Python before 3.14). Calls first get a moment to end, as they may notify ranks that
-        wait.
-        """
-        until = time.monotonic() + LEAST
-        stuck = [call for call in self._left_behind if not call.wait(until - time.monotonic())]
-        inner = _innermost(self._torch)
-        if stuck and isinstance(inner, dist.TCPStore):
-            sockets.hang_up(inner.port)  # no other call needs the connection now
-        for call in stuck:
-            call.wait(1.0)
+        shared = self._connection
+        if not shared.left_behind:
+            atexit.register(shared.hang_up)
+        shared.left_behind = [each for each in shared.left_behind if not each.wait(0.0)]
+        shared.left_behind.append(call)  # type: ignore[arg-type]  # whatever it returns
 
     def _error(self, phase: _Phase, reason: str, *, gone: bool = False) -> StoreError:
-        return StoreError(phase.doing, reason, self.missing, gone=gone)
-
-    def stay(self, done: Callable[[], bool], seconds: float) -> None:
-        if self.host.here:
-            if not self._stays:
-                atexit.register(self.linger)
-            self._stays.append((done, time.monotonic() + seconds))
-
-    def linger(self) -> None:
-        for done, deadline in self._stays:
-            with contextlib.suppress(RendezvousError):
-                while time.monotonic() < deadline and not done():
-                    time.sleep(0.05)
+        return StoreError(phase.doing, reason, self._connection.missing, gone=gone)
 
 
 def host_of(torch_store: dist.Store, name: str) -> Host:

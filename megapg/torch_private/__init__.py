@@ -10,10 +10,14 @@ from __future__ import annotations
 import _thread
 import contextlib
 import math
+import os
 import re
+import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -68,34 +72,50 @@ def version() -> tuple[float, ...]:
 # -- groups ----------------------------------------------------------------------------------------
 
 
-def new_group(
-    ranks: Sequence[int],
-    rank: int,
-    *,
-    backend: str,
-    store: dist.Store,
-    name: str,
-    description: str,
-    timeout: timedelta,
-    options: Options | None,
-) -> dist.ProcessGroup:
+@dataclass(frozen=True)
+class NewGroup:
+    """A group to create.
+
+    Attributes:
+        ranks: its global ranks, in order.
+        backend: as torch names it.
+        name: its name in torch's registry.
+        description: its purpose, for logs.
+        timeout: the timeout of its collectives.
+        options: the options of its communicator.
+    """
+
+    ranks: Sequence[int]
+    backend: str
+    name: str
+    description: str
+    timeout: timedelta
+    options: Options | None = None
+
+    @property
+    def places(self) -> dict[int, int]:
+        """Global rank -> rank in the group."""
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+
+def new_group(wanted: NewGroup, rank: int, store: dist.Store) -> dist.ProcessGroup:
     """Create a group under the given name. Only its members call this.
 
     Public: ``dist.new_group(use_local_synchronization=True)``, once the caller may name the group.
     """
     made = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(rank),
-        list(ranks),
-        dist.Backend(backend),
+        len(wanted.ranks),
+        wanted.ranks.index(rank),
+        list(wanted.ranks),
+        dist.Backend(wanted.backend),
         store,
-        as_name(name),
-        backend_options=options,
-        timeout=timeout,
-        group_desc=description,
+        as_name(wanted.name),
+        backend_options=wanted.options,
+        timeout=wanted.timeout,
+        group_desc=wanted.description,
     )
     group = cast("dist.ProcessGroup", made[0])
-    c10d._world.pg_group_ranks[group] = {each: index for index, each in enumerate(ranks)}
+    c10d._world.pg_group_ranks[group] = wanted.places
     part_in_peace(group)
     return group
 
@@ -142,20 +162,12 @@ def splits_in_order() -> bool:
     return can_split() and not on_torchcomms() and version() >= (2, 14)
 
 
-def split_world(
-    ranks: Sequence[int],
-    rank: int,
-    *,
-    backend: str,
-    name: str,
-    description: str,
-    timeout: timedelta,
-    options: Options | None,
-) -> dist.ProcessGroup | None:
+def split_world(wanted: NewGroup, rank: int) -> dist.ProcessGroup | None:
     """Split a group from WORLD's communicator. Every rank of WORLD calls it at the same time.
 
     Args:
-        ranks: the ranks of this rank's group. If this rank is in none, those of any other group.
+        wanted: this rank's group of a family. If this rank is in none, any other of them.
+        rank: this rank.
 
     Returns:
         The group; None if this rank is in none.
@@ -163,77 +175,61 @@ def split_world(
     Public: see :func:`can_split`.
     """
     world = cast("dist.ProcessGroup", dist.group.WORLD)
-    devices = _devices_with(world, backend)
-    if on_torchcomms() and rank not in ranks:  # its split takes members only
+    devices = _devices_with(world, wanted.backend)
+    if on_torchcomms() and rank not in wanted.ranks:  # its split takes members only
         for device in devices:
-            _torchcomm(world, device).split([], name)
+            _torchcomm(world, device).split([], wanted.name)
         return None
+    options = wanted.options
     if isinstance(options, Mapping):
-        return _split_with_hints(
-            ranks,
-            rank,
-            devices,
-            backend=backend,
-            name=name,
-            description=description,
-            timeout=timeout,
-            hints=options,
-        )
-    if options is None and "nccl" in backend and not on_torchcomms():
+        return _split_with_hints(wanted, rank, devices, options)
+    if options is None and "nccl" in wanted.backend and not on_torchcomms():
         options = dist.ProcessGroupNCCL.Options()  # otherwise torch takes WORLD's
     group: dist.ProcessGroup | None = world.split_group(
-        list(ranks),
-        timeout=timeout,
+        list(wanted.ranks),
+        timeout=wanted.timeout,
         opts=options,
-        group_name=as_name(name),
-        group_desc=description,
+        group_name=as_name(wanted.name),
+        group_desc=wanted.description,
         device_types=devices,
     )
-    if rank not in ranks or group is None:
+    if rank not in wanted.ranks or group is None:
         return None
     for device in devices:
         if on_torchcomms():
             c10d._world.comms.append(_torchcomm(group, device))
         elif version() < (2, 14):  # since 2.14 they begin at 0
             backend_on(group, device)._set_sequence_number_for_group()
-    _register(group, ranks, backend=backend, name=name)
+    _register(group, wanted)
     return group
 
 
 def _split_with_hints(
-    ranks: Sequence[int],
-    rank: int,
-    devices: Sequence[torch.device],
-    *,
-    backend: str,
-    name: str,
-    description: str,
-    timeout: timedelta,
-    hints: Mapping[str, str],
+    wanted: NewGroup, rank: int, devices: Sequence[torch.device], hints: Mapping[str, str]
 ) -> dist.ProcessGroup:
     """Do the work of :func:`split_world` on torchcomms. torch passes no hints to a split.
 
     Public: none.
     """
     world = cast("dist.ProcessGroup", dist.group.WORLD)
-    store = dist.PrefixStore(name, world.get_group_store())
-    group = dist.ProcessGroup(store, ranks.index(rank), len(ranks))
+    store = dist.PrefixStore(wanted.name, world.get_group_store())
+    group = dist.ProcessGroup(store, wanted.ranks.index(rank), len(wanted.ranks))
     kinds = dict(part.split(":") for part in dist.get_backend_config(world).split(","))
     for device in devices:
         made = _torchcomm(world, device).split(
-            list(ranks), name, hints=dict(hints), timeout=timeout
+            list(wanted.ranks), wanted.name, hints=dict(hints), timeout=wanted.timeout
         )
         kind = dist.Backend.backend_type_map[kinds[device.type]]
         group._set_default_backend(kind)
         group._register_backend(device, kind, cast("Any", c10d)._BackendWrapper(made))
         c10d._world.comms.append(made)
-    group._set_group_name(as_name(name))
-    describe(group, description)
-    _register(group, ranks, backend=backend, name=name)
+    group._set_group_name(as_name(wanted.name))
+    describe(group, wanted.description)
+    _register(group, wanted)
     return group
 
 
-def _register(group: dist.ProcessGroup, ranks: Sequence[int], *, backend: str, name: str) -> None:
+def _register(group: dist.ProcessGroup, wanted: NewGroup) -> None:
     """Register in torch a group that was split from WORLD.
 
     Public: none.
@@ -241,11 +237,11 @@ def _register(group: dist.ProcessGroup, ranks: Sequence[int], *, backend: str, n
     group.bound_device_id = cast("dist.ProcessGroup", dist.group.WORLD).bound_device_id
     c10d._register_pg_in_world(
         group,
-        backend_name=dist.Backend(backend),
+        backend_name=dist.Backend(wanted.backend),
         store=group.get_group_store(),
-        group_name=as_name(name),
-        backend_config=str(c10d.BackendConfig(dist.Backend(backend))),
-        rank_mapping={each: index for index, each in enumerate(ranks)},
+        group_name=as_name(wanted.name),
+        backend_config=str(c10d.BackendConfig(dist.Backend(wanted.backend))),
+        rank_mapping=wanted.places,
     )
     part_in_peace(group)
 
@@ -535,6 +531,39 @@ def another_connection(store: dist.Store) -> dist.Store:
     """
     clone: Callable[[], dist.Store] | None = getattr(store, "clone", None)
     return store if clone is None else clone()
+
+
+# A warning of torch's store, with its C++ stack and the empty line after it.
+_STORE_WARNINGS = re.compile(
+    rb"^.*\[[WE]\d.*TCPStore\.cpp.*\n(?:(?:Exception raised from|frame #|<omitting).*\n)*\n?", re.M
+)
+
+
+@contextlib.contextmanager
+def without_store_warnings() -> Iterator[None]:
+    """Context in which torch does not print that calls of a TCPStore fail, with C++ stacks.
+
+    All other text that this process writes to its standard error is printed after the block.
+
+    Public: ``TORCH_CPP_LOG_LEVEL``, which torch reads once, when it is imported.
+    """
+    with contextlib.ExitStack() as undo:
+        try:
+            sys.stderr.flush()
+            before = os.dup(2)
+            undo.callback(os.close, before)
+            said = undo.enter_context(tempfile.TemporaryFile())
+        except (AttributeError, OSError, ValueError):  # there is no standard error
+            yield
+            return
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            said.seek(0)
+            with open(2, "wb", closefd=False) as real:
+                real.write(_STORE_WARNINGS.sub(b"", said.read()))
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

@@ -3,14 +3,11 @@
 from dataclasses import fields
 
 import pytest
-import torch
 import torch.distributed as dist
 
-import megapg
 from megapg import CommunicatorOptions
 from megapg.communicators.backends import BACKENDS, backend_for, rows_of
 from megapg.errors import UnsupportedOptionError
-from megapg.testing import run_distributed
 
 pytestmark = pytest.mark.torch
 
@@ -24,37 +21,6 @@ HINTS = {
     "max_ctas": {"max_ctas": "8"},
     "net_name": {"netName": "Socket"},
 }  # as torchcomms 2026-08 reads them; it drops unknown names
-
-
-def said(doing):
-    with pytest.raises((RuntimeError, TypeError, AttributeError)) as caught:
-        doing()
-    return str(caught.value)
-
-
-def refused_by_gloo():
-    with megapg.session(tp=2, timeout=30) as session:
-        world = dist.group.WORLD
-        backend = world._get_backend(torch.device("cpu"))
-        assert BACKENDS["gloo"].cannot_suspend()
-        for name in ("suspend", "resume"):
-            assert name in said(lambda name=name: getattr(backend, name)())
-        assert not getattr(backend, "supports_shrinking", False)
-        assert "shrink" in said(lambda: dist.shrink_group([1]))
-        if torch.__version__ < "2.15":  # since 2.15 gloo's WORLD has a device, too
-            assert "No device associated" in said(lambda: dist.split_group(split_ranks=[[0, 1]]))
-        assert not session._world.splits("gloo")
-        # A session needs none of these: it re-creates its groups.
-        assert session.suspend().how == "recreate"
-        session.resume()
-        value = torch.ones(1)
-        dist.all_reduce(value, group=session.groups.tp)
-        assert value == 2
-    return True
-
-
-def test_what_gloo_refuses_is_not_asked_of_it():
-    assert run_distributed(refused_by_gloo, 2) == [True, True]
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(CommunicatorOptions)])

@@ -2,11 +2,10 @@
 
 import contextlib
 import gc
+import logging
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import time
 import warnings
 from datetime import timedelta
@@ -15,8 +14,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 from asking import me, registered, works
-from ports import free_port
-from processes import captured
+from processes import captured, run_script
 from steps import Steps
 
 import megapg
@@ -220,20 +218,16 @@ def test_a_new_session_opens_after_somebody_destroyed_world():
     assert run_distributed(world_destroyed, 2, deadline=200) == [True, True]
 
 
-class Listening:
-    def __init__(self):
-        import logging
-
-        self.lines, self._handler = [], logging.Handler()
-        self._handler.emit = lambda record: self.lines.append(record.getMessage())
-        self._logger = logging.getLogger("megapg")
-
-    def __enter__(self):
-        self._logger.addHandler(self._handler)
-        return self.lines
-
-    def __exit__(self, *_):
-        self._logger.removeHandler(self._handler)
+@contextlib.contextmanager
+def listening():
+    """Collect megapg's log."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("megapg").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("megapg").removeHandler(handler)
 
 
 def failing_body(others):
@@ -248,7 +242,7 @@ def owner_first():
         opened().close()
 
     # An orderly end: sessions close before the owner of their WORLD, the newest first.
-    with nothing_stays(), Listening() as lines:
+    with nothing_stays(), listening() as lines:
         ended = []
         with opened(name="owner") as owner:
             others = [opened(name=name) for name in ("critic", "reward", "away")]
@@ -321,24 +315,21 @@ def test_the_owner_of_world_closes_what_is_open_on_it_first():
     assert run_distributed(owner_first, 2, deadline=200) == [True, True]
 
 
+STILL_OPEN = """
+import megapg
+first = megapg.session(name="first")
+first.groups.lease.at_end.append(lambda: print("first is over"))
+second = megapg.session(name="second")
+second.groups.lease.at_end.append(lambda: print("second is over"))
+print("the script is over", flush=True)
+"""
+
+
 @pytest.mark.parametrize("warned", ["always", "error"])
-def test_what_is_open_when_python_ends_is_closed_too(tmp_path, warned):
-    script = tmp_path / "job.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import megapg
-            first = megapg.session(name="first")
-            first.groups.lease.at_end.append(lambda: print("first is over"))
-            second = megapg.session(name="second")
-            second.groups.lease.at_end.append(lambda: print("second is over"))
-            print("the script is over", flush=True)
-            """
-        )
-    )
+def test_what_is_open_when_python_ends_is_closed_too(warned):
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     done = captured(
-        [sys.executable, "-W", f"{warned}::ResourceWarning", str(script)],
+        [sys.executable, "-W", f"{warned}::ResourceWarning", "-c", STILL_OPEN],
         timeout=120,
         env=environment,
     )
@@ -378,21 +369,8 @@ def as_python_312():
 
 def test_where_no_thread_starts_at_exit_the_others_are_told_all_the_same(tmp_path):
     """Rank 1 does not host the store, so it would call the store from another thread."""
-    script = tmp_path / "job.py"
-    script.write_text(AT_EXIT)
-    port = free_port()
-    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     started = time.monotonic()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(script)],
-            env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    heard, _ = (rank.communicate(timeout=120)[0] for rank in ranks)
+    heard, _ = run_script(AT_EXIT, tmp_path, 2)[0]
     assert "rank 1: SessionError: session 'default'" in heard
     assert "was still open when Python ended" in heard
     assert heard.rstrip().endswith("(1,)")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import megapg
 from megapg import torch_private
-from megapg.errors import LayoutError, RendezvousError, UnsupportedOptionError
+from megapg.errors import RendezvousError
 from megapg.testing import run_distributed
 
 pytestmark = pytest.mark.torch
@@ -84,12 +84,6 @@ def on_two_ranks():
             dist.barrier(group=session.groups.tp)
 
     both_open()
-    with pytest.raises(UnsupportedOptionError, match="smoke signals"):
-        megapg.session(tp=2, backend="smoke signals", timeout=PATIENT)
-    both_open()
-    with pytest.raises(LayoutError, match="tp=3"):
-        megapg.session(tp=3, timeout=PATIENT)
-    both_open()
     if me == 0:
         with pytest.raises(RendezvousError, match="Missing: rank 1"):
             megapg.session(tp=2, timeout=SOON)
@@ -97,7 +91,7 @@ def on_two_ranks():
     # If gloo connects when a group is created, a rank can hang there until the timeout.
     lazy = torch_private.gloo_can_be_lazy()
     # Waits make calls as well, so a late call may come after the last meeting of the ranks.
-    for at in (40, 200, 400) if lazy else ():
+    for at in (40, 400) if lazy else ():
         for error in (KeyboardInterrupt, Broken):
             if me == 0:
                 assert isinstance(opened_with(error(), at, tp=2, timeout=SOON), error)

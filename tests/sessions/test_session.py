@@ -4,11 +4,11 @@ import gc
 import logging
 import os
 import re
-import sys
 import threading
 import time
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import freezing
 import psutil
@@ -21,7 +21,6 @@ from steps import Steps
 
 import megapg
 from megapg import torch_private
-from megapg.collection import LeaseState
 from megapg.errors import (
     LayoutMismatchError,
     MissingGroupError,
@@ -41,8 +40,6 @@ lists_keys = pytest.mark.skipif(
 )
 
 LAYOUTS = {
-    1: [{}],
-    2: [{"tp": 2}, {"pp": 2}, {"ep": 2}],
     4: [{"tp": 2, "pp": 2}, {"ep": 2, "cp": 2}, {"optimizer_instances": 2}],
     8: [
         {"tp": 2, "pp": 2, "ep": 2},
@@ -51,6 +48,12 @@ LAYOUTS = {
         {"optimizer_instances": 2, "ep": 2, "tp": 2, "order": "tp-ep-dp-pp-cp"},
     ],
 }
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def groups_by_field(pg):
@@ -95,7 +98,7 @@ def every_field_sums_its_members(layouts):
     return True
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", LAYOUTS)
 def test_every_field_reduces_over_exactly_its_members(world_size):
     work = partial(every_field_sums_its_members, LAYOUTS[world_size])
     assert run_distributed(work, world_size) == [True] * world_size
@@ -179,27 +182,6 @@ def test_addresses_are_told_in_one_message_or_looked_up():
     assert run_distributed(however_the_ranks_find_each_other, 4) == [(12, 0, 12, 0)] * 4
 
 
-def threads_of_an_opening():
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    started, start = [], threading.Thread.start
-
-    def counted(self):
-        started.append(self.name)
-        start(self)
-
-    threading.Thread.start = counted
-    with megapg.session(tp=2):
-        opening = list(started)
-    dist.destroy_process_group()
-    return opening
-
-
-def test_one_thread_makes_every_call_of_an_opening():
-    kept = ["megapg at exit"] if sys.version_info[:2] == (3, 12) else []
-    opened = run_distributed(threads_of_an_opening, 2)
-    assert [sorted(each) for each in opened] == [sorted(["megapg store", *kept])] * 2
-
-
 def addresses_late():
     """The store is slow, or fails, after all ranks have reported that they are ready."""
     me, get = int(os.environ["RANK"]), dist.PrefixStore.multi_get
@@ -216,7 +198,7 @@ def addresses_late():
 
     def gone(self, keys):
         if any(key.startswith("address/") for key in keys):
-            raise dist.DistNetworkError("connection reset")
+            raise RuntimeError("out of memory")  # this rank can still report that it failed
         return get(self, keys)
 
     dist.PrefixStore.multi_get = gone if me == 1 else get
@@ -263,25 +245,27 @@ def cycles(count, caller_has_world):
         with megapg.session(tp=2, pp=2, timeout=30) as session:
             for group in groups_by_field(session.groups).values():
                 dist.all_reduce(torch.ones(1), group=group)
-            generation = session.generation
             del group, session
         seen.append(usage())
-    assert generation == count
     if caller_has_world:
         dist.barrier()
         dist.destroy_process_group()
     return seen
 
 
-@pytest.mark.parametrize("caller_has_world", [False, True], ids=["own-world", "callers-world"])
-def test_fifty_cycles_leave_nothing(caller_has_world):
-    for seen in run_distributed(partial(cycles, 50, caller_has_world), 4, deadline=200):
-        # The first cycle opens the connection to the store, which stays open by design.
-        first, last = seen[1], seen[-1]
-        assert last["groups"] == first["groups"] == (1 if caller_has_world else 0)
-        assert last["names"] == first["names"]
-        assert last["threads"] <= first["threads"]
-        assert last["fds"] <= first["fds"] + 1, seen  # a socket may still be closing
+def cycles_in_both_worlds(count):
+    return [cycles(count, caller_has_world) for caller_has_world in (False, True)]
+
+
+def test_fifty_cycles_leave_nothing():
+    for both in run_distributed(partial(cycles_in_both_worlds, 50), 4, deadline=200):
+        for caller_has_world, seen in enumerate(both):
+            # The first cycle opens the connection to the store, which stays open by design.
+            first, last = seen[1], seen[-1]
+            assert last["groups"] == first["groups"] == caller_has_world
+            assert last["names"] == first["names"]
+            assert last["threads"] <= first["threads"]
+            assert last["fds"] <= first["fds"] + 1, seen  # a socket may still be closing
 
 
 def inside_a_callers_world():
@@ -314,17 +298,6 @@ def inside_a_callers_world():
     assert total.item() == 6.0
     with pytest.raises(StaleGroupError):
         pg.require("tp")
-    # If the caller replaces the session's WORLD, the caller owns the new WORLD.
-    dist.destroy_process_group()
-    owner = megapg.session(tp=2, timeout=20)
-    assert owner.owns_world
-    dist.destroy_process_group()
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    dist.init_process_group("gloo", store=dist.PrefixStore("theirs", store), rank=me, world_size=2)
-    theirs = dist.group.WORLD
-    owner.close()
-    assert dist.group.WORLD is theirs
-    dist.all_reduce(total)
     dist.destroy_process_group()
     return True
 
@@ -384,34 +357,8 @@ def test_dedicated_fields_share_with_nobody():
     assert run_distributed(sharing_options, 2) == [True, True]
 
 
-def failing_body(who):
-    me = int(os.environ["RANK"])
-    expected = pytest.raises(ZeroDivisionError, match="the body failed")
-    if me != who:  # closes as well, and gets the reason of the failure
-        told = f"rank {who}: ZeroDivisionError: the body failed"
-        expected = pytest.raises(RendezvousError, match=told)
-    with expected as failed, megapg.session(tp=2, pp=2, timeout=20) as session:
-        pg = session.groups
-        if me == who:
-            raise ZeroDivisionError("the body failed")
-    assert pg.lease.state is LeaseState.CLOSED
-    assert me == who or failed.value.missing == (who,)
-    assert session.closed
-    assert not dist.is_initialized()
-    assert registered() == 0
-    with megapg.session(tp=4, timeout=20) as again:  # a fresh session works
-        dist.all_reduce(torch.ones(1), group=again.groups.tp)
-    return True
-
-
-@pytest.mark.parametrize("who", [0, 2])
-def test_a_failing_body_keeps_its_exception_and_closes_everywhere(who):
-    assert run_distributed(partial(failing_body, who), 4) == [True] * 4
-
-
-def test_a_single_process_needs_no_launcher(monkeypatch, caplog):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.usefixtures("alone")
+def test_a_single_process_needs_no_launcher(caplog):
     with caplog.at_level(logging.INFO, logger="megapg"), megapg.session() as session:
         assert session.owns_world
         total = torch.ones(1)
@@ -436,9 +383,8 @@ class Keeper(torch.nn.Module):
         self.tp_group, self.pg = pg.tp, pg
 
 
-def test_live_references_name_the_holder_also_after_the_end(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.usefixtures("alone")
+def test_live_references_name_the_holder_also_after_the_end():
     with megapg.session() as session:
         assert session.live_references() == []
         keeper = Keeper(session.groups)
@@ -453,9 +399,8 @@ def test_live_references_name_the_holder_also_after_the_end(monkeypatch):
     assert session.live_references() == []
 
 
-def test_a_closed_session_says_so(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.usefixtures("alone")
+def test_a_closed_session_says_so():
     session = megapg.session(name="early")
     session.close()
     assert re.fullmatch(
@@ -463,26 +408,6 @@ def test_a_closed_session_says_so(monkeypatch):
     )
     with pytest.raises(SessionError, match=r"session 'early' .* was closed"), session:
         raise AssertionError("the block must not run")
-
-
-def closing_out_of_order():
-    me = int(os.environ["RANK"])
-    actor = megapg.session(tp=2, name="actor", timeout=20)
-    critic = megapg.session(pp=2, name="critic", timeout=20)
-    dist.all_reduce(torch.ones(1), group=critic.groups.pp)
-    critic.groups.lease.at_end.append(lambda: closed.append(actor.state))
-    closed = []
-    actor.close()
-    assert closed == [LeaseState.LIVE]  # the state when the other session's groups ended
-    assert critic.closed
-    assert actor.closed
-    critic.close()
-    assert not dist.is_initialized()
-    return me
-
-
-def test_the_owner_of_world_is_closed_last():
-    assert run_distributed(closing_out_of_order, 2) == [0, 1]
 
 
 def slow_first_use():
@@ -577,29 +502,33 @@ def test_timeouts_of_fields():
     assert run_distributed(timeouts_by_field, 8) == [expected] * 8
 
 
-def store_timeout():
-    with megapg.session(timeout=7, collective_timeout=timedelta(seconds=99)):
-        return dist.distributed_c10d._get_default_store().timeout.total_seconds()
-
-
-def test_the_start_up_timeout_does_not_outlive_the_start_up():
-    assert run_distributed(store_timeout, 2) == [99.0, 99.0]
-
-
-def static_launch(port, count):
-    """Launch without an agent's store, so that rank 0 hosts the store."""
+def where_rank_0_hosts_the_store(port):
+    """Open a session again and again, without an agent's store."""
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
     os.environ["MASTER_PORT"] = str(port)
-    for expected in range(1, count + 1):
-        with megapg.session(tp=2, timeout=20) as session:
+    started, start = [], threading.Thread.start
+
+    def counted(self):
+        started.append(self.name)
+        start(self)
+
+    for expected in range(1, 11):
+        with megapg.session(tp=2, timeout=7, collective_timeout=timedelta(seconds=99)) as session:
             assert session.generation == expected
+            # The timeout of the start-up does not outlive the start-up.
+            assert torch_private.default_store().timeout == timedelta(seconds=99)
             dist.all_reduce(torch.ones(1), group=session.groups.tp)
-    return True
+            started.clear()
+            with mock.patch.object(threading.Thread, "start", counted):
+                second = megapg.session(pp=2, name="second")
+            second.close()
+    return started
 
 
 def test_reopening_where_rank_0_hosts_the_store():
-    port = free_port()
-    assert run_distributed(partial(static_launch, port, 10), 2) == [True, True]
+    """One thread makes all calls of an opening to the store."""
+    opened = run_distributed(partial(where_rank_0_hosts_the_store, free_port()), 2)
+    assert opened == [["megapg store"]] * 2
 
 
 def test_layout_and_sizes_exclude_each_other():

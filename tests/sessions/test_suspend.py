@@ -2,7 +2,6 @@
 
 import gc
 import os
-import random
 import re
 import weakref
 from datetime import timedelta
@@ -18,7 +17,6 @@ from asking import registered
 import megapg
 from megapg import torch_private
 from megapg.collection import LeaseState
-from megapg.communicators import create
 from megapg.errors import SessionError, StaleGroupError, UnsupportedOffloadError
 from megapg.ownership import offload
 from megapg.testing import run_distributed
@@ -242,33 +240,6 @@ def test_groups_are_destroyed_and_made_anew_alike_on_all_ranks():
         assert "others have groups on WORLD" in bystander
         assert "Nothing was touched" in callers
         assert "WORLD is not the session's to destroy" in callers
-
-
-def overlapping_families():
-    """End many overlapping groups in a different order on every rank, while old references live."""
-    generations, end = [], create.end
-    with megapg.session(pp=4, timeout=60) as session:
-        assert (session.groups.embd is None) == (session.groups.rank("pp") in (1, 2))
-        kept = []
-        for cycle in range(6):
-            shuffled = random.Random(f"{cycle}/{session.rank}")
-
-            def in_any_order(made, *, abort, shuffled=shuffled):
-                made = list(made)
-                end(shuffled.sample(made, len(made)), abort=abort)
-
-            assert works(session)
-            kept.append(session.groups)  # a model that is not rebound
-            with mock.patch.object(create, "end", in_any_order):
-                session.suspend()
-            session.resume()
-            generations.append(session.generation)
-        assert works(session)
-    return generations, registered()
-
-
-def test_overlapping_families_come_apart():
-    assert run_distributed(overlapping_families, 8, deadline=200) == [([2, 3, 4, 5, 6, 7], 0)] * 8
 
 
 def played():

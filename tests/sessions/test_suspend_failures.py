@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import os
-import threading
 import time
 import weakref
 from functools import partial
@@ -22,14 +21,10 @@ from megapg.collection import LeaseState
 from megapg.communicators import create
 from megapg.errors import (
     OffloadError,
-    RendezvousError,
     SessionError,
     StaleGroupError,
     TeardownError,
 )
-from megapg.rendezvous import gathering, parting, rendezvous
-from megapg.rendezvous.coordinator import Coordinator
-from megapg.rendezvous.store import Store, host_of
 from megapg.testing import run_distributed
 
 PATIENT = 60.0
@@ -154,10 +149,6 @@ def one_after_the_other():
     session = opened()
     session._timeout = HURRIED
     told["late"] = lost(session, partial(late, session.suspend))
-    session = opened()
-    session.suspend()
-    session._timeout = HURRIED
-    told["late for resume"] = lost(session, partial(late, session.resume))
 
     # After the caller replaces WORLD, the groups belong to another WORLD.
     def make_world(name):
@@ -217,7 +208,6 @@ def test_a_failure_on_one_rank_ends_the_session_on_all_and_nothing_else():
     heard("left between", by=[0, 2, 3], text="bad batch", kinds=others)
     slack = HURRIED + 20
     heard("late", by=[0, 1, 2, 3], text="rank 3", kinds=others, within=slack)
-    heard("late for resume", by=[0, 1, 2], text="rank 3", kinds=others, within=slack)
 
 
 # -- a backend that fails --------------------------------------------------------------------------
@@ -253,185 +243,7 @@ def test_a_communicator_that_fails_is_named_and_the_others_are_attempted():
             assert rank == on or f"rank {on}: RuntimeError" in said
 
 
-# -- the exchange ----------------------------------------------------------------------------------
-
-
-def shared_store():
-    store = dist.HashStore()
-    return Store(store, host_of(store, "the test's store"))
-
-
-def test_ranks_that_came_for_different_things_hear_so():
-    store, said = shared_store(), {}
-
-    def take_part(rank):
-        coordinator = Coordinator(store, "talk", rank, range(3))
-        coordinator.meet({}, timeout=PATIENT)
-        coordinator.confirm(None, timeout=PATIENT)
-        first = coordinator.exchange("tea", f"milk {rank}", timeout=PATIENT)
-        coordinator.exchange("tea", "", timeout=PATIENT)
-        turns = [key for key in store.torch.list_keys() if "/turn " in key]
-        try:
-            coordinator.exchange("tea" if rank else "coffee", "", timeout=PATIENT)
-        except RendezvousError as error:
-            said[rank] = first, str(error), error.missing, len(turns)
-
-    ranks = [threading.Thread(target=take_part, args=(rank,)) for rank in range(3)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(PATIENT)
-    assert {rank: s[0] for rank, s in said.items()} == {
-        rank: {0: "milk 0", 1: "milk 1", 2: "milk 2"} for rank in range(3)
-    }
-    assert "rank 1 came for tea; rank 2 came for tea" in said[0][1]
-    assert "rank 0 came for coffee" in said[1][1]
-    assert [said[rank][2] for rank in range(3)] == [(1, 2), (0,), (0,)]
-    assert max(s[3] for s in said.values()) <= 8  # earlier messages are deleted
-
-
-@pytest.mark.parametrize(
-    ("said", "named", "missing"),
-    [
-        (ValueError("bad batch"), {2}, (2,)),
-        # This error results from another rank's failure, and torch does not name that rank.
-        (RuntimeError("[/src/gloo/gloo/tcp/pair.cc:1] Connection closed by peer"), {1, 2}, (1,)),
-    ],
-)
-def test_who_is_late_is_not_blamed_for_who_has_left(said, named, missing):
-    """The ranks do not wait for rank 1 until the timeout, and no error claims that they did."""
-    store, heard, told = shared_store(), {}, threading.Event()
-
-    def take_part(rank):
-        coordinator = Coordinator(store, "talk", rank, range(3))
-        coordinator.meet({}, timeout=PATIENT)
-        coordinator.confirm(None, timeout=PATIENT)
-        if rank == 2:
-            coordinator.part(said, timeout=PATIENT)
-            return
-        if rank == 1:
-            assert told.wait(PATIENT)
-        try:
-            coordinator.exchange("tea", "", timeout=PATIENT)
-        except RendezvousError as error:
-            heard[rank] = error
-        told.set()
-
-    played_by({rank: partial(take_part, rank) for rank in range(3)})
-    text = str(heard[0])
-    assert {rank for rank in range(3) if f"rank {rank}" in text} == named, text
-    assert "did not come within" not in text
-    assert heard[0].missing == missing
-    assert "rank 2" in str(heard[1])
-    assert "rank 1" not in str(heard[1])
-    assert heard[1].missing == (2,)
-
-
-def played_by(threads):
-    """Run these functions at the same time; return the result or the exception of each."""
-    said = {}
-
-    def play(rank, work):
-        try:
-            said[rank] = work()
-        except Exception as error:
-            said[rank] = error
-
-    ranks = [threading.Thread(target=play, args=item) for item in threads.items()]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(2 * PATIENT)
-    return said
-
-
-@pytest.mark.parametrize("where", ["exchange", "confirm", "part"])
-def test_where_one_has_given_up_nobody_goes_on(where, monkeypatch):
-    """The other ranks come later, and by their own clocks all are in time."""
-    for module in (gathering, parting, rendezvous):
-        monkeypatch.setattr(module, "GRACE", 0.1)
-    store = shared_store()
-    ranks = [Coordinator(store, "talk", rank, range(3)) for rank in range(3)]
-    played_by({r: partial(ranks[r].meet, {}, timeout=PATIENT) for r in range(3)})
-    if where != "confirm":
-        played_by({r: partial(ranks[r].confirm, None, timeout=PATIENT) for r in range(3)})
-    arguments = ("tea", "milk") if where == "exchange" else (None,)
-
-    def come(those, timeout):
-        return played_by(
-            {r: partial(getattr(ranks[r], where), *arguments, timeout=timeout) for r in those}
-        )
-
-    said = come([1], 0.1) | come([0, 2], PATIENT)
-    for rank in range(3):
-        heard = said[rank]
-        assert heard if where == "part" else isinstance(heard, RendezvousError), (rank, heard)
-
-
-def test_a_follower_that_gives_up_confirming_names_who_is_to_blame(monkeypatch):
-    """The error does not name the leader, which is present and waits for the same rank."""
-    for module in (gathering, parting, rendezvous):
-        monkeypatch.setattr(module, "GRACE", 0.1)
-    store = shared_store()
-    ranks = [Coordinator(store, "talk", rank, range(4)) for rank in range(4)]
-    played_by({r: partial(ranks[r].meet, {}, timeout=PATIENT) for r in range(4)})
-
-    def give_up():
-        while sum("/ready/" in key for key in store.list_keys()) < 2:
-            time.sleep(0.01)
-        ranks[1].confirm(None, timeout=0.1)
-
-    said = played_by(
-        {
-            0: partial(ranks[0].confirm, None, timeout=HURRIED),
-            1: give_up,
-            3: partial(ranks[3].confirm, RuntimeError("out of memory"), timeout=PATIENT),
-        }
-    )
-    for rank in (0, 1):
-        assert said[rank].missing == (2, 3)
-        assert "rank 2: did not confirm in time; rank 3: RuntimeError: out of" in str(said[rank])
-
-
-def test_attempts_are_counted_alike_once_all_have_met(monkeypatch):
-    """Otherwise a message of an earlier attempt would be taken for one of the current attempt."""
-    store = shared_store()
-
-    def opened(rank, ranks):
-        coordinator = Coordinator(store, "talk", rank, ranks)
-        coordinator.meet({}, timeout=PATIENT)
-        coordinator.confirm(None, timeout=PATIENT)
-        return coordinator.part(None, timeout=PATIENT)
-
-    assert played_by({r: partial(opened, r, range(2)) for r in range(2)}) == {0: {}, 1: {}}
-    everyone = {r: partial(opened, r, range(3)) for r in range(3)}
-    assert played_by(everyone) == {0: {}, 1: {}, 2: {}}
-    bad = partial(Coordinator(store, "talk", 0, range(3)).decline, ValueError("bad argument"))
-    heard = played_by({**everyone, 0: bad})
-    assert all("bad argument" in str(heard[rank]) for rank in (1, 2))
-    late = {**everyone, 0: lambda: (time.sleep(1.0), everyone[0]())[1]}
-    assert played_by(late) == {0: {}, 1: {}, 2: {}}
-
-
-def test_a_refusal_among_other_ranks_ends_no_meeting():
-    """Rank 0 has declined more often under this name than rank 2 has called."""
-    store = shared_store()
-    for _ in range(3):
-        Coordinator(store, "talk", 0, range(2)).decline(ValueError("bad argument"))
-    here = threading.Event()
-
-    def come(rank):
-        coordinator = Coordinator(store, "talk", rank, range(3))
-        if rank == 0:
-            assert here.wait(PATIENT)
-            time.sleep(1.0)  # rank 2 looks for its leader meanwhile
-        elif rank == 2:
-            here.set()
-        coordinator.meet({}, timeout=PATIENT)
-        coordinator.confirm(None, timeout=PATIENT)
-        return coordinator.part(None, timeout=PATIENT)
-
-    assert played_by({r: partial(come, r) for r in range(3)}) == {0: {}, 1: {}, 2: {}}
+# -- the end --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("doing", ["suspend", "close"])

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -18,6 +19,7 @@ from megapg import torch_private
 from megapg.errors import UnsupportedVersionError
 from megapg.layout import ParallelLayout
 from megapg.ownership.opening import fake_session
+from megapg.rendezvous import sockets
 from megapg.testing import fake_collection, run_distributed
 from megapg.torch_private import meshes
 
@@ -28,16 +30,11 @@ ABORTS = hasattr(dist.ProcessGroup, "abort")  # on any backend; else on NCCL onl
 
 
 def made(name, seconds=30.0, store=None):
-    return torch_private.new_group(
-        (0, 1),
-        dist.get_rank(),
-        backend="gloo",
-        store=store or dist.PrefixStore(name, torch_private.default_store()),
-        name=f"megapg/{name}",
-        description=f"what {name} is for",
-        timeout=timedelta(seconds=seconds),
-        options=None,
+    wanted = torch_private.NewGroup(
+        (0, 1), "gloo", f"megapg/{name}", f"what {name} is for", timedelta(seconds=seconds)
     )
+    store = store or dist.PrefixStore(name, torch_private.default_store())
+    return torch_private.new_group(wanted, dist.get_rank(), store)
 
 
 def tables():
@@ -163,15 +160,10 @@ def of_four_ranks():
 
 
 def split(ranks, name):
-    return torch_private.split_world(
-        ranks,
-        dist.get_rank(),
-        backend="gloo",
-        name=f"megapg/{name}",
-        description="a half",
-        timeout=timedelta(seconds=17),
-        options=None,
+    wanted = torch_private.NewGroup(
+        ranks, "gloo", f"megapg/{name}", "a half", timedelta(seconds=17)
     )
+    return torch_private.split_world(wanted, dist.get_rank())
 
 
 @pytest.mark.skipif(not torch_private.can_split(), reason="this torch can't split under a name")
@@ -181,24 +173,6 @@ def test_groups_that_are_split_from_world_by_all_ranks_together():
 
 def test_groups_and_stores():
     assert run_distributed(of_two_ranks, 2) == [True] * 2
-
-
-def ends_right_after_collectives():
-    """A group ends while its threads still release the tensors of its collectives."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-    torch_private.part_in_peace(dist.group.WORLD)
-    for round_ in range(60):
-        names = [f"{round_} {each}" for each in "abc"]
-        groups = [made(name) for name in names]
-        for group in groups:
-            dist.all_reduce(torch.ones(1), group=group)
-        while groups:
-            torch_private.destroy(groups.pop())
-    return True
-
-
-def test_a_group_that_goes_right_after_a_collective_does_not_hang():
-    assert run_distributed(ends_right_after_collectives, 2) == [True] * 2
 
 
 class Reduced(torch.autograd.Function):
@@ -230,6 +204,13 @@ def last_dropped_by_its_own_threads():
         torch_private.destroy(group)
         del group
     ends(lambda: threads() <= before)
+    # A group ends while its threads still release the tensors of its collectives.
+    for round_ in range(60):
+        groups = [made(f"{round_} {each}") for each in "abc"]
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+        while groups:
+            torch_private.destroy(groups.pop())
     return True
 
 
@@ -248,6 +229,22 @@ def ends(come):
 def test_a_group_that_its_own_threads_are_the_last_to_drop_ends_too():
     """Without the workaround, the first such group aborts and later groups leave threads behind."""
     assert run_distributed(last_dropped_by_its_own_threads, 2) == [True] * 2
+
+
+def test_only_the_warnings_of_torchs_store_are_not_printed(capfd, monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    with torch_private.without_store_warnings():
+        os.write(2, b"before\n")
+        sockets.hang_up(server.port)
+        with pytest.raises(RuntimeError):
+            client.get("key")
+        os.write(2, b"after\n")
+    assert capfd.readouterr().err == "before\nafter\n"
+    monkeypatch.setattr(sys, "stderr", None)
+    with torch_private.without_store_warnings():
+        os.write(2, b"as it is\n")
+    assert capfd.readouterr().err == "as it is\n"
 
 
 def test_what_this_torch_can():

@@ -4,12 +4,12 @@ See ``tests/support/torchcomms_stub``.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import captured
 
 import megapg
 from megapg.errors import UnsupportedVersionError
@@ -45,17 +45,14 @@ def test_a_session_of_four_ranks_splits_every_family_from_world_once(monkeypatch
 @of_2_13
 def test_the_run_on_gpus_tries_it_where_it_is_there():
     asked = [sys.executable, "-m", "benchmarks.gpu", "--on-gloo", "2", "--cycles", "1"]
-    for path, said in ((f"{STUB}:{ROOT}", "sums are right"), (str(ROOT), "not there")):
-        done = subprocess.run(
-            asked,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert f"2 ranks on torchcomms: {said}" in done.stdout
+    done = captured(
+        asked,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{STUB}:{ROOT}"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "2 ranks on torchcomms: sums are right" in done.stdout
 
 
 def test_torchcomms_that_is_not_there_is_an_error(monkeypatch):

@@ -36,19 +36,16 @@ WIDE = replace(SHORT, tp=2, pp=2, steps=2, recompute=True)
 RUNS = {
     1: [SHORT, replace(SHORT, experts=2)],
     2: [
-        replace(SHORT, tp=2),
         replace(SHORT, pp=2),
         replace(SHORT),  # data parallel
         replace(SHORT, pp=2, vpp=2, layers=4),
         replace(SHORT, tp=2, sequence_parallel=True),
         replace(SHORT, tp=2, recompute=True),
-        replace(SHORT, **EXPERTS),
         replace(SHORT, dispatcher="alltoall", **EXPERTS),
     ],
     4: [
         replace(SHORT, tp=2, pp=2),
         replace(SHORT, tp=2, sequence_parallel=True, **EXPERTS),
-        replace(SHORT, tp=2, sequence_parallel=True, dispatcher="alltoall", steps=2, **EXPERTS),
         replace(SHORT, pp=2, vpp=2, layers=4, steps=2),  # and dp=2
     ],
     8: [WIDE, replace(WIDE, sequence_parallel=True, **EXPERTS)],

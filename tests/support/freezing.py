@@ -97,17 +97,11 @@ class Rank:
         """True if this rank is the one to freeze."""
         return self.me == 0 and self.host_pid is None
 
-    @property
-    def host(self):
-        """Return the name of the host in errors."""
-        who = "rank 0 hosts" if self.host_pid is None else "torchrun hosts"
-        return f"the store that {who} at 127.0.0.1:{self.port}"
-
-    def step(self, ranks=None):
+    def step(self):
         """Wait until all ranks call this."""
         self.turn += 1
         self.side.set(f"{self.turn}/{self.me}", "")
-        self.side.wait([f"{self.turn}/{rank}" for rank in ranks or range(self.size)])
+        self.side.wait([f"{self.turn}/{rank}" for rank in range(self.size)])
 
     @contextlib.contextmanager
     def frozen(self, when=None, late=()):

@@ -31,15 +31,15 @@ def run() -> dict[str, object]:
         # Apart from the splits in C++, only splits without this rank are recorded.
         assert len(torchcomms.Comm.splits) == mine.count(None)
         assert all(ranks == () for ranks, _ in torchcomms.Comm.splits)
-        hinted = torch_private.split_world(
+        wanted = torch_private.NewGroup(
             (0, 1) if rank < 2 else (2, 3),
-            rank,
-            backend="gloo",
-            name=f"with hints {rank // 2}",
-            description="with hints",
-            timeout=timedelta(seconds=60),
-            options={"max_ctas": "8"},
+            "gloo",
+            f"with hints {rank // 2}",
+            "with hints",
+            timedelta(seconds=60),
+            {"max_ctas": "8"},
         )
+        hinted = torch_private.split_world(wanted, rank)
         dist.all_reduce(value := torch.ones(1), group=hinted)
         assert value.item() == 2
         assert torchcomms.Comm.hints == [{"max_ctas": "8"}]

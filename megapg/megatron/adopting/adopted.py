@@ -395,10 +395,6 @@ class Adopted(Owner):
             raise PublishedError(f"close() of {_OWNER}: {published}.")
 
     @override
-    def _take_leave(self, error: BaseException | None) -> None:
-        """Do nothing: suspended or not, the ranks stay connected until the groups end."""
-
-    @override
     def _release(
         self, steps: Steps, news: Callable[[], None], abort: BaseException | None, alone: bool
     ) -> dict[int, str]:

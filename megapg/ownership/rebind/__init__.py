@@ -6,7 +6,7 @@ objects and replaces each old group, by identity. It reports the references that
 that it found and could not replace, and other holders of an old group in the process.
 """
 
-from megapg.ownership.rebind.rebound import Rebound, rebind
-from megapg.ownership.rebind.successors import Replacements
+from megapg.ownership.rebind.rebinding import Rebound, rebind
+from megapg.ownership.rebind.replacements import Replacements
 
 __all__ = ["Rebound", "Replacements", "rebind"]

@@ -16,7 +16,7 @@ from megapg import torch_private
 from megapg.collection import Lease, ProcessGroupCollection
 from megapg.communicators.plan import Communicator
 from megapg.ownership.rebind.paths import ATTRIBUTE, ITEM, KEY, PART
-from megapg.ownership.rebind.successors import Replacements
+from megapg.ownership.rebind.replacements import Replacements
 from megapg.ownership.steps import Steps
 from megapg.rendezvous.store import Store
 from megapg.torch_private.meshes import FINDING_NEW_GROUPS

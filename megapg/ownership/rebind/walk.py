@@ -26,6 +26,7 @@ from megapg.ownership.rebind.paths import (
     TELLING,
     Path,
 )
+from megapg.ownership.rebind.replacements import Replacements
 from megapg.ownership.rebind.shapes import (
     CONTAINERS,
     LEAVES,
@@ -35,7 +36,6 @@ from megapg.ownership.rebind.shapes import (
     shape_of,
     with_parts,
 )
-from megapg.ownership.rebind.successors import Replacements
 
 _Queue: TypeAlias = deque[tuple[Path, object, str]]
 _Visitor: TypeAlias = "Callable[[Walk, Path, Any, str], None]"

@@ -1,15 +1,20 @@
-"""The function :func:`rebind` and its result."""
+"""The function :func:`rebind`, its result, and the search for holders that the walk missed."""
 
 from __future__ import annotations
 
+import gc
+import types
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
 from typing_extensions import override
 
-from megapg.ownership.rebind.successors import Replacements
-from megapg.ownership.rebind.survivors import survivors
+from megapg.collection import ProcessGroupCollection
+from megapg.communicators.plan import shortened
+from megapg.ownership.holders import holders
+from megapg.ownership.rebind.replacements import Replacements
 from megapg.ownership.rebind.walk import Walk
 
 _SHOWN = 3  # paths in the text of a result
@@ -90,7 +95,7 @@ def rebind(objects: Sequence[object], replacements: Replacements) -> Rebound:
     left = tuple(f"{path}: {why}" for path, why in walk.left)
     known = walk.holders
     del walk  # it holds every object that it visited
-    elsewhere, unseen = survivors(replacements, known)
+    elsewhere, unseen = _survivors(replacements, known)
     return Rebound(replaced, left, elsewhere, unseen, dict(by_name.most_common()))
 
 
@@ -98,3 +103,46 @@ def _first(paths: Sequence[str]) -> list[str]:
     shown = [f"  {path}" for path in paths[:_SHOWN]]
     more = len(paths) - len(shown)
     return [*shown, f"  ... and {more} more"] if more else shown
+
+
+def _survivors(
+    replacements: Replacements, reported: set[int]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Find holders of old objects, and old objects that have no known holder.
+
+    Args:
+        replacements: the old objects.
+        reported: ids of holders that are reported already.
+    """
+    if not replacements.alive():
+        return (), ()
+    gc.collect()  # drop garbage in reference cycles first
+    alive = replacements.alive()
+    own, within = {id(alive)}, set()
+    for old in alive:
+        if isinstance(old, ProcessGroupCollection):  # a collection holds its groups
+            inner = [value for value in vars(old).values() if isinstance(value, tuple)]
+            own |= {id(old), id(vars(old)), id(old._extras), *map(id, inner)}
+            levels = (level for levels in inner for level in levels)
+            within |= {id(group) for group in (*vars(old).values(), *old.extras.values(), *levels)}
+            del inner
+    held: set[int] = set()
+    known: set[int] = set()
+    # One call for all, as each call scans every object of the process.
+    for by in gc.get_referrers(*alive):
+        if id(by) not in own and type(by) is not types.FrameType:
+            (known if id(by) in reported else held).update(map(id, gc.get_referents(by)))
+    elsewhere = [
+        f"{_label(old)}: {line}"
+        for old in alive
+        if id(old) in held
+        for line in holders(old, own | reported)
+    ]
+    unseen = [_label(old) for old in alive if id(old) not in held | known | within]
+    return tuple(elsewhere), tuple(unseen)
+
+
+def _label(old: object) -> str:
+    if not isinstance(old, dist.ProcessGroup):
+        return "the collection"
+    return shortened(str(old.group_desc).rpartition(": ")[2].split("+"))
