@@ -16,68 +16,78 @@ from megapg.layout import ParallelLayout
 app = typer.Typer()
 
 
-def _group(title: str, text: str, **limits: int) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(help=text, rich_help_panel=title, **limits)  # type: ignore[arg-type]
-    return option
+def _option(
+    panel: str, text: str, *flag: str, least: int | None = 1, default: str | bool = True
+) -> typer.models.OptionInfo:
+    metavar = None if least is None else "N"
+    return typer.Option(  # type: ignore[no-any-return]
+        *flag, help=text, rich_help_panel=panel, min=least, metavar=metavar, show_default=default
+    )
 
 
 _LAYOUT, _MODEL, _TRAINING = "Layout", "Model", "Training"
+_TWO = "2 if it fits, else 1"
 
 
 @add_to(app)
 def demo(
-    world_size: Annotated[int, _group(_LAYOUT, "Ranks to start on this machine.", min=1)] = 4,
-    tp: Annotated[
-        int | None, _group(_LAYOUT, "Tensor parallel size. [default: 2 if it fits]", min=1)
-    ] = None,
-    pp: Annotated[
-        int | None, _group(_LAYOUT, "Pipeline parallel size. [default: 2 if it fits]", min=1)
-    ] = None,
+    world_size: Annotated[int, _option(_LAYOUT, "Ranks to start on this machine.")] = 4,
+    tp: Annotated[int | None, _option(_LAYOUT, "Tensor parallel size.", default=_TWO)] = None,
+    pp: Annotated[int | None, _option(_LAYOUT, "Pipeline parallel size.", default=_TWO)] = None,
     vpp: Annotated[
-        int | None, _group(_LAYOUT, "Virtual pipeline: model chunks per rank, with pp > 1.", min=1)
+        int | None, _option(_LAYOUT, "Model chunks per rank (virtual pipeline); needs pp > 1.")
     ] = None,
-    cp: Annotated[int, _group(_LAYOUT, "Context parallel size; only 1 runs on CPU.", min=1)] = 1,
-    ep: Annotated[int, _group(_LAYOUT, "Expert parallel size; needs --experts.", min=1)] = 1,
+    ep: Annotated[int, _option(_LAYOUT, "Expert parallel size; needs --experts.")] = 1,
     expt_tp: Annotated[
-        int | None, _group(_LAYOUT, "Tensor parallel size inside an expert. [default: tp]", min=1)
+        int | None, _option(_LAYOUT, "Tensor parallel size of an expert.", default="tp")
     ] = None,
     experts: Annotated[
-        int | None, _group(_MODEL, "Experts per layer (MoE); a dense model without it.", min=1)
+        int | None, _option(_MODEL, "Experts per layer (MoE).", default="a dense model")
     ] = None,
-    layers: Annotated[int, _group(_MODEL, "Transformer layers.", min=1)] = 4,
-    hidden: Annotated[int, _group(_MODEL, "Width of the model.", min=4)] = 64,
-    heads: Annotated[int, _group(_MODEL, "Attention heads.", min=1)] = 4,
-    seq_length: Annotated[int, _group(_MODEL, "Bytes in a sample.", min=2)] = 64,
+    layers: Annotated[int, _option(_MODEL, "Transformer layers.")] = 4,
+    hidden: Annotated[int, _option(_MODEL, "Hidden size.", least=4)] = 64,
+    heads: Annotated[int, _option(_MODEL, "Attention heads.")] = 4,
+    seq_length: Annotated[int, _option(_MODEL, "Bytes in a sample.", least=2)] = 64,
     sequence_parallel: Annotated[
-        bool, _group(_MODEL, "Sequence parallelism; always on for experts with tp > 1.")
+        bool,
+        _option(
+            _MODEL,
+            "Use sequence parallelism. Experts with tp > 1 always use it.",
+            "--sequence-parallel",
+            least=None,
+        ),
     ] = False,
     recompute: Annotated[
-        bool, _group(_MODEL, "Recompute activations in the backward pass.")
+        bool,
+        _option(_MODEL, "Recompute activations in the backward pass.", "--recompute", least=None),
     ] = False,
-    steps: Annotated[int, _group(_TRAINING, "Optimizer steps.", min=1)] = 30,
-    micro_batch_size: Annotated[int, _group(_TRAINING, "Samples in a microbatch.", min=1)] = 2,
+    steps: Annotated[int, _option(_TRAINING, "Optimizer steps.")] = 30,
+    micro_batch_size: Annotated[int, _option(_TRAINING, "Samples in a microbatch.")] = 2,
     microbatches: Annotated[
-        int, _group(_TRAINING, "Microbatches per step and data parallel rank.", min=1)
+        int, _option(_TRAINING, "Microbatches per step and data parallel rank.")
     ] = 4,
-    seed: Annotated[int, _group(_TRAINING, "Seed of weights, dropout and data.", min=1)] = 1234,
+    seed: Annotated[int, _option(_TRAINING, "Seed of the weights, dropout and data.")] = 1234,
     data: Annotated[
         list[Path] | None,
-        _group(
+        _option(
             _TRAINING,
-            "File or directory to train on; may be given more than once. "
-            "[default: the Python standard library's sources]",
+            "File or directory to train on. Can be repeated.",
+            least=None,
+            default="Python's standard library",
         ),
     ] = None,
-    deadline: Annotated[
-        int, _group(_TRAINING, "Seconds that each of the two runs may take.", min=1)
-    ] = 600,
+    deadline: Annotated[int, _option(_TRAINING, "Seconds that each run may take.")] = 600,
 ) -> None:
-    """Train a real Megatron-core GPT on CPU ranks, on groups that a session made.
+    """Train a Megatron-core GPT on CPU ranks, with the groups of a session.
 
-    Trains it a second time on Megatron's own globals, compares the two bit by bit, lists what
-    Megatron-core read from its globals all the same, and checks that nothing is left behind.
-    Exit code 0: every row of the verdict holds; 1: one does not, or a rank failed; 2: the
-    arguments don't fit together.
+    The demo trains the same model again on Megatron's own globals, and compares the two runs bit by
+    bit. It resumes from a checkpoint, also in another layout. It lists the globals that
+    Megatron-core still read, and checks that no process or group is left.
+
+    Context parallelism needs TransformerEngine and a GPU, so the demo has none.
+
+    Exit code 0: every row of the verdict says yes. 1: a row says NO, or a rank failed. 2: the
+    options don't fit together.
     """
     console = Console()
     try:
@@ -89,11 +99,6 @@ def demo(
             "pip install 'megapg[torch,megatron]'."
         )
     try:
-        if cp > 1:
-            refuse(
-                "--cp: Megatron-core's attention has context parallelism with TransformerEngine "
-                "only, which needs a GPU. Groups with cp > 1 work; only this model can't use them."
-            )
         layout = _layout(world_size, tp, pp, vpp, ep, expt_tp)
         run = GPTRun(
             tp=layout.tp,

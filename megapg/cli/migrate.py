@@ -238,8 +238,9 @@ def explain(
                 show_use(out, entry)
             return
         reason = explanation(what)
-        out.print(Text(f"{reason.code}: the use {reason.title}.", style="bold"))
-        out.print(Text(f"\n{reason.why}\n\nInstead: {reason.instead}"))
+        prose = Text(f"{reason.code}: the use {reason.title}.", style="bold")
+        prose.append(f"\n\n{reason.why}\n\nInstead: {reason.instead}", "not bold")
+        out.print(prose, soft_wrap=not out.is_terminal)
 
 
 def _in_line(file: Path, line: int, from_core: str | None, wrappers: Sequence[str]) -> list[Entry]:

@@ -48,7 +48,8 @@ def _table(section: str, facts: Sequence[Fact], world_size: int) -> Table:
         table.add_column("ranks", no_wrap=True)
     for fact in facts:
         for number, (value, ranks) in enumerate(_shown(fact, world_size)):
-            cells = [_plain("" if number else fact.name), value]
+            mark = " (differs)" if fact.differs else ""
+            cells = [_plain("" if number else fact.name + mark), value]
             cells += [Text(ranks)] if world_size > 1 else []
             table.add_row(*cells, style="yellow" if fact.differs else "")
     return table
@@ -76,7 +77,7 @@ def _shown(fact: Fact, world_size: int) -> list[tuple[Text, str]]:
 def _judge(console: Console, report: Report) -> None:
     """Print the verdict in one line, then the findings."""
     if report.good:
-        console.print(Text("good", style="bold green").append(" nothing looks wrong", "none"))
+        console.print(Text("good", style="bold green"), "no problem found")
     else:
         counts = Counter(finding.level for finding, _ in report.findings)
         counted = [
@@ -85,11 +86,11 @@ def _judge(console: Console, report: Report) -> None:
             if (count := counts[level])
         ]
         worst = report.findings[0][0].level
-        console.print(Text("bad", style=_STYLES[worst]).append(f" {', '.join(counted)}", "none"))
+        console.print(Text("bad", style=_STYLES[worst]), ", ".join(counted), highlight=False)
     for finding, ranks in report.findings:
         who = "" if report.world_size == 1 or not ranks else f" [{ranks_said(ranks)}]"
-        line = Text(finding.level.value, style=_STYLES[finding.level])
-        console.print(line.append(f"{who} ", "none").append_text(_plain(finding.what)))
+        line = Text.assemble((finding.level.value, _STYLES[finding.level]), f"{who} ")
+        console.print(line.append_text(_plain(finding.what)))
         console.print(Text("  do: ").append_text(_plain(finding.remedy)))
 
 

@@ -74,7 +74,7 @@ def test_eight_ranks(model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--cp 2", "TransformerEngine only"),
+        ("--cp 2", "No such option"),
         ("--tp 3", "does not divide by tp=3"),
         ("--ep 2", "give --experts"),
         ("--experts 3 --ep 2", "--experts 3 does not divide by --ep 2: 3 = 1 x 2 + 1"),

@@ -497,12 +497,12 @@ def test_the_verdict_comes_first() -> None:
         "bad 1 error, 1 warning",
     )
     assert lines[2].startswith("error GLOO_SOCKET_IFNAME=^lo")
-    assert lines[4].startswith("warning TORCH_NCCL_ASYNC_ERROR_HANDLING=0: nobody ends")
+    assert lines[4].startswith("warning TORCH_NCCL_ASYNC_ERROR_HANDLING=0: torch does not end")
     assert lines[6].startswith("note NCCL_CUMEM_ENABLE=0: ")
     assert lines[8:10] == ["", "launch"]  # the facts follow
     assert lines[-1].startswith("  ")
     code, out = doctor_here()
-    assert (code, out.splitlines()[1]) == (0, "good nothing looks wrong")
+    assert (code, out.splitlines()[1]) == (0, "good no problem found")
 
 
 def test_a_wrong_environment_is_reported_as_text_with_what_to_do() -> None:
@@ -510,7 +510,7 @@ def test_a_wrong_environment_is_reported_as_text_with_what_to_do() -> None:
         TORCH_DISTRIBUTED_USE_TORCHCOMMS="False", GLOO_SOCKET_IFNAME="^lo", RANK="0", SLURM_JWT="s3"
     )
     assert code == 1
-    assert "error TORCH_DISTRIBUTED_USE_TORCHCOMMS=False: torch takes 1 and 0 only" in out
+    assert "error TORCH_DISTRIBUTED_USE_TORCHCOMMS=False: torch knows 0 and 1 only" in out
     assert "  do: Set TORCH_DISTRIBUTED_USE_TORCHCOMMS=0 to turn it off" in out
     assert "error GLOO_SOCKET_IFNAME=^lo: this host has no interface '^lo'" in out
     assert "RANK" in out[out.index("\nerror") :]  # the variables that the launch lacks
@@ -587,7 +587,7 @@ def test_a_missing_rank_is_named_and_without_rank_0_the_others_end() -> None:
         assert first.returncode == 1, err
         assert out.startswith("megapg doctor: 3 ranks on 1 host\n")
         assert "\nerror [rank 2] rank 2 did not come: this report is about 2 of 3 ranks.\n" in out
-        assert "The ranks are to meet at 127.0.0.1, which every host takes for itself" in out
+        assert "The ranks meet at 127.0.0.1, a loopback address" in out
         assert second.communicate(timeout=60)[0] == ""
         assert second.returncode == 1  # rank 0's verdict
 

@@ -137,7 +137,7 @@ class ParityReport:
         from rich.table import Table
         from rich.text import Text
 
-        title = "largest difference from one rank"
+        title = "largest difference from one rank (! differs)"
         table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
         table.add_column("layout", overflow="fold")
         for heading in ("ranks", *_HEADINGS):
@@ -153,7 +153,9 @@ class ParityReport:
 
 
 def _short(cell: Cell) -> str:
-    return f"{cell.off:.0e}" if cell.state != "failed" else "failed"
+    if cell.state == "failed":
+        return "failed"
+    return f"{cell.off:.0e}{'!' if cell.state == 'differs' else ''}"
 
 
 def _names(cells: Sequence[Cell]) -> str:
