@@ -32,43 +32,35 @@ def in_process(arguments):
     return CliRunner(env={"COLUMNS": "140"}).invoke(app, ["demo", *arguments.split()])
 
 
-def demo(arguments):
-    ended = in_process(arguments)
-    assert ended.exit_code == 0, ended.output
-    return ended.output
-
-
 @pytest.mark.contract
-def test_the_default_layout_holds_every_row():
+def test_two_ranks_hold_every_row(tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_bytes(b"call me Ishmael. " * 100)
     done = captured(
-        [*DEMO, *SMALL.split()],
+        [*DEMO, *SMALL.split(), "--world-size", "2", "--data", text],
         timeout=280,
         env={**os.environ, "COLUMNS": "140"},
     )
     shown = done.stdout + done.stderr
     assert done.returncode == 0, shown
-    assert "on 4 CPU ranks" in shown
+    assert "on 2 CPU ranks" in shown
+    assert "1,700 bytes" in shown
     assert "cross_entropy.py" in shown or "dot_product_attention.py" in shown
     verdict = shown.partition("verdict")[2]
     assert verdict.count("yes") == 10
-    assert "12 of 12 equal" in verdict
-    assert "4 of 4 ranks" in verdict
+    assert "6 of 6 equal" in verdict
+    assert "2 of 2 ranks" in verdict
     words = " ".join(verdict.split())
-    assert "resumed as tp2: the same loss" in words
+    assert "resumed as dp alone: the same loss" in words
     assert "2 of 2 layouts" in words
 
 
-def test_experts_and_the_users_own_text(tmp_path):
-    text = tmp_path / "book.txt"
-    text.write_bytes(b"call me Ishmael. " * 100)
-    two = "--world-size 2 --tp 2 --ep 2 --expt-tp 1 --experts 4"
-    assert "1,700 bytes" in demo(f"{SMALL} {two} --data {text}")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["", "--experts 4 --ep 2"])
-def test_eight_ranks(model):
-    assert "on 8 CPU ranks" in demo(f"--world-size 8 --steps 3 {model}")
+@pytest.mark.parametrize("options", ["", "--experts 4 --ep 2 --expt-tp 1"])
+def test_eight_ranks(options):
+    ended = in_process(f"--world-size 8 --steps 3 {options}")
+    assert ended.exit_code == 0, ended.output
+    assert "on 8 CPU ranks" in ended.output
 
 
 @pytest.mark.parametrize(

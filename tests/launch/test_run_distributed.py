@@ -517,31 +517,6 @@ def test_preloaded_modules_are_imported_once(monkeypatch: pytest.MonkeyPatch) ->
     assert gone([interpreter])
 
 
-SPAWNED = """
-    import sys
-    from megapg.testing import preloaded, run_distributed
-    from rank_functions import where
-
-    with preloaded("rank_functions"):
-        ((me, importer, _),) = run_distributed(where, 1, preload=())
-    sys.exit(me == importer)
-"""
-
-
-def test_preloaded_interpreter_below_make(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks import their modules if a preloaded interpreter starts below make.
-
-    Like make, the test starts the process with posix_spawn. glibc's two internal signals then stay
-    ignored until a second thread starts. The caller starts one with torch, but the preloaded
-    interpreter does not.
-    """
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, SUPPORT))))
-    pid = os.posix_spawn(
-        sys.executable, [sys.executable, "-c", textwrap.dedent(SPAWNED)], os.environ
-    )
-    assert os.waitpid(pid, 0)[1] == 0, "each rank has imported the module by itself"
-
-
 def test_ranks_run_without_a_preloaded_interpreter_that_failed(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -16,6 +16,8 @@ from megapg.testing.agreement.comparison import (
     REPLICAS,
     SHARDED_WEIGHTS,
     WEIGHTS,
+    Held,
+    Shard,
 )
 from megapg.testing.agreement.diagnose import Cause, explain, explain_number, listed, only_axis
 from megapg.testing.agreement.differences import (
@@ -27,7 +29,6 @@ from megapg.testing.agreement.differences import (
     line_up,
     unlike,
 )
-from megapg.testing.agreement.held import Held, Shard
 from megapg.testing.agreement.parity_report import Cell
 
 
