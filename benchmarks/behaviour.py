@@ -37,8 +37,7 @@ from rich.progress import Progress
 
 import megapg
 from benchmarks.table import Table
-from megapg.demo.job import Checkpoints, GPTRun, TrainingResult
-from megapg.demo.text import read_text
+from megapg.demo.job import Checkpoints, GPTRun, TrainingResult, library_text
 from megapg.errors import NoCollectionError, RankFailedError, WrongGroupError
 from megapg.megatron import GlobalRead, trace_global_reads
 from megapg.migrate.config import Config, parse_versions
@@ -362,7 +361,7 @@ def train_on_this_rank(
     """
     warnings.simplefilter("ignore")
     _check_core(core)
-    text = read_text((), 1000)
+    text = library_text()
     return {case: _train(case, text, folder, traced) for case in cases}
 
 

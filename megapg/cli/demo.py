@@ -2,80 +2,49 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from megapg.cli.console import add_to, refuse
-from megapg.demo.job import VOCABULARY, GPTRun
+from megapg.demo.job import GPTRun
 from megapg.errors import LayoutError, MegapgError, RankFailedError
 from megapg.layout import ParallelLayout
 
 app = typer.Typer()
 
 
-def _option(
-    panel: str, text: str, *flag: str, least: int | None = 1, default: str | bool = True
-) -> typer.models.OptionInfo:
-    metavar = None if least is None else "N"
+def _option(panel: str, text: str, default: str | bool = True) -> typer.models.OptionInfo:
     return typer.Option(  # type: ignore[no-any-return]
-        *flag, help=text, rich_help_panel=panel, min=least, metavar=metavar, show_default=default
+        help=text, rich_help_panel=panel, min=1, metavar="N", show_default=default
     )
 
 
-_LAYOUT, _MODEL, _TRAINING = "Layout", "Model", "Training"
+_LAYOUT, _TRAINING = "Layout", "Model and training"
 _TWO = "2 if it fits, else 1"
 
 
 @add_to(app)
 def demo(
     world_size: Annotated[int, _option(_LAYOUT, "Ranks to start on this machine.")] = 4,
-    tp: Annotated[int | None, _option(_LAYOUT, "Tensor parallel size.", default=_TWO)] = None,
-    pp: Annotated[int | None, _option(_LAYOUT, "Pipeline parallel size.", default=_TWO)] = None,
+    tp: Annotated[int | None, _option(_LAYOUT, "Tensor parallel size.", _TWO)] = None,
+    pp: Annotated[int | None, _option(_LAYOUT, "Pipeline parallel size.", _TWO)] = None,
     vpp: Annotated[
         int | None, _option(_LAYOUT, "Model chunks per rank (virtual pipeline); needs pp > 1.")
     ] = None,
     ep: Annotated[int, _option(_LAYOUT, "Expert parallel size; needs --experts.")] = 1,
     expt_tp: Annotated[
-        int | None, _option(_LAYOUT, "Tensor parallel size of an expert.", default="tp")
+        int | None, _option(_LAYOUT, "Tensor parallel size of an expert.", "tp")
     ] = None,
     experts: Annotated[
-        int | None, _option(_MODEL, "Experts per layer (MoE).", default="a dense model")
+        int | None, _option(_TRAINING, "Experts per layer (MoE).", "a dense model")
     ] = None,
-    layers: Annotated[int, _option(_MODEL, "Transformer layers.")] = 4,
-    hidden: Annotated[int, _option(_MODEL, "Hidden size.", least=4)] = 64,
-    heads: Annotated[int, _option(_MODEL, "Attention heads.")] = 4,
-    seq_length: Annotated[int, _option(_MODEL, "Bytes in a sample.", least=2)] = 64,
-    sequence_parallel: Annotated[
-        bool,
-        _option(
-            _MODEL,
-            "Use sequence parallelism. Experts with tp > 1 always use it.",
-            "--sequence-parallel",
-            least=None,
-        ),
-    ] = False,
-    recompute: Annotated[
-        bool,
-        _option(_MODEL, "Recompute activations in the backward pass.", "--recompute", least=None),
-    ] = False,
+    layers: Annotated[int, _option(_TRAINING, "Transformer layers.")] = 4,
     steps: Annotated[int, _option(_TRAINING, "Optimizer steps.")] = 30,
-    micro_batch_size: Annotated[int, _option(_TRAINING, "Samples in a microbatch.")] = 2,
     microbatches: Annotated[
         int, _option(_TRAINING, "Microbatches per step and data parallel rank.")
     ] = 4,
-    seed: Annotated[int, _option(_TRAINING, "Seed of the weights, dropout and data.")] = 1234,
-    data: Annotated[
-        list[Path] | None,
-        _option(
-            _TRAINING,
-            "File or directory to train on. Can be repeated.",
-            least=None,
-            default="Python's standard library",
-        ),
-    ] = None,
     deadline: Annotated[int, _option(_TRAINING, "Seconds that each run may take.")] = 600,
 ) -> None:
     """Train a Megatron-core GPT on CPU ranks, with the groups of a session.
@@ -92,7 +61,6 @@ def demo(
     console = Console()
     try:
         from megapg.demo.show import show
-        from megapg.demo.text import read_text
     except ImportError as error:
         refuse(
             f"{error}. The demo needs torch and Megatron-core: "
@@ -108,20 +76,13 @@ def demo(
             expt_tp=expt_tp,
             experts=experts,
             # Megatron-core requires it for experts with tensor parallelism.
-            sequence_parallel=layout.tp > 1 and (sequence_parallel or experts is not None),
+            sequence_parallel=layout.tp > 1 and experts is not None,
             layers=layers,
-            hidden=hidden,
-            heads=heads,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
             num_microbatches=microbatches,
             steps=steps,
-            seed=seed,
-            recompute=recompute,
         )
         _check_model(run)
-        text = read_text(data or [], at_least=seq_length + 1)
-        good = show(console, layout, run, text, deadline)
+        good = show(console, layout, run, deadline)
     except RankFailedError as error:
         console.print(f"[bold red]failed[/] {error}", highlight=False, markup=True)
         raise typer.Exit(1) from error
@@ -160,24 +121,14 @@ def _check_model(run: GPTRun) -> None:
         refuse(f"--ep {run.ep} spreads experts over ranks: give --experts, a multiple of {run.ep}.")
     if run.experts is not None:
         _divides("--experts", run.experts, f"--ep {run.ep}", run.ep)
-    _divides("--hidden", run.hidden, f"--heads {run.heads}", run.heads)
-    if (width := run.hidden // run.heads) % 2:
-        refuse(
-            f"--hidden {run.hidden} / --heads {run.heads} = {width}: a head's width must be even, "
-            "for the rotary position embedding."
-        )
-    _divides("--heads", run.heads, f"--tp {run.tp}", run.tp)
-    _divides("the vocabulary of", VOCABULARY, f"--tp {run.tp}", run.tp)
+    _divides("attention heads:", run.heads, f"--tp {run.tp}", run.tp)
     if run.experts is not None and run.expt_tp:
-        _divides("4 times --hidden,", 4 * run.hidden, f"--expt-tp {run.expt_tp}", run.expt_tp)
+        _divides("FFN hidden size:", 4 * run.hidden, f"--expt-tp {run.expt_tp}", run.expt_tp)
     stages = f"the {run.pp * (run.vpp or 1)} stages of the pipeline, --pp {run.pp}"
     if run.vpp:
         stages += f" x --vpp {run.vpp}"
         _divides("--microbatches", run.num_microbatches, f"--pp {run.pp}, with --vpp", run.pp)
     _divides("--layers", run.layers, stages, run.pp * (run.vpp or 1))
-    if run.sequence_parallel:
-        why = f"--tp {run.tp}, with sequence parallelism"
-        _divides("--seq-length", run.seq_length, why, run.tp)
 
 
 def _divides(option: str, whole: int, name: str, part: int) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from megapg.demo.job import Checkpoints, GPTRun
+from megapg.demo.job import Checkpoints, GPTRun, library_text
 from megapg.demo.ranks import RankReport, on_a_session, on_globals
 from megapg.demo.recut import cut, recut, sizes_for_parity
 from megapg.demo.verdict import Row, judge, judge_parity, judge_resumed, reads_of
@@ -30,9 +30,7 @@ _PRELOAD = (RankReport.__module__, f"{__package__}.gpt")  # the second imports M
 Work: TypeAlias = Callable[[GPTRun, bytes, Path], RankReport]
 
 
-def show(
-    console: Console, layout: ParallelLayout, run: GPTRun, text: bytes, deadline: float
-) -> bool:
+def show(console: Console, layout: ParallelLayout, run: GPTRun, deadline: float) -> bool:
     """Run the demo and show it. True if every row of the verdict held.
 
     ``deadline`` is in seconds, for each of the runs.
@@ -40,7 +38,7 @@ def show(
     Raises:
         RankFailedError: a rank failed or the deadline passed; no process is left.
     """
-    version = importlib.metadata.version("megatron-core")
+    version, text = importlib.metadata.version("megatron-core"), library_text()
     console.print(
         f"[bold]megapg demo[/]: a Megatron-core {version} GPT on {layout.world_size} CPU ranks "
         f"(gloo), {len(text):,} bytes of text\n"
