@@ -8,8 +8,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from unittest import mock
 
 import pytest
 from ports import free_port
+from processes import captured
 from schemas import check_schema
 from typer.testing import CliRunner
 
@@ -34,7 +34,6 @@ from megapg.launch.network import Interface, Kind, RdmaPort
 from megapg.testing import run_distributed
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = Path(sys.executable).with_name("torchrun")
 
 # --- one rank: every check ------------------------------------------------------------------------
 
@@ -320,6 +319,10 @@ def test_an_address_that_explains_a_missing_rank(
     assert checks == ["missing", "local_address"][: 1 + explains]
 
 
+def test_hosts_are_listed_with_their_ranks() -> None:
+    assert merge(two(CLUSTER, host="node2")).hosts == {"node1": (0,), "node2": (1,)}
+
+
 def test_a_note_makes_nothing_look_wrong() -> None:
     noted = merge(gathering(account(having(CLUSTER, NCCL_DEBUG="INFO"), 0)))
     assert [finding.level for finding, _ in noted.findings] == [Level.NOTE]
@@ -381,24 +384,6 @@ def clean(**variables: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
 
 
-@contextmanager
-def started(command: list[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        command,
-        env=dict(environment),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()  # torchrun ends its ranks
-        process.wait(30)
-
-
 def doctor_here(*arguments: str, **variables: str) -> tuple[int, str]:
     """Run the doctor in this process, which has imported torch; return exit code and output."""
     with mock.patch.dict(os.environ, clean(**variables), clear=True):
@@ -406,11 +391,9 @@ def doctor_here(*arguments: str, **variables: str) -> tuple[int, str]:
     return ended.exit_code, ended.stdout
 
 
-def doctor(*arguments: str, **variables: str) -> tuple[int, str, str]:
+def doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megapg", "doctor", *arguments]
-    with started(command, clean(**variables)) as process:
-        out, err = process.communicate(timeout=120)
-        return process.returncode, out, err
+    return captured(command, env=clean(**variables), cwd=ROOT, timeout=120)
 
 
 def checks(report: Mapping[str, object]) -> set[str]:
@@ -482,38 +465,37 @@ def test_without_torch_that_is_the_finding(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12 is not here')\n")
     job = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     path = f"{tmp_path}{os.pathsep}{ROOT}"
-    code, out, _ = doctor("--json", PYTHONPATH=path)
-    report = json.loads(out)
-    assert (code, checks(report)) == (1, {"torch"})
+    alone = doctor("--json", PYTHONPATH=path)
+    report = json.loads(alone.stdout)
+    assert (alone.returncode, checks(report)) == (1, {"torch"})
     assert "can't be imported: libcudart.so.12 is not here" in report["findings"][0]["what"]
-    code, out, _ = doctor("--json", PYTHONPATH=path, RANK="0", **job)
-    assert (code, json.loads(out)["missing"]) == (1, [1])
-    code, out, err = doctor("--json", PYTHONPATH=path, RANK="1", **job)
-    assert (code, out) == (2, "")
-    assert "libcudart.so.12 is not here" in err
+    first = doctor("--json", PYTHONPATH=path, RANK="0", **job)
+    assert (first.returncode, json.loads(first.stdout)["missing"]) == (1, [1])
+    second = doctor("--json", PYTHONPATH=path, RANK="1", **job)
+    assert (second.returncode, second.stdout) == (2, "")
+    assert "libcudart.so.12 is not here" in second.stderr
 
 
-# Acts as `-m megapg doctor` on ranks that differ in one value.
-UNEQUAL = """\
-import os, sys
-if os.environ["RANK"] == "1":
-    os.environ["NCCL_ALGO"] = "Ring"
-sys.argv = ["megapg", "doctor", "--json"]
-from megapg.cli import app
-app(prog_name="megapg")
-"""
+def on_a_rank(world_size: int, port: int, *arguments: str) -> tuple[int, str, str]:
+    """Run the doctor in a job that meets at this port. Rank 1 sets a variable."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    mine = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK")}
+    own = {"NCCL_ALGO": "Ring"} if mine["RANK"] == "1" else {}
+    job = clean(WORLD_SIZE=str(world_size), **place, **mine, **own)
+    with mock.patch.dict(os.environ, job, clear=True):
+        ended = CliRunner().invoke(app, ["doctor", *arguments])
+    return ended.exit_code, ended.stdout, ended.stderr
 
 
-def test_torchrun_has_one_report(tmp_path: Path) -> None:
-    script = tmp_path / "unequal.py"
-    script.write_text(UNEQUAL)
-    command = [str(TORCHRUN), "--standalone", "--nproc-per-node=2", str(script)]
-    with started(command, clean()) as process:
-        out, _ = process.communicate(timeout=180)
-    assert process.returncode == 1
-    report = json.loads(out)  # one line, from rank 0
+def test_a_job_has_one_report() -> None:
+    (code, out, _), (other, *nothing) = run_distributed(
+        partial(on_a_rank, 2, free_port(), "--json", "--timeout=60"), 2
+    )
+    assert (code, other, nothing) == (1, 1, ["", ""])  # rank 0's verdict
+    report = json.loads(out)
     check_schema(report, SCHEMA)
-    assert (report["launcher"], report["world_size"], report["missing"]) == ("torchrun", 2, [])
+    assert (report["world_size"], report["missing"]) == (2, [])
+    assert report["hosts"] == {socket.gethostname(): [0, 1]}
     assert checks(report) == {"differs"}
     assert report["findings"][0]["what"] == "NCCL_ALGO is not set on rank 0; Ring on rank 1."
     values = {fact["name"]: fact["values"] for fact in report["facts"]}
@@ -521,29 +503,18 @@ def test_torchrun_has_one_report(tmp_path: Path) -> None:
     assert [value["value"] for value in values["local rank"]] == [0, 1]
 
 
-def doctor_on_a_rank(world_size: int, port: int, *arguments: str) -> tuple[int, str, str]:
-    """Run the doctor on a rank of a job that waits at a port of its own."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    mine = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK")}
-    job = clean(WORLD_SIZE=str(world_size), **place, **mine)
-    with mock.patch.dict(os.environ, job, clear=True):
-        ended = CliRunner().invoke(app, ["doctor", *arguments])
-    return ended.exit_code, ended.stdout, ended.stderr
-
-
 def test_a_missing_rank_is_named() -> None:
-    doctor = partial(doctor_on_a_rank, 3, free_port(), "--timeout=4")
-    (code, out, err), others = run_distributed(doctor, 2)
+    (code, out, err), second = run_distributed(partial(on_a_rank, 3, free_port(), "--timeout=4"), 2)
     assert code == 1, err
     assert out.startswith("megapg doctor: 3 ranks on 1 host\n")
     assert "\nerror [rank 2] rank 2 did not come: this report is about 2 of 3 ranks.\n" in out
     assert "The ranks meet at 127.0.0.1, a loopback address" in out
-    assert others[:2] == (1, "")  # rank 0's verdict
+    assert second == (1, "", "")
 
 
 def alone_as_rank_1(port: int) -> tuple[int, str, str]:
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = "1"
-    return doctor_on_a_rank(2, port, "--timeout=1")
+    return on_a_rank(2, port, "--timeout=1")
 
 
 def test_without_rank_0_the_others_end() -> None:

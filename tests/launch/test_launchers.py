@@ -69,11 +69,6 @@ def check(ranks, count, launcher):
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
-def test_torchrun():
-    static = ["--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    check(run(*TORCHRUN, *static, "--nproc-per-node=2", SCRIPT, "train"), 2, "torchrun")
-
-
 @pytest.fixture(scope="module")
 def mpirun():
     if shutil.which("mpirun") is None:

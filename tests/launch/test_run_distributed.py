@@ -25,6 +25,7 @@ import rank_functions
 from rank_functions import (
     ASKS_NVML,
     LIMIT,
+    Rank,
     asked_whom,
     die_each_in_its_way,
     give_birth,
@@ -33,7 +34,6 @@ from rank_functions import (
     leave_a_grandchild,
     leave_a_grandchild_in,
     leave_unpicklable,
-    limit,
     raise_in_one_while_others_wait,
     raise_or_sleep,
     rank,
@@ -42,7 +42,6 @@ from rank_functions import (
     surroundings,
     total,
     wait_for,
-    warn,
     where,
 )
 
@@ -478,41 +477,36 @@ def all_pids(file: Path) -> list[int]:
 def test_preloaded_modules_are_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with preloaded(rank_functions.__name__):
         first = run_without_torch(where, 2, env={"EXTRA": "1"})
-        (interpreter,) = {imported for _, imported, _ in first}
-        assert interpreter not in {os.getpid(), *(pid for pid, *_ in first)}
-        assert {imported for _, imported, _ in run_without_torch(where, 3)} == {interpreter}
-        assert [extra for *_, extra in first] == ["1", "1"]
-        # Settings that a fork can't apply need a fresh interpreter.
+        (interpreter,) = {each.imported_by for each in first}
+        assert interpreter not in {os.getpid(), *(each.pid for each in first)}
+        assert [each.extra for each in first] == ["1", "1"]
+
+        def alone(**env: str) -> Rank:
+            (found,) = run_without_torch(where, 1, env=env)
+            return found
+
+        # Settings that a fork can't apply need a fresh interpreter, and others do not.
         for env in (
             {"OMP_NUM_THREADS": "2"},
             {"PYTHONWARNINGS": "ignore::UserWarning"},
             {PRELOADED: "/nowhere"},
         ):
-            assert interpreter not in {
-                imported for _, imported, _ in run_without_torch(where, 1, env=env)
-            }
-        env = {"PYTHONWARNINGS": "error", "EXTRA": "1"}
-        for (imported, raised), how in (
-            (run_without_torch(warn, 1, env=env)[0], True),
-            (run_without_torch(warn, 1)[0], False),
-        ):
-            assert (imported, raised) == (interpreter, how)
+            assert alone(**env).imported_by != interpreter
+        strict = alone(PYTHONWARNINGS="error")
+        assert (strict.imported_by, strict.warnings_raise) == (interpreter, True)
         before = resource.getrlimit(LIMIT)
         lower = (before[0] - 1, before[1])
         resource.setrlimit(LIMIT, lower)
         try:
-            ((imported, seen),) = run_without_torch(limit, 1)
+            limited = alone()
         finally:
             resource.setrlimit(LIMIT, before)
-        assert (imported == interpreter, seen) == (False, lower)
-        # a variable that is read at any time needs no fresh interpreter
+        assert (limited.imported_by == interpreter, limited.limit) == (False, lower)
         monkeypatch.setenv("EXTRA", "2")
-        assert [(imported, extra) for _, imported, extra in run_without_torch(where, 1)] == [
-            (interpreter, "2")
-        ]
         with preloaded(rank_functions.__name__):
-            assert interpreter not in {imported for _, imported, _ in run_without_torch(where, 1)}
-        assert {imported for _, imported, _ in run_without_torch(where, 1)} == {interpreter}
+            assert alone().imported_by != interpreter
+        again = alone()
+        assert again[1:] == (interpreter, "2", False, before)
     assert PRELOADED not in os.environ
     assert gone([interpreter])
 
@@ -524,8 +518,8 @@ def test_ranks_run_without_a_preloaded_interpreter_that_failed(
         assert run_without_torch(rank, 2) == [0, 1]
     assert "No module named 'no_such_module'" in capfd.readouterr().err
     with preloaded(rank_functions.__name__):
-        ((_, interpreter, _),) = run_without_torch(where, 1)
-        psutil.Process(interpreter).kill()
+        (found,) = run_without_torch(where, 1)
+        psutil.Process(found.imported_by).kill()
         assert run_without_torch(rank, 2) == [0, 1]
 
 
