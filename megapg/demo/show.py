@@ -75,11 +75,13 @@ def _compare(
 ) -> ParityReport:
     """Compare the layouts of the runs with one rank."""
     layouts = {str(sizes): sizes for sizes in (sizes_for_parity(run, world_size) for run in runs)}
+    run = runs[0]
+    sizes = {"num_layers": run.layers, "hidden_size": run.hidden, "num_attention_heads": run.heads}
     with console.status("comparing the layouts with one rank") as status:
         return parity(
-            f"{__package__}.gpt:build_for_parity",
+            "gpt" if run.experts is None else "moe",
             layouts.values(),
-            options={"run": runs[0]},
+            options=sizes if run.experts is None else {**sizes, "experts": run.experts},
             deadline=deadline,
             progress=lambda line: status.update(f"comparing the layouts with one rank: {line}"),
         )
