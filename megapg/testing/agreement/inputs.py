@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,21 +28,6 @@ def naming(what: str, hint: str = "") -> Iterator[None]:
         raise ParityInputError(
             f"{what} raised {type(error).__name__}{rank}: {text}{hint}"
         ) from error
-
-
-def check_options(
-    signature: inspect.Signature, options: Mapping[str, object], case: LayoutCase
-) -> None:
-    """Refuse words of a layout that ``build`` does not take."""
-    takes = signature.parameters.values()
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes):
-        return
-    unknown = [name for name in options if name not in signature.parameters]
-    if unknown:
-        raise ParityInputError(
-            f"layout {case.text!r}: {', '.join(unknown)} is no size, and build takes no argument "
-            "of that name."
-        )
 
 
 def chunks_of(made: object, case: LayoutCase, pg: ProcessGroupCollection) -> list[torch.nn.Module]:
