@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from megapg.errors import ParityInputError, RankFailedError
 from megapg.launch.environment import overridden
+from megapg.launch.process import ranks_said
 from megapg.testing import _ranks
 from megapg.testing._guard import preloaded
 from megapg.testing.agreement.cases import LayoutCase, Named, Option, named, parse_layout
@@ -28,7 +29,6 @@ from megapg.testing.agreement.comparison import (
     Step,
     read,
 )
-from megapg.testing.agreement.diagnose import listed
 from megapg.testing.agreement.judge import Judge, disagreement
 from megapg.testing.agreement.parity_report import Cell, LayoutReport, ParityReport
 from megapg.testing.distributed import run_distributed
@@ -244,4 +244,4 @@ def _summary(error: RankFailedError) -> str:
         line = f"{type(failure).__name__}: {text}"
         by_kind.setdefault(kind, {}).setdefault(line, []).append(rank)
     found = by_kind[min(by_kind)].items()
-    return "; ".join(f"{listed(ranks)}: {line}" for line, ranks in found)
+    return "; ".join(f"{ranks_said(ranks)}: {line}" for line, ranks in found)
