@@ -22,7 +22,6 @@ from megapg.demo.verdict import Row, judge, judge_parity, judge_resumed, reads_o
 from megapg.launch.environment import overridden
 from megapg.layout import Field, ParallelLayout
 from megapg.megatron import GlobalRead
-from megapg.megatron.watching.trace import empty_table
 from megapg.testing import ParityReport, Ranks, parity, preloaded
 from megapg.testing.agreement.entry import ON_CPUS
 
@@ -126,7 +125,7 @@ def _train(
 
 def _picture(layout: ParallelLayout) -> Table:
     """Return a table of the ranks and their groups, one row per rank, for the first ranks."""
-    table = Table(title="layout", title_justify="left", pad_edge=False)
+    table = Table(title="layout", title_justify="left")
     names: tuple[Field, ...] = ("tp", "pp", "dp", "ep", "expt_dp")
     for heading in ("rank", *(f"{name} group" for name in names)):
         table.add_column(heading, justify="right")
@@ -140,16 +139,18 @@ def _picture(layout: ParallelLayout) -> Table:
 
 
 def _reads(reads: Sequence[GlobalRead]) -> Table:
-    title = "reads of globals that Megatron-core made although it was given everything"
-    table = empty_table(title, ("place", "getter", "field", "answered by", "reads"))
+    title = "globals that Megatron-core read by itself"
+    table = Table(title=title, title_justify="left")
+    for heading in ("getter and place", "field", "answered by", "reads"):
+        table.add_column(heading, justify="right" if heading == "reads" else "left")
     for read in reads:
-        place = f"{read.file.rpartition('megatron/core/')[2]}:{read.line}"
-        table.add_row(place, read.getter, read.field, read.answered_by, f"{read.count:,}")
+        place = f"{read.getter}\n  {Path(read.file).name}:{read.line}"
+        table.add_row(place, read.field, read.answered_by, f"{read.count:,}")
     return table
 
 
 def _verdict(rows: Sequence[Row]) -> Table:
-    table = Table("", "claim", "figures", title="verdict", title_justify="left", pad_edge=False)
+    table = Table("", "claim", "figures", title="verdict", title_justify="left")
     for row in rows:
         mark = "[green]yes[/]" if row.held else "[bold red]NO[/]"
         table.add_row(mark, row.claim, row.figures)

@@ -133,12 +133,11 @@ class ParityReport:
 
     def table(self) -> Table:
         """The report as a table for a terminal."""
-        from rich.box import SIMPLE
         from rich.table import Table
         from rich.text import Text
 
         title = "largest difference from one rank (! differs)"
-        table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         table.add_column("layout", overflow="fold")
         for heading in ("ranks", *_HEADINGS):
             # A number must never be cut: 2e… may be 2e-16 or 2e-01.
