@@ -41,8 +41,10 @@ class Other:
 
 def _ranks(name: str, prefix: str) -> Other:
     """Return a launcher whose variables have the usual names after a prefix."""
-    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    return Other(name, *(f"{prefix}_{each}" for each in names))
+    rank, size, local_rank, local_size = (
+        f"{prefix}_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    return Other(name, rank, size, local_rank, local_size)
 
 
 def _hosts(
