@@ -110,13 +110,11 @@ class Signals(NoSignals):
 
     @override
     def when_stuck(self, work: Callable[[SignalExit], None]) -> None:
-        """See :meth:`NoSignals.when_stuck`."""
         self.work_when_stuck = work
 
     @contextlib.contextmanager
     @override
     def closing(self) -> Iterator[None]:
-        """See :meth:`NoSignals.closing`."""
         self._watch.holding += 1
         try:
             yield
@@ -128,7 +126,6 @@ class Signals(NoSignals):
     @contextlib.contextmanager
     @override
     def heeding(self) -> Iterator[None]:
-        """See :meth:`NoSignals.heeding`."""
         self._watch.holding -= 1
         try:
             self._watch.deliver()
@@ -138,7 +135,6 @@ class Signals(NoSignals):
 
     @override
     def close(self) -> None:
-        """See :meth:`NoSignals.close`."""
         self.work_when_stuck = None
         if self in self._watch.ears:
             self._watch.ears.remove(self)

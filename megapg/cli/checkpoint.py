@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # they import torch, which takes seconds that --help should n
     from megapg.checkpoint.verify import Report
 
 app = make_app(
-    "Look at checkpoints and check them: no GPU, no process group, no tensors loaded, and "
-    "nothing run that a checkpoint says."
+    "List, inspect and verify checkpoints. Needs no GPU and no process group, loads no tensors, "
+    "and runs no code from a checkpoint."
 )
 
 _ROWS = 20  # of a long list, without --all
@@ -37,16 +37,17 @@ _ROWS = 20  # of a long list, without --all
 @add_to(app)
 def ls(
     directory: Annotated[
-        Path, typer.Argument(help="Where the checkpoints are: what was given to save.")
+        Path,
+        typer.Argument(metavar="DIR", help="The directory that was passed to save_checkpoint()."),
     ],
     as_json: AsJson = False,
 ) -> None:
-    """List the checkpoints of a directory: iteration, state, size, the layout that saved, when.
+    """List the checkpoints of a directory: iteration, state, size, layout and time.
 
-    The latest one, which a job would resume from, has a star. Saves that were interrupted are
-    listed too; the next save removes them.
+    A star marks the latest checkpoint, from which a job resumes. The list has interrupted saves,
+    too. The next save removes them.
 
-    Exit code 0: listed, or there are none; 2: the directory can't be read.
+    Exit code 0: the list is printed, or is empty. 2: the directory can't be read.
 
     Example: megapg checkpoint ls checkpoints
     """
@@ -90,20 +91,21 @@ def inspect(
         Path,
         typer.Argument(
             metavar="DIR_OR_ITER",
-            help="One checkpoint, such as checkpoints/iter_0000123; or where the checkpoints are, "
-            "for the latest one.",
+            help="A checkpoint, such as checkpoints/iter_0000123, or a directory of checkpoints, "
+            "for the latest of them.",
         ),
     ],
     everything: Annotated[
-        bool, typer.Option("--all", help=f"Whole lists; without it, {_ROWS} rows of each.")
+        bool, typer.Option("--all", help=f"Print whole lists, not only {_ROWS} rows of each.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what one checkpoint holds: layout, random streams, every tensor and how it is cut.
+    """Show the contents of a checkpoint: layout, random streams, and each tensor with its shards.
 
-    A tensor's shards are written as the pieces of each dimension: 2x1 is halves of the first.
+    The column "cut" has the number of pieces of each dimension: 2x1 cuts the first one in halves.
 
-    Exit code 0: shown; 2: there is no checkpoint, or it can't be read (verify says more).
+    Exit code 0: the contents are printed. 2: there is no checkpoint, or it can't be read. Then
+    "megapg checkpoint verify" tells more.
 
     Example: megapg checkpoint inspect checkpoints/iter_0000123 --all
     """
@@ -123,19 +125,19 @@ def verify(
         Path,
         typer.Argument(
             metavar="DIR",
-            help="Where the checkpoints are, for all complete ones; or one checkpoint, such as "
-            "checkpoints/iter_0000123.",
+            help="A checkpoint, such as checkpoints/iter_0000123, or a directory of checkpoints, "
+            "for all complete ones.",
         ),
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Check every file of checkpoints: truncated, missing, changed, swapped, or not their own.
+    """Find files of checkpoints that are truncated, missing, changed, swapped or foreign.
 
-    With a manifest (integrity.json: megapg's always, Megatron-core's on request) every bit counts.
-    Without one, each shard is checked against the sums inside of it, which does not see a whole
-    file replaced by another of the same form.
+    If the checkpoint has a manifest (integrity.json), every bit is compared. megapg always writes
+    one, and Megatron-core on request. Without a manifest, each shard is compared with its own
+    checksums. These do not show that a whole file was replaced by a file of the same form.
 
-    Exit code 0: all good; 1: problems, one line for each file; 2: nothing there to check.
+    Exit code 0: no problem found. 1: problems, one line for each file. 2: nothing to verify.
 
     Example: megapg checkpoint verify checkpoints && rsync -a checkpoints backup:
     """

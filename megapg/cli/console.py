@@ -36,9 +36,10 @@ def add_to(app: typer.Typer) -> Callable[[Callable[P, None]], Callable[P, None]]
 
 
 def say(verdict: str, style: str, what: str | Text, *, stderr: bool = False) -> None:
-    """Print one line: a word in colour, and its text."""
-    console = Console(stderr=stderr, soft_wrap=True, highlight=False)
-    console.print(Text(verdict, style=style), what if isinstance(what, Text) else Text(what))
+    """Print a word in colour, and its text: on one line, unless a terminal is narrower."""
+    console = Console(stderr=stderr, highlight=False)
+    text = what if isinstance(what, Text) else Text(what)
+    console.print(Text(verdict, style=style), text, soft_wrap=not console.is_terminal)
 
 
 def print_json(value: object) -> None:
@@ -47,7 +48,7 @@ def print_json(value: object) -> None:
 
 
 def refuse(message: str | Text) -> Never:
-    """End the command with one line, and exit code 2."""
+    """End the command with an error and exit code 2."""
     say("error", "bold red", message, stderr=True)
     sys.stdout.flush()
     raise typer.Exit(2) from None

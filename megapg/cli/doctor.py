@@ -23,21 +23,26 @@ def doctor(
         bool,
         typer.Option(
             "--json",
-            help="Print JSON for programs, on one line, as schema.json of megapg.doctor says.",
+            help="Print JSON for programs, on one line. megapg/doctor/schema.json describes it.",
         ),
     ] = False,
     timeout: Annotated[
-        float, typer.Option(help="Seconds to wait for the other ranks of the job.", min=0.1)
+        float,
+        typer.Option(metavar="N", min=0.1, help="Seconds to wait for the other ranks of the job."),
     ] = 30.0,
 ) -> None:
-    """Say what looks wrong, what launched us, and what this machine can do.
+    """Report problems of this machine or job, its launcher, network and software.
 
-    Alone, it looks at this machine. Started as a job is, it brings all ranks together in one
-    report, which rank 0 prints; ranks that don't come are named. It makes no process group.
+    Run it alone, or start it as you start your job. In a job rank 0 prints one report about all
+    ranks, and names the ranks that did not come. It creates no process group.
 
-    Exit code 0: nothing looks wrong; 1: something does; 2: it could not run.
+    Exit code 0: no problem found. 1: problems found. 2: the doctor could not run.
 
-    Examples: megapg doctor; torchrun --nproc-per-node 8 -m megapg doctor; srun megapg doctor --json
+    Example: megapg doctor
+
+    Example: torchrun --nproc-per-node 8 -m megapg doctor
+
+    Example: srun megapg doctor --json
     """
     try:
         code = _run(timeout, as_json=as_json)

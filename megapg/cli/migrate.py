@@ -77,7 +77,7 @@ def check(
     wrapper: _Wrapper = None,
     baseline: Annotated[
         Path | None,
-        typer.Option(help="Count only the uses that this file does not allow: a ratchet for CI."),
+        typer.Option(help="Count only uses that this file does not allow, for CI."),
     ] = None,
     update_baseline: Annotated[
         bool, typer.Option("--update-baseline", help="Write the current uses to --baseline.")
@@ -87,9 +87,9 @@ def check(
 ) -> None:
     """List every use of Megatron's globals, with a replacement or a reason why there is none.
 
-    Name all your code: names are followed through imports and re-exports in these files. Lines with
-    "# megapg: keep" are skipped. Settings are in \\[tool.megapg] of pyproject.toml: exclude,
-    wrappers, from-core.
+    Name all your code, because imports and re-exports are followed in these files only. Lines with
+    "# megapg: keep" are skipped. The settings exclude, wrappers and from-core are read from
+    \\[tool.megapg] of pyproject.toml.
 
     Exit code 0: no uses, or none beyond the baseline. 1: there are uses, or a file in a folder
     can't be read. 2: wrong paths or settings, or a file given by name can't be read.
@@ -172,15 +172,15 @@ def migrate(
     """Rewrite uses of Megatron's globals: to a collection, a model, or a new parameter.
 
     If no collection is passed, the program does what it did before. Name all your code and its
-    tests: calls are followed in these files only, and what tests patch goes on working.
+    tests, because calls are followed in these files only. Getters that tests patch stay patched.
 
     Without --write no file changes. The diff goes to standard output, for git apply or patch -p1,
-    and the report to standard error. For the report alone: megapg migrate src tests > /dev/null.
+    and the report to standard error. To see the report alone: megapg migrate src tests > /dev/null.
 
     --write changes all files or none. It refuses if a file that mentions the globals, or that it
-    would change, has uncommitted changes or is not in git, unless you add --allow-dirty. git
-    restore undoes it; a new vendored module is deleted by hand. New text is formatted with the
-    black, isort or ruff that the project configures. Lines with "# megapg: keep" stay.
+    would change, has uncommitted changes or is not in git, unless you add --allow-dirty. To undo
+    the changes, use git restore, and delete a new vendored module by hand. New text is formatted
+    with the black, isort or ruff that the project configures. Lines with "# megapg: keep" stay.
 
     Exit code 0: all uses are rewritten. 1: uses are left, changes are not written yet, or a file in
     a folder can't be read. 2: wrong paths or settings, files could not be written, or a file given
@@ -220,14 +220,17 @@ def migrate(
 def explain(
     what: Annotated[
         str,
-        typer.Argument(metavar="CODE|FILE:LINE", help="As in a report, such as vp-stage."),
+        typer.Argument(
+            metavar="CODE|FILE:LINE",
+            help="A code of a report, such as vp-stage, or a line of a file.",
+        ),
     ],
     from_core: _FromCore = None,
     wrapper: _Wrapper = None,
 ) -> None:
-    """Explain a code of a report, or print what happens to the uses in a line.
+    """Explain a code of a report, or show how megapg migrate changes the uses in a line.
 
-    Exit code 0: explained. 2: unknown code, or no use in that line.
+    Exit code 0: explained. 2: the code is unknown, or the line has no use.
 
     Example: megapg explain vp-stage, or megapg explain trainer/data.py:12
     """
@@ -239,8 +242,9 @@ def explain(
                 show_use(out, entry)
             return
         reason = explanation(what)
-        out.print(Text(f"{reason.code}: the use {reason.title}.", style="bold"))
-        out.print(Text(f"\n{reason.why}\n\nInstead: {reason.instead}"))
+        prose = Text(f"{reason.code}: the use {reason.title}.", style="bold")
+        prose.append(f"\n\n{reason.why}\n\nInstead: {reason.instead}", "not bold")
+        out.print(prose, soft_wrap=not out.is_terminal)
 
 
 def _in_line(file: Path, line: int, from_core: str | None, wrappers: Sequence[str]) -> list[Entry]:

@@ -29,55 +29,75 @@ def parity(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="FILE.py:FUNCTION or MODULE:FUNCTION, a function build(pg) that makes the model; "
-            "or gpt, moe or t5.",
+            help="A built-in model: gpt, moe or t5. Or a function build(pg) that returns the model:"
+            " FILE.py:FUNCTION or MODULE:FUNCTION.",
         ),
     ],
     layout: Annotated[
         list[str] | None,
         typer.Option(
-            help="Sizes of tp, pp, cp, ep, dp, expt_tp and vpp, such as 'tp=2 pp=2'; may be given "
-            "more than once. Words that are no sizes go to build, as in 'tp=2 sequence_parallel'. "
-            f"[default: {', '.join(_DEFAULT)}]"
+            metavar="SIZES",
+            help="Sizes of tp, pp, cp, ep, dp, expt_tp and vpp, such as 'tp=2 pp=2'. Can be "
+            "repeated. Other words are keyword arguments of build, as in 'tp=2 sequence_parallel'.",
+            show_default=", ".join(_DEFAULT),
         ),
     ] = None,
     step: Annotated[
         str | None,
-        typer.Option(help="FILE.py:FUNCTION, step(model, batch, pg) that returns the loss."),
+        typer.Option(
+            metavar="FUNCTION",
+            help="A function step(model, batch, pg) that returns the loss: FILE.py:FUNCTION.",
+            show_default="the loss of the next token",
+        ),
     ] = None,
     sample: Annotated[
         str | None,
-        typer.Option(help="FILE.py:FUNCTION, sample(n) that makes sample n of the global batch."),
+        typer.Option(
+            metavar="FUNCTION",
+            help="A function sample(n) that returns sample n of the global batch: "
+            "FILE.py:FUNCTION.",
+            show_default="random tokens",
+        ),
     ] = None,
     precision: Annotated[
         Precision | None,
-        typer.Option(help="[default: float64, and float32 if the model does not run in it]"),
+        typer.Option(
+            help="Precision of the comparison.",
+            show_default="float64, or float32 if the model does not run in float64",
+        ),
     ] = None,
     seq_length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in a sample. [default: 16]")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens in a sample.", show_default="16"),
     ] = None,
     vocab_size: Annotated[
-        int | None, typer.Option(min=2, help="Tokens to choose from. [default: the model's]")
+        int | None,
+        typer.Option(
+            min=2, metavar="N", help="Tokens to choose from.", show_default="the model's vocabulary"
+        ),
     ] = None,
     global_sizes: Annotated[
         str | None,
         typer.Option(
             "--globals",
             metavar="SIZES",
-            help="Sizes of the groups in Megatron's globals, to find code that reads them in place "
-            "of pg. [default: the layout's]",
+            help="Sizes of the groups in Megatron's globals. If they differ from the layout, code "
+            "that reads the globals gives wrong results.",
+            show_default="the layout's sizes",
         ),
     ] = None,
-    deadline: Annotated[int, typer.Option(min=1, help="Seconds for each layout.")] = 180,
+    deadline: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Seconds that each layout may take.")
+    ] = 180,
     as_json: AsJson = False,
 ) -> None:
     """Compare what a model computes in other layouts with what one rank computes.
 
-    Every layout starts from the same weights and gets the same global batch. Compared are losses,
+    All layouts start with the same weights and the same global batch. The command compares losses,
     gradients, the gradient norm, the weights after two optimizer steps, and replicas. All ranks are
     processes on this machine; no GPU is needed.
 
-    Exit code 0: all layouts agree; 1: one differs; 2: bad input.
+    Exit code 0: all layouts agree. 1: a layout differs. 2: the input can't be compared.
 
     Example: megapg parity train.py:build --layout tp=2 --layout "pp=2 ep=2"
     """

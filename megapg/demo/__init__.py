@@ -1,5 +1,5 @@
 """The main job, end to end: a real Megatron-core GPT trained on groups from a session.
 
-``text`` reads a text, ``gpt`` trains, ``ranks`` has the function of each process, ``verdict``
+``gpt`` trains, ``ranks`` has the function of each process, ``verdict``
 compares, and ``show`` displays.
 """

@@ -13,7 +13,6 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -188,22 +187,6 @@ def _transformer_config(run: GPTRun) -> Any:
     )
 
 
-def build_for_parity(pg: ProcessGroupCollection, run: GPTRun) -> list[Any]:
-    """Return the model of a run, cut for these groups."""
-    layout = pg.layout
-    tp = pg.size("tp")
-    cut = replace(
-        run,
-        tp=tp,
-        pp=pg.size("pp"),
-        vpp=None if layout is None else layout.vpp,
-        ep=pg.size("ep"),
-        expt_tp=pg.size("expt_tp"),
-        sequence_parallel=tp > 1 and (run.sequence_parallel or run.experts is not None),
-    )
-    return _build_models(cut, _transformer_config(cut), pg, pg.pp)
-
-
 def _build_chunks(
     run: GPTRun, pg_collection: ProcessGroupCollection | None, pp_group: ProcessGroup
 ) -> list[Any]:
@@ -212,33 +195,11 @@ def _build_chunks(
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
     )
-    chunks = [
-        DistributedDataParallel(
-            config,
-            ddp_config,
-            model.cuda(),
-            disable_bucketing=stage > 0,
-            pg_collection=pg_collection,
-        )
-        for stage, model in enumerate(_build_models(run, config, pg_collection, pp_group))
-    ]
-    # Gradients are reduced during the last microbatch's backward pass, not before.
-    config.no_sync_func = [c.no_sync for c in chunks] if run.vpp else chunks[0].no_sync
-    config.finalize_model_grads_func = finalize_model_grads
-    return chunks
-
-
-def _build_models(
-    run: GPTRun,
-    config: Any,
-    pg_collection: ProcessGroupCollection | None,
-    pp_group: ProcessGroup,
-) -> list[Any]:
-    """Return this stage's model chunks."""
     first, last = pp_group.rank() == 0, pp_group.rank() == pp_group.size() - 1
     count = run.vpp or 1
-    return [
-        GPTModel(
+    chunks = []
+    for stage in range(count):
+        model = GPTModel(
             config,
             get_gpt_layer_local_spec(num_experts=run.experts),
             vocab_size=VOCABULARY,
@@ -250,8 +211,19 @@ def _build_models(
             pg_collection=pg_collection,
             vp_stage=stage if run.vpp else None,
         )
-        for stage in range(count)
-    ]
+        chunks.append(
+            DistributedDataParallel(
+                config,
+                ddp_config,
+                model.cuda(),
+                disable_bucketing=stage > 0,
+                pg_collection=pg_collection,
+            )
+        )
+    # Gradients are reduced during the last microbatch's backward pass, not before.
+    config.no_sync_func = [c.no_sync for c in chunks] if run.vpp else chunks[0].no_sync
+    config.finalize_model_grads_func = finalize_model_grads
+    return chunks
 
 
 def _build_optimizer(

@@ -1,10 +1,18 @@
-"""A training run and its result as plain data, without torch or Megatron-core."""
+"""A training run, its text and its result as plain data, without torch or Megatron-core."""
 
 from __future__ import annotations
 
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 
 VOCABULARY = 256  # a token is one byte of the text
+
+
+def library_text() -> bytes:
+    """Return a mebibyte of the standard library's sources, to train on."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return b"".join(file.read_bytes() for file in files)[: 1 << 20]
 
 
 @dataclass(frozen=True)

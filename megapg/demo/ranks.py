@@ -116,7 +116,7 @@ def _reporter(progress: Path, rank: int) -> Callable[[int, float, int], None] | 
 
     def report(step: int, loss: float, tokens: int) -> None:
         with progress.open("a") as file:
-            file.write(json.dumps({"step": step, "loss": loss, "tokens": tokens}) + "\n")
+            file.write(json.dumps({"step": step, "loss": loss}) + "\n")
 
     return report
 

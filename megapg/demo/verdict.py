@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 
 from megapg.demo.job import TrainingResult
 from megapg.demo.ranks import RankReport, Usage
@@ -36,14 +36,59 @@ def judge(
 
     ``left_over`` is the number of live processes that the demo started.
     """
+    ranks = _side_by_side(session, globals_)
+    pairs = [pair for one, other in ranks for pair in zip(one.losses, other.losses, strict=True)]
+    equal, weights = _equal(pairs), _equal_weights(ranks)
+    first = session[0].result
+    ours = [report.communicators for report in session]
+    theirs = [report.communicators for report in globals_]
+    before, after = session[0].before, session[0].after
     return (
-        _losses(session, globals_),
-        _weights(session, globals_),
-        _communicators(session, globals_),
-        _answers(session),
-        _readers(session),
-        _leaks(session, globals_),
+        Row(
+            "losses equal the run on globals, bit for bit",
+            equal == len(pairs) > 0,
+            f"{equal} of {len(pairs)} equal; {first.losses[0]:.4f} at first, "
+            f"{first.losses[-1]:.4f} at last",
+        ),
+        Row(
+            "final weights equal the run on globals, bit for bit",
+            weights == len(session) > 0,
+            f"{weights} of {len(session)} ranks; {first.parameters:,} parameters on rank 0",
+        ),
+        Row(
+            "no more communicators per rank than Megatron makes",
+            all(mine <= other for mine, other in zip(ours, theirs, strict=True)),
+            f"{_span(ours)} against {_span(theirs)} (without Megatron's gloo twins)",
+        ),
+        *_judge_reads(reads_of(session)),
+        Row(
+            "groups, threads and descriptors as before the session",
+            not any(_leaks(report) for report in session),
+            f"rank 0: {_usage(before)} before, {_usage(after)} after "
+            f"(destroy_model_parallel leaves {globals_[0].after.groups - 1} groups)",
+        ),
         Row("no process left behind", left_over == 0, f"{left_over} left"),
+    )
+
+
+def _judge_reads(reads: Sequence[GlobalRead]) -> Iterator[Row]:
+    """Judge the reads of globals. Megatron does read some, so no reads mean a failed trace."""
+    other = {read.answered_by for read in reads} - {"session"}
+    total = sum(read.count for read in reads)
+    yield Row(
+        "what Megatron still read from globals came from this session",
+        not other and total > 0,
+        f"{total:,} reads from {len(reads)} places, listed above"
+        + (f"; answered by {', '.join(sorted(other))}" if other else ""),
+    )
+    readers = {read.module for read in reads}
+    others = {module for module in readers if not is_below(module, [CORE])}
+    yield Row(
+        "nobody but Megatron-core itself read a global",
+        bool(readers) and not others,
+        f"read by {', '.join(sorted(others))}"
+        if others
+        else f"{len(readers)} modules of {CORE}; forbid_global_reads() would let them pass",
     )
 
 
@@ -52,57 +97,42 @@ def judge_resumed(
     resumed: Sequence[RankReport],
     recut: Sequence[RankReport],
     how: str,
-) -> tuple[Row, ...]:
-    """Return the verdict on the runs that resumed from a checkpoint of the first one, rank by rank.
+) -> Iterator[Row]:
+    """Yield the verdict on the runs that resumed from a checkpoint of the first one, rank by rank.
 
     ``whole`` was not interrupted, and ``resumed`` continued in its layout. ``recut``, which may be
     empty, continued in the layout that ``how`` names.
     """
-    same = _resumed(whole, resumed)
-    return (same, _recut(whole, recut, how)) if recut else (same,)
-
-
-def _resumed(whole: Sequence[RankReport], resumed: Sequence[RankReport]) -> Row:
     ranks = _side_by_side(whole, resumed)
     pairs = [
-        (ours, theirs)
+        pair
         for before, after in ranks
-        for ours, theirs in zip(
+        for pair in zip(
             (before.at_checkpoint, *before.losses[len(before.losses) - len(after.losses) :]),
             (after.at_checkpoint, *after.losses),
             strict=True,
         )
     ]
-    equal, weights = sum(ours == theirs for ours, theirs in pairs), _equal_weights(ranks)
-    return Row(
+    equal, weights = _equal(pairs), _equal_weights(ranks)
+    yield Row(
         "resumed in the same layout: as if never stopped, bit for bit",
         equal == len(pairs) and weights == len(whole) and all(after.losses for _, after in ranks),
         f"{equal} of {len(pairs)} losses, final weights on {weights} of {len(whole)} ranks",
     )
-
-
-def _side_by_side(
-    some: Sequence[RankReport], others: Sequence[RankReport]
-) -> list[tuple[TrainingResult, TrainingResult]]:
-    return [(one.result, other.result) for one, other in zip(some, others, strict=True)]
-
-
-def _equal_weights(ranks: Sequence[tuple[TrainingResult, TrainingResult]]) -> int:
-    return sum(one.weights_sha256 == other.weights_sha256 for one, other in ranks)
-
-
-def _recut(whole: Sequence[RankReport], recut: Sequence[RankReport], how: str) -> Row:
-    """Compare the loss without dropout, which draws other numbers in another layout."""
-    before, after = whole[0].result.at_checkpoint, recut[0].result.at_checkpoint
-    if before is None or after is None:
-        return Row(f"resumed {how}: the same model", False, "no loss to compare")
-    off = abs(before - after) / before
-    first, last = recut[0].result.losses[0], recut[0].result.losses[-1]
-    return Row(
+    if not recut:
+        return
+    # Compare the loss without dropout, which draws other numbers in another layout.
+    before, after = whole[0].result, recut[0].result
+    if before.at_checkpoint is None or after.at_checkpoint is None:
+        yield Row(f"resumed {how}: the same model", False, "no loss to compare")
+        return
+    off = abs(before.at_checkpoint - after.at_checkpoint) / before.at_checkpoint
+    first, last, uninterrupted = after.losses[0], after.losses[-1], before.losses[-1]
+    yield Row(
         f"resumed {how}: the same loss within {RECUT_TOLERANCE:.0e}, and goes on learning",
-        off <= RECUT_TOLERANCE and abs(last - whole[0].result.losses[-1]) <= LEARNING * last,
-        f"{before:.6f} and {after:.6f} without dropout; then {first:.4f} to {last:.4f}, "
-        f"uninterrupted {whole[0].result.losses[-1]:.4f}",
+        off <= RECUT_TOLERANCE and abs(last - uninterrupted) <= LEARNING * last,
+        f"{before.at_checkpoint:.6f} and {after.at_checkpoint:.6f} without dropout; then "
+        f"{first:.4f} to {last:.4f}, uninterrupted {uninterrupted:.4f}",
     )
 
 
@@ -123,82 +153,27 @@ def reads_of(session: Sequence[RankReport]) -> tuple[GlobalRead, ...]:
     return summed(read for report in session for read in report.reads)
 
 
-def _losses(session: Sequence[RankReport], globals_: Sequence[RankReport]) -> Row:
-    pairs = [
-        (ours, theirs)
-        for mine, other in _side_by_side(session, globals_)
-        for ours, theirs in zip(mine.losses, other.losses, strict=True)
-    ]
-    equal = sum(ours.hex() == theirs.hex() for ours, theirs in pairs)
-    losses = session[0].result.losses
-    return Row(
-        "losses equal the run on globals, bit for bit",
-        equal == len(pairs) > 0,
-        f"{equal} of {len(pairs)} equal; {losses[0]:.4f} at first, {losses[-1]:.4f} at last",
-    )
+def _side_by_side(
+    some: Sequence[RankReport], others: Sequence[RankReport]
+) -> list[tuple[TrainingResult, TrainingResult]]:
+    return [(one.result, other.result) for one, other in zip(some, others, strict=True)]
 
 
-def _weights(session: Sequence[RankReport], globals_: Sequence[RankReport]) -> Row:
-    equal = _equal_weights(_side_by_side(session, globals_))
-    return Row(
-        "final weights equal the run on globals, bit for bit",
-        equal == len(session) > 0,
-        f"{equal} of {len(session)} ranks; {session[0].result.parameters:,} parameters on rank 0",
-    )
+def _equal(pairs: Sequence[tuple[float | None, float | None]]) -> int:
+    return sum(one == other for one, other in pairs)
 
 
-def _communicators(session: Sequence[RankReport], globals_: Sequence[RankReport]) -> Row:
-    ours = [report.communicators for report in session]
-    theirs = [report.communicators for report in globals_]
-    return Row(
-        "no more communicators per rank than Megatron makes",
-        all(mine <= other for mine, other in zip(ours, theirs, strict=True)),
-        f"{_span(ours)} against {_span(theirs)} (without Megatron's gloo twins)",
-    )
+def _equal_weights(ranks: Sequence[tuple[TrainingResult, TrainingResult]]) -> int:
+    return sum(one.weights_sha256 == other.weights_sha256 for one, other in ranks)
 
 
-def _answers(session: Sequence[RankReport]) -> Row:
-    reads = reads_of(session)
-    other = {read.answered_by for read in reads} - {"session"}
-    total = sum(read.count for read in reads)
-    return Row(
-        "what Megatron still read from globals came from this session",
-        not other and total > 0,  # Megatron does read some, so no reads mean a failed trace
-        f"{total:,} reads from {len(reads)} places, listed above"
-        + (f"; answered by {', '.join(sorted(other))}" if other else ""),
-    )
-
-
-def _readers(session: Sequence[RankReport]) -> Row:
-    readers = {read.module for read in reads_of(session)}
-    others = {module for module in readers if not is_below(module, [CORE])}
-    return Row(
-        "nobody but Megatron-core itself read a global",
-        bool(readers) and not others,
-        f"read by {', '.join(sorted(others))}"
-        if others
-        else f"{len(readers)} modules of {CORE}; forbid_global_reads() would let them pass",
-    )
-
-
-def _leaks(session: Sequence[RankReport], globals_: Sequence[RankReport]) -> Row:
-    held = all(
-        report.after.groups <= report.before.groups
-        and report.after.threads <= report.before.threads
-        and report.after.descriptors <= report.before.descriptors
-        for report in session
-    )
-    first, other = session[0], globals_[0]
-    return Row(
-        "groups, threads and descriptors as before the session",
-        held,
-        f"rank 0: {_usage(first.before)} before, {_usage(first.after)} after "
-        f"(destroy_model_parallel leaves {other.after.groups - 1} groups)",
-    )
+def _leaks(report: RankReport) -> bool:
+    before, after = astuple(report.before), astuple(report.after)
+    return any(now > then for then, now in zip(before, after, strict=True))
 
 
 def _usage(usage: Usage) -> str:
-    return f"{usage.groups}/{usage.threads}/{usage.descriptors}"
+    return "/".join(map(str, astuple(usage)))
 
 
 def _span(values: Sequence[int]) -> str:

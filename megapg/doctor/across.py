@@ -102,8 +102,8 @@ def local_address(gathering: Gathering) -> Iterator[Located]:
     one_host = len(set(launch.hosts)) == 1 or launch.local_world_size == launch.world_size
     if gathering.missing and is_loopback(launch.address) and not one_host:
         what = (
-            f"The ranks are to meet at {launch.address}, which every host takes for itself: ranks "
-            "on other hosts find nobody there."
+            f"The ranks meet at {launch.address}, a loopback address: ranks on other hosts can't "
+            "reach rank 0 there."
         )
         remedy = "Set MASTER_ADDR to the name or address of the host of rank 0, on every host."
         yield Finding("local_address", Level.ERROR, what, remedy), gathering.missing

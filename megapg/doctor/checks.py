@@ -87,28 +87,28 @@ RULES = (
     Rule(
         ("TORCH_DISTRIBUTED_USE_TORCHCOMMS",),
         lambda value: value not in ("", "0", "1"),
-        "torch takes 1 and 0 only, and every other text, 'False' too, turns torchcomms on",
+        "torch knows 0 and 1 only: any other text, even 'False', turns torchcomms on",
         "Set {name}=0 to turn it off, or 1 to turn it on.",
         Level.ERROR,
     ),
     Rule(
         ("TORCH_DISTRIBUTED_USE_TORCHCOMMS",),
         lambda value: value == "1",
-        "torchcomms is not installed, and torch goes on without it and says nothing",
+        "torchcomms is not installed, and torch silently continues without it",
         "Install torchcomms, or unset {name}.",
         where=lambda facts: not facts.version("torchcomms"),
     ),
     Rule(
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),
         _no,
-        "nobody ends a collective that failed or whose peer died: the job hangs",
+        "torch does not end a collective that failed or whose peer died, so the job hangs",
         "Unset {name}; torch's default (3) ends the process.",
     ),
     Rule(
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),
         lambda value: value in ("1", "2"),
         "communicators are aborted at a timeout, which can cut the flight recorder's dump short",
-        "Set {name}=3, torch's default; torchrun sets 1 where nothing is set.",
+        "Set {name}=3, torch's default; torchrun sets 1 if you set nothing.",
         where=_records_flights,
     ),
     Rule(
@@ -119,39 +119,39 @@ RULES = (
     Rule(
         ("NCCL_CUMEM_ENABLE",),
         _no,
-        "NCCL can't suspend communicators in place, and session.suspend() has to re-create them",
+        "NCCL can't suspend communicators in place, so session.suspend() re-creates them",
         where=_suspends_otherwise,
     ),
     Rule(
         ("NCCL_CUMEM_ENABLE",),
         _no,
-        "where NCCL could suspend communicators in place, this rules it out",
+        "NCCL can't suspend communicators in place, not even on machines with a GPU",
         level=Level.NOTE,
         where=_cannot_suspend_anyway,
     ),
     Rule(
         ("NCCL_IB_DISABLE",),
         lambda value: value not in ("", "0"),
-        "NCCL talks TCP, though this host has InfiniBand or RoCE",
+        "NCCL uses TCP, although this host has InfiniBand or RoCE",
         where=_on_a_fast_network,
     ),
     Rule(
         ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"),
         lambda value: value not in ("", "0"),
-        "GPUs of one host talk over slower ways than NVLink, PCIe or shared memory",
+        "the GPUs of a host use slower paths than NVLink, PCIe or shared memory",
         where=_on_gpus,
     ),
     Rule(
         ("CUDA_LAUNCH_BLOCKING",),
         lambda value: value not in ("", "0"),
-        "every kernel is waited for, and nothing overlaps",
+        "the CPU waits for every kernel, so nothing overlaps",
         "Unset {name}, unless you debug a kernel.",
         where=_on_gpus,
     ),
     Rule(
         ("TORCH_DISTRIBUTED_DEBUG",),
         lambda value: value.upper() == "DETAIL",
-        "every group gets a second one that checks each collective: slow, and more memory",
+        "every group gets a second group that checks each collective, at a cost of time and memory",
         "Unset {name}, unless you debug collectives.",
     ),
     Rule(
@@ -223,7 +223,7 @@ def devices(facts: Facts) -> Iterator[Finding]:
     """This rank has no accelerator to itself, or torch has no NCCL."""
     seen, local = facts.variable("CUDA_VISIBLE_DEVICES"), facts.launch.local_rank
     if facts.device_problem:
-        remedy = "See that nvidia-smi works here, and that torch's CUDA is not newer than its."
+        remedy = "Check that nvidia-smi works, and that the driver is new enough for torch's CUDA."
         yield Finding("devices", Level.ERROR, f"The GPUs {facts.device_problem}.", remedy)
     elif facts.driver and not facts.devices and facts.version("torch"):
         causes = {
@@ -236,19 +236,19 @@ def devices(facts: Facts) -> Iterator[Finding]:
         remedy = "Give the process its GPUs, and install a torch for CUDA that the driver can run."
         yield Finding("devices", Level.WARNING, what, remedy)
     if facts.devices and not facts.device and local is None:
-        what = f"This rank sees {len(facts.devices)} GPUs, and nobody says which is its own."
+        what = f"This rank sees {len(facts.devices)} GPUs, and its local rank is unknown."
         remedy = "Set LOCAL_RANK in each rank, counting from 0 on each host; or use torchrun."
         yield Finding("devices", Level.ERROR, what, remedy)
     elif facts.devices and not facts.device:
         yield Finding(
             "devices",
             Level.ERROR,
-            f"local rank {local} would take cuda:{local}, and this process sees "
-            f"{len(facts.devices)}" + (f" (CUDA_VISIBLE_DEVICES={seen})." if seen else "."),
+            f"Local rank {local} needs cuda:{local}, but this process sees {len(facts.devices)} "
+            "GPUs" + (f" (CUDA_VISIBLE_DEVICES={seen})." if seen else "."),
             "Start no more ranks on a host than it has GPUs, and let every rank see all of them.",
         )
     if facts.devices and not facts.version("NCCL"):
-        what = "This torch has no NCCL, so the GPUs can't talk to each other."
+        what = "This torch has no NCCL, so the GPUs can't communicate."
         yield Finding("nccl", Level.ERROR, what, "Install a build of torch for CUDA.")
 
 
@@ -262,7 +262,7 @@ def connections(facts: Facts) -> Iterator[Finding]:
             Level.WARNING if facts.launch.world_size > 1 else Level.NOTE,
             f"CUDA_DEVICE_MAX_CONNECTIONS is {value or 'not set'}: with tp or cp > 1 on this GPU, "
             "Megatron overlaps communication with 1 only, and megatron.training refuses to start.",
-            "Set CUDA_DEVICE_MAX_CONNECTIONS=1, save with FSDP, which wants more than 1.",
+            "Set CUDA_DEVICE_MAX_CONNECTIONS=1. With FSDP, set more than 1.",
         )
 
 

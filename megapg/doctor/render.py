@@ -1,13 +1,12 @@
-"""The report for people: the verdict, then the facts, as tables, or one per line in a pipe."""
+"""The report for people: the verdict, then the facts, one per line."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 
 from megapg.doctor.account import Level
@@ -26,32 +25,16 @@ def show(report: Report) -> None:
     _judge(console, report)
     for section, facts in groupby(report.facts, key=lambda fact: fact.section):
         console.print()
-        if console.is_terminal:
-            console.print(_table(section, list(facts), report.world_size))
-        else:
-            console.print(Text(section))
-            for line in (line for fact in facts for line in _lines(fact, report.world_size)):
-                console.print(Text("  ").append(line))
+        console.print(Text(section, style="bold"))
+        for fact in facts:
+            for line in _lines(fact, report.world_size):
+                _print_indented(console, line, "yellow" if fact.differs else "")
 
 
 def _headline(report: Report) -> str:
     ranks = f"{report.world_size} rank{'s' if report.world_size > 1 else ''}"
     hosts = f"{len(report.hosts)} host{'s' if len(report.hosts) > 1 else ''}"
     return f"megapg doctor: {ranks} on {hosts}"
-
-
-def _table(section: str, facts: Sequence[Fact], world_size: int) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(section, no_wrap=True, min_width=20, overflow="fold")
-    table.add_column("", overflow="fold")
-    if world_size > 1:
-        table.add_column("ranks", no_wrap=True)
-    for fact in facts:
-        for number, (value, ranks) in enumerate(_shown(fact, world_size)):
-            cells = [_plain("" if number else fact.name), value]
-            cells += [Text(ranks)] if world_size > 1 else []
-            table.add_row(*cells, style="yellow" if fact.differs else "")
-    return table
 
 
 def _lines(fact: Fact, world_size: int) -> list[Text]:
@@ -76,7 +59,7 @@ def _shown(fact: Fact, world_size: int) -> list[tuple[Text, str]]:
 def _judge(console: Console, report: Report) -> None:
     """Print the verdict in one line, then the findings."""
     if report.good:
-        console.print(Text("good", style="bold green").append(" nothing looks wrong", "none"))
+        console.print(Text("good", style="bold green"), "no problem found")
     else:
         counts = Counter(finding.level for finding, _ in report.findings)
         counted = [
@@ -85,12 +68,18 @@ def _judge(console: Console, report: Report) -> None:
             if (count := counts[level])
         ]
         worst = report.findings[0][0].level
-        console.print(Text("bad", style=_STYLES[worst]).append(f" {', '.join(counted)}", "none"))
+        console.print(Text("bad", style=_STYLES[worst]), ", ".join(counted), highlight=False)
     for finding, ranks in report.findings:
         who = "" if report.world_size == 1 or not ranks else f" [{ranks_said(ranks)}]"
-        line = Text(finding.level.value, style=_STYLES[finding.level])
-        console.print(line.append(f"{who} ", "none").append_text(_plain(finding.what)))
-        console.print(Text("  do: ").append_text(_plain(finding.remedy)))
+        line = Text.assemble((finding.level.value, _STYLES[finding.level]), f"{who} ")
+        console.print(line.append_text(_plain(finding.what)))
+        _print_indented(console, Text("do: ").append_text(_plain(finding.remedy)))
+
+
+def _print_indented(console: Console, line: Text, style: str = "") -> None:
+    # On a terminal, all lines of a wrapped text are indented.
+    indented = Padding.indent(line, 2) if console.is_terminal else Text("  ").append(line)
+    console.print(indented, style=style)
 
 
 def _plain(value: str) -> Text:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -135,8 +134,10 @@ def _versions(torch_problem: str) -> Iterator[tuple[str, str]]:
             yield "CUDA", torch.version.cuda
         if nccl := _nccl():
             yield "NCCL", nccl
-    if core := _megatron_core():
-        yield "Megatron-core", core
+        from megapg.megatron.core import version_on_disk
+
+        if core := version_on_disk():
+            yield "Megatron-core", ".".join(map(str, core))
     for name, distribution in _OTHERS.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield name, importlib.metadata.version(distribution)
@@ -152,21 +153,6 @@ def _nccl() -> str:
     with contextlib.suppress(AttributeError, RuntimeError):
         found = importlib.import_module("torch.cuda.nccl").version()
         return ".".join(str(part) for part in found)
-    return ""
-
-
-def _megatron_core() -> str:
-    """Return the version of the Megatron-core that an import would find, without importing it."""
-    with contextlib.suppress(ImportError, OSError, AttributeError):
-        found = importlib.util.find_spec("megatron.core")
-        for folder in (found and found.submodule_search_locations) or ():
-            spec = importlib.util.spec_from_file_location(
-                "_megatron_core_package_info", Path(folder, "package_info.py")
-            )
-            if spec is not None and spec.loader is not None:
-                module = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(module)
-                return str(module.__version__)
     return ""
 
 

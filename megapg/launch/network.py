@@ -24,6 +24,7 @@ import psutil
 from typing_extensions import override
 
 from megapg.errors import LaunchError
+from megapg.launch.environment import overridden
 
 NCCL_NAMES, GLOO_NAMES = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 
@@ -182,14 +183,9 @@ class Network:
 
         Enter it before the first communicator is made: NCCL reads its variables once per process.
         """
-        added = {name: v for name, v in self.environment().items() if name not in os.environ}
-        os.environ.update(added)
-        try:
+        unset = {name: v for name, v in self.environment().items() if name not in os.environ}
+        with overridden(unset):
             yield self
-        finally:
-            for name, value in added.items():
-                if os.environ.get(name) == value:  # otherwise other code has changed it
-                    del os.environ[name]
 
     @override
     def __str__(self) -> str:

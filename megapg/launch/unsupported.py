@@ -9,8 +9,6 @@ from megapg.errors import LaunchError
 from megapg.launch.environment import Variables
 from megapg.launch.launcher import Launcher
 
-_BY_HAND = "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in each"
-
 
 @dataclass(frozen=True)
 class Other:
@@ -23,60 +21,63 @@ class Other:
     index: str  # the index of this process
     # the number of processes; the values of all names that match a ``*`` are added
     count: str = ""
-    listing: str = ""  # all processes: a JSON list, or words separated by commas, spaces or lines
     local_index: str = ""  # the index of this process on its host
     local_count: str = ""  # the number of processes on its host
+    listing: str = ""  # all processes: a JSON list, or words separated by commas, spaces or lines
     # True if index, count and listing count hosts, each of which may run several ranks
     hosts: bool = False
-    remedy: str = f"Start them with torchrun, or {_BY_HAND}."  # advice for the message
+    remedy: str = "Start them with torchrun"  # advice for the message
+
+    @property
+    def by_hand(self) -> str:
+        """The variables to set in each process."""
+        if self.hosts or not self.local_index:
+            return "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
+        return (
+            f"RANK=${self.index}, WORLD_SIZE=${self.count}, LOCAL_RANK=${self.local_index}, "
+            "MASTER_ADDR and MASTER_PORT"
+        )
+
+
+def _ranks(name: str, prefix: str) -> Other:
+    """Return a launcher whose variables have the usual names after a prefix."""
+    rank, size, local_rank, local_size = (
+        f"{prefix}_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    return Other(name, rank, size, local_rank, local_size)
+
+
+def _hosts(
+    name: str, index: str, count: str, address: str, gpus: str = "GPUS", listing: str = ""
+) -> Other:
+    """Return a platform that starts one process per host, where the user can start torchrun."""
+    remedy = (
+        f"Start torchrun in each: torchrun --nnodes={f'${count}' if count else 'PODS'} "
+        f"--node-rank=${index} --nproc-per-node={gpus} --master-addr={address} "
+        "--master-port=29500 ..."
+    )
+    return Other(name, index, count, listing=listing, hosts=True, remedy=remedy)
 
 
 # From the documentation and sources of the launchers and platforms.
 _OTHERS = (
-    Other("Cray PALS", "PALS_RANKID", "PALS_SIZE", local_index="PALS_LOCAL_RANKID"),
+    Other("Cray PALS", "PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID"),
+    _ranks("MVAPICH", "MV2_COMM_WORLD"),
+    _ranks("LSF's jsrun", "JSM_NAMESPACE"),
+    Other("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     Other(
-        "MVAPICH",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        local_index="MV2_COMM_WORLD_LOCAL_RANK",
-        local_count="MV2_COMM_WORLD_LOCAL_SIZE",
+        "MPICH, Intel MPI or the like", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
     ),
-    Other(
-        "LSF's jsrun",
-        "JSM_NAMESPACE_RANK",
-        "JSM_NAMESPACE_SIZE",
-        local_index="JSM_NAMESPACE_LOCAL_RANK",
-        local_count="JSM_NAMESPACE_LOCAL_SIZE",
-    ),
-    Other("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", local_index="FLUX_TASK_LOCAL_ID"),
-    Other(
-        "MPICH, Intel MPI or the like",
-        "PMI_RANK",
-        "PMI_SIZE",
-        local_index="MPI_LOCALRANKID",
-        local_count="MPI_LOCALNRANKS",
-    ),
-    Other(
-        "Horovod",
-        "HOROVOD_RANK",
-        "HOROVOD_SIZE",
-        local_index="HOROVOD_LOCAL_RANK",
-        local_count="HOROVOD_LOCAL_SIZE",
-        remedy="Set RANK=$HOROVOD_RANK, WORLD_SIZE=$HOROVOD_SIZE, LOCAL_RANK=$HOROVOD_LOCAL_RANK, "
-        "and MASTER_ADDR and MASTER_PORT alike in each; or start them with torchrun.",
-    ),
+    _ranks("Horovod", "HOROVOD"),
     Other("PMIx", "PMIX_RANK"),
     Other("a worker group on Ray", "", local_count="RAY_LOCAL_WORLD_SIZE"),
-    Other(
+    _hosts(
         "SkyPilot",
         "SKYPILOT_NODE_RANK",
         "SKYPILOT_NUM_NODES",
+        '$(echo "$SKYPILOT_NODE_IPS" | head -n1)',
+        "$SKYPILOT_NUM_GPUS_PER_NODE",
         "SKYPILOT_NODE_IPS",
-        hosts=True,
-        remedy="Start torchrun on each: torchrun --nnodes=$SKYPILOT_NUM_NODES "
-        "--node-rank=$SKYPILOT_NODE_RANK --nproc-per-node=$SKYPILOT_NUM_GPUS_PER_NODE "
-        '--master-addr=$(echo "$SKYPILOT_NODE_IPS" | head -n1) --master-port=29500 ...; '
-        f"or {_BY_HAND}.",
     ),
     Other(
         "SageMaker",
@@ -84,7 +85,7 @@ _OTHERS = (
         listing="SM_HOSTS",
         hosts=True,
         remedy="Let SageMaker start torchrun (distribution={'torch_distributed': {'enabled': "
-        f"True}}}}); or {_BY_HAND}.",
+        "True}})",
     ),
     Other(
         "Kubeflow",
@@ -92,53 +93,28 @@ _OTHERS = (
         "PET_NNODES",
         local_count="PET_NPROC_PER_NODE",
         hosts=True,
-        remedy=f"Start torchrun in each, which reads the PET_ variables; or {_BY_HAND}.",
+        remedy="Start torchrun in each, which reads the PET_ variables",
     ),
     Other(
         "Volcano",
         "VC_TASK_INDEX",
         "VC_*_NUM",
         hosts=True,
-        remedy=f"Let the job have Volcano's pytorch plugin; or {_BY_HAND}.",
+        remedy="Give the job Volcano's pytorch plugin",
     ),
-    Other(
-        "a LeaderWorkerSet",
-        "LWS_WORKER_INDEX",
-        "LWS_GROUP_SIZE",
-        hosts=True,
-        remedy="Start torchrun in each: torchrun --nnodes=$LWS_GROUP_SIZE "
-        "--node-rank=$LWS_WORKER_INDEX --master-addr=$LWS_LEADER_ADDRESS --master-port=29500 "
-        f"--nproc-per-node=GPUS ...; or {_BY_HAND}.",
-    ),
-    Other(
-        "AWS Batch",
-        "AWS_BATCH_JOB_NODE_INDEX",
-        "AWS_BATCH_JOB_NUM_NODES",
-        hosts=True,
-        remedy="Start torchrun on each: torchrun --nnodes=$AWS_BATCH_JOB_NUM_NODES "
-        "--node-rank=$AWS_BATCH_JOB_NODE_INDEX --master-addr=MAIN_NODE --master-port=29500 "
-        f"--nproc-per-node=GPUS ...; or {_BY_HAND}.",
-    ),
-    Other(
+    _hosts("a LeaderWorkerSet", "LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "$LWS_LEADER_ADDRESS"),
+    _hosts("AWS Batch", "AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES", "MAIN_NODE"),
+    _hosts(
         "dstack",
         "DSTACK_NODE_RANK",
         "DSTACK_NODES_NUM",
+        "$DSTACK_MASTER_NODE_IP",
+        "$DSTACK_GPUS_PER_NODE",
         "DSTACK_NODES_IPS",
-        hosts=True,
-        remedy="Start torchrun on each: torchrun --nnodes=$DSTACK_NODES_NUM "
-        "--node-rank=$DSTACK_NODE_RANK --nproc-per-node=$DSTACK_GPUS_PER_NODE "
-        f"--master-addr=$DSTACK_MASTER_NODE_IP --master-port=29500 ...; or {_BY_HAND}.",
     ),
     # A job of a single pod has an index too, and Kubernetes does not give the number of pods. So
     # this row is last: another platform may give the number.
-    Other(
-        "an Indexed Job of Kubernetes",
-        "JOB_COMPLETION_INDEX",
-        hosts=True,
-        remedy="Start torchrun in each: torchrun --nnodes=PODS --node-rank=$JOB_COMPLETION_INDEX "
-        "--master-addr=JOB-0.SERVICE --master-port=29500 --nproc-per-node=GPUS ...; or "
-        f"{_BY_HAND}.",
-    ),
+    _hosts("an Indexed Job of Kubernetes", "JOB_COMPLETION_INDEX", "", "JOB-0.SERVICE"),
 )
 
 
@@ -185,7 +161,8 @@ def refuse_unknown(variables: Variables) -> None:
             f"{other.name} started this process {'on host' if other.hosts else 'as rank'} "
             f"{index or '?'} of {count or 'an unknown number'} ({given}), and megapg can't tell "
             "which rank it is and where the ranks meet: each would train alone. "
-            f"{other.remedy} If alone is meant, pass launch=megapg.Launch.alone()."
+            f"{other.remedy}; or set {other.by_hand} in each. If alone is meant, pass "
+            "launch=megapg.Launch.alone()."
         )
 
 

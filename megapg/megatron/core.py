@@ -105,7 +105,7 @@ def _refusal(error: Exception) -> UnsupportedVersionError | None:
     not_found = isinstance(error, ModuleNotFoundError) and _PACKAGE_INFO.startswith(f"{error.name}")
     if not_found and sys.modules.get(_PACKAGE) is None:
         return UnsupportedVersionError("this needs Megatron-core: pip install 'megapg[megatron]'.")
-    version = _version_on_disk()
+    version = version_on_disk()
     if version is None:
         return _says_no_version() if not_found else None
     if version[:2] < OLDEST_READ:
@@ -118,7 +118,7 @@ def _refusal(error: Exception) -> UnsupportedVersionError | None:
     return None
 
 
-def _version_on_disk() -> tuple[int, int, int] | None:
+def version_on_disk() -> tuple[int, int, int] | None:
     """Return the version of the Megatron-core that an import would find; None if unreadable."""
     with contextlib.suppress(Exception):
         found = importlib.util.find_spec(_PACKAGE)

@@ -90,7 +90,7 @@ def preloaded(*modules: str) -> Iterator[None]:
     other or with earlier runs. All of ``modules`` are imported in them.
 
     A run gets a fresh interpreter, as without this block, if its surroundings have changed since
-    the block began. The surroundings are the user, resource limits, namespaces, and variables that
+    the block began. The surroundings are the user, resource limits, CPU cores, and variables that
     are read at start-up (``PYTHON...``, ``OMP_...``, ``TORCH_...``).
 
     Processes started inside the block find the interpreter as well, by an environment variable. It

@@ -310,7 +310,7 @@ def test_a_script_runs_as_it_is_and_its_exit_code_is_its_own(script):
 
 
 def test_the_command_of_the_guide_and_what_it_says_of_the_cost(script):
-    """The ranks start as with torchrun; test_launchers.py uses torchrun."""
+    """The ranks start as with torchrun; test_launchers.py uses srun."""
     command = r"^\$ torchrun --nproc-per-node 8 -m (\S+) (.*) \.\.\.$"
     ((module, words),) = re.findall(command, PAGE, re.M)
     assert "`--on-globals` before the script" in PAGE

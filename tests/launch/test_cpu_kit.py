@@ -54,30 +54,15 @@ def assert_inside():
     assert RNG_LOG.filter(logging.makeLogRecord({"msg": "anything else"}))
 
 
-def test_everything_is_put_back():
-    before = snapshot()
-    with megatron_on_cpu():
-        assert_inside()
-        assert vars(torch.cuda)["is_available"] is not before[0]["torch.cuda"]["is_available"]
-    assert_undone(before)
-    assert RNG_LOG.filter(logging.makeLogRecord({"msg": ALARM}))
-
-
 def fail_inside():
     with megatron_on_cpu():
         raise ZeroDivisionError
 
 
-def test_everything_is_put_back_after_an_exception():
-    before = snapshot()
-    with pytest.raises(ZeroDivisionError):
-        fail_inside()
-    assert_undone(before)
-
-
-def test_blocks_nest():
+def test_everything_is_put_back_also_by_nested_blocks_and_after_an_exception():
     before = snapshot()
     with megatron_on_cpu():
+        assert vars(torch.cuda)["is_available"] is not before[0]["torch.cuda"]["is_available"]
         outer = snapshot()
         with megatron_on_cpu():
             assert_inside()
@@ -87,6 +72,7 @@ def test_blocks_nest():
         assert_undone(outer)
         assert_inside()
     assert_undone(before)
+    assert RNG_LOG.filter(logging.makeLogRecord({"msg": ALARM}))
 
 
 def test_a_failure_on_the_way_in_is_undone_as_well(monkeypatch):

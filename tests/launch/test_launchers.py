@@ -69,15 +69,6 @@ def check(ranks, count, launcher):
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
-@pytest.mark.parametrize("kind", ["standalone", "static"])
-def test_torchrun(kind):
-    how = {
-        "standalone": ["--standalone"],
-        "static": ["--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"],
-    }[kind]
-    check(run(*TORCHRUN, *how, "--nproc-per-node=2", SCRIPT, "train"), 2, "torchrun")
-
-
 @pytest.fixture(scope="module")
 def mpirun():
     if shutil.which("mpirun") is None:
@@ -175,21 +166,12 @@ sys.stdout.flush()
 """
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "srun"])
-def test_a_script_of_megatrons_is_started_on_a_session(launcher, request, tmp_path):
+def test_a_script_of_megatrons_is_started_on_a_session(cluster, tmp_path):
     """``megapg.megatron.run`` sets the variables that the script reads from the detected launch."""
     script = tmp_path / "pretrain_gpt.py"
     script.write_text(OF_MEGATRON)
-    of_module = ("-m", "megapg.megatron.run", str(script), "2")
-    command = (sys.executable, "-W", "ignore", *of_module)
-    if launcher == "srun":
-        cluster = request.getfixturevalue("cluster")
-        done = cluster.run("srun", "-N1", "-n2", *command, timeout=PATIENCE)
-    elif launcher == "mpirun":
-        done = captured([*request.getfixturevalue("mpirun"), "-n", "2", *command], timeout=PATIENCE)
-    else:
-        one = ("--standalone", "--nproc-per-node=2")
-        done = captured([*TORCHRUN, *one, *of_module], timeout=PATIENCE)
+    command = (sys.executable, "-W", "ignore", "-m", "megapg.megatron.run", str(script), "2")
+    done = cluster.run("srun", "-N1", "-n2", *command, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-4000:]
     assert said(done.stdout) == [{"rank": each, "of": 2, "local": each} for each in (0, 1)]
     assert "megapg: initialize_model_parallel took" in done.stderr

@@ -164,7 +164,8 @@ FORBIDDEN = """
 
 
 def test_forbidding(run):
-    result = run("--megapg-forbid-globals", user_code=USER_CODE, test_it=FORBIDDEN)
+    files = {"user_code": USER_CODE, "test_it": FORBIDDEN}
+    result = run("--megapg-forbid-globals", **files)
     result.assert_outcomes(passed=2, failed=1, errors=1)
     output = result.stdout.str()
     assert "GlobalReadError" in output
@@ -172,36 +173,20 @@ def test_forbidding(run):
     assert f"Write {DP_SIZE} instead" in output
     assert "2 reads from 1 places; " in output
     assert " more in megatron.core" in output
-
-
-def test_forbidding_with_modules_allowed(run):
-    options = ["--megapg-forbid-globals", "--megapg-allow-globals=user_code"]
-    result = run(*options, user_code=USER_CODE, test_it=FORBIDDEN)
+    result = run("--megapg-forbid-globals", "--megapg-allow-globals=user_code", **files)
     result.assert_outcomes(passed=4)  # Megatron-core may always read the globals
     assert "more in megatron.core, user_code" in result.stdout.str()
 
 
-def test_without_megatron_core_it_does_nothing_and_imports_nothing(run):
+def test_without_megatron_core_it_does_nothing_and_then_restores_its_import(run):
     result = run(
-        "-rA",
         fresh=True,
         test_it="""
             import sys
 
-            def test_nothing(request):
+            def test_nothing():
                 assert not [name for name in sys.modules if name.startswith(("megatron", "torch"))]
-        """,
-    )
-    result.assert_outcomes(passed=1)
-    assert "megapg" not in result.stdout.str().partition("test session starts")[2].replace(
-        "-p megapg", ""
-    )
 
-
-def test_megatron_core_imported_in_a_test_is_put_back_to_its_import(run):
-    result = run(
-        fresh=True,
-        test_it="""
             def test_imports():
                 import torch.distributed as dist
                 from megatron.core import parallel_state
@@ -218,8 +203,9 @@ def test_megatron_core_imported_in_a_test_is_put_back_to_its_import(run):
                 assert state["_HYBRID_DP_CP_GROUPS"] == {}
         """,
     )
-    result.assert_outcomes(passed=2)
+    result.assert_outcomes(passed=3)
     assert "test_imports left " in result.stdout.str()
+    assert "test_nothing left " not in result.stdout.str()
 
 
 def test_a_jobs_world_is_left_alone(run, monkeypatch):

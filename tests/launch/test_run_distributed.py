@@ -17,14 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
 import rank_functions
-from processes import captured
 from rank_functions import (
     ASKS_NVML,
     LIMIT,
+    Rank,
     asked_whom,
     die_each_in_its_way,
     give_birth,
@@ -33,7 +34,6 @@ from rank_functions import (
     leave_a_grandchild,
     leave_a_grandchild_in,
     leave_unpicklable,
-    limit,
     raise_in_one_while_others_wait,
     raise_or_sleep,
     rank,
@@ -42,7 +42,6 @@ from rank_functions import (
     surroundings,
     total,
     wait_for,
-    warn,
     where,
 )
 
@@ -53,6 +52,7 @@ from megapg.testing.distributed import Ranks, preloaded, run_distributed
 
 MARK = "MEGAPG_TEST_MARK"
 ROOT = Path(__file__).parents[2]
+SUPPORT = Path(rank_functions.__file__).parent
 BUFFERED = {"PYTHONUNBUFFERED": ""}
 
 
@@ -74,6 +74,10 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < until, "timed out"
         time.sleep(0.05)
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) for pid in pids)
 
 
 def belongings() -> tuple[set[int], int, list[str]]:
@@ -100,18 +104,19 @@ def preloaded_at() -> Iterator[str]:
         yield os.environ[PRELOADED]
 
 
+@pytest.fixture
+def _preloaded(preloaded_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PRELOADED, preloaded_at)
+
+
 @pytest.fixture(params=["fresh", "preloaded"])
-def _either_way(
-    request: pytest.FixtureRequest, preloaded_at: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _either_way(request: pytest.FixtureRequest) -> None:
     if request.param == "preloaded":
-        monkeypatch.setenv(PRELOADED, preloaded_at)
-
-
-run_without_torch = partial(run_distributed, preload=())
+        request.getfixturevalue("_preloaded")
 
 
 either_way = pytest.mark.usefixtures("_either_way")
+run_without_torch = partial(run_distributed, preload=())
 
 
 @pytest.fixture
@@ -126,7 +131,7 @@ def start_script(path: Path, mark: str, body: str, *arguments: str) -> subproces
     path.write_text(textwrap.dedent(body))
     return subprocess.Popen(
         [sys.executable, str(path), *arguments],
-        env={**os.environ, MARK: mark, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, MARK: mark, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, SUPPORT)))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -160,8 +165,10 @@ SLEEPING_PROCESSES = 6  # the script, the guard, the launcher and three ranks
 
 
 @either_way
-def test_results_come_in_rank_order_and_gloo_works() -> None:
-    assert run_distributed(partial(total, 10), 3) == [(0, 33), (1, 33), (2, 33)]
+def test_two_runs_at_once_give_their_results_in_rank_order() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(run_distributed, partial(total, start), 2) for start in (0, 100)]
+        assert [run.result() for run in runs] == [[(0, 1), (1, 1)], [(0, 201), (1, 201)]]
 
 
 @either_way
@@ -195,79 +202,61 @@ def test_large_results_and_output_arrive(capfd: pytest.CaptureFixture[str]) -> N
     assert (output.count("unfinished line;"), output.count("line of C;")) == (2, 2)
 
 
-@either_way
-def test_two_runs_at_once() -> None:
-    with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(run_distributed, partial(total, start), 2) for start in (0, 100)]
-        assert [run.result() for run in runs] == [[(0, 1), (1, 1)], [(0, 201), (1, 201)]]
+MAIN_SCRIPT = """
+    from dataclasses import dataclass
+    from functools import partial
+    from megapg.testing.distributed import run_distributed
+
+    @dataclass
+    class Point:
+        x: int
+
+    def move(point):
+        return Point(point.x + 1)
+
+    def nested(point):
+        return run_distributed(partial(move, point), 2, preload=())
+
+    if __name__ == "__main__":
+        print(run_distributed(partial(move, Point(4)), 2, preload=()))
+        print(run_distributed(partial(nested, Point(5)), 1))
+"""
+UNGUARDED_SCRIPT = """
+    from megapg.testing.distributed import run_distributed
+
+    def one():
+        return 1
+
+    run_distributed(one, 1, preload=(), deadline=30)
+"""
 
 
-@either_way
 def test_function_of_a_main_script(tmp_path: Path, mark: str) -> None:
-    script = start_script(
-        tmp_path / "script.py",
-        mark,
-        """
-        from dataclasses import dataclass
-        from functools import partial
-        from megapg.testing.distributed import run_distributed
-
-        @dataclass
-        class Point:
-            x: int
-
-        def move(point):
-            return Point(point.x + 1)
-
-        def nested(point):
-            return run_distributed(partial(move, point), 2)
-
-        if __name__ == "__main__":
-            print(run_distributed(partial(move, Point(4)), 2))
-            print(run_distributed(partial(nested, Point(5)), 1))
-        """,
-    )
-    out, _ = script.communicate(timeout=60)
+    with start_script(tmp_path / "script.py", mark, MAIN_SCRIPT) as script:
+        out, _ = script.communicate(timeout=60)
     assert (script.returncode, out) == (0, "[Point(x=5), Point(x=5)]\n[[Point(x=6), Point(x=6)]]\n")
 
 
-@either_way
-def test_unguarded_main_script_is_refused(tmp_path: Path, mark: str) -> None:
-    script = start_script(
-        tmp_path / "script.py",
-        mark,
-        """
-        from megapg.testing.distributed import run_distributed
-
-        def one():
-            return 1
-
-        run_distributed(one, 1, preload=(), deadline=30)
-        """,
-    )
-    out, _ = script.communicate(timeout=60)
+def test_main_script_without_a_guard_is_refused(tmp_path: Path, mark: str) -> None:
+    with start_script(tmp_path / "script.py", mark, UNGUARDED_SCRIPT) as script:
+        out, _ = script.communicate(timeout=60)
     assert script.returncode == 1
     assert "under if __name__ == '__main__'" in out
 
 
-def test_function_of_an_interactive_session_is_refused() -> None:
-    code = """
-from functools import partial
-from megapg.testing.distributed import *
-print(run_distributed(partial(len, "__name__ == '__main__'"), 2, preload=()))
-def f(): pass
-run_distributed(f, 1)
-"""
-    ran = captured([sys.executable, "-c", code], cwd=ROOT, timeout=60)
-    assert ran.stdout == "[22, 22]\n"
-    assert "TypeError" in ran.stderr
-    assert "put it in a file" in ran.stderr
+def test_function_of_an_interactive_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = ModuleType("__main__")  # without a file
+    exec("def function(): pass", vars(session))
+    monkeypatch.setitem(sys.modules, "__main__", session)
+    with pytest.raises(TypeError, match="put it in a file"):
+        Ranks(session.function, 1)
+    Ranks(partial(len, "__name__ == '__main__'"), 2)  # names the module, but is not of it
 
 
 # Failures ----------------------------------------------------------------------------------------
 
 
-@either_way
+@pytest.mark.usefixtures("_preloaded")
 def test_exception_while_others_are_in_a_collective() -> None:
     with pytest.raises(RankFailedError) as caught:
         run_distributed(raise_in_one_while_others_wait, 3, deadline=60)
@@ -285,7 +274,6 @@ def test_exception_while_others_are_in_a_collective() -> None:
     assert set(again.failures) == {0, 1, 2}
 
 
-@either_way
 def test_others_are_stopped_after_a_grace_period(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -314,7 +302,7 @@ def test_ranks_that_die(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == "last words\n"
 
 
-@either_way
+@pytest.mark.usefixtures("_preloaded")
 def test_deadline_tells_where_each_rank_stood(tmp_path: Path) -> None:
     with Ranks(partial(hang_in_a_collective, tmp_path), 3, deadline=90) as ranks:
         wait_until(lambda: ranks.done() or ranks.running == {0, 1}, 80)
@@ -334,7 +322,6 @@ def test_deadline_tells_where_each_rank_stood(tmp_path: Path) -> None:
     assert "first" not in str(error)
 
 
-@either_way
 def test_deadline_before_the_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(300)\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -344,7 +331,6 @@ def test_deadline_before_the_ranks_start(tmp_path: Path, monkeypatch: pytest.Mon
     assert "slow_to_import.py" in caught.value.failures[0].__notes__[0]
 
 
-@either_way
 @pytest.mark.parametrize("told", [None, "0"])
 def test_a_preload_leaves_cuda_to_the_ranks(
     told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -377,7 +363,6 @@ def test_function_that_cannot_be_pickled() -> None:
     assert belongings() == before
 
 
-@either_way
 def test_results_and_exceptions_that_cannot_be_pickled() -> None:
     with pytest.raises(RankFailedError) as caught:
         run_without_torch(leave_unpicklable, 4)
@@ -404,44 +389,34 @@ def test_nothing_is_left_in_the_caller(mark: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(distributed, "_GRACE_S", 0.5)
     run_without_torch(rank, 1)  # torch keeps a pipe open after the first store
     before = belongings()
-    run_distributed(partial(total, 0), 2, env={MARK: mark})
+    pids = run_without_torch(leave_a_grandchild, 2, env={MARK: mark})
+    assert len(set(pids)) == 2
+    assert gone(pids)
     assert (belongings(), marked(mark)) == (before, [])
     with pytest.raises(RankFailedError):
         run_without_torch(raise_or_sleep, 2, env={MARK: mark})
     assert (belongings(), marked(mark)) == (before, [])
+    ranks = Ranks(sleep_long, 2, preload=(), env={MARK: mark})
     with pytest.raises(InterruptedError):
-        raise_in_the_block(mark)
+        leave_early(ranks, mark)
     assert (belongings(), marked(mark)) == (before, [])
+    with pytest.raises(RuntimeError, match="with block"):
+        ranks.results()
 
 
-def raise_in_the_block(mark: str) -> None:
-    with Ranks(sleep_long, 2, preload=(), env={MARK: mark}):
+def leave_early(ranks: Ranks[None], mark: str) -> None:
+    with ranks:
         wait_until(lambda: len(marked(mark)) == 4, 60)
         raise InterruptedError
 
 
-def test_grandchildren_are_killed(mark: str) -> None:
-    pids = run_without_torch(leave_a_grandchild, 2, env={MARK: mark})
-    assert len(set(pids)) == 2
-    assert marked(mark) == []
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-
-
 def test_ctrl_c_leaves_no_process(tmp_path: Path, mark: str) -> None:
-    script = start_script(tmp_path / "script.py", mark, SLEEPING_SCRIPT)
-    wait_until(lambda: len(marked(mark)) == SLEEPING_PROCESSES, 60)
-    os.killpg(script.pid, signal.SIGINT)  # as a terminal does
-    out, _ = script.communicate(timeout=30)
+    with start_script(tmp_path / "script.py", mark, SLEEPING_SCRIPT) as script:
+        wait_until(lambda: len(marked(mark)) == SLEEPING_PROCESSES, 60)
+        os.killpg(script.pid, signal.SIGINT)  # as a terminal does
+        out, _ = script.communicate(timeout=30)
     assert (script.returncode, out) == (9, "interrupted\n")
     assert marked(mark) == []
-
-
-def test_killed_caller_leaves_no_process(tmp_path: Path, mark: str) -> None:
-    script = start_script(tmp_path / "script.py", mark, SLEEPING_SCRIPT)
-    wait_until(lambda: len(marked(mark)) == SLEEPING_PROCESSES, 60)
-    script.kill()
-    script.communicate(timeout=30)  # end of file: no process holds the script's output
-    wait_until(lambda: marked(mark) == [], 10)
 
 
 def test_killed_caller_whose_fork_holds_the_pipes(tmp_path: Path, mark: str) -> None:
@@ -468,7 +443,6 @@ def test_killed_guard_and_launcher_take_the_ranks_along(mark: str) -> None:
 # The handle --------------------------------------------------------------------------------------
 
 
-@either_way
 def test_handle_follows_the_ranks(tmp_path: Path) -> None:
     ranks = Ranks(partial(wait_for, tmp_path), 3, preload=())
     with pytest.raises(RuntimeError, match="with block"):
@@ -488,14 +462,6 @@ def test_handle_follows_the_ranks(tmp_path: Path) -> None:
         pass
 
 
-def test_handle_left_early_has_no_results(mark: str) -> None:
-    with Ranks(sleep_long, 2, preload=(), env={MARK: mark}) as ranks:
-        pass
-    assert marked(mark) == []
-    with pytest.raises(RuntimeError, match="with block"):
-        ranks.results()
-
-
 # The preloaded interpreter -----------------------------------------------------------------------
 
 
@@ -508,89 +474,52 @@ def all_pids(file: Path) -> list[int]:
     return [int(pid) for each in files for pid in each.read_text().split()]
 
 
-def gone(pids: list[int]) -> bool:
-    return not any(psutil.pid_exists(pid) for pid in pids)
-
-
 def test_preloaded_modules_are_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with preloaded(rank_functions.__name__):
         first = run_without_torch(where, 2, env={"EXTRA": "1"})
-        (interpreter,) = {imported for _, imported, _ in first}
-        assert interpreter not in {os.getpid(), *(pid for pid, *_ in first)}
-        assert {imported for _, imported, _ in run_without_torch(where, 3)} == {interpreter}
-        assert [extra for *_, extra in first] == ["1", "1"]
-        # Settings that a fork can't apply need a fresh interpreter.
+        (interpreter,) = {each.imported_by for each in first}
+        assert interpreter not in {os.getpid(), *(each.pid for each in first)}
+        assert [each.extra for each in first] == ["1", "1"]
+
+        def alone(**env: str) -> Rank:
+            (found,) = run_without_torch(where, 1, env=env)
+            return found
+
+        # Settings that a fork can't apply need a fresh interpreter, and others do not.
         for env in (
             {"OMP_NUM_THREADS": "2"},
             {"PYTHONWARNINGS": "ignore::UserWarning"},
             {PRELOADED: "/nowhere"},
         ):
-            assert interpreter not in {
-                imported for _, imported, _ in run_without_torch(where, 1, env=env)
-            }
-        env = {"PYTHONWARNINGS": "error", "EXTRA": "1"}
-        for (imported, raised), how in (
-            (run_without_torch(warn, 1, env=env)[0], True),
-            (run_without_torch(warn, 1)[0], False),
-        ):
-            assert (imported, raised) == (interpreter, how)
+            assert alone(**env).imported_by != interpreter
+        strict = alone(PYTHONWARNINGS="error")
+        assert (strict.imported_by, strict.warnings_raise) == (interpreter, True)
         before = resource.getrlimit(LIMIT)
         lower = (before[0] - 1, before[1])
         resource.setrlimit(LIMIT, lower)
         try:
-            ((imported, seen),) = run_without_torch(limit, 1)
+            limited = alone()
         finally:
             resource.setrlimit(LIMIT, before)
-        assert (imported == interpreter, seen) == (False, lower)
-        # a variable that is read at any time needs no fresh interpreter
+        assert (limited.imported_by == interpreter, limited.limit) == (False, lower)
         monkeypatch.setenv("EXTRA", "2")
-        assert [(imported, extra) for _, imported, extra in run_without_torch(where, 1)] == [
-            (interpreter, "2")
-        ]
         with preloaded(rank_functions.__name__):
-            assert interpreter not in {imported for _, imported, _ in run_without_torch(where, 1)}
-        assert {imported for _, imported, _ in run_without_torch(where, 1)} == {interpreter}
+            assert alone().imported_by != interpreter
+        again = alone()
+        assert again[1:] == (interpreter, "2", False, before)
     assert PRELOADED not in os.environ
     assert gone([interpreter])
 
 
-SPAWNED = """
-    import os, sys
-    sys.path.insert(0, os.environ["SUPPORT"])
-    from megapg.testing import preloaded, run_distributed
-    from rank_functions import where
-
-    with preloaded("rank_functions"):
-        ((me, importer, _),) = run_distributed(where, 1, preload=())
-    sys.exit(me == importer)
-"""
-
-
-def test_preloaded_interpreter_below_make(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks import their modules if a preloaded interpreter starts below make.
-
-    Like make, the test starts the process with posix_spawn. glibc's two internal signals then stay
-    ignored until a second thread starts. The caller starts one with torch, but the preloaded
-    interpreter does not.
-    """
-    monkeypatch.setenv("SUPPORT", str(Path(rank_functions.__file__).parent))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    pid = os.posix_spawn(
-        sys.executable, [sys.executable, "-c", textwrap.dedent(SPAWNED)], os.environ
-    )
-    assert os.waitpid(pid, 0)[1] == 0, "each rank has imported the module by itself"
-
-
-def test_preloaded_interpreter_that_cannot_import(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_run_without_a_preloaded_interpreter_that_failed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with preloaded("no_such_module"):
         assert run_without_torch(rank, 2) == [0, 1]
     assert "No module named 'no_such_module'" in capfd.readouterr().err
-
-
-def test_preloaded_interpreter_that_is_killed() -> None:
     with preloaded(rank_functions.__name__):
-        ((_, interpreter, _),) = run_without_torch(where, 1)
-        psutil.Process(interpreter).kill()
+        (found,) = run_without_torch(where, 1)
+        psutil.Process(found.imported_by).kill()
         assert run_without_torch(rank, 2) == [0, 1]
 
 
@@ -637,14 +566,7 @@ def test_killed_caller_takes_forked_ranks_along(tmp_path: Path, mark: str) -> No
             with preloaded("torch"), Ranks(partial(give_birth, Path(sys.argv[1])), 2) as ranks:
                 ranks.results()
     """
-    body = (
-        "import sys\nsys.path.insert(0, "
-        + repr(str(Path(__file__).parents[1] / "support"))
-        + ")\n"
-        + (textwrap.dedent(body))
-    )
-    script = start_script(tmp_path / "script.py", mark, body, str(tmp_path / "pids"))
-    with script:
+    with start_script(tmp_path / "script.py", mark, body, str(tmp_path / "pids")) as script:
         pids = all_pids(tmp_path / "pids")
         interpreter = psutil.Process(pids[2]).ppid()
         script.kill()

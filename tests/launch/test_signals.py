@@ -469,60 +469,57 @@ except BaseException as error:
 @pytest.fixture
 def job(tmp_path):
     """Return a function that starts a script and waits until it runs; kill leftovers at the end."""
-    started = []
+    with contextlib.ExitStack() as started:
 
-    def start(launcher, ranks):
-        directory = tmp_path / str(len(started))
-        directory.mkdir()
-        (directory / "job.py").write_text(JOB)
-        process = subprocess.Popen(
-            [sys.executable, *launcher, "job.py"],
-            cwd=directory,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-        started.append(process)
-        until = time.monotonic() + 120
-        while not all((directory / f"ready{rank}").exists() for rank in ranks):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < until, "the job did not get going"
-            time.sleep(0.05)
-        return process
+        def start(launcher, ranks):
+            directory = tmp_path / str(len(list(tmp_path.iterdir())))
+            directory.mkdir()
+            (directory / "job.py").write_text(JOB)
+            process = subprocess.Popen(
+                [sys.executable, *launcher, "job.py"],
+                cwd=directory,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+            started.callback(kill_all_of, process)
+            until = time.monotonic() + 120
+            while not all((directory / f"ready{rank}").exists() for rank in ranks):
+                assert process.poll() is None, process.communicate()
+                assert time.monotonic() < until, "the job did not get going"
+                time.sleep(0.05)
+            return process
 
-    yield start
-    for process in started:
-        descendants = (
-            psutil.Process(process.pid).children(recursive=True) if (process.poll() is None) else []
-        )
-        for each in (process, *descendants):
+        yield start
+
+
+def kill_all_of(process):
+    if process.poll() is None:
+        for each in (*psutil.Process(process.pid).children(recursive=True), process):
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
-        process.communicate()
+    process.communicate()
 
 
-def test_under_torchrun_a_sigterm_ends_every_rank_in_order(job):
+def test_a_sigterm_ends_every_rank_in_order_with_the_status_that_launchers_expect(job):
     """A cluster takes the machine back: torchrun passes SIGTERM on, and kills after 30 s."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     torchrun = job(launcher, range(2))
+    expected = {signal.SIGTERM: 143, signal.SIGINT: -2}
+    alone = {number: job((), range(1)) for number in expected}
     workers = psutil.Process(torchrun.pid).children(recursive=True)
     assert len(workers) == 2
     torchrun.terminate()
-    said, _ = torchrun.communicate(timeout=120)
-    for rank in (0, 1):
-        assert f"rank {rank}: SignalExit(15), closed True" in said
-        assert f"rank {rank} ran its exit handlers" in said
-    assert psutil.wait_procs(workers, timeout=30)[1] == []
-
-
-def test_the_exit_status_is_what_launchers_expect(job):
-    expected = {signal.SIGTERM: 143, signal.SIGINT: -2}
-    started = {number: job((), range(1)) for number in expected}
-    for number, process in started.items():
+    for number, process in alone.items():
         process.send_signal(number)
         said, _ = process.communicate(timeout=120)
         assert process.returncode == expected[number], said
         assert "closed True" in said
         assert "rank 0 ran its exit handlers" in said
+    said, _ = torchrun.communicate(timeout=120)
+    for rank in (0, 1):
+        assert f"rank {rank}: SignalExit(15), closed True" in said
+        assert f"rank {rank} ran its exit handlers" in said
+    assert psutil.wait_procs(workers, timeout=30)[1] == []

@@ -221,17 +221,10 @@ def test_groups_that_are_ignored_are_refused():
         parity(ignores_its_groups, ["tp=2"], precision="float64")
 
 
-@pytest.mark.parametrize(
-    ("step", "stream"),
-    [
-        (random_step, "random"),
-        pytest.param(dropping_step, "torch's generator", marks=pytest.mark.slow),
-    ],
-)
-def test_a_random_choice_in_the_step_is_refused(step, stream):
-    with pytest.raises(ParityInputError, match="differs from itself") as refused:
+@pytest.mark.parametrize("step", [random_step, pytest.param(dropping_step, marks=pytest.mark.slow)])
+def test_a_random_choice_in_the_step_is_refused(step):
+    with pytest.raises(ParityInputError, match=r"differs from itself.* Turn off what is random"):
         parity("gpt", ["tp=2"], step=step)
-    assert f"The step drew from {stream}" in str(refused.value)
 
 
 @pytest.mark.slow
@@ -314,15 +307,12 @@ def build(pg, wrong=False):
 """
 
 
-def command(*arguments, cwd):
-    return captured([sys.executable, "-m", "megapg", "parity", *arguments], cwd=cwd, timeout=120)
-
-
-def test_the_command_exits_with_1_and_names_the_module(tmp_path):
+def test_the_command_exits_with_1_and_names_the_module(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(MODEL)
-    arguments = ("model.py:build", "--layout", "tp=2", "--layout", "tp=2 wrong")
-    ended = command(*arguments, "--json", cwd=tmp_path)
-    assert ended.returncode == 1, ended.stderr
+    monkeypatch.chdir(tmp_path)
+    arguments = ["model.py:build", "--layout", "tp=2", "--layout", "tp=2 wrong", "--json"]
+    ended = CliRunner().invoke(app, ["parity", *arguments])
+    assert ended.exit_code == 1, ended.output
     shown = json.loads(ended.stdout)
     check_schema(shown, SCHEMA)
     right, wrong = shown["layouts"]
@@ -334,7 +324,7 @@ def test_the_command_exits_with_1_and_names_the_module(tmp_path):
 @pytest.mark.slow
 @pytest.mark.contract
 def test_the_command_exits_with_0_and_shows_a_table(tmp_path):
-    ended = command("gpt", cwd=tmp_path)
+    ended = captured([sys.executable, "-m", "megapg", "parity", "gpt"], cwd=tmp_path, timeout=120)
     assert ended.returncode == 0, ended.stderr
     rows = [line.split() for line in ended.stdout.splitlines() if "=2" in line]
     assert [row[:2] for row in rows] == [["tp=2", "2"], ["pp=2", "2"], ["dp=2", "2"]]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import megapg
 from megapg.errors import LaunchError, RendezvousError
 from megapg.launch import detect
+from megapg.launch.environment import overridden
 
 SOON = 4.0
 """Seconds that a rank waits for one that won't come."""
@@ -57,16 +58,16 @@ def troubles():
     steps = Steps(Path(os.environ["SLURM_CONF"]).parent, launch.rank, launch.world_size)
     opened = {"timeout": SOON, "backend": "gloo"}
 
-    with changed(RANK="0", WORLD_SIZE="1"):
+    with overridden({"RANK": "0", "WORLD_SIZE": "1"}):
         steps.fail("mixture", lambda: megapg.session(**opened))
-    with changed(SLURM_STEP_NODELIST="n[1-3]"):
+    with overridden({"SLURM_STEP_NODELIST": "n[1-3]"}):
         steps.fail("too many nodes", lambda: megapg.session(**opened))
-    with changed(SLURM_STEP_NODELIST="absent[1-2]"):
+    with overridden({"SLURM_STEP_NODELIST": "absent[1-2]"}):
         steps.fail("unknown nodes", lambda: megapg.session(**opened))
-    with changed(MASTER_PORT=""):
+    with overridden({"MASTER_PORT": ""}):
         steps.fail("no port", lambda: megapg.session(**opened))
     # A network for documentation, without hosts, as a wrong MASTER_ADDR.
-    with changed(MASTER_ADDR="198.51.100.7"):
+    with overridden({"MASTER_ADDR": "198.51.100.7"}):
         steps.fail("wrong address", lambda: megapg.session(**opened))
 
     steps.wait("others are tried")
@@ -112,21 +113,6 @@ class Steps:
 
     def write(self):
         (self._folder / f"rank{self._rank}.json").write_text(json.dumps(self.said))
-
-
-class changed:
-    """Sets environment variables for a block."""
-
-    def __init__(self, **variables):
-        self._variables = variables
-
-    def __enter__(self):
-        self._before = dict(os.environ)
-        os.environ.update(self._variables)
-
-    def __exit__(self, *_):
-        os.environ.clear()
-        os.environ.update(self._before)
 
 
 if __name__ == "__main__":

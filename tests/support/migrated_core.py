@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import megapg
-from megapg.demo.job import Checkpoints, GPTRun, TrainingResult
-from megapg.demo.text import read_text
+from megapg.demo.job import Checkpoints, GPTRun, TrainingResult, library_text
 from megapg.megatron import GlobalRead, trace_global_reads
 from megapg.migrate.config import Config, parse_versions
 from megapg.migrate.engine import migrate
@@ -166,7 +165,7 @@ def train_on_this_rank(core: Path, cases: Sequence[Case], folder: Path) -> dict[
     """
     warnings.simplefilter("ignore")
     _check_core(core)
-    text = read_text((), 1000)
+    text = library_text()
     return {case: _train(case, text, folder) for case in cases}
 
 

@@ -26,12 +26,12 @@ class Sound:
 
     Attributes:
         model: a built-in name, or a build function.
-        layouts: the sharding of each.
+        layouts: the sharding of each, separated by semicolons.
         options: keyword arguments of the build function, in every layout.
     """
 
     model: Any
-    layouts: tuple[str, ...]
+    layouts: str
     options: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -71,97 +71,61 @@ _RECOMPUTED = {
     "recompute_num_layers": 1,
 }
 
+_BALANCED = {
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.1,
+}
+
 SOUND: Mapping[str, Sound] = {
     "dense": Sound(
         "gpt",
-        (
-            "tp=2",
-            "tp=4",
-            "pp=2",
-            "pp=4",
-            "dp=2",
-            "dp=4",
-            "tp=2 pp=2",
-            "tp=2 dp=2",
-            "pp=2 dp=2",
-            "tp=2 pp=2 dp=2",
-            "tp=2 sequence_parallel",
-            "tp=4 sequence_parallel",
-            "tp=2 pp=2 sequence_parallel",
-            "tp=2 dp=2 sequence_parallel",
-            "pp=2 vpp=2",
-            "tp=2 pp=2 vpp=2",
-            "pp=2 dp=2 vpp=2",
-        ),
+        "tp=2; tp=4; pp=2; pp=4; dp=2; dp=4; tp=2 pp=2; tp=2 dp=2; pp=2 dp=2; tp=2 pp=2 dp=2; "
+        "tp=2 sequence_parallel; tp=4 sequence_parallel; tp=2 pp=2 sequence_parallel; "
+        "tp=2 dp=2 sequence_parallel; pp=2 vpp=2; tp=2 pp=2 vpp=2; pp=2 dp=2 vpp=2",
     ),
-    "untied embeddings": Sound("gpt", ("tp=2", "pp=2", "tp=2 pp=2", "pp=2 vpp=2"), {"tied": False}),
+    "untied embeddings": Sound("gpt", "tp=2; pp=2; tp=2 pp=2; pp=2 vpp=2", {"tied": False}),
     "learned positions": Sound(
-        "gpt", ("tp=2 sequence_parallel", "pp=2"), {"positions": "learned_absolute"}
+        "gpt", "tp=2 sequence_parallel; pp=2", {"positions": "learned_absolute"}
     ),
     "grouped queries": Sound(
-        "gpt",
-        ("tp=2", "tp=2 pp=2", "tp=2 dp=2 sequence_parallel"),
-        {"num_query_groups": 2},
+        "gpt", "tp=2; tp=2 pp=2; tp=2 dp=2 sequence_parallel", {"num_query_groups": 2}
     ),
     "gated, RMSNorm, norms of q and k": Sound(
-        "gpt", ("tp=2", "tp=2 sequence_parallel", "tp=2 pp=2", "dp=2"), _GATED
+        "gpt", "tp=2; tp=2 sequence_parallel; tp=2 pp=2; dp=2", _GATED
     ),
-    "recomputed": Sound("gpt", ("tp=2", "pp=2", "tp=2 sequence_parallel"), _RECOMPUTED),
-    "loss per token": Sound("gpt", ("dp=2", "tp=2 pp=2"), {"calculate_per_token_loss": True}),
-    "two tokens predicted": Sound("gpt", ("tp=2", "dp=2"), {"mtp": 1}),
+    "recomputed": Sound("gpt", "tp=2; pp=2; tp=2 sequence_parallel", _RECOMPUTED),
+    "loss per token": Sound("gpt", "dp=2; tp=2 pp=2", {"calculate_per_token_loss": True}),
+    "two tokens predicted": Sound("gpt", "tp=2; dp=2", {"mtp": 1}),
     "two tokens predicted, untied": Sound(
-        "gpt", ("tp=2", "pp=2", "tp=2 sequence_parallel"), {"mtp": 1, "tied": False}
+        "gpt", "tp=2; pp=2; tp=2 sequence_parallel", {"mtp": 1, "tied": False}
     ),
     "experts, allgather": Sound(
         "moe",
-        (
-            "ep=2",
-            "ep=4",
-            "tp=2",
-            "tp=2 ep=2",
-            "tp=2 ep=2 expt_tp=1",
-            "tp=2 ep=2 expt_tp=1 world=2",
-            "pp=2 ep=2",
-            "ep=2 dp=2",
-        ),
+        "ep=2; ep=4; tp=2; tp=2 ep=2; tp=2 ep=2 expt_tp=1; tp=2 ep=2 expt_tp=1 world=2; "
+        "pp=2 ep=2; ep=2 dp=2",
     ),
     "experts, alltoall": Sound(
         "moe",
-        (
-            "ep=2",
-            "ep=4",
-            "tp=2",
-            "tp=2 ep=2",
-            "tp=2 ep=2 expt_tp=1",
-            "pp=2 ep=2 vpp=2",
-            "ep=2 dp=2",
-        ),
+        "ep=2; ep=4; tp=2; tp=2 ep=2; tp=2 ep=2 expt_tp=1; pp=2 ep=2 vpp=2; ep=2 dp=2",
         {"dispatcher": "alltoall"},
     ),
     "experts, balanced": Sound(
         "moe",
-        ("ep=2", "tp=2", "dp=2"),
+        "ep=2; tp=2; dp=2",
         {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
     ),
-    "experts, balanced by sequence": Sound(
-        "moe",
-        ("ep=2", "tp=2"),
-        {
-            "moe_router_load_balancing_type": "seq_aux_loss",
-            "moe_aux_loss_coeff": 0.1,
-            "moe_z_loss_coeff": 0.1,
-        },
-    ),
+    "experts, balanced by sequence": Sound("moe", "ep=2; tp=2", _BALANCED),
     "experts, balanced by bias": Sound(
         "moe",
-        ("tp=2", "dp=2"),
+        "tp=2; dp=2",
         {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
     ),
     "experts, one shared": Sound(
         "moe",
-        ("ep=2", "tp=2 ep=2"),
+        "ep=2; tp=2 ep=2",
         {"moe_shared_expert_intermediate_size": 32, "dispatcher": "alltoall"},
     ),
-    "T5": Sound("t5", ("tp=2", "dp=2", "tp=2 dp=2", "tp=2 sequence_parallel")),
-    "no attention": Sound(without_attention, ("cp=2", "tp=2 cp=2", "cp=2 dp=2")),
+    "T5": Sound("t5", "tp=2; dp=2; tp=2 dp=2; tp=2 sequence_parallel"),
+    "no attention": Sound(without_attention, "cp=2; tp=2 cp=2; cp=2 dp=2"),
 }

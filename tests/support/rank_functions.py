@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 
 def rank() -> int:
@@ -131,25 +132,28 @@ def wait_for(folder: Path) -> int:
     return rank()
 
 
-def where() -> tuple[int, int, str]:
-    """Return the processes of this rank and of the import, and a variable of the rank."""
-    return os.getpid(), IMPORTED_BY, os.environ.get("EXTRA", "")
-
-
 IMPORTED_BY = os.getpid()
 LIMIT = resource.RLIMIT_NOFILE
 
 
-def limit() -> tuple[int, tuple[int, int]]:
-    return IMPORTED_BY, resource.getrlimit(LIMIT)
+class Rank(NamedTuple):
+    """The process of this rank, that of the import, and properties of the rank."""
+
+    pid: int
+    imported_by: int
+    extra: str
+    warnings_raise: bool
+    limit: tuple[int, int]
 
 
-def warn() -> tuple[int, bool]:
+def where() -> Rank:
     try:
         warnings.warn("of nothing", stacklevel=1)
+        raises = False
     except UserWarning:
-        return IMPORTED_BY, True
-    return IMPORTED_BY, False
+        raises = True
+    extra = os.environ.get("EXTRA", "")
+    return Rank(os.getpid(), IMPORTED_BY, extra, raises, resource.getrlimit(LIMIT))
 
 
 def give_birth(file: Path) -> None:

@@ -1,11 +1,20 @@
-"""Layouts as users write them: ``"tp=2 pp=2 vpp=2 sequence_parallel"``."""
+"""Layouts and functions as users write them.
+
+A layout is ``"tp=2 pp=2 vpp=2 sequence_parallel"``, and a function ``train.py:build`` or
+``package.module:build``.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
 
 from megapg.errors import LayoutError, ParityInputError
 from megapg.layout import Field, ParallelLayout
@@ -127,3 +136,63 @@ def _size(value: Option, name: str, text: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ParityInputError(f"layout {text!r}: {name} must be a whole number from 1.")
     return value
+
+
+@dataclass(frozen=True)
+class Named:
+    """A function by its place. Each rank loads the function itself."""
+
+    place: str  # a file, or a module
+    name: str
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The function's own signature."""
+        return inspect.signature(self._load())
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Call the function."""
+        return self._load()(*args, **kwargs)
+
+    def _load(self) -> Callable[..., object]:
+        module = _module(self.place)
+        found: Callable[..., object] | None = getattr(module, self.name, None)
+        if callable(found):
+            return found
+        functions = [value for value in vars(module).values() if inspect.isfunction(value)]
+        named = [each.__name__ for each in functions if each.__module__ == module.__name__]
+        raise ParityInputError(
+            f"{self.place} has no function {self.name!r}. It has "
+            f"{', '.join(named[:8]) or 'no function'}."
+        )
+
+
+def named(text: str) -> Named:
+    """Read the text that names a function.
+
+    Raises:
+        ParityInputError: the text has no function, or there is no such file.
+    """
+    place, colon, name = text.rpartition(":")
+    if not (colon and place and name.isidentifier()):
+        raise ParityInputError(
+            f"{text!r} names no function. Write FILE.py:FUNCTION or MODULE:FUNCTION, or one of "
+            "gpt, moe and t5."
+        )
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise ParityInputError(f"{place}: no such file.")
+        place = str(Path(place).absolute())
+    return Named(place, name)
+
+
+def _module(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    path = Path(place)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # as for a script
+    module = importlib.import_module(path.stem)
+    if module.__file__ != place:
+        raise ParityInputError(f"{place}: another module is called {path.stem}. Rename the file.")
+    return module

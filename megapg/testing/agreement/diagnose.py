@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megapg.launch.process import ranks_said
 from megapg.layout import Field
 from megapg.testing.agreement.cases import LayoutCase
 from megapg.testing.agreement.differences import Compared, Piece, largest
@@ -192,9 +193,4 @@ class _Looking:
         holders = sorted({piece.rank for piece in self._pieces} - {*self._wrong})
         if not holders:
             return ""
-        return f"; those of {listed(holders)} are the reference's"
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """Return the ranks in words."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        return f"; those of {ranks_said(holders)} are the reference's"

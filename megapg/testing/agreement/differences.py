@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from megapg.testing.agreement.held import Shard
+from megapg.testing.agreement.comparison import Shard
 
 Box: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]  # key, offset, shape
 

@@ -15,14 +15,21 @@ from typing import Any, Literal, TypeAlias
 
 from megapg.errors import ParityInputError, RankFailedError
 from megapg.launch.environment import overridden
+from megapg.launch.process import ranks_said
 from megapg.testing import _ranks
 from megapg.testing._guard import preloaded
-from megapg.testing.agreement.cases import LayoutCase, Option, parse_layout
-from megapg.testing.agreement.comparison import CHECKS, REFERENCE, Build, Job, Sample, Step
-from megapg.testing.agreement.diagnose import listed
-from megapg.testing.agreement.held import Held, read
+from megapg.testing.agreement.cases import LayoutCase, Named, Option, named, parse_layout
+from megapg.testing.agreement.comparison import (
+    CHECKS,
+    REFERENCE,
+    Build,
+    Held,
+    Job,
+    Sample,
+    Step,
+    read,
+)
 from megapg.testing.agreement.judge import Judge, disagreement
-from megapg.testing.agreement.named import Named, named
 from megapg.testing.agreement.parity_report import Cell, LayoutReport, ParityReport
 from megapg.testing.distributed import run_distributed
 
@@ -32,7 +39,8 @@ Progress: TypeAlias = Callable[[str], None]
 TOLERANCE: Mapping[Precision, float] = {"float64": 1e-10, "float32": 1e-3}
 
 _LEAST_SAMPLES = 4
-_ON_CPUS = {
+# More ranks than a machine may have GPUs. On a CPU, Megatron-core prints warnings on each rank.
+ON_CPUS = {
     "CUDA_VISIBLE_DEVICES": "",
     "PYTHONWARNINGS": "ignore",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -108,7 +116,7 @@ def parity(
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="megapg-parity-"))
         if _ranks.PRELOADED not in os.environ:
-            stack.enter_context(overridden(_ON_CPUS))
+            stack.enter_context(overridden(ON_CPUS))
             stack.enter_context(preloaded(*_PRELOAD))
         job = Job(
             build=build,
@@ -179,9 +187,8 @@ def _reference(
     tolerance = TOLERANCE["float64" if job.double else "float32"]
     different = next(disagreement(held, tolerance), "")
     if different:
-        drawn = f" The step drew from {', '.join(held.moved)}." if held.moved else ""
         raise ParityInputError(
-            f"one rank differs from itself with equal weights on equal data: {different}.{drawn} "
+            f"one rank differs from itself with equal weights on equal data: {different}. "
             "Turn off what is random in the step and in build, or seed it by the sample."
         )
     return job, held, notes
@@ -237,4 +244,4 @@ def _summary(error: RankFailedError) -> str:
         line = f"{type(failure).__name__}: {text}"
         by_kind.setdefault(kind, {}).setdefault(line, []).append(rank)
     found = by_kind[min(by_kind)].items()
-    return "; ".join(f"{listed(ranks)}: {line}" for line, ranks in found)
+    return "; ".join(f"{ranks_said(ranks)}: {line}" for line, ranks in found)

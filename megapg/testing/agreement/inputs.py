@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.enums import ModelType
 
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import ParityInputError
-from megapg.rng import RngState
 from megapg.testing.agreement.cases import LayoutCase
-from megapg.testing.agreement.held import Shard
+from megapg.testing.agreement.comparison import Shard
 
 
 @contextlib.contextmanager
@@ -31,21 +28,6 @@ def naming(what: str, hint: str = "") -> Iterator[None]:
         raise ParityInputError(
             f"{what} raised {type(error).__name__}{rank}: {text}{hint}"
         ) from error
-
-
-def check_options(
-    signature: inspect.Signature, options: Mapping[str, object], case: LayoutCase
-) -> None:
-    """Refuse words of a layout that ``build`` does not take."""
-    takes = signature.parameters.values()
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes):
-        return
-    unknown = [name for name in options if name not in signature.parameters]
-    if unknown:
-        raise ParityInputError(
-            f"layout {case.text!r}: {', '.join(unknown)} is no size, and build takes no argument "
-            "of that name."
-        )
 
 
 def chunks_of(made: object, case: LayoutCase, pg: ProcessGroupCollection) -> list[torch.nn.Module]:
@@ -144,27 +126,3 @@ def check_same_build(shards: Sequence[Shard], pg: ProcessGroupCollection, case: 
                     f"layout {case.text!r}: build differs between ranks: {name} is a part of "
                     f"shape {list(expected)} on rank {known}, and of {list(shape)} on rank {rank}."
                 )
-
-
-def moved(before: RngState, after: RngState) -> list[str]:
-    """Return the names of the random streams that moved."""
-    names = {"random_rng_state": "random", "np_rng_state": "numpy.random"}
-    names["torch_rng_state"] = "torch's generator"
-    found = [name for key, name in names.items() if _differ(before, after, key)]
-    streams = before["rng_tracker_states"], after["rng_tracker_states"]
-    return [*found, *(name for name in streams[0] if _differ(*streams, name))]
-
-
-def _differ(before: Mapping[str, object], after: Mapping[str, object], key: str) -> bool:
-    one, other = _plain(before[key]), _plain(after.get(key))
-    return one != other
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.numpy().tobytes()
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return tuple(map(_plain, value)) if isinstance(value, tuple) else value

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megapg.launch.process import ranks_said
 from megapg.testing.agreement.cases import LayoutCase
 from megapg.testing.agreement.comparison import (
     GRADIENTS,
@@ -16,8 +17,10 @@ from megapg.testing.agreement.comparison import (
     REPLICAS,
     SHARDED_WEIGHTS,
     WEIGHTS,
+    Held,
+    Shard,
 )
-from megapg.testing.agreement.diagnose import Cause, explain, explain_number, listed, only_axis
+from megapg.testing.agreement.diagnose import Cause, explain, explain_number, only_axis
 from megapg.testing.agreement.differences import (
     Compared,
     Piece,
@@ -27,7 +30,6 @@ from megapg.testing.agreement.differences import (
     line_up,
     unlike,
 )
-from megapg.testing.agreement.held import Held, Shard
 from megapg.testing.agreement.parity_report import Cell
 
 
@@ -78,7 +80,7 @@ class Judge:
         cause = explain_number(value, wanted[number], case)
         parts = [
             f"{value:.10g} on rank {rank} for sample {number}, {wanted[number]:.10g} on one rank; "
-            f"wrong on {listed(everywhere)}"
+            f"wrong on {ranks_said(everywhere)}"
         ]
         parts += [cause.text] if cause.text else []
         losses = {each: v for each, sample, v in wrong if sample == number}
@@ -89,7 +91,7 @@ class Judge:
         if first is not None:
             cause = explain(first, case, self.tolerance)
             module = first.name.rpartition(".")[0]
-            where = listed(first.wrong(self.tolerance))
+            where = ranks_said(first.wrong(self.tolerance))
             parts.append(f"the first module whose output differs is {module}, on {where}")
             parts += [cause.text] if cause.text else []
         name = first.name if first else ""
@@ -138,7 +140,7 @@ class Judge:
         first = wrong[0]
         cause = explain(first, case, self.tolerance)
         ranks = first.wrong(self.tolerance)
-        parts = [f"{first.name} is off by {first.off:.2g} of its scale on {listed(ranks)}"]
+        parts = [f"{first.name} is off by {first.off:.2g} of its scale on {ranks_said(ranks)}"]
         parts += [cause.text] if cause.text else []
         if len(wrong) > 1:
             parts.append(f"{len(wrong) - 1} more of {len(compared)} parameters differ")

@@ -133,12 +133,11 @@ class ParityReport:
 
     def table(self) -> Table:
         """The report as a table for a terminal."""
-        from rich.box import SIMPLE
         from rich.table import Table
         from rich.text import Text
 
-        title = "largest difference from one rank"
-        table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
+        title = "largest difference from one rank (! differs)"
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         table.add_column("layout", overflow="fold")
         for heading in ("ranks", *_HEADINGS):
             # A number must never be cut: 2e… may be 2e-16 or 2e-01.
@@ -153,7 +152,9 @@ class ParityReport:
 
 
 def _short(cell: Cell) -> str:
-    return f"{cell.off:.0e}" if cell.state != "failed" else "failed"
+    if cell.state == "failed":
+        return "failed"
+    return f"{cell.off:.0e}{'!' if cell.state == 'differs' else ''}"
 
 
 def _names(cells: Sequence[Cell]) -> str:

@@ -18,7 +18,7 @@ from megatron.core.utils import unwrap_model
 from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint.state import model_state
 from megapg.collection import ProcessGroupCollection
-from megapg.testing.agreement.held import Shard
+from megapg.testing.agreement.comparison import Shard
 
 Place: TypeAlias = ShardedTensor | ShardedTensorFactory
 Value: TypeAlias = Callable[[torch.nn.Parameter], torch.Tensor | None]

@@ -30,14 +30,19 @@ import megapg
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointError, ParityInputError
 from megapg.megatron import schedule_collection
-from megapg.rng import capture_rng_state
 from megapg.testing import megatron_on_cpu
 from megapg.testing.agreement import inputs
 from megapg.testing.agreement.built_in import next_token, random_tokens
 from megapg.testing.agreement.cases import SIZES, LayoutCase
-from megapg.testing.agreement.comparison import REFERENCE, SEED, STEPS, Batch, Job
-from megapg.testing.agreement.held import Held, write
-from megapg.testing.agreement.outputs import Outputs
+from megapg.testing.agreement.comparison import (
+    REFERENCE,
+    SEED,
+    STEPS,
+    Batch,
+    Held,
+    Job,
+    write,
+)
 from megapg.testing.agreement.shards import Shards
 from megapg.testing.double import float64_for_float32
 
@@ -115,9 +120,7 @@ class Trial:
         options = {**job.options, **case.options}
         words = f". {', '.join(case.options)} went to build; the sizes are {', '.join(SIZES)}."
         with inputs.naming(f"layout {case.text!r}: build", words if case.options else ""):
-            signature = inspect.signature(build)
-            inputs.check_options(signature, options, case)
-            if case.layout.vpp and "vp_stage" in signature.parameters:
+            if case.layout.vpp and "vp_stage" in inspect.signature(build).parameters:
                 made = [build(pg, vp_stage=n, **options) for n in range(case.layout.vpp)]
             else:
                 made = build(pg, **options)
@@ -173,13 +176,10 @@ class Trial:
             for chunk in wrapped:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            before = capture_rng_state(self._pg)[0]
             losses = self._forward_backward(wrapped, outputs)
             if step == 0 and not self._distributed:
                 outputs.stop()
-                after = capture_rng_state(self._pg)[0]
                 held.built, held.outputs, held.losses = self._built, outputs.found, losses
-                held.moved = inputs.moved(before, after)
                 held.gradients = shards.of(_gradient)
             elif step == 0:
                 held.again = losses
@@ -243,6 +243,47 @@ class Trial:
             return output.sum(), tokens, known  # type: ignore[return-value]
         # The schedule expects the rank's share of the loss over the whole sequence.
         return mean / self._case.layout.cp, known  # type: ignore[return-value]
+
+
+class Outputs:
+    """The outputs of the modules that have parameters of their own, as forward passes run.
+
+    Attributes:
+        found: name of the module's first parameter, and number of the sample -> output, in the
+            order in which the modules ran.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self.found: dict[tuple[str, int], torch.Tensor] = {}
+        self._sample: int | None = None  # None: not in a forward pass, or in its recomputation
+        self._hooks = []
+        plain = unwrap_model(list(chunks))
+        for number, chunk in enumerate(plain):
+            prefix = f"chunk {number}: " if len(plain) > 1 else ""
+            for name, module in chunk.named_modules():
+                own = next(iter(module.named_parameters(recurse=False)), None)
+                if own is not None and getattr(own[1], "allreduce", True):
+                    full = prefix + ".".join(filter(None, (name, own[0])))
+                    self._hooks.append(module.register_forward_hook(partial(self._keep, full)))
+
+    def _keep(self, name: str, module: object, inputs: object, output: object) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if self._sample is not None and isinstance(first, torch.Tensor):
+            self.found.setdefault((name, self._sample), first.detach().clone())
+
+    @contextlib.contextmanager
+    def at(self, sample: int) -> Iterator[None]:
+        """Record the outputs of the block's forward pass for this sample."""
+        self._sample = sample
+        try:
+            yield
+        finally:
+            self._sample = None
+
+    def stop(self) -> None:
+        """Record nothing more."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 def without_dropout(holder: object) -> None:
