@@ -45,8 +45,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import megapg
-from megapg.checkpoint import archive, rng_records
 from megapg.checkpoint import optimizer as optimizers
+from megapg.checkpoint import rng_records
 from megapg.checkpoint.directory import iteration_name
 from megapg.checkpoint.reshard import OptimizerSharding
 from megapg.checkpoint.state import gather_parameters, load_model, model_state, prepare_parameters
@@ -210,11 +210,8 @@ def _tensors(job: _Job) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Switch off SHA-256 and seals. torch.save keeps its CRC-32, as in torch DCP's files."""
-    with (
-        mock.patch("hashlib.sha256", _NoChecksum),
-        mock.patch.object(archive.Seal, "update", new=_no_update),
-    ):
+    """Switch off XXH3. torch.save keeps its CRC-32, as in torch DCP's files."""
+    with mock.patch("megapg.checkpoint.writer.xxh3_128", _NoChecksum):
         yield
 
 
@@ -225,24 +222,14 @@ def _without_fsync() -> Iterator[None]:
 
 
 class _NoChecksum:
-    def __init__(self, data: bytes = b"") -> None:
-        pass
-
     def update(self, data: object) -> None:
         pass
 
-    def digest(self) -> bytes:
-        return bytes(32)
-
     def hexdigest(self) -> str:
-        return self.digest().hex()
+        return "0" * 32
 
 
 def _no_fsync(descriptor: int) -> None:
-    pass
-
-
-def _no_update(seal: archive.Seal, data: memoryview) -> None:
     pass
 
 
