@@ -312,21 +312,15 @@ def names_in(root: Path) -> list[str]:
 
 
 def _info(path: Path, name: str, problem: str) -> CheckpointInfo:
+    written = _written(path / FORMAT_FILE)
     return CheckpointInfo(
         path=path,
         iteration=iteration_of(name) or 0,
         release=name == RELEASE,
         complete=not problem,
         problem=problem,
-        saved_at=_moment(_written(path / FORMAT_FILE)),
+        saved_at=None if written is None else datetime.fromtimestamp(written / 1e9, UTC),
     )
-
-
-def _moment(written: int | None) -> datetime | None:
-    try:
-        return None if written is None else datetime.fromtimestamp(written / 1e9, UTC)
-    except (ValueError, OverflowError):  # its time is beyond the year 9999
-        return None
 
 
 def _final(root: Path, name: str) -> list[Path]:

@@ -280,22 +280,9 @@ def flaw(tensor: TensorStorageMetadata) -> str:
     total = sum(math.prod(chunk.sizes) for chunk in chunks)
     if total < math.prod(tensor.size):
         return "leave a part of it out"
-    if total > math.prod(tensor.size) or not (
-        _is_grid(chunks) or _apart(sorted(map(_ranges, chunks)))
-    ):
+    if total > math.prod(tensor.size) or not _apart(sorted(map(_ranges, chunks))):
         return "overlap"
     return ""
-
-
-def _is_grid(chunks: list[ChunkStorageMetadata]) -> bool:
-    """True if the chunks are cut along lines through the whole tensor, so that none overlap."""
-    cuts = 1
-    for ranges in zip(*map(_ranges, chunks), strict=True):
-        ordered = sorted(set(ranges))
-        if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
-            return False
-        cuts *= len(ordered)
-    return cuts == len(chunks) == len({chunk.offsets for chunk in chunks})
 
 
 def _apart(boxes: list[list[tuple[int, int]]]) -> bool:
