@@ -28,7 +28,7 @@ from megapg.checkpoint.directory import (
     RELEASE,
     iteration_of,
 )
-from megapg.checkpoint.entries import Entries, check_places, checksums_of, entries_of, inside
+from megapg.checkpoint.entries import EntryReader, check_places, checksums_of, entries_of, inside
 from megapg.checkpoint.files import LARGEST_JSON, LARGEST_PICKLE, broken, parse_json, read_small
 from megapg.checkpoint.manifest import Manifest, read_manifest
 from megapg.checkpoint.safe_metadata import parse_metadata
@@ -121,15 +121,15 @@ class Contents:
             problem = "has no entry" if saved is None else "has a tensor, not a byte entry, for"
             raise CheckpointError(f"{self.path} {problem} {key!r}.")
         [entry] = entries_of(self.path, self.metadata, key)
-        with closing(self.entries()) as entries:
-            found = entries.load(entry.place, key)
+        with closing(self.reader()) as reader:
+            found = reader.load(entry)
         if isinstance(found, list) and len(found) == 1 and _OF_MEGATRON.search(key):
             return found[0]
         return found
 
-    def entries(self) -> Entries:
+    def reader(self) -> EntryReader:
         """Return a reader of the shards, with the same checks. The caller closes it."""
-        return Entries(self.path, self._checksums, check=self.check)
+        return EntryReader(self.path, self._checksums, check=self.check)
 
     @cached_property
     def _checksums(self) -> Mapping[str, Mapping[int, str]] | None:

@@ -37,7 +37,15 @@ from megapg.torch_private import StorageInfo, transforms_of
 _PIECE = 2**19  # bytes to read and to checksum at a time; they still fit into the processor's cache
 
 
-class Entries:
+class Entry(NamedTuple):
+    """An entry as ``.metadata`` describes it."""
+
+    key: str
+    place: StorageInfo
+    chunk: ChunkStorageMetadata | None  # None for an object
+
+
+class EntryReader:
     """Reads the entries of one checkpoint, a file at a time. For one thread.
 
     Entries are compared with ``checksums`` (of :func:`checksums_of`). If there is no manifest,
@@ -59,20 +67,21 @@ class Entries:
             self._open[1].close()
             self._open = None
 
-    def tensor(self, place: StorageInfo, key: str, shape: torch.Size) -> torch.Tensor:
-        """Return the tensor of an entry, on the CPU. The next read overwrites it.
+    def tensor(self, entry: Entry) -> torch.Tensor:
+        """Return the tensor of a chunk, on the CPU. The next read overwrites it.
 
         Raises:
             BrokenCheckpointError: a file is missing, too short or damaged; names file and key.
             UnsafeCheckpointError: its file is outside of the checkpoint, or it would run code.
             CheckpointError: it was written in a form that megapg does not read.
         """
-        whole = self._read(place, key)
-        plain = self._plain(self._members(whole, place, key))
-        found = self._load(whole, place, key) if plain is None else plain
+        whole = self._read(entry)
+        plain = self._plain(self._members(whole, entry))
+        found = self._load(whole, entry) if plain is None else plain
+        shape = None if entry.chunk is None else entry.chunk.sizes
         if not isinstance(found, torch.Tensor) or found.shape != shape:
             has = list(found.shape) if isinstance(found, torch.Tensor) else "no tensor"
-            raise self._damaged(place, key, f"it has {has}, and {list(shape)} was saved")
+            raise self._damaged(entry, f"it has {has}, and {list(shape or ())} was saved")
         return found
 
     def _plain(self, members: Mapping[str, memoryview]) -> torch.Tensor | None:
@@ -91,26 +100,26 @@ class Entries:
         flat = torch.frombuffer(data, dtype=form.dtype)
         return flat.as_strided(form.size, form.stride, form.offset)
 
-    def load(self, place: StorageInfo, key: str) -> object:
+    def load(self, entry: Entry) -> object:
         """Return the tensor or object of an entry; raises as :meth:`tensor`."""
-        whole = self._read(place, key)
-        self._members(whole, place, key)
-        return self._load(whole, place, key)
+        whole = self._read(entry)
+        self._members(whole, entry)
+        return self._load(whole, entry)
 
-    def _load(self, whole: memoryview, place: StorageInfo, key: str) -> object:
-        file = self._path / place.relative_path
+    def _load(self, whole: memoryview, entry: Entry) -> object:
+        file = self._path / entry.place.relative_path
         try:
-            return load_safely(bytes(whole), f"{file}, in its entry {key!r},")
+            return load_safely(bytes(whole), f"{file}, in its entry {entry.key!r},")
         except BrokenCheckpointError as error:
-            raise self._damaged(place, key, "torch can't load it") from error
+            raise self._damaged(entry, "torch can't load it") from error
 
-    def _read(self, place: StorageInfo, key: str) -> memoryview:
+    def _read(self, entry: Entry) -> memoryview:
         """Return the bytes of an entry, in a buffer that the next call reuses."""
+        place = entry.place
         if transforms := transforms_of(place):
-            through = ", ".join(transforms)
             raise CheckpointError(
-                f"{self._path}: {key!r} was written through {through}, which megapg does not read. "
-                "Load it with torch's own reader."
+                f"{self._path}: {entry.key!r} was written through {', '.join(transforms)}, which "
+                "megapg does not read. Load it with torch's own reader."
             )
         stream = self._file(place.relative_path)
         size, needed = os.fstat(stream.fileno()).st_size, end_of(place)
@@ -126,14 +135,14 @@ class Entries:
             try:
                 count = os.preadv(stream.fileno(), [piece], place.offset + done)
             except OSError as error:
-                raise self._damaged(place, key, f"can't read it: {error.strerror}") from error
+                raise self._damaged(entry, f"can't read it: {error.strerror}") from error
             if not count:
-                raise self._damaged(place, key, "the file was cut off meanwhile")
+                raise self._damaged(entry, "the file was cut off meanwhile")
             if expected is not None:
                 found.update(piece[:count])
             done += count
         if expected not in (None, found.hexdigest()):
-            raise self._damaged(place, key, "its checksum is another")
+            raise self._damaged(entry, "its checksum is another")
         return whole
 
     def _checksum(self, place: StorageInfo) -> str | None:
@@ -141,22 +150,22 @@ class Entries:
         checksums = self._checksums or {}
         return checksums.get(place.relative_path, {}).get(place.offset) if self._check else None
 
-    def _members(self, whole: memoryview, place: StorageInfo, key: str) -> Mapping[str, memoryview]:
+    def _members(self, whole: memoryview, entry: Entry) -> Mapping[str, memoryview]:
         """Return the members of an entry; none if it is no archive and nothing is checked.
 
         The CRC-32s are checked unless the manifest has a checksum of the entry.
         """
+        check = self._check and self._checksum(entry.place) is None
         try:
-            return archive.members(whole, check=self._check and self._checksum(place) is None)
+            return archive.members(whole, check=check)
         except ValueError as error:
             if self._check:
-                raise self._damaged(place, key, str(error)) from error
+                raise self._damaged(entry, str(error)) from error
             return {}
 
-    def _damaged(self, place: StorageInfo, key: str, problem: str) -> BrokenCheckpointError:
-        return broken(
-            self._path / place.relative_path, f"is damaged in its entry {key!r}: {problem}"
-        )
+    def _damaged(self, entry: Entry, problem: str) -> BrokenCheckpointError:
+        file = self._path / entry.place.relative_path
+        return broken(file, f"is damaged in its entry {entry.key!r}: {problem}")
 
     def _file(self, name: str) -> BinaryIO:
         """Return an open file of shards."""
@@ -214,14 +223,6 @@ def check_places(path: Path, metadata: Metadata) -> None:
                     + f", and the next begins at {start}" * (start > end),
                 )
             end = stop
-
-
-class Entry(NamedTuple):
-    """An entry as ``.metadata`` describes it."""
-
-    key: str
-    place: StorageInfo
-    chunk: ChunkStorageMetadata | None  # None for an object
 
 
 def entries_of(path: Path, metadata: Metadata, key: str) -> list[Entry]:

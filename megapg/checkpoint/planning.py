@@ -211,13 +211,12 @@ class Loading:
         done = 0
         # Disks and networks read faster in ascending order.
         reads.sort(key=lambda each: (each.entry.place.relative_path, each.entry.place.offset))
-        with contextlib.closing(self._contents.entries()) as entries:
+        with contextlib.closing(self._contents.reader()) as reader:
             for each in reads:
-                key, place, chunk = each.entry
-                if chunk is None:
-                    found[key] = entries.load(place, key)
+                if each.entry.chunk is None:
+                    found[each.entry.key] = reader.load(each.entry)
                     continue
-                saved = entries.tensor(place, key, chunk.sizes)
+                saved = reader.tensor(each.entry)
                 for piece in each.pieces:
                     piece.to.copy_(_part(saved, piece.start, piece.to.shape))
                     done += piece.to.nbytes

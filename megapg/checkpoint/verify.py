@@ -255,17 +255,17 @@ class _Check:
         end = max(end_of(entry.place) for entry in entries)
         if (size := (self._path / name).stat().st_size) != end:
             return self._add(name, f"has {size - end} bytes after its last shard")
-        with closing(contents.entries()) as reader:
-            for key, place, chunk in entries:
-                if transforms_of(place):  # compressed: no archive at this level
+        with closing(contents.reader()) as reader:
+            for entry in entries:
+                if transforms_of(entry.place):  # compressed: no archive at this level
                     continue
-                if chunk is None:
-                    reader.load(place, key)
+                if entry.chunk is None:
+                    reader.load(entry)
                 else:
-                    found = reader.tensor(place, key, chunk.sizes)
-                    saved = contents.metadata.state_dict_metadata[key].properties.dtype  # type: ignore[union-attr]  # a tensor
-                    if found.dtype != saved:
-                        problem = f"is damaged: {key!r} has {found.dtype}, and {saved} was saved"
+                    found = reader.tensor(entry).dtype
+                    saved = contents.metadata.state_dict_metadata[entry.key].properties.dtype  # type: ignore[union-attr]  # a tensor
+                    if found != saved:
+                        problem = f"is damaged: {entry.key!r} has {found}, and {saved} was saved"
                         return self._add(name, problem)
-                self._advance(place.length)
+                self._advance(entry.place.length)
         return None

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import metadata as of_torch
 
 from megapg.checkpoint.contents import Contents, read_contents
 from megapg.checkpoint.safe_metadata import parse_metadata
-from megapg.checkpoint.safe_torch import load_safely, naming
+from megapg.checkpoint.safe_torch import load_safely
 from megapg.errors import (
     BrokenCheckpointError,
     CheckpointError,
@@ -33,7 +33,6 @@ from megapg.errors import (
     UnsafeCheckpointError,
 )
 from megapg.layout import ParallelLayout
-from megapg.rendezvous.joint_work import OthersFailedError
 
 MODULE = "torch.distributed.checkpoint.metadata"
 
@@ -340,22 +339,12 @@ def test_classes_on_the_list_can_not_be_changed(kind: str, value: bytes) -> None
     assert parse_metadata(data, "x").storage_data
 
 
-def test_enums_and_dtypes_can_not_be_changed() -> None:
-    dtype = stack_global("torch", "float32")
-    layout = called(stack_global("torch.serialization", "_get_layout"), text("torch.strided"))
-    planner = "torch.distributed.checkpoint.planner"
-    kind = called(stack_global(planner, "WriteItemType"), b"K\x01")
-    memory_format = called(stack_global(MODULE, "_MEM_FORMAT_ENCODING"), b"K\x01")
-    for value in (dtype, layout, kind, memory_format):
-        state = b"}" + text("_value_") + b"K\x07s"
-        with pytest.raises(BrokenCheckpointError):
-            parse_metadata(b"\x80\x04" + value + state + b"b.", "x")
-        with pytest.raises(BrokenCheckpointError):
-            parse_metadata(b"\x80\x04" + value + b"N" + state + b"\x86b.", "x")
-    assert [item.value for item in of_torch._MEM_FORMAT_ENCODING] == [0, 1, 2]
-    from torch.distributed.checkpoint.planner import WriteItemType
-
-    assert WriteItemType(1)._value_ == 1
+@pytest.mark.parametrize(
+    "state", [b"}" + text("_value_") + b"K\x07s", b"N}" + text("a") + b"Ns\x86"]
+)
+def test_a_dtype_can_not_be_changed(state: bytes) -> None:
+    with pytest.raises(BrokenCheckpointError):
+        parse_metadata(b"\x80\x04" + stack_global("torch", "float32") + state + b"b.", "x")
 
 
 @pytest.mark.parametrize(
@@ -638,11 +627,3 @@ def test_an_entry_that_is_compressed_is_named(copied: Path) -> None:
     rewrite(copied, placed("rng_state/shard_0.1_1.2", transform_descriptors=["zstd"]))
     with pytest.raises(CheckpointError, match="zstd"):
         read_contents(copied).read_object("rng_state/shard_0.1_1.2")
-
-
-def test_a_rank_that_fails_meanwhile_is_no_damaged_file() -> None:
-    """Reading reports progress, and this report may raise because another rank has failed."""
-    with pytest.raises(OthersFailedError, match="rank 1: busy"), naming("__0_0.distcp"):
-        raise OthersFailedError({1: "busy"})
-    with pytest.raises(BrokenCheckpointError, match="can't be read"), naming("__0_0.distcp"):
-        raise RuntimeError("busy")

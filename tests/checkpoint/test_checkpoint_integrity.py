@@ -591,15 +591,6 @@ HOSTILE = {
     "binary": lambda path: path.write_bytes(bytes(range(256))),
     "nested": text("[" * 1_000_000),
     "objects": text('{"a":' * 200_000),
-    "a list": text("[]"),
-    "infinite": text('{"files": {}, "sizes": {"common.pt": Infinity}}'),
-    "many digits": text('{"files": {"common.pt": "0"}, "sizes": {"common.pt": %s}}' % ("9" * 9999)),
-    "elsewhere": text('{"files": {"../x": "0"}, "sizes": {"../x": 1}}'),
-    "no text": text('{"files": {"\\ud800": "0", "a\\u0000b": "1"}, "sizes": {"\\ud800": 1}}'),
-    "of nothing": text('{"files": {}, "sizes": {"x": 1}}'),
-    "no shards": text('{"files": {}, "shards": {"x": {"size": 1, "xxh3_128": 7, "entries": ""}}}'),
-    "short": text('{"files": {}, "shards": {"x": {"size": 1, "xxh3_128": "0", "entries": "0"}}}'),
-    "odd layout": text('{"files": {}, "megapg": {"layout": {"world_size": 1e99, "tp": -1}}}'),
 }
 SMALL_FILES = [MANIFEST_FILE, "metadata.json", ".metadata", "common.pt", TRACKER]
 
@@ -637,8 +628,7 @@ def test_a_hostile_file_in_an_old_checkpoint(tmp_path, file, kind):
         with contextlib.suppress(MegapgError):
             look()
     verify(old)
-    if file != MANIFEST_FILE or kind not in ("a list",):
-        assert file == TRACKER or not verify(old).good
+    assert file == TRACKER or not verify(old).good
     partial = Partial.begin(tmp_path, iteration=400)
     saved(partial.path)
     in_the_way = file == TRACKER and kind == "a directory"
