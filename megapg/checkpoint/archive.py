@@ -1,9 +1,7 @@
 """A strict reader of the archives that ``torch.save`` writes.
 
 An archive is a zip file with uncompressed members. The directory at its end has the name, offset,
-length and CRC-32 of each member. A seal is megapg's checksum over all bytes of an archive;
-computing it is several times as fast as a CRC-32. If no seal was taken, the CRC-32s inside the
-archive show a changed bit in a member.
+length and CRC-32 of each member.
 """
 
 from __future__ import annotations
@@ -13,17 +11,11 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
-PIECE = 2**19
-"""Bytes to read and to checksum at a time; a piece still fits into the processor's cache."""
-
 _HEADER = struct.Struct("<4s5H3L2H")  # before a member
 _ENTRY = struct.Struct("<4s6H3L5H2L")  # of a member in the directory
 _LONG_END = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")  # zip64: the place of _LONG_END
 _END = struct.Struct("<4s4H2LH")
-_ROW, _COLUMNS = 512, 513  # 64-bit words
 _HUGE = 2**32 - 1  # the 64-bit value is in the zip64 field
 
 
@@ -33,77 +25,20 @@ class _Member(NamedTuple):
     crc: int
 
 
-def sealed(piece: memoryview, before: int = 0) -> int:
-    """Return the seal of some bytes: a checksum of their values and their order.
-
-    Each piece is taken as 64-bit words. Sums are taken over each run of 512 words, and over the
-    words that lie 513 apart. The seal is the CRC-32 of the sums, in order. A change in up to three
-    words, or within 4 KiB, changes a sum. An exchange of words does too, because 512 and 513 have
-    no common divisor.
-
-    Args:
-        piece: of :data:`PIECE` bytes, unless it is the last.
-        before: the seal of the pieces before it.
-    """
-    whole = len(piece) - len(piece) % (8 * _ROW)
-    if whole:
-        words = np.frombuffer(piece[:whole], "<u8")
-        rows = np.add.reduce(words.reshape(-1, _ROW), axis=1)
-        end = len(words) - len(words) % _COLUMNS
-        columns = np.add.reduce(words[:end].reshape(-1, _COLUMNS), axis=0)
-        columns[: len(words) - end] += words[end:]
-        before = zlib.crc32(columns, zlib.crc32(rows, before))
-    return zlib.crc32(piece[whole:], before)
-
-
-class Seal:
-    """Computes the seal of data that arrives in parts of any length."""
-
-    def __init__(self) -> None:
-        self._before = 0
-        self._rest = bytearray()  # less than a piece
-
-    def update(self, data: memoryview) -> None:
-        """Add bytes."""
-        if self._rest:
-            missing = PIECE - len(self._rest)
-            self._rest += data[:missing]
-            data = data[missing:]
-            if len(self._rest) < PIECE:
-                return
-            self._before = sealed(memoryview(self._rest), self._before)
-        whole = len(data) - len(data) % PIECE
-        for at in range(0, whole, PIECE):
-            self._before = sealed(data[at : at + PIECE], self._before)
-        self._rest = bytearray(data[whole:])
-
-    def number(self) -> int:
-        """Return the seal of all bytes added so far."""
-        return sealed(memoryview(self._rest), self._before)
-
-
-def check(archive: memoryview) -> dict[str, memoryview]:
-    """Return the members as :func:`members` does, after checking their CRC-32s.
+def members(archive: memoryview, *, check: bool) -> dict[str, memoryview]:
+    """Return the members by name, without the common top folder. Check their CRC-32s on request.
 
     An archive without CRC-32s (``torch.serialization.set_crc32_options(False)``) is not checked.
 
     Raises:
-        ValueError: a CRC-32 does not match, or the archive is malformed.
+        ValueError: a CRC-32 does not match, or the archive differs from those of ``torch.save``.
+            The text gives the reason.
     """
     found = list(_members(archive))
-    for member in found if any(member.crc for member in found) else ():
+    for member in found if check and any(member.crc for member in found) else ():
         if zlib.crc32(member.data) != member.crc:
             raise ValueError(f"the checksum of {member.name} is another")
     return {member.name: member.data for member in found}
-
-
-def members(archive: memoryview) -> dict[str, memoryview]:
-    """Return the members by name, without the common top folder.
-
-    Raises:
-        ValueError: the archive differs from those of ``torch.save``; the text gives the reason.
-    """
-    return {member.name: member.data for member in _members(archive)}
 
 
 def _members(archive: memoryview) -> Iterator[_Member]:

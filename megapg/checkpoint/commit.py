@@ -35,12 +35,12 @@ from megapg.checkpoint.directory import (
     TRACKER,
     CheckpointInfo,
     committed_pending,
-    entries,
     find,
     hidden_in,
     hidden_name,
     iteration_name,
     list_checkpoints,
+    names_in,
     parse_hidden,
     tracker_text,
     what_is_missing,
@@ -298,7 +298,7 @@ def _settle(root: Path) -> None:
                 (root / f"{PENDING}{parts.token}").unlink(missing_ok=True)
                 _put_away(root, parts.name, path)
                 _lock_of(path).unlink(missing_ok=True)
-    for entry in entries(root):
+    for entry in names_in(root):
         if entry.endswith(_LOCK_SUFFIX) and parse_hidden(entry.removesuffix(_LOCK_SUFFIX)):
             partial = root / entry.removesuffix(_LOCK_SUFFIX)
             with _logged("remove", root / entry):
@@ -313,7 +313,7 @@ def _settle(root: Path) -> None:
     if pending := committed_pending(root):
         with _logged("write", root / TRACKER):
             os.replace(pending, root / TRACKER)
-    for entry in entries(root):
+    for entry in names_in(root):
         if entry.startswith(PENDING):  # no commit is running, so it is void
             with _logged("remove", root / entry):
                 (root / entry).unlink(missing_ok=True)

@@ -8,7 +8,6 @@ reader, which runs any code in it.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import types
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megapg.checkpoint import archive
 from megapg.checkpoint.directory import (
@@ -29,7 +28,7 @@ from megapg.checkpoint.directory import (
     RELEASE,
     iteration_of,
 )
-from megapg.checkpoint.entries import Entries, check_places, inside, seals_of
+from megapg.checkpoint.entries import EntryReader, check_places, checksums_of, entries_of, inside
 from megapg.checkpoint.files import LARGEST_JSON, LARGEST_PICKLE, broken, parse_json, read_small
 from megapg.checkpoint.manifest import Manifest, read_manifest
 from megapg.checkpoint.safe_metadata import parse_metadata
@@ -117,32 +116,26 @@ class Contents:
             BrokenCheckpointError: its file is missing, shorter than needed, or damaged.
             UnsafeCheckpointError: see :func:`load_safely`; or its file is outside of the directory.
         """
-        entry = self.metadata.state_dict_metadata.get(key)
-        if not isinstance(entry, BytesStorageMetadata):
-            problem = "has no entry" if entry is None else "has a tensor, not a byte entry, for"
-            known = self.metadata.state_dict_metadata.items()
-            others = [name for name, one in known if isinstance(one, BytesStorageMetadata)]
-            near = difflib.get_close_matches(key, others, n=3)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise CheckpointError(f"{self.path} {problem} {key!r}.{hint}")
-        place = (self.metadata.storage_data or {}).get(MetadataIndex(key))
-        if place is None:
-            raise broken(self.path / INDEX_FILE, f"does not say where the entry {key!r} lies")
-        with closing(self.entries()) as entries:
-            found = entries.load(place, key)
+        saved = self.metadata.state_dict_metadata.get(key)
+        if not isinstance(saved, BytesStorageMetadata):
+            problem = "has no entry" if saved is None else "has a tensor, not a byte entry, for"
+            raise CheckpointError(f"{self.path} {problem} {key!r}.")
+        [entry] = entries_of(self.path, self.metadata, key)
+        with closing(self.reader()) as reader:
+            found = reader.load(entry)
         if isinstance(found, list) and len(found) == 1 and _OF_MEGATRON.search(key):
             return found[0]
         return found
 
-    def entries(self) -> Entries:
+    def reader(self) -> EntryReader:
         """Return a reader of the shards, with the same checks. The caller closes it."""
-        return Entries(self.path, self._seals, check=self.check)
+        return EntryReader(self.path, self._checksums, check=self.check)
 
     @cached_property
-    def _seals(self) -> Mapping[str, Mapping[int, int]] | None:
+    def _checksums(self) -> Mapping[str, Mapping[int, str]] | None:
         if self.manifest is None:
             return None
-        return seals_of(self.path, self.metadata, self.manifest)
+        return checksums_of(self.path, self.metadata, self.manifest)
 
 
 def read_contents(path: str | os.PathLike[str], *, check: bool = False) -> Contents:
@@ -162,30 +155,22 @@ def read_contents(path: str | os.PathLike[str], *, check: bool = False) -> Conte
         UnsafeCheckpointError: a file would run code; nothing of it was run.
     """
     path = Path(path)
-    if not check:
-        metadata = read_metadata(path)
-        return Contents(path, metadata, read_common(path, metadata), _about(path))
-    _check_there(path)
-    manifest = read_manifest(path)
+    manifest = read_manifest(path) if check else None
     metadata = read_metadata(path, manifest)
+    if not check:
+        return Contents(path, metadata, read_common(path, metadata), _about(path))
     if manifest is None:
         check_places(path, metadata)
     form = path / FORMAT_FILE
-    if form.exists() or (manifest and FORMAT_FILE in manifest.sha256):
+    if form.exists() or (manifest and FORMAT_FILE in manifest.files):
         data = _small(form, LARGEST_JSON, manifest)
         if problem := wrong_format(parse_json(form, data)):
             raise broken(form, problem)
-    contents = Contents(
-        path,
-        metadata,
-        read_common(path, metadata, manifest, check=True),
-        manifest.about if manifest else {},
-        manifest,
-        check=True,
-    )
-    if problem := wrong_name(path, contents.common):
+    common = read_common(path, metadata, manifest, check=True)
+    if problem := wrong_name(path, common):
         raise broken(path, problem)
-    return contents
+    about = manifest.about if manifest else {}
+    return Contents(path, metadata, common, about, manifest, check=True)
 
 
 def layout_of_checkpoint(path: Path) -> ParallelLayout | None:
@@ -216,13 +201,13 @@ def read_common(
     Raises as :func:`read_contents`.
     """
     file = path / COMMON_FILE
-    if manifest is not None and (file.exists() or COMMON_FILE in manifest.sha256):
+    if manifest is not None and (file.exists() or COMMON_FILE in manifest.files):
         common = load_safely(manifest.read(COMMON_FILE, LARGEST_PICKLE), str(file))
     elif file.exists():
         data = read_small(file, LARGEST_PICKLE)
         if check:
             try:
-                archive.check(memoryview(data))
+                archive.members(memoryview(data), check=True)
             except ValueError as error:
                 raise broken(file, f"is damaged: {error}") from error
         common = load_safely(data, str(file))

@@ -132,7 +132,7 @@ def parse_hidden(entry: str) -> Hidden | None:
 
 def hidden_in(root: Path, kind: Kind) -> list[tuple[Path, Hidden]]:
     """Return the hidden directories of one kind, each with the parts of its name."""
-    found = [(root / entry, parse_hidden(entry)) for entry in entries(root)]
+    found = [(root / entry, parse_hidden(entry)) for entry in names_in(root)]
     return [(path, parts) for path, parts in found if parts and parts.kind == kind]
 
 
@@ -148,7 +148,7 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> tuple[CheckpointInfo,
     root = Path(directory)
     names: set[str] = set()
     found: list[CheckpointInfo] = []
-    for entry in entries(root):
+    for entry in names_in(root):
         hidden = parse_hidden(entry)
         if iteration_of(entry) is not None:
             names.add(entry)
@@ -236,7 +236,7 @@ def committed_pending(directory: str | os.PathLike[str]) -> Path | None:
     """
     root = Path(directory)
     newest: tuple[int, Path] | None = None
-    for entry in entries(root):
+    for entry in names_in(root):
         if not entry.startswith(PENDING):
             continue
         pending = root / entry
@@ -280,12 +280,12 @@ def what_is_missing(path: Path) -> str:
             if not (path / name).stat().st_size:
                 return f"has an empty {name}"
         manifest = read_manifest(path)
-        for name, size in manifest.sizes.items() if manifest else ():
-            found = (path / name).stat().st_size if (path / name).exists() else None
-            if found is None:
+        for name, known in manifest.files.items() if manifest else ():
+            if not (path / name).exists():
                 return f"has no {name}"
-            if found != size:
-                return f"has a {name} of {found} bytes, {size} were saved"
+            size = (path / name).stat().st_size
+            if known.size not in (None, size):
+                return f"has a {name} of {size} bytes, {known.size} were saved"
     except BrokenCheckpointError as error:
         name, _, problem = error.problems[0].partition(": ")
         return f"has a {name} that {problem}"
@@ -294,7 +294,7 @@ def what_is_missing(path: Path) -> str:
     return ""
 
 
-def entries(root: Path) -> list[str]:
+def names_in(root: Path) -> list[str]:
     """Return the names in a directory; empty if there is none.
 
     Raises:
@@ -312,21 +312,15 @@ def entries(root: Path) -> list[str]:
 
 
 def _info(path: Path, name: str, problem: str) -> CheckpointInfo:
+    written = _written(path / FORMAT_FILE)
     return CheckpointInfo(
         path=path,
         iteration=iteration_of(name) or 0,
         release=name == RELEASE,
         complete=not problem,
         problem=problem,
-        saved_at=_moment(_written(path / FORMAT_FILE)),
+        saved_at=None if written is None else datetime.fromtimestamp(written / 1e9, UTC),
     )
-
-
-def _moment(written: int | None) -> datetime | None:
-    try:
-        return None if written is None else datetime.fromtimestamp(written / 1e9, UTC)
-    except (ValueError, OverflowError):  # its time is beyond the year 9999
-        return None
 
 
 def _final(root: Path, name: str) -> list[Path]:

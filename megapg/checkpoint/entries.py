@@ -1,7 +1,7 @@
 """Reading the entries of a checkpoint's shards, with a check of each.
 
-An entry is an archive of ``torch.save`` with one tensor or object. ``.metadata`` has its place.
-megapg's manifest has its seal, a checksum (see :mod:`megapg.checkpoint.archive`).
+An entry is an archive of ``torch.save`` with one tensor or object. ``.metadata`` has its place, and
+megapg's manifest its checksum.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import os
 import pathlib
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorStorageMetadata,
 )
+from xxhash import xxh3_128
 
 from megapg.checkpoint import archive
 from megapg.checkpoint.directory import INDEX_FILE
@@ -32,18 +34,29 @@ from megapg.checkpoint.safe_torch import TensorForm, load_safely, parse_tensor_f
 from megapg.errors import BrokenCheckpointError, CheckpointError, UnsafeCheckpointError
 from megapg.torch_private import StorageInfo, transforms_of
 
+_PIECE = 2**19  # bytes to read and to checksum at a time; they still fit into the processor's cache
 
-class Entries:
+
+class Entry(NamedTuple):
+    """An entry as ``.metadata`` describes it."""
+
+    key: str
+    place: StorageInfo
+    chunk: ChunkStorageMetadata | None  # None for an object
+
+
+class EntryReader:
     """Reads the entries of one checkpoint, a file at a time. For one thread.
 
-    Entries are compared with ``seals`` (of :func:`seals_of`). If there is no manifest, ``seals`` is
-    None, and the checksums inside the entries are used. Without ``check`` only sizes are checked.
+    Entries are compared with ``checksums`` (of :func:`checksums_of`). If there is no manifest,
+    ``checksums`` is None, and the CRC-32s inside the entries are used. Without ``check`` only sizes
+    are checked.
     """
 
     def __init__(
-        self, path: Path, seals: Mapping[str, Mapping[int, int]] | None, *, check: bool
+        self, path: Path, checksums: Mapping[str, Mapping[int, str]] | None, *, check: bool
     ) -> None:
-        self._path, self._seals, self._check = path, seals, check
+        self._path, self._checksums, self._check = path, checksums, check
         self._open: tuple[str, BinaryIO] | None = None
         self._buffer = memoryview(bytearray())
         self._forms: dict[bytes, TensorForm | None] = {}
@@ -54,20 +67,21 @@ class Entries:
             self._open[1].close()
             self._open = None
 
-    def tensor(self, place: StorageInfo, key: str, shape: torch.Size) -> torch.Tensor:
-        """Return the tensor of an entry, on the CPU. The next read overwrites it.
+    def tensor(self, entry: Entry) -> torch.Tensor:
+        """Return the tensor of a chunk, on the CPU. The next read overwrites it.
 
         Raises:
             BrokenCheckpointError: a file is missing, too short or damaged; names file and key.
             UnsafeCheckpointError: its file is outside of the checkpoint, or it would run code.
             CheckpointError: it was written in a form that megapg does not read.
         """
-        whole = self._read(place, key)
-        plain = self._plain(self._members(whole, place, key))
-        found = self._load(whole, place, key) if plain is None else plain
+        whole = self._read(entry)
+        plain = self._plain(self._members(whole, entry))
+        found = self._load(whole, entry) if plain is None else plain
+        shape = None if entry.chunk is None else entry.chunk.sizes
         if not isinstance(found, torch.Tensor) or found.shape != shape:
             has = list(found.shape) if isinstance(found, torch.Tensor) else "no tensor"
-            raise self._damaged(place, key, f"it has {has}, and {list(shape)} was saved")
+            raise self._damaged(entry, f"it has {has}, and {list(shape or ())} was saved")
         return found
 
     def _plain(self, members: Mapping[str, memoryview]) -> torch.Tensor | None:
@@ -86,91 +100,90 @@ class Entries:
         flat = torch.frombuffer(data, dtype=form.dtype)
         return flat.as_strided(form.size, form.stride, form.offset)
 
-    def load(self, place: StorageInfo, key: str) -> object:
+    def load(self, entry: Entry) -> object:
         """Return the tensor or object of an entry; raises as :meth:`tensor`."""
-        whole = self._read(place, key)
-        self._members(whole, place, key)
-        return self._load(whole, place, key)
+        whole = self._read(entry)
+        self._members(whole, entry)
+        return self._load(whole, entry)
 
-    def _load(self, whole: memoryview, place: StorageInfo, key: str) -> object:
-        file = self._path / place.relative_path
+    def _load(self, whole: memoryview, entry: Entry) -> object:
+        file = self._path / entry.place.relative_path
         try:
-            return load_safely(bytes(whole), f"{file}, in its entry {key!r},")
+            return load_safely(bytes(whole), f"{file}, in its entry {entry.key!r},")
         except BrokenCheckpointError as error:
-            raise self._damaged(place, key, "torch can't load it") from error
+            raise self._damaged(entry, "torch can't load it") from error
 
-    def _read(self, place: StorageInfo, key: str) -> memoryview:
+    def _read(self, entry: Entry) -> memoryview:
         """Return the bytes of an entry, in a buffer that the next call reuses."""
+        place = entry.place
         if transforms := transforms_of(place):
-            through = ", ".join(transforms)
             raise CheckpointError(
-                f"{self._path}: {key!r} was written through {through}, which megapg does not read. "
-                "Load it with torch's own reader."
+                f"{self._path}: {entry.key!r} was written through {', '.join(transforms)}, which "
+                "megapg does not read. Load it with torch's own reader."
             )
         stream = self._file(place.relative_path)
-        size, needed = os.fstat(stream.fileno()).st_size, place.offset + place.length
+        size, needed = os.fstat(stream.fileno()).st_size, end_of(place)
         if size < needed:  # checked before the buffer is allocated
             file = self._path / place.relative_path
             raise broken(file, f"has {size} bytes, {needed} are needed")
         if len(self._buffer) < place.length:
             self._buffer = memoryview(bytearray(place.length))
         whole = self._buffer[: place.length]
-        expected, found = self._seal(place), 0
-        most = place.length if expected is None else archive.PIECE
-        for start in range(0, place.length, max(most, 1)):
-            piece = whole[start : start + most]
-            done = 0
-            while done < len(piece):  # a call reads at most 2 GiB
-                try:
-                    count = os.preadv(stream.fileno(), [piece[done:]], place.offset + start + done)
-                except OSError as error:
-                    raise self._damaged(place, key, f"can't read it: {error.strerror}") from error
-                if not count:
-                    raise self._damaged(place, key, "the file was cut off meanwhile")
-                done += count
-            if expected is not None:  # while the piece is in the processor's cache
-                found = archive.sealed(piece, found)
-        if expected not in (None, found):
-            raise self._damaged(place, key, "its checksum is another")
+        expected, found, done = self._checksum(place), xxh3_128(), 0
+        while done < place.length:
+            piece = whole[done : done + _PIECE]
+            try:
+                count = os.preadv(stream.fileno(), [piece], place.offset + done)
+            except OSError as error:
+                raise self._damaged(entry, f"can't read it: {error.strerror}") from error
+            if not count:
+                raise self._damaged(entry, "the file was cut off meanwhile")
+            if expected is not None:
+                found.update(piece[:count])
+            done += count
+        if expected not in (None, found.hexdigest()):
+            raise self._damaged(entry, "its checksum is another")
         return whole
 
-    def _seal(self, place: StorageInfo) -> int | None:
-        """Return the recorded seal of an entry; None if there is none or nothing is checked."""
-        seals = self._seals or {}
-        return seals.get(place.relative_path, {}).get(place.offset) if self._check else None
+    def _checksum(self, place: StorageInfo) -> str | None:
+        """Return the recorded checksum of an entry; None if there is none or nothing is checked."""
+        checksums = self._checksums or {}
+        return checksums.get(place.relative_path, {}).get(place.offset) if self._check else None
 
-    def _members(self, whole: memoryview, place: StorageInfo, key: str) -> Mapping[str, memoryview]:
+    def _members(self, whole: memoryview, entry: Entry) -> Mapping[str, memoryview]:
         """Return the members of an entry; none if it is no archive and nothing is checked.
 
-        The CRC-32s are checked unless the entry has a seal.
+        The CRC-32s are checked unless the manifest has a checksum of the entry.
         """
+        check = self._check and self._checksum(entry.place) is None
         try:
-            if self._check and self._seal(place) is None:
-                return archive.check(whole)
-            return archive.members(whole)
+            return archive.members(whole, check=check)
         except ValueError as error:
             if self._check:
-                raise self._damaged(place, key, str(error)) from error
+                raise self._damaged(entry, str(error)) from error
             return {}
 
-    def _damaged(self, place: StorageInfo, key: str, problem: str) -> BrokenCheckpointError:
-        return broken(
-            self._path / place.relative_path, f"is damaged in its entry {key!r}: {problem}"
-        )
+    def _damaged(self, entry: Entry, problem: str) -> BrokenCheckpointError:
+        file = self._path / entry.place.relative_path
+        return broken(file, f"is damaged in its entry {entry.key!r}: {problem}")
 
     def _file(self, name: str) -> BinaryIO:
         """Return an open file of shards."""
         if self._open is None or self._open[0] != name:
             self.close()
-            if self._seals is not None and name not in self._seals:
+            if self._checksums is not None and name not in self._checksums:
                 problem = "is not of this checkpoint: the manifest does not list it"
                 raise broken(self._path / name, problem)
             self._open = name, open_regular(inside(self._path, name))
         return self._open[1]
 
 
-def seals_of(path: Path, metadata: Metadata, manifest: Manifest) -> Mapping[str, Mapping[int, int]]:
-    """Return, for each file that the manifest lists, offset of an entry -> its seal.
+def checksums_of(
+    path: Path, metadata: Metadata, manifest: Manifest
+) -> Mapping[str, Mapping[int, str]]:
+    """Return, for each file that the manifest lists, offset of an entry -> its checksum.
+
+    There are no checksums of entries in a manifest of megapg 0.2 or Megatron-core.
 
     Raises:
         BrokenCheckpointError: ``.metadata`` has other entries than the manifest.
@@ -178,12 +191,13 @@ def seals_of(path: Path, metadata: Metadata, manifest: Manifest) -> Mapping[str,
     offsets: dict[str, set[int]] = defaultdict(set)
     for place in (metadata.storage_data or {}).values():
         offsets[place.relative_path].add(place.offset)
-    found: dict[str, Mapping[int, int]] = {name: {} for name in manifest.sha256}
-    for name, seals in manifest.seals.items():
-        if len(offsets[name]) != len(seals):
-            problem = f"has {len(offsets[name])} entries and had {len(seals)}"
+    found: dict[str, Mapping[int, str]] = {}
+    for name, known in manifest.files.items():
+        in_file = sorted(offsets[name]) if known.algorithm == "xxh3_128" else []
+        if len(in_file) != len(known.entries):
+            problem = f"has {len(in_file)} entries and had {len(known.entries)}"
             raise broken(path / name, problem)
-        found[name] = dict(zip(sorted(offsets[name]), seals, strict=True))
+        found[name] = dict(zip(in_file, known.entries, strict=True))
     return found
 
 
@@ -197,7 +211,7 @@ def check_places(path: Path, metadata: Metadata) -> None:
     """
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for place in (metadata.storage_data or {}).values():
-        found[place.relative_path].append((place.offset, place.offset + place.length))
+        found[place.relative_path].append((place.offset, end_of(place)))
     for name, ranges in found.items():
         end = 0
         for start, stop in sorted(ranges):
@@ -211,6 +225,53 @@ def check_places(path: Path, metadata: Metadata) -> None:
             end = stop
 
 
+def entries_of(path: Path, metadata: Metadata, key: str) -> list[Entry]:
+    """Return the entries of a key: one for each chunk of a tensor, or one for an object.
+
+    Raises:
+        BrokenCheckpointError: ``.metadata`` does not have the place of an entry, or the chunks do
+            not make up the tensor.
+    """
+    index, saved = path / INDEX_FILE, metadata.state_dict_metadata[key]
+    chunks: list[ChunkStorageMetadata | None] = [None]
+    if isinstance(saved, TensorStorageMetadata):
+        chunks = [*saved.chunks]
+        if problem := flaw(saved):
+            raise broken(index, f"says that the shards of {key!r} {problem}")
+    found = []
+    for chunk in chunks:
+        at = MetadataIndex(key) if chunk is None else MetadataIndex(key, chunk.offsets)
+        if (place := (metadata.storage_data or {}).get(at)) is None:
+            raise broken(index, f"does not say where a shard of {key!r} lies")
+        found.append(Entry(key, place, chunk))
+    return found
+
+
+def check_ends(path: Path, entries: Iterable[Entry]) -> None:
+    """Check that each file of these entries exists and is long enough.
+
+    Raises:
+        BrokenCheckpointError: names the file.
+    """
+    last: dict[str, Entry] = {}
+    for entry in entries:
+        name = entry.place.relative_path
+        if name not in last or end_of(entry.place) > end_of(last[name].place):
+            last[name] = entry
+    for name, entry in last.items():
+        file, needed = inside(path, name), end_of(entry.place)
+        with open_regular(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
+        if size < needed:
+            problem = f"has {size} bytes, {needed} are needed for {entry.key!r}: truncated"
+            raise broken(file, problem)
+
+
+def end_of(place: StorageInfo) -> int:
+    """Return the offset of the first byte after an entry."""
+    return place.offset + place.length
+
+
 def flaw(tensor: TensorStorageMetadata) -> str:
     """Return the problem of a tensor's chunks, as in "leave a part of it out"; empty if none.
 
@@ -220,22 +281,9 @@ def flaw(tensor: TensorStorageMetadata) -> str:
     total = sum(math.prod(chunk.sizes) for chunk in chunks)
     if total < math.prod(tensor.size):
         return "leave a part of it out"
-    if total > math.prod(tensor.size) or not (
-        _is_grid(chunks) or _apart(sorted(map(_ranges, chunks)))
-    ):
+    if total > math.prod(tensor.size) or not _apart(sorted(map(_ranges, chunks))):
         return "overlap"
     return ""
-
-
-def _is_grid(chunks: list[ChunkStorageMetadata]) -> bool:
-    """True if the chunks are cut along lines through the whole tensor, so that none overlap."""
-    cuts = 1
-    for ranges in zip(*map(_ranges, chunks), strict=True):
-        ordered = sorted(set(ranges))
-        if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
-            return False
-        cuts *= len(ordered)
-    return cuts == len(chunks) == len({chunk.offsets for chunk in chunks})
 
 
 def _apart(boxes: list[list[tuple[int, int]]]) -> bool:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import stat
-from collections import Counter
 from pathlib import Path
-from typing import BinaryIO, Never
+from typing import BinaryIO
 
 from megapg.errors import BrokenCheckpointError
 
@@ -68,43 +66,16 @@ def read_small(file: Path, limit: int, had: int | None = None) -> bytes:
 
 
 def read_json(file: Path, limit: int = LARGEST_JSON) -> object:
-    """Return the value in a JSON file; raises as :func:`read_small`, and for invalid JSON.
-
-    Infinite numbers and duplicate keys are refused, because readers differ in how they take them.
-    """
+    """Return the value in a JSON file; raises as :func:`read_small`, and for invalid JSON."""
     return parse_json(file, read_small(file, limit))
 
 
 def parse_json(file: Path, data: bytes) -> object:
     """As :func:`read_json`, for data that was read already."""
     try:
-        return json.loads(
-            data, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_object
-        )
-    except _OddJSONError as error:
-        raise broken(file, f"is damaged ({error})") from error
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise broken(file, "is no JSON") from error
-
-
-class _OddJSONError(ValueError):
-    pass
-
-
-def _refuse(constant: str) -> Never:
-    raise _OddJSONError(f"it has the number {constant}")
-
-
-def _finite(text: str) -> float:
-    return number if math.isfinite(number := float(text)) else _refuse(text)
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise _OddJSONError(f"it has {name[:40]!r} twice")
-    return found
 
 
 def sync_directory(directory: Path) -> None:

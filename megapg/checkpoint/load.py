@@ -386,7 +386,7 @@ def _unexpected(
     saved = contents.metadata.state_dict_metadata
     keys = [key for key in saved if _is_looked_for(key, with_optimizer)]
     stamp = zlib.crc32(repr(keys).encode()).to_bytes(4, "big")
-    mine = np.packbits([key in loading.wanted for key in keys]).tobytes()
+    mine = np.packbits([key in loading.keys for key in keys]).tobytes()
     reports, encoded = team.collect("fits", stamp + mine), b""
     if team.leading:
         if {report[:4] for report in reports.values()} != {stamp}:

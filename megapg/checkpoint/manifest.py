@@ -1,10 +1,14 @@
 """``integrity.json``: size and checksums of every file of a checkpoint when it was saved.
 
 Megatron-core 0.19 writes and checks this file too
-(``megatron/core/dist_checkpointing/validation.py``): a SHA-256 for each file. megapg adds values
-that Megatron-core ignores: the sizes, a note about the save, a checksum of the manifest itself, and
-a seal of each entry of each shard. With the seals, a rank can check the entries that it reads
-without reading the others.
+(``megatron/core/dist_checkpointing/validation.py``): ``files`` has the SHA-256 of each file. megapg
+lists its small files there. Its shards are in ``shards``, with XXH3-128, which takes a twentieth of
+the time. ``shards`` also has a checksum for each entry. With these, a rank can check the entries
+that it reads without reading the others. megapg also adds the sizes, a note about the save, and a
+checksum of the manifest itself. Megatron-core ignores all that megapg adds.
+
+megapg 0.2 listed shards in ``files``, too. Its other checksums of the entries, ``seals``, are
+ignored.
 """
 
 from __future__ import annotations
@@ -15,14 +19,19 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from xxhash import xxh3_128
 
 from megapg.checkpoint.files import broken, open_regular, read_json, read_small, sync_directory
 
 MANIFEST_FILE = "integrity.json"
 
-_ALGORITHM = "sha256"
+Algorithm: TypeAlias = Literal["sha256", "xxh3_128"]
+
+_HASHES: Mapping[Algorithm, Callable[..., Any]] = {"sha256": hashlib.sha256, "xxh3_128": xxh3_128}
+_ENTRY_DIGITS = 32  # of an XXH3-128
 _PIECE = 2**20  # bytes to read at a time
-_HEX = 8  # digits of a CRC-32
 
 
 @dataclass(frozen=True)
@@ -30,15 +39,17 @@ class FileSum:
     """Size and checksums of a file.
 
     Attributes:
-        size: bytes.
-        sha256: of the contents, 64 hex digits.
-        seals: for a shard, the seal of each entry (:func:`megapg.checkpoint.archive.sealed`), in
-            the order of the entries in the file.
+        size: bytes; None if unknown, in a manifest of Megatron-core.
+        digest: the checksum of the contents, in hex digits.
+        algorithm: of the digest.
+        entries: for a shard, the XXH3-128 of each entry, in the order of the entries in the file.
+            Empty in manifests of megapg 0.2 and of Megatron-core.
     """
 
-    size: int
-    sha256: str
-    seals: tuple[int, ...] = ()
+    size: int | None
+    digest: str
+    algorithm: Algorithm = "sha256"
+    entries: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,16 +58,12 @@ class Manifest:
 
     Attributes:
         path: the directory of the checkpoint.
-        sha256: name of each file -> SHA-256 of its contents.
-        sizes: name -> bytes; empty in a manifest of Megatron-core.
-        seals: name of a shard -> see :class:`FileSum`; empty in a manifest of Megatron-core.
+        files: name of each file -> its size and checksums.
         about: megapg's notes about the save; empty in a manifest of Megatron-core.
     """
 
     path: Path
-    sha256: Mapping[str, str]
-    sizes: Mapping[str, int]
-    seals: Mapping[str, tuple[int, ...]]
+    files: Mapping[str, FileSum]
     about: Mapping[str, object]
 
     def read(self, name: str, limit: int) -> bytes:
@@ -68,11 +75,11 @@ class Manifest:
             BrokenCheckpointError: it has changed or is not listed; also as
                 :func:`~megapg.checkpoint.files.read_small`.
         """
-        file = self.path / name
-        if name not in self.sha256:
+        file, known = self.path / name, self.files.get(name)
+        if known is None:
             raise broken(file, "is not of this checkpoint: the manifest does not list it")
-        data = read_small(file, limit, self.sizes.get(name))
-        if hashlib.sha256(data).hexdigest() != self.sha256[name]:
+        data = read_small(file, limit, known.size)
+        if _HASHES[known.algorithm](data).hexdigest() != known.digest:
             raise broken(file, "has changed: its checksum is another")
         return data
 
@@ -97,44 +104,50 @@ def _manifest(directory: Path, content: object) -> Manifest:
     """Parse a manifest. ValueError names the part that makes no sense."""
     if not isinstance(content, dict):
         raise ValueError("it holds no object")
-    if content.get("algorithm", _ALGORITHM) != _ALGORITHM:
-        raise ValueError(f"its algorithm is {content['algorithm']!r:.40}, not {_ALGORITHM!r}")
+    if content.get("algorithm", "sha256") != "sha256":
+        raise ValueError(f"its algorithm is {content['algorithm']!r:.40}, not 'sha256'")
     ours = "megapg" in content or "checksum" in content
     if ours and content.get("checksum") != _checksum(content):
         raise ValueError("its own checksum is another")
     sums, sizes = content.get("files"), content.get("sizes", {})
-    seals, about = content.get("seals", {}), content.get("megapg", {})
+    shards, about = content.get("shards", {}), content.get("megapg", {})
     if not isinstance(sums, dict):
         raise ValueError("it lists no files")
-    if not all(isinstance(part, dict) for part in (sizes, seals, about)):
+    if not all(isinstance(part, dict) for part in (sizes, shards, about)):
         raise ValueError("a part of it is no object")
-    for name, sha256 in sums.items():
-        size = sizes.get(name)
-        if not isinstance(sha256, str) or not (size is None or type(size) is int):
+    if not sums.keys() >= sizes.keys():
+        raise ValueError("it has sizes of files that it does not list")
+    files = {name: FileSum(sizes.get(name), sha256) for name, sha256 in sums.items()}
+    files |= {name: _shard_sum(name, shard) for name, shard in shards.items()}
+    for name, found in files.items():
+        if not isinstance(found.digest, str) or not (found.size is None or type(found.size) is int):
             raise ValueError(f"what it says of {name!r} is no checksum and size")
         if not name.isprintable() or name in ("", ".", "..", MANIFEST_FILE) or "/" in name:
             raise ValueError(f"{name!r} is no file of a checkpoint")
-    if not sums.keys() >= sizes.keys() | seals.keys():
-        raise ValueError("it has sizes or seals of files that it does not list")
-    numbers = {name: _numbers(name, text) for name, text in seals.items()}
-    return Manifest(directory, sums, sizes, numbers, about)
+    return Manifest(directory, files, about)
 
 
-def _numbers(name: str, text: object) -> tuple[int, ...]:
-    if not isinstance(text, str) or len(text) % _HEX:
-        raise ValueError(f"what it says of the entries of {name!r} is no seals")
-    data = bytes.fromhex(text)
-    width = _HEX // 2
-    return tuple(int.from_bytes(data[at : at + width], "big") for at in range(0, len(data), width))
+def _shard_sum(name: str, shard: object) -> FileSum:
+    found = shard if isinstance(shard, dict) else {}
+    text = found.get("entries")
+    if not isinstance(text, str) or len(text) % _ENTRY_DIGITS:
+        raise ValueError(f"what it says of the entries of {name!r} is no checksums")
+    starts = range(0, len(text), _ENTRY_DIGITS)
+    entries = tuple(text[start : start + _ENTRY_DIGITS] for start in starts)
+    return FileSum(found.get("size"), found.get("xxh3_128"), "xxh3_128", entries)  # type: ignore[arg-type]  # the caller checks both
 
 
-def sum_of(path: Path, on_progress: Callable[[int], None] = lambda done: None) -> FileSum:
+def sum_of(
+    path: Path,
+    algorithm: Algorithm = "sha256",
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> FileSum:
     """Return size and checksum of a file. ``on_progress`` gets the size of each piece read.
 
     Raises:
         BrokenCheckpointError: it is missing or can't be read.
     """
-    digest, size = hashlib.sha256(), 0
+    digest, size = _HASHES[algorithm](), 0
     buffer = memoryview(bytearray(_PIECE))
     with open_regular(path) as stream:
         while True:
@@ -143,7 +156,7 @@ def sum_of(path: Path, on_progress: Callable[[int], None] = lambda done: None) -
             except OSError as error:
                 raise broken(path, f"can't be read ({error.strerror})") from error
             if not count:
-                return FileSum(size, digest.hexdigest())
+                return FileSum(size, digest.hexdigest(), algorithm)
             digest.update(buffer[:count])
             size += count
             on_progress(count)
@@ -166,14 +179,18 @@ def write_manifest(
     ``files`` are all files of the directory, and no more are written after this. ``about`` holds
     plain values to note about the save.
     """
+    small = {name: files[name] for name in sorted(files) if files[name].algorithm == "sha256"}
     content: dict[str, object] = {
-        "algorithm": _ALGORITHM,
-        "files": {name: files[name].sha256 for name in sorted(files)},
-        "sizes": {name: files[name].size for name in sorted(files)},
-        "seals": {
-            name: "".join(f"{number:0{_HEX}x}" for number in files[name].seals)
-            for name in sorted(files)
-            if files[name].seals
+        "algorithm": "sha256",
+        "files": {name: known.digest for name, known in small.items()},
+        "sizes": {name: known.size for name, known in small.items()},
+        "shards": {
+            name: {
+                "size": files[name].size,
+                "xxh3_128": files[name].digest,
+                "entries": "".join(files[name].entries),
+            }
+            for name in sorted(files.keys() - small.keys())
         },
         "megapg": dict(about),
     }

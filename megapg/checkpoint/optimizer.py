@@ -40,8 +40,8 @@ from megapg.checkpoint.param_groups import (
     groups_of,
     inner_of,
     leaves_of,
+    matched_groups,
     parts_of,
-    told_apart,
     with_param_groups,
 )
 from megapg.checkpoint.planning import Item
@@ -264,7 +264,7 @@ def restore(optimizer: MegatronOptimizer | None, state: OptimizerState) -> None:
     """
     leaves = leaves_of(optimizer)
     for leaf, part in zip(leaves, parts_of(state), strict=True):
-        with told_apart(leaf, groups_of(part)) as groups:
+        with matched_groups(leaf, groups_of(part)) as groups:
             _load(leaf, with_param_groups(part, groups))
     _unshare_steps(leaves)
 

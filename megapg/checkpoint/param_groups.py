@@ -154,7 +154,7 @@ def fit(optimizer: MegatronOptimizer | None, saved: Mapping[str | int, object]) 
 
 
 @contextlib.contextmanager
-def told_apart(leaf: Any, saved: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def matched_groups(leaf: Any, saved: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield the saved groups in the order of the live ones, so that Megatron-core matches them so.
 
     Megatron-core 0.16 matches by some traits only, and may merge two groups. Version 0.19 matches

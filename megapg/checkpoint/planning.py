@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -33,9 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megapg.checkpoint.directory import INDEX_FILE
-from megapg.checkpoint.entries import flaw, inside
-from megapg.checkpoint.files import broken, open_regular
+from megapg.checkpoint.entries import Entry, check_ends, entries_of
 from megapg.collection import ProcessGroup
 from megapg.errors import CheckpointMismatchError, CheckpointSaveError
 from megapg.torch_private import StorageInfo
@@ -166,7 +164,7 @@ class Loading:
             is.
 
     Attributes:
-        wanted: keys that this rank reads.
+        keys: those that this rank reads.
         missing: keys that the checkpoint lacks.
         resized: key -> its shape in the checkpoint, for tensors that may differ in shape. An
             example is a vocabulary, whose padding depends on the tensor parallel size.
@@ -186,9 +184,11 @@ class Loading:
             sharded, _ = dict_utils.extract_matching_values(
                 sharded, lambda leaf: _key(leaf) not in self.missing
             )
-        _check_files(sharded, contents)
         self._sharded: State = sharded
-        self.wanted = frozenset(map(_key, dict_utils.nested_values(sharded)))
+        self.keys = frozenset(map(_key, dict_utils.nested_values(sharded)))
+        path, metadata = contents.path, contents.metadata
+        self._entries = {key: entries_of(path, metadata, key) for key in self.keys}
+        check_ends(path, chain.from_iterable(self._entries.values()))
 
     def read(self, common: State, progress: Callable[[int, int], None]) -> State:
         """Read into the tensors of the state, and merge them into ``common``.
@@ -200,23 +200,23 @@ class Loading:
         """
         by_key, flat, renamed = core._replace_state_dict_keys_with_sharded_keys(self._sharded)
         found: dict[str, object] = {}
-        wanted: list[_Wanted] = []
+        reads: list[_Read] = []
         for key, leaves in by_key.items():
             if isinstance(leaves[0], mapping.ShardedTensor):
                 found[key] = [_memory(leaf) for leaf in leaves]
-                wanted += self._wanted(key, leaves)
+                reads += self._reads(key, leaves)
             else:
-                wanted.append(_Wanted(self._places[MetadataIndex(key)], key))
-        total = sum(piece.to.nbytes for each in wanted for piece in each.pieces)
+                reads.append(_Read(self._entries[key][0]))
+        total = sum(piece.to.nbytes for each in reads for piece in each.pieces)
         done = 0
         # Disks and networks read faster in ascending order.
-        wanted.sort(key=lambda each: (each.place.relative_path, each.place.offset))
-        with contextlib.closing(self._contents.entries()) as entries:
-            for each in wanted:
-                if each.shape is None:
-                    found[each.key] = entries.load(each.place, each.key)
+        reads.sort(key=lambda each: (each.entry.place.relative_path, each.entry.place.offset))
+        with contextlib.closing(self._contents.reader()) as reader:
+            for each in reads:
+                if each.entry.chunk is None:
+                    found[each.entry.key] = reader.load(each.entry)
                     continue
-                saved = entries.tensor(each.place, each.key, each.shape)
+                saved = reader.tensor(each.entry)
                 for piece in each.pieces:
                     piece.to.copy_(_part(saved, piece.start, piece.to.shape))
                     done += piece.to.nbytes
@@ -228,19 +228,19 @@ class Loading:
         merged: State = mapping.apply_factory_merges(common, self._factories)
         return merged
 
-    def _wanted(self, key: str, leaves: list[mapping.ShardedTensor]) -> Iterator[_Wanted]:
+    def _reads(self, key: str, leaves: list[mapping.ShardedTensor]) -> Iterator[_Read]:
         """Yield each saved chunk of a tensor that is needed, with the target of each part."""
         saved = self._contents.metadata.state_dict_metadata[key]
         assert isinstance(saved, TensorStorageMetadata)  # _check() has made sure of it
         pieces: dict[torch.Size, list[_Piece]] = defaultdict(list)
-        chunks = {chunk.offsets: chunk for chunk in saved.chunks}
+        entries = {entry.chunk.offsets: entry for entry in self._entries[key] if entry.chunk}
         others: list[torch.Tensor] = []
         cut: list[ChunkStorageMetadata] = []
         for leaf in leaves:
             offsets = torch.Size(leaf.global_offset)
             to = leaf.data[(None,) * leaf.prepend_axis_num]
-            chunk = chunks.get(offsets)
-            if chunk is not None and chunk.sizes == to.shape:  # cut as on disk
+            entry = entries.get(offsets)
+            if entry and entry.chunk and entry.chunk.sizes == to.shape:  # cut as on disk
                 pieces[offsets].append(_Piece((0,) * to.dim(), to))
             else:
                 others.append(to)
@@ -250,12 +250,7 @@ class Loading:
             target = _part(others[item.dest_index.index or 0], item.dest_offsets, item.lengths)
             pieces[offsets].append(_Piece(item.storage_offsets, target))
         for offsets, of_chunk in pieces.items():
-            place = self._places[MetadataIndex(key, offsets)]
-            yield _Wanted(place, key, chunks[offsets].sizes, of_chunk)
-
-    @property
-    def _places(self) -> Mapping[MetadataIndex, StorageInfo]:
-        return self._contents.metadata.storage_data or {}
+            yield _Read(entries[offsets], of_chunk)
 
 
 @dataclass(frozen=True)
@@ -267,12 +262,10 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """An entry to read."""
+class _Read:
+    """An entry to read, and the targets of its parts; none for an object."""
 
-    place: StorageInfo
-    key: str
-    shape: torch.Size | None = None  # of its chunk; None for an object
+    entry: Entry
     pieces: Sequence[_Piece] = ()
 
 
@@ -332,27 +325,3 @@ def _check(
             + (", or pass strict=False to leave what is missing as it is." if lenient else ".")
         )
     return missing, resized
-
-
-def _check_files(sharded: State, contents: Contents) -> None:
-    """Check that each wanted entry has a place within an existing file, before any is read."""
-    where, index = contents.metadata.storage_data or {}, contents.path / INDEX_FILE
-    ends: dict[str, int] = {}
-    for key in {_key(leaf) for leaf in dict_utils.nested_values(sharded)}:
-        saved = contents.metadata.state_dict_metadata[key]
-        entries = [MetadataIndex(key)]
-        if isinstance(saved, TensorStorageMetadata):
-            if problem := flaw(saved):
-                raise broken(index, f"says that the shards of {key!r} {problem}")
-            entries = [MetadataIndex(key, chunk.offsets) for chunk in saved.chunks]
-        for entry in entries:
-            if (place := where.get(entry)) is None:
-                raise broken(index, f"does not say where {key} lies")
-            end = place.offset + place.length
-            ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
-    for name, end in ends.items():
-        file = inside(contents.path, name)
-        with open_regular(file) as stream:
-            size = os.fstat(stream.fileno()).st_size
-        if size < end:
-            raise broken(file, f"has {size} bytes, {end} are needed")

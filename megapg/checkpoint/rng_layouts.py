@@ -118,13 +118,13 @@ def detect(
     names = sorted({key for key, _ in shards} | ({KEY} if pieces else set()))
     if not names:
         return ()
-    wanted = _wanted(names, prefix, module)
+    chosen = _chosen(names, prefix, module)
     found = [
         RngLayout("per_rank" if len(sizes) == 3 else "per_tp_pp", key, _whole(key, sizes, places))
         for (key, sizes), places in shards.items()
-        if key == wanted
+        if key == chosen
     ]
-    if pieces and wanted == KEY:
+    if pieces and chosen == KEY:
         places = set(pieces.values())
         sizes = tuple(max(axis) + 1 for axis in zip(*places, strict=True))
         found.append(
@@ -134,7 +134,7 @@ def detect(
     return tuple(sorted(found, key=lambda layout: kinds.index(layout.kind)))
 
 
-def _wanted(names: Sequence[str], prefix: str | None, module: str | None) -> str:
+def _chosen(names: Sequence[str], prefix: str | None, module: str | None) -> str:
     have = f"this checkpoint has random streams under {', '.join(names)}"
     if prefix is None and module is None:
         if len(names) > 1:
@@ -143,13 +143,13 @@ def _wanted(names: Sequence[str], prefix: str | None, module: str | None) -> str
                 "after it."
             )
         return names[0]
-    wanted = f"{prefix or ''}{KEY}{f'.{module}' if module else ''}"
-    if wanted not in names:
+    name = f"{prefix or ''}{KEY}{f'.{module}' if module else ''}"
+    if name not in names:
         raise CheckpointMismatchError(
-            f"{have}, and none under {wanted}. Name another prefix or module, or load without "
+            f"{have}, and none under {name}. Name another prefix or module, or load without "
             "random streams (rng=False)."
         )
-    return wanted
+    return name
 
 
 def _whole(key: str, sizes: tuple[int, ...], places: set[tuple[int, ...]]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megapg.checkpoint.rng_layouts import AXES, KEY, Kind, Read, RngLayout
 from megapg.collection import ProcessGroupCollection
-from megapg.errors import RngStateWarning, UnsupportedOptionError
+from megapg.errors import RngStateWarning
 from megapg.layout import Field, ParallelLayout
 from megapg.megatron.core import MegatronCollection
 from megapg.megatron.reading.resolve import require_groups, resolve
@@ -77,17 +77,10 @@ def entries(
 
     They share a key, with prefix or module, and differ in shape. Megatron-core's readers accept
     that; the check of its ``save`` (``validate_access_integrity``) does not.
-
-    Raises:
-        UnsupportedOptionError: a layout that is not written.
     """
     shape, place = _sizes(pg), _place(pg)
     made = []
     for layout in layouts:
-        if layout not in ("per_rank", "per_tp_pp"):
-            raise UnsupportedOptionError(
-                f"RNG layout {layout!r} can't be written; say 'per_rank' or 'per_tp_pp'."
-            )
         axes, replica = (3, 0) if layout == "per_rank" else (2, place[2])
         made.append(ShardedObject(key, records, shape[:axes], place[:axes], replica))
     return made

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import functools
 import io
-import os
 import pathlib
 import pickle
 import pkgutil
@@ -23,7 +22,6 @@ import torch
 from typing_extensions import override
 
 from megapg.checkpoint.pickles import Called, Dict, check_bounds, checked, damaged, refuse
-from megapg.errors import MegapgError
 
 
 def load_safely(data: bytes, what: str) -> object:
@@ -45,30 +43,14 @@ def load_safely(data: bytes, what: str) -> object:
         UnsafeCheckpointError: it names anything else; nothing of it was run.
         BrokenCheckpointError: it is damaged.
     """
-    with naming(what), _listed(_safe_globals("megatron.core" in sys.modules)):
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-@contextlib.contextmanager
-def naming(what: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn torch's errors of reading a file of ``torch.save`` in the block into megapg's.
-
-    Args:
-        what: the file's name, for messages.
-
-    Raises:
-        UnsafeCheckpointError: torch refused a name that is not on its list.
-        BrokenCheckpointError: anything else went wrong.
-    """
     try:
-        yield
-    except MegapgError:  # megapg's own: another rank may have failed during the read
-        raise
+        with _listed(_safe_globals("megatron.core" in sys.modules)):
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file may raise anything
         if refused := _REFUSALS.search(str(error)):
             name = next(group for group in refused.groups() if group)
-            refuse(str(what), name.rstrip("."), error)
-        raise damaged(str(what), error) from error
+            refuse(what, name.rstrip("."), error)
+        raise damaged(what, error) from error
 
 
 _REFUSALS = re.compile(

@@ -50,13 +50,13 @@ from megapg.checkpoint.state import (
     RANK_EXTRA,
     MegatronOptimizer,
     Stateful,
-    behind,
     check_extra,
     check_groups,
     check_key,
     chunks_of,
     gather_parameters,
     model_state,
+    not_gathered,
     prepare_parameters,
 )
 from megapg.checkpoint.team import exchanging, joint_work, layout_of, sizes_of
@@ -198,7 +198,7 @@ def save_checkpoint(
         live = optimizers.with_groups(metadata, pg)
         prepare_parameters(optimizer)
         model_now = model_state(chunks, live)
-        late = behind(chunks)
+        late = not_gathered(chunks)
         weights = weights_of(leaves_of(optimizer), late, model_now) if late else None
         must_gather = bool(late) and weights is None
         # Wait for all ranks: a rank that fails near a collective leaves the others in it.
@@ -336,7 +336,7 @@ class _Work:
                     info = partial.publish(self.keep, retain_every=self.retain_every)
                 undo.pop_all()
                 team.announce("published", pickle.dumps(info))
-                size = sum(each.size for each in sums.values())
+                size = sum(each.size or 0 for each in sums.values())
                 seconds = time.monotonic() - started
                 logger.info("%s: %.1f MiB in %.1f s", self.what, size / 2**20, seconds)
                 return info
@@ -405,7 +405,7 @@ def _check_shared(here: Path) -> None:
         )
 
 
-def _check_arrived(file: Path, size: int, rank: int) -> None:
+def _check_arrived(file: Path, size: int | None, rank: int) -> None:
     found = file.stat().st_size if file.exists() else None
     if found != size:
         raise CheckpointSaveError(

@@ -77,11 +77,11 @@ def prepare_parameters(optimizer: MegatronOptimizer | None) -> None:
 
 def gather_parameters(chunks: Sequence[torch.nn.Module]) -> None:
     """Gather the parameters now if the optimizer left that to the next forward pass."""
-    for chunk in behind(chunks):
+    for chunk in not_gathered(chunks):
         chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
 
-def behind(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+def not_gathered(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return the chunks with ``overlap_param_gather``.
 
     Until the next forward pass, a rank has only its own shard of their new weights.

@@ -6,23 +6,19 @@ The files are compared with the manifest. Without a manifest, they are checked a
 
 from __future__ import annotations
 
-import io
-import math
 import os
 import stat
 import threading
-import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
-from typing_extensions import override
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from megapg.checkpoint.contents import (
     COMMON_KEY,
@@ -34,8 +30,8 @@ from megapg.checkpoint.contents import (
     wrong_name,
 )
 from megapg.checkpoint.directory import COMMON_FILE, FORMAT_FILE, INDEX_FILE
-from megapg.checkpoint.entries import flaw, inside
-from megapg.checkpoint.files import open_regular, read_json
+from megapg.checkpoint.entries import Entry, check_ends, check_places, end_of, entries_of
+from megapg.checkpoint.files import read_json
 from megapg.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest, sum_of
 from megapg.errors import (
     BrokenCheckpointError,
@@ -43,12 +39,11 @@ from megapg.errors import (
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
-from megapg.torch_private import StorageInfo, transforms_of
+from megapg.torch_private import transforms_of
 
 T = TypeVar("T")
 
-_PIECE = 2**20  # bytes to read at a time
-_ZIP_END = 22  # bytes of the record that ends an archive without a comment
+_READERS = 4  # threads that read shards; each one holds an entry in memory
 _SUFFIX = ".distcp"
 
 
@@ -183,37 +178,36 @@ class _Check:
         return None
 
     def _compare(self, expected: Manifest) -> None:
-        sums, sizes = expected.sha256, expected.sizes
-        for name in self._files.keys() - sums.keys():
+        known = expected.files
+        for name in self._files.keys() - known.keys():
             if name.endswith(_SUFFIX) or name in (COMMON_FILE, FORMAT_FILE, INDEX_FILE):
                 self._add(name, "is not of this checkpoint: the manifest does not list it")
-        for name in sums.keys() - self._files.keys():
+        for name in known.keys() - self._files.keys():
             self._add(name, "is missing")
-        # A file of the wrong size is read only if it might be another file of the checkpoint.
+        there = known.keys() & self._files.keys()
         wrong_size = {
             name: f"has {self._files[name]} bytes and had {size}"
             + (": truncated" if self._files[name] < size else "")
-            for name, size in sizes.items()
-            if self._files.get(name, size) != size
+            for name in there
+            if (size := known[name].size) not in (None, self._files[name])
         }
-        read = [
-            name
-            for name in sums.keys() & self._files.keys()
-            if name not in wrong_size or self._files[name] in sizes.values()
-        ]
+        # A file of the wrong size is read only if it might be another file of the checkpoint.
+        sizes = {file.size for file in known.values()}
+        read = [name for name in there if name not in wrong_size or self._files[name] in sizes]
 
-        def sha256(name: str) -> str | None:
-            found = self._read(name, lambda: sum_of(self._path / name, self._advance))
-            return None if found is None else found.sha256
+        def digest(name: str) -> str | None:
+            path, algorithm = self._path / name, known[name].algorithm
+            found = self._read(name, lambda: sum_of(path, algorithm, self._advance))
+            return None if found is None else found.digest
 
         with ThreadPoolExecutor() as pool:
-            actual = dict(zip(read, pool.map(sha256, read), strict=True))
-        owners = {sha256: name for name, sha256 in sums.items() if sizes.get(name) != 0}
-        for name in sums.keys() & self._files.keys():
-            if actual.get(name) == sums[name]:
+            actual = dict(zip(read, pool.map(digest, read), strict=True))
+        owners = {file.digest: name for name, file in known.items() if file.size != 0}
+        for name in there:
+            if actual.get(name) == known[name].digest:
                 continue
             owner = owners.get(actual.get(name) or "")
-            if owner is not None and actual.get(owner) == sums[name]:
+            if owner is not None and actual.get(owner) == known[name].digest:
                 self._add(name, f"was swapped with {owner}")
             elif owner is not None:
                 self._add(name, f"holds the contents of {owner}")
@@ -232,136 +226,46 @@ class _Check:
 
     def _check_places(self, metadata: Metadata, *, archives: bool) -> None:
         """Compare the places in ``.metadata`` with the shard files. Check archives on request."""
-        shards: dict[str, list[_Shard]] = defaultdict(list)
-        for shard in self._shards(metadata):
-            shards[shard.place.relative_path].append(shard)
+        shards: dict[str, list[Entry]] = defaultdict(list)
+        for key in metadata.state_dict_metadata:
+            entries = self._read(INDEX_FILE, partial(entries_of, self._path, metadata, key))
+            for entry in entries or ():
+                shards[entry.place.relative_path].append(entry)
+        if sum(map(len, shards.values())) < len(metadata.storage_data or {}):
+            self._add(INDEX_FILE, "says where shards lie that it does not describe")
+        if archives:
+            self._read(INDEX_FILE, partial(check_places, self._path, metadata))
         for name in self._files.keys() - shards.keys():
             if name.endswith(_SUFFIX):
                 self._add(name, "is not of this checkpoint: .metadata does not refer to it")
-        contents = Contents(self._path, metadata, {})
+        contents = Contents(self._path, metadata, {}, check=True)
 
         def check(name: str) -> None:
             try:
-                self._check_ranges(name, shards[name], complete=archives)
+                self._read(name, partial(check_ends, self._path, shards[name]))
                 if archives and name not in self._problems:
-                    self._check_archives(name, shards[name], contents)
-            except Exception as error:  # a zip file can be broken in too many ways to list
+                    self._read(name, partial(self._check_archives, name, shards[name], contents))
+            except Exception as error:  # an archive can be broken in too many ways to list
                 self._add(name, f"is damaged ({type(error).__name__}: {error})")
 
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor(_READERS) as pool:
             list(pool.map(check, shards))
 
-    def _shards(self, metadata: Metadata) -> Iterator[_Shard]:
-        places: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data or {}
-        known = 0
-        for key, entry in metadata.state_dict_metadata.items():
-            wanted: list[tuple[MetadataIndex, int | None]] = [(MetadataIndex(key), None)]
-            if not isinstance(entry, BytesStorageMetadata):
-                if problem := flaw(entry):
-                    self._add(INDEX_FILE, f"says that the shards of {key!r} {problem}")
-                width = entry.properties.dtype.itemsize
-                wanted = [
-                    (MetadataIndex(key, chunk.offsets), math.prod(chunk.sizes) * width)
-                    for chunk in entry.chunks
-                ]
-            for index, size in wanted:
-                if (place := places.get(index)) is None:
-                    self._add(INDEX_FILE, f"does not say where a shard of {key!r} lies")
-                else:
-                    known += 1
-                    yield _Shard(key, place, size)
-        if known < len(places):
-            self._add(INDEX_FILE, "says where shards lie that it does not describe")
-
-    def _check_ranges(self, name: str, shards: list[_Shard], *, complete: bool) -> None:
-        file = inside(self._path, name)
-        if not file.is_file():
-            return self._add(name, "is missing")
-        size, end = file.stat().st_size, 0
-        for shard in sorted(shards, key=lambda shard: shard.place.offset):
-            start, stop = shard.place.offset, shard.place.offset + shard.place.length
-            if stop > size:
-                return self._add(
-                    name, f"has {size} bytes, {stop} are needed for {shard.key!r}: truncated"
-                )
-            if start != end and complete:
-                return self._add(name, f"has unknown contents from byte {end} to {start}")
-            end = stop
-        if end != size and complete:
-            self._add(name, f"has {size - end} bytes after its last shard")
-        return None
-
-    def _check_archives(self, name: str, shards: list[_Shard], contents: Contents) -> None:
-        with open_regular(self._path / name) as stream:
-            for shard in shards:
-                if transforms_of(shard.place):  # compressed: no archive at this level
+    def _check_archives(self, name: str, entries: list[Entry], contents: Contents) -> None:
+        end = max(end_of(entry.place) for entry in entries)
+        if (size := (self._path / name).stat().st_size) != end:
+            return self._add(name, f"has {size - end} bytes after its last shard")
+        with closing(contents.reader()) as reader:
+            for entry in entries:
+                if transforms_of(entry.place):  # compressed: no archive at this level
                     continue
-                window = _Window(stream, shard.place)
-                if problem := _archive_problem(window, shard.size):
-                    return self._add(name, f"is damaged: {shard.key!r} {problem}")
-                if shard.size is None:
-                    self._read(name, partial(contents.read_object, shard.key))
-                self._advance(shard.place.length)
+                if entry.chunk is None:
+                    reader.load(entry)
+                else:
+                    found = reader.tensor(entry).dtype
+                    saved = contents.metadata.state_dict_metadata[entry.key].properties.dtype  # type: ignore[union-attr]  # a tensor
+                    if found != saved:
+                        problem = f"is damaged: {entry.key!r} has {found}, and {saved} was saved"
+                        return self._add(name, problem)
+                self._advance(entry.place.length)
         return None
-
-
-@dataclass(frozen=True)
-class _Shard:
-    key: str
-    place: StorageInfo
-    size: int | None  # bytes of a tensor; None for a byte entry
-
-
-class _Window(io.RawIOBase):
-    """A part of a file, with the interface of a file."""
-
-    def __init__(self, stream: BinaryIO, place: StorageInfo) -> None:
-        self._stream, self._start, self._size = stream, place.offset, place.length
-        self._at = 0
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def seekable(self) -> bool:
-        return True
-
-    @override
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise OSError("seek before the beginning")
-        self._at = base + offset
-        return self._at
-
-    @override
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        self._stream.seek(self._start + self._at)
-        left = max(self._size - self._at, 0)
-        data = self._stream.read(min(len(buffer), left))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-def _archive_problem(window: _Window, size: int | None) -> str | None:
-    """Return the problem of an archive of ``torch.save`` as the end of a sentence; None if none.
-
-    ``size``: see :class:`_Shard`.
-    """
-    # zipfile accepts archives with other bytes before and after them.
-    window.seek(-_ZIP_END, os.SEEK_END)
-    end = window.read(_ZIP_END)
-    with zipfile.ZipFile(io.BufferedReader(window, _PIECE)) as archive:
-        parts = archive.infolist()
-        whole = end[:4] == b"PK\5\6" and end[-2:] == b"\0\0"
-        if not whole or min(part.header_offset for part in parts) != 0:
-            return "does not begin and end where it should"
-        # torch.serialization.set_crc32_options(False) leaves zeros.
-        if any(part.CRC for part in parts) and (bad := archive.testzip()):
-            return f"has a wrong checksum in {bad.partition('/')[2]}"
-    stored = sum(part.file_size for part in parts if "/data/" in part.filename)
-    if size is not None and stored < size:
-        return f"has {stored} bytes of data, and {size} are needed"
-    return None

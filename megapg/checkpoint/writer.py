@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from io import RawIOBase
 from pathlib import Path
-from typing import Self, TypeGuard
+from typing import BinaryIO, TypeGuard
 
-import numpy as np
 import torch
+from xxhash import xxh3_128
 
-from megapg.checkpoint.archive import Seal
 from megapg.checkpoint.manifest import FileSum
 from megapg.checkpoint.planning import Item
 from megapg.torch_private import StorageInfo
 
-# Bytes: the largest single write, and the smallest piece that is written alone.
-_PIECE = 16 * 2**20
-_LARGE = 2**18
-# Bytes: the alignment of the copies of tensors.
-_ALIGNED = 64
+_PIECE = 2**19  # bytes to checksum and write at a time; they still fit into the processor's cache
+
+_STRETCH = 16 * 2**20  # bytes after which the disk is told to start
+
+_ALIGNED = 64  # bytes: the alignment of the copies of tensors
 
 
 class Memory:
@@ -99,101 +95,61 @@ def write_items(
     if not items:
         return [], {}
     name = f"__{rank}_0.distcp"
-    places, seals = [], []
-    with (directory / name).open("xb", buffering=0) as file, _Stream(file, progress) as stream:
+    places, entries = [], []
+    with (directory / name).open("xb", buffering=_PIECE) as file:
+        stream = _Stream(file, progress)
         for _, data in items:
-            start, stream.seal = stream.size, Seal()
+            start, stream.entry = stream.size, xxh3_128()
             _write(stream, data)
-            seals.append(stream.seal.number())
+            entries.append(stream.entry.hexdigest())
             places.append(StorageInfo(name, start, stream.size - start))
-        stream.flush_small()
+        file.flush()
         with busy():
             os.fsync(file.fileno())
-            digest = stream.digest()
-    return places, {name: FileSum(stream.size, digest, tuple(seals))}
+    whole = stream.whole.hexdigest()
+    return places, {name: FileSum(stream.size, whole, "xxh3_128", tuple(entries))}
 
 
 class _Stream:
-    """The part of a file's interface that ``torch.save`` needs.
+    """The part of a file's interface that ``torch.save`` needs. Checksums what it writes."""
 
-    A separate thread computes the checksum from the tensors' memory while the disk writes. Small
-    pieces are written together.
-    """
-
-    def __init__(self, file: RawIOBase, progress: Callable[[], None]) -> None:
+    def __init__(self, file: BinaryIO, progress: Callable[[], None]) -> None:
         self._file, self._progress = file, progress
-        self._sha256 = hashlib.sha256()
-        self._summing = ThreadPoolExecutor(1, "megapg checksum")
-        self._small = bytearray()
         self._begun = 0
         self.size = 0
-        self.seal = Seal()  # of the current entry
+        self.whole, self.entry = xxh3_128(), xxh3_128()  # of the file, and of the current entry
         self.trouble: Exception | None = None
-        self.memory: memoryview | None = None  # memory of the current tensor
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._summing.shutdown(cancel_futures=True)
-
-    def digest(self) -> str:
-        """Wait for the checksum thread, and return the SHA-256 of all bytes written."""
-        self._summing.shutdown()
-        return self._sha256.hexdigest()
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
-        if len(view) < _LARGE:
-            self._small += view
-            if len(self._small) >= _LARGE:
-                self.flush_small()
-        else:
-            self.flush_small()
-            self._put(self._own(view))
-        self.size += len(view)
-        self.seal.update(view)
+        try:
+            for start in range(0, len(view), _PIECE):
+                piece = view[start : start + _PIECE]
+                self.entry.update(piece)
+                self.whole.update(piece)
+                self._file.write(piece)
+                self.size += len(piece)
+                self._start_disk()
+                self._progress()
+        except Exception as error:
+            self.trouble = error
+            raise
         return len(view)
 
     def flush(self) -> None:
         """Do nothing. torch calls it after every tensor; the file is flushed once, at its end."""
 
-    def flush_small(self) -> None:
-        """Write the collected small pieces."""
-        small, self._small = self._small, bytearray()
-        self._put(memoryview(small))
-
-    def _own(self, view: memoryview) -> memoryview:
-        """Return the same bytes in memory that lasts: torch's view ends with the call."""
-        if self.memory is not None:
-            start = _address(view) - _address(self.memory)
-            if 0 <= start <= len(self.memory) - len(view):
-                return self.memory[start : start + len(view)]
-        return memoryview(bytes(view))
-
-    def _put(self, view: memoryview) -> None:
-        try:
-            while view:
-                piece = view[:_PIECE]
-                self._summing.submit(self._sha256.update, piece)
-                while piece:
-                    piece = piece[self._file.write(piece) or 0 :]
-                self._start_disk()
-                self._progress()
-                view = view[_PIECE:]
-        except Exception as error:
-            self.trouble = error
-            raise
-
     def _start_disk(self) -> None:
         """Make the disk start writing, so that less is left to fsync."""
-        end = self._file.tell()
-        if end - self._begun >= _PIECE:
+        if self.size - self._begun >= _STRETCH:
             with contextlib.suppress(OSError):  # only a hint
                 os.posix_fadvise(
-                    self._file.fileno(), self._begun, end - self._begun, os.POSIX_FADV_DONTNEED
+                    self._file.fileno(),
+                    self._begun,
+                    self.size - self._begun,
+                    os.POSIX_FADV_DONTNEED,
                 )
-            self._begun = end
+            self._begun = self.size
 
 
 def _write(stream: _Stream, data: torch.Tensor | io.BytesIO) -> None:
@@ -204,15 +160,12 @@ def _write(stream: _Stream, data: torch.Tensor | io.BytesIO) -> None:
     tensor = data.detach().cpu()
     if type(tensor) is torch.Tensor:
         tensor = _alone(tensor.contiguous())
-        stream.memory = memoryview(_bytes(tensor))  # type: ignore[arg-type]  # it is a Buffer
     try:
         torch.save(tensor, stream)  # type: ignore[arg-type]  # it needs write() and flush() only
     except RuntimeError:
         if stream.trouble is None:
             raise
         raise stream.trouble from None  # torch would report an unfinished archive instead
-    finally:
-        stream.memory = None
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,13 +174,5 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if not tensor.numel():
         return tensor.clone()
-    return torch.from_numpy(_bytes(tensor)).view(tensor.dtype).view(tensor.shape)
-
-
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    array: np.ndarray = tensor.reshape(-1).view(torch.uint8).numpy()
-    return array
-
-
-def _address(view: memoryview) -> int:
-    return np.frombuffer(view, np.uint8).ctypes.data
+    data = tensor.reshape(-1).view(torch.uint8).numpy()
+    return torch.from_numpy(data).view(tensor.dtype).view(tensor.shape)

@@ -141,36 +141,39 @@ def test_listing(root, caplog):
     assert complaints(caplog) == []
 
 
-WAYS_TO_BE_INCOMPLETE = {
-    "has no metadata.json": lambda p: (p / "metadata.json").unlink(),
-    "has an empty metadata.json": lambda p: (p / "metadata.json").write_text(""),
-    "has a metadata.json that is no JSON": lambda p: (p / "metadata.json").write_text("{"),
-    "has a metadata.json that is no JSON ": lambda p: (p / "metadata.json").write_text("[" * 99999),
-    "has a metadata.json that is no JSON  ": lambda p: (p / "metadata.json").write_bytes(b"\xff\0"),
-    "has a metadata.json that names no sharded_backend": lambda p: (p / "metadata.json").write_text(
-        "{}"
-    ),
-    "has a metadata.json that names no sharded_backend ": lambda p: (
-        p / "metadata.json"
-    ).write_text('"sharded_backend"'),
-    "has a metadata.json that is far too large": lambda p: (p / "metadata.json").write_text(
-        " " * (2 << 20) + "{}"
-    ),
-    "has no .metadata": lambda p: (p / ".metadata").unlink(),
-    "has an empty .metadata": lambda p: (p / ".metadata").write_bytes(b""),
-    "has no common.pt": lambda p: (p / "common.pt").unlink(),
-    "has an empty common.pt": lambda p: (p / "common.pt").write_bytes(b""),
-    "is in an older format (mp_rank_*), which megapg does not read": lambda p: [
-        (p / "mp_rank_00_000").mkdir(),
-        (p / "metadata.json").unlink(),
+def form_file(data):
+    return lambda path: (path / "metadata.json").write_bytes(data)
+
+
+def in_an_older_format(path):
+    (path / "mp_rank_00_000").mkdir()
+    (path / "metadata.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("problem", "damage"),
+    [
+        ("has no metadata.json", lambda p: (p / "metadata.json").unlink()),
+        ("has an empty metadata.json", form_file(b"")),
+        ("has a metadata.json that is no JSON", form_file(b"{")),
+        ("has a metadata.json that is no JSON", form_file(b"[" * 99999)),
+        ("has a metadata.json that is no JSON", form_file(b"\xff\0")),
+        ("has a metadata.json that names no sharded_backend", form_file(b"{}")),
+        ("has a metadata.json that names no sharded_backend", form_file(b'"sharded_backend"')),
+        ("has a metadata.json that is far too large", form_file(b" " * (2 << 20) + b"{}")),
+        ("has no .metadata", lambda p: (p / ".metadata").unlink()),
+        ("has an empty .metadata", lambda p: (p / ".metadata").write_bytes(b"")),
+        ("has no common.pt", lambda p: (p / "common.pt").unlink()),
+        ("has no x", lambda p: (p / "integrity.json").write_text('{"files": {"x": "0"}}')),
+        ("has an empty common.pt", lambda p: (p / "common.pt").write_bytes(b"")),
+        (
+            "is in an older format (mp_rank_*), which megapg does not read",
+            in_an_older_format,
+        ),
     ],
-}
-
-
-@pytest.mark.parametrize("problem", WAYS_TO_BE_INCOMPLETE)
-def test_an_incomplete_checkpoint_is_marked_and_not_resumed_from(root, caplog, problem):
-    WAYS_TO_BE_INCOMPLETE[problem](root / "iter_0000200")
-    problem = problem.strip()
+)
+def test_an_incomplete_checkpoint_is_marked_and_not_resumed_from(root, caplog, problem, damage):
+    damage(root / "iter_0000200")
     assert what_is_missing(root / "iter_0000200") == problem
     assert [(i.iteration, i.complete, i.problem) for i in list_checkpoints(root)] == [
         (100, True, ""),

@@ -11,7 +11,6 @@ import ctypes
 import fcntl
 import logging
 import os
-import pickle
 import random
 import resource
 import shutil
@@ -21,7 +20,6 @@ import sys
 import threading
 import time
 import warnings
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,10 +27,9 @@ from unittest import mock
 
 import pytest
 import resuming
-import torch
 import torch.distributed as dist
 from asking import me
-from damage import flip, mounted
+from damage import mounted
 from fault_driver import Forge, Points, disk_points, random_points
 from resuming import RUN, Training, cut, published_groups
 from steps import Steps
@@ -41,16 +38,10 @@ from two_layers import Layers
 import megapg
 from megapg.checkpoint import pieces
 from megapg.checkpoint.commit import ROOT_LOCK
-from megapg.checkpoint.contents import read_contents
-from megapg.checkpoint.directory import TRACKER
 from megapg.checkpoint.verify import verify
 from megapg.errors import (
-    BrokenCheckpointError,
     CheckpointError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
     CheckpointSaveError,
-    UnsafeCheckpointError,
 )
 from megapg.testing import megatron_on_cpu
 
@@ -347,38 +338,6 @@ def test_the_disk_is_full(forge, tmp_path):
     assert blamed == {0, 1}
 
 
-def save_with_a_limit(root, limits):
-    """Limit the file size on one rank; return each rank's error for each limit."""
-    told = []
-    with layers(width=4096) as model:
-        save(root, 1, model)
-        for number, (victim, limit) in enumerate(limits):
-            if me() == victim:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            _, error, seconds = attempt(lambda n=number: save(root, 2 + n, model))
-            resource.setrlimit(
-                resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-            )
-            loaded = load(root, model.fill(9999)).iteration, model.mark()
-            told.append((error, seconds, loaded, sorted(os.listdir(root))))
-            dist.barrier()
-        save(root, 100, model)
-    return told
-
-
-def test_one_rank_cannot_write(forge, tmp_path):
-    limits = [(victim, limit) for limit in (0, 2000, 100_000) for victim in (0, 1)]
-    told = forge.results(partial(save_with_a_limit, str(tmp_path), limits))
-    for (victim, _), *both in zip(limits, *told, strict=True):
-        for error, seconds, loaded, there in both:
-            said = f"rank {victim}", "File too large", str(tmp_path)
-            check_said(error, *said, blamed={victim}, seconds=seconds)
-            assert loaded == (1, 1)
-            assert there == [ROOT_LOCK, "iter_0000001", TRACKER]
-    assert megapg.latest(tmp_path).iteration == 100
-    assert at_rest(tmp_path)
-
-
 def save_with_a_late_rank(root):
     """Rank 0 fails and cleans up before rank 1 has looked at the directory."""
 
@@ -458,106 +417,6 @@ def test_the_directory_is_not_shared(forge, tmp_path):
         check_said(error, *said, blamed={1}, seconds=seconds)
     assert at_rest(root)
     assert megapg.latest(root).iteration == 2
-
-
-TORN = {
-    # content of the tracker: iteration that is loaded
-    b"": 12,
-    b"1": 12,  # a part of "12": names no existing checkpoint
-    b"\x00\x00": 12,
-    b"12\n\n": 12,
-    b"twelve": 12,
-    b"11": 11,  # a deliberate roll-back
-    b"99999": 12,
-    b"9" * 5000: 12,
-    b"release": 12,
-    b"-3": 12,
-}
-
-
-def load_with_torn_trackers(root):
-    found = []
-    with layers() as model:
-        for iteration in (10, 11, 12):
-            save(root, iteration, model)
-        for content in [*TORN, None]:
-            dist.barrier()
-            if me() == 0:
-                if content is None:
-                    Path(root, TRACKER).unlink()
-                else:
-                    Path(root, TRACKER).write_bytes(content)
-            dist.barrier()
-            loaded = load(root, model.fill(9999))
-            found.append((loaded.iteration, model.mark()))
-        save(root, 13, model)
-    return found
-
-
-def test_a_torn_tracker(forge, tmp_path):
-    for found in forge.results(partial(load_with_torn_trackers, str(tmp_path))):
-        assert found == [(iteration, iteration) for iteration in [*TORN.values(), 12]]
-    assert megapg.latest(tmp_path).iteration == 13
-    assert (tmp_path / TRACKER).read_text() == "13"
-    assert at_rest(tmp_path)
-
-
-# ---- two jobs in one directory -------------------------------------------------------------------
-
-ROUNDS = 12
-
-
-def save_rounds(root, first, step, keep, start):
-    """Save with only even or only odd marks per job, so that a mixture of both jobs shows."""
-    with layers() as model:
-        while time.time() < start:
-            time.sleep(0.001)
-        for number in range(ROUNDS):
-            iteration = first + step * number
-            megapg.save_checkpoint(
-                root,
-                iteration,
-                model=model.fill(10 * iteration + first),
-                pg_collection=model.pg,
-                keep=keep,
-                extra={"job": first, "round": number},
-                timeout=PATIENT,
-            )
-
-
-def load_each(root, iterations):
-    with layers() as model:
-        for iteration in iterations:
-            loaded = load(root, model.fill(9999), iteration=iteration)
-            assert model.mark() == 10 * iteration + loaded.extra["job"]
-    return True
-
-
-@pytest.mark.parametrize(
-    ("step", "others", "keep"),
-    [(1, 1, None), (2, 2, None), (2, 2, 2), (0, 0, 1)],
-    ids=["overlapping", "different", "different, keep", "the same, keep"],
-)
-def test_two_jobs_save_into_one_directory(forge, tmp_path, step, others, keep):
-    start = time.time() + 2
-    jobs = [
-        forge.start(partial(save_rounds, str(tmp_path), first, each, keep, start))
-        for first, each in ((1, step), (2, others))
-    ]
-    for each in jobs:
-        for end in each.ends():
-            end.get()
-    assert at_rest(tmp_path)
-    found = [info.iteration for info in megapg.list_checkpoints(tmp_path)]
-    saved = {first + step * number for first in (1, 2) for number in range(ROUNDS)}
-    if keep is None:
-        assert set(found) == saved
-    else:
-        assert len(found) >= keep
-        assert saved.issuperset(found)
-        assert max(found) == max(saved)
-    assert megapg.latest(tmp_path).iteration in found
-    assert all(forge.results(partial(load_each, str(tmp_path), found)))
 
 
 # ---- ranks that raise, do not call, or call with other arguments ---------------------------------
@@ -827,21 +686,6 @@ def test_training_goes_on_during_a_save(forge, tmp_path):
     assert at_rest(tmp_path / "here")
 
 
-def save_with_changing_room(root):
-    with layers() as model, another_job_holds(root) as lock:
-        save(f"{root} first", 1, model, asynchronous=True, in_flight=2).wait()
-        saves = [save(root, n, model, asynchronous=True, in_flight=2) for n in (1, 2)]
-        let_go_in(lock, 1.0)
-        saves.append(save(root, 3, model, asynchronous=True, in_flight=3))
-        return [each.wait().iteration for each in saves]
-
-
-def test_saves_in_flight_do_not_mix(forge, tmp_path):
-    told = forge.results(partial(save_with_changing_room, str(tmp_path / "here")))
-    assert told == [[1, 2, 3]] * 2
-    assert at_rest(tmp_path / "here")
-
-
 def hear_of_failures(root):
     """Return the errors of the calls that report failed background saves."""
     heard = {}
@@ -982,135 +826,6 @@ def test_a_session_that_fails_calls_its_saves_off(forge, tmp_path):
 
 
 # ---- failing loads -------------------------------------------------------------------------------
-
-
-def shards(path):
-    return sorted(Path(path).glob("*.distcp"))
-
-
-def truncate(file):
-    os.truncate(file, file.stat().st_size // 2)
-
-
-class Hostile:
-    def __init__(self, mark):
-        self._mark = mark
-
-    def __reduce__(self):
-        return os.mkdir, (str(self._mark),)
-
-
-DAMAGE = {
-    # damage to a checkpoint: error on every rank
-    "first shard truncated": BrokenCheckpointError,
-    "last shard truncated": BrokenCheckpointError,
-    "first shard missing": BrokenCheckpointError,
-    "last shard missing": BrokenCheckpointError,
-    "an optimizer's entry overwritten": BrokenCheckpointError,
-    "index truncated": BrokenCheckpointError,
-    "common truncated": BrokenCheckpointError,
-    "hostile index": UnsafeCheckpointError,
-    "hostile common": UnsafeCheckpointError,
-    "a flipped bit, verified": BrokenCheckpointError,
-    "of another step": CheckpointNotFoundError,
-    "nothing at all": CheckpointNotFoundError,
-    "no directory": CheckpointNotFoundError,
-}
-UNTOUCHED = [name for name in DAMAGE if "shard" not in name and "entry" not in name]
-
-
-def damage(root, how):
-    path = Path(root, "iter_0000001")
-    match how.split():
-        case [which, "shard", done]:
-            file = shards(path)[0 if which == "first" else -1]
-            truncate(file) if done == "truncated" else file.unlink()
-        case ["an", "optimizer's", *_]:  # a shard that one rank reads and passes to the others
-            places = read_contents(path).metadata.storage_data
-            place = next(at for index, at in places.items() if "optimizer.state.exp" in index.fqn)
-            with open(path / place.relative_path, "rb+") as file:
-                file.seek(place.offset)
-                file.write(bytes(place.length))
-        case [which, "truncated"]:
-            truncate(path / {"index": ".metadata", "common": "common.pt"}[which])
-        case ["hostile", "index"]:
-            (path / ".metadata").write_bytes(pickle.dumps(Hostile(f"{root}/ran")))
-        case ["hostile", "common"]:
-            torch.save({"args": Hostile(f"{root}/ran")}, path / "common.pt")
-        case ["a", "flipped", *_]:
-            flip(shards(path)[0], shards(path)[0].stat().st_size // 2)
-        case ["nothing", *_]:
-            shutil.rmtree(path)
-            Path(root, TRACKER).unlink()
-        case ["no", "directory"]:
-            shutil.rmtree(root)
-
-
-def load_damaged(template):
-    told = []
-    with resuming.training(RUN) as training:
-        training.steps(0, 1)
-        training.save(template, 1)
-        training.steps(1, 2)
-        kept = training.digest()
-        for number, how in enumerate(DAMAGE):
-            root = f"{template} {number}"
-            if me() == 0:
-                shutil.copytree(template, root)
-                damage(root, how)
-            dist.barrier()
-            options = {"verify": "verified" in how}
-            where = f"{root}/iter_0000001" if how.startswith("hostile") else root
-            if how == "of another step":
-                options["iteration"] = 77
-            _, error, seconds = attempt(partial(training.load, where, **options))
-            dist.barrier()
-            told.append((error, seconds, training.digest() == kept))
-            if not told[-1][2]:
-                assert training.load(template).iteration == 1
-                training.steps(1, 2)
-                assert training.digest() == kept
-        assert training.load(template).iteration == 1
-    return told
-
-
-def test_a_damaged_checkpoint(forge, tmp_path):
-    template = tmp_path / "whole"
-    ranks = forge.results(partial(load_damaged, str(template)))
-    for told in ranks:
-        for (how, kind), (error, seconds, untouched) in zip(DAMAGE.items(), told, strict=True):
-            assert type(error) is kind, f"{how}: {error!r}"
-            assert seconds < AT_ONCE, how
-            assert untouched or how not in UNTOUCHED, how
-    assert not list(tmp_path.glob("*/ran"))
-
-
-def load_what_does_not_fit(root):
-    told = []
-    with resuming.training(RUN) as training:
-        training.steps(0, 1)
-        training.save(root, 1)
-        megapg.save_checkpoint(
-            f"{root} bare", 1, model=training.chunks, pg_collection=training.pg, timeout=PATIENT
-        )
-    for changes, where in (({"hidden": 64}, root), ({"layers": 6}, root), ({}, f"{root} bare")):
-        with resuming.training(replace(RUN, **changes)) as training:
-            training.steps(0, 1)
-            before = training.digest()
-            _, error, seconds = attempt(partial(training.load, where))
-            told.append((error, seconds, training.digest() == before))
-    return told
-
-
-def test_a_checkpoint_that_does_not_fit(forge, tmp_path):
-    for told in forge.results(partial(load_what_does_not_fit, str(tmp_path / "here"))):
-        for (error, seconds, untouched), text in zip(
-            told, ("has shape", "has shape", "no optimizer state"), strict=True
-        ):
-            assert type(error) is CheckpointMismatchError, error
-            assert text in str(error)
-            assert seconds < AT_ONCE
-            assert untouched
 
 
 def load_where_one_rank_raises(root):

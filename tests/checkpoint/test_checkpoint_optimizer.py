@@ -36,72 +36,64 @@ def layout(world_size=8, **sizes):
     return ParallelLayout(world_size=world_size, **sizes)
 
 
+PREFIXED = {"distrib_optim_sharding_type": "fully_reshardable"}
+ORDERS = ({"tp": 2, "order": order} for order in ("tp-cp-ep-dp-pp", "cp-tp-ep-dp-pp"))
+
+
 @pytest.mark.parametrize(
-    ("saved", "current"),
+    ("metadata", "saved", "current", "has_experts"),
     [
-        ({"tp": 2}, {"tp": 1}),
-        ({"tp": 2, "pp": 2}, {"tp": 4}),
-        ({"pp": 2, "vpp": 2}, {"world_size": 1}),
-        ({"ep": 2}, {"ep": 1}),
-        ({"ep": 1}, {"ep": 4, "expt_tp": 1, "tp": 2}),
+        (FULLY, {"tp": 2}, {"tp": 1}, True),
+        (FULLY, {"tp": 2, "pp": 2}, {"tp": 4}, True),
+        (FULLY, {"pp": 2, "vpp": 2}, {"world_size": 1}, True),
+        (FULLY, {"ep": 1}, {"ep": 4, "expt_tp": 1, "tp": 2}, True),
+        (FULLY, None, {"ep": 2}, True),
+        # Data parallelism, and what does not cut a bucket:
+        (BUCKETS, {"tp": 2}, {"tp": 2, "world_size": 2}, False),
+        (BUCKETS, {"tp": 2}, {"tp": 2, "cp": 2}, False),
+        (BUCKETS, {"ep": 2}, {"ep": 4}, False),
+        (BUCKETS, *ORDERS, False),
+        # Names with the number of the optimizer do not change unless experts come or go:
+        (PREFIXED, {"ep": 2}, {"ep": 4}, True),
+        (PREFIXED, {"tp": 2}, {"ep": 2}, False),
     ],
 )
-def test_the_fully_reshardable_form_goes_anywhere(saved, current):
-    check_reshard(FULLY, layout(**saved), layout(**current), has_experts=True)
-    check_reshard(FULLY, None, layout(**current), has_experts=True)
+def test_a_state_that_can_be_resharded(metadata, saved, current, has_experts):
+    check_reshard(metadata, saved and layout(**saved), layout(**current), has_experts)
 
 
-@pytest.mark.parametrize("current", [{"tp": 2, "world_size": 2}, {"tp": 2, "cp": 2}])
-def test_buckets_may_change_their_data_parallelism(current):
-    check_reshard(BUCKETS, layout(tp=2), layout(**current), has_experts=False)
+def of_form(sharding):
+    return {"distrib_optim_sharding_type": sharding}
 
 
 @pytest.mark.parametrize(
-    ("saved", "current", "named"),
+    ("metadata", "saved", "current", "named"),
     [
-        ({"tp": 2}, {}, "tp 2 -> 1"),
-        ({"tp": 2, "pp": 2}, {"tp": 4}, "tp 2 -> 4, pp 2 -> 1"),
-        ({"pp": 2, "vpp": 2}, {"pp": 2}, "vpp 2 -> 1"),
-        ({"ep": 2}, {"ep": 4}, "ep 2 -> 4"),
-        ({"tp": 2, "pp": 2}, {"tp": 2, "pp": 2, "order": "pp-tp-cp-ep-dp"}, "order tp-pp -> pp-tp"),
+        (BUCKETS, {"tp": 2}, {}, "tp 2 -> 1.*fully_reshardable"),
+        (BUCKETS, {"tp": 2, "pp": 2}, {"tp": 4}, "tp 2 -> 4, pp 2 -> 1"),
+        (BUCKETS, {"pp": 2, "vpp": 2}, {"pp": 2}, "vpp 2 -> 1"),
+        (BUCKETS, {"ep": 2}, {"ep": 4}, "ep 2 -> 4"),
+        (
+            BUCKETS,
+            {"tp": 2, "pp": 2},
+            {"tp": 2, "pp": 2, "order": "pp-tp-cp-ep-dp"},
+            "order tp-pp -> pp-tp",
+        ),
+        (BUCKETS, None, {}, "not known"),
+        (PREFIXED, {"ep": 2}, {}, "chained_optim_avoid_prefix.*ep was 2"),
+        (PREFIXED, {}, {"ep": 2}, "chained_optim_avoid_prefix.*ep was 1"),
+        (PREFIXED, None, {}, "ep was unknown and is 1"),
+        (of_form("fully_sharded_model_space"), {}, {}, "'fully_sharded_model_space', which"),
+        (of_form("dp_zero_gather_scatter"), {}, {}, "'dp_zero_gather_scatter', which"),
+        (of_form("fsdp_dtensor"), {}, {}, "'fsdp_dtensor', which.*optimizer=None"),
+        (of_form("another"), {}, {}, "'another', which is not known"),
+        (None, {}, {}, "no content metadata"),
     ],
 )
-def test_buckets_stay_in_their_model_parallel_layout(saved, current, named):
-    with pytest.raises(CheckpointMismatchError, match=f"{named}.*fully_reshardable"):
-        check_reshard(BUCKETS, layout(**saved), layout(**current), has_experts=True)
-
-
-def test_what_does_not_cut_a_bucket_does_not_matter():
-    check_reshard(BUCKETS, layout(ep=2), layout(ep=4), has_experts=False)
-    orders = ("tp-cp-ep-dp-pp", "cp-tp-ep-dp-pp")
-    check_reshard(BUCKETS, *(layout(tp=2, order=o) for o in orders), has_experts=False)
-    with pytest.raises(CheckpointMismatchError, match="not known"):
-        check_reshard(BUCKETS, None, layout(), has_experts=False)
-
-
-def test_names_with_the_number_of_the_optimizer_keep_experts_where_they_are():
-    prefixed = {"distrib_optim_sharding_type": "fully_reshardable"}
-    check_reshard(prefixed, layout(ep=2), layout(ep=4), has_experts=True)
-    check_reshard(prefixed, layout(tp=2), layout(ep=2), has_experts=False)
-    for saved, current in (({"ep": 2}, {}), ({}, {"ep": 2})):
-        with pytest.raises(CheckpointMismatchError, match=r"chained_optim_avoid_prefix.*ep was"):
-            check_reshard(prefixed, layout(**saved), layout(**current), has_experts=True)
-    with pytest.raises(CheckpointMismatchError, match="ep was unknown and is 1"):
-        check_reshard(prefixed, None, layout(), has_experts=True)
-
-
-@pytest.mark.parametrize(
-    "sharding", ["fully_sharded_model_space", "dp_zero_gather_scatter", "fsdp_dtensor", "another"]
-)
-def test_a_form_that_cannot_be_read_is_named(sharding):
-    metadata = {"distrib_optim_sharding_type": sharding}
-    with pytest.raises(CheckpointMismatchError, match=f"'{sharding}', which.*optimizer=None"):
-        check_reshard(metadata, layout(), layout(), has_experts=False)
-
-
-def test_a_checkpoint_without_content_metadata_is_refused():
-    with pytest.raises(CheckpointMismatchError, match="no content metadata"):
-        check_reshard(None, layout(), layout(), has_experts=False)
+def test_a_state_that_can_not_be_resharded_is_refused(metadata, saved, current, named):
+    saved = None if saved is None else layout(**saved)
+    with pytest.raises(CheckpointMismatchError, match=named):
+        check_reshard(metadata, saved, layout(**current), has_experts=True)
 
 
 # -- one optimizer, one process --------------------------------------------------------------------

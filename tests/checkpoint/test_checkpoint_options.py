@@ -393,29 +393,3 @@ def test_falling_back_to_an_older_one_is_said_on_all_ranks(tmp_path):
     iteration, why = told[0]
     assert iteration == 1
     assert "names iter_0000002, which has no metadata.json" in why
-
-
-# -- milestones ------------------------------------------------------------------------------------
-
-
-def test_milestones_stay(tmp_path):
-    (tmp_path / "model").mkdir()
-    for name, content in (
-        ("metadata.json", '{"sharded_backend": "torch_dist"}'),
-        (".metadata", "x"),
-    ):
-        (tmp_path / "model" / name).write_text(content)
-    for iteration in range(1, 11):
-        one = Partial.begin(tmp_path, iteration=iteration)
-        shutil.copytree(tmp_path / "model", one.path, dirs_exist_ok=True)
-        one.publish(keep=2, retain_every=4)
-    assert [info.iteration for info in megapg.list_checkpoints(tmp_path)] == [4, 8, 9, 10]
-    for wrong, said in (
-        ({"keep": 2, "retain_every": 0}, "retain_every=0"),
-        ({"keep": 2, "retain_every": True}, "retain_every=True"),
-        ({"retain_every": 4}, "Give keep= as well"),
-    ):
-        one = Partial.begin(tmp_path, iteration=11)
-        with pytest.raises(CheckpointSaveError, match=said):
-            one.publish(**wrong)
-        one.discard()

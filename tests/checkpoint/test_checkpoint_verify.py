@@ -18,6 +18,7 @@ from damage import flip, instead, placed, rewrite, without_sums
 from test_checkpoint_contents import Runs, saved
 from torch.distributed.checkpoint import metadata as of_torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from xxhash import xxh3_128
 
 from megapg.checkpoint.contents import COMMON_KEY
 from megapg.checkpoint.manifest import FileSum, sum_of, write_manifest
@@ -119,8 +120,13 @@ def test_a_manifest_of_megatron_core(tmp_path: Path) -> None:
     flip(path / "__1_0.distcp", 300)
     assert "has changed" in only_problem(verify(path), "__1_0.distcp")
 
-    ours = samples.with_manifest() / "iter_0000005"
+    ours = shutil.copytree(samples.with_manifest() / "iter_0000005", tmp_path / "ours")
     validation._verify_integrity_manifest_impl(str(ours))
+    flip(ours / "__1_0.distcp", 300)  # Megatron-core does not check megapg's shards
+    validation._verify_integrity_manifest_impl(str(ours))
+    flip(ours / "metadata.json", 10)
+    with pytest.raises(Exception, match=r"metadata\.json"):
+        validation._verify_integrity_manifest_impl(str(ours))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,7 +160,7 @@ def test_one_bit_of_a_weight_without_a_manifest(file: str, unknown: Path) -> Non
     value = np.float32(samples.VALUE).tobytes()
     flip(unknown / file, (unknown / file).read_bytes().index(value))
     line = only_problem(verify(unknown), file)
-    assert "'weight' has a wrong checksum in data/0" in line
+    assert "is damaged in its entry 'weight': the checksum of data/0 is another" in line
 
 
 def swap(one: Path, other: Path) -> None:
@@ -166,7 +172,7 @@ def swap(one: Path, other: Path) -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [samples.SHARDS, (".metadata", "metadata.json"), ("__1_0.distcp", ".metadata")],
+    [samples.SHARDS, (".metadata", "metadata.json")],
 )
 def test_swapped_files(one: str, other: str, known: Path) -> None:
     swap(known / one, known / other)
@@ -203,10 +209,9 @@ def test_a_shard_too_many(manifest: bool, name: str, known: Path) -> None:
 
 def test_a_common_state_slipped_in(known: Path) -> None:
     """It would be read instead of the common state that Megatron-core 0.19 has in a shard."""
-    content = json.loads((known / MANIFEST).read_text())
-    content["files"].pop("common.pt", None)
-    sums = {name: sum_of(known / name) for name in content["files"]}
-    write_manifest(known, sums, {})
+    (known / "common.pt").unlink(missing_ok=True)
+    (known / MANIFEST).unlink()
+    write_manifest(known, samples.sums_of(known), {})
     (known / "common.pt").write_bytes(saved({"iteration": 7}))
     assert "does not list it" in only_problem(verify(known), "common.pt")
 
@@ -216,15 +221,6 @@ def test_what_does_not_belong_to_a_checkpoint_is_left_alone(known: Path) -> None
     (known / "modelopt_state").mkdir()
     (known / "modelopt_state" / "x.distcp").touch()
     assert verify(known).good
-
-
-@pytest.mark.parametrize("file", FILES)
-def test_a_file_of_another_checkpoint(file: str, known: Path, tmp_path: Path) -> None:
-    """The file has the same form, one step later: only the manifest reveals the change."""
-    path = present(known, file)
-    data = path.read_bytes()
-    path.write_bytes(data[:-40] + bytes(reversed(data[-40:])))
-    assert "changed" in only_problem(verify(known), file)
 
 
 def edit(file: Path, change: Callable[[dict[str, dict[str, object]]], object]) -> None:
@@ -237,13 +233,13 @@ MANIFEST_DAMAGE: dict[str, Callable[[Path], object]] = {
     **{kind: KINDS[kind] for kind in ("emptied", "halved", "one byte less", "a directory")},
     "no text": lambda file: file.write_bytes(b"\xff\xfe\0"),
     "too deep": lambda file: file.write_text("[" * 200_000),
-    "a list": lambda file: file.write_text("[]"),
     "a bit": lambda file: flip(file, 100),
     "a sum": lambda file: edit(file, lambda c: c["files"].update({".metadata": "0" * 64})),
     "a size": lambda file: edit(file, lambda c: c["sizes"].update({".metadata": 1})),
     "a line less": lambda file: edit(file, lambda c: c["files"].pop(".metadata")),
     "a line more": lambda file: edit(file, lambda c: c["files"].update({"x": "0" * 64})),
     "the note": lambda file: edit(file, lambda c: c["megapg"].update({"iteration": 6})),
+    "a shard's sum": lambda file: edit(file, lambda c: c["shards"].popitem()),
     "no checksum": lambda file: edit(file, lambda c: c.pop("checksum")),
     "other algorithm": lambda file: edit(file, lambda c: c.update({"algorithm": "md5"})),
     "a pipe": instead(os.mkfifo),
@@ -259,20 +255,25 @@ def test_a_damaged_manifest(kind: str, known: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
+    "text",
     [
-        {"files": []},
-        {"files": {"a": 1}},
-        {"files": {"../../etc/passwd": "0"}},
-        {"files": {"": "0"}},
-        {"files": {"..": "0"}},
-        {},
-        {"algorithm": 3},
-        {"files": {}, "sizes": []},
+        "[]",
+        "{}",
+        '{"algorithm": 3}',
+        '{"files": {"a": 1}}',
+        '{"files": {"../x": "0"}}',
+        '{"files": {"..": "0"}}',
+        '{"files": {"\\ud800": "0"}}',
+        '{"files": {}, "sizes": []}',
+        '{"files": {}, "sizes": {"x": 1}}',
+        '{"files": {"a": "0"}, "sizes": {"a": Infinity}}',
+        '{"files": {"a": "0"}, "sizes": {"a": %s}}' % ("9" * 9999),
+        '{"files": {}, "shards": {"a": {"xxh3_128": 7, "entries": ""}}}',
+        '{"files": {}, "shards": {"a": {"xxh3_128": "0", "entries": "0"}}}',
     ],
 )
-def test_a_manifest_that_makes_no_sense(content: dict[str, object], known: Path) -> None:
-    (known / MANIFEST).write_text(json.dumps(content))
+def test_a_manifest_that_makes_no_sense(text: str, known: Path) -> None:
+    (known / MANIFEST).write_text(text)
     only_problem(verify(known), MANIFEST)
 
 
@@ -304,7 +305,7 @@ CLAIMS = {
     ),
     "too large": (
         lambda whole: setattr(whole.state_dict_metadata["bias"].properties, "dtype", torch.float64),
-        "'bias' has 32 bytes of data, and 64 are needed",
+        "'bias' has torch.float32, and torch.float64 was saved",
     ),
     "elsewhere in the file": (placed(offset=1), ".distcp: "),
 }
@@ -403,7 +404,7 @@ def test_the_manifest_is_written_at_once_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a", MANIFEST]
     content = json.loads((tmp_path / MANIFEST).read_text())
     assert content["algorithm"] == "sha256"
-    assert content["files"] == {"a": sums["a"].sha256}
+    assert content["files"] == {"a": sums["a"].digest}
     assert content["sizes"] == {"a": 3}
     assert content["megapg"] == {"iteration": 3}
     before = (tmp_path / MANIFEST).read_text()
@@ -416,8 +417,9 @@ def test_sums_of_large_and_missing_files(tmp_path: Path) -> None:
     data = os.urandom((1 << 20) * 2 + 5)
     (tmp_path / "a").write_bytes(data)
     pieces: list[int] = []
-    found = sum_of(tmp_path / "a", pieces.append)
+    found = sum_of(tmp_path / "a", on_progress=pieces.append)
     assert found == FileSum(len(data), hashlib.sha256(data).hexdigest())
+    assert sum_of(tmp_path / "a", "xxh3_128").digest == xxh3_128(data).hexdigest()
     assert sum(pieces) == len(data)
     with pytest.raises(BrokenCheckpointError, match="is missing"):
         sum_of(tmp_path / "b")

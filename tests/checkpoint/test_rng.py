@@ -160,20 +160,14 @@ def test_seeding_again_drops_streams_that_others_added():
             get_cuda_rng_tracker().add("other", 7)
 
 
-@pytest.mark.parametrize("seed", [0, -1, 2**32])
+@pytest.mark.parametrize("seed", [0, -1, 2**32 - 100])
 def test_a_seed_out_of_range_is_refused_before_anything_is_seeded(seed):
     with fake_collection(pp=2, rank=1) as pg:
         before = now()
-        with pytest.raises(UnsupportedOptionError, match=f"seed={seed} "):
+        with pytest.raises(UnsupportedOptionError, match=f"seed={seed} .* both must be from 1"):
             seed_all(seed, pg)
         assert now() == before
-
-
-def test_the_largest_seed_is_numpys():
-    with fake_collection(pp=2, rank=1) as pg:
-        seed_all(2**32 - 101, pg)
-        with pytest.raises(UnsupportedOptionError, match="both must be from 1"):
-            seed_all(2**32 - 100, pg)
+        seed_all(2**32 - 101, pg)  # the largest seed, NumPy's
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,9 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
-from resuming import distributed, megatron_saves_alone
+from resuming import distributed
 from streams import draw, plain
 
 import megapg
@@ -28,7 +25,6 @@ from megapg.errors import (
     CheckpointMismatchError,
     MissingGroupError,
     RngStateWarning,
-    UnsupportedOptionError,
 )
 from megapg.layout import ParallelLayout
 from megapg.megatron import parallel_state
@@ -93,129 +89,31 @@ def reader(directory):
     return list(metadata.state_dict_metadata), read
 
 
-def sharded(key, records, pg, axes):
-    """Shard an object as Megatron or Megatron-Bridge: the dp_cp rank is a replica or an axis."""
-    names = ("pp", "tp", "dp_cp")[:axes]
-    return ShardedObject(
-        key,
-        records,
-        tuple(pg.size(name) for name in names),
-        tuple(pg.rank(name) for name in names),
-        replica_id=0 if axes == 3 else pg.rank("dp_cp"),
-    )
-
-
-def ours(records, pg, kind):
-    (entry,) = entries(records, pg, (kind,), key=f"{kind}.rng_state")
-    return entry
-
-
-SAVED = {"tp": 2, "pp": 2, "ep": 2}
-
-
 def save_and_load(directory):
-    """Write every known format with eight ranks, and read the records back."""
+    """Write the mapping of the fsdp_dtensor format on four ranks, and read the records back."""
     warnings.simplefilter("ignore")
-    found = {}
-    with megatron_on_cpu(), megapg.session(timeout=60, **SAVED) as session:
-        pg, layout = session.groups, session.layout
-        place = {name: pg.rank(name) for name in ("tp", "pp", "dp", "ep", "expt_tp")}
+    with megatron_on_cpu(), megapg.session(timeout=60, tp=2, ep=2) as session:
+        pg = session.groups
         seed_all(1234, pg)
-        draw()
         records = capture_rng_state(pg)
         first = draw()
-        seed_all(77, pg, data_parallel_random_init=True)
-        draw()
-        of_all_dp = capture_rng_state(pg, data_parallel_random_init=True)
-        first_of_dp = draw()
-        state = {
-            "two": sharded("two.rng_state", records, pg, 2),
-            "three": sharded("three.rng_state", records, pg, 3),
-            "bridge, no module's": sharded("rng_state", records, pg, 3),
-            "bridge, ep": sharded("rng_state.language", records, pg, 3),
-            "bridge": sharded("rng_state.vision", records, pg, 2),
-            "two of dp": sharded("two.dp.rng_state", of_all_dp, pg, 2),
-            "three of dp": sharded("three.dp.rng_state", of_all_dp, pg, 3),
-            "ours": ours(records, pg, "per_rank"),
-            "ours, older": ours(records, pg, "per_tp_pp"),
-        }
-        if dist.get_rank() == 0:
-            (directory / "dist").mkdir()
-        dist.barrier()
-        megatron_saves_alone()
-        dist_checkpointing.save(state, directory / "dist")
         mapping = {f"({pg.rank('pp')}, {pg.rank('tp')})": records}
-        dcp.save({"rng_state": mapping}, checkpoint_id=directory / "fsdp")
-        dist.barrier()
-        keys, read = reader(directory / "dist")
-
-        def again(name, keys=keys, read=read, **named):
-            record, report = load(detect(keys, **named), read, pg, saved=layout)
-            restore_rng_state([record], pg)
-            found[name] = (draw(), report.exact, report.reason)
-
-        again("two", prefix="two.")
-        again("three", prefix="three.")
-        again("bridge, no module's", prefix="")
-        again("bridge, ep", module="language")
-        again("bridge", module="vision")
-        again("two of dp", prefix="two.dp.")
-        again("three of dp", prefix="three.dp.")
-        again("ours", prefix="per_rank.")
-        again("ours, older", prefix="per_tp_pp.")
-        again("fsdp", *reader(directory / "fsdp"))
-        with pytest.raises(CheckpointMismatchError, match=r"rng_state.language, rng_state.vision"):
-            detect(keys)
-
-    moved = {}
-    for sizes in ({"tp": 4, "pp": 1, "ep": 2}, {"tp": 2, "pp": 2, "ep": 1}, {"tp": 1, "pp": 2}):
-        with megatron_on_cpu(), megapg.session(timeout=60, **sizes) as session:
-            pg, drawn = session.groups, []
-            for prefix in ("three.", "three.", "two.dp."):
-                record, report = load(detect(keys, prefix=prefix), read, pg, saved=layout)
-                assert not report.exact
-                restore_rng_state([record], pg)
-                drawn.append(draw())
-            assert drawn[0] == drawn[1] != drawn[2]
-            at = pg.rank("pp"), pg.rank("tp"), pg.rank("ep"), pg.rank("expt_tp")
-            moved[tuple(sizes.items())] = (at, drawn[0], report.reason)
-    return place, first, first_of_dp, found, moved
+        dcp.save({"rng_state": mapping}, checkpoint_id=directory)
+        keys, read = reader(directory)
+        record, report = load(detect(keys), read, pg, saved=session.layout)
+        restore_rng_state([record], pg)
+        return first, draw(), report
 
 
 @pytest.mark.slow
-def test_every_layout_gives_each_rank_its_own_streams_back(tmp_path):
-    everyone = distributed(partial(save_and_load, tmp_path), 8)
-    assert len({tuple(first.items()) for _, first, *_ in everyone}) == 8
-    for place, first, first_of_dp, found, _ in everyone:
-        for name in ("three", "bridge, no module's", "bridge, ep", "ours"):
-            assert found[name][:2] == (first, True), name
-        for name in ("two of dp", "three of dp"):
-            assert found[name][:2] == (first_of_dp, True), name
-        for name in ("two", "bridge", "ours, older", "fsdp"):
-            drawn, exact, reason = found[name]
-            # dp_cp rank 0 has the experts of ep rank 0; the fsdp record may be another rank's.
-            own = place["ep"] == 0 and name != "fsdp"
-            assert exact is own, (name, place, reason)
-            assert ("ep rank 1" in reason) is (place["ep"] == 1)
-            mine = drawn.pop(EXPERT_STREAM)
-            assert drawn == {n: value for n, value in first.items() if n != EXPERT_STREAM}
-            assert (mine == first[EXPERT_STREAM]) is own
-            if not own:
-                assert mine not in {theirs[EXPERT_STREAM] for _, theirs, *_ in everyone}
-
-    old = {value for _, *both, _, _ in everyone for first in both for value in first.values()}
-    for key in everyone[0][-1]:
-        fresh = {}
-        for *_, moved in everyone:
-            at, drawn, reason = moved[key]
-            assert old.isdisjoint(drawn.values())
-            fresh.setdefault(at, []).append(drawn)
-        assert all(drawn == same[0] for same in fresh.values() for drawn in same)
-        tensors = {at[:2]: same[0][TENSOR_STREAM] for at, same in fresh.items()}
-        assert len(set(tensors.values())) == len(tensors)
-        tp, pp = dict(key)["tp"], dict(key)["pp"]
-        assert ("tp 2 -> " in reason, "pp 2 -> " in reason) == (tp != 2, pp != 2)
-        assert ("ep 2 -> 1" in reason) == (dict(key).get("ep", 1) == 1)
+def test_a_mapping_of_megatron_fsdp_gives_each_rank_its_own_streams_back(tmp_path):
+    """Only the experts' stream is fresh, since a piece may be from a rank with other experts."""
+    everyone = distributed(partial(save_and_load, tmp_path), 4)
+    had = {first[EXPERT_STREAM] for first, *_ in everyone}
+    for first, drawn, report in everyone:
+        assert not report.exact
+        assert drawn.pop(EXPERT_STREAM) not in had
+        assert drawn == {n: value for n, value in first.items() if n != EXPERT_STREAM}
 
 
 # -- every rank of many layouts, in one process ------------------------------------------------
@@ -653,8 +551,6 @@ def test_entries_have_megatrons_keys_and_replicas():
             ("rng_state", (2, 2, 2), (1, 1, 1), 0),
             ("rng_state", (2, 2), (1, 1), 1),
         ]
-        with pytest.raises(UnsupportedOptionError, match="'fsdp_dtensor' can't be written"):
-            entries([], pg, ("fsdp_dtensor",))
 
 
 @pytest.mark.skipif(

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import warnings
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +18,11 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from stepwise import distributed
+from xxhash import xxh3_128
 
-from megapg.checkpoint.manifest import sum_of, write_manifest
+from megapg.checkpoint.contents import read_metadata
+from megapg.checkpoint.entries import end_of
+from megapg.checkpoint.manifest import FileSum, sum_of, write_manifest
 from megapg.testing import megatron_on_cpu
 
 ARGS = {
@@ -89,15 +93,26 @@ def by_megatron(iteration: int = 5, **options: object) -> Path:
     return root
 
 
+def sums_of(path: Path) -> dict[str, FileSum]:
+    """Return the checksums of a checkpoint as megapg's manifest has them."""
+    sums = {file.name: sum_of(file) for file in path.iterdir() if file.suffix != ".distcp"}
+    places = (read_metadata(path).storage_data or {}).values()
+    for shard in path.glob("*.distcp"):
+        data = shard.read_bytes()
+        ends = sorted((at.offset, end_of(at)) for at in places if at.relative_path == shard.name)
+        entries = tuple(xxh3_128(data[start:end]).hexdigest() for start, end in ends)
+        sums[shard.name] = replace(sum_of(shard, "xxh3_128"), entries=entries)
+    return sums
+
+
 @functools.cache
 def with_manifest() -> Path:
     """Return the same root with megapg's manifest."""
     root = scratch() / "manifest"
     shutil.copytree(by_megatron(), root)
     path = root / "iter_0000005"
-    sums = {file.name: sum_of(file) for file in path.iterdir()}
     layout = {"world_size": 2, "tp": 2, "order": "tp-cp-ep-dp-pp", "vpp": None}
-    write_manifest(path, sums, {"version": "1.2.3", "iteration": 5, "layout": layout})
+    write_manifest(path, sums_of(path), {"version": "1.2.3", "iteration": 5, "layout": layout})
     return root
 
 
