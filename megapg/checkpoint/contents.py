@@ -55,6 +55,7 @@ class Contents:
     """One checkpoint directory, as its small files describe it.
 
     Attributes:
+        path: the directory.
         metadata: of torch's distributed checkpoint: every key with its shape, type and shards, and
             the place of each shard.
         common: the values that Megatron-core stores once for all ranks: iteration, ``args``,

@@ -1,5 +1,7 @@
 """The checkpoints under a directory, found from names and small files only.
 
+:mod:`megapg.checkpoint.commit` adds and removes them.
+
 Megatron's ``training/checkpointing.py`` reads and writes the plain names (``iter_0000123``,
 ``release``, the tracker). The hidden names are megapg's, and Megatron ignores them:
 

@@ -1,4 +1,4 @@
-"""Reading the small files of a checkpoint without trusting them.
+"""The small files of a checkpoint: reading them without trusting them, and syncing their directory.
 
 A bad file raises :class:`~megapg.errors.BrokenCheckpointError` at once, in bounded memory.
 Examples: a pipe, a link to a device, a sparse file of a hundred gigabytes, JSON nested a million

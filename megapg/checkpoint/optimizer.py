@@ -385,7 +385,10 @@ def _load_distributed(leaf: Any, part: dict[str, Any]) -> None:
 
 
 def _apart(value: Any) -> Any:
-    """Return the state with plain values copied, and its sharded tensors detached from autograd."""
+    """Return the state with plain values copied, and its sharded tensors detached from autograd.
+
+    Padding between parameters is zeroed in place.
+    """
     if isinstance(value, dict):
         apart = {key: _apart(inner) for key, inner in value.items()}
         if isinstance(padding := value.get("padding"), LocalNonpersistentObject) and padding.obj:

@@ -1,7 +1,8 @@
 """Checks that every file of a checkpoint is still as it was saved: :func:`verify`.
 
 The files are compared with the manifest. Without a manifest, they are checked against each other:
-``.metadata`` has the place of each shard, and each shard is an archive with checksums inside.
+``.metadata`` has the place of each shard, and each shard is an archive with checksums inside. A
+load checks the entries that it reads: :mod:`megapg.checkpoint.entries`.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class Lease:
         scratch: name -> data that users of the groups keep until the lease ends.
         extra_groups: groups that Megatron's own functions made while its globals showed this
             collection. They stay when the owner re-creates its groups, and end when it closes.
-        before_extra_end: called when the owner closes, to add groups to ``extra_groups`` that were
-            made while the owner's groups were suspended.
+        before_extra_end: called when the owner closes, after the other two, to add groups to
+            ``extra_groups`` that were made while the owner's groups were suspended.
         before_end: called before the owner closes the groups, while they still work, with the error
             that it closes for, if any. Their exceptions are raised after the groups are closed.
         at_end: called before the owner closes the groups, or after it has lost them.

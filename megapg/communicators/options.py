@@ -1,4 +1,8 @@
-"""The options of a communicator."""
+"""The options of a communicator.
+
+:mod:`megapg.megatron.arguments` reads them from Megatron's file, and
+:mod:`megapg.communicators.backends` passes them to torch.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of :func:`train`."""
+    """The result of :func:`megapg.demo.gpt.train`."""
 
     # mean loss of each step, in nats per token, over the whole job; equal on every rank
     losses: tuple[float, ...]

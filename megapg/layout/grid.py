@@ -1,4 +1,7 @@
-"""Ranks in a mixed-radix grid: find positions that share all coordinates but some."""
+"""Ranks in a mixed-radix grid: find positions that share all coordinates but some.
+
+:class:`megapg.layout.ParallelLayout` makes the groups of a layout of these.
+"""
 
 from __future__ import annotations
 

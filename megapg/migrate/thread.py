@@ -1,7 +1,8 @@
 """Pass the new parameter along calls: which functions take it, and which calls pass what.
 
 Every function with uses takes the parameter if it can. Functions in between take it as
-well if they lie on a path of calls from one that has a carrier to one that needs it.
+well if they lie on a path of calls from one that has a carrier (an object that holds a collection)
+to one that needs it.
 """
 
 from __future__ import annotations

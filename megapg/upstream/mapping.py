@@ -1,9 +1,9 @@
 """The table from each read of Megatron's globals to its replacement, for every version.
 
 In the replacements, ``pg`` is the collection and ``getters`` is ``megapg.megatron.getters``, which
-has a function for every answer that no field holds. The same expressions appear in a trace of a
-running job. If no expression is certain to mean the same, the answer is a reason
-(:mod:`megapg.migrate.reasons`).
+has a function for every answer that no field holds. A trace of a running job shows the same
+expressions, and its own for private globals. If no expression is certain to mean the same, the
+answer is a reason (:mod:`megapg.migrate.reasons`).
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ class Refusal:
 class _Row:
     """A field, and the arguments that must be true for it. The first row that fits counts.
 
-    ``helper`` names a function of getters to use instead, if the field is not the same in every
-    job. With 0.19's rematerialisation the helper refuses to guess.
+    ``helper`` has the arguments of the function of getters (see :data:`HELPERS`) that is used
+    instead, if the field is not the same in every job; a blank stands for none, and an empty string
+    for no helper. With 0.19's rematerialisation the helper refuses to guess.
     """
 
     true: tuple[str, ...]
@@ -184,8 +185,8 @@ FORMS: Mapping[str, tuple[str, str]] = {
     "_rank": ("rank", '$pg.rank("{field}")'),
 }
 
-# Functions of getters that take the flags unchanged: middle of the name -> property -> function. If
-# no row has the property, the function is used whatever the flags.
+# The middle of a getter's name -> what the getter asks -> the function of getters that takes its
+# flags unchanged.
 HELPERS: Mapping[str, Mapping[str, str]] = {
     "data_parallel": {
         "group": "data_group",
