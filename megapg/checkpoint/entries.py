@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from xxhash import xxh3_128
+from xxhash import xxh3_64
 
 from megapg.checkpoint import archive
 from megapg.checkpoint.directory import INDEX_FILE
@@ -129,7 +129,7 @@ class EntryReader:
         if len(self._buffer) < place.length:
             self._buffer = memoryview(bytearray(place.length))
         whole = self._buffer[: place.length]
-        expected, found, done = self._checksum(place), xxh3_128(), 0
+        expected, found, done = self._checksum(place), xxh3_64(), 0
         while done < place.length:
             piece = whole[done : done + _PIECE]
             try:

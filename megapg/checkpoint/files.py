@@ -17,7 +17,7 @@ from typing import BinaryIO
 from megapg.errors import BrokenCheckpointError
 
 # Bytes. Far more than the files need, and far less than the memory of a machine.
-LARGEST_JSON = 64 * 2**20
+LARGEST_JSON = 256 * 2**20
 LARGEST_PICKLE = 4 * 2**30
 
 # Errors of file systems that can't sync a directory: they do it themselves, or never.

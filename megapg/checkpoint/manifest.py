@@ -3,7 +3,7 @@
 Megatron-core 0.19 writes and checks this file too
 (``megatron/core/dist_checkpointing/validation.py``): ``files`` has the SHA-256 of each file. megapg
 lists its small files there. Its shards are in ``shards``, with XXH3-128, which takes a twentieth of
-the time. ``shards`` also has a checksum for each entry. With these, a rank can check the entries
+the time. ``shards`` also has an XXH3-64 for each entry. With these, a rank can check the entries
 that it reads without reading the others. megapg also adds the sizes, a note about the save, and a
 checksum of the manifest itself. Megatron-core ignores all that megapg adds.
 
@@ -23,14 +23,22 @@ from typing import Any, Literal, TypeAlias
 
 from xxhash import xxh3_128
 
-from megapg.checkpoint.files import broken, open_regular, read_json, read_small, sync_directory
+from megapg.checkpoint.files import (
+    LARGEST_JSON,
+    broken,
+    open_regular,
+    read_json,
+    read_small,
+    sync_directory,
+)
+from megapg.errors import CheckpointError
 
 MANIFEST_FILE = "integrity.json"
 
 Algorithm: TypeAlias = Literal["sha256", "xxh3_128"]
 
 _HASHES: Mapping[Algorithm, Callable[..., Any]] = {"sha256": hashlib.sha256, "xxh3_128": xxh3_128}
-_ENTRY_DIGITS = 32  # of an XXH3-128
+_ENTRY_DIGITS = 16  # of an XXH3-64
 _PIECE = 2**20  # bytes to read at a time
 
 
@@ -42,7 +50,7 @@ class FileSum:
         size: bytes; None if unknown, in a manifest of Megatron-core.
         digest: the checksum of the contents, in hex digits.
         algorithm: of the digest.
-        entries: for a shard, the XXH3-128 of each entry, in the order of the entries in the file.
+        entries: for a shard, the XXH3-64 of each entry, in the order of the entries in the file.
             Empty in manifests of megapg 0.2 and of Megatron-core.
     """
 
@@ -129,7 +137,7 @@ def _manifest(directory: Path, content: object) -> Manifest:
 
 def _shard_sum(name: str, shard: object) -> FileSum:
     found = shard if isinstance(shard, dict) else {}
-    text = found.get("entries")
+    text = found.get("xxh3_64")
     if not isinstance(text, str) or len(text) % _ENTRY_DIGITS:
         raise ValueError(f"what it says of the entries of {name!r} is no checksums")
     starts = range(0, len(text), _ENTRY_DIGITS)
@@ -178,6 +186,9 @@ def write_manifest(
 
     ``files`` are all files of the directory, and no more are written after this. ``about`` holds
     plain values to note about the save.
+
+    Raises:
+        CheckpointError: it would be too large to be read.
     """
     small = {name: files[name] for name in sorted(files) if files[name].algorithm == "sha256"}
     content: dict[str, object] = {
@@ -188,7 +199,7 @@ def write_manifest(
             name: {
                 "size": files[name].size,
                 "xxh3_128": files[name].digest,
-                "entries": "".join(files[name].entries),
+                "xxh3_64": "".join(files[name].entries),  # of each entry
             }
             for name in sorted(files.keys() - small.keys())
         },
@@ -196,7 +207,13 @@ def write_manifest(
     }
     content["checksum"] = _checksum(content)
     final, unfinished = directory / MANIFEST_FILE, directory / f"{MANIFEST_FILE}.partial"
-    write_file(unfinished, json.dumps(content, indent=2).encode())
+    data = json.dumps(content, indent=2).encode()
+    if len(data) > LARGEST_JSON:
+        raise CheckpointError(
+            f"{final} would have {len(data)} bytes, and at most {LARGEST_JSON} are read: the "
+            "checkpoint has too many shards. Save from fewer ranks."
+        )
+    write_file(unfinished, data)
     unfinished.replace(final)
     sync_directory(directory)
 

@@ -249,7 +249,8 @@ class _Check:
             except Exception as error:  # an archive can be broken in too many ways to list
                 self._add(name, f"is damaged ({type(error).__name__}: {error})")
 
-        with ThreadPoolExecutor(_READERS) as pool:
+        # An archive is read into memory as a whole.
+        with ThreadPoolExecutor(1 if archives else _READERS) as pool:
             list(pool.map(check, shards))
 
     def _check_archives(self, name: str, entries: list[Entry], contents: Contents) -> None:

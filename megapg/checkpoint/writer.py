@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeGuard
 
 import torch
-from xxhash import xxh3_128
+from xxhash import xxh3_64, xxh3_128
 
 from megapg.checkpoint.manifest import FileSum
 from megapg.checkpoint.planning import Item
@@ -99,7 +99,7 @@ def write_items(
     with (directory / name).open("xb", buffering=_PIECE) as file:
         stream = _Stream(file, progress)
         for _, data in items:
-            start, stream.entry = stream.size, xxh3_128()
+            start, stream.entry = stream.size, xxh3_64()
             _write(stream, data)
             entries.append(stream.entry.hexdigest())
             places.append(StorageInfo(name, start, stream.size - start))
@@ -117,7 +117,7 @@ class _Stream:
         self._file, self._progress = file, progress
         self._begun = 0
         self.size = 0
-        self.whole, self.entry = xxh3_128(), xxh3_128()  # of the file, and of the current entry
+        self.whole, self.entry = xxh3_128(), xxh3_64()  # of the file, and of the current entry
         self.trouble: Exception | None = None
 
     def write(self, data: bytes | memoryview) -> int:

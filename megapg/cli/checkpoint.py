@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # they import torch, which takes seconds that --help should n
     from megapg.checkpoint.verify import Report
 
 app = make_app(
-    "List, inspect and verify checkpoints. Needs no GPU and no process group, loads no tensors, "
+    "List, inspect and verify checkpoints. Needs no GPU and no process group, "
     "and runs no code from a checkpoint."
 )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoint_samples as samples
@@ -20,10 +22,12 @@ from torch.distributed.checkpoint import metadata as of_torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from xxhash import xxh3_128
 
-from megapg.checkpoint.contents import COMMON_KEY
+from megapg.checkpoint import manifest
+from megapg.checkpoint.contents import COMMON_KEY, read_contents
+from megapg.checkpoint.entries import entries_of
 from megapg.checkpoint.manifest import FileSum, sum_of, write_manifest
 from megapg.checkpoint.verify import Report, verify
-from megapg.errors import BrokenCheckpointError, CheckpointNotFoundError
+from megapg.errors import BrokenCheckpointError, CheckpointError, CheckpointNotFoundError
 
 MANIFEST = "integrity.json"
 
@@ -268,13 +272,44 @@ def test_a_damaged_manifest(kind: str, known: Path) -> None:
         '{"files": {}, "sizes": {"x": 1}}',
         '{"files": {"a": "0"}, "sizes": {"a": Infinity}}',
         '{"files": {"a": "0"}, "sizes": {"a": %s}}' % ("9" * 9999),
-        '{"files": {}, "shards": {"a": {"xxh3_128": 7, "entries": ""}}}',
-        '{"files": {}, "shards": {"a": {"xxh3_128": "0", "entries": "0"}}}',
+        '{"files": {}, "shards": {"a": {"xxh3_128": 7, "xxh3_64": ""}}}',
+        '{"files": {}, "shards": {"a": {"xxh3_128": "0", "xxh3_64": "0"}}}',
     ],
 )
 def test_a_manifest_that_makes_no_sense(text: str, known: Path) -> None:
     (known / MANIFEST).write_text(text)
     only_problem(verify(known), MANIFEST)
+
+
+def test_a_manifest_too_large_to_be_read(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "LARGEST_JSON", 100)
+    before = (known / MANIFEST).read_bytes()
+    with pytest.raises(CheckpointError, match="too many shards"):
+        write_manifest(known, samples.sums_of(known), {})
+    assert (known / MANIFEST).read_bytes() == before
+
+
+SHARD = "__1_0.distcp"
+
+
+def test_a_manifest_with_other_entries(unknown: Path) -> None:
+    sums = samples.sums_of(unknown)
+    write_manifest(unknown, {**sums, SHARD: replace(sums[SHARD], entries=())}, {})
+    with pytest.raises(BrokenCheckpointError, match=r"entries and had 0"):
+        read_contents(unknown, check=True).reader()
+
+
+def test_a_manifest_without_a_shard(unknown: Path) -> None:
+    sums = samples.sums_of(unknown)
+    del sums[SHARD]
+    write_manifest(unknown, sums, {})
+    contents = read_contents(unknown, check=True)
+    keys = contents.metadata.state_dict_metadata
+    entries = [entry for key in keys for entry in entries_of(unknown, contents.metadata, key)]
+    entry = next(entry for entry in entries if entry.place.relative_path == SHARD)
+    refused = pytest.raises(BrokenCheckpointError, match="the manifest does not list it")
+    with contextlib.closing(contents.reader()) as reader, refused:
+        reader.load(entry)
 
 
 def test_files_are_read_though_the_manifest_is_damaged(known: Path) -> None:

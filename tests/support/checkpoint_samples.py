@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from stepwise import distributed
-from xxhash import xxh3_128
+from xxhash import xxh3_64
 
 from megapg.checkpoint.contents import read_metadata
 from megapg.checkpoint.entries import end_of
@@ -100,7 +100,7 @@ def sums_of(path: Path) -> dict[str, FileSum]:
     for shard in path.glob("*.distcp"):
         data = shard.read_bytes()
         ends = sorted((at.offset, end_of(at)) for at in places if at.relative_path == shard.name)
-        entries = tuple(xxh3_128(data[start:end]).hexdigest() for start, end in ends)
+        entries = tuple(xxh3_64(data[start:end]).hexdigest() for start, end in ends)
         sums[shard.name] = replace(sum_of(shard, "xxh3_128"), entries=entries)
     return sums
 
