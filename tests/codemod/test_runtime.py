@@ -173,7 +173,7 @@ def test_namespace_packages_share_the_module_that_is_named(tmp_path: Path) -> No
     after = migrated(tmp_path, files)
     assert sorted({*after} - {*files}) == ["train/groups.py"]
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import main"
-    subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path.parent, check=True)
+    subprocess.run([sys.executable, "-BP", "-c", code], cwd=tmp_path.parent, check=True)
     assert migrated(tmp_path, {}) == after
 
 
