@@ -25,7 +25,17 @@ _Kind: TypeAlias = tuple[str, CommunicatorOptions, str, timedelta | None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of a session's communicators, without their ranks."""
+    """The settings of a session's communicators, without their ranks.
+
+    Attributes:
+        backend: of the session, as torch names it.
+        lanes: field -> lane. Fields on different lanes never share a communicator.
+        options: field -> the options of its communicator.
+        dedicated: fields that share their communicator with no other field.
+        all_gather_groups: True if the fields of :data:`ALL_GATHER_FIELDS` are created.
+        gloo: fields that get a gloo companion.
+        timeouts: field -> the timeout of its collectives.
+    """
 
     backend: str
     lanes: Mapping[str, str]
