@@ -135,8 +135,7 @@ def main(
 
 def _tables(part: Part, given: Options) -> list[Table]:
     """Measure a part. Its module is imported only now, as most import torch and Megatron-core."""
-    name = "checkpoint_tables" if part is Part.CHECKPOINT else part
-    tables: list[Table] = importlib.import_module(f"benchmarks.{name}").tables(given)
+    tables: list[Table] = importlib.import_module(f"benchmarks.{part}").tables(given)
     return tables
 
 

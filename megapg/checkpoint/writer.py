@@ -19,9 +19,7 @@ from megapg.checkpoint.planning import Item
 from megapg.torch_private import StorageInfo
 
 _PIECE = 2**19  # bytes to checksum and write at a time; they still fit into the processor's cache
-
-_STRETCH = 16 * 2**20  # bytes after which the disk is told to start
-
+_STRETCH = 16 * 2**20  # bytes after which the disk starts to write
 _ALIGNED = 64  # bytes: the alignment of the copies of tensors
 
 

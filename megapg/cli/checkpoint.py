@@ -135,7 +135,7 @@ def verify(
 
     If the checkpoint has a manifest (integrity.json), every bit is compared. megapg always writes
     one, and Megatron-core on request. Without a manifest, each shard is compared with its own
-    checksums. These do not show that a whole file was replaced by a file of the same form.
+    checksums, which do not show that another file of the same form replaced a whole file.
 
     Exit code 0: no problem found. 1: problems, one line for each file. 2: nothing to verify.
 

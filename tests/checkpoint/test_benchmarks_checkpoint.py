@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import torch
 
-from benchmarks.checkpoint import _without_checksums
+from benchmarks.checkpoint_trials import _without_checksums
 from megapg.checkpoint.planning import shard
 from megapg.checkpoint.writer import write_items
 

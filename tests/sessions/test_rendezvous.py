@@ -309,6 +309,16 @@ def test_a_rank_that_dies_between_the_steps_of_a_meeting_is_named(job, who, mome
         assert "not confirm in time" in said
 
 
+def test_a_rank_that_gave_up_before_the_others_came_is_named(job):
+    def meet(session):
+        if session._rank == MEMBER:
+            session.meet({"tp": "8"}, timeout=2)
+        job.wait(10)
+        open_(session)
+
+    job.others(job.each(meet, within=TIMEOUT + 10), MEMBER)
+
+
 def test_who_gives_up_before_the_leader_names_who_is_missing(job):
     def come(session):
         late(job, session, 0, TIMEOUT)
@@ -482,6 +492,19 @@ def test_the_last_word_of_a_rank_counts(job, who):
     ends = job.opened().each(come)
     said = {who: "KeyboardInterrupt: "}
     assert all(end == said for rank, end in enumerate(ends) if rank != who)
+
+
+def test_a_leader_with_an_error_tells_those_of_others_too(job):
+    job.opened()
+
+    def end(session):
+        if session._rank == MEMBER:
+            return part(session, KeyError("the cause"))
+        job.wait(2 if session._rank == 0 else 4)
+        return part(session, ValueError("mine") if session._rank == 0 else None)
+
+    ends = job.each(end)
+    assert all({0, MEMBER} <= set(end) for end in ends if end is not ends[MEMBER]), ends
 
 
 def test_the_cause_of_an_error_is_told_to_ranks_that_failed_of_it(job):

@@ -90,7 +90,7 @@ class Contrast:
 @contextlib.contextmanager
 def migrated_core() -> Iterator[tuple[Path, Migration]]:
     """Yield a folder for importing the migrated core, and the migration."""
-    with tempfile.TemporaryDirectory(prefix="megapg-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="megapg-test-") as folder:
         # The folder has no __init__.py above the core, so that a core that is first on the path
         # shadows the other.
         core = Path(folder) / "megatron" / "core"

@@ -348,28 +348,6 @@ def pipeline_prev_rank(pg: ProcessGroupCollection) -> int:
     return pg.ranks("pp")[(pg.rank("pp") - 1) % pg.size("pp")]
 
 
-def pipeline_or_pipelines(pg: ProcessGroupCollection) -> Any:
-    """For ``get_pipeline_model_parallel_group()``, which gives a rank in several pipelines all."""
-    if pg.passed is None:
-        return _globals().get_pipeline_model_parallel_group()
-    return pg.pp
-
-
-def pipeline_next_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
-    """For ``get_pipeline_model_parallel_next_rank()``, which likewise may return a list."""
-    return pipeline_next_rank(pg)
-
-
-def pipeline_prev_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
-    """For ``get_pipeline_model_parallel_prev_rank()``, likewise."""
-    return pipeline_prev_rank(pg)
-
-
-def pipeline_last_rank_or_ranks(pg: ProcessGroupCollection) -> int | list[int]:
-    """For ``get_pipeline_model_parallel_last_rank()``, likewise."""
-    return pipeline_last_rank(pg)
-
-
 def pipeline_split_rank(pg: ProcessGroupCollection) -> int | None:
     """For ``get_pipeline_model_parallel_split_rank()``: the first stage of the decoder, or None."""
     return cast("int | None", _of_split(pg, "get_pipeline_model_parallel_split_rank", None))
