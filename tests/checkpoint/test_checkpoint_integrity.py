@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import pickle
 import random
@@ -103,6 +104,19 @@ def test_the_checksums_of_a_shard_cover_every_byte(tmp_path):
     assert known.digest == xxh3_128(data).hexdigest()
     entries = [xxh3_64(data[place.offset : end_of(place)]).hexdigest() for place in places]
     assert [*known.entries] == entries
+
+
+def test_an_error_during_a_write_is_raised_as_it_is(tmp_path):
+    """torch.save itself would report an unfinished archive. ``progress`` raises if a rank fails."""
+    calls = itertools.count(1)
+
+    def progress():
+        if next(calls) == 4:  # in the middle of the tensor
+            raise LookupError("another rank failed")
+
+    items = [shard("a", (2**20,), (0,), torch.ones(2**20))]
+    with pytest.raises(LookupError, match="another rank failed"):
+        write_items(tmp_path, 0, items, progress, contextlib.nullcontext)
 
 
 def test_numbers_of_64_bits():
