@@ -8,6 +8,7 @@ from megapg.errors import LaunchError
 from megapg.launch.environment import Variables
 from megapg.launch.launcher import Launcher, check_range
 from megapg.launch.process import Launch
+from megapg.launch.ray_actor import RayActor
 from megapg.launch.unsupported import local_rank, refuse_unknown
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -33,8 +34,12 @@ class ByHand:
     def __bool__(self) -> bool:
         return bool(self.variables.among(_NEEDED))
 
-    def launch(self) -> Launch:
-        """Return the launch; raise a LaunchError if a variable is missing."""
+    def launch(self, actor: RayActor | None = None) -> Launch:
+        """Return the launch, of an actor of Ray if one is given.
+
+        Raises:
+            LaunchError: a variable is missing.
+        """
         given = self.variables.among(_NEEDED)
         if missing := [name for name in _NEEDED if name not in given]:
             if not {"RANK", "WORLD_SIZE"} & {*given}:  # an address alone gives no rank
@@ -56,6 +61,9 @@ class ByHand:
             port=self.port or 0,
             origin="MASTER_ADDR, MASTER_PORT from the environment",
         )
+        if actor is not None:
+            device = actor.device(self.variables)
+            return launch if device is None else replace(launch, local_rank=device)
         if launch.local_rank is None:
             found = local_rank(self.variables, self.rank, self.world_size)
             launch = replace(launch, local_rank=found)

@@ -11,6 +11,7 @@ from megapg.launch.environment import Variables
 from megapg.launch.launcher import Launcher, Place
 from megapg.launch.openmpi import OpenMpi
 from megapg.launch.process import Launch
+from megapg.launch.ray_actor import RayActor
 from megapg.launch.slurm import Slurm, refuse_shell
 from megapg.launch.torchrun import Torchrun
 from megapg.launch.unsupported import refuse_unknown, refuse_within
@@ -23,6 +24,7 @@ def detect(
     environment: Mapping[str, str] = os.environ,
     *,
     address_of: Callable[[str], str] = nodes.address_of,
+    actor: Callable[[], RayActor | None] = RayActor.here,
 ) -> Launch:
     """Read this process's rank and address from the environment variables of its launcher.
 
@@ -36,6 +38,7 @@ def detect(
         environment: the environment variables of this process.
         address_of: maps the name of a SLURM node to an address. Default: ask the resolver, then
             SLURM.
+        actor: returns the Ray actor that this process runs, if it runs one.
 
     Raises:
         LaunchError: variables are missing, contradict each other, or are no numbers. Or this is the
@@ -53,6 +56,10 @@ def detect(
         if isinstance(launcher, Slurm):  # the outermost launcher: another may run inside it
             refuse_within(variables, launcher)
         return launcher.launch(Place(by_hand.address, by_hand.port, address_of))
+    if (ray_actor := actor()) is not None:
+        if not by_hand:
+            ray_actor.refuse_alone()
+        return by_hand.launch(ray_actor)
     if by_hand:
         return by_hand.launch()
     refuse_unknown(variables)

@@ -39,6 +39,9 @@ class Launch:
         job: distinguishes this job from others at the same port; equal on all ranks.
         hosts: rank -> name of its host; empty if unknown.
         origin: the source of address and port, for messages.
+        socket: in rank 0's process, the descriptor of a socket that is bound to the port; None to
+            bind it when the session opens. The session takes it over, so no other program can get
+            the port in between.
 
     Raises:
         LaunchError: the values do not fit together.
@@ -56,6 +59,7 @@ class Launch:
     job: str = ""
     hosts: Sequence[str] = ()
     origin: str = "address= and port= of launch="
+    socket: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:

@@ -113,6 +113,7 @@ def _connect(launch: Launch, hosting: bool, deadline: float) -> dist.Store:
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
             multi_tenant=True,
+            master_listen_fd=launch.socket if hosting else None,
         )
 
     latest = max(deadline, time.monotonic()) + 1.0

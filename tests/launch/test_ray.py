@@ -1,0 +1,320 @@
+"""Ray as a launcher: actors on two nodes of a real cluster, in frameworks' environments too."""
+
+import contextlib
+import os
+import socket
+import sys
+import time
+
+import pytest
+from ports import free_port
+
+from megapg.errors import LaunchError
+from megapg.launch import Launch
+
+ray = pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster  # noqa: E402
+from ray.util.placement_group import placement_group, remove_placement_group  # noqa: E402
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
+from ray_trainer import SOON, Trainer  # noqa: E402
+
+import megapg.ray  # noqa: E402
+
+pytestmark = pytest.mark.ray
+
+GRACE = 20.0  # seconds that a loaded machine may take beyond a deadline
+NOSET = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Start a cluster of two nodes with four pretended GPUs each; return the ids of the nodes."""
+    size = {"num_cpus": 4, "num_gpus": 4, "object_store_memory": 80 * 2**20}
+    with pytest.MonkeyPatch.context() as environment:
+        environment.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # conftest hides all GPUs
+        yield from _cluster(size)
+
+
+def _cluster(size):
+    cluster = Cluster(initialize_head=True, head_node_args=size)
+    try:
+        cluster.add_node(**size)
+        path = os.pathsep.join(filter(None, sys.path))
+        ray.init(
+            cluster.address,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}},
+        )
+        yield [node["NodeID"] for node in ray.nodes()]
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.fixture
+def start(nodes):
+    """Return a function that starts an actor on a node; they are killed at the end."""
+    started = []
+
+    def start(node, *, variables=None, environment=None, **options):
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        options.setdefault(
+            "scheduling_strategy", NodeAffinitySchedulingStrategy(nodes[node], soft=False)
+        )
+        if variables:
+            options["runtime_env"] = {"env_vars": variables}
+        options.setdefault("num_cpus", 0.1)
+        started.append(ray.remote(Trainer).options(**options).remote(**(environment or {})))
+        return started[-1]
+
+    yield start
+    for actor in started:
+        ray.kill(actor)
+
+
+def everywhere(actors, method, *arguments, **more):
+    return ray.get([getattr(actor, method).remote(*arguments, **more) for actor in actors])
+
+
+def open_all(actors, launches, **more):
+    return ray.get(
+        [a.open.remote(each, **more) for a, each in zip(actors, launches, strict=True)]
+    )
+
+
+# -- on the driver ---------------------------------------------------------------------------------
+
+
+def test_each_actor_gets_a_launch(start):
+    """Ranks count node by node, whatever the order of the actors, and tensor parallelism stays."""
+    actors = [start(node) for node in (1, 0, 1, 0)]
+    launches = megapg.ray.launches(actors)
+    assert [launch.rank for launch in launches] == [0, 2, 1, 3]
+    assert [launch.local_rank for launch in launches] == [0, 0, 1, 1]
+    assert {launch.local_world_size for launch in launches} == {2}
+    assert len({(launch.address, launch.port, launch.job) for launch in launches}) == 1
+    assert [launch.socket is not None for launch in launches] == [True, False, False, False]
+    assert launches[0].hosts == (socket.gethostname(),) * 4
+
+    with pytest.raises(OSError, match="in use"), socket.socket() as other:
+        other.bind(("", launches[0].port))  # rank 0 keeps it
+    open_all(actors, launches)
+    assert everywhere(actors, "ranks", "tp") == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    assert everywhere(actors, "step") == [1.0, 5.0, 1.0, 5.0]
+
+    again = megapg.ray.launches(actors)
+    assert {launch.job for launch in again}.isdisjoint({launches[0].job})
+    open_all(actors, again, tp=4)
+    assert everywhere(actors, "step") == [6.0] * 4
+
+
+def test_placement_groups_and_gpus(start):
+    """Actors with a GPU each, and actors that share one, in a placement group over two nodes."""
+    group = placement_group([{"GPU": 2, "CPU": 2}] * 2, strategy="STRICT_SPREAD")
+    ray.get(group.ready())
+    try:
+        for gpus, devices in ((1, [0, 0, 0, 0]), (0.5, [0, 0, 0, 0])):
+            actors = [
+                start(
+                    0,
+                    num_gpus=gpus,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        group, placement_group_bundle_index=bundle
+                    ),
+                )
+                for bundle in (0, 1, 0, 1)
+            ]
+            launches = megapg.ray.launches(actors)
+            assert [launch.rank for launch in launches] == [0, 2, 1, 3]
+            # Ray shows each actor its own GPU only.
+            assert [launch.local_rank for launch in launches] == devices
+            open_all(actors, launches)
+            assert everywhere(actors, "step") == [1.0, 5.0, 1.0, 5.0]
+            for actor in actors:
+                ray.kill(actor)
+    finally:
+        remove_placement_group(group)
+
+
+def test_the_index_where_ray_hides_no_gpus(start):
+    """With NOSET an actor sees the node's GPUs, and its index is that of the GPU Ray gave it."""
+    actors = [start(0, num_gpus=1, variables=NOSET) for _ in range(3)]
+    given = [launch.local_rank for launch in megapg.ray.launches(actors)]
+    assert len(set(given)) == 3
+    assert set(given) <= {0, 1, 2, 3}
+
+
+def test_actors_that_can_not_answer(start):
+    dead, busy = start(0), start(0, scheduling_strategy="DEFAULT", num_gpus=5)
+    ray.kill(dead)
+    with pytest.raises(LaunchError) as failed:
+        megapg.ray.launches([start(1), dead, busy], timeout=15)
+    assert "actors[0]" not in str(failed.value)
+    assert "actors[1] can't run" in str(failed.value)
+    assert "actors[2] did not answer within 15 s" in str(failed.value)
+    with pytest.raises(ValueError, match="at least one"):
+        megapg.ray.launches([])
+
+
+# -- in the actor ----------------------------------------------------------------------------------
+
+PLACE = {"MASTER_ADDR": "127.0.0.1"}
+
+# What each framework sets in an actor: Ray's options and runtime_env, and what its constructor adds.
+# Two workers on one node; the index that is right for each.
+FRAMEWORKS = {
+    # verl/single_controller/ray/base.py: _create_worker
+    "verl": (
+        [
+            {"num_gpus": 1, "variables": {"RAY_LOCAL_WORLD_SIZE": "2", "WG_BACKEND": "ray"}}
+            for _ in range(2)
+        ],
+        {0: 0, 1: 0},
+    ),
+    # nemo_rl/distributed/worker_groups.py; LOCAL_RANK is the bundle
+    "NeMo-RL": (
+        [{"num_gpus": 1, "variables": {"LOCAL_RANK": str(bundle)}} for bundle in (2, 3)],
+        {0: 0, 1: 0},
+    ),
+    # slime/ray/train_actor.py: the position of the GPU among those visible
+    "slime": ([{"num_gpus": 1, "variables": NOSET} for _ in range(2)], "ids"),
+    # roll/distributed/executor/cluster.py: a hundredth of a GPU for Ray, one visible GPU
+    "ROLL": (
+        [
+            {
+                "num_gpus": 0.01,
+                "variables": {**NOSET, "CUDA_VISIBLE_DEVICES": gpu, "LOCAL_RANK": "0"},
+            }
+            for gpu in ("2", "3")
+        ],
+        {0: 0, 1: 0},
+    ),
+    # areal/infra/controller/train_controller.py
+    "AReaL": (
+        [{"num_gpus": 1, "environment": {"LOCAL_RANK": "0"}} for _ in range(2)],
+        {0: 0, 1: 0},
+    ),
+    # swift/ray/megatron/worker_group.py: the node's GPUs visible, none asked of Ray
+    "ms-swift": (
+        [
+            {
+                "num_gpus": 0,
+                "variables": {
+                    **NOSET,
+                    "CUDA_VISIBLE_DEVICES": "2,3",
+                    "LOCAL_RANK": str(local),
+                    "LOCAL_WORLD_SIZE": "2",
+                },
+            }
+            for local in range(2)
+        ],
+        {0: 0, 1: 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_environment_of_a_framework(framework, start):
+    """The session needs no launch=, and takes the GPU that the framework means."""
+    each, right = FRAMEWORKS[framework]
+    place = {**PLACE, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    actors = []
+    for rank, options in enumerate(each):
+        environment = {**place, "RANK": str(rank), **options.get("environment", {})}
+        actors.append(start(0, **{**options, "environment": environment}))
+    found = everywhere(actors, "detected")
+    assert all(isinstance(launch, Launch) for launch in found), found
+    indices = {launch.rank: launch.local_rank for launch in found}
+    if right == "ids":
+        assert len(set(indices.values())) == 2
+    else:
+        assert indices == right
+    everywhere(actors, "open")
+    assert everywhere(actors, "step") == [1.0, 1.0]
+
+
+def test_a_gpu_that_the_actor_does_not_see(start):
+    environment = {**PLACE, "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "0"}
+    environment["CUDA_VISIBLE_DEVICES"] = "8,9"
+    actor = start(0, num_gpus=1, environment=environment)
+    assert "CUDA_VISIBLE_DEVICES='8,9' does not show it" in str(ray.get(actor.detected.remote()))
+
+
+def test_an_actor_without_a_rank_does_not_train_alone(start):
+    actor = start(0)
+    refused = str(ray.get(actor.detected.remote()))
+    assert "megapg.ray.launches(actors)" in refused
+    assert "launch=megapg.Launch.alone()" in refused
+    ray.get(actor.open.remote(Launch.alone(), tp=1))
+    assert ray.get(actor.step.remote()) == 0.0
+
+
+def test_a_task_and_the_driver_may_be_alone(nodes):
+    @ray.remote
+    def task():
+        from megapg.launch import detect
+
+        return detect().world_size
+
+    assert ray.get(task.remote()) == 1
+    from megapg.launch import detect
+
+    assert detect().world_size == 1
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["open", "step", "check", "suspend", "close"])
+def test_an_actor_is_killed(phase, start):
+    """The others get an error in bounded time, which names rank and node, and can go on."""
+    actors = [start(node) for node in (0, 1, 0)]
+    launches = megapg.ray.launches(actors)
+    victim = launches.index(next(launch for launch in launches if launch.rank == 2))
+    others = [actor for actor in actors if actor is not actors[victim]]
+    if phase == "open":
+        ray.kill(actors[victim])
+        began = time.monotonic()
+        calls = [
+            actor.open.remote(launch, tp=1, timeout=SOON)
+            for actor, launch in zip(actors, launches, strict=True)
+            if actor in others
+        ]
+        errors = []
+        for call in calls:
+            with pytest.raises(Exception) as failed:
+                ray.get(call)
+            errors.append(str(failed.value))
+    else:
+        open_all(actors, launches, tp=3)
+        everywhere(actors, "step")
+        ray.kill(actors[victim])
+        began = time.monotonic()
+        errors = everywhere(others, "guarded", phase)
+    assert time.monotonic() - began < 2 * SOON + GRACE
+    for error in errors:
+        assert error is not None
+        if phase != "step":  # gloo's own error, see check
+            assert "rank 2" in error or "[2]" in error, error
+            assert socket.gethostname() in error, error
+    open_all(others, megapg.ray.launches(others), tp=2)
+    assert everywhere(others, "step") == [1.0, 1.0]
+
+
+def test_a_restarted_actor(start):
+    """Ray restarts an actor: all open again as a new generation, and models get the new groups."""
+    actors = [start(node, max_restarts=1) for node in (0, 1)]
+    open_all(actors, megapg.ray.launches(actors))
+    assert everywhere(actors, "step") == [1.0, 1.0]
+    pids = [pid for pid, _ in everywhere(actors, "where")]
+    ray.kill(actors[1], no_restart=False)
+    while True:  # until Ray has killed it
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            if ray.get(actors[1].where.remote())[0] != pids[1]:
+                break
+    launches = megapg.ray.launches(actors)
+    assert open_all(actors, launches) == [True, False]
+    assert everywhere(actors, "step") == [1.0, 1.0]
+    assert [pid for pid, _ in everywhere(actors, "where")][0] == pids[0]

@@ -1,0 +1,85 @@
+"""An actor that trains a little on a session, for the tests on Ray."""
+
+import contextlib
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import megapg
+from megapg.launch import detect
+
+SOON = 6.0  # seconds
+
+
+class Layer(nn.Module):
+    """Sums its weight over a tensor-parallel group, which it keeps as Megatron-core's modules do."""
+
+    def __init__(self, pg):
+        super().__init__()
+        self.tp_group = pg.tp
+        self.weight = nn.Parameter(torch.full((1,), float(dist.get_rank())))
+
+    def forward(self):
+        total = self.weight.detach().clone()
+        dist.all_reduce(total, group=self.tp_group)
+        return total.item()
+
+
+class Trainer:
+    """Each method runs on all ranks at the same time."""
+
+    def __init__(self, **environment):
+        # What frameworks set in the actor's constructor.
+        os.environ.update(environment)
+        self.session = self.model = None
+
+    def where(self):
+        return os.getpid(), socket.gethostname()
+
+    def detected(self):
+        """Return the launch that the session would take from the environment, or the error."""
+        try:
+            return detect()
+        except megapg.MegapgError as error:
+            return error
+
+    def open(self, launch=None, *, tp=2, timeout=60.0):
+        """Open a session, as a new generation if there was one."""
+        before = self.model is not None
+        if self.session is not None:
+            with contextlib.suppress(megapg.MegapgError):
+                self.session.close()
+        self.session = megapg.session(
+            tp=tp, launch=launch, timeout=timeout, collective_timeout=timedelta(seconds=SOON)
+        )
+        self.session._timeout = SOON
+        self.model = Layer(self.session.groups)
+        return before
+
+    def step(self):
+        """Return the sum of the ranks in this rank's tensor-parallel group."""
+        return self.model()
+
+    def ranks(self, field):
+        return self.session.groups.ranks(field)
+
+    def guarded(self, name):
+        """Run a phase; return its error as text, or None."""
+        try:
+            getattr(self, name)()
+        except Exception as error:
+            return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+        return None
+
+    def check(self):
+        self.session.check(SOON, "a test")
+
+    def suspend(self):
+        self.session.suspend()
+
+    def close(self):
+        self.session.close()
