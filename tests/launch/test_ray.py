@@ -303,18 +303,32 @@ def test_an_actor_is_killed(phase, start):
     assert everywhere(others, "step") == [1.0, 1.0]
 
 
-def test_a_restarted_actor(start):
+def until_restarted(actor, pid):
+    while True:
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            if ray.get(actor.where.remote())[0] != pid:
+                return
+
+
+@pytest.mark.parametrize("launcher", ["driver", "framework"])
+def test_a_restarted_actor(launcher, start):
     """Ray restarts an actor: all open again as a new generation, and models get the new groups."""
-    actors = [start(node, max_restarts=1) for node in (0, 1)]
-    open_all(actors, megapg.ray.launches(actors))
+    framework = launcher == "framework"
+    place = {**PLACE, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"} if framework else {}
+    actors = [
+        start(rank, max_restarts=1, environment={**place, "RANK": str(rank)} if framework else {})
+        for rank in range(2)
+    ]
+
+    def launches():
+        return [None, None] if framework else megapg.ray.launches(actors)
+
+    open_all(actors, launches())
     assert everywhere(actors, "step") == [1.0, 1.0]
     pids = [pid for pid, _ in everywhere(actors, "where")]
-    ray.kill(actors[1], no_restart=False)
-    while True:  # until Ray has killed it
-        with contextlib.suppress(ray.exceptions.RayActorError):
-            if ray.get(actors[1].where.remote())[0] != pids[1]:
-                break
-    launches = megapg.ray.launches(actors)
-    assert open_all(actors, launches) == [True, False]
-    assert everywhere(actors, "step") == [1.0, 1.0]
-    assert [pid for pid, _ in everywhere(actors, "where")][0] == pids[0]
+    for killed in (1, 0):
+        ray.kill(actors[killed], no_restart=False)
+        until_restarted(actors[killed], pids[killed])
+        fresh = open_all(actors, launches())
+        assert fresh == [killed == 1, killed == 0]
+        assert everywhere(actors, "step") == [1.0, 1.0]
