@@ -41,6 +41,7 @@ WORKERS ?= 3
 READY := .venv/.ready-megatron-core-$(MCORE)
 READY_NEWEST := .venv-newest/.ready-megatron-core-$(MCORE_NEWEST)
 READY_DOCS := .venv-docs/.ready
+READY_RAY := .venv/.ready-ray
 
 # benchmarks/ and tools/ may be absent from a source archive.
 SOURCES := megapg tests $(wildcard benchmarks tools)
@@ -49,7 +50,7 @@ export PYTHON TORCH TORCH_INDEX ALLOW_CUDA_TORCH
 # The tests start interpreters by the hundred. Where none may keep bytecode each compiles megapg anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-quick test-slow test-faults test-newest test-torch test-cores test-gpu test-upstream bench bench-migrate figures docs lint clean distclean
+.PHONY: help setup demo test test-quick test-slow test-faults test-newest test-torch test-cores test-gpu test-ray test-upstream bench bench-migrate figures docs lint clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets (what a plain `make` does)
@@ -89,6 +90,10 @@ test-torch:  ## run what meets torch's changes on the oldest and the newest torc
 
 test-cores:  ## run the contract tests on the Megatron-cores between (python3.12, downloads gigabytes)
 	@PYTHON312="$(PYTHON312)" sh .ci/test-versions.sh core "$(CORES_BETWEEN)" "" $(PYTEST) -m contract $(ARGS)
+
+# A cluster takes seconds to start, so all tests share one.
+test-ray: $(READY_RAY)  ## run the tests that need Ray, on a local cluster of two nodes
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m ray tests/launch/test_ray.py $(ARGS)
 
 # Nothing is fetched and nothing installed: MEGATRON is a checkout of Megatron-LM, and PYTHON has what
 # its tests need, megapg's own requirements, and GPUs where there are any.
@@ -136,4 +141,8 @@ $(READY_NEWEST): pyproject.toml
 # Nothing is imported to build the documentation, so it takes neither torch nor Megatron-core.
 $(READY_DOCS): pyproject.toml .ci/venv.sh
 	@sh .ci/venv.sh .venv-docs none 3.11 newer
+	@touch $@
+
+$(READY_RAY): $(READY)
+	.venv/bin/python -m pip install -qq -e '.[ray]'
 	@touch $@

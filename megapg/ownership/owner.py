@@ -216,22 +216,36 @@ class Owner(Closing):
         self._on_resume.append(callback)
         return callback
 
-    def rebind(self, *objects: object) -> Rebound:
+    def rebind(self, *objects: object, of: Owner | None = None) -> Rebound:
         """Replace this owner's earlier groups in ``objects`` with the current ones.
 
         Use it after *recreate*, on modules, DDP wrappers, optimizers, schedules and other objects
         that were given groups or a collection. After *suspend* it has nothing to do.
 
+        Args:
+            objects: what was given groups or a collection.
+            of: replace the groups of this owner instead, which may be closed: a session that lost a
+                rank, after another one was opened with the same settings.
+
         Returns:
             Every reference that was replaced, and every one that could not be.
 
         Raises:
-            SessionError: the groups are not live.
+            SessionError: the groups are not live, or ``of`` had groups with other settings.
         """
         from megapg.ownership.rebind import Replacements, rebind
 
+        earlier = (self if of is None else of)._given
         replacements = Replacements()
-        for old, new in self._given.outdated(self._made, self.groups, self._world_of_ours()):
+        try:
+            pairs = earlier.outdated(self._made, self.groups, self._world_of_ours())
+        except KeyError as error:
+            fields = ", ".join(error.args[0].fields)
+            raise SessionError(
+                f"{self._title} has no group like {fields} of {of}: open it with the same layout, "
+                "ranks and settings."
+            ) from None
+        for old, new in pairs:
             replacements.add(old, new)
         return rebind(objects, replacements)
 

@@ -49,16 +49,18 @@ class Trainer:
 
     def open(self, launch=None, *, tp=2, timeout=60.0):
         """Open a session, as a new generation if there was one."""
-        before = self.model is not None
-        if self.session is not None:
+        lost = self.session
+        if lost is not None:
             with contextlib.suppress(megapg.MegapgError):
-                self.session.close()
+                lost.close()
         self.session = megapg.session(
             tp=tp, launch=launch, timeout=timeout, collective_timeout=timedelta(seconds=SOON)
         )
         self.session._timeout = SOON
-        self.model = Layer(self.session.groups)
-        return before
+        if lost is None or lost.layout != self.session.layout:
+            self.model = Layer(self.session.groups)
+            return False
+        return bool(self.session.rebind(self.model, of=lost).replaced)
 
     def step(self):
         """Return the sum of the ranks in this rank's tensor-parallel group."""
