@@ -40,8 +40,8 @@ class _Place(NamedTuple):
 def launches(actors: Sequence[ActorHandle], *, timeout: float = 60.0) -> list[Launch]:
     """Return a launch for each actor, in the order of ``actors``.
 
-    Ranks count node by node, so that the actors of a node are neighbours: in a layout whose
-    innermost dimension is ``tp``, tensor parallelism stays on a node. Nodes, and the actors on each,
+    Ranks count node by node, so the actors of a node are neighbours. If ``tp`` is the innermost
+    dimension of the layout, tensor parallelism stays on a node. Nodes, and the actors of each node,
     keep the order of ``actors``. Rank 0 binds a free port now and keeps it until its session opens.
 
     Call it again after Ray restarted an actor, and open the session again with the new launches on
@@ -123,6 +123,6 @@ def _ask(
         raise LaunchError(
             "not every actor can be given a rank: "
             + "; ".join(f"actors[{index}] {problem}" for index, problem in problems.items())
-            + ". An actor that does not answer was not scheduled yet (see `ray status`), or is busy."
+            + ". An actor that is busy or not scheduled yet does not answer: see `ray status`."
         )
     return answers

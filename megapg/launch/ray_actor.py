@@ -64,8 +64,8 @@ class RayActor:
     def refuse_alone(self) -> None:
         """Raise a LaunchError: nothing says which rank this actor is."""
         raise LaunchError(
-            f"this process is a Ray actor on {self.address}, and no variable says which rank it is: "
-            "each actor would train alone. On the driver, megapg.ray.launches(actors) makes a "
+            f"this process is a Ray actor on {self.address}, and no variable says which rank it "
+            "is: each actor would train alone. On the driver, megapg.ray.launches(actors) makes a "
             "launch for each; pass it as launch=. Or set RANK, WORLD_SIZE, MASTER_ADDR and "
             "MASTER_PORT in each. If alone is meant, pass launch=megapg.Launch.alone()."
         )

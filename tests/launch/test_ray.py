@@ -79,9 +79,7 @@ def everywhere(actors, method, *arguments, **more):
 
 
 def open_all(actors, launches, **more):
-    return ray.get(
-        [a.open.remote(each, **more) for a, each in zip(actors, launches, strict=True)]
-    )
+    return ray.get([a.open.remote(each, **more) for a, each in zip(actors, launches, strict=True)])
 
 
 # -- on the driver ---------------------------------------------------------------------------------
@@ -162,7 +160,7 @@ def test_actors_that_can_not_answer(start):
 
 PLACE = {"MASTER_ADDR": "127.0.0.1"}
 
-# What each framework sets in an actor: Ray's options and runtime_env, and what its constructor adds.
+# What each framework sets in an actor: Ray's options, runtime_env, and its constructor's variables.
 # Two workers on one node; the index that is right for each.
 FRAMEWORKS = {
     # verl/single_controller/ray/base.py: _create_worker

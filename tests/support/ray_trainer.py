@@ -16,7 +16,7 @@ SOON = 6.0  # seconds
 
 
 class Layer(nn.Module):
-    """Sums its weight over a tensor-parallel group, which it keeps as Megatron-core's modules do."""
+    """Sums its weight over a tensor-parallel group, which it keeps like Megatron-core's modules."""
 
     def __init__(self, pg):
         super().__init__()
