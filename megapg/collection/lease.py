@@ -53,7 +53,7 @@ class Lease:
         scratch: name -> data that users of the groups keep until the lease ends.
         extra_groups: groups that Megatron's own functions made while its globals showed this
             collection. They stay when the owner re-creates its groups, and end when it closes.
-        before_extra_end: called when the owner closes, after the other two, to add groups to
+        find_extra_groups: called when the owner closes, after the other two, to add groups to
             ``extra_groups`` that were made while the owner's groups were suspended.
         before_end: called before the owner closes the groups, while they still work, with the error
             that it closes for, if any. Their exceptions are raised after the groups are closed.
@@ -70,7 +70,9 @@ class Lease:
     timeout: float | None = None
     scratch: dict[str, object] = dataclasses.field(default_factory=dict, repr=False)
     extra_groups: list[ProcessGroup] = dataclasses.field(default_factory=list, repr=False)
-    before_extra_end: list[Callable[[], None]] = dataclasses.field(default_factory=list, repr=False)
+    find_extra_groups: list[Callable[[], None]] = dataclasses.field(
+        default_factory=list, repr=False
+    )
     before_end: list[Callable[[BaseException | None], None]] = dataclasses.field(
         default_factory=list, repr=False
     )

@@ -252,13 +252,13 @@ class _Publishing:
         block.follow = partial(self._follow, block)
         block.note = partial(self._note_shown, block)
         block.lease.at_end.append(self._hide_ended)
-        block.lease.before_extra_end.append(block.note)
+        block.lease.find_extra_groups.append(block.note)
         block.lease.at_succession.append(block.follow)
 
     def _listen_no_more(self, block: _Block) -> None:
         if block.follow is not None and block.note is not None:
             block.lease.at_end.remove(self._hide_ended)
-            block.lease.before_extra_end.remove(block.note)
+            block.lease.find_extra_groups.remove(block.note)
             block.lease.at_succession.remove(block.follow)
             block.follow = block.note = None
 

@@ -348,7 +348,7 @@ class Closing(abc.ABC):
 
 def _end_extra_groups(lease: Lease, *, abort: bool) -> None:
     """Destroy the extra groups that Megatron's functions made on this lease, newest first."""
-    for add in lease.before_extra_end:
+    for add in lease.find_extra_groups:
         add()
     try:
         communicators_of_torch.end(((None, each) for each in lease.extra_groups), abort=abort)

@@ -37,6 +37,7 @@ from two_layers import Layers
 
 import megapg
 from megapg.checkpoint import pieces
+from megapg.checkpoint import save as save_module
 from megapg.checkpoint.commit import ROOT_LOCK
 from megapg.checkpoint.verify import verify
 from megapg.errors import (
@@ -417,6 +418,17 @@ def test_the_directory_is_not_shared(forge, tmp_path):
         check_said(error, *said, blamed={1}, seconds=seconds)
     assert at_rest(root)
     assert megapg.latest(root).iteration == 2
+
+
+@pytest.mark.parametrize(("content", "seen"), [(None, "none of it"), (b"abc", "3 bytes")])
+def test_a_file_is_shorter_than_its_rank_wrote_it(tmp_path, content, seen):
+    shard = tmp_path / "__1_0.distcp"
+    if content is not None:
+        shard.write_bytes(content)
+    with pytest.raises(CheckpointSaveError, match=f"rank 1 wrote __1_0.distcp with 5 .* {seen}"):
+        save_module._check_arrived(shard, 5, 1)
+    shard.write_bytes(b"abcde")
+    save_module._check_arrived(shard, 5, 1)
 
 
 # ---- ranks that raise, do not call, or call with other arguments ---------------------------------
