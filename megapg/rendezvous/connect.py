@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megapg import torch_private
 from megapg.errors import LaunchError, RendezvousError
 from megapg.launch import Launch
 from megapg.rendezvous.bounded import bounded
@@ -107,6 +108,7 @@ def _connect(launch: Launch, hosting: bool, deadline: float) -> dist.Store:
     store whose host is frozen.
     """
     timeout = max(deadline - time.monotonic(), 0.1)
+    bound = launch.socket if hosting else None
     if not hosting:
         _await_listener(launch, deadline)
 
@@ -118,7 +120,8 @@ def _connect(launch: Launch, hosting: bool, deadline: float) -> dist.Store:
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
             multi_tenant=True,
-            master_listen_fd=launch.socket if hosting else None,
+            master_listen_fd=bound,
+            use_libuv=bound is None or torch_private.libuv_takes_a_socket(),
         )
 
     latest = max(deadline, time.monotonic()) + 1.0
