@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from megapg.rendezvous.hello import STAY, Hello, Hellos
-from megapg.rendezvous.problems import ALONE, THE_STORE, brief
+from megapg.rendezvous.problems import ALONE, THE_STORE, RankNames, brief
 from megapg.rendezvous.store import Store, StoreError, batches
 
 # Seconds that a follower waits for the leader beyond the deadline, as the leader's error says more.
@@ -32,13 +32,20 @@ class Gathering:
         rank: this rank.
         ranks: all ranks, in the same order on each.
         hosts: rank -> the host it runs on, for the messages; empty if unknown.
+        names: the names of ranks in messages.
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, ranks: Sequence[int], hosts: Sequence[str]
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        hosts: Sequence[str],
+        names: RankNames,
     ) -> None:
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
-        self._hellos = Hellos(store, name, rank, ranks, hosts)
+        self._hellos = Hellos(store, name, rank, ranks, hosts, names)
         self._leading = rank == ranks[0]
         self._said: set[str] = set()  # keys that this rank deletes at the end
 
