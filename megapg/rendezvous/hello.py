@@ -142,8 +142,8 @@ class Hellos:
         """Report to all ranks that another process took this rank's number. Return the error."""
         error = RendezvousError(
             f"{self._name!r}: two processes came as {self.names.one(self._rank)}: process "
-            f"{other.pid} on {other.host}, and process {self.mine.pid} on {self.mine.host}. Give each process "
-            "a rank of its own (RANK, or rank= of its launch=).",
+            f"{other.pid} on {other.host}, and process {self.mine.pid} on {self.mine.host}. Give "
+            "each process a rank of its own (RANK, or rank= of its launch=).",
             (self._rank,),
         )
         if other.state != "live":  # otherwise no rank waits
