@@ -138,13 +138,17 @@ class Rendezvous(Gathering):
         *,
         timeout: float,
         telling: Mapping[str, bytes] | None = None,
-    ) -> None:
+    ) -> dict[int, str]:
         """Report that this rank's work after :meth:`meet` succeeded, or its error.
 
         Args:
             problem: the error of this rank, or None.
             timeout: seconds to wait for the other ranks.
             telling: key -> value, to write to the agreement's store for every rank to read.
+
+        Returns:
+            rank -> error, with ``problem`` and the ranks that did not confirm in time. Empty if
+            every rank succeeded.
 
         Raises:
             RendezvousError: another rank failed or has exited. Every remaining rank gets the error.
@@ -178,19 +182,24 @@ class Rendezvous(Gathering):
                 self._hellos.say(state="live")
             else:
                 self._hellos.leave("left", problem)
+        return problems
 
-    def give_up(self, error: BaseException, *, timeout: float) -> None:
+    def give_up(self, error: BaseException, *, timeout: float) -> dict[int, str]:
         """Report an error after :meth:`meet`, in whatever state this rank is.
 
         Args:
             error: the error.
             timeout: seconds to wait for the other ranks, if they wait for this one.
+
+        Returns:
+            rank -> error, as far as it is known.
         """
         with contextlib.suppress(RendezvousError):  # the store may be what failed
             if self._mine.state == "arrived":
-                self.confirm(error, timeout=timeout)
-            elif self._mine.state == "live":
-                self.part(error, timeout=timeout)
+                return self.confirm(error, timeout=timeout)
+            if self._mine.state == "live":
+                return self.part(error, timeout=timeout)
+        return {}
 
     def decline(self, error: BaseException) -> None:
         """Report that this rank will not come, and why, so that no rank waits for it."""
