@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megapg.ownership.rebind import Rebound
     from megapg.ownership.session import Session
     from megapg.ownership.suspend_several import resume, suspend
-    from megapg.rendezvous.connect import SharedStore
+    from megapg.rendezvous.shared_store import SharedStore
     from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
 
 __version__ = "0.2.0"
@@ -71,7 +71,7 @@ _HOMES = {
     "Rebound": "megapg.ownership.rebind",
     "RngState": "megapg.rng",
     "Session": "megapg.ownership.session",
-    "SharedStore": "megapg.rendezvous.connect",
+    "SharedStore": "megapg.rendezvous.shared_store",
     "WarmUpReport": "megapg.communicators.warm_up",
     "allow_global_reads": "megapg.megatron",
     "capture_rng_state": "megapg.rng",

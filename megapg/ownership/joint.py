@@ -15,7 +15,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -35,10 +35,10 @@ from megapg.communicators.warm_up import HealthReport
 from megapg.errors import LayoutError, RendezvousError, SessionError, UnsupportedOptionError
 from megapg.ownership import offload
 from megapg.ownership.validate import check_waits
-from megapg.rendezvous.connect import SharedStore, shared_store
 from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.problems import BY_NUMBER, RankNames, culprits, told
 from megapg.rendezvous.rendezvous import Agreement
+from megapg.rendezvous.shared_store import SharedStore, shared_store
 from megapg.rendezvous.store import Store, host_of
 
 logger = logging.getLogger(__name__)
@@ -114,6 +114,14 @@ class _Sides(RankNames):
                 return side, self.ranks(side).index(rank)
         raise LayoutError(f"there is no rank {rank} among {self.total} ranks.")
 
+    def hosts(self, by_side: Mapping[str, Sequence[str]]) -> Sequence[str]:
+        """Return rank -> host; empty where it is not known."""
+        hosts = [""] * self.total
+        for side, names in by_side.items():
+            for rank, host in zip(self.ranks(side), names, strict=False):
+                hosts[rank] = host
+        return hosts
+
     @override
     def one(self, rank: int) -> str:
         if rank >= self.total:  # of a process with other sizes
@@ -129,6 +137,21 @@ class _Sides(RankNames):
     @override
     def __str__(self) -> str:
         return ", ".join(f"{side} {size}" for side, size in self.sizes.items())
+
+
+class _LastHosts(Sequence[str]):
+    """Rank -> host in the last generation. It is read from the store if a message needs it."""
+
+    def __init__(self, coordinator: Coordinator, size: int) -> None:
+        self._coordinator, self._size = coordinator, size
+
+    @override
+    def __len__(self) -> int:
+        return self._size
+
+    @override
+    def __getitem__(self, rank: int) -> str:  # type: ignore[override]  # no slices
+        return self._coordinator.host_of(rank)
 
 
 @dataclass(frozen=True)
@@ -204,6 +227,7 @@ class JointGroup:
         collective_timeout: timedelta,
         foreign: Mapping[str, Callable[[Invitation], object]],
         address: tuple[str, int] | None,
+        hosts: Sequence[str],
     ) -> None:
         self.name, self.side = name, side
         self._store, self._backend, self._timeout = store, backend, timeout
@@ -216,7 +240,7 @@ class JointGroup:
         self._sides, self._rank = sides, sides.rank(side, rank)
         self._state, self._since = LeaseState.FAILED, ""
         self._open = _Open(self._title, timeout)
-        self._create(self._meet(sides, self._rank))
+        self._create(self._meet(sides, self._rank, hosts))
         self._dropped = weakref.finalize(self, _drop, self._open)
 
     # -- use ---------------------------------------------------------------------------------
@@ -304,7 +328,13 @@ class JointGroup:
             raise RendezvousError(f"{reason}: {error}", error.missing) from None
         return HealthReport(self._title, reason, tuple(heard), time.perf_counter() - started)
 
-    def renew(self, sizes: Mapping[str, int] | None = None, *, rank: int | None = None) -> None:
+    def renew(
+        self,
+        sizes: Mapping[str, int] | None = None,
+        *,
+        rank: int | None = None,
+        hosts: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         """Agree on the members anew, and replace the group by one of the next generation.
 
         Every remaining member calls this with the same sizes, for example after a rank died. New
@@ -314,6 +344,8 @@ class JointGroup:
         Args:
             sizes: the new sizes. Default: as before.
             rank: the new rank of this process in its side. Default: as before.
+            hosts: as for :func:`joint_group`. Default: the hosts of the last generation, if the
+                sizes are as before.
 
         Raises:
             LayoutError: the sizes do not fit this process.
@@ -326,7 +358,10 @@ class JointGroup:
             raise SessionError(f"renew(): {self._title} was closed {self._since}. Open a new one.")
         sides = self._sides if sizes is None else _Sides(sizes)
         number = self._sides.member(self._rank)[1] if rank is None else rank
-        meeting = self._meet(sides, sides.rank(self.side, number))
+        known = sides.hosts(hosts) if hosts is not None else ()
+        if hosts is None and sizes in (None, self.sizes) and self._open.coordinator is not None:
+            known = _LastHosts(self._open.coordinator, self.size)
+        meeting = self._meet(sides, sides.rank(self.side, number), known)
         self._state, self._since = LeaseState.FAILED, f"{_now()} in renew()"
         with contextlib.suppress(TimeoutError):  # work with a rank that died
             offload.synchronize(self._timeout)
@@ -358,7 +393,7 @@ class JointGroup:
 
     # -- opening -----------------------------------------------------------------------------
 
-    def _meet(self, sides: _Sides, rank: int) -> _Meeting:
+    def _meet(self, sides: _Sides, rank: int, hosts: Sequence[str]) -> _Meeting:
         """Wait until all ranks that are not foreign have agreed on the next generation."""
         ours = [each for each in range(sides.total) if sides.member(each)[0] not in self._foreign]
         deadline = time.monotonic() + self._timeout
@@ -366,7 +401,7 @@ class JointGroup:
             keys = self._store.view(_keys_of(self.name))
             generation = int(keys.peek("generation") or 0) + 1
             coordinator = Coordinator(
-                keys.view(str(generation)), f"{self.name} ({sides})", rank, ours, names=sides
+                keys.view(str(generation)), f"{self.name} ({sides})", rank, ours, hosts, sides
             )
             agreement = coordinator.meet(
                 {
@@ -516,6 +551,7 @@ def joint_group(
     backend: str | None = None,
     timeout: float = 60.0,
     collective_timeout: timedelta | None = None,
+    hosts: Mapping[str, Sequence[str]] | None = None,
     foreign: Mapping[str, Callable[[Invitation], object]] | None = None,
 ) -> JointGroup:
     """Open a process group between processes of several jobs, outside WORLD.
@@ -540,6 +576,8 @@ def joint_group(
         timeout: seconds that megapg waits for the other ranks, here and in :meth:`JointGroup.renew`
             and :meth:`JointGroup.close`. Does not affect collectives.
         collective_timeout: the timeout of collectives. Default: torch's for the backend.
+        hosts: side -> the hosts of its ranks, as far as they are known. An error names the host of
+            a rank that has come; with this argument, also that of a rank that never came.
         foreign: side -> function, for sides whose processes do not use megapg but SGLang's
             ``init_custom_process_group``. As soon as all other ranks are here, the first of them
             calls the function with an :class:`Invitation`. It passes that to the foreign processes,
@@ -586,6 +624,7 @@ def joint_group(
         collective_timeout=collective_timeout or torch_private.default_timeout(chosen),
         foreign=foreign,
         address=address,
+        hosts=sides.hosts(hosts or {}),
     )
 
 
@@ -627,11 +666,9 @@ def _connected(
 ) -> tuple[Store, tuple[str, int] | None]:
     """Return a connection to a store, and its host and port if it is a TCP store."""
     if isinstance(store, SharedStore):
-        store = store.address
+        return store.connect(timeout), _host_and_port(store.address)
     if isinstance(store, str):
-        parts = urlsplit(store)
-        connection = shared_store(store, timeout)
-        return connection, (parts.hostname or "", parts.port or 0)
+        return shared_store(store, timeout), _host_and_port(store)
     if not isinstance(store, dist.Store):
         raise SessionError(
             f"store={store!r}: give an address, 'tcp://host:port', or torch's store."
@@ -639,6 +676,11 @@ def _connected(
     # A connection of its own, as torch makes one call at a time on each.
     connection = Store(store, host_of(store, "the store given with store=")).clone()
     return connection, (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    parts = urlsplit(address)
+    return parts.hostname or "", parts.port or 0
 
 
 def _forget(keys: Store, generation: int) -> None:

@@ -142,8 +142,8 @@ def one_is_missing(address):
     if place() == ("rollout", 1):
         return ()
     with pytest.raises(RendezvousError) as caught:
-        joint(address, timeout=SOON)
-    assert "side 'rollout' rank 1 never arrived" in str(caught.value)
+        joint(address, timeout=SOON, hosts={"rollout": ["node7", "node8"]})
+    assert "side 'rollout' rank 1 on node8 never arrived" in str(caught.value)
     return caught.value.missing
 
 
@@ -264,6 +264,10 @@ def renewed_in_vain(address):
         with pytest.raises(RendezvousError, match="side 'rollout' rank 2 never arrived") as caught:
             weights.renew({"trainer": 2, "rollout": 3})
         assert caught.value.missing == (4,)
+        if weights.rank != 3:  # which goes on at once
+            named = r"side 'rollout' rank 1 on \S+ never arrived"
+            with pytest.raises(RendezvousError, match=named):
+                weights.renew()
         before = weights.generation, total(weights.group)
         weights.renew()
         return before, weights.generation, total(weights.group)
