@@ -9,6 +9,7 @@ members may change from one to the next.
 from __future__ import annotations
 
 import _thread
+import atexit
 import contextlib
 import logging
 import os
@@ -32,14 +33,20 @@ from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.backends import backend_for
 from megapg.communicators.options import CommunicatorOptions
 from megapg.communicators.warm_up import HealthReport
-from megapg.errors import LayoutError, RendezvousError, SessionError, UnsupportedOptionError
+from megapg.errors import (
+    LayoutError,
+    LayoutMismatchError,
+    RendezvousError,
+    SessionError,
+    UnsupportedOptionError,
+)
 from megapg.ownership import offload
 from megapg.ownership.validate import check_waits
 from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.problems import BY_NUMBER, RankNames, culprits, told
 from megapg.rendezvous.rendezvous import Agreement
 from megapg.rendezvous.shared_store import SharedStore, shared_store
-from megapg.rendezvous.store import Store, host_of
+from megapg.rendezvous.store import Store, StoreError, host_of
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +201,22 @@ class _Open:
                 error.add_note(f"{self.title}, the other ranks: {told(news, self.names)}.")
         return problems
 
+    def drop(self, how: str = "was still open when Python ended") -> None:
+        """Abort a group that was never closed. The other ranks are notified, not waited for."""
+        atexit.unregister(self.drop)
+        if self.coordinator is None or self.pid != os.getpid():
+            return
+        said = f"{self.title} {how}, and is aborted"
+        try:
+            warnings.warn(
+                f"{said}. Use a `with` block, or call close().", ResourceWarning, stacklevel=2
+            )
+        finally:  # also if warnings are errors
+            try:
+                self.end(SessionError(said))
+            except Exception as trouble:
+                logger.warning("%s, and could not be closed: %r", said, trouble)
+
     def destroy(self, *, abort: bool) -> None:
         group, self.group = self.group, None
         if group is not None:
@@ -242,6 +265,8 @@ class JointGroup:
         self._open = _Open(self._title, timeout)
         self._create(self._meet(sides, self._rank, hosts))
         self._dropped = weakref.finalize(self, _drop, self._open)
+        self._dropped.atexit = False
+        atexit.register(self._open.drop)
 
     # -- use ---------------------------------------------------------------------------------
 
@@ -403,16 +428,39 @@ class JointGroup:
             coordinator = Coordinator(
                 keys.view(str(generation)), f"{self.name} ({sides})", rank, ours, hosts, sides
             )
-            agreement = coordinator.meet(
-                {
-                    "backend": self._backend,
-                    "collective_timeout": str(self._collective_timeout),
-                    "foreign": str(sorted(self._foreign)),
-                    "connects_lazily": str(backend_for(self._backend).connects_lazily),
-                },
-                timeout=self._timeout,
-            )
+            board = keys.view(f"{generation}/sizes")
+            mine = "/".join(map(str, sides.member(rank)))
+            board.set(mine, str(sides))
+            settings = {
+                "backend": self._backend,
+                "collective_timeout": str(self._collective_timeout),
+                "foreign": str(sorted(self._foreign)),
+                "connects_lazily": str(backend_for(self._backend).connects_lazily),
+            }
+            try:
+                agreement = coordinator.meet(settings, timeout=self._timeout)
+            except RendezvousError as error:
+                with contextlib.suppress(StoreError):
+                    self._compare_sizes(sides, board, coordinator.elsewhere(), error)
+                    board.delete_key(mine)  # the next attempt may have other sizes
+                raise
         return _Meeting(sides, rank, generation, coordinator, agreement)
+
+    def _compare_sizes(
+        self, sides: _Sides, board: Store, absent: Collection[int], error: RendezvousError
+    ) -> None:
+        """Raise if absent ranks came with other sizes, so that they could not meet this one."""
+        members = [sides.member(rank) for rank in range(sides.total)]
+        said = board.peeks(["/".join(map(str, member)) for member in members])
+        sizes = {rank: text.decode() for rank, text in enumerate(said) if text is not None}
+        if any(sizes.get(rank, str(sides)) != str(sides) for rank in absent):
+            ranks_by = {text: [r for r in sizes if sizes[r] == text] for text in sizes.values()}
+            told = [f"{text} on {sides.several(ranks)}" for text, ranks in ranks_by.items()]
+            raise LayoutMismatchError(
+                f"{self._title}: the processes came with different sizes: {'; '.join(told)}. Give "
+                "all of them the same sizes, in the same order.",
+                {"sizes": sizes},
+            ) from error
 
     def _create(self, meeting: _Meeting) -> None:
         """Create the group with the ranks of a meeting."""
@@ -506,6 +554,7 @@ class JointGroup:
             return
         self._state, self._since = LeaseState.CLOSED, _now()
         self._dropped.detach()
+        atexit.unregister(self._open.drop)
         problems = self._open.end(error)
         if problems and error is None:
             blamed = culprits(problems)
@@ -692,28 +741,17 @@ def _forget(keys: Store, generation: int) -> None:
 
 
 def _drop(opened: _Open) -> None:
-    """Abort a group that was never closed. The other ranks are notified, not waited for."""
-    if opened.coordinator is None or opened.pid != os.getpid():
-        return
-    said = f"{opened.title} was dropped without close(), and is aborted"
+    """Abort a group whose owner was dropped."""
     done = _thread.allocate_lock()
     done.acquire()
 
     def end() -> None:
         try:
-            opened.end(SessionError(said))
-        except Exception as trouble:
-            logger.warning("%s, and could not be closed: %r", said, trouble)
+            opened.drop("was dropped without close()")
         finally:
             done.release()
 
-    try:
-        warnings.warn(said, ResourceWarning, stacklevel=2)
-    finally:
-        # The garbage collector can run at any point, so this thread may hold a lock that closing
-        # needs. ``threading.Thread`` takes a lock as well, so use ``_thread``.
-        try:
-            _thread.start_new_thread(end, ())
-        except RuntimeError:  # Python is exiting
-            end()
-        done.acquire(timeout=_FINALISER_WAIT)
+    # The garbage collector can run at any point, so this thread may hold a lock that closing
+    # needs. ``threading.Thread`` takes a lock as well, so use ``_thread``.
+    _thread.start_new_thread(end, ())
+    done.acquire(timeout=_FINALISER_WAIT)
