@@ -40,7 +40,8 @@ if TYPE_CHECKING:
         to_megatron,
         was_passed,
     )
-    from megapg.ownership.joint import Invitation, JointGroup, joint_group
+    from megapg.ownership.joint import JointGroup, joint_group
+    from megapg.ownership.joint_meeting import Invitation
     from megapg.ownership.offload import OffloadReport
     from megapg.ownership.opening import LayoutSizes
     from megapg.ownership.rebind import Rebound
@@ -57,7 +58,7 @@ _HOMES = {
     "CommunicatorOptions": "megapg.communicators.options",
     "Launch": "megapg.launch",
     "HealthReport": "megapg.communicators.warm_up",
-    "Invitation": "megapg.ownership.joint",
+    "Invitation": "megapg.ownership.joint_meeting",
     "JointGroup": "megapg.ownership.joint",
     "LayoutSizes": "megapg.ownership.opening",
     "Lease": "megapg.collection",

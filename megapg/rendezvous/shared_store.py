@@ -14,7 +14,7 @@ from typing_extensions import override
 from megapg.errors import RendezvousError, SessionError
 from megapg.launch import Launch
 from megapg.rendezvous.connect import connect, what_is_there
-from megapg.rendezvous.store import Host, Store
+from megapg.rendezvous.store import Host, Store, host_of
 
 # The key that names the process that hosts the store.
 _HOSTED_BY = "megapg hosted by"
@@ -94,6 +94,33 @@ def shared_store(address: str, timeout: float, *, here: bool = False) -> Store:
         said = store.peek(_HOSTED_BY)
     by = f" that {said.decode()} hosts" if said else ""
     return Store(opened, Host(f"the store{by} at {address}", here=here))
+
+
+def connected(
+    store: str | SharedStore | dist.Store, timeout: float
+) -> tuple[Store, tuple[str, int] | None]:
+    """Return a connection to a store, and its host and port if it is a TCP store.
+
+    Raises:
+        RendezvousError: the store can't be reached.
+        SessionError: this is neither a store nor the address of one.
+    """
+    if isinstance(store, SharedStore):
+        return store.connect(timeout), _host_and_port(store.address)
+    if isinstance(store, str):
+        return shared_store(store, timeout), _host_and_port(store)
+    if not isinstance(store, dist.Store):
+        raise SessionError(
+            f"store={store!r}: give an address, 'tcp://host:port', or torch's store."
+        )
+    # A connection of its own, as torch makes one call at a time on each.
+    connection = Store(store, host_of(store, "the store given with store=")).clone()
+    return connection, (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    parts = urlsplit(address)
+    return parts.hostname or "", parts.port or 0
 
 
 def _place(address: str) -> Launch:
