@@ -2,12 +2,16 @@
 
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,7 +111,7 @@ def test_ranks_of_two_jobs_have_a_group_without_world(forge, address):
 
 
 def beside_sessions(address, ports):
-    """Each side is a job of its own, with its own WORLD, in which ranks count from 0."""
+    """Open a session in each side. Each side is a job with a separate WORLD."""
     side, rank = place()
     launch = megapg.Launch(rank=rank, world_size=2, address="127.0.0.1", port=ports[side])
     with (
@@ -133,6 +137,25 @@ def test_sessions_of_each_job_stay_apart(forge, address):
     job = partial(beside_sessions, address, ports)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
     assert forge.results(job, 4, env=env) == [(10.0, 3.0, 3.0)] * 4
+
+
+def test_the_example_of_the_guide(address, tmp_path):
+    page = Path(__file__).parents[2] / "migration_guide" / "rl-framework.md"
+    [script] = re.findall(r"`send_weights.py`:\n\n```python\n(.*?)```", page.read_text(), re.S)
+    (tmp_path / "send_weights.py").write_text(script)
+    ranks = [("trainer", "0"), ("trainer", "1"), ("rollout", "0")]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "send_weights.py", *rank, address],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for rank in ranks
+    ]
+    said = [process.communicate(timeout=100)[0].strip() for process in processes]
+    assert said == [f"{side} {rank} has [7.0, 7.0, 7.0, 7.0]" for side, rank in ranks]
 
 
 # ---- ranks that do not come ----------------------------------------------------------------------
@@ -313,7 +336,7 @@ class Plan:
 
 
 def killed(seed, address):
-    """Return the error of a survivor, the time that it took, and what is left in torch's tables."""
+    """Return the error of a survivor, its seconds, and the number of entries in torch's tables."""
     plan, since = Plan(seed), time.monotonic()
     plan.begin()
     said = ""
