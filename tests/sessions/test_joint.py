@@ -1,5 +1,6 @@
 """A process group between the processes of two jobs, and a job that loses members."""
 
+import contextlib
 import os
 import random
 import re
@@ -244,6 +245,34 @@ def test_a_dropped_group_is_aborted(address):
     with pytest.raises(RendezvousError, match=r"process \d+ on .* is gone|is gone"):
         lost.close()
     assert known() == 0
+
+
+def last_rank_hosts(fails):
+    """The process that hosts the store does not lead, and stops hosting when it has closed."""
+    board = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    with contextlib.ExitStack() as stack:
+        if place() == ("rollout", 1):
+            store = stack.enter_context(megapg.SharedStore("127.0.0.1"))
+            board.set("address", store.address)
+        else:
+            store = board.get("address").decode()
+        try:
+            for _ in range(1 if fails else 5):
+                with joint(store) as weights:
+                    assert total(weights.group) == 10
+                    if fails and place() == ("rollout", 1):
+                        raise KeyError("of my own")
+        except (RendezvousError, KeyError) as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_store_stays_until_the_other_ranks_have_read(forge, fails):
+    *others, host = forge.results(partial(last_rank_hosts, fails), 4)
+    assert host == ("'of my own'" if fails else "")
+    for said in others:
+        assert "side 'rollout' rank 1: KeyError: 'of my own'" in said if fails else not said
 
 
 # ---- members change ------------------------------------------------------------------------------
