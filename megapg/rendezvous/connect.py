@@ -49,11 +49,11 @@ def job_store(launch: Launch, timeout: float) -> Store:
         if hosting and launch.socket is not None:
             _check_socket(launch, launch.socket)
         try:
-            opened = _connect(launch, hosting, deadline)
+            opened = connect(launch, hosting, deadline)
         except (RuntimeError, TimeoutError) as error:  # older releases do not raise a DistError
             doing = "host" if hosting else "reach"
             # torch may give up first or not, with various messages, so find the reason here.
-            reason = str(error).splitlines()[0] if hosting else _what_is_there(launch)
+            reason = str(error).splitlines()[0] if hosting else what_is_there(launch)
             raise RendezvousError(
                 f"rank {launch.rank} could not {doing} the store at {launch.address}:"
                 f"{launch.port} ({launch.origin}) within {timeout:g} s: {reason.rstrip('.')}. "
@@ -101,7 +101,7 @@ def _is_gone(store: Store, deadline: float) -> bool:
     return False
 
 
-def _connect(launch: Launch, hosting: bool, deadline: float) -> dist.Store:
+def connect(launch: Launch, hosting: bool, deadline: float) -> dist.Store:
     """Connect to the store by the deadline.
 
     torch's own timeout does not apply if the port belongs to something else than a store, or to a
@@ -112,7 +112,7 @@ def _connect(launch: Launch, hosting: bool, deadline: float) -> dist.Store:
     if not hosting:
         _await_listener(launch, deadline)
 
-    def connect() -> dist.Store:
+    def connecting() -> dist.Store:
         return dist.TCPStore(
             launch.address,
             launch.port,
@@ -125,7 +125,7 @@ def _connect(launch: Launch, hosting: bool, deadline: float) -> dist.Store:
         )
 
     latest = max(deadline, time.monotonic()) + 1.0
-    return bounded(connect, latest, name="megapg store", at_exit=_STILL_CONNECTING)
+    return bounded(connecting, latest, name="megapg store", at_exit=_STILL_CONNECTING)
 
 
 def _check_socket(launch: Launch, descriptor: int) -> None:
@@ -161,7 +161,7 @@ def _await_listener(launch: Launch, deadline: float) -> None:
         time.sleep(0.1)
 
 
-def _what_is_there(launch: Launch) -> str:
+def what_is_there(launch: Launch) -> str:
     """Return why the store can't be reached."""
     try:
         socket.create_connection((launch.address, launch.port), timeout=1.0).close()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from megapg.rendezvous.hello import STAY, Hello, Hellos
-from megapg.rendezvous.problems import ALONE, LISTED, THE_STORE, brief
+from megapg.rendezvous.problems import ALONE, LISTED, THE_STORE, RankNames, brief
 from megapg.rendezvous.store import Store, StoreError, batches
 
 # Seconds that a follower waits for the leader beyond the deadline, as the leader's error says more.
@@ -34,13 +34,20 @@ class Gathering:
         rank: this rank.
         ranks: all ranks, in the same order on each.
         hosts: rank -> the host it runs on, for the messages; empty if unknown.
+        names: the names of ranks in messages.
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, ranks: Sequence[int], hosts: Sequence[str]
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        hosts: Sequence[str],
+        names: RankNames,
     ) -> None:
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
-        self._hellos = Hellos(store, name, rank, ranks, hosts)
+        self._hellos = Hellos(store, name, rank, ranks, hosts, names)
         self._leading = rank == ranks[0]
         self._said: set[str] = set()  # keys that this rank deletes at the end
 
@@ -211,6 +218,8 @@ class Gathering:
                     self._take_back()
                 self._hellos.say(state="closed", **tidied)
                 self._store.add(f"{bye}/heard", 1)
+                # This process may host the store, and the leader closes last.
+                self._store.stay(self._leader_has_closed, GRACE)
                 return problems
             # This process may host the store, so wait until the others have read the result. After
             # an error, some ranks may still be busy, so their keys stay for the next meeting.
@@ -224,6 +233,10 @@ class Gathering:
                 self._hellos.say(namespace="")
         self._hellos.say(state="closed")
         return problems
+
+    def _leader_has_closed(self) -> bool:
+        hello = self._hellos.of(self._ranks[0])
+        return hello is None or hello.state == "closed"
 
     def _bye(self, word: str) -> dict[str, str]:
         """Return the keys to write when this rank leaves, with its error or an empty text."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 # Stands for a rank in rank -> error: the store, if no rank hosts it.
 THE_STORE = -1
@@ -12,10 +12,26 @@ ALONE = "ended its groups alone"
 LISTED = 8
 
 
-def told(problems: Mapping[int, str]) -> str:
+class RankNames:
+    """The names of ranks in messages: ``rank 3``."""
+
+    def one(self, rank: int) -> str:
+        """Return the name of a rank."""
+        return f"rank {rank}"
+
+    def several(self, ranks: Sequence[int]) -> str:
+        """Return the names of ranks: the first eight, and whether there are more."""
+        more = " and more" if len(ranks) > 8 else ""
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"
+
+
+BY_NUMBER = RankNames()
+
+
+def told(problems: Mapping[int, str], names: RankNames = BY_NUMBER) -> str:
     """Format rank -> error for people."""
     return listed(
-        (text if rank == THE_STORE else f"rank {rank}: {text}").rstrip(".: ")
+        (text if rank == THE_STORE else f"{names.one(rank)}: {text}").rstrip(".: ")
         for rank, text in sorted(problems.items())
     )
 
