@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from megapg.ownership.rebind import Rebound
     from megapg.ownership.session import Session
     from megapg.ownership.suspend_several import resume, suspend
+    from megapg.refit.exchange import Refit, RefitReport
+    from megapg.refit.llama import llama_names
+    from megapg.refit.moves import Part
+    from megapg.refit.slices import Slice, Slices, slices_of
     from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
 
 __version__ = "0.2.0"
@@ -64,9 +68,14 @@ _HOMES = {
     "ParallelLayout": "megapg.layout",
     "ProcessGroup": "megapg.collection",
     "ProcessGroupCollection": "megapg.collection",
+    "Part": "megapg.refit.moves",
     "Rebound": "megapg.ownership.rebind",
+    "Refit": "megapg.refit.exchange",
+    "RefitReport": "megapg.refit.exchange",
     "RngState": "megapg.rng",
     "Session": "megapg.ownership.session",
+    "Slice": "megapg.refit.slices",
+    "Slices": "megapg.refit.slices",
     "WarmUpReport": "megapg.communicators.warm_up",
     "allow_global_reads": "megapg.megatron",
     "capture_rng_state": "megapg.rng",
@@ -78,6 +87,7 @@ _HOMES = {
     "guard": "megapg.megatron",
     "latest": "megapg.checkpoint.directory",
     "list_checkpoints": "megapg.checkpoint.directory",
+    "llama_names": "megapg.refit.llama",
     "load_checkpoint": "megapg.checkpoint.load",
     "open_sessions": "megapg.megatron",
     "published": "megapg.megatron",
@@ -87,6 +97,7 @@ _HOMES = {
     "save_checkpoint": "megapg.checkpoint.save",
     "seed_all": "megapg.rng",
     "session": "megapg.megatron",
+    "slices_of": "megapg.refit.slices",
     "suspend": "megapg.ownership.suspend_several",
     "to_megatron": "megapg.megatron",
     "was_passed": "megapg.megatron",
@@ -108,11 +119,16 @@ __all__ = [
     "MegapgError",
     "OffloadReport",
     "ParallelLayout",
+    "Part",
     "ProcessGroup",
     "ProcessGroupCollection",
     "Rebound",
+    "Refit",
+    "RefitReport",
     "RngState",
     "Session",
+    "Slice",
+    "Slices",
     "WarmUpReport",
     "allow_global_reads",
     "capture_rng_state",
@@ -124,6 +140,7 @@ __all__ = [
     "guard",
     "latest",
     "list_checkpoints",
+    "llama_names",
     "load_checkpoint",
     "open_sessions",
     "published",
@@ -133,6 +150,7 @@ __all__ = [
     "save_checkpoint",
     "seed_all",
     "session",
+    "slices_of",
     "suspend",
     "to_megatron",
     "was_passed",
