@@ -173,7 +173,7 @@ class Refit:
         received = {peer: self._buffer(each) for peer, each in incoming.items()}
         sent = {peer: self._buffer(each) for peer, each in outgoing.items()}
         for peer, each in outgoing.items():
-            for move, piece in _pieces(sent[peer], each, source, "given"):
+            for move, piece in self._pieces(sent[peer], each, source):
                 piece.copy_(_box_of_source(source[move.given], move).view(move.shape))
         works = dist.batch_isend_irecv(
             [self._operation(dist.irecv, *pair) for pair in received.items()]
@@ -182,13 +182,23 @@ class Refit:
         for work in works:
             work.wait()
         for peer, each in incoming.items():
-            for move, piece in _pieces(received[peer], each, target, "taken"):
+            for move, piece in self._pieces(received[peer], each, target):
                 _box(target[move.taken], move.taken_offset, move.shape).copy_(piece)
         return _bytes(sent.values()), _bytes(received.values())
 
     def _buffer(self, moves: Sequence[Move]) -> torch.Tensor:
         size = sum(move.nbytes for move in moves)
         return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def _pieces(
+        self, buffer: torch.Tensor, moves: Sequence[Move], tensors: dict[int, torch.Tensor]
+    ) -> Iterator[tuple[Move, torch.Tensor]]:
+        """Yield each move with its part of the buffer, as a tensor of its shape."""
+        at = 0
+        for move in moves:
+            dtype = tensors[move.given if move.sender == self._rank else move.taken].dtype
+            yield move, buffer[at : at + move.nbytes].view(dtype).view(move.shape)
+            at += move.nbytes
 
     def _operation(self, call: Callable[..., Any], peer: int, buffer: torch.Tensor) -> dist.P2POp:
         return dist.P2POp(call, buffer, group=self._group, group_peer=peer)
@@ -340,17 +350,6 @@ def _box_of_source(tensor: torch.Tensor, move: Move) -> torch.Tensor:
     shape = (1,) * more + move.shape[max(-more, 0) :]
     box = _box(tensor, move.given_offset, shape)
     return box[(0,) * more] if more > 0 else box[(None,) * -more]
-
-
-def _pieces(
-    buffer: torch.Tensor, moves: Sequence[Move], tensors: dict[int, torch.Tensor], side: str
-) -> Iterator[tuple[Move, torch.Tensor]]:
-    """Yield each move with its part of the buffer, as a tensor of its shape."""
-    at = 0
-    for move in moves:
-        dtype = tensors[getattr(move, side)].dtype
-        yield move, buffer[at : at + move.nbytes].view(dtype).view(move.shape)
-        at += move.nbytes
 
 
 def _bytes(buffers: Any) -> int:

@@ -1,7 +1,10 @@
 """Move the weights of real Megatron-core models into other layouts, over gloo."""
 
+import os
 import shutil
+import time
 import zlib
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -12,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
 import megapg
+from megapg.errors import RankFailedError, RefitError
 from megapg.layout import ParallelLayout
 from megapg.testing import megatron_on_cpu, run_distributed
 
@@ -226,3 +230,101 @@ def to_hugging_face(folder):
 
 def test_one_rank_with_the_names_of_hugging_face(tmp_path):
     run_distributed(partial(to_hugging_face, tmp_path / "saved"), 3, preload=PRELOAD)
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def refused(error, **arguments):
+    """Expect an error of the constructor on this rank."""
+    with pytest.raises(RefitError, match=error):
+        megapg.Refit(dist.group.WORLD, **arguments)
+
+
+def wrong_arguments():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    gives = dist.get_rank() == 0
+    side = "gives" if gives else "takes"
+    weights = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    slices = megapg.slices_of(weights)
+    # Both ranks get the error, also the one whose arguments are right.
+    refused(
+        "^v: .* no rank gives it",
+        **{side: slices if gives else megapg.slices_of({"v": weights["w"]})},
+    )
+    refused(
+        "rank 1 of the group: takes has no tensors",
+        **{side: slices if gives else megapg.Slices.from_json(slices.to_json())},
+    )
+    refused("rank 1 of the group: takes is a dict", **{side: slices if gives else weights})
+    refused(
+        "rank 0 of the group: bucket_bytes=0", **{side: slices, "bucket_bytes": 0 if gives else 64}
+    )
+    refused(
+        "bucket_bytes is 128 on rank 0 of the group and 64 on rank 1",
+        **{side: slices, "bucket_bytes": 128 if gives else 64},
+    )
+    refused("no rank of the group has takes=", **({"gives": slices} if gives else {}))
+    with pytest.raises(RefitError, match="group is None"):
+        megapg.Refit(None, gives=slices)
+    # A tensor that is another one than before.
+    refit = megapg.Refit(dist.group.WORLD, **{side: slices}, bucket_bytes=64)
+    if not gives:
+        weights["w"].data = torch.zeros(3, 2)
+    with pytest.raises(RefitError, match=r"rank 1 .*: w was float32 .*\[2, 3\], and is .*\[3, 2\]"):
+        refit.run()
+    if not gives:
+        weights["w"].data = torch.zeros(2, 3)  # other memory
+    report = refit.run()
+    assert torch.equal(weights["w"], torch.arange(6.0).view(2, 3))
+    assert weights["b"].dtype == torch.bfloat16
+    assert (report.sent, report.received) == ((28, 0) if gives else (0, 28))
+    # Tensors that no copy can write through.
+    with pytest.raises(RefitError, match="w is a meta tensor"):
+        megapg.slices_of({"w": torch.empty(1, device="meta")})
+    with pytest.raises(RefitError, match="int is no Megatron-core model"):
+        megapg.slices_of(1)
+    dist.destroy_process_group()
+
+
+def test_wrong_arguments_of_one_rank_reach_all():
+    run_distributed(wrong_arguments, 2)
+
+
+def absent(phase, done):
+    """Rank 1 does not run, or dies in the middle. Rank 0 returns its error and its wait."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    weights = {"w": torch.zeros(1 << 16)}
+    side = "takes" if dist.get_rank() else "gives"
+    refit = megapg.Refit(dist.group.WORLD, **{side: megapg.slices_of(weights)}, bucket_bytes=4096)
+    if dist.get_rank():
+        if phase == "dies":
+            refit._pieces = lambda *_: os._exit(0)
+            refit.run()
+        while not done.exists():
+            time.sleep(0.05)
+        return None
+    started = time.monotonic()
+    with pytest.raises(RefitError) as caught:
+        refit.run()
+    waited = time.monotonic() - started
+    with pytest.raises(RefitError, match="failed before"):
+        refit.run()
+    done.touch()
+    return str(caught.value), waited
+
+
+@pytest.mark.parametrize(
+    ("phase", "message"),
+    [("does not run", "waiting for all ranks"), ("dies", "moving weights")],
+)
+def test_an_absent_rank_ends_the_refit_within_the_timeout(tmp_path, phase, message):
+    run = partial(run_distributed, partial(absent, phase, tmp_path / "done"), 2)
+    if phase == "dies":
+        with pytest.raises(RankFailedError) as caught:
+            run()
+        text, waited = caught.value.results[0]
+    else:
+        text, waited = run()[0]
+    assert text.startswith(f"refit on rank 0 of 2: {message}")
+    assert waited < 15
