@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         to_megatron,
         was_passed,
     )
+    from megapg.ownership.joint import Invitation, JointGroup, joint_group
     from megapg.ownership.offload import OffloadReport
     from megapg.ownership.opening import LayoutSizes
     from megapg.ownership.rebind import Rebound
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from megapg.refit.llama import llama_names
     from megapg.refit.moves import Part
     from megapg.refit.slices import Slice, Slices, slices_of
+    from megapg.rendezvous.connect import SharedStore
     from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
 
 __version__ = "0.2.0"
@@ -59,6 +61,8 @@ _HOMES = {
     "CommunicatorOptions": "megapg.communicators.options",
     "Launch": "megapg.launch",
     "HealthReport": "megapg.communicators.warm_up",
+    "Invitation": "megapg.ownership.joint",
+    "JointGroup": "megapg.ownership.joint",
     "LayoutSizes": "megapg.ownership.opening",
     "Lease": "megapg.collection",
     "LeaseState": "megapg.collection",
@@ -74,6 +78,7 @@ _HOMES = {
     "RefitReport": "megapg.refit.exchange",
     "RngState": "megapg.rng",
     "Session": "megapg.ownership.session",
+    "SharedStore": "megapg.rendezvous.connect",
     "Slice": "megapg.refit.slices",
     "Slices": "megapg.refit.slices",
     "WarmUpReport": "megapg.communicators.warm_up",
@@ -85,6 +90,7 @@ _HOMES = {
     "from_parallel_state": "megapg.megatron",
     "groups_of": "megapg.megatron",
     "guard": "megapg.megatron",
+    "joint_group": "megapg.ownership.joint",
     "latest": "megapg.checkpoint.directory",
     "list_checkpoints": "megapg.checkpoint.directory",
     "llama_names": "megapg.refit.llama",
@@ -111,6 +117,8 @@ __all__ = [
     "CheckpointSave",
     "CommunicatorOptions",
     "HealthReport",
+    "Invitation",
+    "JointGroup",
     "Launch",
     "LayoutSizes",
     "Lease",
@@ -127,6 +135,7 @@ __all__ = [
     "RefitReport",
     "RngState",
     "Session",
+    "SharedStore",
     "Slice",
     "Slices",
     "WarmUpReport",
@@ -138,6 +147,7 @@ __all__ = [
     "from_parallel_state",
     "groups_of",
     "guard",
+    "joint_group",
     "latest",
     "list_checkpoints",
     "llama_names",

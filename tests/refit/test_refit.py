@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
+from ports import free_port
 
 import megapg
 from megapg.errors import RankFailedError, RefitError
@@ -197,39 +198,50 @@ def hugging_face(model):
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
-def to_hugging_face(folder):
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    with megatron_on_cpu():
-        if rank < 2:
-            with session("train", range(2), tp=2) as source:
-                model = build(source.groups)
-                fill(model, source.groups, 1)
-                gives = megapg.slices_of(model, pg_collection=source.groups)
-                megapg.Refit(dist.group.WORLD, gives=gives, bucket_bytes=BUCKET).run()
-                megapg.save_checkpoint(folder, 1, model=model, pg_collection=source.groups)
-                dist.barrier()
-        else:
-            with session("serve", [2]) as target:
-                pg = target.groups
-                rollout = {name: torch.zeros_like(t) for name, t in hugging_face(build(pg)).items()}
-                takes = megapg.slices_of(rollout)
-                refit = megapg.Refit(
-                    dist.group.WORLD, takes=takes, names=NAMES(), bucket_bytes=BUCKET
-                )
-                report = refit.run()
-                assert report.received == sum(tensor.nbytes for tensor in rollout.values())
-                dist.barrier()
-                reference = build(pg)
-                megapg.load_checkpoint(folder, model=reference, pg_collection=pg, weights_only=True)
-                expected = hugging_face(reference)
-                assert len(expected) == 3 + 9 * LAYERS
-                assert [n for n, t in rollout.items() if not torch.equal(t, expected[n])] == []
-    dist.destroy_process_group()
+def to_hugging_face(folder, address, ports):
+    """The rollout is a job of its own, with a WORLD of one rank."""
+    rank = int(os.environ["RANK"])
+    trains = rank < 2
+    launch = megapg.Launch(
+        rank=rank % 2, world_size=2 if trains else 1, address="127.0.0.1", port=ports[not trains]
+    )
+    sizes = {"trainer": 2, "rollout": 1}
+    side = "trainer" if trains else "rollout"
+    with (
+        megatron_on_cpu(),
+        megapg.session(tp=2 if trains else 1, launch=launch) as session,
+        megapg.joint_group("weights", side=side, sizes=sizes, store=address) as joint,
+    ):
+        pg = session.groups
+        model = build(pg)
+        if trains:
+            fill(model, pg, 1)
+            gives = megapg.slices_of(model, pg_collection=pg)
+            report = megapg.Refit(joint.group, gives=gives, bucket_bytes=BUCKET).run()
+            megapg.save_checkpoint(folder, 1, model=model, pg_collection=pg)
+            joint.check()
+            return report.sent
+        rollout = {name: torch.zeros_like(each) for name, each in hugging_face(model).items()}
+        refit = megapg.Refit(
+            joint.group, takes=megapg.slices_of(rollout), names=NAMES(), bucket_bytes=BUCKET
+        )
+        report = refit.run()
+        assert report.received == sum(tensor.nbytes for tensor in rollout.values())
+        joint.check()
+        megapg.load_checkpoint(folder, model=model, pg_collection=pg, weights_only=True)
+        expected = hugging_face(model)
+        assert len(expected) == 3 + 9 * LAYERS
+        assert [n for n, tensor in rollout.items() if not torch.equal(tensor, expected[n])] == []
+        return report.received
 
 
-def test_one_rank_with_the_names_of_hugging_face(tmp_path):
-    run_distributed(partial(to_hugging_face, tmp_path / "saved"), 3, preload=PRELOAD)
+def test_one_rank_of_another_job_with_the_names_of_hugging_face(tmp_path):
+    with megapg.SharedStore("127.0.0.1") as store:
+        ports = free_port(), free_port()
+        run = partial(to_hugging_face, tmp_path / "saved", store.address, ports)
+        first, second, received = run_distributed(run, 3, preload=PRELOAD)
+    assert first + second == received
+    assert abs(first - second) < received / 10  # replicas share the work
 
 
 # --- errors ---------------------------------------------------------------------------------------
