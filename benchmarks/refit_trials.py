@@ -11,6 +11,8 @@ them broadcasts it to the rollout, whose ranks cut their parts from it.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 import statistics
 import time
@@ -368,8 +370,8 @@ def _measured(rank: _Rank, quick: bool) -> dict[str, Outcome]:
     reference.clear()
     for _ in range(1 if quick else REPEATS):
         for name, move in contestants.items():
+            _trim()
             before = _resident("VmRSS")
-            _forget_peak()
             taken, _ = _timed(move)
             memory[name] = max(memory.get(name, 0), _resident("VmHWM") - before)
             seconds[name].append(taken)
@@ -388,7 +390,10 @@ def _timed(move: Callable[[], int]) -> tuple[float, int]:
     return time.perf_counter() - started, received
 
 
-def _forget_peak() -> None:
+def _trim() -> None:
+    """Give free memory back to the system, and forget the peak."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 

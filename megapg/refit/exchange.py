@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from megapg.errors import RefitError
 from megapg.refit.moves import Move, Names, Part, plan_moves
 from megapg.refit.rounds import rounds_of
 from megapg.refit.slices import Slices
+
+_ALONE = 64 << 10
+"""Bytes of a box from which it is a message of its own, without a copy if it is contiguous."""
 
 
 @dataclass(frozen=True)
@@ -141,67 +144,66 @@ class Refit:
         with self._waiting("waiting for all ranks to start a refit"):
             problems = self._everyone(problem, self._device)
         _raise_first(problems)
-        sent = received = buffer = 0
+        buffer = 0
         with self._waiting("moving weights"), torch.no_grad():
             for move in self._copies:
                 box = _box(target[move.taken], move.taken_offset, move.shape)
-                box.copy_(_box_of_source(source[move.given], move).view(move.shape))
+                box.copy_(_source_box(source[move.given], move))
             for moves in self._rounds:
-                outgoing, incoming = self._round(moves, source, target)
-                sent, received = sent + outgoing, received + incoming
-                buffer = max(buffer, outgoing + incoming)
+                buffer = max(buffer, self._round(moves, source, target))
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
-        copied = sum(move.nbytes for move in self._copies)
-        seconds = time.monotonic() - started
-        return RefitReport(sent, received, copied, len(self._rounds), buffer, seconds)
+        moved = [move for moves in self._rounds for move in moves]
+        return RefitReport(
+            sent=sum(move.nbytes for move in moved if move.sender == self._rank),
+            received=sum(move.nbytes for move in moved if move.receiver == self._rank),
+            copied=sum(move.nbytes for move in self._copies),
+            rounds=len(self._rounds),
+            buffer=buffer,
+            seconds=time.monotonic() - started,
+        )
 
     def _round(
         self,
         moves: Sequence[Move],
         source: dict[int, torch.Tensor],
         target: dict[int, torch.Tensor],
-    ) -> tuple[int, int]:
-        outgoing: dict[int, list[Move]] = defaultdict(list)
-        incoming: dict[int, list[Move]] = defaultdict(list)
-        # Large elements come first in a buffer, so that each box is aligned to its elements.
-        for move in sorted(moves, key=lambda move: -move.itemsize):
-            if move.sender == self._rank:
-                outgoing[move.receiver].append(move)
-            else:
-                incoming[move.sender].append(move)
-        received = {peer: self._buffer(each) for peer, each in incoming.items()}
-        sent = {peer: self._buffer(each) for peer, each in outgoing.items()}
-        for peer, each in outgoing.items():
-            for move, piece in self._pieces(sent[peer], each, source):
-                piece.copy_(_box_of_source(source[move.given], move).view(move.shape))
-        works = dist.batch_isend_irecv(
-            [self._operation(dist.irecv, *pair) for pair in received.items()]
-            + [self._operation(dist.isend, *pair) for pair in sent.items()]
-        )
-        for work in works:
+    ) -> int:
+        """Move the boxes of a round, and return the bytes of its buffers."""
+        operations, arriving, used = list[dist.P2POp](), list[Callable[[], None]](), 0
+        for message in _messages(moves):
+            sends = message[0].sender == self._rank
+            boxes = [
+                _source_box(source[move.given], move)
+                if sends
+                else _box(target[move.taken], move.taken_offset, move.shape)
+                for move in message
+            ]
+            buffer = self._as_bytes(boxes)
+            if buffer is None:
+                buffer = torch.empty(
+                    sum(move.nbytes for move in message), dtype=torch.uint8, device=self._device
+                )
+                used += buffer.nbytes
+                if sends:
+                    _pack(boxes, buffer)
+                else:
+                    arriving.append(partial(_unpack, buffer, boxes))
+            call, peer = (
+                (dist.isend, message[0].receiver) if sends else (dist.irecv, message[0].sender)
+            )
+            operations.append(dist.P2POp(call, buffer, group=self._group, group_peer=peer))
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
-        for peer, each in incoming.items():
-            for move, piece in self._pieces(received[peer], each, target):
-                _box(target[move.taken], move.taken_offset, move.shape).copy_(piece)
-        return _bytes(sent.values()), _bytes(received.values())
+        for unpack in arriving:
+            unpack()
+        return used
 
-    def _buffer(self, moves: Sequence[Move]) -> torch.Tensor:
-        size = sum(move.nbytes for move in moves)
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
-
-    def _pieces(
-        self, buffer: torch.Tensor, moves: Sequence[Move], tensors: dict[int, torch.Tensor]
-    ) -> Iterator[tuple[Move, torch.Tensor]]:
-        """Yield each move with its part of the buffer, as a tensor of its shape."""
-        at = 0
-        for move in moves:
-            dtype = tensors[move.given if move.sender == self._rank else move.taken].dtype
-            yield move, buffer[at : at + move.nbytes].view(dtype).view(move.shape)
-            at += move.nbytes
-
-    def _operation(self, call: Callable[..., Any], peer: int, buffer: torch.Tensor) -> dist.P2POp:
-        return dist.P2POp(call, buffer, group=self._group, group_peer=peer)
+    def _as_bytes(self, boxes: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the memory of a single box, if it needs no buffer."""
+        if len(boxes) > 1 or boxes[0].device != self._device or not boxes[0].is_contiguous():
+            return None
+        return boxes[0].reshape(-1).view(torch.uint8)
 
     # -- the beginning -----------------------------------------------------------------------------
 
@@ -344,7 +346,7 @@ def _box(tensor: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> t
     ]
 
 
-def _box_of_source(tensor: torch.Tensor, move: Move) -> torch.Tensor:
+def _source_box(tensor: torch.Tensor, move: Move) -> torch.Tensor:
     """Return the box of a move in a source, with the axes of the target."""
     more = tensor.dim() - len(move.shape)
     shape = (1,) * more + move.shape[max(-more, 0) :]
@@ -352,5 +354,30 @@ def _box_of_source(tensor: torch.Tensor, move: Move) -> torch.Tensor:
     return box[(0,) * more] if more > 0 else box[(None,) * -more]
 
 
-def _bytes(buffers: Any) -> int:
-    return sum(math.prod(each.shape) for each in buffers)
+def _messages(moves: Sequence[Move]) -> list[list[Move]]:
+    """Return the moves of each message, in the same order on both of its ranks."""
+    alone = [[move] for move in moves if move.nbytes >= _ALONE]
+    together: dict[tuple[int, int], list[Move]] = defaultdict(list)
+    # Large elements come first in a buffer, so that each box is aligned to its elements.
+    for move in sorted(moves, key=lambda move: -move.itemsize):
+        if move.nbytes < _ALONE:
+            together[move.sender, move.receiver].append(move)
+    return [*together.values(), *alone]
+
+
+def _pack(boxes: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    for box, piece in zip(boxes, _pieces(buffer, boxes), strict=True):
+        piece.copy_(box)
+
+
+def _unpack(buffer: torch.Tensor, boxes: Sequence[torch.Tensor]) -> None:
+    for box, piece in zip(boxes, _pieces(buffer, boxes), strict=True):
+        box.copy_(piece)
+
+
+def _pieces(buffer: torch.Tensor, boxes: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the part of the buffer of each box, as a tensor of its shape."""
+    at = 0
+    for box in boxes:
+        yield buffer[at : at + box.nbytes].view(box.dtype).view(box.shape)
+        at += box.nbytes
