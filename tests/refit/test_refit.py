@@ -1,11 +1,15 @@
 """Move the weights of real Megatron-core models into other layouts, over gloo."""
 
+import contextlib
+import io
 import os
+import runpy
 import shutil
 import time
 import zlib
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -243,6 +247,23 @@ def test_one_rank_of_another_job_with_the_names_of_hugging_face(tmp_path):
         first, second, received = run_distributed(run, 3, preload=PRELOAD)
     assert first + second == received
     assert abs(first - second) < received / 10  # replicas share the work
+
+
+def example(folder):
+    script = folder / "weights.py"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_example_of_the_guide(tmp_path):
+    page = (Path(__file__).parents[2] / "migration_guide/rl-framework.md").read_text()
+    section = page.partition("## Weights to the rollout")[2]
+    (tmp_path / "weights.py").write_text(section.partition("```python\n")[2].partition("```")[0])
+    printed = run_distributed(partial(example, tmp_path), 3, preload=PRELOAD)
+    sent = [int(each.split(" sent ")[1].split()[0]) for each in printed]
+    assert sent[2] == 0
+    assert f"received {sent[0] + sent[1]} bytes" in printed[2]
 
 
 # --- tensors of every kind ------------------------------------------------------------------------
