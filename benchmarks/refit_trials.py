@@ -5,8 +5,8 @@ clock stops when the slowest rank has finished. Each contestant runs once before
 Peak memory is the growth of a process's resident memory during one run, on the rank where it grows
 most.
 
-The broadcast is that of frameworks: all ranks of a trainer's group gather one parameter, and one of
-them broadcasts it to the rollout, whose ranks cut their parts from it.
+The broadcast is that of frameworks. All ranks of a trainer's group gather one parameter. One of them
+broadcasts it to the rollout. The rollout's ranks cut their parts from it.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class _Broadcast:
         mine = (rank.gives.described if rank.gives else (), _cut(rank.trained))
         dist.all_gather_object(everyone, mine)
         self._trains = range(rank.trial.trains)
-        # Of parameters that the trainer does not cut, the first rank has the only copy that counts.
+        # If the trainer does not cut a parameter, only the first rank's copy counts.
         given = [
             [each for each in slices if number == 0 or each.parameter in cut]
             for number, (slices, cut) in enumerate(everyone)

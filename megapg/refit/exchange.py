@@ -20,7 +20,7 @@ from megapg import torch_private
 from megapg.collection import ProcessGroup
 from megapg.errors import RefitError
 from megapg.refit.moves import Move, Names, Part, plan_moves
-from megapg.refit.rounds import rounds_of
+from megapg.refit.rounds import padded, rounds_of
 from megapg.refit.slices import Slices
 
 _ALONE = 64 << 10
@@ -29,7 +29,7 @@ _ALONE = 64 << 10
 
 @dataclass(frozen=True)
 class RefitReport:
-    """What one run moved on this rank.
+    """The result of one run on this rank.
 
     Attributes:
         sent: bytes sent to other ranks.
@@ -56,8 +56,8 @@ class Refit:
         ...
         report = refit.run()  # after each step, on every rank of the group
 
-    The constructor exchanges the slices of all ranks, and each rank plans alone. :meth:`run` writes
-    the values of the source into the live tensors of the target, bit for bit. Each element that a
+    The constructor exchanges the slices of all ranks. Then each rank makes the same plan. :meth:`run`
+    writes the values of the source into the live tensors of the target, bit for bit. Each element that a
     rank does not hold itself reaches it once. A rank may give and take.
 
     If a model is built anew, make a new object on every rank. An object is not thread-safe.
@@ -67,9 +67,8 @@ class Refit:
             the group makes the object and runs it.
         gives: the slices of the source that this rank holds; None: none.
         takes: the slices of the target that this rank holds; None: none.
-        names: for a target with other names: name of the target tensor -> name of the source
-            tensor, or the :class:`Part` objects that make up the target. A tensor without an entry
-            has the same name in both.
+        names: name of a target tensor -> name of the source tensor, or the :class:`Part` objects
+            that make up the target. A tensor without an entry has the same name in both.
         bucket_bytes: the most memory of a rank for buffers during :meth:`run`, the same on all
             ranks.
 
@@ -113,6 +112,7 @@ class Refit:
             for each in rounds_of(moves, bucket_bytes)
         )
         self._rounds = [each for each in mine if each]
+        self._largest = max((sum(map(padded, each)) for each in self._rounds), default=0)
         used = [*self._copies, *(move for each in self._rounds for move in each)]
         self._given = sorted({move.given for move in used if move.sender == self._rank})
         self._taken = sorted({move.taken for move in used if move.receiver == self._rank})
@@ -121,7 +121,7 @@ class Refit:
         """Move the weights. Every rank of the group calls it.
 
         Returns:
-            What this rank sent, received and copied.
+            The bytes that this rank sent, received and copied.
 
         Raises:
             RefitError: on every rank, before any weight changes: a tensor of a rank has another
@@ -144,22 +144,22 @@ class Refit:
         with self._waiting("waiting for all ranks to start a refit"):
             problems = self._everyone(problem, self._device)
         _raise_first(problems)
-        buffer = 0
+        buffer = _Buffer(self._largest, self._device)
         with self._waiting("moving weights"), torch.no_grad():
             for move in self._copies:
                 box = _box(target[move.taken], move.taken_offset, move.shape)
                 box.copy_(_source_box(source[move.given], move))
             for moves in self._rounds:
-                buffer = max(buffer, self._round(moves, source, target))
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
+                self._round(moves, source, target, buffer)
+            if (device := self._device).type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
         moved = [move for moves in self._rounds for move in moves]
         return RefitReport(
             sent=sum(move.nbytes for move in moved if move.sender == self._rank),
             received=sum(move.nbytes for move in moved if move.receiver == self._rank),
             copied=sum(move.nbytes for move in self._copies),
             rounds=len(self._rounds),
-            buffer=buffer,
+            buffer=buffer.used,
             seconds=time.monotonic() - started,
         )
 
@@ -168,9 +168,11 @@ class Refit:
         moves: Sequence[Move],
         source: dict[int, torch.Tensor],
         target: dict[int, torch.Tensor],
-    ) -> int:
-        """Move the boxes of a round, and return the bytes of its buffers."""
-        operations, arriving, used = list[dist.P2POp](), list[Callable[[], None]](), 0
+        buffer: _Buffer,
+    ) -> None:
+        """Move the boxes of a round."""
+        operations, arriving = list[dist.P2POp](), list[Callable[[], None]]()
+        buffer.clear()
         for message in _messages(moves):
             sends = message[0].sender == self._rank
             boxes = [
@@ -179,25 +181,21 @@ class Refit:
                 else _box(target[move.taken], move.taken_offset, move.shape)
                 for move in message
             ]
-            buffer = self._as_bytes(boxes)
-            if buffer is None:
-                buffer = torch.empty(
-                    sum(move.nbytes for move in message), dtype=torch.uint8, device=self._device
-                )
-                used += buffer.nbytes
+            content = self._as_bytes(boxes)
+            if content is None:
+                content = buffer.take(message)
                 if sends:
-                    _pack(boxes, buffer)
+                    _pack(boxes, content)
                 else:
-                    arriving.append(partial(_unpack, buffer, boxes))
+                    arriving.append(partial(_unpack, content, boxes))
             call, peer = (
                 (dist.isend, message[0].receiver) if sends else (dist.irecv, message[0].sender)
             )
-            operations.append(dist.P2POp(call, buffer, group=self._group, group_peer=peer))
+            operations.append(dist.P2POp(call, content, group=self._group, group_peer=peer))
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         for unpack in arriving:
             unpack()
-        return used
 
     def _as_bytes(self, boxes: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Return the memory of a single box, if it needs no buffer."""
@@ -319,6 +317,28 @@ class Refit:
                 f"failed, or did not come within the timeout of the group: "
                 f"{str(error).strip().partition(chr(10))[0]}"
             ) from error
+
+
+class _Buffer:
+    """The memory for the boxes of a round that are not sent from their tensors."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size, self._device = size, device
+        self._memory: torch.Tensor | None = None
+        self._taken = 0
+        self.used = 0  # the most bytes at one time
+
+    def clear(self) -> None:
+        self._taken = 0
+
+    def take(self, message: Sequence[Move]) -> torch.Tensor:
+        """Return the memory for a message. It is aligned to elements of any type."""
+        if self._memory is None:
+            self._memory = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+        begin = self._taken
+        self._taken += sum(map(padded, message))
+        self.used = max(self.used, self._taken)
+        return self._memory[begin : begin + sum(move.nbytes for move in message)]
 
 
 def _raise_first(problems: Sequence[str]) -> None:

@@ -204,7 +204,7 @@ def hugging_face(model):
 
 
 def to_hugging_face(folder, address, ports):
-    """The rollout is a job of its own, with a WORLD of one rank."""
+    """The rollout is another job, with a WORLD of one rank."""
     rank = int(os.environ["RANK"])
     trains = rank < 2
     launch = megapg.Launch(
@@ -310,7 +310,7 @@ def every_kind(bucket):
 
 
 def test_tensors_of_every_kind():
-    """Large boxes are messages of their own, and contiguous ones need no buffer."""
+    """A large box is one message. If it is contiguous, it needs no buffer."""
     for bucket in (1 << 12, 1 << 20):
         reports = run_distributed(partial(every_kind, bucket), 3)
         first, second, last = reports
