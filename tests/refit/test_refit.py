@@ -375,6 +375,8 @@ def every_kind(bucket):
     return report
 
 
+@pytest.mark.torch
+@pytest.mark.smoke
 def test_tensors_of_every_kind():
     """A large box is one message. If it is contiguous, it needs no buffer."""
     for bucket in (1 << 12, 1 << 20):
@@ -468,6 +470,7 @@ def absent(phase, done):
     return str(caught.value), waited
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("phase", "message"),
     [("does not run", "waiting for all ranks"), ("dies", "moving weights")],
